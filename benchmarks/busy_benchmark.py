@@ -1,6 +1,7 @@
 """Benchmark of one worker's training speed next to a busy process, relative to idle CPUs.
 
-Trains in one process, and on a local Ray, whose workers have a lower priority. Quiet and busy runs alternate.
+Trains in one process, and on a local Ray, whose workers have a lower priority. Quiet and busy runs
+alternate.
 """
 
 import json
@@ -26,7 +27,9 @@ def train(*, path: str, on_ray: bool, busy: bool) -> float:
     try:
         with tempfile.TemporaryDirectory() as storage:
             cluster = {"address": "local", "num_cpus": os.cpu_count()} if on_ray else {}
-            config = criteo_demo(path).replace(storage_path=storage, scaling={"num_workers": 1}, cluster=cluster)
+            config = criteo_demo(path).replace(
+                storage_path=storage, scaling={"num_workers": 1}, cluster=cluster
+            )
             result = run(config, console=Console(quiet=True))
             with open(os.path.join(result.folder, "summary.json")) as file:
                 return float(json.load(file)["rows_per_s"])
@@ -41,7 +44,8 @@ def main(*, quick: bool) -> None:
     path = synthetic_log(rows)
     for on_ray in (False, True):
         trained = {
-            name: partial(child, __file__, "train", path=path, on_ray=on_ray, busy=name == "busy") for name in ("quiet", "busy")
+            name: partial(child, __file__, "train", path=path, on_ray=on_ray, busy=name == "busy")
+            for name in ("quiet", "busy")
         }
         rates = interleaved(repeats, **trained)
         location = "on a local Ray" if on_ray else "in one process"

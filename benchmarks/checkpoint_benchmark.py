@@ -1,4 +1,6 @@
-"""Benchmark of checkpoints: training cost of saves, and save and restore speed for a large state, relative to a plain copy."""
+"""Benchmark of checkpoints: training cost of saves, and save and restore speed for a large state,
+relative to a plain copy.
+"""
 
 import os
 import shutil
@@ -34,7 +36,9 @@ def drop_from_page_cache(path: str) -> None:
 
 
 class LargeState:
-    """Saves and restores `total_bytes` in one process, and copies the same file plainly; all in bytes/s."""
+    """Saves and restores `total_bytes` in one process, and copies the same file plainly; all in
+    bytes/s.
+    """
 
     def __init__(self, folder: str, total_bytes: int) -> None:
         self._folder, self._bytes = folder, total_bytes
@@ -141,9 +145,24 @@ def large_state(total_bytes: int, repeats: int) -> None:
         stall_s = state.stall_s
         state.close()
     for workload, ours, peer, peer_text in (
-        ("save to the disk, synced", "save", "copy", "cp of the data file from the page cache, synced"),
-        ("restore, file in the page cache", "restore_cached", "read_cached", "read() of the file into memory, cached"),
-        ("restore, file not in the page cache", "restore", "read", "read() of the file into memory, not cached"),
+        (
+            "save to the disk, synced",
+            "save",
+            "copy",
+            "cp of the data file from the page cache, synced",
+        ),
+        (
+            "restore, file in the page cache",
+            "restore_cached",
+            "read_cached",
+            "read() of the file into memory, cached",
+        ),
+        (
+            "restore, file not in the page cache",
+            "restore",
+            "read",
+            "read() of the file into memory, not cached",
+        ),
     ):
         emit(
             "checkpoint",
@@ -159,7 +178,9 @@ def large_state(total_bytes: int, repeats: int) -> None:
 
 
 def trained(path: str, *, every: int | None) -> dict[str, Any]:
-    """Train criteo_kaggle's network -> its summary, with the estimated cost of waiting for each save."""
+    """Train criteo_kaggle's network -> its summary, with the estimated cost of waiting for each
+    save.
+    """
     from rayrec.recipes import criteo_kaggle
     from rayrec.training.trainer import train
 
@@ -178,7 +199,10 @@ def trained(path: str, *, every: int | None) -> dict[str, Any]:
         summary = train(config, console=Console(quiet=True)).summary
         saves = read_events(os.path.join(storage, "run", "events.jsonl"), kinds={"checkpoint"})
     write_s = sum(event["write_s"] for event in saves)
-    note(f"  {len(saves)} saves of {saves[-1]['bytes'] / 1e6:.0f} MB, stall {summary['checkpoint_stall_s']:.2f} s")
+    note(
+        f"  {len(saves)} saves of {saves[-1]['bytes'] / 1e6:.0f} MB, stall "
+        f"{summary['checkpoint_stall_s']:.2f} s"
+    )
     return {
         **summary,
         "saves": len(saves),
@@ -229,6 +253,9 @@ def in_training(rows: int, repeats: int) -> None:
 
 def main(*, quick: bool) -> None:
     with part("checkpoint", "tables, one process"):
-        large_state(int(float(os.environ.get("RAYREC_BENCHMARK_STATE_GB", "0.25" if quick else "2")) * 1e9), 2 if quick else 5)
+        large_state(
+            int(float(os.environ.get("RAYREC_BENCHMARK_STATE_GB", "0.25" if quick else "2")) * 1e9),
+            2 if quick else 5,
+        )
     with part("checkpoint", "saves of a training run"):
         in_training(500_000 if quick else 3_000_000, 1 if quick else 3)

@@ -1,10 +1,13 @@
-"""Benchmark of nodes for data tasks: one training node, alone and with 1 and 2 nodes more, compared with `rayrec plan`.
+"""Benchmark of nodes for data tasks: one training node, alone and with 1 and 2 nodes more, compared
+with `rayrec plan`.
 
-Each node is a network namespace on this machine with a Ray node of two CPUs. A CPU for data tasks is a fraction of a core, by a
-control group of their processes. Together these take less than one of two cores. The trainer and Ray's other processes have the
-rest. The training node has a stand-in for an accelerator, which takes a fixed time for each step. The forecast is that of
-`plan --cluster cpus=2,gpus=1,cpu_nodes=N,gpu_rows_per_s=R`. The stages of a data task are measured on a whole core while the run
-continues. On an idle machine a row takes less CPU time. That time is scaled to the fraction.
+Each node is a network namespace on this machine with a Ray node of two CPUs. A CPU for data tasks
+is a fraction of a core, by a control group of their processes. Together these take less than one of
+two cores. The trainer and Ray's other processes have the rest. The training node has a stand-in for
+an accelerator, which takes a fixed time for each step. The forecast is that of `plan --cluster
+cpus=2,gpus=1,cpu_nodes=N,gpu_rows_per_s=R`. The stages of a data task are measured on a whole core
+while the run continues. On an idle machine a row takes less CPU time. That time is scaled to the
+fraction.
 """
 
 import contextlib
@@ -31,7 +34,9 @@ from rayrec.workloads.base import MeasuredSpeed, TrainConfig
 
 ROWS, REPEATS, MEASUREMENTS = 1_500_000, 3, 3
 BATCH, ROWS_PER_S = 32_768, 700_000
-"""Rows of a step, and speed of the stand-in for an accelerator: more than one data node makes, and less than two."""
+"""Rows of a step, and speed of the stand-in for an accelerator: more than one data node makes, and
+less than two.
+"""
 CORE = 0.2
 """Fraction of a core that a data task gets."""
 WAITING = 0.007
@@ -41,7 +46,9 @@ CPUS = 2
 BLOCK_BYTES = 8 << 20
 WARM_STEPS, SETTLE_S, MEASURED_S = 40, 10.0, 40.0
 PERIOD_US = 500_000
-"""Period in which a group may use its fraction. With 100 ms, a row takes a seventh more CPU time: each pause cools the caches."""
+"""Period in which a group may use its fraction. With 100 ms, a row takes a seventh more CPU time:
+each pause cools the caches.
+"""
 GROUPS = Path("/sys/fs/cgroup/cpu")
 
 
@@ -54,7 +61,10 @@ def main(*, quick: bool) -> None:
     runs = in_turn(
         1 if quick else REPEATS,
         lambda number: {str(more): partial(_run, path, preprocessor, more) for more in cases},
-        shown=lambda run: f"{run.rows_per_s:,.0f} rows/s, forecast {run.forecast.rows_per_s:,.0f}, blocked {run.blocked:.0%}",
+        shown=lambda run: (
+            f"{run.rows_per_s:,.0f} rows/s, forecast {run.forecast.rows_per_s:,.0f}, blocked "
+            f"{run.blocked:.0%}"
+        ),
     )
     for more in cases:
         with part("data-nodes", f"{more} data nodes"):
@@ -65,7 +75,10 @@ def main(*, quick: bool) -> None:
             emit(
                 "data-nodes",
                 peer="forecast of rayrec plan",
-                workload=f"criteo TSV, accelerator of {ROWS_PER_S:,} rows/s, {nodes}, {CORE:g} of a core each",
+                workload=(
+                    f"criteo TSV, accelerator of {ROWS_PER_S:,} rows/s, {nodes}, {CORE:g} of a "
+                    "core each"
+                ),
                 value=speed,
                 ratio=speed / planned,
                 repeats=1 if quick else REPEATS,
@@ -120,10 +133,15 @@ class _Run:
 
 
 def _run(path: str, preprocessor: str, more: int) -> _Run:
-    """Train with so many data nodes, and forecast the speed by the median of measurements before and after the measured time."""
+    """Train with so many data nodes, and forecast the speed by the median of measurements before
+    and after the measured time.
+    """
     speed, trials = _trained(path, preprocessor, more)
     measured = sorted(trials, key=lambda trial: sum(trial.stage_cpu_s.values()))[len(trials) // 2]
-    slower = replace(measured, stage_wall_s={stage: cpu_s / CORE for stage, cpu_s in measured.stage_cpu_s.items()})
+    slower = replace(
+        measured,
+        stage_wall_s={stage: cpu_s / CORE for stage, cpu_s in measured.stage_cpu_s.items()},
+    )
     shape, config = _shape(more), _config(path, preprocessor).replace(scaling={"use_gpu": True})
     planned = extrapolate(slower, shape, layout_of(config, shape.resources()), threads_per_worker=1)
     return _Run(speed["rows_per_s"], speed["blocked_fraction"], planned)
@@ -134,7 +152,9 @@ def _shape(more: int) -> ClusterShape:
 
 
 def _measurements(path: str, preprocessor: str) -> list[MeasuredSpeed]:
-    return [forecast(_config(path, preprocessor), _shape(0)).measured_speed for _ in range(MEASUREMENTS)]
+    return [
+        forecast(_config(path, preprocessor), _shape(0)).measured_speed for _ in range(MEASUREMENTS)
+    ]
 
 
 @dataclass(frozen=True)
@@ -151,11 +171,18 @@ class _Limited:
                 self.group.write_text(str(pid))
 
 
-def _trained(path: str, preprocessor: str, more: int) -> tuple[dict[str, float], list[MeasuredSpeed]]:
-    """Train with so many data nodes -> rows_per_s and blocked_fraction, with limited data tasks and empty buffers, and the stages
-    as measured before and after that time."""
+def _trained(
+    path: str, preprocessor: str, more: int
+) -> tuple[dict[str, float], list[MeasuredSpeed]]:
+    """Train with so many data nodes -> rows_per_s and blocked_fraction, with limited data tasks and
+    empty buffers, and the stages as measured before and after that time.
+    """
     nodes = [{"cpus": CPUS, "accelerator": 1}, *[{"cpus": CPUS}] * more]
-    with tempfile.TemporaryDirectory() as runs, Network() as network, contextlib.ExitStack() as groups:
+    with (
+        tempfile.TemporaryDirectory() as runs,
+        Network() as network,
+        contextlib.ExitStack() as groups,
+    ):
         head, training, *data = network.cluster({"cpus": 0}, *nodes)
         flags = {
             "train-data.path": path,
@@ -176,7 +203,9 @@ def _trained(path: str, preprocessor: str, more: int) -> tuple[dict[str, float],
         }
         settings = [f"--{name}={value}" for name, value in flags.items()]
         recipe = f"{paced_clicks.__file__}:paced"
-        command = head.start_rayrec("train", recipe, *settings, "--scaling.resources-per-worker", "accelerator", "1")
+        command = head.start_rayrec(
+            "train", recipe, *settings, "--scaling.resources-per-worker", "accelerator", "1"
+        )
 
         def steps() -> list[dict[str, float]]:
             return events_so_far(f"{runs}/run", "step")
@@ -200,7 +229,9 @@ def _trained(path: str, preprocessor: str, more: int) -> tuple[dict[str, float],
             before = _measurements(path, preprocessor)
             first = steps()[-1]["step"]
             time.sleep(MEASURED_S)
-            return warm_speed(steps(), warm_steps=int(first)), before + _measurements(path, preprocessor)
+            return warm_speed(steps(), warm_steps=int(first)), before + _measurements(
+                path, preprocessor
+            )
         finally:
             ended.set()
             thread.join()

@@ -1,8 +1,9 @@
-"""Benchmark of one epoch of criteo_kaggle: test AUROC and time, compared with TorchRec's own DLRM on the same rows in order.
+"""Benchmark of one epoch of criteo_kaggle: test AUROC and time, compared with TorchRec's own DLRM
+on the same rows in order.
 
-`--data PATH`: log in Criteo's format, such as Kaggle's train.txt. Default: a synthetic log of 200,000 rows. Both have one process
-with all cores, the same Preprocessor, split, sizes, optimizers and constant learning rates. TorchRec's DLRM gets encoded batches
-from a thread that reads ahead.
+`--data PATH`: log in Criteo's format, such as Kaggle's train.txt. Default: a synthetic log of
+200,000 rows. Both have one process with all cores, the same Preprocessor, split, sizes, optimizers
+and constant learning rates. TorchRec's DLRM gets encoded batches from a thread that reads ahead.
 """
 
 import gzip
@@ -23,16 +24,29 @@ ROWS, BATCH = 200_000, 2048
 
 def main(*, quick: bool) -> None:
     arguments = sys.argv[1:]
-    path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_log(ROWS)
+    path = (
+        arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_log(ROWS)
+    )
     with tempfile.TemporaryDirectory() as storage:
-        ours = attempt("criteo_kaggle", lambda: child(__file__, "rayrec_epoch", path=path, storage=storage))
-        theirs = attempt("TorchRec's DLRM", lambda: child(__file__, "torchrec_epoch", path=path, **ours["for_peer"]))
+        ours = attempt(
+            "criteo_kaggle", lambda: child(__file__, "rayrec_epoch", path=path, storage=storage)
+        )
+        theirs = attempt(
+            "TorchRec's DLRM",
+            lambda: child(__file__, "torchrec_epoch", path=path, **ours["for_peer"]),
+        )
     for name, result in (("criteo_kaggle", ours), ("TorchRec's DLRM", theirs)):
-        note(f"  {name}: test AUROC {result['auroc']:.4f}, logloss {result['logloss']:.4f}, {result['seconds']:.1f} s")
+        note(
+            f"  {name}: test AUROC {result['auroc']:.4f}, logloss {result['logloss']:.4f}, "
+            f"{result['seconds']:.1f} s"
+        )
     emit(
         "epoch",
         peer="TorchRec's own DLRM, the same rows in the same order",
-        workload=f"criteo_kaggle, one epoch of {os.path.basename(path)}, {ours['rows']:,} training rows, batch {BATCH}",
+        workload=(
+            f"criteo_kaggle, one epoch of {os.path.basename(path)}, {ours['rows']:,} training "
+            f"rows, batch {BATCH}"
+        ),
         unit="auroc",
         value=ours["auroc"],
         ratio=(ours["auroc"] + -0.5) / (theirs["auroc"] + -0.5),
@@ -46,7 +60,9 @@ def main(*, quick: bool) -> None:
 
 
 def rayrec_epoch(*, path: str, storage: str) -> dict[str, Any]:
-    """Train one epoch from the raw log -> test metrics, training seconds, rows, and what the peer needs."""
+    """Train one epoch from the raw log -> test metrics, training seconds, rows, and what the peer
+    needs.
+    """
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
     from rayrec.recipes import criteo_kaggle
@@ -63,9 +79,15 @@ def rayrec_epoch(*, path: str, storage: str) -> dict[str, Any]:
         name="epoch",
     )
     result = train(config, console=Console(quiet=True))
-    sets, steps = result.summary["rows_of_sets"], read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
+    sets, steps = (
+        result.summary["rows_of_sets"],
+        read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"}),
+    )
     rows = [0, *(event["rows"] for event in steps)]
-    seconds = sum((after - before) / event["rows_per_s"] for before, after, event in zip(rows, rows[1:], steps, strict=False))
+    seconds = sum(
+        (after - before) / event["rows_per_s"]
+        for before, after, event in zip(rows, rows[1:], steps, strict=False)
+    )
     for_peer = {"preprocessor": os.path.join(result.folder, "preprocessor"), "sets": sets}
     metrics = {name: result.summary["metrics"][name] for name in ("auroc", "logloss")}
     return {**metrics, "seconds": seconds, "rows": sets["train"], "for_peer": for_peer}
@@ -103,7 +125,9 @@ def torchrec_epoch(*, path: str, preprocessor: str, sets: dict[str, int]) -> dic
 
 
 def _batches(path: str, encoder: Any, start: int, stop: int) -> Iterator[Any]:
-    """Yield the encoded rows [start, stop) of a log without invalid rows, in order, in batches made ahead by a thread."""
+    """Yield the encoded rows [start, stop) of a log without invalid rows, in order, in batches made
+    ahead by a thread.
+    """
     import torch
     from torchrec.datasets.utils import Batch
 

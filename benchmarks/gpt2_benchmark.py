@@ -1,6 +1,8 @@
-"""Benchmark of GPT-2 with recipe gpt2_tiny on both loops, compared with a plain script for HuggingFace's Trainer.
+"""Benchmark of GPT-2 with recipe gpt2_tiny on both loops, compared with a plain script for
+HuggingFace's Trainer.
 
-Compares the losses of each step, and tokens/s, on the same shards. `--data FILE`: text file. Default: a synthetic text.
+Compares the losses of each step, and tokens/s, on the same shards. `--data FILE`: text file.
+Default: a synthetic text.
 """
 
 import json
@@ -40,7 +42,9 @@ def recipe(*, path: str, workers: int, steps: int, precision: str, loop: str) ->
 
 
 def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """Measure the global mean losses of the logged steps, and blocks/s of all workers after the warm-up."""
+    """Measure the global mean losses of the logged steps, and blocks/s of all workers after the
+    warm-up.
+    """
     return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
 
 
@@ -53,7 +57,9 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
     assert optimizer.kind == "adamw"
     settings = {
         "path": tokens.set_path("train"),
-        "model": config.workload.model.to_huggingface(tokens.vocabulary_size, end_of_text=tokens.end_token),
+        "model": config.workload.model.to_huggingface(
+            tokens.vocabulary_size, end_of_text=tokens.end_token
+        ),
         "workers": arguments["workers"],
         "steps": steps,
         "warm_steps": warm_steps,
@@ -72,7 +78,10 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
         },
     }
     output = run_child(PLAIN, json.dumps(settings))
-    return {"losses": [statistics.fmean(step) for step in output["losses"]], "rows_per_s": output["rows_per_s"]}
+    return {
+        "losses": [statistics.fmean(step) for step in output["losses"]],
+        "rows_per_s": output["rows_per_s"],
+    }
 
 
 def prepare(*, text: str, out: str) -> None:
@@ -93,23 +102,41 @@ def compare_losses(*, steps: int, about: dict[str, Any], **common: Any) -> None:
     """Compare the loss curves of both loops with the plain script's."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     for loop in LOOPS:
-        result = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common)
+        result = child(
+            __file__, "ours", steps=steps, warm_steps=0, log_every=1, loop=loop, **common
+        )
         described = workload(loop=loop, **about)
-        emit_losses("gpt2", peer="plain HuggingFace Trainer script", workload=described, result=result, peer_losses=peer)
+        emit_losses(
+            "gpt2",
+            peer="plain HuggingFace Trainer script",
+            workload=described,
+            result=result,
+            peer_losses=peer,
+        )
 
 
-def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any) -> None:
+def compare_speed(
+    *, repeats: int, steps: int, warm_steps: int, peak: float, about: dict[str, Any], **common: Any
+) -> None:
     """Compare the tokens/s of all workers, with the candidates in turn.
 
-    With several processes, the plain script reads without DataLoader workers: StreamingDataset ended with status 1 in the only
-    run with two processes and DataLoader workers.
+    With several processes, the plain script reads without DataLoader workers: StreamingDataset
+    ended with status 1 in the only run with two processes and DataLoader workers.
     """
     readers = (0, 1) if about["workers"] == 1 else (0,)
     length = {"steps": steps, "warm_steps": warm_steps}
     rates, last = interleaved_rates(
         repeats,
-        **{loop: lambda loop=loop: child(__file__, "ours", log_every=10, loop=loop, **length, **common) for loop in LOOPS},
-        **{f"plain_{count}": lambda count=count: plain(loader_workers=count, **length, **common) for count in readers},
+        **{
+            loop: lambda loop=loop: child(
+                __file__, "ours", log_every=10, loop=loop, **length, **common
+            )
+            for loop in LOOPS
+        },
+        **{
+            f"plain_{count}": lambda count=count: plain(loader_workers=count, **length, **common)
+            for count in readers
+        },
     )
     best = max(readers, key=lambda loader_workers: rates[f"plain_{loader_workers}"])
     flop, block_size = flop_per_token(common["path"]), about["block_size"]
@@ -117,10 +144,15 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, abo
         ours_per_s = rates[loop] * block_size
         for peer, rate in (
             (
-                f"plain HuggingFace Trainer script, {best} DataLoader workers, the best of {readers}",
+                f"plain HuggingFace Trainer script, {best} DataLoader workers, the best of "
+                f"{readers}",
                 rates[f"plain_{best}"] * block_size,
             ),
-            (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s at {flop / 1e6:.2f} MFLOP a trained token", peak / flop),
+            (
+                f"matrix-product peak {peak / 1e9:.0f} GFLOP/s at {flop / 1e6:.2f} MFLOP a "
+                "trained token",
+                peak / flop,
+            ),
         ):
             emit(
                 "gpt2",
@@ -138,7 +170,9 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, abo
 
 
 def flop_per_token(path: str) -> float:
-    """Return the FLOP per token of a training step: six per weight of a matrix product, plus attention's two products."""
+    """Return the FLOP per token of a training step: six per weight of a matrix product, plus
+    attention's two products.
+    """
     from rayrec.data.text.text_blocks import open_tokens
     from rayrec.recipes import gpt2_tiny
 
@@ -151,7 +185,11 @@ def flop_per_token(path: str) -> float:
 
 def main(*, quick: bool) -> None:
     arguments = sys.argv[1:]
-    text = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_text(1_000_000)
+    text = (
+        arguments[arguments.index("--data") + 1]
+        if "--data" in arguments
+        else synthetic_text(1_000_000)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         path = os.path.join(scratch, "tokens")
         child(__file__, "prepare", text=os.path.abspath(text), out=path)

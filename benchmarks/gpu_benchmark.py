@@ -1,10 +1,12 @@
-"""Benchmark of one GPU: training speed, utilization, checkpoint stalls, memory, device syncs, scoring latency.
+"""Benchmark of one GPU: training speed, utilization, checkpoint stalls, memory, device syncs,
+scoring latency.
 
-Training reads raw and preprocessed data. Utilization is the share of memory bandwidth and tensor core peak. Memory is compared
-with its forecast, and tables also run in host memory.
+Training reads raw and preprocessed data. Utilization is the share of memory bandwidth and tensor
+core peak. Memory is compared with its forecast, and tables also run in host memory.
 
-`rayrec benchmark gpu [--quick] [--parts train,dcnv2,...] [--out FOLDER]`. `RAYREC_GPU_TESTS_ON=cpu` tries all of it on the CPU,
-in tiny sizes. Its rows then have the device `cpu` and do not measure speed. Every measurement is a separate process.
+`rayrec benchmark gpu [--quick] [--parts train,dcnv2,...] [--out FOLDER]`. `RAYREC_GPU_TESTS_ON=cpu`
+tries all of it on the CPU, in tiny sizes. Its rows then have the device `cpu` and do not measure
+speed. Every measurement is a separate process.
 """
 
 import gzip
@@ -65,32 +67,40 @@ TINY: Final = Sizes(6_000, 500, 32, 10, 4, 1, 5, 600)
 
 
 def device() -> str:
-    """Return "cuda", or "cpu" if requested. Raises InputError without a GPU, unless the CPU was requested."""
+    """Return "cuda", or "cpu" if requested. Raises InputError without a GPU, unless the CPU was
+    requested.
+    """
     import torch
 
     if os.environ.get("RAYREC_GPU_TESTS_ON") == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
         raise InputError(
-            "rayrec benchmark gpu: torch sees no GPU here (`rayrec doctor` says why); RAYREC_GPU_TESTS_ON=cpu tries it on the CPU"
+            "rayrec benchmark gpu: torch sees no GPU here (`rayrec doctor` says why); "
+            "RAYREC_GPU_TESTS_ON=cpu tries it on the CPU"
         )
     return "cuda"
 
 
 def usual(on: str) -> str:
-    """Return the precision of parts that do not compare precisions. Many CPUs have no bf16 products."""
+    """Return the precision of parts that do not compare precisions. Many CPUs have no bf16
+    products.
+    """
     return "bf16" if on == "cuda" else "fp32"
 
 
 def selected_parts(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts selected by `--parts A,B` in the order of PARTS, by default all. Raises InputError for an unknown part.
-    Pure."""
+    """Return the parts selected by `--parts A,B` in the order of PARTS, by default all. Raises
+    InputError for an unknown part. Pure.
+    """
     if "--parts" not in arguments:
         return PARTS
     index = arguments.index("--parts") + 1
     selected = set(arguments[index].split(",")) if index < len(arguments) else {""}
     if not selected <= set(PARTS):
-        raise InputError(f"--parts: there are {', '.join(PARTS)}, with commas between them and no spaces")
+        raise InputError(
+            f"--parts: there are {', '.join(PARTS)}, with commas between them and no spaces"
+        )
     return tuple(part for part in PARTS if part in selected)
 
 
@@ -114,7 +124,7 @@ def main(*, quick: bool) -> None:
             parts[name](sizes, on, out)
 
 
-# What is trained ------------------------------------------------------------------------------------------------------
+# -- What is trained
 
 
 def table_sizes(max_rows: int) -> tuple[int, ...]:
@@ -125,15 +135,20 @@ def table_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
-    """Create a Preprocessor with tables of these rows and return its folder. Its ids are hashes, so that tables are larger than
-    with a vocabulary of the log."""
+    """Create a Preprocessor with tables of these rows and return its folder. Its ids are hashes, so
+    that tables are larger than with a vocabulary of the log.
+    """
     from rayrec.data.encoding.encoder import MultiHot
     from rayrec.data.encoding.presets import NVT, make_preprocessor
     from rayrec.datasets.criteo import SCHEMA
 
-    folder = os.path.join(os.path.dirname(path), f"gpu-{table_rows}-{'multi' if multi_hot else 'one'}")
+    folder = os.path.join(
+        os.path.dirname(path), f"gpu-{table_rows}-{'multi' if multi_hot else 'one'}"
+    )
     if not os.path.exists(os.path.join(folder, "preprocessor.json")):
-        preset = NVT.replace(num_embeddings=table_sizes(table_rows), multi_hot=MultiHot() if multi_hot else None)
+        preset = NVT.replace(
+            num_embeddings=table_sizes(table_rows), multi_hot=MultiHot() if multi_hot else None
+        )
         make_preprocessor(preset, SCHEMA, preset.counting(SCHEMA).empty()).save(folder)
     return folder
 
@@ -150,10 +165,18 @@ def preprocessed(path: str, preprocessor: str, *, multi_hot: bool) -> str:
 
 
 def config_of(
-    sizes: Sizes, *, on: str, precision: str, multi_hot: bool = False, ready: bool = False, large: bool = False, **changes: Any
+    sizes: Sizes,
+    *,
+    on: str,
+    precision: str,
+    multi_hot: bool = False,
+    ready: bool = False,
+    large: bool = False,
+    **changes: Any,
 ) -> Any:
-    """Return the configuration of MLPerf's DLRM, or of its DCNv2 with `multi_hot`, on the synthetic log. `ready`: from
-    preprocessed data. `large`: with tables of `large_table_rows`."""
+    """Return the configuration of MLPerf's DLRM, or of its DCNv2 with `multi_hot`, on the synthetic
+    log. `ready`: from preprocessed data. `large`: with tables of `large_table_rows`.
+    """
     from rayrec.data.logs.splits import Split
     from rayrec.recipes import mlperf_dcnv2, mlperf_dlrm
 
@@ -176,13 +199,18 @@ def config_of(
         scaling={"num_workers": 1, "use_gpu": on == "cuda"},
         trackers={"prometheus": False, "tensorboard": False},
         workload=workload.replace(
-            preprocessor=preprocessor, preset=workload.preset.replace(split=Split()), sparse_optimizer=rate, dense_optimizer=rate
+            preprocessor=preprocessor,
+            preset=workload.preset.replace(split=Split()),
+            sparse_optimizer=rate,
+            dense_optimizer=rate,
         ),
     ).replace(**changes)
 
 
 def trained(config: Any, storage: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
-    """Train below `storage` and return the run's folder, summary and events. Runs share the index of the log."""
+    """Train below `storage` and return the run's folder, summary and events. Runs share the index
+    of the log.
+    """
     import rayrec
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
@@ -190,8 +218,14 @@ def trained(config: Any, storage: str) -> tuple[str, dict[str, Any], list[dict[s
     cache = os.path.join(os.path.dirname(synthetic_log_of(config)), ".cache")
     os.makedirs(cache, exist_ok=True)
     os.symlink(cache, os.path.join(storage, ".cache"))
-    result = rayrec.train(config.replace(storage_path=storage, name="run"), console=Console(quiet=True))
-    return result.folder, result.summary, list(read_events(os.path.join(result.folder, "events.jsonl")))
+    result = rayrec.train(
+        config.replace(storage_path=storage, name="run"), console=Console(quiet=True)
+    )
+    return (
+        result.folder,
+        result.summary,
+        list(read_events(os.path.join(result.folder, "events.jsonl"))),
+    )
 
 
 def synthetic_log_of(config: Any) -> str:
@@ -204,14 +238,18 @@ def of_kind(events: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, An
     return [dict(event) for event in events if event["kind"] == kind]
 
 
-# What a process measures ----------------------------------------------------------------------------------------------
+# -- What a process measures
 
 
 def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict[str, Any]:
-    """Train and return `rows_per_s`, `blocked_fraction`, `multiply_adds_per_row` and `config_hash`."""
+    """Train and return `rows_per_s`, `blocked_fraction`, `multiply_adds_per_row` and
+    `config_hash`.
+    """
     measured = Sizes(**sizes)
     with tempfile.TemporaryDirectory() as storage:
-        _, summary, events = trained(config_of(measured, on=on, precision=precision, **how), storage)
+        _, summary, events = trained(
+            config_of(measured, on=on, precision=precision, **how), storage
+        )
     return {
         **warm_speed(of_kind(events, "step"), warm_steps=measured.warm_steps),
         "multiply_adds_per_row": of_kind(events, "start")[-1]["multiply_adds_per_row"],
@@ -220,8 +258,9 @@ def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict
 
 
 def peaks(*, on: str) -> dict[str, float]:
-    """Measure the device's FLOP/s of matrix products by precision, and its bytes/s of device-to-device copies (reads plus
-    writes)."""
+    """Measure the device's FLOP/s of matrix products by precision, and its bytes/s of
+    device-to-device copies (reads plus writes).
+    """
     import torch
 
     from rayrec.training.step_log import multiply_adds_per_s
@@ -273,13 +312,17 @@ def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, f
     )
 
 
-def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, saved_bytes: float) -> dict[str, float]:
+def bytes_of_row(
+    *, ids: int, features: int, width: int, state_values: int, saved_bytes: float
+) -> dict[str, float]:
     """Compute the minimum device memory traffic per row, in bytes, for float32. Pure.
 
-    `tables`: each id's row is read forward, and read and written backward, with its optimizer's state (`state_values` a row of a
-    table) read and written. `embeddings`: pooled embeddings and their gradients are written once and read once each.
-    `activations`: what the backward pass needs is written and read, and its gradient too. Weights and ids are left out: a batch
-    shares the weights, and ids are few bytes. An id that a batch has twice counts twice, although a cache may have its row.
+    `tables`: each id's row is read forward, and read and written backward, with its optimizer's
+    state (`state_values` a row of a table) read and written. `embeddings`: pooled embeddings and
+    their gradients are written once and read once each. `activations`: what the backward pass needs
+    is written and read, and its gradient too. Weights and ids are left out: a batch shares the
+    weights, and ids are few bytes. An id that a batch has twice counts twice, although a cache may
+    have its row.
     """
     return {
         "tables": 4.0 * ids * (3 * width + 2 * state_values),
@@ -291,7 +334,9 @@ def bytes_of_row(*, ids: int, features: int, width: int, state_values: int, save
 def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     """Measure the checkpoint stalls of a run with large tables."""
     measured = Sizes(**sizes)
-    saving: dict[str, Any] = {"checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}}
+    saving: dict[str, Any] = {
+        "checkpoint": {"num_to_keep": 1, "keep_best": 0, "every": max(1, measured.steps // 4)}
+    }
     with tempfile.TemporaryDirectory() as storage:
         config = config_of(measured, on=on, precision=usual(on), ready=True, large=True, **saving)
         _, summary, events = trained(config, storage)
@@ -307,8 +352,9 @@ def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 
 def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """Measure a worker's peak device memory in training, a save and an evaluation, and the forecast of `rayrec plan`, in bytes.
-    On the CPU, measure the process."""
+    """Measure a worker's peak device memory in training, a save and an evaluation, and the forecast
+    of `rayrec plan`, in bytes. On the CPU, measure the process.
+    """
     import torch
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -318,7 +364,9 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
     config = config_of(Sizes(**sizes), on=on, precision="fp32", ready=True, large=True)
     rows = Preprocessor.load(config.workload.preprocessor).num_embeddings
-    planned = tables_of(config.workload, config, rows, inputs=SCHEMA, target=Target(1, 1), memory_bytes=1 << 50)
+    planned = tables_of(
+        config.workload, config, rows, inputs=SCHEMA, target=Target(1, 1), memory_bytes=1 << 50
+    )
     with tempfile.TemporaryDirectory() as storage:
         _, summary, events = trained(config, storage)
     field = "device_memory_bytes" if on == "cuda" else "memory_bytes"
@@ -334,16 +382,24 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
 
 
 def cached_speed(*, sizes: dict[str, Any], on: str, uvm: bool) -> dict[str, Any]:
-    """Measure `speed` with large tables in device memory or, with `uvm`, in a process with too little device memory for them."""
+    """Measure `speed` with large tables in device memory or, with `uvm`, in a process with too
+    little device memory for them.
+    """
     import torch
 
     measured = Sizes(**sizes)
-    how: dict[str, Any] = {"large": True, "ready": True, "batch_size": max(1, measured.batch_size // 4)}
+    how: dict[str, Any] = {
+        "large": True,
+        "ready": True,
+        "batch_size": max(1, measured.batch_size // 4),
+    }
     if uvm:
         config = config_of(measured, on=on, precision=usual(on), large=True)
         how["workload"] = config.workload.replace(sharding={"uvm_caching": True})
         if on == "cuda":
-            tables = 4 * config.workload.model.table_width * sum(table_sizes(measured.large_table_rows))
+            tables = (
+                4 * config.workload.model.table_width * sum(table_sizes(measured.large_table_rows))
+            )
             fraction = 0.7 * tables / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
     return speed(sizes=sizes, on=on, precision=usual(on), **how)
@@ -355,7 +411,14 @@ def traced(*, sizes: dict[str, Any], on: str, out: str | None) -> dict[str, Any]
     steps = 5
     window = f"{measured.steps // 2}:{measured.steps // 2 + steps}"
     with tempfile.TemporaryDirectory() as storage:
-        config = config_of(measured, on=on, precision=usual(on), ready=True, profile={"steps": window}, log_every=10**6)
+        config = config_of(
+            measured,
+            on=on,
+            precision=usual(on),
+            ready=True,
+            profile={"steps": window},
+            log_every=10**6,
+        )
         folder, summary, _ = trained(config, storage)
         (trace_path,) = Path(folder, "profile").glob("*/rank_0/trace.json.gz")
         with gzip.open(trace_path, "rt") as file:
@@ -391,7 +454,9 @@ def kernels_of(events: Iterable[Mapping[str, Any]]) -> int:
 
 
 def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
-    """Measure the milliseconds to score SCORED_ROWS encoded rows, including the copy to host memory."""
+    """Measure the milliseconds to score SCORED_ROWS encoded rows, including the copy to host
+    memory.
+    """
     import numpy as np
 
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -429,13 +494,15 @@ def latencies(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     }
 
 
-# The parts ------------------------------------------------------------------------------------------------------------
+# -- The parts
 
 TASKS: Final = (speed, peaks, row_bytes, stalls, memories, cached_speed, traced, latencies)
 
 
 def run(task: Callable[..., Any], **arguments: Any) -> Any:
-    """Run a task in a new process and return its result. On the CPU, where nothing is measured, run it in this process."""
+    """Run a task in a new process and return its result. On the CPU, where nothing is measured, run
+    it in this process.
+    """
     if arguments["on"] == "cpu":
         return task(**arguments)
     return child(__file__, task.__name__, **arguments)
@@ -447,11 +514,17 @@ def described(on: str) -> dict[str, Any]:
 
     if on == "cpu":
         return {"device": "cpu"}
-    return {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, "date": time.strftime("%Y-%m-%d")}
+    return {
+        "device": torch.cuda.get_device_name(0),
+        "cuda": torch.version.cuda,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def train(sizes: Sizes, on: str, out: str | None) -> None:
-    """Compare DLRM's speed from raw TSV and from preprocessed data, by precision, with the roofline."""
+    """Compare DLRM's speed from raw TSV and from preprocessed data, by precision, with the
+    roofline.
+    """
     common = {"sizes": asdict(sizes), "on": on}
     peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **common)
     for precision in TRAINED:
@@ -466,7 +539,9 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
             rate=rates["raw"],
             peer_rate=rates["ready"],
             result=last["raw"],
-            roofline=roofline(rates["raw"], last["raw"]["multiply_adds_per_row"], moved, peak, precision=precision),
+            roofline=roofline(
+                rates["raw"], last["raw"]["multiply_adds_per_row"], moved, peak, precision=precision
+            ),
             sizes=sizes,
             on=on,
         )
@@ -477,23 +552,38 @@ def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
     common = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
     peak, moved = run(peaks, on=on), run(row_bytes, **common)
     for precision in ("tf32", "bf16") if on == "cuda" else ("fp32",):
-        rates, last = interleaved_rates(sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **common))
+        rates, last = interleaved_rates(
+            sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **common)
+        )
         _emit_speed(
             f"MLPerf DCNv2, multi-hot, {precision}, from preprocessed parquet files",
             peer=None,
             rate=rates["ready"],
             peer_rate=None,
             result=last["ready"],
-            roofline=roofline(rates["ready"], last["ready"]["multiply_adds_per_row"], moved, peak, precision=precision),
+            roofline=roofline(
+                rates["ready"],
+                last["ready"]["multiply_adds_per_row"],
+                moved,
+                peak,
+                precision=precision,
+            ),
             sizes=sizes,
             on=on,
         )
 
 
 def roofline(
-    rows_per_s: float, multiply_adds: float, moved: Mapping[str, float], peak: Mapping[str, float], *, precision: str
+    rows_per_s: float,
+    multiply_adds: float,
+    moved: Mapping[str, float],
+    peak: Mapping[str, float],
+    *,
+    precision: str,
 ) -> dict[str, Any]:
-    """Compute the FLOP and bytes per row, and the fractions of the device's measured peaks used at this speed. Pure."""
+    """Compute the FLOP and bytes per row, and the fractions of the device's measured peaks used at
+    this speed. Pure.
+    """
     flop, size = 6 * multiply_adds, sum(moved.values())
     return {
         "flop_per_row": round(flop),
@@ -521,7 +611,10 @@ def _emit_speed(
     emit(
         "gpu",
         peer=peer,
-        workload=f"{case}, batch {sizes.batch_size:,}, tables of at most {sizes.table_rows:,} rows, {_CATEGORIES}, 1 worker",
+        workload=(
+            f"{case}, batch {sizes.batch_size:,}, tables of at most {sizes.table_rows:,} rows, "
+            f"{_CATEGORIES}, 1 worker"
+        ),
         value=rate,
         ratio=None if peer_rate is None else rate / peer_rate,
         repeats=sizes.repeats,
@@ -539,7 +632,8 @@ def checkpoint(sizes: Sizes, on: str, out: str | None) -> None:
         "gpu",
         peer=None,
         workload=(
-            f"MLPerf DLRM, {usual(on)}, saves of {result['bytes'] / 1e9:.1f} GB while it trains for {result['train_s']:.0f} s"
+            f"MLPerf DLRM, {usual(on)}, saves of {result['bytes'] / 1e9:.1f} GB while it trains "
+            f"for {result['train_s']:.0f} s"
         ),
         unit="stall_fraction",
         value=result["stall_fraction"],
@@ -557,7 +651,10 @@ def memory(sizes: Sizes, on: str, out: str | None) -> None:
     emit(
         "gpu",
         peer="the most that was allocated on the device",
-        workload=f"rayrec plan, MLPerf DLRM, fp32, batch {sizes.batch_size:,}, tables of at most {sizes.large_table_rows:,} rows",
+        workload=(
+            f"rayrec plan, MLPerf DLRM, fp32, batch {sizes.batch_size:,}, tables of at most "
+            f"{sizes.large_table_rows:,} rows"
+        ),
         unit="forecast_bytes",
         value=result["forecast"],
         ratio=result["forecast"] / result["peak"],
@@ -571,14 +668,17 @@ def memory(sizes: Sizes, on: str, out: str | None) -> None:
 def uvm(sizes: Sizes, on: str, out: str | None) -> None:
     common = {"sizes": asdict(sizes), "on": on}
     rates, last = interleaved_rates(
-        sizes.repeats, host=partial(run, cached_speed, uvm=True, **common), device=partial(run, cached_speed, uvm=False, **common)
+        sizes.repeats,
+        host=partial(run, cached_speed, uvm=True, **common),
+        device=partial(run, cached_speed, uvm=False, **common),
     )
     emit(
         "gpu",
         peer="the same tables in device memory",
         workload=(
             f"MLPerf DLRM, {usual(on)}, batch {max(1, sizes.batch_size // 4):,}, tables of at most "
-            f"{sizes.large_table_rows:,} rows, device memory for 0.7 of them, the others by UVM caching, {_CATEGORIES}"
+            f"{sizes.large_table_rows:,} rows, device memory for 0.7 of them, the others by UVM "
+            f"caching, {_CATEGORIES}"
         ),
         value=rates["host"],
         ratio=rates["host"] / rates["device"],
@@ -594,7 +694,10 @@ def trace(sizes: Sizes, on: str, out: str | None) -> None:
     emit(
         "gpu",
         peer=None,
-        workload=f"MLPerf DLRM, {usual(on)}, from preprocessed files: calls that make the host wait for the device, in a trace",
+        workload=(
+            f"MLPerf DLRM, {usual(on)}, from preprocessed files: calls that make the host wait "
+            "for the device, in a trace"
+        ),
         unit="syncs_per_step",
         value=sum(result["syncs"].values()) / result["steps"],
         ratio=None,
@@ -612,7 +715,10 @@ def scores(sizes: Sizes, on: str, out: str | None) -> None:
     emit(
         "gpu",
         peer=None,
-        workload=f"scoring {SCORED_ROWS:,} encoded rows with MLPerf's DLRM, {usual(on)}, one call after the other, no HTTP",
+        workload=(
+            f"scoring {SCORED_ROWS:,} encoded rows with MLPerf's DLRM, {usual(on)}, one call "
+            "after the other, no HTTP"
+        ),
         unit="p99_ms",
         value=result["p99_ms"],
         ratio=None,

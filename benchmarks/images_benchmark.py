@@ -1,8 +1,10 @@
-"""Benchmark of training on JPEG files in class folders, compared with torchvision's ImageFolder and a DataLoader.
+"""Benchmark of training on JPEG files in class folders, compared with torchvision's ImageFolder and
+a DataLoader.
 
-A light network, so that decoding decides: images/s of both on the same cores, in turn. Then a run that stops halfway and is
-resumed must have the weights of one that does not. `--data DIR`: folder with one subfolder per class. Default: 20,000 synthetic
-JPEG files of 256 x 256 pixels in 10 classes.
+A light network, so that decoding decides: images/s of both on the same cores, in turn. Then a run
+that stops halfway and is resumed must have the weights of one that does not. `--data DIR`: folder
+with one subfolder per class. Default: 20,000 synthetic JPEG files of 256 x 256 pixels in 10
+classes.
 """
 
 import dataclasses
@@ -40,7 +42,12 @@ def config_of(*, path: str, image_size: int, steps: int) -> Any:
     from rayrec.recipes import image_folder
 
     config = image_folder(path)
-    workload = LightImages(**{field.name: getattr(config.workload, field.name) for field in dataclasses.fields(config.workload)})
+    workload = LightImages(
+        **{
+            field.name: getattr(config.workload, field.name)
+            for field in dataclasses.fields(config.workload)
+        }
+    )
     return dataclasses.replace(config, workload=workload).replace(
         steps=steps,
         batch_size=BATCH_SIZE,
@@ -73,7 +80,9 @@ def resumed(*, path: str, image_size: int) -> dict[str, Any]:
 
         def weights(name: str, steps: int) -> str:
             config = config_of(path=path, image_size=image_size, steps=steps)
-            result = rayrec.train(config.replace(storage_path=storage, name=name), console=Console(quiet=True))
+            result = rayrec.train(
+                config.replace(storage_path=storage, name=name), console=Console(quiet=True)
+            )
             return str(result.summary["weights_sha256"])
 
         weights("stopped", 10)
@@ -82,7 +91,12 @@ def resumed(*, path: str, image_size: int) -> dict[str, Any]:
 
 def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
     """Run the plain script."""
-    arguments |= {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "seed": 0, "loader_workers": loader_workers}
+    arguments |= {
+        "batch_size": BATCH_SIZE,
+        "learning_rate": LEARNING_RATE,
+        "seed": 0,
+        "loader_workers": loader_workers,
+    }
     result: dict[str, Any] = run_child(PLAIN, json.dumps(arguments))
     return result
 
@@ -93,13 +107,22 @@ def compare_speed(*, repeats: int, equal: Any, **common: Any) -> None:
     rates, last = interleaved_rates(
         repeats,
         ours=lambda: child(__file__, "ours", **common),
-        **{f"plain_{count}": lambda count=count: plain(loader_workers=count, **common) for count in range(cpus + 1)},
+        **{
+            f"plain_{count}": lambda count=count: plain(loader_workers=count, **common)
+            for count in range(cpus + 1)
+        },
     )
     best = max(range(cpus + 1), key=lambda count: rates[f"plain_{count}"])
     emit(
         "images",
-        peer=f"torchvision's ImageFolder and a DataLoader with {best} workers, the best of 0 to {cpus}",
-        workload=f"JPEG files of class folders to {common['image_size']} pixels, light network, batch {BATCH_SIZE}, {cpus} CPUs",
+        peer=(
+            f"torchvision's ImageFolder and a DataLoader with {best} workers, the best of 0 to "
+            f"{cpus}"
+        ),
+        workload=(
+            f"JPEG files of class folders to {common['image_size']} pixels, light network, batch "
+            f"{BATCH_SIZE}, {cpus} CPUs"
+        ),
         unit="images_per_s",
         value=rates["ours"],
         ratio=rates["ours"] / rates[f"plain_{best}"],
@@ -113,13 +136,19 @@ def compare_speed(*, repeats: int, equal: Any, **common: Any) -> None:
 
 def main(*, quick: bool) -> None:
     arguments = sys.argv[1:]
-    path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_images(2_000 if quick else 20_000)
+    path = (
+        arguments[arguments.index("--data") + 1]
+        if "--data" in arguments
+        else synthetic_images(2_000 if quick else 20_000)
+    )
     for image_size in (224, 64):
         with part("images", f"{image_size} pixels"):
             common: dict[str, Any] = {"path": os.path.abspath(path), "image_size": image_size}
             equal = child(__file__, "resumed", **common)
             steps, warm_steps, repeats = (30, 10, 1) if quick else (312, 20, 3)
-            compare_speed(repeats=repeats, equal=equal, steps=steps, warm_steps=warm_steps, **common)
+            compare_speed(
+                repeats=repeats, equal=equal, steps=steps, warm_steps=warm_steps, **common
+            )
 
 
 if __name__ == "__main__":

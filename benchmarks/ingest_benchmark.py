@@ -1,7 +1,7 @@
 """Benchmark of ingest, from a raw log to training batches for a null trainer.
 
-Candidates: Ray Data, threads of one process, the same kernels without either, and the notebook's pipeline for Criteo's TSV. A log
-of any tokens is read as Parquet and as CSV.
+Candidates: Ray Data, threads of one process, the same kernels without either, and the notebook's
+pipeline for Criteo's TSV. A log of any tokens is read as Parquet and as CSV.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from rayrec.data.encoded_rows import from_arrow
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import ALL, RAYREC, Preset, make_preprocessor
-from rayrec.data.engine import InProcess, Shared, StreamEngine, TaskContext, TaskPlacement, ThreadEngine
+from rayrec.data.engine import (
+    InProcess,
+    Shared,
+    StreamEngine,
+    TaskContext,
+    TaskPlacement,
+    ThreadEngine,
+)
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex
 from rayrec.datasets.criteo import SCHEMA
@@ -48,7 +55,9 @@ from rayrec.schema import Schema
 
 BATCH_SIZE = 2048
 EPOCHS = 3
-"""Number of timed epochs. More than one makes the start of a stream count little, as in a training run."""
+"""Number of timed epochs. More than one makes the start of a stream count little, as in a training
+run.
+"""
 STEPS_BETWEEN_STATES = 50
 """Steps between position reads, as in a run that saves very often."""
 
@@ -73,7 +82,9 @@ def resident_bytes() -> int:
 
 
 class Peak:
-    """Highest private memory of Ray's processes, without the object store, while the context is active."""
+    """Highest private memory of Ray's processes, without the object store, while the context is
+    active.
+    """
 
     def __enter__(self) -> Peak:
         self.bytes, self._stop = 0, threading.Event()
@@ -91,10 +102,14 @@ class Peak:
 
 
 def indexed(path: str, schema: Schema, engine: StreamEngine, cache: str) -> LogIndex:
-    return LogSource.at(path).index(schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, note))
+    return LogSource.at(path).index(
+        schema, segment_bytes=2 << 20, context=TaskContext(engine, cache, note)
+    )
 
 
-def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
+def prepare(
+    path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA
+) -> tuple[BlockOrder, Shared[Preprocessor], Preprocessor]:
     engine = RayEngine(TaskPlacement())
     index = indexed(path, schema, engine, os.path.dirname(path) + "/.cache")
     parts = tuple(index.parts(0, index.rows))
@@ -104,14 +119,20 @@ def prepare(path: str, preset: Preset = RAYREC, schema: Schema = SCHEMA) -> tupl
 
 
 def through(
-    engine: StreamEngine, order: BlockOrder, preprocessor: Shared[Preprocessor], preset: Preset = RAYREC, schema: Schema = SCHEMA
+    engine: StreamEngine,
+    order: BlockOrder,
+    preprocessor: Shared[Preprocessor],
+    preset: Preset = RAYREC,
+    schema: Schema = SCHEMA,
 ) -> float:
     """Measure the rows/s of one worker's loader with all cores for its data tasks."""
 
     def read() -> int:
         inputs = preset.inputs(schema)
         source = TaskSource(preprocessor, engine, inputs, order.max_block_rows)
-        loader = Loader(order, ClickBatches(source, inputs), BatchSharding(0, 1, BATCH_SIZE), epochs=EPOCHS)
+        loader = Loader(
+            order, ClickBatches(source, inputs), BatchSharding(0, 1, BATCH_SIZE), epochs=EPOCHS
+        )
         rows = 0
         for number, batch in enumerate(loader):
             rows += len(batch)
@@ -125,20 +146,31 @@ def through(
 
 
 def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> float:
-    """Measure the rows/s of the same tasks and batches in completion order, which allows no exact resume."""
+    """Measure the rows/s of the same tasks and batches in completion order, which allows no exact
+    resume.
+    """
     items = [(block, 0, block.rows) for epoch in range(EPOCHS) for block in order.blocks(epoch)]
     inputs = RAYREC.inputs(SCHEMA)
 
     def read() -> int:
-        task = functools.partial(merge_tables, functools.partial(encode_task, preprocessor=preprocessor))
+        task = functools.partial(
+            merge_tables, functools.partial(encode_task, preprocessor=preprocessor)
+        )
         size = ITEMS_A_TASK
         block_bytes = size * 4 * len(inputs.columns) * max(rows for _, _, rows in items)
         placement = TaskPlacement()
         limits = ConcurrencyLimits.of(placement, block_bytes=block_bytes, prefetch_blocks=1)
         tasks = group_items(items, first=limits.tasks, size=size)
-        dataset = tasks_dataset("ingest", task, tasks, placement=placement, block_bytes=block_bytes, limits=limits)
+        dataset = tasks_dataset(
+            "ingest", task, tasks, placement=placement, block_bytes=block_bytes, limits=limits
+        )
         dataset.context.execution_options.preserve_order = False
-        encoded = (rows for several in tables(dataset) for table in split_table(several) for rows in from_arrow(table))
+        encoded = (
+            rows
+            for several in tables(dataset)
+            for table in split_table(several)
+            for rows in from_arrow(table)
+        )
         slicer = BatchSlicer(encoded, inputs)
         left = EPOCHS * order.rows
         while left:
@@ -150,7 +182,9 @@ def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> f
 
 
 def without_ray(order: BlockOrder, preprocessor: Preprocessor) -> float:
-    """Measure the rows/s of reading, parsing, encoding and shuffling in two threads of this process."""
+    """Measure the rows/s of reading, parsing, encoding and shuffling in two threads of this
+    process.
+    """
     keep_freed_memory()
 
     def encoded(block: Block) -> int:
@@ -171,7 +205,11 @@ def main(*, quick: bool) -> None:
     vocabularies = vocabularies_of(peer_path, peer_rows)
 
     def peer_rate() -> float:
-        read, seconds = timed(lambda: sum(len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)))
+        read, seconds = timed(
+            lambda: sum(
+                len(b["labels"]) for b in notebook_batches(peer_path, vocabularies, BATCH_SIZE)
+            )
+        )
         assert read == peer_rows
         return read / seconds
 
@@ -234,7 +272,11 @@ def main(*, quick: bool) -> None:
 def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -> None:
     prepared = {name: prepare(synthetic_log(rows), preset) for name, preset in ALL.items()}
     by_profile = interleaved(
-        repeats, **{name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name]) for name in ALL}
+        repeats,
+        **{
+            name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name])
+            for name in ALL
+        },
     )
     for name, rate in by_profile.items():
         emit(
@@ -249,8 +291,9 @@ def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -
 
 
 def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
-    """Measure a log of strings, integers and floats, read as Parquet, and as CSV opened for the first time (later it is
-    Parquet)."""
+    """Measure a log of strings, integers and floats, read as Parquet, and as CSV opened for the
+    first time (later it is Parquet).
+    """
     order, shared, preprocessor = prepare(any_log(rows, ".parquet"), schema=ANY)
     path = any_log(rows, ".csv")
 
@@ -271,8 +314,18 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
     workload = f"any tokens, Parquet -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
     for ours, peer, of_ours, peer_text in (
         ("ours", "kernels", workload, "the same kernels in two threads"),
-        ("threads", "kernels", f"{workload}, threads of one process", "the same kernels in two threads"),
-        ("opened", "arrow", "any tokens, CSV opened for the first time, 2 threads", "pyarrow.csv reads the file"),
+        (
+            "threads",
+            "kernels",
+            f"{workload}, threads of one process",
+            "the same kernels in two threads",
+        ),
+        (
+            "opened",
+            "arrow",
+            "any tokens, CSV opened for the first time, 2 threads",
+            "pyarrow.csv reads the file",
+        ),
     ):
         emit(
             "ingest",

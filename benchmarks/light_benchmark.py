@@ -1,8 +1,10 @@
-"""Benchmark of lighter click models: AUROC, bytes and multiply-adds beside criteo_kaggle's network, each exported and scored.
+"""Benchmark of lighter click models: AUROC, bytes and multiply-adds beside criteo_kaggle's network,
+each exported and scored.
 
-`--data PATH` names a log in Criteo's format; without it a synthetic one of 60,000 rows is used. The log is rotated: each time
-another fourteenth of its rows is the test (zoo_benchmark.py). All models train by criteo_demo's rules. `--rotations N` limits the
-rotations, `--models half,quarter` the models.
+`--data PATH` names a log in Criteo's format; without it a synthetic one of 60,000 rows is used. The
+log is rotated: each time another fourteenth of its rows is the test (zoo_benchmark.py). All models
+train by criteo_demo's rules. `--rotations N` limits the rotations, `--models half,quarter` the
+models.
 """
 
 import math
@@ -27,12 +29,28 @@ from rayrec.observe.console import Console
 from rayrec.recipes import criteo_demo
 
 ROTATIONS: Final = 5
-FULL: Final[dict[str, Any]] = {"embedding_dim": 16, "bottom_mlp": (512, 256, 64, 16), "top_mlp": (512, 256, 1)}
+FULL: Final[dict[str, Any]] = {
+    "embedding_dim": 16,
+    "bottom_mlp": (512, 256, 64, 16),
+    "top_mlp": (512, 256, 1),
+}
 """criteo_kaggle's network."""
-NARROW: Final[dict[str, Any]] = {"embedding_dim": 16, "bottom_mlp": (128, 64, 16), "top_mlp": (128, 64, 1)}
+NARROW: Final[dict[str, Any]] = {
+    "embedding_dim": 16,
+    "bottom_mlp": (128, 64, 16),
+    "top_mlp": (128, 64, 1),
+}
 """criteo_demo's network."""
-HALF: Final[dict[str, Any]] = {"embedding_dim": 8, "bottom_mlp": (128, 32, 8), "top_mlp": (256, 128, 1)}
-QUARTER: Final[dict[str, Any]] = {"embedding_dim": 4, "bottom_mlp": (64, 16, 4), "top_mlp": (128, 64, 1)}
+HALF: Final[dict[str, Any]] = {
+    "embedding_dim": 8,
+    "bottom_mlp": (128, 32, 8),
+    "top_mlp": (256, 128, 1),
+}
+QUARTER: Final[dict[str, Any]] = {
+    "embedding_dim": 4,
+    "bottom_mlp": (64, 16, 4),
+    "top_mlp": (128, 64, 1),
+}
 """criteo_kaggle_distilled's network."""
 COMMON: Final[dict[str, Any]] = {"min_count": 10}
 """Categories with fewer rows share one row of their table."""
@@ -92,10 +110,16 @@ def main(*, quick: bool) -> None:
 def _emit(name: str, results: list[Measured], full: list[Measured], *, rows: int) -> None:
     better = [one.auroc - other.auroc for one, other in zip(results, full, strict=True)]
     error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
-    auroc, logloss, size, adds = (statistics.mean(getattr(one, field) for one in results) for field in Measured.__annotations__)
+    auroc, logloss, size, adds = (
+        statistics.mean(getattr(one, field) for one in results)
+        for field in Measured.__annotations__
+    )
     peer = statistics.mean(one.auroc for one in full)
     lighter = statistics.mean(one.bytes for one in full) / size
-    note(f"  {name}: {auroc:.4f} {logloss:.4f}, over full {auroc - peer:+.4f} ± {error:.4f}, {size:,.0f} bytes, {adds:,.0f}")
+    note(
+        f"  {name}: {auroc:.4f} {logloss:.4f}, over full {auroc - peer:+.4f} ± {error:.4f}, "
+        f"{size:,.0f} bytes, {adds:,.0f}"
+    )
     emit(
         "light",
         peer="criteo_kaggle's network",
@@ -116,7 +140,9 @@ def _emit(name: str, results: list[Measured], full: list[Measured], *, rows: int
 def _measured(candidate: Candidate, log: Log, folder: str) -> Measured:
     """Train, or take the run of the same network; export, and score the test rows by the export."""
     settings = {**candidate.model, **candidate.preset}
-    name = f"{log.number}-" + "-".join(f"{key}{value}".replace(" ", "") for key, value in settings.items())
+    name = f"{log.number}-" + "-".join(
+        f"{key}{value}".replace(" ", "") for key, value in settings.items()
+    )
     config = criteo_demo(log.path).replace(
         workload={"model": {**candidate.model, "first_order": False}, "preset": candidate.preset},
         storage_path=os.path.join(folder, "runs"),
@@ -135,4 +161,9 @@ def _measured(candidate: Candidate, log: Log, folder: str) -> Measured:
     model: Any = config.workload
     network = model.model.build(inputs := ModelInputs.of(served.preprocessor.inputs))
     adds = network_multiply_adds(network, inputs, model.model) or math.nan
-    return Measured(metrics["auroc"], metrics["logloss"], sum(p.stat().st_size for p in out.rglob("*.safetensors")), adds)
+    return Measured(
+        metrics["auroc"],
+        metrics["logloss"],
+        sum(p.stat().st_size for p in out.rglob("*.safetensors")),
+        adds,
+    )

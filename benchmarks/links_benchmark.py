@@ -1,7 +1,7 @@
 """Benchmark of slow links between hosts, compared with the forecast of `rayrec plan`.
 
-Torchrun trains on 1, 2 and 4 hosts, which are network namespaces on this machine with one core and one worker each (4 hosts share
-2 cores), on preprocessed data.
+Torchrun trains on 1, 2 and 4 hosts, which are network namespaces on this machine with one core and
+one worker each (4 hosts share 2 cores), on preprocessed data.
 """
 
 import json
@@ -42,7 +42,9 @@ class Trained:
     """Rows of a worker in a step."""
     rows: int
     sent_bytes: int
-    """Bytes sent by all hosts, from start to end of the processes, with Ethernet, IP and TCP headers."""
+    """Bytes sent by all hosts, from start to end of the processes, with Ethernet, IP and TCP
+    headers.
+    """
 
 
 def main(*, quick: bool) -> None:
@@ -57,7 +59,9 @@ def main(*, quick: bool) -> None:
         last: dict[tuple[int, float | None], Trained] = {}
 
         def rate(hosts: int, gbit: float | None = None, workers: int = 1) -> float:
-            last[hosts, gbit] = _trained(folder, data, hosts=hosts, workers=workers, gbit=gbit, steps=steps)
+            last[hosts, gbit] = _trained(
+                folder, data, hosts=hosts, workers=workers, gbit=gbit, steps=steps
+            )
             return last[hosts, gbit].rows_per_s
 
         cases = [(hosts, gbit) for hosts in ((2,) if quick else (2, 4)) for gbit in LINKS_GBIT]
@@ -69,7 +73,10 @@ def main(*, quick: bool) -> None:
         )
         # What the start, an evaluation and the end send is the same in a shorter run.
         short = {
-            hosts: attempt(f"{hosts} hosts, few steps", partial(_trained, folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS))
+            hosts: attempt(
+                f"{hosts} hosts, few steps",
+                partial(_trained, folder, data, hosts=hosts, gbit=None, steps=FEW_STEPS),
+            )
             for hosts, _ in cases
         }
     alone, pair = rates["one_host"], rates["two_workers_on_one_host"]
@@ -79,18 +86,24 @@ def main(*, quick: bool) -> None:
             run, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
             sent = (run.sent_bytes - before.sent_bytes) / (run.rows - before.rows)
             traffic = _forecast(preprocessor, hosts=hosts, batch_size=run.batch_size)
-            (_, forecast_sent), (forecast, limit) = traffic.bytes_per_row(), traffic.limit(pair * times / 2, LinkBandwidth(gbit))
+            (_, forecast_sent), (forecast, limit) = (
+                traffic.bytes_per_row(),
+                traffic.limit(pair * times / 2, LinkBandwidth(gbit)),
+            )
             speed = rates[_name(hosts, gbit)]
             link = "links without a limit" if gbit is None else f"links of {gbit:g} Gbit/s"
             note(
-                f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {forecast:,.0f} ({limit}); "
-                f"{speed / alone / times:.2f} of {times} times one host; "
-                f"{sent:,.0f} bytes sent a row, forecast {forecast_sent:,.0f}"
+                f"  {hosts} hosts, {link}: {speed:,.0f} rows/s, forecast {forecast:,.0f} "
+                f"({limit}); {speed / alone / times:.2f} of {times} times one host; {sent:,.0f} "
+                f"bytes sent a row, forecast {forecast_sent:,.0f}"
             )
             emit(
                 "links",
                 peer=f"one host, times {times} (the machine's cores)",
-                workload=f"criteo_kaggle network, batch {run.batch_size} a host, {hosts} hosts of one core, {link}",
+                workload=(
+                    f"criteo_kaggle network, batch {run.batch_size} a host, {hosts} hosts of one "
+                    f"core, {link}"
+                ),
                 value=speed,
                 ratio=speed / alone / times,
                 repeats=repeats,
@@ -110,7 +123,9 @@ def _name(hosts: int, gbit: float | None) -> str:
 def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> CommunicationVolume:
     """Forecast the communication of hosts with one worker each, as `rayrec plan` does."""
     config, loaded = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
-    config = config.replace(batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts})
+    config = config.replace(
+        batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts}
+    )
     assert isinstance(config.workload, ClickWorkload)
     return tables_of(
         config.workload,
@@ -123,7 +138,9 @@ def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> Communicatio
     ).traffic
 
 
-def _trained(folder: str, data: str, *, hosts: int, workers: int = 1, gbit: float | None, steps: int) -> Trained:
+def _trained(
+    folder: str, data: str, *, hosts: int, workers: int = 1, gbit: float | None, steps: int
+) -> Trained:
     """Train on network namespaces as hosts. `workers`: per host, with one core each."""
     cores = os.cpu_count() or 1
     with Network() as network, tempfile.TemporaryDirectory(dir=folder) as runs:
@@ -132,10 +149,38 @@ def _trained(folder: str, data: str, *, hosts: int, workers: int = 1, gbit: floa
             node.limit(gbit_per_s=gbit or 0)
         commands = [
             node.start(
-                *("taskset", "--cpu-list", ",".join(str((rank * workers + one) % cores) for one in range(workers))),
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts), "--node-rank", str(rank)),
-                *("--nproc-per-node", str(workers), "--master-addr", nodes[0].address, "--master-port", str(PORT)),
-                *("-m", "rayrec", "train", "criteo_kaggle", "--train-data.path", data, "--steps", str(steps)),
+                *(
+                    "taskset",
+                    "--cpu-list",
+                    ",".join(str((rank * workers + one) % cores) for one in range(workers)),
+                ),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes",
+                    str(hosts),
+                    "--node-rank",
+                    str(rank),
+                ),
+                *(
+                    "--nproc-per-node",
+                    str(workers),
+                    "--master-addr",
+                    nodes[0].address,
+                    "--master-port",
+                    str(PORT),
+                ),
+                *(
+                    "-m",
+                    "rayrec",
+                    "train",
+                    "criteo_kaggle",
+                    "--train-data.path",
+                    data,
+                    "--steps",
+                    str(steps),
+                ),
                 *("--storage-path", runs, "--name", "run", "--evaluate-every", "100000000"),
                 *("--log-every", "10"),
                 OMP_NUM_THREADS="1",

@@ -1,7 +1,9 @@
-"""Load generator that repeats one HTTP request over N connections and prints the seconds of each answer.
+"""Load generator that repeats one HTTP request over N connections and prints the seconds of each
+answer.
 
-Runs in a separate process, as lean as Python allows. Without a rate, each connection sends as soon as it has its answer. With a
-rate, requests are due at even times, and their seconds count from the due time, so that late answers are included.
+Runs in a separate process, as lean as Python allows. Without a rate, each connection sends as soon
+as it has its answer. With a rate, requests are due at even times, and their seconds count from the
+due time, so that late answers are included.
 """
 
 import asyncio
@@ -32,7 +34,8 @@ class Connection(asyncio.Protocol):
         head = bytes(self._received[:end]).lower()
         position = head.find(b"content-length:")
         if position < 0:
-            complete = self._received.endswith(b"\r\n0\r\n\r\n")  # in chunks, the last of which is empty
+            # in chunks, the last of which is empty
+            complete = self._received.endswith(b"\r\n0\r\n\r\n")
         else:
             value = head[position + len(b"content-length:") :].split(b"\r\n", 1)[0]
             complete = len(self._received) >= end + 4 + int(value)
@@ -53,14 +56,23 @@ class Connection(asyncio.Protocol):
 
 
 async def run(
-    *, port: int, path: str, body: str, connections: int, seconds: float, warm_s: float, rate: float | None
+    *,
+    port: int,
+    path: str,
+    body: str,
+    connections: int,
+    seconds: float,
+    warm_s: float,
+    rate: float | None,
 ) -> dict[str, Any]:
     content = await asyncio.to_thread(Path(body).read_bytes)
     content_type = "application/json" if body.endswith(".json") else "text/tab-separated-values"
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {content_type}\r\n"
     request = head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content
     loop = asyncio.get_running_loop()
-    opened = [await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(connections)]
+    opened = [
+        await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(connections)
+    ]
     start = time.perf_counter() + warm_s
     end = start + seconds
     latencies_s: list[float] = []
@@ -92,7 +104,12 @@ async def run(
                     latencies_s.append(time.perf_counter() - began)
 
     await asyncio.gather(*(client(connection) for _, connection in opened))
-    return {"seconds": time.perf_counter() - start, "taken_s": latencies_s, "failures": failures, "failed": failed}
+    return {
+        "seconds": time.perf_counter() - start,
+        "taken_s": latencies_s,
+        "failures": failures,
+        "failed": failed,
+    }
 
 
 if __name__ == "__main__":

@@ -36,12 +36,15 @@ def dated_log(rows: int, days: int, *, drift: int) -> list[str]:
     folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", name)
     if not os.path.exists(os.path.join(folder, "truth.json")):
         generate(folder, rows=rows, days=days, drift=drift, first_date="2026-01-01")
-    return sorted(os.path.join(folder, name) for name in os.listdir(folder) if name.startswith("dt="))
+    return sorted(
+        os.path.join(folder, name) for name in os.listdir(folder) if name.startswith("dt=")
+    )
 
 
 def any_log(rows: int, suffix: str) -> str:
-    """Generate a log of any tokens (`ANY`), as .parquet or .csv, once per machine and return its path. A tenth of the values is
-    missing."""
+    """Generate a log of any tokens (`ANY`), as .parquet or .csv, once per machine and return its
+    path. A tenth of the values is missing.
+    """
     folder = os.path.join(tempfile.gettempdir(), f"rayrec-benchmark-{os.getuid()}", f"any-{rows}")
     path = os.path.join(folder, f"clicks{suffix}")
     if not os.path.exists(path):
@@ -54,16 +57,25 @@ def any_log(rows: int, suffix: str) -> str:
                 columns[name] = pa.array(random.lognormal(size=rows).round(4), mask=missing)
                 continue
             codes = random.zipf(1.2, rows) % 100_000
-            texts = [f"{name}-{code}" for code in range(100_000)] if name.startswith("name") else range(100_000)
+            texts = (
+                [f"{name}-{code}" for code in range(100_000)]
+                if name.startswith("name")
+                else range(100_000)
+            )
             columns[name] = pa.array(texts).take(pa.array(codes, mask=missing))
-        write = {".parquet": functools.partial(pq.write_table, row_group_size=8192), ".csv": pyarrow.csv.write_csv}
+        write = {
+            ".parquet": functools.partial(pq.write_table, row_group_size=8192),
+            ".csv": pyarrow.csv.write_csv,
+        }
         write[suffix](pa.table(columns), f"{path}.part")
         os.replace(f"{path}.part", path)
     return path
 
 
 def preprocessor_of(path: str) -> str:
-    """Create a Kaggle-format log's Preprocessor once and return its folder. All candidates have the same tables and ids."""
+    """Create a Kaggle-format log's Preprocessor once and return its folder. All candidates have the
+    same tables and ids.
+    """
     from rayrec.data.encoding.presets import RAYREC, make_preprocessor
     from rayrec.data.logs.text_parser import parse
     from rayrec.datasets.criteo import SCHEMA

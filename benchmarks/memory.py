@@ -12,7 +12,9 @@ def _descendants(root: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
     processes = [root]
     for process in processes:
         processes += [child for child, parent in parents.items() if parent == process]
@@ -20,7 +22,9 @@ def _descendants(root: int) -> list[int]:
 
 
 def memory_bytes(root: int) -> int:
-    """Return the proportional set size of a process and its descendants. Skips processes that end meanwhile."""
+    """Return the proportional set size of a process and its descendants. Skips processes that end
+    meanwhile.
+    """
     total = 0
     for process in _descendants(root):
         with suppress(OSError):
@@ -38,7 +42,9 @@ class Peak:
 
 @contextmanager
 def watched(*, every_s: float = 0.5) -> Iterator[Peak]:
-    """Sample the memory of this process and its descendants every `every_s` seconds. Each sample takes some milliseconds."""
+    """Sample the memory of this process and its descendants every `every_s` seconds. Each sample
+    takes some milliseconds.
+    """
     peak, stop = Peak(), threading.Event()
 
     def watch() -> None:

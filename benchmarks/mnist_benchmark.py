@@ -1,6 +1,8 @@
-"""Benchmark of ResNet18 on MNIST with recipe mnist_resnet18, compared with a plain PyTorch DDP script.
+"""Benchmark of ResNet18 on MNIST with recipe mnist_resnet18, compared with a plain PyTorch DDP
+script.
 
-Compares the losses of each step, and images/s. `--data DIR`: folder of MNIST's files. Default: synthetic digits.
+Compares the losses of each step, and images/s. `--data DIR`: folder of MNIST's files. Default:
+synthetic digits.
 """
 
 import json
@@ -38,26 +40,45 @@ def recipe(*, path: str, workers: int, steps: int, precision: str) -> Any:
 
 
 def ours(*, log_every: int, warm_steps: int, **arguments: Any) -> dict[str, Any]:
-    """Measure the global mean losses of the logged steps, and images/s of all workers after the warm-up."""
+    """Measure the global mean losses of the logged steps, and images/s of all workers after the
+    warm-up.
+    """
     return measured_run(recipe(**arguments).replace(log_every=log_every), warm_steps=warm_steps)
 
 
 def plain(*, loader_workers: int, **arguments: Any) -> dict[str, Any]:
     """Run the plain script."""
-    arguments |= {"batch_size": BATCH_SIZE, "learning_rate": LEARNING_RATE, "seed": 0, "loader_workers": loader_workers}
+    arguments |= {
+        "batch_size": BATCH_SIZE,
+        "learning_rate": LEARNING_RATE,
+        "seed": 0,
+        "loader_workers": loader_workers,
+    }
     output = run_child(PLAIN, json.dumps(arguments))
-    return {"losses": [statistics.fmean(step) for step in output["losses"]], "rows_per_s": output["rows_per_s"]}
+    return {
+        "losses": [statistics.fmean(step) for step in output["losses"]],
+        "rows_per_s": output["rows_per_s"],
+    }
 
 
 def compare_losses(*, steps: int, **common: Any) -> None:
     """Compare both loss curves."""
     peer = plain(loader_workers=0, steps=steps, warm_steps=0, **common)["losses"]
     result = child(__file__, "ours", steps=steps, warm_steps=0, log_every=1, **common)
-    emit_losses("mnist", peer="plain PyTorch DDP script", workload=workload(**common), result=result, peer_losses=peer)
+    emit_losses(
+        "mnist",
+        peer="plain PyTorch DDP script",
+        workload=workload(**common),
+        result=result,
+        peer_losses=peer,
+    )
 
 
 def workload(*, workers: int, precision: str, path: str) -> str:
-    return f"mnist_resnet18, {precision}, global batch {BATCH_SIZE}, {workers} worker{'s' * (workers > 1)}, 2 CPUs"
+    return (
+        f"mnist_resnet18, {precision}, global batch {BATCH_SIZE}, {workers} "
+        f"worker{'s' * (workers > 1)}, 2 CPUs"
+    )
 
 
 def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **common: Any) -> None:
@@ -72,8 +93,15 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **c
     best = max((0, 1), key=lambda loader_workers: rates[f"plain_{loader_workers}"])
     flop = flop_per_image()
     for peer, rate in (
-        (f"plain PyTorch DDP script, {best} DataLoader workers, the better of 0 and 1", rates[f"plain_{best}"]),
-        (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s at {flop / 1e6:.0f} MFLOP a trained image", peak / flop),
+        (
+            f"plain PyTorch DDP script, {best} DataLoader workers, the better of 0 and 1",
+            rates[f"plain_{best}"],
+        ),
+        (
+            f"matrix-product peak {peak / 1e9:.0f} GFLOP/s at {flop / 1e6:.0f} MFLOP a trained "
+            "image",
+            peak / flop,
+        ),
     ):
         emit(
             "mnist",
@@ -91,8 +119,9 @@ def compare_speed(*, repeats: int, steps: int, warm_steps: int, peak: float, **c
 
 
 def flop_per_image() -> float:
-    """Return the FLOP per image of a training step: the backward pass costs twice the forward pass, minus the gradient of the
-    image."""
+    """Return the FLOP per image of a training step: the backward pass costs twice the forward pass,
+    minus the gradient of the image.
+    """
     import torch
 
     from rayrec.layers.operation_count import counted
@@ -108,14 +137,24 @@ def flop_per_image() -> float:
 
 def main(*, quick: bool) -> None:
     arguments = sys.argv[1:]
-    path = arguments[arguments.index("--data") + 1] if "--data" in arguments else synthetic_digits(20_000, 1_000)
+    path = (
+        arguments[arguments.index("--data") + 1]
+        if "--data" in arguments
+        else synthetic_digits(20_000, 1_000)
+    )
     path = os.path.abspath(path)
     peak = matrix_peak("fp32")
     for workers in (1, 2):
         common: dict[str, Any] = {"path": path, "workers": workers, "precision": "fp32"}
         with part("mnist", f"{workload(**common)}: losses"):
             compare_losses(steps=10 if quick else 100, **common)
-        compare_speed(repeats=1 if quick else 3, steps=20 if quick else 120, warm_steps=5 if quick else 20, peak=peak, **common)
+        compare_speed(
+            repeats=1 if quick else 3,
+            steps=20 if quick else 120,
+            warm_steps=5 if quick else 20,
+            peak=peak,
+            **common,
+        )
 
 
 if __name__ == "__main__":

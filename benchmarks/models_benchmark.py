@@ -1,7 +1,7 @@
 """Benchmark of every model's training speed, relative to the same network in a plain PyTorch loop.
 
-Models have one label and single categories. Both sides train in turn on the same batches in memory, in one process, with sparse
-Adam on the tables.
+Models have one label and single categories. Both sides train in turn on the same batches in memory,
+in one process, with sparse Adam on the tables.
 """
 
 import logging
@@ -18,9 +18,20 @@ from tables_benchmark import SIZES, batches_of, setup_of, times
 from rayrec.models.ensemble import build_network
 
 MODELS: Final = (
-    "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp", "finalnet",
+    "dlrm",
+    "linear",
+    "widedeep",
+    "deepfm",
+    "xdeepfm",
+    "autoint",
+    "dcnv2",
+    "gdcn",
+    "dcnv3",
+    "masknet",
+    "finalmlp",
+    "finalnet",
     "wukong",
-)  # fmt: skip
+)
 BATCH: Final = 2048
 
 
@@ -37,7 +48,9 @@ def main(*, quick: bool) -> None:
     keep_freed_memory()
     logging.disable(logging.WARNING)
     torch.set_num_threads(os.cpu_count() or 1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/init", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tempfile.mkdtemp()}/init", rank=0, world_size=1
+    )
     rounds, steps = (2, 5) if quick else (3, 10)
     batches, inputs = batches_of(BATCH, number=steps), ModelInputs.of(SCHEMA)
     workload: Any = criteo_kaggle("").workload
@@ -45,7 +58,9 @@ def main(*, quick: bool) -> None:
         with part("models", name):
             cls = models.config_class(name)
             assert cls is not None
-            config = workload.model if isinstance(workload.model, cls) else cls.replacing(workload.model)
+            config = (
+                workload.model if isinstance(workload.model, cls) else cls.replacing(workload.model)
+            )
             setup = setup_of("sparse_adam", batch_size=BATCH, model=config)
             plain = _plain(config, inputs)
             spent: dict[str, list[float]] = {"ours": [], "plain": []}
@@ -54,13 +69,18 @@ def main(*, quick: bool) -> None:
                 if number:  # the first round warms up
                     for seconds, times_s in zip(measured, spent.values(), strict=True):
                         times_s.append(seconds)
-            ours, theirs = (steps * BATCH / statistics.median(times_s) for times_s in spent.values())
+            ours, theirs = (
+                steps * BATCH / statistics.median(times_s) for times_s in spent.values()
+            )
             macs = network_cost(build_network(config, inputs), inputs, config).multiply_adds or 0
             note(f"  {name}: {ours:,.0f} rows/s, plain PyTorch {theirs:,.0f}: {ours / theirs:.2f}")
             emit(
                 "models",
                 peer="the same network in a plain PyTorch loop",
-                workload=f"{name}, {len(SIZES)} tables, {sum(SIZES):,} rows of 16, sparse Adam, batch {BATCH}, 1 worker, no Ray",
+                workload=(
+                    f"{name}, {len(SIZES)} tables, {sum(SIZES):,} rows of 16, sparse Adam, batch "
+                    f"{BATCH}, 1 worker, no Ray"
+                ),
                 value=ours,
                 ratio=statistics.median(b / a for a, b in zip(*spent.values(), strict=True)),
                 repeats=rounds,
@@ -76,7 +96,9 @@ def _plain(config: Any, inputs: Any) -> Any:
     from peers.plain_clicks import PlainClicks
 
     torch.manual_seed(0)
-    return PlainClicks(build_network(config, inputs), inputs.features, SIZES, dim=config.table_width)
+    return PlainClicks(
+        build_network(config, inputs), inputs.features, SIZES, dim=config.table_width
+    )
 
 
 def _seconds(plain: Any, batches: list[Any]) -> float:

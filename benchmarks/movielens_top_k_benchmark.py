@@ -1,10 +1,10 @@
 """Benchmark of ranking on MovieLens-100K, compared with RecBole's models.
 
-Each user's last film is the test, and the film before it validates. All films that the user has not rated before are ranked.
-Ratings of any value count.
+Each user's last film is the test, and the film before it validates. All films that the user has not
+rated before are ranked. Ratings of any value count.
 
-`--recbole PYTHON` as in `rayrec benchmark movielens`. RecBole's models have their default settings, and stop early. rayrec's
-models train on each rating and four films that the user has not rated.
+`--recbole PYTHON` as in `rayrec benchmark movielens`. RecBole's models have their default settings,
+and stop early. rayrec's models train on each rating and four films that the user has not rated.
 """
 
 import os
@@ -33,7 +33,16 @@ HISTORY: Final = 20
 SCHEMA: Final[dict[str, Any]] = {
     "label": "label",
     "dense": [],
-    "sparse": ["user_id", "item_id", "age", "gender", "occupation", "release_year", "class", "history"],
+    "sparse": [
+        "user_id",
+        "item_id",
+        "age",
+        "gender",
+        "occupation",
+        "release_year",
+        "class",
+        "history",
+    ],
     "lists": ["class", "history"],
     "group": "user_id",
     "features": [{"name": "history", "vocabulary": "item_id", "max_length": HISTORY}],
@@ -49,7 +58,9 @@ class Ratings:
     item: np.ndarray
     """Film number of each rating, from 0, int64 [ratings]."""
     before: np.ndarray
-    """Last films of the user before this one, latest first, -1 if none, int64 [ratings, HISTORY]."""
+    """Last films of the user before this one, latest first, -1 if none, int64 [ratings,
+    HISTORY].
+    """
     last: np.ndarray
     """Number of later ratings of the user, int64 [ratings]."""
     users: pd.DataFrame
@@ -68,7 +79,9 @@ class Ratings:
             is_rated[self.user[rows], self.item[rows]] = True
         return is_rated
 
-    def table(self, label: np.ndarray, user: np.ndarray, item: np.ndarray, before: np.ndarray) -> pa.Table:
+    def table(
+        self, label: np.ndarray, user: np.ndarray, item: np.ndarray, before: np.ndarray
+    ) -> pa.Table:
         """Return rows of a log."""
         users, items = self.users.iloc[user], self.items.iloc[item]
         is_present = before >= 0
@@ -94,15 +107,22 @@ def main(*, quick: bool) -> None:
         ratings = read(package)
         _write_logs(ratings, folder)
         _write_for_recbole(ratings, folder)
-        ours: dict[str, Any] = {name: attempt(name, partial(_ours, recipe, folder)) for name, recipe in OURS.items()}
+        ours: dict[str, Any] = {
+            name: attempt(name, partial(_ours, recipe, folder)) for name, recipe in OURS.items()
+        }
         for peer in PEERS[:1] if quick else PEERS:
-            peer_metrics = attempt(f"RecBole {peer}", partial(run_peer, python, peer, folder, "top-k"))
+            peer_metrics = attempt(
+                f"RecBole {peer}", partial(run_peer, python, peer, folder, "top-k")
+            )
             note(f"  RecBole {peer}: {peer_metrics}")
             for name, metrics in ours.items():
                 emit(
                     "movielens-top-k",
                     peer=f"RecBole 1.2.1, {peer}",
-                    workload=f"{len(ratings.user):,} ratings, last film of {len(ratings.users)} users, {name}",
+                    workload=(
+                        f"{len(ratings.user):,} ratings, last film of {len(ratings.users)} users, "
+                        f"{name}"
+                    ),
                     unit="ndcg_at_10",
                     value=metrics["ndcg_at_10"],
                     ratio=metrics["ndcg_at_10"] / peer_metrics["ndcg@10"],
@@ -133,7 +153,9 @@ def read(package: str) -> Ratings:
 
 
 def _write_logs(ratings: Ratings, folder: str) -> None:
-    """Write `train` and `valid`, ratings with four unrated films each, and `test`, all films not rated before."""
+    """Write `train` and `valid`, ratings with four unrated films each, and `test`, all films not
+    rated before.
+    """
     draw = np.random.default_rng(0)
     for name, rated_parts in (("train", ("train",)), ("valid", ("train", "valid"))):
         rows, rated = ratings.part(name), ratings.rated(*rated_parts)
@@ -149,7 +171,11 @@ def _write_logs(ratings: Ratings, folder: str) -> None:
     test, rated = ratings.part("test"), ratings.rated("train", "valid")
     index, item = np.nonzero(~rated[ratings.user[test]])
     of = test[index]
-    _write(ratings.table(item == ratings.item[of], ratings.user[of], item, ratings.before[of]), folder, "test")
+    _write(
+        ratings.table(item == ratings.item[of], ratings.user[of], item, ratings.before[of]),
+        folder,
+        "test",
+    )
 
 
 def _write(table: pa.Table, folder: str, name: str) -> None:
@@ -180,6 +206,15 @@ def _ours(recipe: Any, folder: str) -> dict[str, Any]:
         trackers={"prometheus": False, "tensorboard": False},
     )
     run = rayrec.train(config, console=Console(quiet=True)).folder
-    metrics = rayrec.evaluate(run, os.path.join(folder, "test"), group="user_id", ranking_k=(10,), console=Console(quiet=True))
-    note(f"  rayrec, {recipe.__name__}: NDCG@10 {metrics['ndcg_at_10']:.4f}, recall@10 {metrics['recall_at_10']:.4f}")
+    metrics = rayrec.evaluate(
+        run,
+        os.path.join(folder, "test"),
+        group="user_id",
+        ranking_k=(10,),
+        console=Console(quiet=True),
+    )
+    note(
+        f"  rayrec, {recipe.__name__}: NDCG@10 {metrics['ndcg_at_10']:.4f}, recall@10 "
+        f"{metrics['recall_at_10']:.4f}"
+    )
     return metrics

@@ -1,7 +1,7 @@
 """Benchmark of the cost of observing a run.
 
-The same training runs with every phase timed, rows counted and the driver's views updated, and without, in turn within one
-process: two processes would differ by more than the cost.
+The same training runs with every phase timed, rows counted and the driver's views updated, and
+without, in turn within one process: two processes would differ by more than the cost.
 """
 
 import dataclasses
@@ -37,8 +37,9 @@ ENOUGH: Final = 0.004
 
 
 class Cycled:
-    """Repeated batches in memory, so that no data task runs. With a `table`, counts its rows once per round, like those from a
-    data task with timed stages."""
+    """Repeated batches in memory, so that no data task runs. With a `table`, counts its rows once
+    per round, like those from a data task with timed stages.
+    """
 
     def __init__(self, batches: list[Any], *, table: pa.Table | None) -> None:
         from rayrec.data.stage_times import StageTimes
@@ -99,7 +100,8 @@ class Lane:
 def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
     """Set up the demo's network on one worker with all cores, as `rayrec plan` does.
 
-    Returns the setup, real batches, the share of a block's CPU time spent on measuring its stages, and the stages of the block.
+    Returns the setup, real batches, the share of a block's CPU time spent on measuring its stages,
+    and the stages of the block.
     """
     import torch
 
@@ -110,7 +112,9 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
 
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+    )
     data = _read_slice(config.workload, config)
     preprocessor, index = data.preprocessor, data.index
     preprocessor.save(f"{folder}/preprocessor")
@@ -122,8 +126,8 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
 
 
 def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float, pa.Table]:
-    """Return the CPU time of measuring a block's stages as a share of the block's CPU time, and an empty table with the stage
-    times.
+    """Return the CPU time of measuring a block's stages as a share of the block's CPU time, and an
+    empty table with the stage times.
 
     Data tasks spend this time, so the measured training does not include it.
     """
@@ -137,7 +141,9 @@ def measuring_stages(config: Any, index: Any, preprocessor: Any) -> tuple[float,
     def make() -> pa.Table:
         return encoded_block((block, 0, block.rows), preprocessor)
 
-    with mock.patch.object(stage_times._Clock, "now", autospec=True, side_effect=stage_times._Clock.now) as looks:
+    with mock.patch.object(
+        stage_times._Clock, "now", autospec=True, side_effect=stage_times._Clock.now
+    ) as looks:
         table, times = stage_times.measured(make, rows_of=lambda table: table.num_rows)
     entries = looks.call_count // 2
 
@@ -161,8 +167,12 @@ def _cpu_s(work: Callable[[], Any], *, times: int = 1) -> float:
     return (time.process_time() - begin_s) / times
 
 
-def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], None]) -> tuple[Any, list[Lane], float]:
-    """Return the event writer, the lanes (observed, not observed, again not observed), and the share of measuring stages."""
+def make_lanes(
+    config: Any, folder: str, progress: Any, driver: Callable[[int], None]
+) -> tuple[Any, list[Lane], float]:
+    """Return the event writer, the lanes (observed, not observed, again not observed), and the
+    share of measuring stages.
+    """
     import torch
 
     from rayrec.observe.events import EventWriter
@@ -186,15 +196,23 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
     writer = EventWriter(os.path.join(folder, "events.jsonl"))
     writer.write("run", recipe=config.recipe, name="observed", config_hash="", versions={})
     writer.write("start", step=0, steps=10**9, rows=0, world_size=1, checkpoint=None)
-    stop_signal = SimpleNamespace(poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False)
+    stop_signal = SimpleNamespace(
+        poll=lambda: (False, False), preempted=lambda: False, urgent=lambda: False
+    )
     lanes = []
     for observed in (True, False, False):
         clock = HostTimer() if observed else StepTimer()
         pipeline = TimedBase(Entered(setup.model), setup.optimizer, torch.device("cpu"), clock)
         peak = 1e12 if observed else None  # the worker measures it once, before it trains
-        lane_setup = dataclasses.replace(setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak)
+        lane_setup = dataclasses.replace(
+            setup, clock=clock, pipeline=pipeline, peak_multiply_adds_per_s=peak
+        )
         loader: Any = Cycled(batches, table=table if observed else None)
-        log = (lambda kind, fields: writer.write(kind, **fields)) if observed else (lambda kind, fields: None)
+        log = (
+            (lambda kind, fields: writer.write(kind, **fields))
+            if observed
+            else (lambda kind, fields: None)
+        )
         training = Training(
             config=config if observed else plain,
             setup=lane_setup,
@@ -212,13 +230,19 @@ def make_lanes(config: Any, folder: str, progress: Any, driver: Callable[[int], 
 
 
 def measure(*, path: str, quick: bool) -> dict[str, Any]:
-    """Train blocks in one process, observed and not, until the interval of the ratio is narrow enough."""
+    """Train blocks in one process, observed and not, until the interval of the ratio is narrow
+    enough.
+    """
     from rayrec.recipes import criteo_demo
     from rayrec.training.progress import Progress
     from rayrec.training.resume import run_hash
 
     config = criteo_demo(path).replace(
-        steps=10**9, log_every=STEPS, batch_size=BATCH, min_steps_per_epoch=1, scaling={"num_workers": 1}
+        steps=10**9,
+        log_every=STEPS,
+        batch_size=BATCH,
+        min_steps_per_epoch=1,
+        scaling={"num_workers": 1},
     )
     progress = Progress()
     with tempfile.TemporaryDirectory() as folder, driver(folder) as process:
@@ -243,9 +267,12 @@ def measure(*, path: str, quick: bool) -> dict[str, Any]:
 
 def figures(comparison: Comparison) -> dict[str, Any]:
     """Return the fields of a comparison's row."""
-    ratio, cpu, null = map(median_interval, (comparison.ratios, comparison.cpu_ratios, comparison.null_ratios))
+    ratio, cpu, null = map(
+        median_interval, (comparison.ratios, comparison.cpu_ratios, comparison.null_ratios)
+    )
     rows_per_s, peer = (
-        BATCH * STEPS / statistics.median(spent.wall_s for spent in spents) for spents in (comparison.ours, comparison.theirs)
+        BATCH * STEPS / statistics.median(spent.wall_s for spent in spents)
+        for spents in (comparison.ours, comparison.theirs)
     )
     return {
         "rows_per_s": rows_per_s,
@@ -264,14 +291,22 @@ def figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def main(*, quick: bool) -> None:
-    result = child(__file__, "measure", path=synthetic_log(200_000 if quick else 1_000_000), quick=quick)
-    rounded = {name: round(value, 5) if isinstance(value, float) else value for name, value in result.items()}
+    result = child(
+        __file__, "measure", path=synthetic_log(200_000 if quick else 1_000_000), quick=quick
+    )
+    rounded = {
+        name: round(value, 5) if isinstance(value, float) else value
+        for name, value in result.items()
+    }
     for name in ("rows_per_s", "ratio", "config_hash"):
         rounded.pop(name)
     emit(
         "observe",
         peer="the same training in the same process, not observed",
-        workload=f"criteo_demo network, batch {BATCH}, 1 worker, rows ready, {STEPS} steps between two logs",
+        workload=(
+            f"criteo_demo network, batch {BATCH}, 1 worker, rows ready, {STEPS} steps between two "
+            "logs"
+        ),
         value=result["rows_per_s"],
         ratio=result["ratio"],
         repeats=result["quartets"],
@@ -279,9 +314,10 @@ def main(*, quick: bool) -> None:
         **{**rounded, "peer_rows_per_s": round(result["peer_rows_per_s"])},
     )
     note(
-        f"  observed: {result['ratio']:.4f} of the speed ({result['ratio_low']:.4f} to {result['ratio_high']:.4f}); "
-        f"nothing looks like {result['null_low']:.4f} to {result['null_high']:.4f}; "
-        f"that it costs less than 1 % is {'shown' if result['below_1_percent'] else 'not shown'}"
+        f"  observed: {result['ratio']:.4f} of the speed ({result['ratio_low']:.4f} to "
+        f"{result['ratio_high']:.4f}); nothing looks like {result['null_low']:.4f} to "
+        f"{result['null_high']:.4f}; that it costs less than 1 % is "
+        f"{'shown' if result['below_1_percent'] else 'not shown'}"
     )
 
 

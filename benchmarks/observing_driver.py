@@ -1,4 +1,6 @@
-"""Unmodified driver of the run that benchmark observe trains, in a separate process with a terminal."""
+"""Unmodified driver of the run that benchmark observe trains, in a separate process with a
+terminal.
+"""
 
 import contextlib
 import ctypes
@@ -20,7 +22,8 @@ _DIE_WITH_PARENT: Final = 1
 
 
 def drive(*, folder: str) -> dict[str, float]:
-    """Follow a run's events for TensorBoard, Prometheus and a terminal, as its driver does, until standard input ends.
+    """Follow a run's events for TensorBoard, Prometheus and a terminal, as its driver does, until
+    standard input ends.
 
     Returns the CPU seconds since the first line of input.
     """
@@ -36,7 +39,10 @@ def drive(*, folder: str) -> dict[str, float]:
         "TensorBoard": partial(TensorBoardTracker, folder, config="recipe: criteo_demo\n"),
         "Prometheus": partial(PrometheusTracker, "observed", since_s=0.0),
     }
-    with tracking(makers, path, note=console.note), console.training(lambda stop: follow(path, stop=stop)):
+    with (
+        tracking(makers, path, note=console.note),
+        console.training(lambda stop: follow(path, stop=stop)),
+    ):
         sys.stdin.readline()
         begin_s = _used_s()
         sys.stdin.read()
@@ -63,7 +69,9 @@ class Driver:
         self._process.stdin.flush()
 
     def end(self) -> float:
-        """Return the process's CPU seconds since `begin`. The process must be running, and the event writer closed."""
+        """Return the process's CPU seconds since `begin`. The process must be running, and the
+        event writer closed.
+        """
         output, _ = self._process.communicate()
         return json.loads(output.strip().splitlines()[-1])["cpu_s"]
 
@@ -74,10 +82,17 @@ def driver(folder: str) -> Iterator[Driver]:
     terminal, its_end = pty.openpty()
     command = [sys.executable, __file__, "drive", json.dumps({"folder": folder})]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    with subprocess.Popen(["cat"], stdin=terminal, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    with subprocess.Popen(
+        ["cat"], stdin=terminal, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ):
         os.close(terminal)
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=its_end, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=its_end,
+            text=True,
+            env=environment,
         )
         os.close(its_end)
         with process:

@@ -1,5 +1,7 @@
-"""Clicks on an accelerator that takes a fixed time for each step, as a recipe in a file, for `rayrec train FILE.py:FUNCTION`.
-Nothing is learned, so that the input pipeline can be measured against any speed of a device."""
+"""Clicks on an accelerator that takes a fixed time for each step, as a recipe in a file, for
+`rayrec train FILE.py:FUNCTION`. Nothing is learned, so that the input pipeline can be measured
+against any speed of a device.
+"""
 
 import dataclasses
 import time
@@ -29,8 +31,10 @@ class PacedClicks(ClickWorkload):
 
 
 class Accelerator:
-    """Pipeline of a device that takes `pace_s` for each batch. The host asks for the next batch in the middle of a step. As in
-    a GPU's pipeline, its work on a batch then does not delay the device."""
+    """Pipeline of a device that takes `pace_s` for each batch. The host asks for the next batch in
+    the middle of a step. As in a GPU's pipeline, its work on a batch then does not delay the
+    device.
+    """
 
     def __init__(self, pace_s: float) -> None:
         self._pace_s = pace_s
@@ -50,5 +54,8 @@ def paced() -> rayrec.TrainConfig:
     """Return criteo_demo on such an accelerator."""
     config = recipes.criteo_demo()
     assert isinstance(config.workload, ClickWorkload)
-    fields = {field.name: getattr(config.workload, field.name) for field in dataclasses.fields(config.workload)}
+    fields = {
+        field.name: getattr(config.workload, field.name)
+        for field in dataclasses.fields(config.workload)
+    }
     return config.replace(recipe="paced", workload=PacedClicks(**fields))

@@ -1,4 +1,6 @@
-"""Paired timing of two equivalent functions whose difference is smaller than the machine's noise."""
+"""Paired timing of two equivalent functions whose difference is smaller than the machine's
+noise.
+"""
 
 import math
 import random
@@ -11,7 +13,9 @@ from typing import Final
 from rows import note
 
 CHECK_EVERY: Final = 50
-"""Quartets between two checks of the interval: checking after each, and stopping at a convenient one, finds false effects."""
+"""Quartets between two checks of the interval: checking after each, and stopping at a convenient
+one, finds false effects.
+"""
 _NULL_EVERY: Final = 4
 """Number of quartets per quartet that compares a candidate with itself."""
 _Z: Final = 1.96
@@ -46,7 +50,8 @@ class Interval:
 def median_interval(values: Sequence[float]) -> Interval:
     """Return the median and its interval between two order statistics, valid for any distribution.
 
-    The number of values below the median is binomial with probability one half. Needs at least one value.
+    The number of values below the median is binomial with probability one half. Needs at least one
+    value.
     """
     ordered, n = sorted(values), len(values)
     low = max(1, math.floor((n - _Z * math.sqrt(n)) / 2))
@@ -56,20 +61,26 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 def speed_ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
     """Return our speed relative to theirs, by the geometric means of the times of equal work."""
-    return math.exp(statistics.fmean(map(math.log, theirs_s)) - statistics.fmean(map(math.log, ours_s)))
+    return math.exp(
+        statistics.fmean(map(math.log, theirs_s)) - statistics.fmean(map(math.log, ours_s))
+    )
 
 
 def quartet(
     ours: Callable[[], Spent], theirs: Callable[[], Spent], *, draw: random.Random
 ) -> tuple[float, float, list[Spent], list[Spent]]:
-    """Run ours, theirs, theirs, ours, or in the opposite random order, so that even drift affects both alike. Returns the speed
-    ratios by wall and CPU time, and the times of both."""
+    """Run ours, theirs, theirs, ours, or in the opposite random order, so that even drift affects
+    both alike. Returns the speed ratios by wall and CPU time, and the times of both.
+    """
     order = (ours, theirs, theirs, ours) if draw.random() < 0.5 else (theirs, ours, ours, theirs)
     spent: dict[Callable[[], Spent], list[Spent]] = {ours: [], theirs: []}
     for run in order:
         spent[run].append(run())
     wall, cpu = (
-        speed_ratio([getattr(one, kind) for one in spent[ours]], [getattr(one, kind) for one in spent[theirs]])
+        speed_ratio(
+            [getattr(one, kind) for one in spent[ours]],
+            [getattr(one, kind) for one in spent[theirs]],
+        )
         for kind in ("wall_s", "cpu_s")
     )
     return wall, cpu, spent[ours], spent[theirs]
@@ -101,8 +112,9 @@ def compare(
     max_quartets: int | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Run quartets until half the interval of the ratio is `enough`, or the time or the quartets are used up. Each call of one
-    of the three has to do as much work as any other."""
+    """Run quartets until half the interval of the ratio is `enough`, or the time or the quartets
+    are used up. Each call of one of the three has to do as much work as any other.
+    """
     comparison, draw, end_s = Comparison(), random.Random(seed), time.monotonic() + max_s
     while max_quartets is None or comparison.quartets < max_quartets:
         if comparison.quartets % _NULL_EVERY == _NULL_EVERY - 1:
@@ -115,7 +127,10 @@ def compare(
             comparison.theirs += their_times
         if comparison.quartets % CHECK_EVERY == 0:
             interval = median_interval(comparison.ratios)
-            note(f"  {comparison.quartets} quartets: {interval.median:.4f}, {interval.low:.4f} to {interval.high:.4f}")
+            note(
+                f"  {comparison.quartets} quartets: {interval.median:.4f}, {interval.low:.4f} to "
+                f"{interval.high:.4f}"
+            )
             if interval.half_width <= enough:
                 break
         if time.monotonic() > end_s:

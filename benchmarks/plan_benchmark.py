@@ -1,4 +1,6 @@
-"""Benchmark of the memory forecast by `rayrec plan` for a CPU worker, compared with its peak in training, in three sizes."""
+"""Benchmark of the memory forecast by `rayrec plan` for a CPU worker, compared with its peak in
+training, in three sizes.
+"""
 
 from functools import partial
 
@@ -12,7 +14,10 @@ def main(*, quick: bool) -> None:
         emit(
             "plan",
             peer="peak resident memory of the process",
-            workload=f"click model, {rows:,} rows of {DIM} in 26 tables, row-wise Adagrad, 1 worker, with a save",
+            workload=(
+                f"click model, {rows:,} rows of {DIM} in 26 tables, row-wise Adagrad, 1 worker, "
+                "with a save"
+            ),
             unit="forecast_bytes",
             value=result["forecast"],
             ratio=result["forecast"] / result["peak"],

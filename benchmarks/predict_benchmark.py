@@ -1,7 +1,7 @@
 """Benchmark of prediction from raw TSV to Parquet with criteo_kaggle's network.
 
-Peers: a bare PyTorch forward pass on tensors in memory, and the same pipeline without a model. Also checks that memory stays
-constant. Every candidate is a separate process.
+Peers: a bare PyTorch forward pass on tensors in memory, and the same pipeline without a model. Also
+checks that memory stays constant. Every candidate is a separate process.
 """
 
 import dataclasses
@@ -22,7 +22,9 @@ STEP = 1
 
 
 def checkpoint_of(path: str) -> str:
-    """Return a checkpoint of the untrained network, made once. Speed does not depend on the weights."""
+    """Return a checkpoint of the untrained network, made once. Speed does not depend on the
+    weights.
+    """
     from rayrec import checkpoint as checkpoints
     from rayrec import recipes, storage
     from rayrec.data.encoding.preprocessor import Preprocessor
@@ -71,9 +73,12 @@ class WithoutModel:
         return process.block_scorer(process.preprocessor.get(), process.blocks.get(), ZeroScorer())  # type: ignore[arg-type]
 
 
-def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = False) -> dict[str, float]:
-    """Predict and return `rows_per_s` after each process has scored a block, `whole_rows_per_s` with their start, and
-    `peak_bytes`."""
+def predicted(
+    *, path: str, checkpoint: str, with_model: bool, memory: bool = False
+) -> dict[str, float]:
+    """Predict and return `rows_per_s` after each process has scored a block, `whole_rows_per_s`
+    with their start, and `peak_bytes`.
+    """
     import rayrec
     from rayrec.inference.scoring import ScoringJob
     from rayrec.observe.console import Console
@@ -97,12 +102,17 @@ def predicted(*, path: str, checkpoint: str, with_model: bool, memory: bool = Fa
     num_warm = min(2 * (os.cpu_count() or 1), len(seen) // 2)
     rows = sum(count for _, count in seen[num_warm:])
     seconds = seen[-1][0] - seen[num_warm - 1][0]
-    return {"rows_per_s": rows / seconds, "whole_rows_per_s": summary["rows_per_s"], "peak_bytes": float(peak.size_bytes)}
+    return {
+        "rows_per_s": rows / seconds,
+        "whole_rows_per_s": summary["rows_per_s"],
+        "peak_bytes": float(peak.size_bytes),
+    }
 
 
 def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool) -> float:
-    """Measure the rows/s of the forward pass on batches in memory, by PyTorch's operators, or with `ours` by a scoring
-    process."""
+    """Measure the rows/s of the forward pass on batches in memory, by PyTorch's operators, or with
+    `ours` by a scoring process.
+    """
     import numpy as np
     import torch
     from peers.bare_forward import BareDLRM
@@ -120,13 +130,18 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
         text = file.read(64 << 20)
     text = text[: text.rindex(b"\n") + 1]
     raw, _ = parse(SCHEMA, text)
-    weights = {name.removeprefix("model."): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), "model.")}
+    weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in full_tensors(Checkpoint(checkpoint), "model.")
+    }
     model = BareDLRM(weights, SCHEMA.sparse)
     encoded: list[Any] = [
         served.preprocessor.encode(raw, np.arange(start, start + BATCH_ROWS))
         for start in range(0, raw.rows - BATCH_ROWS, BATCH_ROWS)
     ]
-    ready = [(torch.from_numpy(rows.dense), torch.from_numpy(np.stack(rows.ids))) for rows in encoded]
+    ready = [
+        (torch.from_numpy(rows.dense), torch.from_numpy(np.stack(rows.ids))) for rows in encoded
+    ]
     with torch.inference_mode():
         np.testing.assert_allclose(model(*ready[0]).numpy(), served.score(encoded[0]), atol=1e-4)
         calls = [lambda rows=rows: served.score(rows) for rows in encoded]
@@ -160,12 +175,18 @@ def main(*, quick: bool) -> None:
         repeats,
         predict=ours,
         ingest=lambda: child(__file__, "predicted", with_model=False, **common)["rows_per_s"],
-        bare=lambda: child(__file__, "bare", threads=threads, seconds=seconds, ours=False, **common),
-        scorer=lambda: child(__file__, "bare", threads=threads, seconds=seconds, ours=True, **common),
+        bare=lambda: child(
+            __file__, "bare", threads=threads, seconds=seconds, ours=False, **common
+        ),
+        scorer=lambda: child(
+            __file__, "bare", threads=threads, seconds=seconds, ours=True, **common
+        ),
     )
     # Each core reads, encodes and scores in turn, so that the two times add up.
     both = 1 / (1 / rates["ingest"] + 1 / rates["bare"])
-    workload = f"criteo_kaggle network, fp32, {rows:,} rows of raw TSV to Parquet, batches of {BATCH_ROWS}"
+    workload = (
+        f"criteo_kaggle network, fp32, {rows:,} rows of raw TSV to Parquet, batches of {BATCH_ROWS}"
+    )
     for peer, rate in (
         ("bare PyTorch forward over ready tensors, all cores", rates["bare"]),
         ("our forward over ready rows, all cores", rates["scorer"]),
@@ -183,12 +204,18 @@ def main(*, quick: bool) -> None:
             rows_per_s_with_start=round(sorted(rates_with_start)[len(rates_with_start) // 2]),
         )
     few = synthetic_log(rows // 4)
-    child(__file__, "predicted", with_model=True, path=few, checkpoint=checkpoint)  # its index and pages are then there
+    # its index and pages are then there
+    child(__file__, "predicted", with_model=True, path=few, checkpoint=checkpoint)
     peaks = [
-        child(__file__, "predicted", with_model=True, memory=True, path=log, checkpoint=checkpoint)["peak_bytes"]
+        child(__file__, "predicted", with_model=True, memory=True, path=log, checkpoint=checkpoint)[
+            "peak_bytes"
+        ]
         for log in (few, path)
     ]
-    note(f"  memory: {peaks[0] / 1e6:,.0f} MB at {rows // 4:,} rows, {peaks[1] / 1e6:,.0f} MB at {rows:,}")
+    note(
+        f"  memory: {peaks[0] / 1e6:,.0f} MB at {rows // 4:,} rows, {peaks[1] / 1e6:,.0f} MB at "
+        f"{rows:,}"
+    )
     emit(
         "predict",
         peer=f"the same with {rows // 4:,} rows",

@@ -1,8 +1,10 @@
-"""Benchmark of preemptions with notice, by the protocol of Ray's own benchmark (ray-project/ray#65047), on one machine.
+"""Benchmark of preemptions with notice, by the protocol of Ray's own benchmark
+(ray-project/ray#65047), on one machine.
 
-Eight workers run on eight Ray nodes, one on each. Four times, at random steps from a seed, a node gets a preemption notice, is
-killed at its deadline, and another joins some seconds later. The baseline ignores notices, so that only periodic checkpoints
-count. The weights are compared with an undisturbed run.
+Eight workers run on eight Ray nodes, one on each. Four times, at random steps from a seed, a node
+gets a preemption notice, is killed at its deadline, and another joins some seconds later. The
+baseline ignores notices, so that only periodic checkpoints count. The weights are compared with an
+undisturbed run.
 """
 
 import random
@@ -27,7 +29,9 @@ NOTICE_S = 20.0
 REPLACEMENT_S = 5.0
 """Seconds from a kill to the start of another node."""
 PACE_S = 0.4
-"""Minimum seconds per step, so that there are as many steps between notice and kill as on other machines."""
+"""Minimum seconds per step, so that there are as many steps between notice and kill as on other
+machines.
+"""
 WAIT_S = 1800.0
 NODE: dict[str, Any] = {"num_cpus": 1, "resources": {"slot": 1}}
 UNDISTURBED = "no preemption"
@@ -38,7 +42,9 @@ UNSEEN = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 
 @dataclass(frozen=True)
 class AttemptSteps:
-    """Steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and last one began."""
+    """Steps of one attempt, `begin` to `end` - 1, and the Unix times at which the first and last
+    one began.
+    """
 
     begin: int
     end: int
@@ -52,13 +58,17 @@ class Loss:
 
     steps_redone: int
     idle_s: float
-    """Seconds from the start of the last step before a restart to the first step after it, summed over the restarts it caused."""
+    """Seconds from the start of the last step before a restart to the first step after it, summed
+    over the restarts it caused.
+    """
     after_kill_s: float
     """Part of `idle_s` after the kill."""
 
 
 def parse_attempts(stamps: str) -> list[AttemptSteps]:
-    """Parse the file of `stamped_clicks` into attempts, in order. Skips an incomplete line. Pure."""
+    """Parse the file of `stamped_clicks` into attempts, in order. Skips an incomplete line.
+    Pure.
+    """
     lines = [line.split() for line in stamps.splitlines(keepends=True) if line.endswith("\n")]
     attempts = []
     for _, of_process in groupby(lines, key=lambda line: line[0]):
@@ -68,7 +78,9 @@ def parse_attempts(stamps: str) -> list[AttemptSteps]:
     return attempts
 
 
-def losses(attempts: Sequence[AttemptSteps], preemptions: Sequence[tuple[float, float]]) -> list[Loss]:
+def losses(
+    attempts: Sequence[AttemptSteps], preemptions: Sequence[tuple[float, float]]
+) -> list[Loss]:
     """Return the loss of each preemption. `preemptions`: (notice, kill) in Unix time, in order.
 
     Restarts between a notice and the next one belong to the first. Pure.
@@ -76,19 +88,28 @@ def losses(attempts: Sequence[AttemptSteps], preemptions: Sequence[tuple[float, 
     results = []
     for number, (notice_s, kill_s) in enumerate(preemptions):
         end_s = preemptions[number + 1][0] if number + 1 < len(preemptions) else float("inf")
-        restarts = [(before, after) for before, after in pairwise(attempts) if notice_s <= after.begin_s < end_s]
+        restarts = [
+            (before, after)
+            for before, after in pairwise(attempts)
+            if notice_s <= after.begin_s < end_s
+        ]
         results.append(
             Loss(
                 steps_redone=sum(before.end - after.begin for before, after in restarts),
                 idle_s=sum(after.begin_s - before.end_s for before, after in restarts),
-                after_kill_s=sum(max(0.0, after.begin_s - max(kill_s, before.end_s)) for before, after in restarts),
+                after_kill_s=sum(
+                    max(0.0, after.begin_s - max(kill_s, before.end_s))
+                    for before, after in restarts
+                ),
             )
         )
     return results
 
 
 def moments(steps: int, number: int, *, seed: int) -> list[int]:
-    """Draw notice steps: random steps in the first two fifths of each of `number` equal parts. Pure."""
+    """Draw notice steps: random steps in the first two fifths of each of `number` equal parts.
+    Pure.
+    """
     generator, part = random.Random(seed), steps // number
     return [part * each + generator.randrange(2 * part // 5) for each in range(number)]
 
@@ -107,7 +128,9 @@ class Arm:
         seen: bool = True,
         min_workers: int = WORKERS,
     ) -> None:
-        """Start the nodes. `seen`: whether workers receive notices. `min_workers`: minimum number of workers to continue with."""
+        """Start the nodes. `seen`: whether workers receive notices. `min_workers`: minimum number
+        of workers to continue with.
+        """
         self._stamps = folder / "stamps"
         self._cluster = cluster
         self._cluster.add_node(num_cpus=2)
@@ -123,20 +146,35 @@ class Arm:
             log_every=100,
             checkpoint={"every": every, "num_to_keep": 2},
             cluster={"address": address, "data_nodes": "separate"},
-            scaling={"num_workers": workers, "threads_per_worker": 1, "resources_per_worker": {"slot": 1.0}},
+            scaling={
+                "num_workers": workers,
+                "threads_per_worker": 1,
+                "resources_per_worker": {"slot": 1.0},
+            },
             failure={"standby_after_s": 15.0},
         )
-        recipe = stamped_clicks.stamped().replace(workload={"stamps": str(self._stamps), "pace_s": PACE_S})
+        recipe = stamped_clicks.stamped().replace(
+            workload={"stamps": str(self._stamps), "pace_s": PACE_S}
+        )
         config = config.replace(recipe=recipe.recipe, workload=recipe.workload)
         source = f"{stamped_clicks.__file__}:stamped"
         quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        self.run = Run(config, folder / "commands", cache=folder / "cache", recipe=source, **quiet, **({} if seen else UNSEEN))
+        self.run = Run(
+            config,
+            folder / "commands",
+            cache=folder / "cache",
+            recipe=source,
+            **quiet,
+            **({} if seen else UNSEEN),
+        )
 
     def attempts(self) -> list[AttemptSteps]:
         return parse_attempts(self._stamps.read_text()) if self._stamps.exists() else []
 
     def measure(self, notices: Sequence[int], *, seed: int) -> dict[str, Any]:
-        """Run to the end, with a preemption at each of these steps -> `losses`, `attempts`, `wall_s` and the run's `summary`."""
+        """Run to the end, with a preemption at each of these steps -> `losses`, `attempts`,
+        `wall_s` and the run's `summary`.
+        """
         generator, preemptions = random.Random(seed), []
         begin_s = time.time()
         self.run.start()
@@ -163,9 +201,15 @@ class Arm:
         }
 
     def _wait_for(self, step: int, *, since_s: float = 0.0) -> None:
-        """Wait until the newest attempt has started this step, and a step after the Unix time `since_s`."""
+        """Wait until the newest attempt has started this step, and a step after the Unix time
+        `since_s`.
+        """
         deadline_s = time.monotonic() + WAIT_S
-        while not ((attempts := self.attempts()) and attempts[-1].end > step and attempts[-1].end_s > since_s):
+        while not (
+            (attempts := self.attempts())
+            and attempts[-1].end > step
+            and attempts[-1].end_s > since_s
+        ):
             assert self.run.session.process.poll() is None, self.run.session.err[-4000:]
             assert time.monotonic() < deadline_s, self.run.session.err[-4000:]
             time.sleep(0.1)
@@ -208,7 +252,11 @@ def report(name: str, results: dict[str, dict[str, Any]], *, workload: str) -> N
     num_started = sum(attempt.end - attempt.begin for attempt in attempts)
     redone = num_started - summary["steps"]
     assert redone == sum(loss.steps_redone for loss in lost), (num_started, lost)
-    peer = sum(loss.steps_redone for loss in baseline["losses"]) if baseline and baseline is not result else None
+    peer = (
+        sum(loss.steps_redone for loss in baseline["losses"])
+        if baseline and baseline is not result
+        else None
+    )
     emit(
         "preempt",
         peer=None if peer is None else PERIODIC,
@@ -224,7 +272,12 @@ def report(name: str, results: dict[str, dict[str, Any]], *, workload: str) -> N
         steps_redone_each=[loss.steps_redone for loss in lost],
         idle_s_each=[round(loss.idle_s, 1) for loss in lost],
         after_kill_s_each=[round(loss.after_kill_s, 1) for loss in lost],
-        step_s=round(statistics.median((each.end_s - each.begin_s) / (each.end - each.begin) for each in attempts), 2),
+        step_s=round(
+            statistics.median(
+                (each.end_s - each.begin_s) / (each.end - each.begin) for each in attempts
+            ),
+            2,
+        ),
         goodput=round(summary["steps"] / num_started, 4),
         wall_s=round(result["wall_s"]),
         restarts=summary["restarts"],

@@ -1,5 +1,6 @@
-"""Benchmark of preprocessing raw TSV: every format, bytes written relative to a plain copy, one core and two, one Ray node and
-two."""
+"""Benchmark of preprocessing raw TSV: every format, bytes written relative to a plain copy, one
+core and two, one Ray node and two.
+"""
 
 import os
 import shutil
@@ -34,7 +35,9 @@ def local(num_cpus: int) -> Iterator[None]:
 
 @contextmanager
 def two_nodes() -> Iterator[None]:
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 30})
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 1 << 30}
+    )
     nodes.add_node(num_cpus=1, object_store_memory=1 << 30)
     nodes.wait_for_nodes()
     connection.connect(nodes.address, num_cpus=None, object_store_bytes=None, log_to_driver=False)
@@ -57,11 +60,18 @@ def rate(path: str, preprocessor: str, format: str, *, target: str | None = None
     return result["rows_per_s"]
 
 
-def scaled_rate(cluster_of: Callable[[], AbstractContextManager[None]], repeats: int, path: str, preprocessor: str) -> Any:
+def scaled_rate(
+    cluster_of: Callable[[], AbstractContextManager[None]],
+    repeats: int,
+    path: str,
+    preprocessor: str,
+) -> Any:
     """Measure the median rows/s on this cluster."""
     with cluster_of():
         rate(path, preprocessor, "binary", target=MEMORY)  # warms up
-        return interleaved(repeats, binary=lambda: rate(path, preprocessor, "binary", target=MEMORY))["binary"]
+        return interleaved(
+            repeats, binary=lambda: rate(path, preprocessor, "binary", target=MEMORY)
+        )["binary"]
 
 
 def copy_rate(path: str, row_bytes: int, rows: int) -> float:
@@ -112,7 +122,11 @@ def main(*, quick: bool) -> None:
     # The disk limits the rates above, so measure scaling with files in memory.
     note("scaling:")
     scaled: dict[str, Any] = {}
-    for name, cluster_of in (("one", lambda: local(1)), ("two", lambda: local(2)), ("nodes", two_nodes)):
+    for name, cluster_of in (
+        ("one", lambda: local(1)),
+        ("two", lambda: local(2)),
+        ("nodes", two_nodes),
+    ):
         scaled[name] = attempt(name, partial(scaled_rate, cluster_of, repeats, path, preprocessor))
     for workload, peer, name, other in (
         ("one node, 2 CPUs", "one node, 1 CPU", "two", "one"),
@@ -130,7 +144,10 @@ def main(*, quick: bool) -> None:
     emit(
         "preprocess",
         peer=None,
-        workload=f"{FULL_ROWS:,} rows (Criteo 1TB) to binary on 64 cores, if 32 times as fast as two here, disks apart",
+        workload=(
+            f"{FULL_ROWS:,} rows (Criteo 1TB) to binary on 64 cores, if 32 times as fast as two "
+            "here, disks apart"
+        ),
         unit="minutes",
         value=FULL_ROWS / (32 * scaled["two"]) / 60,
         ratio=None,

@@ -1,4 +1,6 @@
-"""Metrics within groups (GAUC, NDCG and others) in one pass, against only the sort by NumPy and only the ranks by pandas."""
+"""Metrics within groups (GAUC, NDCG and others) in one pass, against only the sort by NumPy and
+only the ranks by pandas.
+"""
 
 import numpy as np
 import pandas as pd
@@ -26,7 +28,9 @@ def main(*, quick: bool = False) -> None:
         return len(np.lexsort((logits, groups)))
 
     def rank_by_pandas() -> int:
-        return len(pd.DataFrame({"group": groups, "logit": logits}).groupby("group")["logit"].rank())
+        return len(
+            pd.DataFrame({"group": groups, "logit": logits}).groupby("group")["logit"].rank()
+        )
 
     def rate(seconds: float) -> float:
         return rows / seconds

@@ -34,7 +34,9 @@ def first_step_after(path: Path, since: float, session: Session) -> float:
 
 
 def bare(folder: Path) -> dict[str, float]:
-    """Measure bare Ray Train: seconds from the command to its first step, and from a worker's SIGKILL to the next step."""
+    """Measure bare Ray Train: seconds from the command to its first step, and from a worker's
+    SIGKILL to the next step.
+    """
     path = folder / "steps"
     began = time.time()
     command = [sys.executable, str(BARE), str(path)]
@@ -43,15 +45,28 @@ def bare(folder: Path) -> dict[str, float]:
         time.sleep(3)
         session.kill("train worker")
         killed = time.time()
-        # The other worker may be through with a step that both had begun; a new one takes longer than this to come.
-        return {"driver_s": started - began, "worker_s": first_step_after(path, killed + 0.5, session) - killed}
+        # The other worker may be through with a step that both had begun; a new one takes longer
+        # than this to come.
+        return {
+            "driver_s": started - began,
+            "worker_s": first_step_after(path, killed + 0.5, session) - killed,
+        }
 
 
 def ours(folder: Path, log: Path) -> dict[str, float]:
     """Measure the seconds of rayrec, in total and by part."""
     checkpoint = {"every": 40, "num_to_keep": 2}
-    failure = {"standby_after_s": 15.0}  # 60 by default: not before a first step, whose CPUs it would take
-    config = small_run(log, str(folder), steps=STEPS, log_every=1, evaluate_every=STEPS, checkpoint=checkpoint, failure=failure)
+    # 60 by default: not before a first step, whose CPUs it would take
+    failure = {"standby_after_s": 15.0}
+    config = small_run(
+        log,
+        str(folder),
+        steps=STEPS,
+        log_every=1,
+        evaluate_every=STEPS,
+        checkpoint=checkpoint,
+        failure=failure,
+    )
     with Run(config, folder / "commands", cache=folder / "cache").start() as run:
         run.wait_for_save(80)
         run.session.wait_for_standby(2)
@@ -90,13 +105,17 @@ def main(*, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def candidates(number: int) -> dict[str, Callable[[], dict[str, float]]]:
-            our_folder, bare_folder = (Path(folder) / f"{name}{number}" for name in ("ours", "bare"))
+            our_folder, bare_folder = (
+                Path(folder) / f"{name}{number}" for name in ("ours", "bare")
+            )
             our_folder.mkdir()
             bare_folder.mkdir()
             return {"bare": partial(bare, bare_folder), "ours": partial(ours, our_folder, log)}
 
         results = in_turn(
-            repeats, candidates, shown=lambda times: ", ".join(f"{key} {value:.1f}" for key, value in times.items())
+            repeats,
+            candidates,
+            shown=lambda times: ", ".join(f"{key} {value:.1f}" for key, value in times.items()),
         )
 
     medians = medians_of(results)
@@ -115,5 +134,9 @@ def main(*, quick: bool) -> None:
             ratio=value / peer,
             repeats=repeats,
             peer_s=round(peer, 2),
-            **{key: round(seconds, 2) for key, seconds in medians["ours"].items() if key.startswith(kind) and key != f"{kind}_s"},
+            **{
+                key: round(seconds, 2)
+                for key, seconds in medians["ours"].items()
+                if key.startswith(kind) and key != f"{kind}_s"
+            },
         )

@@ -32,7 +32,9 @@ def hardware() -> str:
 
 
 class Failed:
-    """A measurement that failed. Every figure that is computed from it, and every field of it, is the same failure."""
+    """A measurement that failed. Every figure that is computed from it, and every field of it, is
+    the same failure.
+    """
 
     def __init__(self, error: str) -> None:
         self.error = error
@@ -41,7 +43,9 @@ class Failed:
         return self
 
     __getitem__ = get = __round__ = __neg__ = _same
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _same
+    )
 
     def __contains__(self, field: object) -> bool:
         return True
@@ -76,13 +80,24 @@ def failed() -> list[str]:
 
 
 def emit(
-    name: str, *, peer: str | None, workload: str, unit: str = "rows_per_s", value: Any, ratio: Any, repeats: int, **more: Any
+    name: str,
+    *,
+    peer: str | None,
+    workload: str,
+    unit: str = "rows_per_s",
+    value: Any,
+    ratio: Any,
+    repeats: int,
+    **more: Any,
 ) -> None:
-    """Print one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row with a figure that failed
-    has the cause as `error`, and null instead of the figure."""
+    """Print one row on standard output. `ratio`: ours / the peer's, measured in the same run. A row
+    with a figure that failed has the cause as `error`, and null instead of the figure.
+    """
     figures = {unit: value, "ratio": ratio, **more}
     errors = [figure.error for figure in figures.values() if isinstance(figure, Failed)]
-    fields = {name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()}
+    fields = {
+        name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()
+    }
     value, ratio = fields.pop(unit), fields.pop("ratio")
     row = {
         "name": name,
@@ -102,7 +117,9 @@ def emit(
 
 
 def attempt(name: str, function: Callable[[], Result]) -> Result | Any:
-    """Return the result of the function, or Failed with the cause in one line, without secrets, if it raises an error."""
+    """Return the result of the function, or Failed with the cause in one line, without secrets, if
+    it raises an error.
+    """
     try:
         return function()
     except Exception as error:
@@ -112,7 +129,9 @@ def attempt(name: str, function: Callable[[], Result]) -> Result | Any:
 
 @contextlib.contextmanager
 def part(name: str, workload: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Run a part of a benchmark. If it fails, print a row with the error and continue, unless the error is `passing`."""
+    """Run a part of a benchmark. If it fails, print a row with the error and continue, unless the
+    error is `passing`.
+    """
     try:
         yield
     except passing:
@@ -132,8 +151,8 @@ def in_turn(
 ) -> dict[str, Any]:
     """Run the candidates of each round in turn, so that drift of the machine affects all alike.
 
-    Returns the results of each candidate, or Failed for a candidate that failed, which is not run again. `on_result` gets the
-    candidates whose last round has ended, after each of these.
+    Returns the results of each candidate, or Failed for a candidate that failed, which is not run
+    again. `on_result` gets the candidates whose last round has ended, after each of these.
     """
     by_name: dict[str, Any] = {}
     done: dict[str, Any] = {}
@@ -154,7 +173,9 @@ def in_turn(
 
 
 def median_of(results: Any, field: Callable[[Any], float] = lambda result: result) -> Any:
-    """Return the median of a result's field over a candidate's results of `in_turn`, or its failure."""
+    """Return the median of a result's field over a candidate's results of `in_turn`, or its
+    failure.
+    """
     return results if isinstance(results, Failed) else statistics.median(map(field, results))
 
 
@@ -170,11 +191,16 @@ def timed(function: Callable[[], Result]) -> tuple[Result, float]:
 
 
 def medians_of(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the medians of each candidate's numbers by name, or its failure. A number that a round lacks is 0 in it."""
+    """Return the medians of each candidate's numbers by name, or its failure. A number that a round
+    lacks is 0 in it.
+    """
     return {
         name: results
         if isinstance(results, Failed)
-        else {key: median_of(results, lambda result, key=key: result.get(key, 0.0)) for key in results[0]}  # type: ignore[misc]
+        else {
+            key: median_of(results, lambda result, key=key: result.get(key, 0.0))
+            for key in results[0]
+        }  # type: ignore[misc]
         for name, results in by_name.items()
     }
 

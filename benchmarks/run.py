@@ -1,4 +1,6 @@
-"""Command `rayrec benchmark NAME`: runs one benchmark, or all, and prints results as JSON lines on standard output."""
+"""Command `rayrec benchmark NAME`: runs one benchmark, or all, and prints results as JSON lines on
+standard output.
+"""
 
 import importlib
 import sys
@@ -47,12 +49,19 @@ NOT_IN_ALL = ("gpu",)
 
 def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(f"usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: {', '.join((*NAMES, *NOT_IN_ALL, 'all'))}")
+        print(
+            "usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: "
+            f"{', '.join((*NAMES, *NOT_IN_ALL, 'all'))}"
+        )
         return 0 if arguments else 2
     selected = NAMES if arguments[0] == "all" else (arguments[0],)
     available = (*NAMES, *NOT_IN_ALL)
     if not set(selected) <= set(available):
-        print(f"rayrec benchmark: no benchmark '{arguments[0]}'; there are {', '.join((*available, 'all'))}", file=sys.stderr)
+        print(
+            f"rayrec benchmark: no benchmark '{arguments[0]}'; there are "
+            f"{', '.join((*available, 'all'))}",
+            file=sys.stderr,
+        )
         return 2
     from rows import failed, note, part
 
@@ -61,7 +70,9 @@ def main(arguments: list[str]) -> int:
     for name in selected:
         # Of several benchmarks one that lacks a requirement is skipped; alone it ends the command.
         with part(name, "rows after those above", passing=() if selected[1:] else (InputError,)):
-            importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(quick="--quick" in arguments)
+            importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(
+                quick="--quick" in arguments
+            )
     if failed():
         note(f"rayrec benchmark: rows with an error, of {', '.join(failed())}")
     return 1 if failed() else 0

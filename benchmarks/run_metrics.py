@@ -19,32 +19,46 @@ from rayrec.workloads.base import TrainConfig
 def measured_run(config: TrainConfig, *, warm_steps: int) -> dict[str, Any]:
     """Train and return the run's measurements.
 
-    `losses`: global mean of each logged step. `rows_per_s` and `blocked_fraction`: of steps after the warm-up. `config_hash`:
-    from the summary.
+    `losses`: global mean of each logged step. `rows_per_s` and `blocked_fraction`: of steps after
+    the warm-up. `config_hash`: from the summary.
     """
     import rayrec
 
     with tempfile.TemporaryDirectory() as storage:
-        result = rayrec.train(config.replace(storage_path=storage, name="run"), console=Console(quiet=True))
+        result = rayrec.train(
+            config.replace(storage_path=storage, name="run"), console=Console(quiet=True)
+        )
         events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
-    measurements = {"losses": [event["loss"] for event in events], "config_hash": result.summary["config_hash"]}
+    measurements = {
+        "losses": [event["loss"] for event in events],
+        "config_hash": result.summary["config_hash"],
+    }
     return {**measurements, **warm_speed(events, warm_steps=warm_steps)}
 
 
 def matrix_peak(precision: str, *, engine: str = "onednn") -> Any:
-    """Return the multiply-adds and additions a second of large matrix products, in a fresh process."""
+    """Return the multiply-adds and additions a second of large matrix products, in a fresh
+    process.
+    """
     script = str(Path(__file__).with_name("train_benchmark.py"))
-    return attempt(f"matrix peak, {engine}", partial(child, script, "matrix_peak", precision=precision, engine=engine))
+    return attempt(
+        f"matrix peak, {engine}",
+        partial(child, script, "matrix_peak", precision=precision, engine=engine),
+    )
 
 
 def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, float]:
-    """Return `rows_per_s` and `blocked_fraction` of step events after the warm-up, or {} without such events."""
+    """Return `rows_per_s` and `blocked_fraction` of step events after the warm-up, or {} without
+    such events.
+    """
     late = [(a["rows"], b) for a, b in pairwise(events) if a["step"] >= warm_steps]
     if not late:
         return {}
     # Each event has the speed since the previous event.
     seconds = [(event["rows"] - rows) / event["rows_per_s"] for rows, event in late]
-    blocked_s = sum(event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True))
+    blocked_s = sum(
+        event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True)
+    )
     rows = late[-1][1]["rows"] - late[0][0]
     return {"rows_per_s": rows / sum(seconds), "blocked_fraction": blocked_s / sum(seconds)}
 
@@ -54,15 +68,28 @@ def largest_difference(losses: list[float], peer: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, peer, strict=True))
 
 
-def interleaved_rates(repeats: int, **candidates: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run the candidates `in_turn`: the median `rows_per_s` of each, and the last result of each."""
-    by_name = in_turn(repeats, lambda number: candidates, shown=lambda result: f"{result['rows_per_s']:,.1f}/s")
-    rates = {name: median_of(results, lambda result: result["rows_per_s"]) for name, results in by_name.items()}
+def interleaved_rates(
+    repeats: int, **candidates: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the candidates `in_turn`: the median `rows_per_s` of each, and the last result of
+    each.
+    """
+    by_name = in_turn(
+        repeats, lambda number: candidates, shown=lambda result: f"{result['rows_per_s']:,.1f}/s"
+    )
+    rates = {
+        name: median_of(results, lambda result: result["rows_per_s"])
+        for name, results in by_name.items()
+    }
     return rates, {name: results[-1] for name, results in by_name.items()}
 
 
-def emit_losses(name: str, *, peer: str, workload: str, result: dict[str, Any], peer_losses: list[float]) -> None:
-    """Print a row with the largest difference between a run's loss curve (of `measured_run`) and the peer's."""
+def emit_losses(
+    name: str, *, peer: str, workload: str, result: dict[str, Any], peer_losses: list[float]
+) -> None:
+    """Print a row with the largest difference between a run's loss curve (of `measured_run`) and
+    the peer's.
+    """
     steps, difference = len(peer_losses), largest_difference(result["losses"], peer_losses)
     emit(
         name,

@@ -1,4 +1,6 @@
-"""Synthetic images and text for the benchmarks without --data, with the same bytes on every machine."""
+"""Synthetic images and text for the benchmarks without --data, with the same bytes on every
+machine.
+"""
 
 import os
 import tempfile
@@ -11,8 +13,10 @@ WORDS = 5_000
 
 
 def synthetic_digits(rows: int, test_rows: int) -> str:
-    """Generate four plain idx files under MNIST's names, once per machine, and return their folder. A class is a pattern of
-    blocks. An image is its class's pattern, moved by up to three pixels, with noise."""
+    """Generate four plain idx files under MNIST's names, once per machine, and return their folder.
+    A class is a pattern of blocks. An image is its class's pattern, moved by up to three pixels,
+    with noise.
+    """
     folder = _folder(f"digits-{rows}-{test_rows}")
     if (folder / "done").exists():
         return str(folder)
@@ -25,7 +29,9 @@ def synthetic_digits(rows: int, test_rows: int) -> str:
         images = np.empty((count, SIDE, SIDE), np.uint8)
         for row, label in enumerate(labels):
             moved = np.roll(patterns[label], random.integers(-3, 4, 2), axis=(0, 1))
-            images[row] = moved * random.integers(100, 256, dtype=np.int64) * random.random((SIDE, SIDE))
+            images[row] = (
+                moved * random.integers(100, 256, dtype=np.int64) * random.random((SIDE, SIDE))
+            )
         write_idx(folder / f"{name}-images-idx3-ubyte", images)
         write_idx(folder / f"{name}-labels-idx1-ubyte", labels)
     (folder / "done").touch()
@@ -39,8 +45,9 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 
 def synthetic_images(rows: int) -> str:
-    """Generate JPEG files of 256 x 256 pixels, about 16 kB each, in ten class folders, once per machine, and return the folder. A
-    class is a tint of smooth noise."""
+    """Generate JPEG files of 256 x 256 pixels, about 16 kB each, in ten class folders, once per
+    machine, and return the folder. A class is a tint of smooth noise.
+    """
     from PIL import Image
 
     folder = _folder(f"images-{rows}")
@@ -58,8 +65,10 @@ def synthetic_images(rows: int) -> str:
 
 
 def synthetic_text(characters: int) -> str:
-    """Generate a text of about `characters` characters, once per machine, and return its path. Each word is sampled from four
-    frequent successors of the previous word, or by Zipf's law, so that models can learn from it."""
+    """Generate a text of about `characters` characters, once per machine, and return its path. Each
+    word is sampled from four frequent successors of the previous word, or by Zipf's law, so that
+    models can learn from it.
+    """
     path = _folder(f"text-{characters}") / "text.txt"
     if path.exists():
         return str(path)
@@ -70,7 +79,11 @@ def synthetic_text(characters: int) -> str:
     following = np.minimum(random.zipf(1.3, (WORDS, 4)), WORDS) - 1
     fragments, length, word = [], 0, 0
     while length < characters:
-        word = int(following[word, random.integers(4)] if random.random() < 0.7 else min(random.zipf(1.3), WORDS) - 1)
+        word = int(
+            following[word, random.integers(4)]
+            if random.random() < 0.7
+            else min(random.zipf(1.3), WORDS) - 1
+        )
         fragments.append(words[word] + (".\n" if random.random() < 0.08 else " "))
         length += len(fragments[-1])
     temporary = path.with_suffix(".part")

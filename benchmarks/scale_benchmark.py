@@ -1,4 +1,5 @@
-"""Benchmark of time and memory with many tiny files in a slow store, many categories and many row groups, with limits.
+"""Benchmark of time and memory with many tiny files in a slow store, many categories and many row
+groups, with limits.
 
 Every case runs in a separate process, to measure its peak resident memory.
 """
@@ -38,7 +39,9 @@ MEMORY_BYTES = 2 << 30
 
 
 def opened(path: str, cache: str, *, segment_bytes: int = 2 << 20) -> LogIndex:
-    return LogSource.at(path).index(CLICKS, segment_bytes=segment_bytes, context=TaskContext(LoopEngine(), cache))
+    return LogSource.at(path).index(
+        CLICKS, segment_bytes=segment_bytes, context=TaskContext(LoopEngine(), cache)
+    )
 
 
 def clicks(rows: int, first: int = 0) -> pa.Table:
@@ -52,7 +55,9 @@ Result = tuple[str, float, float]
 
 
 def many_files(folder: Path, size: int) -> Iterator[Result]:
-    """Measure `size` Parquet files of three rows: first open, open by a resumed run, and reading one block of 256 files."""
+    """Measure `size` Parquet files of three rows: first open, open by a resumed run, and reading
+    one block of 256 files.
+    """
     log = folder / "log"
     log.mkdir()
     pq.write_table(clicks(3), folder / "one")
@@ -81,7 +86,9 @@ def many_row_groups(folder: Path, size: int) -> Iterator[Result]:
     with pq.ParquetWriter(folder / "one.parquet", clicks(1).schema) as writer:
         for number in range(size):
             writer.write_table(clicks(10, 10 * number))
-    took_s, index = timed(lambda: opened(str(folder / "one.parquet"), str(folder / "cache"), segment_bytes=4096))
+    took_s, index = timed(
+        lambda: opened(str(folder / "one.parquet"), str(folder / "cache"), segment_bytes=4096)
+    )
     yield "start_s", took_s, 0.01 * size + 5
     took_s, _ = timed(lambda: [read_raw([segment], CLICKS) for segment in index.segments])
     yield "read_s", took_s, 0.01 * size + 5
@@ -93,13 +100,21 @@ def many_categories(folder: Path, size: int) -> Iterator[Result]:
     log.mkdir()
     rows = 2_000_000
     for number, first in enumerate(range(0, size, rows)):
-        pq.write_table(clicks(min(rows, size - first), first), log / f"part-{number}.parquet", row_group_size=50_000)
+        pq.write_table(
+            clicks(min(rows, size - first), first),
+            log / f"part-{number}.parquet",
+            row_group_size=50_000,
+        )
     index = opened(str(log), str(folder / "cache"))
     parts = [SegmentRange(segment, 0, segment.rows) for segment in index.segments]
 
     def count() -> int:
         with count_log(
-            ALL["rayrec"].counting(CLICKS), parts, engine=LoopEngine(), memory_bytes=256 << 20, spill_folder=str(folder)
+            ALL["rayrec"].counting(CLICKS),
+            parts,
+            engine=LoopEngine(),
+            memory_bytes=256 << 20,
+            spill_folder=str(folder),
         ) as counts:
             return counts.rows
 

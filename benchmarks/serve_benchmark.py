@@ -1,12 +1,15 @@
-"""Benchmark of serving criteo_kaggle's network over HTTP: raw rows in, as TSV and as JSON, scores out.
+"""Benchmark of serving criteo_kaggle's network over HTTP: raw rows in, as TSV and as JSON, scores
+out.
 
-Measures latency and requests/s at 1, 16 and 64 connections, with 1, 256 and 2048 rows per request. The load comes from a separate
-process. Peers: bare Ray Serve handlers (the same forward over preprocessed rows, and a small MLP), which are the limit of Ray
-Serve's proxy. rayrec's server also runs without that proxy (--ingress direct), and behind Ray Serve's HAProxy
-(RAY_SERVE_ENABLE_HA_PROXY=1). Within one process, it is compared with the bare forward and ONNX Runtime.
+Measures latency and requests/s at 1, 16 and 64 connections, with 1, 256 and 2048 rows per request.
+The load comes from a separate process. Peers: bare Ray Serve handlers (the same forward over
+preprocessed rows, and a small MLP), which are the limit of Ray Serve's proxy. rayrec's server also
+runs without that proxy (--ingress direct), and behind Ray Serve's HAProxy
+(RAY_SERVE_ENABLE_HA_PROXY=1). Within one process, it is compared with the bare forward and ONNX
+Runtime.
 
-`--soak MINUTES` instead: 70 % of the peak by either ingress, with swaps to the export and back, rejected swaps, rollbacks, shadow
-models and killed replicas in turn. Reports failures and memory.
+`--soak MINUTES` instead: 70 % of the peak by either ingress, with swaps to the export and back,
+rejected swaps, rollbacks, shadow models and killed replicas in turn. Reports failures and memory.
 """
 
 import contextlib
@@ -42,7 +45,10 @@ TARGETS = {
 CHANGE_EVERY_S = 5.0
 DEATH_S = 3.0
 """How long requests may fail after a replica was killed."""
-QUEUE_LIMITS: dict[str, Any] = {"max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS), "max_held_bytes": 8 << 30}
+QUEUE_LIMITS: dict[str, Any] = {
+    "max_waiting_rows": 2 * max(SIZES) * max(CONNECTIONS),
+    "max_held_bytes": 8 << 30,
+}
 """Request queue limits, sized for simultaneous requests of all connections, also as JSON."""
 
 
@@ -66,7 +72,13 @@ def json_of(text: bytes) -> bytes:
     dense, rows = set(SCHEMA.dense), []
     for line in text.decode().splitlines():
         named = zip(SCHEMA.columns, line.split("\t"), strict=True)
-        rows.append({name: int(value) if name in dense else value for name, value in named if value and name != "label"})
+        rows.append(
+            {
+                name: int(value) if name in dense else value
+                for name, value in named
+                if value and name != "label"
+            }
+        )
     return json.dumps({"rows": rows}).encode()
 
 
@@ -98,7 +110,9 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
             import torch
             from torch import nn
 
-            self.model = nn.Sequential(nn.Linear(39, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+            self.model = nn.Sequential(
+                nn.Linear(39, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1)
+            )
             self.rows = {size: torch.rand(size, 39) for size in SIZES}
 
         async def __call__(self, request: Any) -> list[float]:
@@ -110,10 +124,14 @@ def host_ray(*, path: str, checkpoint: str, port: int) -> None:
 
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet):
+    with rayrec.serving(
+        checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet
+    ):
         for handler in (Forward, Mlp):
             name = handler.__name__.lower()
-            deployment: Any = serve.deployment(handler, ray_actor_options=options, max_ongoing_requests=1000)
+            deployment: Any = serve.deployment(
+                handler, ray_actor_options=options, max_ongoing_requests=1000
+            )
             serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
         print("ready", flush=True)
         sys.stdin.read()
@@ -125,7 +143,9 @@ def host_direct(*, path: str, checkpoint: str, port: int) -> None:
     from rayrec.observe.console import Console
 
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet):
+    with rayrec.serving(
+        checkpoint, port=port, ingress="direct", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet
+    ):
         print("ready", flush=True)
         sys.stdin.read()
 
@@ -136,14 +156,18 @@ def host_haproxy(*, path: str, checkpoint: str, port: int) -> None:
     from rayrec.observe.console import Console
 
     quiet = Console(quiet=True)
-    with rayrec.serving(checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet):
+    with rayrec.serving(
+        checkpoint, port=port, ingress="serve", cpus_per_replica=0.5, **QUEUE_LIMITS, console=quiet
+    ):
         print("ready", flush=True)
         sys.stdin.read()
 
 
-def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingress: Any, port: int) -> None:
-    """Host two replicas and change them in turn every CHANGE_EVERY_S: swap, rejected swap, rollback, shadow model, killed
-    replica.
+def host_changing(
+    *, path: str, checkpoint: str, export: str, damaged: str, ingress: Any, port: int
+) -> None:
+    """Host two replicas and change them in turn every CHANGE_EVERY_S: swap, rejected swap,
+    rollback, shadow model, killed replica.
 
     Prints changes, times of kills and memory as JSON at the end.
     """
@@ -204,8 +228,12 @@ def host_changing(*, path: str, checkpoint: str, export: str, damaged: str, ingr
     print(json.dumps({"changes": changes, "killed": killed, "memory_bytes": memory}), flush=True)
 
 
-def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: int, repeats: int) -> dict[str, float]:
-    """Measure the batches/s of scoring in one thread: a full answer without HTTP, the bare forward, and ONNX Runtime."""
+def in_process(
+    *, path: str, checkpoint: str, export: str, format: Any, size: int, repeats: int
+) -> dict[str, float]:
+    """Measure the batches/s of scoring in one thread: a full answer without HTTP, the bare forward,
+    and ONNX Runtime.
+    """
     import numpy as np
     import torch
     from peers.onnx_model import load
@@ -223,7 +251,9 @@ def in_process(*, path: str, checkpoint: str, export: str, format: Any, size: in
     body = json_of(text) if format == "json" else text
 
     def answer() -> None:
-        answers, _, _ = answerer.answer([open_body(body, format, schema=model.preprocessor.schema, max_rows=size)])
+        answers, _, _ = answerer.answer(
+            [open_body(body, format, schema=model.preprocessor.schema, max_rows=size)]
+        )
         answers[0].to_json(columns=False)  # type: ignore[union-attr]
 
     def rate(function: Any) -> float:
@@ -287,17 +317,33 @@ def hosted(role: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         process.kill()
 
 
-def measure(port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None) -> dict[str, Any]:
-    arguments = {"port": port, "path": path, "body": body, "connections": connections, "seconds": seconds}
-    return run_child(FOLDER / "load_generator.py", json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}))
+def measure(
+    port: int, path: str, *, body: str, connections: int, seconds: float, rate: float | None = None
+) -> dict[str, Any]:
+    arguments = {
+        "port": port,
+        "path": path,
+        "body": body,
+        "connections": connections,
+        "seconds": seconds,
+    }
+    return run_child(
+        FOLDER / "load_generator.py",
+        json.dumps({**arguments, "warm_s": min(1.0, seconds), "rate": rate}),
+    )
 
 
 def percentiles_ms(results: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the latency percentiles over all requests of these measurements, or {} if they failed."""
+    """Return the latency percentiles over all requests of these measurements, or {} if they
+    failed.
+    """
     ordered = sorted(latency_s for one in results for latency_s in one["taken_s"])
     if not ordered:
         return {}
-    at = {name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] for name, fraction in PERCENTILES.items()}
+    at = {
+        name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+        for name, fraction in PERCENTILES.items()
+    }
     return {name: round(1e3 * value, 2) for name, value in at.items()}
 
 
@@ -305,10 +351,20 @@ PERCENTILES = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
 
 
 def compare_http(
-    ports: dict[str, int], body: str, *, format: str, size: int, connections: int, seconds: float, repeats: int
+    ports: dict[str, int],
+    body: str,
+    *,
+    format: str,
+    size: int,
+    connections: int,
+    seconds: float,
+    repeats: int,
 ) -> None:
     """Measure all targets in turn, in `repeats` rounds."""
-    targets = {name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path) for name, path in TARGETS.items()}
+    targets = {
+        name: (ports["ray"], f"{path}?rows={size}" if name != "ours" else path)
+        for name, path in TARGETS.items()
+    }
     targets["ours with --ingress direct"] = (ports["direct"], TARGETS["ours"])
     targets["ours behind Ray Serve's HAProxy"] = (ports["haproxy"], TARGETS["ours"])
 
@@ -319,10 +375,20 @@ def compare_http(
         return {**result, "requests_per_s": len(result["taken_s"]) / result["seconds"]}
 
     calls = {name: partial(requests, *target) for name, target in targets.items()}
-    results = in_turn(repeats, lambda number: calls, shown=lambda result: f"{result['requests_per_s']:,.0f} requests/s")
-    rates = {name: median_of(rounds, lambda result: result["requests_per_s"]) for name, rounds in results.items()}
+    results = in_turn(
+        repeats,
+        lambda number: calls,
+        shown=lambda result: f"{result['requests_per_s']:,.0f} requests/s",
+    )
+    rates = {
+        name: median_of(rounds, lambda result: result["requests_per_s"])
+        for name, rounds in results.items()
+    }
     times = {name: percentiles_ms(rounds) for name, rounds in results.items()}
-    note(f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} requests/s, {times['ours']}")
+    note(
+        f"  {FORMATS[format]}, {size} rows, {connections} connections: {rates['ours']:,.0f} "
+        f"requests/s, {times['ours']}"
+    )
     for name in targets:
         if name == "ours":
             continue
@@ -330,7 +396,10 @@ def compare_http(
         emit(
             "serve",
             peer=name,
-            workload=f"criteo_kaggle, {FORMATS[format]}, {size} rows a request, {connections} connections",
+            workload=(
+                f"criteo_kaggle, {FORMATS[format]}, {size} rows a request, {connections} "
+                "connections"
+            ),
             unit="requests_per_s",
             value=rates["ours"],
             ratio=rates["ours"] / rates[name],
@@ -343,11 +412,17 @@ def compare_http(
 
 def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -> None:
     rates = child(__file__, "in_process", format=format, size=size, repeats=repeats, **common)
-    for peer, name in (("bare forward over preprocessed rows", "forward"), ("ONNX Runtime over preprocessed arrays", "onnx")):
+    for peer, name in (
+        ("bare forward over preprocessed rows", "forward"),
+        ("ONNX Runtime over preprocessed arrays", "onnx"),
+    ):
         emit(
             "serve",
             peer=peer,
-            workload=f"criteo_kaggle, in process, {FORMATS[format]} to JSON, {size} rows a batch, 1 thread",
+            workload=(
+                f"criteo_kaggle, in process, {FORMATS[format]} to JSON, {size} rows a batch, 1 "
+                "thread"
+            ),
             unit="rows_per_s",
             value=rates["answer"] * size,
             ratio=rates["answer"] / rates[name],
@@ -358,27 +433,39 @@ def compare_in_process(*, format: str, size: int, repeats: int, **common: Any) -
 
 
 def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any) -> None:
-    """Send 70 % of the peak rate, with 256 rows over 16 connections, while models change and replicas are killed. Requests may
-    fail only on a killed replica."""
-    from hosts.ports import free_ports  # of tests/, which only the process that runs benchmarks finds
+    """Send 70 % of the peak rate, with 256 rows over 16 connections, while models change and
+    replicas are killed. Requests may fail only on a killed replica.
+    """
+    # of tests/, which only the process that runs benchmarks finds
+    from hosts.ports import free_ports
 
     port, damaged = free_ports(1), f"{export}-damaged"
     if not os.path.exists(damaged):
         shutil.copytree(export, damaged)
-        largest = max((file for file in Path(damaged).rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+        largest = max(
+            (file for file in Path(damaged).rglob("*") if file.is_file()),
+            key=lambda file: file.stat().st_size,
+        )
         os.truncate(largest, largest.stat().st_size // 2)
-    with hosted("host_changing", **common, export=export, damaged=damaged, ingress=ingress, port=port) as output:
+    with hosted(
+        "host_changing", **common, export=export, damaged=damaged, ingress=ingress, port=port
+    ) as output:
         path = TARGETS["ours"]
         peak = measure(port, path, body=body, connections=16, seconds=min(8.0, 60 * minutes))
         rate = 0.7 * len(peak["taken_s"]) / peak["seconds"]
         result = measure(port, path, body=body, connections=16, seconds=60 * minutes, rate=rate)
     memory = output["memory_bytes"]
     quarter = max(1, len(memory) // 4)
-    elsewhere = [failure for failure in result["failed"] if not any(0 <= failure[0] - at < DEATH_S for at in output["killed"])]
+    elsewhere = [
+        failure
+        for failure in result["failed"]
+        if not any(0 <= failure[0] - at < DEATH_S for at in output["killed"])
+    ]
     emit(
         "serve",
         peer=None,
-        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the peak, --ingress {ingress}, a "
+        workload=f"criteo_kaggle, raw TSV, 256 rows a request, {minutes:g} minutes at 70 % of the "
+        f"peak, --ingress {ingress}, a "
         f"change or the death of a replica every {CHANGE_EVERY_S:g} s",
         unit="requests_per_s",
         value=len(result["taken_s"]) / result["seconds"],
@@ -400,7 +487,11 @@ def main(*, quick: bool) -> None:
     from hosts.ports import free_ports
 
     arguments = sys.argv[1:]
-    path = os.path.abspath(arguments[arguments.index("--data") + 1]) if "--data" in arguments else synthetic_log(200_000)
+    path = (
+        os.path.abspath(arguments[arguments.index("--data") + 1])
+        if "--data" in arguments
+        else synthetic_log(200_000)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         export = os.path.join(scratch, "export")
         checkpoint = child(__file__, "prepare", path=path, export=export)
@@ -421,12 +512,15 @@ def main(*, quick: bool) -> None:
         repeats = 1 if quick else 3
         for format, size in itertools.product(FORMATS, SIZES):
             with part("serve", f"in process, {FORMATS[format]}, {size} rows a batch"):
-                compare_in_process(format=format, size=size, repeats=repeats, export=export, **common)
+                compare_in_process(
+                    format=format, size=size, repeats=repeats, export=export, **common
+                )
         ports = {"ray": free_ports(1), "direct": free_ports(1), "haproxy": free_ports(1)}
         with contextlib.ExitStack() as servers:
             for name, port in ports.items():
                 host = hosted(f"host_{name}", **common, port=port)
-                attempt(f"host_{name}", partial(servers.enter_context, host))  # requests to its port fail then
+                # requests to its port fail then
+                attempt(f"host_{name}", partial(servers.enter_context, host))
             for (format, size), connections in itertools.product(bodies, CONNECTIONS):
                 compare_http(
                     ports,

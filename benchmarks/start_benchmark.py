@@ -1,8 +1,9 @@
 """Benchmark of command times, from start to exit, stage by stage.
 
-Trains with one worker in its process, with one and two on a local Ray, and with two on a running Ray that trained before. Also
-evaluates, predicts, exports, and serves until the first answer. Peers: bare Ray Train until its first step, a plain TorchRec
-script and LightGBM until their test AUROC, and Python that imports torch.
+Trains with one worker in its process, with one and two on a local Ray, and with two on a running
+Ray that trained before. Also evaluates, predicts, exports, and serves until the first answer.
+Peers: bare Ray Train until its first step, a plain TorchRec script and LightGBM until their test
+AUROC, and Python that imports torch.
 """
 
 import contextlib
@@ -37,7 +38,12 @@ TRAININGS = {
     "train, 1 worker in process": ["--scaling.num-workers", "1"],
     "train, 1 worker on a local Ray": ["--scaling.num-workers", "1", "--cluster.address", "local"],
     "train, 2 workers on a local Ray": ["--scaling.num-workers", "2", "--cluster.address", "local"],
-    "train, 2 workers on a running Ray, second command": ["--scaling.num-workers", "2", "--cluster.address", "HEAD"],
+    "train, 2 workers on a running Ray, second command": [
+        "--scaling.num-workers",
+        "2",
+        "--cluster.address",
+        "HEAD",
+    ],
 }
 """Flags of each; HEAD is the address of a Ray that has run the same command once before."""
 QUICK = tuple(name for name in TRAININGS if "1 worker on" not in name)
@@ -50,22 +56,43 @@ SCORINGS = {
 """Arguments of commands that read the first training's run, and end."""
 SERVE = "serve"
 FIRST_STEP, EXIT, ANSWER = "first_step_s", "exit_s", "answer_s"
-PLAIN = {workers: f"plain TorchRec, {workers} by torchrun, rows preprocessed before" for workers in (1, 2)}
-PLAIN_NETWORK = ("--workload.model.no-first-order", "--workload.model.embedding-penalty", "0", "--epochs", "1")
+PLAIN = {
+    workers: f"plain TorchRec, {workers} by torchrun, rows preprocessed before"
+    for workers in (1, 2)
+}
+PLAIN_NETWORK = (
+    "--workload.model.no-first-order",
+    "--workload.model.embedding-penalty",
+    "0",
+    "--epochs",
+    "1",
+)
 """Flags with which recipe criteo_demo has the settings of the plain TorchRec script."""
 TIMEOUT_S = 600.0
 
 
-def waterfall(events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: float) -> dict[str, float]:
-    """Return the seconds of each stage of a training command, in order. They add up to the whole command.
+def waterfall(
+    events: Sequence[Mapping[str, Any]], *, began_s: float, ended_s: float
+) -> dict[str, float]:
+    """Return the seconds of each stage of a training command, in order. They add up to the whole
+    command.
 
     `events`: events of a run with one start.
     """
     run = RunSummary(events)
     (stages,) = run.starts
-    times = {kind: [event["time"] for event in events if event["kind"] == kind] for kind in {e["kind"] for e in events}}
-    stepped_s, finished_s, summary_s = began_s + sum(stages.values()), times["finish"][-1], times["summary"][-1]
-    trained_s = max(time_s for kind in ("step", "evaluate", "checkpoint") for time_s in times.get(kind, []))
+    times = {
+        kind: [event["time"] for event in events if event["kind"] == kind]
+        for kind in {e["kind"] for e in events}
+    }
+    stepped_s, finished_s, summary_s = (
+        began_s + sum(stages.values()),
+        times["finish"][-1],
+        times["summary"][-1],
+    )
+    trained_s = max(
+        time_s for kind in ("step", "evaluate", "checkpoint") for time_s in times.get(kind, [])
+    )
     trained_s = min(trained_s, finished_s)
     split = run.time
     paused_s = split.evaluation_s + split.checkpoint_s
@@ -87,7 +114,9 @@ def first_step_s(stages: Mapping[str, float]) -> float:
 
 
 def run_command(command: Sequence[str], folder: Path) -> tuple[float, float, str]:
-    """Run a command and return its start and end in Unix time, and its standard output. Raises RuntimeError if it fails."""
+    """Run a command and return its start and end in Unix time, and its standard output. Raises
+    RuntimeError if it fails.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         began_s = time.time()
         environment = environment_for(folder / "cache", OMP_NUM_THREADS="1")
@@ -137,11 +166,15 @@ def score(arguments: Sequence[str], log: Path, run: Path, folder: Path) -> dict[
     """Measure the seconds of a command that reads a run. It writes into `folder`."""
     inputs = {"RUN": str(run), "LOG": str(log)}
     outputs = {name: str(folder / name) for name in ("predicted", "exported")}
-    return until_exit(rayrec(*({**inputs, **outputs}.get(argument, argument) for argument in arguments)), folder)
+    return until_exit(
+        rayrec(*({**inputs, **outputs}.get(argument, argument) for argument in arguments)), folder
+    )
 
 
 def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
-    """Measure the seconds of `rayrec serve` from the command to its first answer with a row's score."""
+    """Measure the seconds of `rayrec serve` from the command to its first answer with a row's
+    score.
+    """
     with open(log, "rb") as rows:
         row = next(rows)
     port, began_s = free_ports(1), time.time()
@@ -151,7 +184,8 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
     command = rayrec("serve", str(run), "--port", str(port))
     with Session(command, environment=environment, output=folder / "serve") as session:
         while time.time() < began_s + TIMEOUT_S and session.process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:  # not ready: no connection, or 503
+            # not ready: no connection, or 503
+            with contextlib.suppress(OSError), urllib.request.urlopen(request) as answer:
                 (_,) = json.load(answer)["scores"]
                 return {ANSWER: time.time() - began_s}
             time.sleep(0.02)
@@ -159,21 +193,38 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
 
 
 def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
-    """Train the plain script on the log's rows as NumPy arrays, with the categories of recipe criteo_demo."""
+    """Train the plain script on the log's rows as NumPy arrays, with the categories of recipe
+    criteo_demo.
+    """
     rows = folder / "npy"
     if not rows.exists():
         options = ("--format", "npy", "--split", "sevenths", "--min-count", "2")
         run_command(rayrec("preprocess", str(log), "--out", str(rows), *options), folder)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(workers),
+    ]
     began_s, ended_s, out = run_command([*torchrun, str(TORCHREC), str(rows)], folder)
     result = json.loads(out.strip().splitlines()[-1])
-    return {FIRST_STEP: result["first_step_s"] - began_s, EXIT: ended_s - began_s, "auroc": result["auroc"]}
+    return {
+        FIRST_STEP: result["first_step_s"] - began_s,
+        EXIT: ended_s - began_s,
+        "auroc": result["auroc"],
+    }
 
 
 def bare_ray(folder: Path) -> dict[str, float]:
     """Measure the seconds of bare Ray Train from the command to its first step."""
     steps, began_s = folder / "steps", time.time()
-    with Session([sys.executable, str(BARE), str(steps)], environment=environment_for(folder), output=folder / "bare") as session:
+    with Session(
+        [sys.executable, str(BARE), str(steps)],
+        environment=environment_for(folder),
+        output=folder / "bare",
+    ) as session:
         return {FIRST_STEP: first_step_after(steps, began_s, session) - began_s}
 
 
@@ -191,19 +242,35 @@ def candidates(
     run = next(iter(runs.values()))
     functions: dict[str, Callable[[], dict[str, float]]] = {
         "bare Ray": functools.partial(bare_ray, folder),
-        **{name: functools.partial(train, TRAININGS[name], log, run_folder) for name, run_folder in runs.items()},
-        **{PLAIN[workers]: functools.partial(plain_torchrec, log, workers, folder) for workers in PLAIN},
-        "import torch": functools.partial(until_exit, [sys.executable, "-c", "import torch"], folder),
-        **{name: functools.partial(score, arguments, log, run, folder) for name, arguments in SCORINGS.items()},
+        **{
+            name: functools.partial(train, TRAININGS[name], log, run_folder)
+            for name, run_folder in runs.items()
+        },
+        **{
+            PLAIN[workers]: functools.partial(plain_torchrec, log, workers, folder)
+            for workers in PLAIN
+        },
+        "import torch": functools.partial(
+            until_exit, [sys.executable, "-c", "import torch"], folder
+        ),
+        **{
+            name: functools.partial(score, arguments, log, run, folder)
+            for name, arguments in SCORINGS.items()
+        },
         SERVE: functools.partial(serve, log, run, folder),
     }
-    return {**functions, "LightGBM": functools.partial(lightgbm, log, folder)} if with_lightgbm else functions
+    return (
+        {**functions, "LightGBM": functools.partial(lightgbm, log, folder)}
+        if with_lightgbm
+        else functions
+    )
 
 
 class Report:
     """Printer of each command's rows, each once, as soon as the command and its peer are measured.
 
-    A row measures the time until a training's first step or exit, until scoring exits, or until a server's first answer.
+    A row measures the time until a training's first step or exit, until scoring exits, or until a
+    server's first answer.
     """
 
     def __init__(self, *, rows: int, repeats: int, with_lightgbm: bool) -> None:
@@ -217,14 +284,26 @@ class Report:
             self._row(medians, name, FIRST_STEP, ": command -> first step", "bare Ray", RAY)
             self._row(medians, name, FIRST_STEP, ": command -> first step", plain)
             to_exit = ", one epoch: raw TSV -> test AUROC, command -> exit"
-            self._row(medians, name, EXIT, to_exit, *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)))
+            self._row(
+                medians,
+                name,
+                EXIT,
+                to_exit,
+                *(("LightGBM", LIGHTGBM_NAME) if self._with_lightgbm else (None,)),
+            )
             self._row(medians, name, EXIT, to_exit, plain)
         for name in SCORINGS:
             self._row(medians, name, EXIT, ": command -> exit", "import torch", TORCH)
         self._row(medians, SERVE, ANSWER, ": command -> first answer", "import torch", TORCH)
 
     def _row(
-        self, medians: Mapping[str, Any], name: str, end: str, text: str, peer: str | None, peer_name: str | None = None
+        self,
+        medians: Mapping[str, Any],
+        name: str,
+        end: str,
+        text: str,
+        peer: str | None,
+        peer_name: str | None = None,
     ) -> None:
         if (name, end, peer) in self._printed or not {name, peer or name} <= medians.keys():
             return
@@ -239,7 +318,9 @@ class Report:
                 more["peer_auroc"] = round(theirs["auroc"], 4)
         if peer == "bare Ray":
             left_out = (FIRST_STEP, EXIT, "auroc")
-            more["stages_s"] = {key: round(value, 3) for key, value in ours.items() if key not in left_out}
+            more["stages_s"] = {
+                key: round(value, 3) for key, value in ours.items() if key not in left_out
+            }
         emit(
             "start",
             peer=peer_name or peer,
@@ -257,12 +338,17 @@ def main(*, quick: bool) -> None:
     log = Path(synthetic_log(rows))
     with_lightgbm = importlib.util.find_spec("lightgbm") is not None
     if not with_lightgbm:
-        note("  LightGBM is not installed, so there is nothing to compare with it; `pip install lightgbm` adds it")
+        note(
+            "  LightGBM is not installed, so there is nothing to compare with it; `pip install "
+            "lightgbm` adds it"
+        )
     report = Report(rows=rows, repeats=repeats, with_lightgbm=with_lightgbm)
     with tempfile.TemporaryDirectory() as folder:
         in_turn(
             repeats,
-            lambda number: candidates(log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm),
+            lambda number: candidates(
+                log, Path(folder) / str(number), trainings=trainings, with_lightgbm=with_lightgbm
+            ),
             shown=lambda times: ", ".join(f"{key} {value:.2f}" for key, value in times.items()),
             on_result=lambda results: report.print(medians_of(results)),
         )

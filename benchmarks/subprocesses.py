@@ -19,18 +19,28 @@ FOLDER = Path(__file__).parent
 
 def run_child(script: Path, *arguments: str, **environment: str) -> Any:
     """Run a script and return the last JSON line that it prints."""
-    # One OpenMP thread by default, and one torch thread per core, as in Ray's workers: a quarter faster than two pools that
-    # compete. Applies to all candidates.
+    # One OpenMP thread by default, and one torch thread per core, as in Ray's workers: a quarter
+    # faster than two pools that compete. Applies to all candidates.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     variables.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER, check=False, timeout=1800, env=variables)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=FOLDER,
+        check=False,
+        timeout=1800,
+        env=variables,
+    )
     check_ended(script.name, done.returncode, done.stderr)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def check_ended(name: str, status: int, stderr: str) -> None:
-    """Raise RuntimeError, with the last words that the process wrote, unless it ended with status 0."""
+    """Raise RuntimeError, with the last words that the process wrote, unless it ended with status
+    0.
+    """
     if not status:
         return
     lines = [" ".join(line.split()) for line in stderr.splitlines() if re.search(r"\w", line)]
@@ -45,6 +55,8 @@ def child(script: str, task: str, **arguments: Any) -> Any:
 
 
 def run_task(*tasks: Callable[..., Any]) -> None:
-    """Run the task named on the command line and print its result as JSON. Counterpart of `child`."""
+    """Run the task named on the command line and print its result as JSON. Counterpart of
+    `child`.
+    """
     named = {task.__name__: task for task in tasks}
     print(json.dumps(named[sys.argv[1]](**json.loads(sys.argv[2]))))

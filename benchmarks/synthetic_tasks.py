@@ -1,4 +1,6 @@
-"""Click logs that need one ability: products of features, interests in a list, or related labels."""
+"""Click logs that need one ability: products of features, interests in a list, or related
+labels.
+"""
 
 import os
 from collections.abc import Callable
@@ -38,8 +40,12 @@ class Planted:
         return auroc
 
 
-def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, products: int = 6) -> Planted:
-    """Make a log in which six products of three fields change the odds. A single field has little effect."""
+def crosses(
+    rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, products: int = 6
+) -> Planted:
+    """Make a log in which six products of three fields change the odds. A single field has little
+    effect.
+    """
     rng = np.random.default_rng(seed)
     columns = _popular(rng, values, (rows, fields), 0.5)
     logits = 0.3 * sum(rng.normal(0, 1, values)[columns[:, field]] for field in range(fields))
@@ -49,12 +55,27 @@ def crosses(rows: int, seed: int = 0, *, fields: int = 9, values: int = 14, prod
         logits = logits + 2 * np.prod(factors, axis=0) / products**0.5
     logits = _with_rate(logits, 0.3)
     names = [f"field_{field}" for field in range(fields)]
-    table = pa.table({"click": _sample_clicks(rng, logits), **{name: columns[:, i] for i, name in enumerate(names)}})
+    table = pa.table(
+        {
+            "click": _sample_clicks(rng, logits),
+            **{name: columns[:, i] for i, name in enumerate(names)},
+        }
+    )
     return Planted(table, {"label": "click", "dense": [], "sparse": names}, {"click": logits})
 
 
-def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, users: int = 20_000, length: int = 10) -> Planted:
-    """Make a log in which a click is likelier if an earlier clicked item has the topic of this item. Each item has one topic."""
+def interests(
+    rows: int,
+    seed: int = 0,
+    *,
+    items: int = 200,
+    topics: int = 10,
+    users: int = 20_000,
+    length: int = 10,
+) -> Planted:
+    """Make a log in which a click is likelier if an earlier clicked item has the topic of this
+    item. Each item has one topic.
+    """
     rng = np.random.default_rng(seed)
     topic = np.sort(rng.integers(0, topics, items))
     begins = np.searchsorted(topic, np.arange(topics + 1))
@@ -62,7 +83,9 @@ def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, u
 
     def of(topic_ids: np.ndarray) -> np.ndarray:
         """Draw an item of each wanted topic."""
-        return begins[topic_ids] + (rng.random(topic_ids.shape) * (begins[topic_ids + 1] - begins[topic_ids])).astype(np.int64)
+        return begins[topic_ids] + (
+            rng.random(topic_ids.shape) * (begins[topic_ids + 1] - begins[topic_ids])
+        ).astype(np.int64)
 
     likes = rng.integers(0, topics, (users, 3))
     user = _popular(rng, users, (rows,), 0.5)
@@ -79,24 +102,37 @@ def interests(rows: int, seed: int = 0, *, items: int = 200, topics: int = 10, u
 
 
 def returns(
-    rows: int, seed: int = 0, *, items: int = 1000, length: int = 20, rate: float = 0.3, exponent: float = 0.5
+    rows: int,
+    seed: int = 0,
+    *,
+    items: int = 1000,
+    length: int = 20,
+    rate: float = 0.3,
+    exponent: float = 0.5,
 ) -> Planted:
-    """Make a log in which an item of the history is likelier clicked. A sum of embeddings does not store which items it
-    contains."""
+    """Make a log in which an item of the history is likelier clicked. A sum of embeddings does not
+    store which items it contains.
+    """
     rng = np.random.default_rng(seed)
     history = _popular(rng, items, (rows, length), exponent)
     lengths = rng.integers(length // 2, length + 1, rows)
     position = (rng.random(rows) * lengths).astype(np.int64)
     is_repeat = rng.random(rows) < rate
-    item = np.where(is_repeat, history[np.arange(rows), position], _popular(rng, items, (rows,), exponent))
+    item = np.where(
+        is_repeat, history[np.arange(rows), position], _popular(rng, items, (rows,), exponent)
+    )
     is_present = np.arange(length) < lengths[:, None]
     seen = ((history == item[:, None]) & is_present).any(axis=1)
     logits = _with_rate(3 * seen + rng.normal(0, 0.5, items)[item], 0.25)
     return _listed(rng, logits, item, history, is_present, naming=rng.permutation(items))
 
 
-def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, labelled_fraction: float = 0.05) -> Planted:
-    """Make a log in which one affinity decides clicks, a label of all rows, and purchases, a label of one row in twenty."""
+def labels(
+    rows: int, seed: int = 0, *, users: int = 200, items: int = 150, labelled_fraction: float = 0.05
+) -> Planted:
+    """Make a log in which one affinity decides clicks, a label of all rows, and purchases, a label
+    of one row in twenty.
+    """
     rng = np.random.default_rng(seed)
     user, item = _popular(rng, users, (rows,), 0.5), _popular(rng, items, (rows,), 0.6)
     hour, device = rng.integers(0, 24, rows), _popular(rng, 6, (rows,), 0.8)
@@ -106,14 +142,21 @@ def labels(rows: int, seed: int = 0, *, users: int = 200, items: int = 150, labe
     table = pa.table(
         {
             "click": _sample_clicks(rng, click),
-            "bought": pa.array(_sample_clicks(rng, bought), mask=rng.random(rows) >= labelled_fraction),
+            "bought": pa.array(
+                _sample_clicks(rng, bought), mask=rng.random(rows) >= labelled_fraction
+            ),
             "user": user,
             "item": item,
             "hour": hour,
             "device": device,
         }
     )
-    schema = {"label": "click", "labels": [{"name": "bought"}], "dense": [], "sparse": ["user", "item", "hour", "device"]}
+    schema = {
+        "label": "click",
+        "labels": [{"name": "bought"}],
+        "dense": [],
+        "sparse": ["user", "item", "hour", "device"],
+    }
     return Planted(table, schema, {"click": click, "bought": bought})
 
 
@@ -121,10 +164,17 @@ def only(planted: Planted, label: str) -> Planted:
     """Return the rows with `label`, with this label only."""
     has_label = planted.table[label].is_valid().to_numpy()
     schema = {**planted.schema, "label": label, "labels": []}
-    return Planted(planted.table.filter(pa.array(has_label)), schema, {label: planted.logits[label][has_label]})
+    return Planted(
+        planted.table.filter(pa.array(has_label)), schema, {label: planted.logits[label][has_label]}
+    )
 
 
-TRUTHS: dict[str, Callable[[int], Planted]] = {"crosses": crosses, "interests": interests, "returns": returns, "labels": labels}
+TRUTHS: dict[str, Callable[[int], Planted]] = {
+    "crosses": crosses,
+    "interests": interests,
+    "returns": returns,
+    "labels": labels,
+}
 
 
 def _listed(
@@ -137,10 +187,14 @@ def _listed(
     naming: np.ndarray,
     **more: np.ndarray,
 ) -> Planted:
-    """Make a log of items and their history, [rows, length], masked by `is_present`. `naming`: number of each item."""
+    """Make a log of items and their history, [rows, length], masked by `is_present`. `naming`:
+    number of each item.
+    """
     offsets = np.concatenate([[0], np.cumsum(is_present.sum(axis=1))]).astype(np.int32)
     lists = pa.ListArray.from_arrays(offsets, naming[history[is_present]])
-    table = pa.table({"click": _sample_clicks(rng, logits), **more, "item": naming[item], "history": lists})
+    table = pa.table(
+        {"click": _sample_clicks(rng, logits), **more, "item": naming[item], "history": lists}
+    )
     schema = {
         "label": "click",
         "dense": [],
@@ -151,7 +205,9 @@ def _listed(
     return Planted(table, schema, {"click": logits})
 
 
-def _popular(rng: np.random.Generator, count: int, shape: tuple[int, ...], exponent: float) -> np.ndarray:
+def _popular(
+    rng: np.random.Generator, count: int, shape: tuple[int, ...], exponent: float
+) -> np.ndarray:
     """Sample numbers below `count`, low ones more often."""
     weights = (np.arange(count) + 6.0) ** -exponent
     return np.searchsorted(np.cumsum(weights / weights.sum())[:-1], rng.random(shape))

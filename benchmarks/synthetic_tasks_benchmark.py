@@ -1,4 +1,5 @@
-"""Benchmark of models on synthetic logs that need them, compared with DLRM: AUROC on the last fourteenth of the rows.
+"""Benchmark of models on synthetic logs that need them, compared with DLRM: AUROC on the last
+fourteenth of the rows.
 
 For drifting categories, see `rayrec benchmark warm-start`.
 """
@@ -38,19 +39,30 @@ class Contest:
 
 
 CONTESTS = (
-    Contest("crosses", "click", 300_000, {
-        "dlrm, cross": "cross",
-        "dcnv2": DCNv2Config(embedding_dim=16),
-        "gdcn": GDCNConfig(embedding_dim=16),
-    }, forms=("dot",)),
+    Contest(
+        "crosses",
+        "click",
+        300_000,
+        {
+            "dlrm, cross": "cross",
+            "dcnv2": DCNv2Config(embedding_dim=16),
+            "gdcn": GDCNConfig(embedding_dim=16),
+        },
+        forms=("dot",),
+    ),
     Contest("interests", "click", 600_000, {"din": "recipe"}, clicks_din, epochs=6),
     Contest("returns", "click", 600_000, {"din": "recipe"}, clicks_din),
-    Contest("labels", "bought", 400_000, {
-        "dlrm, both labels": "cross",
-        "mmoe": MMoEConfig(embedding_dim=16),
-        "ple": PLEConfig(embedding_dim=16),
-    }),
-)  # fmt: skip
+    Contest(
+        "labels",
+        "bought",
+        400_000,
+        {
+            "dlrm, both labels": "cross",
+            "mmoe": MMoEConfig(embedding_dim=16),
+            "ple": PLEConfig(embedding_dim=16),
+        },
+    ),
+)
 
 
 def main(*, quick: bool) -> None:
@@ -60,7 +72,10 @@ def main(*, quick: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             alone = synthetic_tasks.only(data, contest.label) if contest.truth == "labels" else data
             peers = {
-                form: attempt(f"dlrm-{form}", partial(_auroc, folder, alone, contest, f"dlrm-{form}", form, clicks))
+                form: attempt(
+                    f"dlrm-{form}",
+                    partial(_auroc, folder, alone, contest, f"dlrm-{form}", form, clicks),
+                )
                 for form in contest.forms
             }
             best_peer = max(peers, key=lambda form: peers[form])
@@ -68,11 +83,14 @@ def main(*, quick: bool) -> None:
             note(f"  {contest.truth}: best possible {best:.4f}, DLRM {peers}")
             for name, model in contest.models.items():
                 run = name.replace(", ", "-").replace(" ", "-")
-                auroc = attempt(name, partial(_auroc, folder, data, contest, run, model, contest.recipe))
+                auroc = attempt(
+                    name, partial(_auroc, folder, data, contest, run, model, contest.recipe)
+                )
                 note(f"  {contest.truth}: {name} {auroc:.4f}")
                 emit(
                     "synthetic-tasks",
-                    peer=f"dlrm, {best_peer}" + (f", {contest.label} alone" if contest.truth == "labels" else ""),
+                    peer=f"dlrm, {best_peer}"
+                    + (f", {contest.label} alone" if contest.truth == "labels" else ""),
                     workload=f"{contest.truth}, {rows:,} rows, {name}",
                     unit="auroc",
                     value=auroc,
@@ -84,13 +102,22 @@ def main(*, quick: bool) -> None:
 
 
 def _auroc(
-    folder: str, data: synthetic_tasks.Planted, contest: Contest, name: str, model: ClickModelConfig | str, recipe: Any
+    folder: str,
+    data: synthetic_tasks.Planted,
+    contest: Contest,
+    name: str,
+    model: ClickModelConfig | str,
+    recipe: Any,
 ) -> float:
     """Train and return the test AUROC of the best checkpoint by validation."""
     log = os.path.join(folder, "-".join(["log", *data.logits, name]))
     config = recipe(log, data.write(log))
     if model != "recipe":
-        model_config = model if isinstance(model, ClickModelConfig) else config.workload.model.replace(interaction=model)
+        model_config = (
+            model
+            if isinstance(model, ClickModelConfig)
+            else config.workload.model.replace(interaction=model)
+        )
         config = config.replace(workload=config.workload.replace(model=model_config))
     config = config.replace(
         epochs=contest.epochs,
@@ -100,4 +127,6 @@ def _auroc(
         trackers={"prometheus": False, "tensorboard": False},
     )
     metrics = rayrec.train(config, console=Console(quiet=True)).metrics
-    return float(metrics["auroc" if data.schema["label"] == contest.label else f"{contest.label}.auroc"])
+    return float(
+        metrics["auroc" if data.schema["label"] == contest.label else f"{contest.label}.auroc"]
+    )

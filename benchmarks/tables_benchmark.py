@@ -1,4 +1,6 @@
-"""Benchmark of training speed by table optimizer: one network on the same batches in memory, in one process, in turn."""
+"""Benchmark of training speed by table optimizer: one network on the same batches in memory, in one
+process, in turn.
+"""
 
 import functools
 import logging
@@ -13,12 +15,38 @@ from rows import emit, in_turn, median_of, part
 
 KINDS: Final = ("rowwise_adagrad", "sparse_adam", "adam")
 SIZES: Final = (
-    1_400, 550, 190_000, 110_000, 300, 20, 11_000, 620, 5, 40_000, 5_000, 170_000, 3_100, 26, 9_900, 140_000, 10, 4_300,
-    1_900, 5, 160_000, 15, 16, 38_000, 80, 30_000,
-)  # fmt: skip
+    1_400,
+    550,
+    190_000,
+    110_000,
+    300,
+    20,
+    11_000,
+    620,
+    5,
+    40_000,
+    5_000,
+    170_000,
+    3_100,
+    26,
+    9_900,
+    140_000,
+    10,
+    4_300,
+    1_900,
+    5,
+    160_000,
+    15,
+    16,
+    38_000,
+    80,
+    30_000,
+)
 """Rows of the tables: about 0.9 million, as in FuxiCTR's Criteo_x4."""
 SKEW: Final = 4
-"""Ids are a uniform number to this power, times the table's rows: some are far more frequent than others."""
+"""Ids are a uniform number to this power, times the table's rows: some are far more frequent than
+others.
+"""
 
 
 def batches_of(batch_size: int, number: int) -> list[Any]:
@@ -32,7 +60,9 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
     draw = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(number):
-        ids = [(torch.rand(batch_size, generator=draw) ** SKEW * rows).int().numpy() for rows in SIZES]
+        ids = [
+            (torch.rand(batch_size, generator=draw) ** SKEW * rows).int().numpy() for rows in SIZES
+        ]
         batches.append(
             Batch(
                 {"dense": torch.rand(batch_size, 13, generator=draw)},
@@ -45,7 +75,9 @@ def batches_of(batch_size: int, number: int) -> list[Any]:
 
 
 def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
-    """Set up training in this process, with this optimizer for the tables. `model` None: criteo_kaggle's network."""
+    """Set up training in this process, with this optimizer for the tables. `model` None:
+    criteo_kaggle's network.
+    """
     import torch
 
     from rayrec.data.engine import InProcess, ThreadEngine
@@ -63,7 +95,9 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
         config = config.replace(workload=config.workload.replace(model=model))
     order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor: Any = type("Columns", (), {"sparse": [], "multi_hot": object()})()
-    prepared = Prepared(InProcess(preprocessor), "", SCHEMA, list(SIZES), {"train": order}, 0, "", None)
+    prepared = Prepared(
+        InProcess(preprocessor), "", SCHEMA, list(SIZES), {"train": order}, 0, "", None
+    )
     context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
     setup = config.workload.set_up(context, prepared)
     setup.model.train()
@@ -88,10 +122,16 @@ def main(*, quick: bool) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(os.cpu_count() or 1)
     folder, repeats = tempfile.mkdtemp(), 2 if quick else 4
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=0, world_size=1
+    )
     for batch_size in (2048, 8192):
         with part("tables", f"batch {batch_size}"):
-            compare(batch_size=batch_size, steps=(40 if quick else 80) * 2048 // batch_size, repeats=repeats)
+            compare(
+                batch_size=batch_size,
+                steps=(40 if quick else 80) * 2048 // batch_size,
+                repeats=repeats,
+            )
     torch.distributed.destroy_process_group()
 
 
@@ -102,13 +142,18 @@ def compare(*, batch_size: int, steps: int, repeats: int) -> None:
     # The first round warms up.
     spent = in_turn(repeats + 1, lambda number: calls, shown=lambda seconds: f"{seconds[0]:.2f} s")
     rows = steps * batch_size
-    by_clock = {kind: rows / median_of(spent[kind][1:], lambda seconds: seconds[0]) for kind in KINDS}
+    by_clock = {
+        kind: rows / median_of(spent[kind][1:], lambda seconds: seconds[0]) for kind in KINDS
+    }
     by_cpu = {kind: rows / median_of(spent[kind][1:], lambda seconds: seconds[1]) for kind in KINDS}
     for kind in KINDS[1:]:
         emit(
             "tables",
             peer=f"the same with {KINDS[0]}",
-            workload=f"criteo_kaggle network, {kind}, {sum(SIZES):,} rows of 16, batch {batch_size}, 1 worker, no Ray",
+            workload=(
+                f"criteo_kaggle network, {kind}, {sum(SIZES):,} rows of 16, batch {batch_size}, 1 "
+                "worker, no Ray"
+            ),
             value=by_clock[kind],
             ratio=by_clock[kind] / by_clock[KINDS[0]],
             repeats=repeats,

@@ -1,7 +1,7 @@
 """Benchmark of training speed with criteo_kaggle's network.
 
-Candidates: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's DLRM, and the machine's matrix-product
-peak. Every candidate runs in a separate process, all in turn.
+Candidates: from raw TSV through Ray, from preprocessed batches without Ray, TorchRec's DLRM, and
+the machine's matrix-product peak. Every candidate runs in a separate process, all in turn.
 """
 
 import os
@@ -18,10 +18,13 @@ from run_metrics import matrix_peak as peak_of
 from subprocesses import child, run_task
 
 MULTIPLY_ADDS = 486_032
-FLOP_PER_ROW = 6 * MULTIPLY_ADDS - 2 * 13 * 512  # backward costs twice the forward pass, less the gradient of the input
+# backward costs twice the forward pass, less the gradient of the input
+FLOP_PER_ROW = 6 * MULTIPLY_ADDS - 2 * 13 * 512
 
 
-def recipe(path: str, *, precision: str, batch_size: int, workers: int, steps: int, storage: str) -> Any:
+def recipe(
+    path: str, *, precision: str, batch_size: int, workers: int, steps: int, storage: str
+) -> Any:
     from rayrec.recipes import criteo_kaggle
 
     return criteo_kaggle(path).replace(
@@ -38,18 +41,26 @@ def recipe(path: str, *, precision: str, batch_size: int, workers: int, steps: i
 
 
 def from_binary(**arguments: Any) -> float:
-    """Measure the rows/s as `from_raw`, from the same log preprocessed as memory-mapped binary rows."""
+    """Measure the rows/s as `from_raw`, from the same log preprocessed as memory-mapped binary
+    rows.
+    """
     from rayrec import preprocess
 
     path = arguments["path"]
     folder = os.path.join(os.path.dirname(path), "binary")
     if not os.path.exists(folder):
-        preprocess(path, out=folder, format="binary", preprocessor=preprocessor_of(path), split="sevenths")
+        preprocess(
+            path, out=folder, format="binary", preprocessor=preprocessor_of(path), split="sevenths"
+        )
     return from_raw(**{**arguments, "path": folder, "log": path})
 
 
-def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps: int, log: str | None = None) -> float:
-    """Measure the rows/s from raw TSV, or from `path`, under Ray Train, after the first fifth of the steps."""
+def from_raw(
+    *, path: str, precision: str, batch_size: int, workers: int, steps: int, log: str | None = None
+) -> float:
+    """Measure the rows/s from raw TSV, or from `path`, under Ray Train, after the first fifth of
+    the steps.
+    """
     from rayrec.observe.console import Console
     from rayrec.observe.events import read_events
     from rayrec.training.trainer import train
@@ -59,7 +70,12 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
         os.makedirs(cache, exist_ok=True)
         os.symlink(cache, os.path.join(storage, ".cache"))
         config = recipe(
-            log or path, precision=precision, batch_size=batch_size, workers=workers, steps=steps, storage=storage
+            log or path,
+            precision=precision,
+            batch_size=batch_size,
+            workers=workers,
+            steps=steps,
+            storage=storage,
         ).replace(train_data={"path": path})
         result = train(config, console=Console(quiet=True))
         events = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
@@ -72,8 +88,10 @@ def from_raw(*, path: str, precision: str, batch_size: int, workers: int, steps:
 
 
 def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], list[Any]]:
-    """Return the table sizes, and batches of the log's rows, permuted and encoded, in memory. Has one batch per step, because a
-    model that repeats a few rows memorizes them and has another speed."""
+    """Return the table sizes, and batches of the log's rows, permuted and encoded, in memory. Has
+    one batch per step, because a model that repeats a few rows memorizes them and has another
+    speed.
+    """
     import numpy as np
     import torch
 
@@ -107,10 +125,14 @@ def _one_process() -> None:
     import torch
 
     folder = tempfile.mkdtemp()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/init", rank=0, world_size=1
+    )
 
 
-def _rate(pipeline: Any, batches: list[Any], steps: int, *, batch_size: int, before_step: Any = None) -> float:
+def _rate(
+    pipeline: Any, batches: list[Any], steps: int, *, batch_size: int, before_step: Any = None
+) -> float:
     """Measure the rows/s of `steps` steps after a warm-up of a fifth as many."""
     from itertools import cycle, islice
 
@@ -141,18 +163,26 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     _one_process()
-    config = recipe(path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage="")
+    config = recipe(
+        path, precision=precision, batch_size=batch_size, workers=1, steps=steps, storage=""
+    )
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
     order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
     preprocessor = InProcess(Preprocessor.load(preprocessor_of(path)))
     prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
-    setup = config.workload.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared)
+    setup = config.workload.set_up(
+        WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared
+    )
     setup.model.train()
-    return _rate(setup.pipeline, batches, steps, batch_size=batch_size, before_step=setup.begin_step)
+    return _rate(
+        setup.pipeline, batches, steps, batch_size=batch_size, before_step=setup.begin_step
+    )
 
 
 def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> float:
-    """Measure the rows/s of TorchRec's DLRM, planned, sharded and pipelined by TorchRec, on preprocessed batches, without Ray."""
+    """Measure the rows/s of TorchRec's DLRM, planned, sharded and pipelined by TorchRec, on
+    preprocessed batches, without Ray.
+    """
     import torch
     from peers.torchrec_dlrm import build
     from torchrec.datasets.utils import Batch
@@ -160,17 +190,26 @@ def torchrec_dlrm(*, path: str, precision: str, batch_size: int, steps: int) -> 
     torch.set_num_threads(os.cpu_count() or 1)
     _one_process()
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
-    theirs = [Batch(batch.tensors["dense"], batch.sparse_features, batch.labels["label"]) for batch in batches]
+    theirs = [
+        Batch(batch.tensors["dense"], batch.sparse_features, batch.labels["label"])
+        for batch in batches
+    ]
     return _rate(build(sizes, precision=precision), theirs, steps, batch_size=batch_size)
 
 
 def matrix_peak(*, precision: str, engine: str) -> float:
-    """Measure the FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32 here) or oneDNN, all cores."""
+    """Measure the FLOP/s of a 2048 x 512 x 512 product through MKL (torch's default for float32
+    here) or oneDNN, all cores.
+    """
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    x, w, b = torch.randn(2048, 512).to(dtype), torch.randn(512, 512).to(dtype), torch.zeros(512, dtype=dtype)
+    x, w, b = (
+        torch.randn(2048, 512).to(dtype),
+        torch.randn(512, 512).to(dtype),
+        torch.zeros(512, dtype=dtype),
+    )
     if engine == "default":
         product = lambda: torch.nn.functional.linear(x, w, b)  # noqa: E731
     else:
@@ -192,7 +231,12 @@ def main(*, quick: bool) -> None:
         peak, default_peak = (peak_of(precision, engine=engine) for engine in ("onednn", "default"))
         for batch_size in (2048, 8192):
             steps = (60 if quick else 450) * 2048 // batch_size
-            common: dict[str, Any] = {"path": path, "precision": precision, "batch_size": batch_size, "steps": steps}
+            common: dict[str, Any] = {
+                "path": path,
+                "precision": precision,
+                "batch_size": batch_size,
+                "steps": steps,
+            }
             note(f"{precision}, batch {batch_size}:")
             rates = interleaved(
                 repeats,
@@ -201,13 +245,19 @@ def main(*, quick: bool) -> None:
                 ready=partial(child, __file__, "from_ready", **common),
                 torchrec=partial(child, __file__, "torchrec_dlrm", **common),
             )
-            workload = f"criteo_kaggle network, {precision}, batch {batch_size}, 1 worker, from raw TSV"
+            workload = (
+                f"criteo_kaggle network, {precision}, batch {batch_size}, 1 worker, from raw TSV"
+            )
             limit = peak / FLOP_PER_ROW
             for peer, rate in (
                 ("our memory-mapped binary, made ready by rayrec preprocess", rates["binary"]),
                 ("preprocessed batches in memory, the same code without Ray", rates["ready"]),
                 ("TorchRec's own DLRM on preprocessed batches", rates["torchrec"]),
-                (f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine {default_peak / 1e9:.0f})", limit),
+                (
+                    f"matrix-product peak {peak / 1e9:.0f} GFLOP/s (torch's default engine "
+                    f"{default_peak / 1e9:.0f})",
+                    limit,
+                ),
             ):
                 emit(
                     "train",

@@ -1,7 +1,7 @@
 """Benchmark of successive halving, compared with a full grid of 48 trials.
 
-Measures its share of rows and seconds, whether it finds the grid's best trial, and the AUROC lost if not. Also measures the cost
-of resuming a paused trial and of reading the log.
+Measures its share of rows and seconds, whether it finds the grid's best trial, and the AUROC lost
+if not. Also measures the cost of resuming a paused trial and of reading the log.
 """
 
 import os
@@ -54,7 +54,10 @@ class Searched:
     def events(self) -> list[list[dict[str, Any]]]:
         """Return the events of each trial."""
         trials = (f"trial_{trial['number']:04d}" for trial in self.summary["trials"])
-        return [read_events(os.path.join(self.folder, "trials", name, "events.jsonl")) for name in trials]
+        return [
+            read_events(os.path.join(self.folder, "trials", name, "events.jsonl"))
+            for name in trials
+        ]
 
 
 def main(*, quick: bool) -> None:
@@ -66,11 +69,15 @@ def main(*, quick: bool) -> None:
             _report(f"{rows:,} rows, seed {seed}", halving, full)
     rows = 20_000 if quick else ROWS_OF_INGEST
     with part("tune", f"{rows:,} rows, ingest"), tempfile.TemporaryDirectory() as storage:
-        short = _searched(synthetic_log(rows), storage, "short", GRID, stop_early=True, steps=EVALUATIONS)
+        short = _searched(
+            synthetic_log(rows), storage, "short", GRID, stop_early=True, steps=EVALUATIONS
+        )
         _report_ingest(f"{rows:,} rows", short)
 
 
-def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_early: bool, **changes: Any) -> Searched:
+def _searched(
+    path: str, storage: str, name: str, grid: dict[str, Any], *, stop_early: bool, **changes: Any
+) -> Searched:
     config = criteo_demo(path).replace(
         storage_path=storage,
         name=name,
@@ -91,21 +98,25 @@ def _searched(path: str, storage: str, name: str, grid: dict[str, Any], *, stop_
 
     search._prepare = timed  # type: ignore[assignment]
     try:
-        summary = rayrec.tune(config, search=grid, stop_early=stop_early, console=Console(quiet=True))
+        summary = rayrec.tune(
+            config, search=grid, stop_early=stop_early, console=Console(quiet=True)
+        )
     finally:
         search._prepare = prepared
     folder = summary["folder"]
     best = os.path.join(folder, "trials", f"trial_{summary['best']['number']:04d}", "summary.json")
     searched = Searched(summary, folder, read_json(best)["metrics"]["auroc"], seconds[0])
     note(
-        f"  {name}: best {summary['best']['values']}, validation {summary['best']['auroc']:.5f}, test {searched.test_auroc:.5f}, "
-        f"{searched.rows:,} rows, {searched.seconds:.0f} s"
+        f"  {name}: best {summary['best']['values']}, validation {summary['best']['auroc']:.5f}, "
+        f"test {searched.test_auroc:.5f}, {searched.rows:,} rows, {searched.seconds:.0f} s"
     )
     return searched
 
 
 def _steps(config: rayrec.TrainConfig, path: str) -> int:
-    """Return the approximate step count of a trial, which trains on twelve fourteenths of the log."""
+    """Return the approximate step count of a trial, which trains on twelve fourteenths of the
+    log.
+    """
     if config.steps is not None:
         return config.steps
     with open(path, "rb") as file:
@@ -132,7 +143,9 @@ def _report(workload: str, halving: Searched, full: Searched) -> None:
         peer_validation_auroc=round(full.summary["best"]["auroc"], 5),
         test_auroc=round(halving.test_auroc, 5),
         peer_test_auroc=round(full.test_auroc, 5),
-        worst_validation_auroc=round(min(trial["best"] for trial in trials if trial["best"] is not None), 5),
+        worst_validation_auroc=round(
+            min(trial["best"] for trial in trials if trial["best"] is not None), 5
+        ),
     )
     resumed = [start for events in halving.events() for start in _starts(events)[1:]]
     emit(
@@ -180,4 +193,8 @@ def _starts(events: list[dict[str, Any]]) -> list[float]:
 def _opened_s(events: list[dict[str, Any]]) -> float:
     """Sum the seconds in which the parts of a trial opened the preprocessed rows."""
     stages = [event["stages"] for event in events if event["kind"] == "start_up"]
-    return sum(part.get(name, 0.0) for part in stages for name in ("index", "vocabulary", "prepare", "loader"))
+    return sum(
+        part.get(name, 0.0)
+        for part in stages
+        for name in ("index", "vocabulary", "prepare", "loader")
+    )

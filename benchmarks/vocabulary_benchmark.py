@@ -1,4 +1,5 @@
-"""Benchmark of counting categories through Ray, compared with Ray Data, Spark on RayDP, and pyarrow in one process.
+"""Benchmark of counting categories through Ray, compared with Ray Data, Spark on RayDP, and pyarrow
+in one process.
 
 Also measures counting with limited memory, and lookups.
 """
@@ -58,8 +59,12 @@ def warm() -> None:
 
 
 def index_and_count(files: Sequence[storage.File], *, task_bytes: int = TASK_BYTES) -> LogIndex:
-    with CountingIndexer(CountingJob(SCHEMA), lambda index: (0, index.rows), task_bytes=task_bytes) as indexer:
-        index = indexer.index(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None))
+    with CountingIndexer(
+        CountingJob(SCHEMA), lambda index: (0, index.rows), task_bytes=task_bytes
+    ) as indexer:
+        index = indexer.index(
+            files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
+        )
         indexer.counts(index, engine=ENGINE).close()
         return index
 
@@ -78,7 +83,12 @@ def two_passes_rate(path: str) -> float:
     warm()
 
     def count() -> int:
-        index = index_log(storage.list_files(path), SCHEMA, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None))
+        index = index_log(
+            storage.list_files(path),
+            SCHEMA,
+            segment_bytes=SEGMENT_BYTES,
+            context=TaskContext(ENGINE, None),
+        )
         return count_log(CountingJob(SCHEMA), parts_of(index), engine=ENGINE).rows
 
     rows, seconds = timed(count)
@@ -86,7 +96,9 @@ def two_passes_rate(path: str) -> float:
 
 
 def kernels_rate(path: str) -> float:
-    """Measure the rows/s of reading, parsing and counting on one core, without Ray: the ceiling of a core."""
+    """Measure the rows/s of reading, parsing and counting on one core, without Ray: the ceiling of
+    a core.
+    """
     keep_freed_memory()
     entries = []
     for chunk in cut(storage.list_files(path), CHUNK_BYTES)[:8]:
@@ -112,12 +124,16 @@ def groupby_rate(path: str, rows: int) -> float:
 
 def arrow_rate(path: str, rows: int) -> float:
     """Measure the rows/s of pyarrow's reader and value_counts on one core, without Ray."""
-    types = {name: pa.int64() for name in ["label", *DENSE]} | {name: pa.string() for name in SPARSE}
+    types = {name: pa.int64() for name in ["label", *DENSE]} | {
+        name: pa.string() for name in SPARSE
+    }
 
     def count() -> int:
         table = arrow_csv.read_csv(
             path,
-            read_options=arrow_csv.ReadOptions(column_names=["label", *DENSE, *SPARSE], use_threads=False),
+            read_options=arrow_csv.ReadOptions(
+                column_names=["label", *DENSE, *SPARSE], use_threads=False
+            ),
             parse_options=arrow_csv.ParseOptions(delimiter="\t"),
             convert_options=arrow_csv.ConvertOptions(column_types=types),
         )
@@ -128,9 +144,13 @@ def arrow_rate(path: str, rows: int) -> float:
 
 
 def lookup_ns(entries: int) -> float:
-    """Measure the nanoseconds per lookup in a table of `entries` tokens, on one core, best of five."""
+    """Measure the nanoseconds per lookup in a table of `entries` tokens, on one core, best of
+    five.
+    """
     random = np.random.default_rng(0)
-    tokens = (random.permutation(entries).astype(np.uint64) * 2654435761 % (1 << 32)).astype(np.uint32)
+    tokens = (random.permutation(entries).astype(np.uint64) * 2654435761 % (1 << 32)).astype(
+        np.uint32
+    )
     tokens = np.unique(tokens)
     preprocessor = Preprocessor(
         preset="benchmark",
@@ -154,7 +174,9 @@ WIDE = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("token",))
 
 
 def wide_log(distinct: int) -> str:
-    """Generate a log with one column once per machine and return its path. Contains every token once, and half of them twice."""
+    """Generate a log with one column once per machine and return its path. Contains every token
+    once, and half of them twice.
+    """
     path = synthetic_log(1000).replace("kaggle-1000/train.txt", f"wide-{distinct}.txt")
     if not os.path.exists(path):
         order = np.random.default_rng(0).permutation(distinct + distinct // 2) % distinct
@@ -162,7 +184,9 @@ def wide_log(distinct: int) -> str:
         digits = np.frombuffer(b"0123456789abcdef", np.uint8)
         with storage.writing(path) as local, open(local, "wb") as file:
             for start in range(0, len(tokens), 1 << 20):
-                part = tokens[start : start + (1 << 20), None] >> np.arange(28, -4, -4, dtype=np.uint32)
+                part = tokens[start : start + (1 << 20), None] >> np.arange(
+                    28, -4, -4, dtype=np.uint32
+                )
                 lines = np.full((len(part), 9), ord("\n"), np.uint8)
                 lines[:, :8] = digits[part & 15]
                 file.write(lines.tobytes())
@@ -170,7 +194,9 @@ def wide_log(distinct: int) -> str:
 
 
 class PeakMemory:
-    """Peak of this process's own memory (not what it shares with the object store) over what it had at the start."""
+    """Peak of this process's own memory (not what it shares with the object store) over what it had
+    at the start.
+    """
 
     def __enter__(self) -> PeakMemory:
         ctypes.CDLL(None).malloc_trim(0)  # or freed memory that is used again would not count
@@ -201,14 +227,20 @@ class PeakMemory:
 def bounded_counting(distinct: int, memory_bytes: int) -> None:
     """Count more distinct tokens than the memory limit allows, and again without a limit."""
     index = index_log(
-        storage.list_files(wide_log(distinct)), WIDE, segment_bytes=SEGMENT_BYTES, context=TaskContext(ENGINE, None)
+        storage.list_files(wide_log(distinct)),
+        WIDE,
+        segment_bytes=SEGMENT_BYTES,
+        context=TaskContext(ENGINE, None),
     )
     parts = parts_of(index)
     counted: dict[str, np.ndarray] = {}
     for min_count in (2, 3):
         for name, bound in (("bounded", memory_bytes), ("unbounded", None)):
             start = time.perf_counter()
-            with PeakMemory() as peak, count_log(CountingJob(WIDE), parts, engine=ENGINE, memory_bytes=bound) as counts:
+            with (
+                PeakMemory() as peak,
+                count_log(CountingJob(WIDE), parts, engine=ENGINE, memory_bytes=bound) as counts,
+            ):
                 tokens, amounts, _ = counts.frequent_tokens(0, min_count)
                 num_distinct, spill = counts.num_distinct(0), counts.spill
             seconds = time.perf_counter() - start
@@ -221,7 +253,10 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
             emit(
                 "vocabulary",
                 peer=None,
-                workload=f"{distinct:,} distinct tokens of one column, kept from count {min_count} on, {name}",
+                workload=(
+                    f"{distinct:,} distinct tokens of one column, kept from count {min_count} on, "
+                    f"{name}"
+                ),
                 unit="peak_driver_mb",
                 value=peak.bytes / 2**20,
                 ratio=None,
@@ -234,8 +269,9 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
 
 
 def raydp_rate(path: str, rows: int, rounds: int) -> float:
-    """Measure the rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster, without start-up and first
-    round."""
+    """Measure the rows/s of Spark's groupBy on one executor of two cores inside the Ray cluster,
+    without start-up and first round.
+    """
     python = environment("raydp", folder=os.path.join(cache.folder(), "environments"), note=note)
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(os.path.dirname(__file__), "peers", "raydp_groupby.py")
@@ -245,7 +281,12 @@ def raydp_rate(path: str, rows: int, rounds: int) -> float:
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "PYTHONPATH": source, "PYSPARK_PYTHON": python, "RAYDP_FOLDER": folder},
+            env={
+                **os.environ,
+                "PYTHONPATH": source,
+                "PYSPARK_PYTHON": python,
+                "RAYDP_FOLDER": folder,
+            },
         )
     check_ended("raydp_groupby.py", done.returncode, done.stderr)
     return rows / statistics.median(json.loads(done.stdout.strip().splitlines()[-1])[1:])
@@ -284,7 +325,9 @@ def main(*, quick: bool) -> None:
         )
     if not quick:
         path = synthetic_log(5_000_000)
-        rates = interleaved(repeats, ours=lambda: one_pass_rate(path), kernels=lambda: 2 * kernels_rate(path))
+        rates = interleaved(
+            repeats, ours=lambda: one_pass_rate(path), kernels=lambda: 2 * kernels_rate(path)
+        )
         emit(
             "vocabulary",
             peer="our kernels without Ray: read, parse, count, one core, times two",
@@ -298,5 +341,13 @@ def main(*, quick: bool) -> None:
         bounded_counting(1_000_000 if quick else 8_000_000, 32 << 20)
     for entries in (40_000,) if quick else (40_000, 40_000_000):
         nanoseconds = attempt("lookup", lambda entries=entries: lookup_ns(entries))  # type: ignore[misc]
-        emit("vocabulary", peer=None, workload=f"lookup, {entries:,} tokens", unit="ns", value=nanoseconds, ratio=None, repeats=5)
+        emit(
+            "vocabulary",
+            peer=None,
+            workload=f"lookup, {entries:,} tokens",
+            unit="ns",
+            value=nanoseconds,
+            ratio=None,
+            repeats=5,
+        )
     ray.shutdown()

@@ -1,7 +1,7 @@
 """Benchmark of incremental training on clicks that drift from day to day.
 
-The candidates train on each new day from the model of the day before, on all days so far, and never again. All are scored on the
-next day.
+The candidates train on each new day from the model of the day before, on all days so far, and never
+again. All are scored on the next day.
 """
 
 import os
@@ -26,7 +26,9 @@ DAYS, ROWS_A_DAY, DRIFT = 6, 80_000, 6
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, and what it has cost: rows that were read in training, and seconds with the counting of categories."""
+    """A model, and what it has cost: rows that were read in training, and seconds with the counting
+    of categories.
+    """
 
     run: str
     auroc: float
@@ -49,7 +51,9 @@ def main(*, quick: bool) -> None:
             full = _trained(storage, f"full-{day}", so_far, folders[day + 1])
             warm = _warm(storage, f"warm-{day}", warm.run, folders[day], folders[day + 1])
             stale = rayrec.evaluate(first.run, folders[day + 1], console=QUIET)["auroc"]
-            note(f"  day {day + 1}: full {full.auroc:.4f}, warm {warm.auroc:.4f}, stale {stale:.4f}")
+            note(
+                f"  day {day + 1}: full {full.auroc:.4f}, warm {warm.auroc:.4f}, stale {stale:.4f}"
+            )
             for peer, trained in (("full retraining", full), ("warm start", warm)):
                 totals[peer] += trained.seconds
                 rows_of[peer] += trained.rows
@@ -70,7 +74,10 @@ def main(*, quick: bool) -> None:
                 seconds=round(warm.seconds, 2),
                 peer_seconds=round(full.seconds, 2),
             )
-        note(f"  rows trained: {rows_of}; seconds: { ({name: round(value, 1) for name, value in totals.items()}) }")
+        note(
+            f"  rows trained: {rows_of}; seconds: "
+            f"{ ({name: round(value, 1) for name, value in totals.items()}) }"
+        )
 
 
 def _config(storage: str, name: str, train: str, evaluate: str) -> rayrec.TrainConfig:
@@ -90,14 +97,22 @@ def _config(storage: str, name: str, train: str, evaluate: str) -> rayrec.TrainC
 
 
 def _trained(storage: str, name: str, train: str, evaluate: str, **changes: Any) -> Trained:
-    """Train a model and evaluate it on the next day. The seconds exclude this evaluation, which every model needs."""
+    """Train a model and evaluate it on the next day. The seconds exclude this evaluation, which
+    every model needs.
+    """
     started_s = time.monotonic()
     config = _config(storage, name, train, evaluate).updated(changes)
     result = rayrec.train(config, console=QUIET)
     seconds = time.monotonic() - started_s
     events = read_events(os.path.join(result.folder, "events.jsonl"))
-    evaluation_s = sum(after["time"] - event["time"] for event, after in pairwise(events) if after["kind"] == "evaluate")
-    return Trained(result.folder, result.metrics["auroc"], result.summary["rows"], seconds - evaluation_s)
+    evaluation_s = sum(
+        after["time"] - event["time"]
+        for event, after in pairwise(events)
+        if after["kind"] == "evaluate"
+    )
+    return Trained(
+        result.folder, result.metrics["auroc"], result.summary["rows"], seconds - evaluation_s
+    )
 
 
 def _warm(storage: str, name: str, before: str, train: str, evaluate: str) -> Trained:
@@ -105,5 +120,7 @@ def _warm(storage: str, name: str, before: str, train: str, evaluate: str) -> Tr
     vocabulary = os.path.join(storage, f"{name}-vocabulary")
     rayrec.vocabulary(train, out=vocabulary, extend=before, console=QUIET)
     counting_s = time.monotonic() - started_s
-    trained = _trained(storage, name, train, evaluate, init_from=before, workload={"preprocessor": vocabulary})
+    trained = _trained(
+        storage, name, train, evaluate, init_from=before, workload={"preprocessor": vocabulary}
+    )
     return Trained(trained.run, trained.auroc, trained.rows, trained.seconds + counting_s)

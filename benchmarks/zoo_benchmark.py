@@ -1,10 +1,13 @@
-"""Benchmark of every model's quality on a small log, compared with LightGBM and logistic regression at the same tuning budget.
+"""Benchmark of every model's quality on a small log, compared with LightGBM and logistic regression
+at the same tuning budget.
 
-`--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The log is rotated: each time
-another fourteenth of its rows is the test, and the one before it validates. The settings of a model are chosen on the validation
-rows of the first rotations; test rows take no part. `default` is the recipe as it is, `dlrm` its DLRM without first_order.
-`--models linear,logistic` limits the models, `--rotations N` the rotations, `--settings N` the settings.
-`--movielens PYTHON` takes MovieLens-100K from an environment with RecBole, on recipe clicks (movielens_benchmark.py).
+`--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The
+log is rotated: each time another fourteenth of its rows is the test, and the one before it
+validates. The settings of a model are chosen on the validation rows of the first rotations; test
+rows take no part. `default` is the recipe as it is, `dlrm` its DLRM without first_order. `--models
+linear,logistic` limits the models, `--rotations N` the rotations, `--settings N` the settings.
+`--movielens PYTHON` takes MovieLens-100K from an environment with RecBole, on recipe clicks
+(movielens_benchmark.py).
 """
 
 import gzip
@@ -32,9 +35,21 @@ from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.baselines import Kind, open_baselines
 
 MODELS: Final = (
-    "default", "dlrm", "linear", "widedeep", "deepfm", "xdeepfm", "autoint", "dcnv2", "gdcn", "dcnv3", "masknet", "finalmlp",
-    "finalnet", "wukong",
-)  # fmt: skip
+    "default",
+    "dlrm",
+    "linear",
+    "widedeep",
+    "deepfm",
+    "xdeepfm",
+    "autoint",
+    "dcnv2",
+    "gdcn",
+    "dcnv3",
+    "masknet",
+    "finalmlp",
+    "finalnet",
+    "wukong",
+)
 ROTATIONS: Final = 5
 TUNED_ON: Final = 3
 """Rotations whose validation rows choose the settings."""
@@ -72,10 +87,14 @@ def main(*, quick: bool) -> None:
         head, lines, recipe = _log_lines()
         logs = [rotated(head, lines, folder, number, rotations) for number in range(rotations)]
         contests: dict[str, tuple[Fit, list[dict[str, float]]]] = {
-            name: (partial(_trained, recipe, folder, name), _model_settings(name, budget)) for name in models
+            name: (partial(_trained, recipe, folder, name), _model_settings(name, budget))
+            for name in models
         }
         if recipe is criteo_demo:
-            contests["criteo_ensemble"] = partial(_trained, criteo_ensemble, folder, "criteo_ensemble"), [{}]
+            contests["criteo_ensemble"] = (
+                partial(_trained, criteo_ensemble, folder, "criteo_ensemble"),
+                [{}],
+            )
             contests["two members of 8"] = partial(_trained, _two_members, folder, "members"), [{}]
         for kind, settings in _baseline_settings(budget).items():
             contests[kind] = partial(_baseline, recipe, folder, kind), settings
@@ -108,15 +127,27 @@ def lines_of(path: str) -> list[bytes]:
 
 
 def _contest(
-    name: str, fit: Fit, settings: list[dict[str, float]], logs: list[Log], default: list[Metrics], *, rows: int
+    name: str,
+    fit: Fit,
+    settings: list[dict[str, float]],
+    logs: list[Log],
+    default: list[Metrics],
+    *,
+    rows: int,
 ) -> list[Metrics]:
-    """Tune, train on every rotation, and emit a row. Return the metrics of each rotation. `default`: metrics of the recipe as
-    it is, or empty."""
+    """Tune, train on every rotation, and emit a row. Return the metrics of each rotation.
+    `default`: metrics of the recipe as it is, or empty.
+    """
     tuning = logs[: TUNED_ON if len(settings) > 1 else 0]
     tried = [[fit(candidate, log) for log in tuning] for candidate in settings]
-    best = min(range(len(settings)), key=lambda number: _mean("validation_logloss", tried[number]) if tuning else 0)
+    best = min(
+        range(len(settings)),
+        key=lambda number: _mean("validation_logloss", tried[number]) if tuning else 0,
+    )
     results = tried[best] + [fit(settings[best], log) for log in logs[len(tuning) :]]
-    better = [one.auroc - other.auroc for one, other in zip(results, default or results, strict=True)]
+    better = [
+        one.auroc - other.auroc for one, other in zip(results, default or results, strict=True)
+    ]
     auroc, peer = _mean("auroc", results), _mean("auroc", default or results)
     error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
     best_settings = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
@@ -147,7 +178,11 @@ def rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, rot
     first = len(lines) * number // max(rotations, 7)
     rotated = lines[first:] + lines[:first]
     ending = "csv" if head else "txt"
-    log = Log(os.path.join(folder, f"log-{number}.{ending}"), os.path.join(folder, f"test-{number}.{ending}"), number)
+    log = Log(
+        os.path.join(folder, f"log-{number}.{ending}"),
+        os.path.join(folder, f"test-{number}.{ending}"),
+        number,
+    )
     begin = (len(lines) * 6 // 7 + len(lines)) // 2
     for path, rows in ((log.path, rotated), (log.test_path, rotated[begin:])):
         with open(path, "wb") as file:
@@ -156,22 +191,42 @@ def rotated(head: list[bytes], lines: list[bytes], folder: str, number: int, rot
 
 
 def _model_settings(name: str, budget: int) -> list[dict[str, float]]:
-    # One setting decides how far weights of rare categories move, as the penalty of logistic regression does
+    # One setting decides how far weights of rare categories move, as the penalty of logistic
+    # regression does
     if name == "linear":
-        return [{}, *({"category_scale": float(scale)} for scale in np.geomspace(0.6, 2.4, budget - 1))]
+        return [
+            {},
+            *({"category_scale": float(scale)} for scale in np.geomspace(0.6, 2.4, budget - 1)),
+        ]
     draw = np.random.default_rng(0)
     ranges = {"network": (3e-4, 1e-2), "tables": (0.01, 0.3), "penalty": (3e-5, 3e-3)}
-    return [{}, *({name: _log_uniform(draw, *ends) for name, ends in ranges.items()} for _ in range(budget - 1))]
+    return [
+        {},
+        *(
+            {name: _log_uniform(draw, *ends) for name, ends in ranges.items()}
+            for _ in range(budget - 1)
+        ),
+    ]
 
 
 def _baseline_settings(budget: int) -> dict[Kind, list[dict[str, float]]]:
     draw = np.random.default_rng(0)
     ranges = {
-        "learning_rate": (0.01, 0.1), "num_leaves": (4, 63), "min_data_in_leaf": (10, 300), "lambda_l2": (0.1, 100),
-        "feature_fraction": (0.3, 1), "bagging_fraction": (0.5, 1),
-    }  # fmt: skip
-    trees = [{name: _log_uniform(draw, *ends) for name, ends in ranges.items()} for _ in range(budget - 1)]
-    return {"lightgbm": [{}, *trees], "logistic": [{"strength": float(c)} for c in np.geomspace(0.003, 1, budget)]}
+        "learning_rate": (0.01, 0.1),
+        "num_leaves": (4, 63),
+        "min_data_in_leaf": (10, 300),
+        "lambda_l2": (0.1, 100),
+        "feature_fraction": (0.3, 1),
+        "bagging_fraction": (0.5, 1),
+    }
+    trees = [
+        {name: _log_uniform(draw, *ends) for name, ends in ranges.items()}
+        for _ in range(budget - 1)
+    ]
+    return {
+        "lightgbm": [{}, *trees],
+        "logistic": [{"strength": float(c)} for c in np.geomspace(0.003, 1, budget)],
+    }
 
 
 def _log_uniform(draw: np.random.Generator, low: float, high: float) -> float:
@@ -183,12 +238,16 @@ def _two_members(path: str) -> TrainConfig:
 
 
 def _trained(recipe: Any, folder: str, model: str, settings: dict[str, float], log: Log) -> Metrics:
-    summary = rayrec.train(_config(recipe, folder, model, settings, log), console=Console(quiet=True)).summary
+    summary = rayrec.train(
+        _config(recipe, folder, model, settings, log), console=Console(quiet=True)
+    ).summary
     metrics = summary["metrics"]
     return Metrics(summary["validation"]["logloss"], metrics["auroc"], metrics["logloss"])
 
 
-def _config(recipe: Any, folder: str, model: str, settings: dict[str, float], log: Log) -> TrainConfig:
+def _config(
+    recipe: Any, folder: str, model: str, settings: dict[str, float], log: Log
+) -> TrainConfig:
     config = recipe(log.path)
     workload = config.workload
     if model == "dlrm":
@@ -214,8 +273,12 @@ def _config(recipe: Any, folder: str, model: str, settings: dict[str, float], lo
     return new_config
 
 
-def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log) -> Metrics:
-    """Fit a baseline on the Preprocessor and split of the default run, which ends at once if it exists."""
+def _baseline(
+    recipe: Any, folder: str, kind: Kind, settings: dict[str, float], log: Log
+) -> Metrics:
+    """Fit a baseline on the Preprocessor and split of the default run, which ends at once if it
+    exists.
+    """
     config = _config(recipe, folder, "default", {}, log)
     checkpoint = rayrec.train(config, console=Console(quiet=True)).summary["checkpoint"]
     baselines = open_baselines(config, checkpoint, max_rows=10**7, kinds=(kind,))
@@ -223,12 +286,17 @@ def _baseline(recipe: Any, folder: str, kind: Kind, settings: dict[str, float], 
         fitted = baselines.fit(kind, strengths=tuple(settings.values()))
     else:
         integers: dict[str, Any] = {
-            name: round(settings[name]) for name in ("num_leaves", "min_data_in_leaf") if name in settings
+            name: round(settings[name])
+            for name in ("num_leaves", "min_data_in_leaf")
+            if name in settings
         }
         parameters: dict[str, Any] = {"bagging_freq": 1, **settings, **integers} if settings else {}
         fitted = baselines.fit(kind, **parameters)
     test = list(baselines.rows(log.test_path))
-    logits, labels = (np.concatenate(parts) for parts in zip(*((fitted.logits(r), r.label) for r in test), strict=True))
+    logits, labels = (
+        np.concatenate(parts)
+        for parts in zip(*((fitted.logits(r), r.label) for r in test), strict=True)
+    )
     metrics = binary_metrics(logits, labels)
     validation = binary_metrics(fitted.logits(baselines.validation), baselines.validation.label)
     return Metrics(validation["logloss"], metrics["auroc"], metrics["logloss"])

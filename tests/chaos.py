@@ -1,4 +1,6 @@
-"""Runs with a random fault every few seconds: all must end with the weights of a run without faults."""
+"""Runs with a random fault every few seconds: all must end with the weights of a run without
+faults.
+"""
 
 import argparse
 import contextlib
@@ -86,7 +88,9 @@ class Trial:
                 self.say(kind)
 
     def _pause(self, seconds: float) -> bool:
-        """Waits a few seconds, half of the time after training has gone on; False once the run has finished."""
+        """Waits a few seconds, half of the time after training has gone on; False once the run has
+        finished.
+        """
         until_s = time.monotonic() + self._chance.uniform(0.5, 6)
         if self._chance.random() < 0.5:
             begun_s, since = time.monotonic(), time.time()
@@ -112,7 +116,8 @@ class Trial:
             return False
         self.say(f"the command ended with {status}")
         if status == 2:
-            self.refused.append(self._run.session.err.strip().splitlines()[-1])  # no misfortune is the user's to fix
+            # no misfortune is the user's to fix
+            self.refused.append(self._run.session.err.strip().splitlines()[-1])
         self._run.start()
         return True
 
@@ -141,23 +146,34 @@ def main() -> int:
 
     def run_of(name: str) -> Run:
         failure = {"max_failures": -1}
-        config = small_run(folder / "log", str(folder), name=name, steps=arguments.steps, failure=failure)
+        config = small_run(
+            folder / "log", str(folder), name=name, steps=arguments.steps, failure=failure
+        )
         return Run(config, folder / f"{name}-commands", cache=folder / "cache")
 
     with run_of("peace").start() as peace:
         expected = peace.summary(timeout_s=LEFT_ALONE_S)
-    print(f"left in peace: {expected['wall_s']:.0f} s, weights {expected['weights_sha256'][:16]}", flush=True)
+    print(
+        f"left in peace: {expected['wall_s']:.0f} s, weights {expected['weights_sha256'][:16]}",
+        flush=True,
+    )
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         with run_of(f"seed-{seed}") as run:
             trial = Trial(seed, run)
             trial.disturb(arguments.seconds)
             summary = trial.finish()
         keys = ("weights_sha256", "rows", "rows_lost", "rows_repeated")
-        same = not trial.refused and bool(summary) and all(summary[key] == expected[key] for key in keys)
+        same = (
+            not trial.refused
+            and bool(summary)
+            and all(summary[key] == expected[key] for key in keys)
+        )
         bad += not same
         counts = "".join(f"{trial.happened[kind]:>{len(kind) + 2}}" for kind in MISFORTUNES)
         figures = f"{run.num_commands:>10}{summary.get('restarts', 0):>10}{summary.get('steps_redone', 0):>14}"
-        lines.append(f"{seed:>4}{counts}{figures}{trial.seconds:>9.0f} s  {'same' if same else 'DIFFERENT'}")
+        lines.append(
+            f"{seed:>4}{counts}{figures}{trial.seconds:>9.0f} s  {'same' if same else 'DIFFERENT'}"
+        )
         lines += [f"     {line}" for line in trial.refused]
         trial.say("finished with the same weights" if same else "NOT the same weights")
     kinds = "".join(f"  {kind}" for kind in MISFORTUNES)

@@ -1,4 +1,6 @@
-"""Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3 server that can be killed."""
+"""Fixtures that tests of several kinds share: a small synthetic click log, a local Ray, an S3
+server that can be killed.
+"""
 
 import atexit
 import faulthandler
@@ -28,7 +30,8 @@ from rayrec.cluster import connection
 settings.register_profile("rayrec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayrec")
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # several tests' threads share two cores; before torch is imported
+# several tests' threads share two cores; before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.fsync = os.fstat  # type: ignore[assignment]  # No test sees whether bytes outlive a loss of power, and to wait for it takes 12 s
 LONGEST = """
 faults nodes train models vision ingest predict supervise serve engines install tune s3 language
@@ -44,20 +47,24 @@ _EXTENDED_LIMIT_S = 900
 _EXHAUSTIVE_LIMIT_S = 3600
 """Limits of a test's time, setup included. That of other tests is `timeout` in pyproject.toml."""
 _GRACE_S = 60
-"""Time from the signal that ends a test at its limit to the end of the process, if the test does not react to the signal."""
+"""Time from the signal that ends a test at its limit to the end of the process, if the test does
+not react to the signal.
+"""
 _STDERR = pytest.StashKey[int]()
 _TEMPORARY = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads the option
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run a temporary folder of its own. End pytest-xdist's processes without taking the interpreter apart: that takes
-    seconds, and nobody reads their status."""
+    """Give the run a temporary folder of its own. End pytest-xdist's processes without taking the
+    interpreter apart: that takes seconds, and nobody reads their status.
+    """
     config.stash[_STDERR] = os.dup(2)  # tests run with captured descriptors
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
     elif config.option.basetemp is None:
-        # All runs of a user share pytest's default folder, and each run removes those of earlier ones.
+        # All runs of a user share pytest's default folder, and each run removes those of earlier
+        # ones.
         config.stash[_TEMPORARY] = config.option.basetemp = tempfile.mkdtemp(prefix="rayrec-tests-")
 
 
@@ -77,8 +84,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """End the process, with the stacks of its threads, if a test goes on for long after its limit.
 
-    pytest-timeout ends a test at its limit by a signal to Python code, so not during a call that never returns to Python. The
-    watchdog is a thread of C that needs no lock of the interpreter. pytest-xdist then names the test.
+    pytest-timeout ends a test at its limit by a signal to Python code, so not during a call that
+    never returns to Python. The watchdog is a thread of C that needs no lock of the interpreter.
+    pytest-xdist then names the test.
     """
     marker = item.get_closest_marker("timeout")
     limit = float(marker.args[0] if marker else item.config.getini("timeout"))
@@ -90,8 +98,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Collect folders backwards in the second process: each rewrites the assertions of half the files, and reads the others'."""
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Collect folders backwards in the second process: each rewrites the assertions of half the
+    files, and reads the others'.
+    """
     report = yield
     if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
         report.result.reverse()
@@ -104,18 +116,23 @@ def _needs_ray(file: Path) -> bool:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Hide the shared Ray from tests that do not ask for it, so that they work in this process; end it after the last file that
-    needs it."""
-    connection.is_connected = _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
+    """Hide the shared Ray from tests that do not ask for it, so that they work in this process; end
+    it after the last file that needs it.
+    """
+    connection.is_connected = (
+        _is_connected if "local_ray" in getattr(item, "fixturenames", ()) else lambda: False
+    )
     if _is_connected() and not _needs_ray(item.path):
         sys.modules["ray"].shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark exhaustive tests as extended too, and limit the time of both. Put files that need the shared Ray first, then those
-    that take longest: two processes take a file each in turn, with pytest-xdist's option --no-loadscope-reorder in this order.
-    RAYREC_TEST_ORDER, a number, draws another order of files, and of the tests in each: none may need an earlier one."""
+    """Mark exhaustive tests as extended too, and limit the time of both. Put files that need the
+    shared Ray first, then those that take longest: two processes take a file each in turn, with
+    pytest-xdist's option --no-loadscope-reorder in this order. RAYREC_TEST_ORDER, a number, draws
+    another order of files, and of the tests in each: none may need an earlier one.
+    """
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("extended")
@@ -125,10 +142,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seed = os.environ.get("RAYREC_TEST_ORDER")
     if seed:
         # By a hash, since the two processes collect in different orders and must agree.
-        items.sort(key=lambda item: (not _needs_ray(item.path), _order_key(seed, str(item.path)), _order_key(seed, item.nodeid)))
+        items.sort(
+            key=lambda item: (
+                not _needs_ray(item.path),
+                _order_key(seed, str(item.path)),
+                _order_key(seed, item.nodeid),
+            )
+        )
         return
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank)), item.path))
+    items.sort(
+        key=lambda item: (not _needs_ray(item.path), rank.get(item.path.name, len(rank)), item.path)
+    )
 
 
 def _order_key(seed: str, name: str) -> bytes:
@@ -137,7 +162,9 @@ def _order_key(seed: str, name: str) -> bytes:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a process a file at a time, and all files that need the shared Ray to the same one: the other starts none."""
+    """Give a process a file at a time, and all files that need the shared Ray to the same one: the
+    other starts none.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
@@ -149,7 +176,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, also for ranks: the garbage collector, which torch often calls, need not look at it again."""
+    """What was imported stays, also for ranks: the garbage collector, which torch often calls, need
+    not look at it again.
+    """
     gc.collect()
     gc.freeze()
     server.start()
@@ -167,14 +196,18 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that this session's processes share (pytest-xdist gives each a base folder of its own)."""
+    """A folder that this session's processes share (pytest-xdist gives each a base folder of its
+    own).
+    """
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session")
 def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], Path]:
-    """Makes a folder of a name: the first of this session's processes does that needs it, the others wait and take it."""
+    """Makes a folder of a name: the first of this session's processes does that needs it, the
+    others wait and take it.
+    """
 
     def made(name: str, make: Callable[[Path], object]) -> Path:
         folder, complete = shared_folder / name, shared_folder / f"{name}.complete"
@@ -190,8 +223,12 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], 
 
 
 @pytest.fixture(scope="session")
-def undisturbed(click_log: Path, made_once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Any]:
-    """The summary of a small run of 480 steps that nothing happens to, in two workers on a Ray of its own."""
+def undisturbed(
+    click_log: Path, made_once: Callable[[str, Callable[[Path], object]], Path]
+) -> dict[str, Any]:
+    """The summary of a small run of 480 steps that nothing happens to, in two workers on a Ray of
+    its own.
+    """
     from builders.runs import small_run
     from hosts.processes import finished
 
@@ -212,7 +249,15 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     """Separate file system with 64 MB, or with the parameter's size."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request, 'param', 64)}m", "tmpfs", str(folder)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={getattr(request, 'param', 64)}m",
+        "tmpfs",
+        str(folder),
+    ]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
@@ -222,7 +267,9 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """The Ray that most tests share, of this machine alone, with two CPUs. Its workers get this process's environment."""
+    """The Ray that most tests share, of this machine alone, with two CPUs. Its workers get this
+    process's environment.
+    """
     import ray
 
     connection.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
@@ -242,14 +289,18 @@ def single_rank(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
     from torch import distributed
 
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1
+    )
     yield
     distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[S3Store]:
-    """A server that runs, and the environment of this process set to reach it. Who kills it starts it again."""
+    """A server that runs, and the environment of this process set to reach it. Who kills it starts
+    it again.
+    """
     server = S3Store()
     try:
         server.start()
@@ -268,5 +319,7 @@ def bucket(s3_server: S3Store) -> str:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Name bytes by their length: those of a packed file may contain the time of day, which differs between processes."""
+    """Name bytes by their length: those of a packed file may contain the time of day, which differs
+    between processes.
+    """
     return f"{len(val)} bytes" if isinstance(val, bytes) else None

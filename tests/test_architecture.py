@@ -1,4 +1,6 @@
-"""The house keeps its shape: imports point down, importing is cheap, files are named for what they hold."""
+"""The house keeps its shape: imports point down, importing is cheap, files are named for what they
+hold.
+"""
 
 import ast
 import re
@@ -30,9 +32,10 @@ HOUSE = {
     "long signatures": (0, 0),
     "statements of tests": (34_500, 5_000),
 }
-"""Size and shape of src/rayrec, and the size of tests. Size is counted in statements, which line breaks do not change: write
-the plain form. Lower a bound in the commit that lowers its count. A new ability raises it by what it needs, in a commit that
-says so."""
+"""Size and shape of src/rayrec, and the size of tests. Size is counted in statements, which line
+breaks do not change: write the plain form. Lower a bound in the commit that lowers its count. A new
+ability raises it by what it needs, in a commit that says so.
+"""
 MOST_FILES = 15
 """Of a folder, beside its __init__.py; a folder with more is crowded."""
 MOST_PARAMETERS = 8
@@ -54,8 +57,12 @@ def _tree(path: Path) -> ast.Module:
 
 def test_imports_point_down() -> None:
     # In a process of its own, for it silences the loggers of the one it runs in.
-    code = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    code = (
+        "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "Contracts: 5 kept, 0 broken" in run.stdout
 
@@ -66,9 +73,14 @@ def _statements(paths: Iterable[Path]) -> int:
 
 
 def _circles(graph: grimp.ImportGraph) -> list[frozenset[str]]:
-    """Modules that import each other, over others too; imports in functions and for type checkers count."""
+    """Modules that import each other, over others too; imports in functions and for type checkers
+    count.
+    """
     above = {module: graph.find_upstream_modules(module) for module in graph.modules}
-    groups = {frozenset({here, *(other for other in above[here] if here in above[other])}) for here in above}
+    groups = {
+        frozenset({here, *(other for other in above[here] if here in above[other])})
+        for here in above
+    }
     return [group for group in groups if len(group) > 1]
 
 
@@ -76,7 +88,10 @@ def _long_signatures(path: Path) -> list[str]:
     found = []
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            given = {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            given = {
+                argument.arg
+                for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            }
             if len(given - {"self", "cls"}) > MOST_PARAMETERS:
                 found.append(f"{path}:{node.lineno} {node.name}")
     return found
@@ -89,7 +104,9 @@ def _house() -> dict[str, int | list[str]]:
     return {
         "files": len(MODULES),
         "statements": _statements(MODULES),
-        "crowded folders": [f"{folder} {files}" for folder, files in folders.items() if files > MOST_FILES],
+        "crowded folders": [
+            f"{folder} {files}" for folder, files in folders.items() if files > MOST_FILES
+        ],
         "circles": [" <-> ".join(sorted(circle)) for circle in _circles(graph)],
         "long signatures": [place for path in MODULES for place in _long_signatures(path)],
         "statements of tests": _statements((ROOT / "tests").rglob("*.py")),
@@ -98,10 +115,14 @@ def _house() -> dict[str, int | list[str]]:
 
 def test_house_stays_within_bounds() -> None:
     found = _house()
-    counts = {name: places if isinstance(places, int) else len(places) for name, places in found.items()}
+    counts = {
+        name: places if isinstance(places, int) else len(places) for name, places in found.items()
+    }
     grown = {name: found[name] for name, (most, _) in HOUSE.items() if counts[name] > most}
     assert not grown, "smaller, or better shaped, is the way; the bounds are in HOUSE, above"
-    slack = {name: counts[name] for name, (most, margin) in HOUSE.items() if counts[name] < most - margin}
+    slack = {
+        name: counts[name] for name, (most, margin) in HOUSE.items() if counts[name] < most - margin
+    }
     assert not slack, "the house became smaller: lower its bounds in HOUSE, above"
 
 
@@ -113,31 +134,44 @@ def test_import_circle_is_detected() -> None:
 
 
 def test_long_signature_is_detected(tmp_path: Path) -> None:
-    path, eight = tmp_path / "module.py", "class A:\n    async def f(self, a, b, c, d, /, e, f, *, g, h): ...\n"
+    path, eight = (
+        tmp_path / "module.py",
+        "class A:\n    async def f(self, a, b, c, d, /, e, f, *, g, h): ...\n",
+    )
     path.write_text(f"{eight}def g(a, b, c, d, e, f, g, *, h, i): ...\n")
     assert _long_signatures(path) == [f"{path}:3 g"]
 
 
 # -- what a module is
-@pytest.mark.parametrize("module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor", "rayrec.storage"])
+@pytest.mark.parametrize(
+    "module", ["rayrec", "rayrec.cli", "rayrec.environment.doctor", "rayrec.storage"]
+)
 def test_importing_is_cheap(module: str) -> None:
     code = (
         "import sys, time; before = set(sys.modules); start = time.perf_counter()\n"
         f"import {module}\n"
-        "print(time.perf_counter() - start, *{name.partition('.')[0] for name in set(sys.modules) - before})"
+        "print(time.perf_counter() - start, *{name.partition('.')[0] for name in set(sys.modules) "
+        "- before})"
     )
     for _ in range(3):  # a busy machine may be slow once
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         took, *names = run.stdout.split()
-        assert not (set(names) & HEAVY) - ({"numpy", "pyarrow"} if module == "rayrec.storage" else set())
-        if float(took) < 1.0:  # 0.01 s on a quiet machine (0.2 s is the promise); the bound is for busy ones
+        assert not (set(names) & HEAVY) - (
+            {"numpy", "pyarrow"} if module == "rayrec.storage" else set()
+        )
+        # 0.01 s on a quiet machine (0.2 s is the promise); the bound is for busy ones
+        if float(took) < 1.0:
             return
     pytest.fail(f"to import {module} takes {took} s")
 
 
 def test_modules_have_docstrings_and_names_of_subjects() -> None:
     assert [path for path in MODULES if not (ast.get_docstring(_tree(path)) or "").strip()] == []
-    assert [path for path in MODULES if re.search(r"util|helper|manager|misc|common", path.stem)] == []
+    assert [
+        path for path in MODULES if re.search(r"util|helper|manager|misc|common", path.stem)
+    ] == []
 
 
 INTERNALS = (
@@ -148,12 +182,22 @@ NOT_OF_RAY_OR_TORCH = {"os._exit", "ctypes._NamedFuncPointer"}
 
 
 def _private_names(tree: ast.AST) -> Iterator[str]:
-    """Imports of private names, and private attributes of objects that the module does not define itself."""
+    """Imports of private names, and private attributes of objects that the module does not define
+    itself.
+    """
     nodes = list(ast.walk(tree))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    own |= {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    of_self = {id(node) for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    of_self = {
+        id(node)
+        for node in attributes
+        if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    }
     own |= {node.attr for node in attributes if id(node) in of_self}
     for node in nodes:
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module):
@@ -168,7 +212,11 @@ def _private_names(tree: ast.AST) -> Iterator[str]:
 
 def test_private_names_of_ray_and_torch_are_in_compat_only() -> None:
     outside = [path for path in MODULES if path.parent.name != "compat"]
-    assert {path: names for path in outside if (names := {*_private_names(_tree(path))} - NOT_OF_RAY_OR_TORCH)} == {}
+    assert {
+        path: names
+        for path in outside
+        if (names := {*_private_names(_tree(path))} - NOT_OF_RAY_OR_TORCH)
+    } == {}
 
 
 def test_private_names_are_detected() -> None:
@@ -184,59 +232,118 @@ def test_private_names_are_detected() -> None:
 
 
 def _own_files() -> Iterator[Path]:
-    """List what git tracks or would track; in an unpacked archive and without git, what a checkout holds."""
+    """List what git tracks or would track; in an unpacked archive and without git, what a checkout
+    holds.
+    """
     paths: list[Path] = []
     if shutil.which("git"):
-        command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        command = [
+            "git",
+            "-C",
+            str(ROOT),
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ]
         listed = subprocess.run(command, capture_output=True, text=True, check=False)
         paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     if not paths:
         folders = ("src", "tests", "docs", "examples", "benchmarks", "packaging", "deploy")
-        paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if ".egg-info" not in path.parent.name]
+        paths = [
+            path
+            for folder in folders
+            for path in (ROOT / folder).rglob("*")
+            if ".egg-info" not in path.parent.name
+        ]
     return (path for path in paths if path.is_file() and path.suffix not in (".so", ".pyc"))
 
 
 def test_files_name_no_local_paths() -> None:
-    # Spelled in parts, so that this file does not name them either. A checkout in /app says nothing about /app.
+    # Spelled in parts, so that this file does not name them either. A checkout in /app says nothing
+    # about /app.
     places = [f"/{folder}" for folder in ("root/", "work/main", "opt/wheels", "opt/pypi")]
     places += [str(place) for place in (ROOT, Path.home()) if len(place.parts) > 2]
     pattern = re.compile("|".join(map(re.escape, places)).encode())
-    assert not {_relative(path): match for path in _own_files() if (match := pattern.search(path.read_bytes()))}
+    assert not {
+        _relative(path): match
+        for path in _own_files()
+        if (match := pattern.search(path.read_bytes()))
+    }
 
 
 def test_documented_layout_matches_code() -> None:
-    run = subprocess.run([sys.executable, "tools/layout.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "tools/layout.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
 
 
 # -- the lock
-PROJECT, SHIM = (tomllib.loads((ROOT / at / "pyproject.toml").read_text())["project"] for at in ("", "packaging/fbgemm-gpu-cpu"))
-LOCK = dict(re.findall(r"^([^#\s].*)==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+PROJECT, SHIM = (
+    tomllib.loads((ROOT / at / "pyproject.toml").read_text())["project"]
+    for at in ("", "packaging/fbgemm-gpu-cpu")
+)
+LOCK = dict(
+    re.findall(r"^([^#\s].*)==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+)
 
 
 def test_lock_matches_requirements() -> None:
-    """Requirements of the package as pyproject.toml stands, its tests and checks, and the CPU pair."""
-    extras, groups = PROJECT["optional-dependencies"], "test check docs spark language mlflow wandb onnx"
-    texts = [*PROJECT["dependencies"], *(text for name in groups.split() for text in extras[name]), *SHIM["dependencies"]]
+    """Requirements of the package as pyproject.toml stands, its tests and checks, and the CPU
+    pair.
+    """
+    extras, groups = (
+        PROJECT["optional-dependencies"],
+        "test check docs spark language mlflow wandb onnx",
+    )
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for name in groups.split() for text in extras[name]),
+        *SHIM["dependencies"],
+    ]
     wanted = list(closure(map(Requirement, texts), installed_distributions()))
     names = {canonicalize_name(requirement.name) for _, requirement in wanted}
     assert names - {"fbgemm-gpu"} == set(LOCK)  # which packaging/fbgemm-gpu-cpu answers for
-    locked = [(asker, wish, LOCK[name]) for asker, wish in wanted if (name := canonicalize_name(wish.name)) in LOCK]
-    assert [each for each in locked if not each[1].specifier.contains(each[2], prereleases=True)] == []
+    locked = [
+        (asker, wish, LOCK[name])
+        for asker, wish in wanted
+        if (name := canonicalize_name(wish.name)) in LOCK
+    ]
+    assert [
+        each for each in locked if not each[1].specifier.contains(each[2], prereleases=True)
+    ] == []
     assert list(LOCK) == sorted(LOCK)
 
 
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])
 def test_lock_installs_on_every_supported_python(python: str) -> None:
-    """Debian 12 has 3.11.2, for example: a distribution that needs a later patch release ends `make setup`."""
+    """Debian 12 has 3.11.2, for example: a distribution that needs a later patch release ends `make
+    setup`.
+    """
     required = {name: metadata.metadata(name).get("Requires-Python") for name in LOCK}
-    assert [name for name, versions in required.items() if versions and python not in SpecifierSet(versions)] == []
+    assert [
+        name
+        for name, versions in required.items()
+        if versions and python not in SpecifierSet(versions)
+    ] == []
 
 
 def test_both_builds_of_fbgemm_are_of_one_version() -> None:
-    pins, extras = dict(text.split("==") for text in PROJECT["dependencies"] if "==" in text), PROJECT["optional-dependencies"]
+    pins, extras = (
+        dict(text.split("==") for text in PROJECT["dependencies"] if "==" in text),
+        PROJECT["optional-dependencies"],
+    )
     fbgemm = pins["fbgemm-gpu"]
-    assert (SHIM["version"], SHIM["dependencies"]) == (f"{fbgemm}+cpu", [f"fbgemm-gpu-cpu=={fbgemm}"])
+    assert (SHIM["version"], SHIM["dependencies"]) == (
+        f"{fbgemm}+cpu",
+        [f"fbgemm-gpu-cpu=={fbgemm}"],
+    )
     assert extras["cpu"] == [f"fbgemm-gpu=={fbgemm}+cpu"]
     assert extras["cuda"] == [f"fbgemm-gpu=={fbgemm},!={fbgemm}+cpu"]
     assert (LOCK["torchrec"], LOCK["fbgemm-gpu-cpu"]) == (pins["torchrec"], fbgemm)

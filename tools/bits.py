@@ -1,16 +1,21 @@
-"""Train, score and export tiny models of every kind, and print one JSON line for each: `python tools/bits.py [NAME ...]`.
+"""Train, score and export tiny models of every kind, and print one JSON line for each: `python
+tools/bits.py [NAME ...]`.
 
-A line has the losses of all steps, the metrics from the last evaluation and from `rayrec evaluate`, and three SHA-256 digests.
-`weights_sha256` covers the last checkpoint, `predict_sha256` the content of the predictions, `export_sha256` the export's
-weights, tables and program. A change that must not alter results keeps all of them:
+A line has the losses of all steps, the metrics from the last evaluation and from `rayrec evaluate`,
+and three SHA-256 digests. `weights_sha256` covers the last checkpoint, `predict_sha256` the content
+of the predictions, `export_sha256` the export's weights, tables and program. A change that must not
+alter results keeps all of them:
 
     python tools/bits.py --save /tmp/before.json       # before the change, on this machine
-    python tools/bits.py --against /tmp/before.json    # after it: prints differences, exit status 1 if there are any
+    python tools/bits.py --against /tmp/before.json    # after it: prints differences, exit status 1
+    if there are any
 
-NAME is a run, or `quick`: the runs within this process, which need no Ray and no torchrun. A run that needs others (`distilled`
-needs its teacher) includes them. The tool uses only public functions, commands and formats, so that it runs on the code of other
-commits, too: PYTHONPATH=OTHER/src python tools/bits.py. On another machine, or with another torch, floating point may have other
-bits. `--against` then reports this and compares only the losses, which must agree within 2e-4 in any case.
+NAME is a run, or `quick`: the runs within this process, which need no Ray and no torchrun. A run
+that needs others (`distilled` needs its teacher) includes them. The tool uses only public
+functions, commands and formats, so that it runs on the code of other commits, too:
+PYTHONPATH=OTHER/src python tools/bits.py. On another machine, or with another torch, floating point
+may have other bits. `--against` then reports this and compares only the losses, which must agree
+within 2e-4 in any case.
 """
 
 import argparse
@@ -42,7 +47,9 @@ TOLERANCE: Final = 2e-4
 """Relative difference of losses that floating point of another machine may cause."""
 HASHES: Final = ("weights_sha256", "predict_sha256", "export_sha256")
 NO_RESULT: Final = ("report.json", "manifest.json", "README.md", "encode.py", "dense.pt2")
-"""Export files with times, prose or code. The operations of dense.pt2 are hashed instead of the file."""
+"""Export files with times, prose or code. The operations of dense.pt2 are hashed instead of the
+file.
+"""
 VECTOR_FLAGS: Final = ("sse", "avx", "fma", "amx", "bf16", "asimd", "sve")
 PACKAGES: Final = ("torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "transformers")
 
@@ -55,7 +62,9 @@ def write_clicks() -> None:
 
 
 def custom_rows(seed: int, rows: int) -> list[dict[str, Any]]:
-    """Return rows of clicks with a list of earlier items, a list with weights, a row's weight and three labels."""
+    """Return rows of clicks with a list of earlier items, a list with weights, a row's weight and
+    three labels.
+    """
     chance = random.Random(seed)
     records = []
     for number in range(rows):
@@ -91,7 +100,13 @@ def write_custom() -> None:
 
 
 def _csv(value: Any) -> str:
-    return "|".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+    return (
+        "|".join(map(str, value))
+        if isinstance(value, list)
+        else ""
+        if value is None
+        else str(value)
+    )
 
 
 def write_digits() -> None:
@@ -115,20 +130,32 @@ def write_tokens() -> None:
     import rayrec
 
     chance = random.Random(5)
-    words = (("the cat", "a dog", "my horse"), ("sees", "hears", "follows"), ("it.", "us.", "them."))
-    Path("text.txt").write_text("".join(" ".join(map(chance.choice, words)) + "\n" for _ in range(300)))
+    words = (
+        ("the cat", "a dog", "my horse"),
+        ("sees", "hears", "follows"),
+        ("it.", "us.", "them."),
+    )
+    Path("text.txt").write_text(
+        "".join(" ".join(map(chance.choice, words)) + "\n" for _ in range(300))
+    )
     Path("prompts.txt").write_text("the cat sees\na dog\n")
     rayrec.preprocess("text.txt", out="tokens", format="mds", tokenizer="characters", block_size=16)
 
 
 DATA: dict[str, Callable[[], None]] = {
-    "clicks": write_clicks, "own.csv": write_custom, "own.parquet": write_custom, "digits": write_digits, "tokens": write_tokens,
-}  # fmt: skip
+    "clicks": write_clicks,
+    "own.csv": write_custom,
+    "own.parquet": write_custom,
+    "digits": write_digits,
+    "tokens": write_tokens,
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Run and the uses of its weights. Paths are relative to the common working folder of all runs."""
+    """Run and the uses of its weights. Paths are relative to the common working folder of all
+    runs.
+    """
 
     recipe: str
     data: str
@@ -162,11 +189,19 @@ CLUSTER: dict[str, dict[str, Any]] = {
     "torchrun": {"num_cpus": 2},
     "ray": {"num_cpus": 2, "address": "local", "object_store_bytes": 100_000_000},
 }
-DEMO_MODEL: dict[str, Any] = {"embedding_dim": 8, "bottom_mlp": [16, 8], "top_mlp": [16, 1], "first_order": False}
+DEMO_MODEL: dict[str, Any] = {
+    "embedding_dim": 8,
+    "bottom_mlp": [16, 8],
+    "top_mlp": [16, 1],
+    "first_order": False,
+}
 DEMO: dict[str, Any] = {"workload": {"model": DEMO_MODEL}}
 GPT2: dict[str, Any] = {
     "precision": "fp32",
-    "workload": {"model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "dropout": 0.1}, "max_new_tokens": 8},
+    "workload": {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "dropout": 0.1},
+        "max_new_tokens": 8,
+    },
 }
 CUSTOM_SCHEMA: dict[str, Any] = {
     "label": "label",
@@ -174,7 +209,10 @@ CUSTOM_SCHEMA: dict[str, Any] = {
     "dense": ["age"],
     "sparse": ["user", "item", "history", "tags"],
     "lists": ["history", "tags"],
-    "features": [{"name": "history", "vocabulary": "item", "max_length": 4}, {"name": "tags", "weights": "tag_weights"}],
+    "features": [
+        {"name": "history", "vocabulary": "item", "max_length": 4},
+        {"name": "tags", "weights": "tag_weights"},
+    ],
     "weight": "weight",
 }
 ADAM_TABLES = {"kind": "adam", "learning_rate": 0.01, "eps": 1e-8, "weight_decay": 1e-4}
@@ -217,7 +255,12 @@ RUNS: dict[str, Run] = {
                     "class": "ensemble",
                     "models": [
                         {"class": "dlrm", **DEMO_MODEL, "members": 2},
-                        {"class": "finalnet", "embedding_dim": 4, "first_tower": [16], "second_tower": [16]},
+                        {
+                            "class": "finalnet",
+                            "embedding_dim": 4,
+                            "first_tower": [16],
+                            "second_tower": [16],
+                        },
                     ],
                 }
             }
@@ -228,7 +271,12 @@ RUNS: dict[str, Run] = {
         "clicks",
         {
             "workload": {
-                "model": {**DEMO_MODEL, "embedding_dim": 4, "bottom_mlp": [8, 4], "top_mlp": [8, 1]},
+                "model": {
+                    **DEMO_MODEL,
+                    "embedding_dim": 4,
+                    "bottom_mlp": [8, 4],
+                    "top_mlp": [8, 1],
+                },
                 "teacher": {"checkpoint": "runs/criteo", "weight": 0.5},
             }
         },
@@ -238,21 +286,45 @@ RUNS: dict[str, Run] = {
     "warm_start": Run(
         "criteo_demo",
         "clicks",
-        {"workload": {"model": DEMO_MODEL, "preset": {"min_count": 4}}, "init_from": "runs/criteo", "seed": 1},
+        {
+            "workload": {"model": DEMO_MODEL, "preset": {"min_count": 4}},
+            "init_from": "runs/criteo",
+            "seed": 1,
+        },
         needs=("criteo",),
         exports=None,
     ),
-    "huggingface": Run("gpt2_tiny", "tokens", {**GPT2, "loop": "huggingface"}, predict="prompts.txt"),
+    "huggingface": Run(
+        "gpt2_tiny", "tokens", {**GPT2, "loop": "huggingface"}, predict="prompts.txt"
+    ),
     "ray_2": Run("criteo_demo", "clicks", DEMO, start="ray", workers=2, exports=None),
     "torchrun_2": Run("criteo_demo", "clicks", DEMO, start="torchrun", workers=2, exports=None),
     "resumed_3": Run(
-        "criteo_demo", "clicks", {**DEMO, "steps": 16}, start="torchrun", workers=3, goes_on="torchrun_2", exports=None
+        "criteo_demo",
+        "clicks",
+        {**DEMO, "steps": 16},
+        start="torchrun",
+        workers=3,
+        goes_on="torchrun_2",
+        exports=None,
     ),
-    "torchrun_3": Run("clicks", "own.csv", {"workload": {"schema": CUSTOM_SCHEMA}}, start="torchrun", workers=3, exports=None),
+    "torchrun_3": Run(
+        "clicks",
+        "own.csv",
+        {"workload": {"schema": CUSTOM_SCHEMA}},
+        start="torchrun",
+        workers=3,
+        exports=None,
+    ),
     "mnist_ddp": Run(
         "mnist_resnet18",
         "digits",
-        {"batch_size": 8, "steps": 4, "evaluate_every": 4, "workload": {"model": {"blocks": [1, 1, 1, 1]}}},
+        {
+            "batch_size": 8,
+            "steps": 4,
+            "evaluate_every": 4,
+            "workload": {"model": {"blocks": [1, 1, 1, 1]}},
+        },
         start="torchrun",
         workers=2,
     ),
@@ -269,8 +341,12 @@ QUICK: Final = tuple(name for name, run in RUNS.items() if run.start == "here")
 
 
 def select_runs(names: Iterable[str]) -> list[str]:
-    """Return the runs that are asked for, none being all of them, and those that they need, in the order of `RUNS`."""
-    selected = {run for name in names for run in (QUICK if name == "quick" else (name,))} or set(RUNS)
+    """Return the runs that are asked for, none being all of them, and those that they need, in the
+    order of `RUNS`.
+    """
+    selected = {run for name in names for run in (QUICK if name == "quick" else (name,))} or set(
+        RUNS
+    )
     for name in reversed(RUNS):
         if name in selected:
             selected |= {*RUNS[name].needs, *filter(None, [RUNS[name].goes_on])}
@@ -322,7 +398,11 @@ def train(run: Run, name: str, log: Path) -> None:
     import rayrec
 
     changes = merged(SMALL, run.changes)
-    changes |= {"name": name, "train_data": {**changes["train_data"], "path": run.data}, "cluster": CLUSTER[run.start]}
+    changes |= {
+        "name": name,
+        "train_data": {**changes["train_data"], "path": run.data},
+        "cluster": CLUSTER[run.start],
+    }
     changes |= {"scaling": {"num_workers": run.workers, "threads_per_worker": 1}}
     if run.start == "here":
         rayrec.train(getattr(rayrec.recipes, run.recipe)().replace(**changes))
@@ -337,7 +417,11 @@ def train(run: Run, name: str, log: Path) -> None:
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Return `first` with `second` laid over it, nested dicts too."""
-    nested = {key: merged(first[key], value) for key, value in second.items() if isinstance(first.get(key), dict)}
+    nested = {
+        key: merged(first[key], value)
+        for key, value in second.items()
+        if isinstance(first.get(key), dict)
+    }
     return {**first, **second, **nested}
 
 
@@ -348,12 +432,20 @@ def losses(folder: Path) -> list[float]:
 
 
 def numbers(metrics: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the numbers among metrics, exactly, as text that can be compared where they are NaN, too."""
-    return {prefix + name: repr(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    """Return the numbers among metrics, exactly, as text that can be compared where they are NaN,
+    too.
+    """
+    return {
+        prefix + name: repr(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float)
+    }
 
 
 def content_sha256(folder: Path) -> str:
-    """Hash names, types and values of all columns of a folder's Parquet files, however the files are cut and packed."""
+    """Hash names, types and values of all columns of a folder's Parquet files, however the files
+    are cut and packed.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -366,7 +458,9 @@ def content_sha256(folder: Path) -> str:
 
 
 def export_sha256(folder: Path) -> str:
-    """Hash the names and contents of an export's files, but for times and prose, and the operations of its program."""
+    """Hash the names and contents of an export's files, but for times and prose, and the operations
+    of its program.
+    """
     import torch
 
     digest = hashlib.sha256()
@@ -391,16 +485,21 @@ def machine() -> dict[str, Any]:
     )
     flags = (info.get("flags") or info.get("Features") or "").split()
     return {
-        "cpu": " ".join(info.get(key, "") for key in ("model name", "cpu family", "model")).strip() or platform.machine(),
-        "vectors": sorted(flag for flag in flags if flag.startswith(VECTOR_FLAGS) or "bf16" in flag),
+        "cpu": " ".join(info.get(key, "") for key in ("model name", "cpu family", "model")).strip()
+        or platform.machine(),
+        "vectors": sorted(
+            flag for flag in flags if flag.startswith(VECTOR_FLAGS) or "bf16" in flag
+        ),
         "capability": torch.backends.cpu.get_cpu_capability(),
         **{package: importlib.metadata.version(package) for package in PACKAGES},
     }
 
 
 def differences(line: dict[str, Any], before: dict[str, Any] | None, *, bits: bool) -> list[str]:
-    """Return what differs from the line of an earlier call, one text each: losses, beyond the tolerance or, with `bits`, at all,
-    then also hashes and metrics. Metrics that the earlier call did not have are left out."""
+    """Return what differs from the line of an earlier call, one text each: losses, beyond the
+    tolerance or, with `bits`, at all, then also hashes and metrics. Metrics that the earlier call
+    did not have are left out.
+    """
     name = line["name"]
     if before is None:
         return [f"{name}: is not in the file; save one that has it"]
@@ -409,11 +508,20 @@ def differences(line: dict[str, Any], before: dict[str, Any] | None, *, bits: bo
         return [f"{name}: {len(now)} steps, before {len(then)}"]
     difference = max(abs(new - old) / abs(old) for new, old in zip(now, then, strict=True))
     if not all(map(math.isfinite, now)) or difference > TOLERANCE:
-        return [f"{name}: losses are up to {difference:.2g} (relative) apart, more than {TOLERANCE}: {now}, before {then}"]
-    texts = [f"{name}: losses are up to {difference:.2g} (relative) apart"] if bits and now != then else []
+        return [
+            f"{name}: losses are up to {difference:.2g} (relative) apart, more than {TOLERANCE}: "
+            f"{now}, before {then}"
+        ]
+    texts = (
+        [f"{name}: losses are up to {difference:.2g} (relative) apart"]
+        if bits and now != then
+        else []
+    )
     if bits:
         pairs = [(key, line.get(key), before.get(key)) for key in HASHES]
-        pairs += [(key, line["metrics"].get(key), value) for key, value in before["metrics"].items()]
+        pairs += [
+            (key, line["metrics"].get(key), value) for key, value in before["metrics"].items()
+        ]
         texts += [f"{name}: {key} {new}, before {old}" for key, new, old in pairs if new != old]
     return texts
 
@@ -430,10 +538,19 @@ def _code() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"quick, or some of {', '.join(RUNS)}; none: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"quick, or some of {', '.join(RUNS)}; none: all"
+    )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--save", type=Path, metavar="FILE", help="file to write the lines to, with the machine's features")
-    group.add_argument("--against", type=Path, metavar="FILE", help="file of an earlier --save to compare with")
+    group.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="file to write the lines to, with the machine's features",
+    )
+    group.add_argument(
+        "--against", type=Path, metavar="FILE", help="file of an earlier --save to compare with"
+    )
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in (*RUNS, "quick")]
     if unknown:
@@ -457,8 +574,15 @@ def main() -> int:
     then = {line["name"]: line for line in before["runs"]}
     changed = [key for key in current if current[key] != before["machine"].get(key)]
     if changed:
-        print(f"made with another {', '.join(changed)}: losses are compared, bits are not", file=sys.stderr)
-    texts = [text for line in lines for text in differences(line, then.get(line["name"]), bits=not changed)]
+        print(
+            f"made with another {', '.join(changed)}: losses are compared, bits are not",
+            file=sys.stderr,
+        )
+    texts = [
+        text
+        for line in lines
+        for text in differences(line, then.get(line["name"]), bits=not changed)
+    ]
     print("\n".join(texts) or f"no difference in {len(lines)} runs", file=sys.stderr)
     return int(bool(texts))
 

@@ -1,4 +1,5 @@
-"""Train a small run twice on a local Ray, once with a worker killed by SIGKILL, for the picture of docs/faults.md.
+"""Train a small run twice on a local Ray, once with a worker killed by SIGKILL, for the picture of
+docs/faults.md.
 
 `python tools/kill_run.py` takes two minutes and needs two CPUs. `make pictures` draws the picture.
 """
@@ -19,7 +20,17 @@ from rayrec.data.synthetic import generate  # noqa: E402
 
 RECORD = ROOT / "docs" / "assets" / "kill.jsonl"
 STEPS, KILLED_AT = 6_000, 2_500
-FIELDS = ("kind", "step", "cause", "number", "checkpoint", "weights_sha256", "steps_redone", "rows_repeated", "rows_lost")
+FIELDS = (
+    "kind",
+    "step",
+    "cause",
+    "number",
+    "checkpoint",
+    "weights_sha256",
+    "steps_redone",
+    "rows_repeated",
+    "rows_lost",
+)
 
 
 def run(folder: Path, log: Path, *, kill: bool) -> list[dict[str, object]]:
@@ -37,7 +48,10 @@ def run(folder: Path, log: Path, *, kill: bool) -> list[dict[str, object]]:
         events = sorted([*command.events(), *killed], key=lambda event: event["time"])
     began = events[0]["time"]
     return [
-        {"seconds": round(event["time"] - began, 2), **{name: event[name] for name in FIELDS if name in event}}
+        {
+            "seconds": round(event["time"] - began, 2),
+            **{name: event[name] for name in FIELDS if name in event},
+        }
         for event in events
     ]
 

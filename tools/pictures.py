@@ -1,8 +1,10 @@
-"""Draws the pictures of README and docs into docs/assets, light and dark: `python tools/pictures.py` (make pictures).
+"""Draws the pictures of README and docs into docs/assets, light and dark: `python
+tools/pictures.py` (make pictures).
 
-`numbers` is drawn from rows of benchmarks/results, `kill` from docs/assets/kill.jsonl, which tools/kill_run.py records, `top`
-from docs/assets/top.txt; `flow` and `batch` are drawings. `python tools/pictures.py report` trains on a synthetic log, takes a
-screenshot of the report with Chromium, and records what `rayrec top` shows while it trains.
+`numbers` is drawn from rows of benchmarks/results, `kill` from docs/assets/kill.jsonl, which
+tools/kill_run.py records, `top` from docs/assets/top.txt; `flow` and `batch` are drawings. `python
+tools/pictures.py report` trains on a synthetic log, takes a screenshot of the report with Chromium,
+and records what `rayrec top` shows while it trains.
 """
 
 import json
@@ -45,23 +47,60 @@ class Theme(NamedTuple):
 
 CONSOLE = Console()
 THEMES = {
-    "light": Theme("#1f2328", "#59636e", "#2f6fde", "#b6bec9", "#f3f5f8", "#8b949e", "#cf222e", DEFAULT_TERMINAL_THEME),
-    "dark": Theme("#e6edf3", "#9198a1", "#5b9bff", "#565f6b", "#1c232c", "#8b949e", "#ff7b72", MONOKAI),
+    "light": Theme(
+        "#1f2328",
+        "#59636e",
+        "#2f6fde",
+        "#b6bec9",
+        "#f3f5f8",
+        "#8b949e",
+        "#cf222e",
+        DEFAULT_TERMINAL_THEME,
+    ),
+    "dark": Theme(
+        "#e6edf3", "#9198a1", "#5b9bff", "#565f6b", "#1c232c", "#8b949e", "#ff7b72", MONOKAI
+    ),
 }
 
 
-def text(x: float, y: float, words: str, color: str, *, size: int = 14, anchor: str = "start", bold: bool = False) -> str:
+def text(
+    x: float,
+    y: float,
+    words: str,
+    color: str,
+    *,
+    size: int = 14,
+    anchor: str = "start",
+    bold: bool = False,
+) -> str:
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}" '
+        f'text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    )
 
 
-def rectangle(x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "none", round_: float = 3) -> str:
+def rectangle(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    *,
+    stroke: str = "none",
+    round_: float = 3,
+) -> str:
     shape = f'x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="{round_:g}"'
     return f'<rect {shape} fill="{fill}" stroke="{stroke}"/>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1.5, more: str = "") -> str:
-    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" stroke-width="{width:g}"{more}/>'
+def line(
+    x1: float, y1: float, x2: float, y2: float, color: str, *, width: float = 1.5, more: str = ""
+) -> str:
+    return (
+        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
+        f'stroke-width="{width:g}"{more}/>'
+    )
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
@@ -76,9 +115,14 @@ def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
 
 
 def picture(width: int, height: int, title: str, parts: list[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" '
+    )
     body = "\n".join(parts)
-    return f'{head}role="img" font-family="{FONT}">\n<title>{escape(title)}</title>\n{body}\n</svg>\n'
+    return (
+        f'{head}role="img" font-family="{FONT}">\n<title>{escape(title)}</title>\n{body}\n</svg>\n'
+    )
 
 
 SHOWN = (
@@ -94,7 +138,12 @@ def numbers(theme: Theme) -> str:
     parts, panel, hardware = [], 290, ""
     for index, (shown, title) in enumerate(SHOWN):
         _, row = results.find(shown.name, shown.workload, shown.peer)
-        left, ours, peer, hardware = index * panel + 10, row["rows_per_s"], row["peer_rows_per_s"], row["hardware"]
+        left, ours, peer, hardware = (
+            index * panel + 10,
+            row["rows_per_s"],
+            row["peer_rows_per_s"],
+            row["hardware"],
+        )
         ratio = f"{ours / peer:.1f}" if ours / peer < 20 else f"{ours / peer:.0f}"
         parts += [
             text(left, 24, title, theme.text, size=15, bold=True),
@@ -112,7 +161,11 @@ def numbers(theme: Theme) -> str:
 def kill(theme: Theme) -> str:
     """Draw step against time of a run with a killed worker, from docs/assets/kill.jsonl."""
     events = [json.loads(row) for row in (ASSETS / "kill.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["kind"] in ("start", "step", "finish") and "step" in event]
+    steps = [
+        event
+        for event in events
+        if event["kind"] in ("start", "step", "finish") and "step" in event
+    ]
     width, height, left, bottom, top = 870, 330, 60, 270, 50
     start_s = min(event["seconds"] for event in steps) - 2
     end_s = max(event["seconds"] for event in events if event["kind"] == "summary")
@@ -132,25 +185,57 @@ def kill(theme: Theme) -> str:
     for step in range(0, max_step + 1, max_step // 4):
         parts.append(text(left - 8, y(step) + 4, f"{step:,}", theme.quiet, size=12, anchor="end"))
     for second in range(0, int(end_s - start_s), 20):
-        parts.append(text(x(start_s + second), bottom + 18, f"{second} s", theme.quiet, size=12, anchor="middle"))
+        parts.append(
+            text(
+                x(start_s + second),
+                bottom + 18,
+                f"{second} s",
+                theme.quiet,
+                size=12,
+                anchor="middle",
+            )
+        )
     attempt: list[str] = []
     for event in steps:
         if event["kind"] == "start" and attempt:
-            parts.append(f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>')
+            parts.append(
+                f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" '
+                'stroke-width="2.5"/>'
+            )
             attempt = []
         attempt.append(f"{x(event['seconds']):.1f},{y(event['step']):.1f}")
-    parts.append(f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" stroke-width="2.5"/>')
+    parts.append(
+        f'<polyline points="{" ".join(attempt)}" fill="none" stroke="{theme.ours}" '
+        'stroke-width="2.5"/>'
+    )
     for event in events:
         if event["kind"] == "checkpoint":
             position = f'cx="{x(event["seconds"]):.1f}" cy="{y(event["step"]):.1f}"'
-            parts.append(f'<circle {position} r="4.5" fill="{theme.box}" stroke="{theme.ours}" stroke-width="2"/>')
+            parts.append(
+                f'<circle {position} r="4.5" fill="{theme.box}" stroke="{theme.ours}" '
+                'stroke-width="2"/>'
+            )
     (killed,) = (event["seconds"] for event in events if event["kind"] == "SIGKILL")
-    resumed = next(event for event in events if event["kind"] == "start" and event["seconds"] > killed)
-    stepped = next(event for event in events if event["kind"] == "step" and event["seconds"] > resumed["seconds"])
+    resumed = next(
+        event for event in events if event["kind"] == "start" and event["seconds"] > killed
+    )
+    stepped = next(
+        event
+        for event in events
+        if event["kind"] == "step" and event["seconds"] > resumed["seconds"]
+    )
     before = max(event["step"] for event in steps if event["seconds"] < killed)
     parts += [
         line(x(killed), top - 8, x(killed), bottom, theme.alarm, more=' stroke-dasharray="5 4"'),
-        text(x(killed) - 6, top + 4, "kill -9 of a worker", theme.alarm, size=13, anchor="end", bold=True),
+        text(
+            x(killed) - 6,
+            top + 4,
+            "kill -9 of a worker",
+            theme.alarm,
+            size=13,
+            anchor="end",
+            bold=True,
+        ),
         text(
             x(resumed["seconds"]) + 8,
             y(resumed["step"]) + 22,
@@ -161,15 +246,16 @@ def kill(theme: Theme) -> str:
         text(
             x(resumed["seconds"]) + 8,
             y(resumed["step"]) + 40,
-            f"{stepped['seconds'] - killed:.1f} s to the next logged step; {max(before - resumed['step'], 0):,} steps repeated",
+            f"{stepped['seconds'] - killed:.1f} s to the next logged step; "
+            f"{max(before - resumed['step'], 0):,} steps repeated",
             theme.quiet,
             size=13,
         ),
         text(
             10,
             316,
-            "Step against time, two workers on two cores. Circles are checkpoints. The final weights have the SHA-256 "
-            "of a run that nothing disturbed.",
+            "Step against time, two workers on two cores. Circles are checkpoints. The final "
+            "weights have the SHA-256 of a run that nothing disturbed.",
             theme.quiet,
             size=12,
         ),
@@ -190,16 +276,30 @@ class Box(NamedTuple):
 def boxes(items: list[Box], theme: Theme) -> list[str]:
     parts = []
     for box in items:
-        parts.append(rectangle(box.x, box.y, box.width, box.height, theme.box, stroke=theme.line, round_=6))
+        parts.append(
+            rectangle(box.x, box.y, box.width, box.height, theme.box, stroke=theme.line, round_=6)
+        )
         for number, words in enumerate(box.lines):
             middle = box.x + box.width / 2
             color, size = (theme.text, 14) if number == 0 else (theme.quiet, 12)
-            parts.append(text(middle, box.y + 24 + 18 * number, words, color, size=size, anchor="middle", bold=number == 0))
+            parts.append(
+                text(
+                    middle,
+                    box.y + 24 + 18 * number,
+                    words,
+                    color,
+                    size=size,
+                    anchor="middle",
+                    bold=number == 0,
+                )
+            )
     return parts
 
 
 def flow(theme: Theme) -> str:
-    """Draw the path from the raw log to the served model, and the Preprocessor shared by all parts."""
+    """Draw the path from the raw log to the served model, and the Preprocessor shared by all
+    parts.
+    """
     items = [
         Box(10, 40, 150, 70, ("Raw log", "TSV, CSV, Parquet", "disk, s3, gs, az")),
         Box(205, 40, 150, 70, ("Index", "faults counted", "rows numbered")),
@@ -230,7 +330,14 @@ def flow(theme: Theme) -> str:
         235,
         "How data flows through rayrec",
         [
-            text(10, 22, "One Preprocessor from the first row to the last request", theme.text, size=16, bold=True),
+            text(
+                10,
+                22,
+                "One Preprocessor from the first row to the last request",
+                theme.text,
+                size=16,
+                bold=True,
+            ),
             *arrows,
             *boxes(items, theme),
         ],
@@ -261,8 +368,8 @@ def batch(theme: Theme) -> str:
             text(
                 10,
                 145,
-                "The order is a function of log, seed and epoch; a checkpoint stores the position in it, "
-                "for any number of workers.",
+                "The order is a function of log, seed and epoch; a checkpoint stores the position "
+                "in it, for any number of workers.",
                 theme.quiet,
                 size=12,
             ),
@@ -272,7 +379,9 @@ def batch(theme: Theme) -> str:
 
 def top(theme: Theme) -> str:
     """Draw the terminal output of `rayrec top`."""
-    lines = [Text.from_ansi(line) for line in (ASSETS / "top.txt").read_text().rstrip().splitlines()]
+    lines = [
+        Text.from_ansi(line) for line in (ASSETS / "top.txt").read_text().rstrip().splitlines()
+    ]
     width, height = round(7.8 * max(map(len, lines))) + 30, 18 * len(lines) + 56
     parts = [rectangle(1, 1, width - 2, height - 2, theme.box, stroke=theme.line, round_=8)]
     parts.append(text(16, 26, "$ rayrec top runs/demo", theme.quiet, size=13))
@@ -280,30 +389,45 @@ def top(theme: Theme) -> str:
     for number, shown in enumerate(lines):
         column = 0
         for segment in shown.render(CONSOLE):
-            positions = " ".join(f"{16 + 7.8 * (column + offset):g}" for offset in range(len(segment.text)))
+            positions = " ".join(
+                f"{16 + 7.8 * (column + offset):g}" for offset in range(len(segment.text))
+            )
             column += len(segment.text)
             spaced = segment.text.replace(" ", "\u00a0")  # SVG makes one of several spaces
             color = segment.style and segment.style.color
             fill = color.get_truecolor(theme.terminal).hex if color else theme.text
             at = f'x="{positions}" y="{50 + 18 * number}"'
-            parts.append(f'<text {at} fill="{fill}" font-size="13" font-family="monospace">{escape(spaced)}</text>')
+            parts.append(
+                f'<text {at} fill="{fill}" font-size="13" '
+                f'font-family="monospace">{escape(spaced)}</text>'
+            )
     return picture(width, height, "rayrec top", parts)
 
 
-DRAWINGS: dict[str, Callable[[Theme], str]] = {"numbers": numbers, "kill": kill, "flow": flow, "batch": batch, "top": top}
+DRAWINGS: dict[str, Callable[[Theme], str]] = {
+    "numbers": numbers,
+    "kill": kill,
+    "flow": flow,
+    "batch": batch,
+    "top": top,
+}
 """Each picture by its name."""
 
 
 def files() -> dict[str, str]:
     """Return the content of every drawing by its name in docs/assets."""
-    return {f"{name}-{theme}.svg": draw(colors) for name, draw in DRAWINGS.items() for theme, colors in THEMES.items()}
+    return {
+        f"{name}-{theme}.svg": draw(colors)
+        for name, draw in DRAWINGS.items()
+        for theme, colors in THEMES.items()
+    }
 
 
 def report() -> None:
     """Write docs/assets/report.png and docs/assets/top.txt.
 
-    The picture is the upper part of the report of a run on a synthetic log (two epochs, 150,000 rows). The text is the output of
-    `rayrec top` after its first evaluations.
+    The picture is the upper part of the report of a run on a synthetic log (two epochs, 150,000
+    rows). The text is the output of `rayrec top` after its first evaluations.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
@@ -311,14 +435,32 @@ def report() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rayrec = [sys.executable, "-m", "rayrec"]
-        train = [*rayrec, "train", "criteo_demo", "--train-data.path", "log/train.txt", "--scaling.num-workers", "1"]
+        train = [
+            *rayrec,
+            "train",
+            "criteo_demo",
+            "--train-data.path",
+            "log/train.txt",
+            "--scaling.num-workers",
+            "1",
+        ]
         train += ["--scaling.threads-per-worker", "1", "--epochs", "2", "--name", "demo"]
         terminal = {"COLUMNS": "104", "FORCE_COLOR": "1"}
-        how: dict[str, Any] = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), **terminal}}
-        subprocess.run([*rayrec, "generate", "log", "--rows", "150000"], check=True, stdout=subprocess.DEVNULL, **how)
+        how: dict[str, Any] = {
+            "cwd": folder,
+            "env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), **terminal},
+        }
+        subprocess.run(
+            [*rayrec, "generate", "log", "--rows", "150000"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            **how,
+        )
         with subprocess.Popen(train, stdout=subprocess.DEVNULL, **how) as training:
             events = folder / "runs" / "demo" / "events.jsonl"
-            while training.poll() is None and not (events.exists() and events.read_text().count('"evaluate"') >= 3):
+            while training.poll() is None and not (
+                events.exists() and events.read_text().count('"evaluate"') >= 3
+            ):
                 time.sleep(0.1)
             once = [*rayrec, "top", "runs/demo", "--once"]
             shown = subprocess.run(once, check=True, capture_output=True, text=True, **how)
@@ -327,8 +469,19 @@ def report() -> None:
         page = folder / "runs" / "demo" / "report.html"
         shown = page.read_text().replace(str(ROOT / "src" / "rayrec" / "__main__.py"), "rayrec")
         page.write_text(shown)
-        camera = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
-        camera += ["--window-size=1200,1180", f"--screenshot={ASSETS / 'report.png'}", page.as_uri()]
+        camera = [
+            chromium,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--virtual-time-budget=3000",
+        ]
+        camera += [
+            "--window-size=1200,1180",
+            f"--screenshot={ASSETS / 'report.png'}",
+            page.as_uri(),
+        ]
         subprocess.run(camera, check=True, stderr=subprocess.DEVNULL)
 
 

@@ -1,11 +1,13 @@
 """Check the project's prose: `python tools/prose.py [FILE...]`, by default every file of the tree.
 
-Words: `words.tsv` lists phrases for all text in Markdown, YAML, shell, C and make files, notebook cells, and comments and strings
-in Python files (docstrings, help, messages), never identifiers. Each hit is printed, and fails.
+Words: `words.tsv` lists phrases for all text in Markdown, YAML, shell, C and make files, notebook
+cells, and comments and strings in Python files (docstrings, help, messages), never identifiers.
+Each hit is printed, and fails.
 
-Docstrings, help and names in Python files: openings with a fragment, long sentences, clauses, chains of "of", identifiers with a
-part in `names.tsv`, test names. `LIMITS` is the number of each that a tree may have. Prints the hits of a kind above its
-number. The exit status is 1 if anything fails. Ruff checks the imperative verb of functions.
+Docstrings, help and names in Python files: openings with a fragment, long sentences, clauses,
+chains of "of", identifiers with a part in `names.tsv`, test names. `LIMITS` is the number of each
+that a tree may have. Prints the hits of a kind above its number. The exit status is 1 if anything
+fails. Ruff checks the imperative verb of functions.
 """
 
 import ast
@@ -31,7 +33,9 @@ LIMITS: dict[str, dict[str, int]] = {
     "tools": {"opening": 0, "long": 0, "clauses": 0, "of": 0, "name": 0},
     "tests": {"opening": 102, "long": 3, "clauses": 6, "of": 22, "name": 1107, "test": 53},
 }
-"""Maximum hits of each kind in a tree. These only fall: lower a number in the commit that lowers its count."""
+"""Maximum hits of each kind in a tree. These only fall: lower a number in the commit that lowers
+its count.
+"""
 _FRAGMENT = re.compile(
     r"(of|what|how|where|for|in|which|as|that|on|by|from|with|between|its|those|why|at|who|raises|see|whether)(?![\w'])",
     re.IGNORECASE,
@@ -48,13 +52,17 @@ SPACE = r"(?:\s*\n\s*(?:#|//|\*)\s*|\s+)"
 
 
 LOOSE_SPACE = r"(?:[\W_]|\\n)+(?:[rfbu]{1,2}\W+)?"
-"""Pattern for a space in a source file, such as the end of a string literal and the start of the next."""
+"""Pattern for a space in a source file, such as the end of a string literal and the start of the
+next.
+"""
 
 
 class Rule(NamedTuple):
     pattern: re.Pattern[str]
     in_source: re.Pattern[str]
-    """Matches in the source of every file whose prose `pattern` matches; skips files that need no parsing."""
+    """Matches in the source of every file whose prose `pattern` matches; skips files that need no
+    parsing.
+    """
     replacement: str
     why: str
 
@@ -66,10 +74,11 @@ class Prose(NamedTuple):
 
 
 def read_rules(text: str) -> list[Rule]:
-    """Read the rules of a list: `pattern<tab>replacement<tab>why` on each line. Skips empty lines and lines that start with #.
+    """Read the rules of a list: `pattern<tab>replacement<tab>why` on each line. Skips empty lines
+    and lines that start with #.
 
-    A pattern is a regular expression for whole words of either case. A space in it also matches the end of a line. Raises
-    ValueError for an invalid line.
+    A pattern is a regular expression for whole words of either case. A space in it also matches the
+    end of a line. Raises ValueError for an invalid line.
     """
     rules = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -77,7 +86,9 @@ def read_rules(text: str) -> list[Rule]:
             continue
         fields = line.split("\t")
         if len(fields) != 3 or not all(field.strip() for field in fields):
-            raise ValueError(f"line {number} of the list is not pattern<tab>replacement<tab>why: {line!r}")
+            raise ValueError(
+                f"line {number} of the list is not pattern<tab>replacement<tab>why: {line!r}"
+            )
         pattern, replacement, why = (field.strip() for field in fields)
         try:
             compiled = re.compile(rf"(?<!\w)(?:{pattern.replace(' ', SPACE)})(?!\w)", re.IGNORECASE)
@@ -113,9 +124,13 @@ def comments_of_python(source: str) -> Iterator[Prose]:
 
 def _strings(node: ast.AST) -> Iterator[Prose]:
     if isinstance(node, ast.JoinedStr):
-        parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        parts = [
+            str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+        ]
         yield Prose(node.lineno, "".join(parts))
-        inserted: Iterable[ast.AST] = (part for part in node.values if not isinstance(part, ast.Constant))
+        inserted: Iterable[ast.AST] = (
+            part for part in node.values if not isinstance(part, ast.Constant)
+        )
     else:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield Prose(node.lineno, node.value)
@@ -131,7 +146,9 @@ def prose_of_cells(source: str) -> Iterator[Prose]:
 
 
 def hits(path: Path, rules: Iterable[Rule]) -> Iterator[tuple[int, str, Rule]]:
-    """Yield line, phrase and rule of each hit in a file's prose. Files of other kinds have no prose."""
+    """Yield line, phrase and rule of each hit in a file's prose. Files of other kinds have no
+    prose.
+    """
     if path.suffix not in {".py", ".ipynb"} | TEXT and path.name not in TEXT_NAMES:
         return
     source = path.read_text()
@@ -158,7 +175,9 @@ def documented(tree: ast.Module) -> Iterator[tuple[str, Prose]]:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        has_docstring = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         for before, line in itertools.pairwise([None, *body]):
             value = getattr(getattr(line, "value", None), "value", None)
             if not isinstance(line, ast.Expr) or not isinstance(value, str):
@@ -170,12 +189,20 @@ def documented(tree: ast.Module) -> Iterator[tuple[str, Prose]]:
 
 
 def _sentences(text: str) -> Iterator[str]:
-    for paragraph in re.split(r"\n\s*\n|\n\s*[-*>]\s|\n\s*\w+ ?(?:\([^)\n]*\))?:\s", re.sub(r"`[^`]*`", "X", text)):
-        yield from (" ".join(sentence.split()) for sentence in re.split(r"(?<=[.!?])\s+", paragraph) if sentence.strip())
+    for paragraph in re.split(
+        r"\n\s*\n|\n\s*[-*>]\s|\n\s*\w+ ?(?:\([^)\n]*\))?:\s", re.sub(r"`[^`]*`", "X", text)
+    ):
+        yield from (
+            " ".join(sentence.split())
+            for sentence in re.split(r"(?<=[.!?])\s+", paragraph)
+            if sentence.strip()
+        )
 
 
 def _names(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, name, whether it is a function's) of each definition, argument and assigned variable."""
+    """Yield (line, name, whether it is a function's) of each definition, argument and assigned
+    variable.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name, not isinstance(node, ast.ClassDef)
@@ -186,7 +213,9 @@ def _names(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
 
 
 def faults(source: str, parts: frozenset[str]) -> Iterator[Fault]:
-    """Yield the faults of a Python file's docstrings, help and names. `parts`: parts of identifiers that are not used."""
+    """Yield the faults of a Python file's docstrings, help and names. `parts`: parts of identifiers
+    that are not used.
+    """
     tree = ast.parse(source)
     texts = list(comments_of_python(source))
     for kind, prose in documented(tree):
@@ -205,7 +234,9 @@ def faults(source: str, parts: frozenset[str]) -> Iterator[Fault]:
             if words.count("of") > MAX_OF:
                 yield Fault("of", prose.line, sentence)
     for line, name, is_function in _names(tree):
-        is_listed = not parts.isdisjoint(re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_"))
+        is_listed = not parts.isdisjoint(
+            re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_")
+        )
         is_test = is_function and name.startswith("test_")
         if is_test and (is_listed or len(name) > MAX_TEST_NAME or _TALE.search(f"{name}_")):
             yield Fault("test", line, name)
@@ -215,17 +246,36 @@ def faults(source: str, parts: frozenset[str]) -> Iterator[Fault]:
 
 def tracked_files() -> list[Path]:
     """Return the files that git tracks or would track, or all files outside a checkout."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    listed = (
+        subprocess.run(command, capture_output=True, text=True, check=False)
+        if shutil.which("git")
+        else None
+    )
     if listed is not None and listed.returncode == 0:
-        return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+        return [
+            path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()
+        ]
     hidden = {path for path in ROOT.iterdir() if path.name.startswith(".")}
     return [path for path in ROOT.rglob("*") if path.is_file() and hidden.isdisjoint(path.parents)]
 
 
 def read_names(text: str) -> frozenset[str]:
     """Read the first column of a list. Skips empty lines and lines that start with #."""
-    return frozenset(line.split("\t")[0] for line in text.splitlines() if line.strip() and not line.startswith("#"))
+    return frozenset(
+        line.split("\t")[0]
+        for line in text.splitlines()
+        if line.strip() and not line.startswith("#")
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -239,12 +289,18 @@ def main(arguments: list[str]) -> int:
             has_failed = True
         if path.suffix == ".py" and shown.parts[0] in LIMITS:
             for fault in faults(path.read_text(), parts):
-                by_kind.setdefault((shown.parts[0], fault.kind), []).append(f"{shown}:{fault.line}: {fault.kind}: {fault.text}")
+                by_kind.setdefault((shown.parts[0], fault.kind), []).append(
+                    f"{shown}:{fault.line}: {fault.kind}: {fault.text}"
+                )
     for (tree, kind), lines in by_kind.items():
         limit = LIMITS[tree].get(kind, 0)
         if len(lines) > limit:
             has_failed = True
-            print(*lines, f"{tree}: {len(lines)} of kind {kind}, at most {limit} are allowed", sep="\n")
+            print(
+                *lines,
+                f"{tree}: {len(lines)} of kind {kind}, at most {limit} are allowed",
+                sep="\n",
+            )
     return 1 if has_failed else 0
 
 

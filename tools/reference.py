@@ -1,7 +1,9 @@
-"""Make the reference pages of the documentation from the code, as Markdown: `python tools/reference.py [PAGE]` prints them.
+"""Make the reference pages of the documentation from the code, as Markdown: `python
+tools/reference.py [PAGE]` prints them.
 
-Commands and flags come from their declarations, fields from the Config classes, the Python interface from `rayrec.__all__`.
-Events, metrics, HTTP and exit statuses come from the tables that the code uses, file formats from the modules that write them.
+Commands and flags come from their declarations, fields from the Config classes, the Python
+interface from `rayrec.__all__`. Events, metrics, HTTP and exit statuses come from the tables that
+the code uses, file formats from the modules that write them.
 """
 
 import ast
@@ -50,7 +52,10 @@ last column lists the fields that are written by name; metrics and measurements 
     "http": """A server describes itself at `/openapi.json`, with the columns of its own model. This is the description for
 Criteo's columns and a server with a token; [serve](../serve.md) has examples.""",
     "exit-statuses": "Scripts and schedulers may rely on these; all commands have the same.",
-    "formats": "No file is a pickle, and none is executed when it is read. A folder that has its manifest is complete.",
+    "formats": (
+        "No file is a pickle, and none is executed when it is read. A folder that has its "
+        "manifest is complete."
+    ),
 }
 """Introduction of each page."""
 
@@ -75,15 +80,21 @@ def commands_page() -> str:
     parts: list[str] = []
     for command in COMMANDS.values():
         flags = command_flags(command)
-        parts.append(f"## rayrec {command.name}\n\n`{usage(command, flags)}`: {cell(command.summary)}.\n")
+        parts.append(
+            f"## rayrec {command.name}\n\n`{usage(command, flags)}`: {cell(command.summary)}.\n"
+        )
         if command.examples:
             parts.append("```text\n" + "\n".join(command.examples) + "\n```\n")
         if flags and not command.raw:
-            parts.append(table(("flag", "value", "default", "meaning"), [_flag(flag) for flag in flags]))
+            parts.append(
+                table(("flag", "value", "default", "meaning"), [_flag(flag) for flag in flags])
+            )
         if command.recipe == "first":
             parts.append(
-                "Flags are the fields of the recipe's [configuration](configuration.md), such as `--scaling.num-workers`; "
-                f"{', '.join(f'`--{name}`' for name in map(flag_name, ALIASES))} are short names of some.\n"
+                "Flags are the fields of the recipe's [configuration](configuration.md), such as "
+                "`--scaling.num-workers`; "
+                f"{', '.join(f'`--{name}`' for name in map(flag_name, ALIASES))} are short names "
+                "of some.\n"
             )
     switches = [(f"`{switch}`", text) for switch, text in SWITCHES.items()]
     return "\n".join([*parts, "## Every command\n", table(("switch", "meaning"), switches)])
@@ -92,20 +103,41 @@ def commands_page() -> str:
 def _flag(flag: Flag) -> tuple[object, ...]:
     names = [flag.name, *([flag.negative] if flag.pair else [])]
     name = ", ".join(f"`--{name}`" for name in names) if flag.name else f"`{flag.metavar}`"
-    value = "none" if flag.type is bool else f"`{flag.metavar or metavar_of(flag.type)}`" if flag.name else ""
-    default = "required" if flag.value is MISSING else "" if flag.value in (None, (), False) else f"`{flag.value}`"
+    value = (
+        "none"
+        if flag.type is bool
+        else f"`{flag.metavar or metavar_of(flag.type)}`"
+        if flag.name
+        else ""
+    )
+    default = (
+        "required"
+        if flag.value is MISSING
+        else ""
+        if flag.value in (None, (), False)
+        else f"`{flag.value}`"
+    )
     return name, value, default, flag.text
 
 
 def classes() -> Iterator[type[Config]]:
     """Yield the package's Config classes by module, each after its bases."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if not re.search(r"^class \w+\(.*\b\w*(?<!Backend)(Config|Workload)\b", path.read_text(), re.MULTILINE):
+        if not re.search(
+            r"^class \w+\(.*\b\w*(?<!Backend)(Config|Workload)\b", path.read_text(), re.MULTILINE
+        ):
             continue
-        name = ".".join(("rayrec", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        name = ".".join(("rayrec", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
         module = importlib.import_module(name)
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Config) and value.__module__ == name and dataclasses.fields(value):
+            if (
+                isinstance(value, type)
+                and issubclass(value, Config)
+                and value.__module__ == name
+                and dataclasses.fields(value)
+            ):
                 yield value
 
 
@@ -135,7 +167,8 @@ def configuration_page() -> str:
     parts: list[str] = []
     first = {"TrainConfig": 0, "DataConfig": 1, "ScalingConfig": 2}
     kinds = sorted(
-        {kind.__name__: kind for kind in classes()}.values(), key=lambda kind: (first.get(kind.__name__, 9), kind.__name__)
+        {kind.__name__: kind for kind in classes()}.values(),
+        key=lambda kind: (first.get(kind.__name__, 9), kind.__name__),
     )
     for kind in kinds:
         docs, types = field_docs(kind), _types(kind)
@@ -143,7 +176,10 @@ def configuration_page() -> str:
             (f"`{field.name}`", f"`{types[field.name]}`", _default(field), docs.get(field.name, ""))
             for field in dataclasses.fields(kind)
         ]
-        parts.append(f"## {kind.__name__}\n\n{summary(kind)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}")
+        parts.append(
+            "## "
+            f"{kind.__name__}\n\n{summary(kind)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}"
+        )
     return "\n".join(parts)
 
 
@@ -154,7 +190,9 @@ def recipes_page() -> str:
     for name in models.names():
         kind = models.config_class(name)
         rows.append((f"`{name}`", summary(kind)))
-    named = "## Click models\n\n`--model NAME` trains one of them with any recipe for click logs.\n\n"
+    named = (
+        "## Click models\n\n`--model NAME` trains one of them with any recipe for click logs.\n\n"
+    )
     return f"{table(('recipe', 'is'), recipes)}\n{named}{table(('model', 'is'), rows)}"
 
 
@@ -169,12 +207,17 @@ def events_page() -> str:
     named: dict[str, set[str]] = {}
     for kind, fields in logged_events():
         named.setdefault(kind, set()).update(fields)
-    rows = [(f"`{kind}`", text, ", ".join(f"`{name}`" for name in sorted(named.get(kind, ())))) for kind, text in KINDS.items()]
+    rows = [
+        (f"`{kind}`", text, ", ".join(f"`{name}`" for name in sorted(named.get(kind, ()))))
+        for kind, text in KINDS.items()
+    ]
     return table(("kind", "reports", "fields"), rows)
 
 
 def logged_events() -> Iterator[tuple[str, set[str]]]:
-    """Yield kind and named fields of each event that the code writes. A kind is a literal, or a module's constant KIND."""
+    """Yield kind and named fields of each event that the code writes. A kind is a literal, or a
+    module's constant KIND.
+    """
     trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     constants = {
         path.stem: line.value.value
@@ -198,7 +241,12 @@ def logged_events() -> Iterator[tuple[str, set[str]]]:
                 module, _, name = ast.unparse(first).rpartition(".")
                 kind = constants.get(module or path.stem) if name == "KIND" else None
             if writes and isinstance(kind, str) and kind.isidentifier():
-                of_dict = [key for argument in node.args[1:] if isinstance(argument, ast.Dict) for key in argument.keys]
+                of_dict = [
+                    key
+                    for argument in node.args[1:]
+                    if isinstance(argument, ast.Dict)
+                    for key in argument.keys
+                ]
                 keys = {key.value for key in of_dict if isinstance(key, ast.Constant)}
                 yield kind, keys | {keyword.arg for keyword in node.keywords if keyword.arg}
 
@@ -208,7 +256,10 @@ def metrics_page() -> str:
     module = SOURCE / "training" / "launchers" / "ray_metrics.py"
     training: list[tuple[object, ...]] = []
     for kinds, metrics in json.loads(module.with_suffix(".json").read_text()).items():
-        training += [(f"`ray_{name}`", kinds.removesuffix("s"), text, "`run`") for name, text in metrics.items()]
+        training += [
+            (f"`ray_{name}`", kinds.removesuffix("s"), text, "`run`")
+            for name, text in metrics.items()
+        ]
     for node in ast.walk(ast.parse(module.read_text())):  # to import it takes a Ray
         if (
             isinstance(node, ast.Call)
@@ -217,9 +268,20 @@ def metrics_page() -> str:
         ):
             options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
             labels = ", ".join(f"`{label}`" for label in options["tag_keys"])
-            training.append((f"`ray_{node.args[0].value}`", ast.unparse(node.func).lower(), options["description"], labels))
+            training.append(
+                (
+                    f"`ray_{node.args[0].value}`",
+                    ast.unparse(node.func).lower(),
+                    options["description"],
+                    labels,
+                )
+            )
     serving = [
-        (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
+        (
+            f"`{family.name}{'_total' if family.type == 'counter' else ''}`",
+            family.type,
+            family.documentation,
+        )
         for family in Counters().snapshot().families
     ]
     of_runs = "The metrics of a run on Ray, exported by Ray's endpoint on the driver's node."
@@ -243,7 +305,9 @@ def http_page() -> str:
             parts.append(f"## {method.upper()} {path}\n\n{described['summary']}\n")
             for media, body in described.get("requestBody", {}).get("content", {}).items():
                 parts.append(f"Takes `{media}`. {cell(body['schema'].get('description', ''))}\n")
-            rows = [(status, answer["description"]) for status, answer in described["responses"].items()]
+            rows = [
+                (status, answer["description"]) for status, answer in described["responses"].items()
+            ]
             parts.append(table(("status", "meaning"), rows))
     answers = document["components"]["schemas"]
     for name in (name for name in answers if name != "Row"):
@@ -257,7 +321,9 @@ def http_page() -> str:
 
 def statuses_page() -> str:
     """Return the page of exit statuses of all commands."""
-    return table(("status", "meaning"), [(f"`{status}`", text) for status, text in STATUSES.items()])
+    return table(
+        ("status", "meaning"), [(f"`{status}`", text) for status, text in STATUSES.items()]
+    )
 
 
 FORMATS = {
@@ -277,7 +343,9 @@ def formats_page() -> str:
     parts: list[str] = []
     for title, name in FORMATS.items():
         path = SOURCE.parent.joinpath(*name.split("."))
-        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        tree = ast.parse(
+            (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        )
         rows = []
         for line, after in zip(tree.body, [*tree.body[1:], ast.Pass()], strict=True):
             if (
@@ -287,7 +355,11 @@ def formats_page() -> str:
             ):
                 continue
             target = ast.unparse(line.targets[0] if isinstance(line, ast.Assign) else line.target)
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            text = (
+                after.value.value
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                else ""
+            )
             if target.isupper() and not target.startswith("_"):
                 rows.append((f"`{target}`", f"`{line.value.value!r}`", text))
         constants = table(("constant", "value", "meaning"), rows) if rows else ""

@@ -5,9 +5,10 @@
 
     <!--= BENCHMARK; WORKLOAD; PEER; FIELD; DIGITS-->1.89<!--/-->
 
-WORKLOAD and PEER are parts of the row's texts, with `*` for any text, `^` and `$` for its ends. The newest date counts. FIELD is
-a field of the row, `A/B` a ratio of two. `least FIELD` and `most FIELD` choose among several rows. DIGITS is the number of
-significant digits, with `*FACTOR` for another unit. Rows that differ in the field are an error.
+WORKLOAD and PEER are parts of the row's texts, with `*` for any text, `^` and `$` for its ends. The
+newest date counts. FIELD is a field of the row, `A/B` a ratio of two. `least FIELD` and `most
+FIELD` choose among several rows. DIGITS is the number of significant digits, with `*FACTOR` for
+another unit. Rows that differ in the field are an error.
 """
 
 import functools
@@ -70,15 +71,35 @@ SUMMARY = (
         "our kernels without Ray: read, parse, count, one core, times two",
         "bare kernels",
     ),
-    Measured("the same", "vocabulary", COUNT, "pyarrow on one core, without Ray", "pyarrow, one core"),
     Measured(
-        "raw log to npy files", "preprocess", "criteo kaggle TSV, indexed -> npy, 2 CPUs", COPY, "a plain copy", COPY, "the disk"
+        "the same", "vocabulary", COUNT, "pyarrow on one core, without Ray", "pyarrow, one core"
     ),
     Measured(
-        "DLRM from a raw log, fp32", "train", FP32, TORCHREC, "TorchRec, batches in memory", "matrix-product peak", "matrix peak"
+        "raw log to npy files",
+        "preprocess",
+        "criteo kaggle TSV, indexed -> npy, 2 CPUs",
+        COPY,
+        "a plain copy",
+        COPY,
+        "the disk",
     ),
     Measured(
-        "the same, bf16, batch 8192", "train", BF16, TORCHREC, "TorchRec, batches in memory", "matrix-product peak", "matrix peak"
+        "DLRM from a raw log, fp32",
+        "train",
+        FP32,
+        TORCHREC,
+        "TorchRec, batches in memory",
+        "matrix-product peak",
+        "matrix peak",
+    ),
+    Measured(
+        "the same, bf16, batch 8192",
+        "train",
+        BF16,
+        TORCHREC,
+        "TorchRec, batches in memory",
+        "matrix-product peak",
+        "matrix peak",
     ),
     Measured(
         "a log to scores, with the start",
@@ -123,10 +144,18 @@ def _rows(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def find(name: str, workload: str, peer: str) -> tuple[str, dict[str, Any]]:
-    """Return (date, row) of a benchmark's newest row with this workload and figures, and with a peer that starts with `peer`."""
-    matches = [(date, row) for date, row in _rows(name) if row["workload"] == workload and (row["peer"] or "").startswith(peer)]
+    """Return (date, row) of a benchmark's newest row with this workload and figures, and with a
+    peer that starts with `peer`.
+    """
+    matches = [
+        (date, row)
+        for date, row in _rows(name)
+        if row["workload"] == workload and (row["peer"] or "").startswith(peer)
+    ]
     if not matches:
-        raise SystemExit(f"no row of {name}, {workload!r}, {peer!r} in {RESULTS.name}; correct tools/results.py")
+        raise SystemExit(
+            f"no row of {name}, {workload!r}, {peer!r} in {RESULTS.name}; correct tools/results.py"
+        )
     return matches[-1]
 
 
@@ -144,12 +173,20 @@ def figure(key: str) -> str:
     last = max((date for date, _ in newest.values()), default=None)
     choice, _, field = field.rpartition(" ")
     above, _, below = field.partition("/")
-    rows = [row for date, row in newest.values() if date == last and None not in map(row.get, (above, below or above))]
+    rows = [
+        row
+        for date, row in newest.values()
+        if date == last and None not in map(row.get, (above, below or above))
+    ]
     values = {float(row[above]) / (float(row[below]) if below else 1) for row in rows}
     if not values or (len(values) > 1 and not choice):
-        raise SystemExit(f"{key!r}: {len(values)} different values in {RESULTS.name}; there must be one")
+        raise SystemExit(
+            f"{key!r}: {len(values)} different values in {RESULTS.name}; there must be one"
+        )
     digits, _, factor = form.partition("*")
-    return number({"least": min, "most": max}[choice or "least"](values) * float(factor or 1), int(digits))
+    return number(
+        {"least": min, "most": max}[choice or "least"](values) * float(factor or 1), int(digits)
+    )
 
 
 def _contains(text: str, part: str) -> bool:
@@ -180,26 +217,36 @@ def table() -> str:
             limit = f"{measured.limit_text}: {ours / of:.2f}"
         ratio = f"{ours / peer:.2f}" if ours / peer < 20 else f"{ours / peer:.0f}"
         speed, of_peer = f"{ours:,.0f} {measured.unit}/s", f"{measured.peer_text}: {peer:,.0f}"
-        lines.append(f"| {measured.job} | {speed} | {of_peer} | {ratio} | {limit} | {date} | `{measured.name}` |")
+        lines.append(
+            f"| {measured.job} | {speed} | {of_peer} | {ratio} | {limit} | {date} | "
+            f"`{measured.name}` |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def serving() -> str:
-    """Return requests per second and latencies over HTTP by size of request and connections, as Markdown."""
+    """Return requests per second and latencies over HTTP by size of request and connections, as
+    Markdown.
+    """
     peers = ("behind Ray Serve's HAProxy", "ingress direct", "same forward", "small MLP")
     lines = [
-        "| rows a request, connections | `--ingress serve` | behind Ray Serve's HAProxy | `--ingress direct` | bare handler, the "
-        "same forward over preprocessed rows | bare handler, small MLP, which looks at no row |",
+        "| rows a request, connections | `--ingress serve` | behind Ray Serve's HAProxy | "
+        "`--ingress direct` | bare handler, the same forward over preprocessed rows | bare "
+        "handler, small MLP, which looks at no row |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for rows, connections in ((rows, connections) for rows in (1, 256, 2048) for connections in (1, 16, 64)):
+    for rows, connections in (
+        (rows, connections) for rows in (1, 256, 2048) for connections in (1, 16, 64)
+    ):
         workload = f"serve; raw TSV, {rows} rows a request, {connections} connections"
         sides = ("", *("peer_" for _ in peers))
         shown = [
             "; ".join(
                 (
                     figure(f"{workload}; {peer}; {side}requests_per_s; 3"),
-                    " / ".join(figure(f"{workload}; {peer}; {side}{part}_ms; 3") for part in ("p50", "p99")),
+                    " / ".join(
+                        figure(f"{workload}; {peer}; {side}{part}_ms; 3") for part in ("p50", "p99")
+                    ),
                 )
             )
             for side, peer in zip(sides, (peers[0], *peers), strict=True)

@@ -1,9 +1,11 @@
-"""Runs a notebook's cells on Ray nodes in network namespaces of this machine, and stores their outputs in it.
+"""Runs a notebook's cells on Ray nodes in network namespaces of this machine, and stores their
+outputs in it.
 
     python tools/run_notebook.py examples/dlrm_nodes.ipynb
 
-Needs root and what `tests/hosts/nodes.py` lists. The cells run on the head, in a new folder that all nodes share. Outputs are the
-cells' standard output and the value of their last line, as in Jupyter; progress on standard error is shown, but not stored.
+Needs root and what `tests/hosts/nodes.py` lists. The cells run on the head, in a new folder that
+all nodes share. Outputs are the cells' standard output and the value of their last line, as in
+Jupyter; progress on standard error is shown, but not stored.
 """
 
 import ast
@@ -26,7 +28,9 @@ NODES: dict[str, list[dict[str, float]]] = {
 
 
 def run(path: Path) -> dict[str, Any]:
-    """Run a notebook of `NODES` on its cluster. Return it with its outputs. Raises RuntimeError if a cell fails."""
+    """Run a notebook of `NODES` on its cluster. Return it with its outputs. Raises RuntimeError if
+    a cell fails.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     from hosts.nodes import Network
 
@@ -43,7 +47,9 @@ def run(path: Path) -> dict[str, Any]:
 
 
 def run_cells(path: Path, out: Path) -> None:
-    """Run the cells in this process, in the folder of `out`, and write the notebook with its outputs to `out`."""
+    """Run the cells in this process, in the folder of `out`, and write the notebook with its
+    outputs to `out`.
+    """
     os.chdir(out.parent)
     executed, namespace = json.loads(path.read_text()), {"__name__": "__main__"}
     codes = [cell for cell in executed["cells"] if cell["cell_type"] == "code"]
@@ -65,12 +71,21 @@ def _outputs(source: str, namespace: dict[str, Any], number: int) -> list[dict[s
             exec(compile(ast.Module([last], []), f"cell {number}", "exec"), namespace)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
-        outputs.append({"name": "stdout", "output_type": "stream", "text": _lines(printed.getvalue())})
+        outputs.append(
+            {"name": "stdout", "output_type": "stream", "text": _lines(printed.getvalue())}
+        )
     if value is not None:
         data = {"text/plain": _lines(pprint.pformat(value, sort_dicts=False))}
         if hasattr(value, "_repr_html_"):
             data["text/html"] = _lines(value._repr_html_())
-        outputs.append({"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
+        outputs.append(
+            {
+                "data": data,
+                "execution_count": number,
+                "metadata": {},
+                "output_type": "execute_result",
+            }
+        )
     return outputs
 
 

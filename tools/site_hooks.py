@@ -1,4 +1,6 @@
-"""Hooks of MkDocs (mkdocs.yml): the navigation from docs/index.md, reference pages from the code, links that leave docs/."""
+"""Hooks of MkDocs (mkdocs.yml): the navigation from docs/index.md, reference pages from the code,
+links that leave docs/.
+"""
 
 import re
 import shutil
@@ -17,10 +19,24 @@ import reference  # noqa: E402  (a file of this folder)
 REFERENCE, AFTER = "Reference", "Guides"
 """The group that the generated pages are in, and the group of docs/index.md that it follows."""
 
-PROJECT = {"Contributing": "CONTRIBUTING.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
+PROJECT = {
+    "Contributing": "CONTRIBUTING.md",
+    "Changelog": "CHANGELOG.md",
+    "Security": "SECURITY.md",
+}
 """Pages of the root, which are the last group."""
 
-MAIN = ("checkpoints", "clicks", "configure", "faults", "models", "predict", "prepare", "tune", "validate")
+MAIN = (
+    "checkpoints",
+    "clicks",
+    "configure",
+    "faults",
+    "models",
+    "predict",
+    "prepare",
+    "tune",
+    "validate",
+)
 """Pages that the search prefers."""
 
 LISTS = ("reference/", "benchmarks", "changelog", "five-systems")
@@ -28,12 +44,18 @@ LISTS = ("reference/", "benchmarks", "changelog", "five-systems")
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
-PICTURE = re.compile(r'<picture><source [^>]* srcset="([^"]+)"><img alt="([^"]+)" src="([^"]+)"></picture>')
-"""A picture with a dark version, as GitHub shows it. The site's own switch of dark and light needs two images."""
+PICTURE = re.compile(
+    r'<picture><source [^>]* srcset="([^"]+)"><img alt="([^"]+)" src="([^"]+)"></picture>'
+)
+"""A picture with a dark version, as GitHub shows it. The site's own switch of dark and light needs
+two images.
+"""
 
 
 def groups(index: str) -> dict[str, list[tuple[str, str]]]:
-    """Return title and path of the pages in each group of docs/index.md: the links in the first table column."""
+    """Return title and path of the pages in each group of docs/index.md: the links in the first
+    table column.
+    """
     by_heading: dict[str, list[tuple[str, str]]] = {}
     heading = ""
     for line in index.splitlines():
@@ -45,25 +67,44 @@ def groups(index: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def web_address(remote: str) -> str | None:
-    """Return the web page of a Git remote without user and password, or None for a remote that is not on a web host."""
-    address = re.fullmatch(r"(?:https?://|ssh://)?(?:[^@/]+@)?([\w.-]+\.[a-z]+)(?::\d+)?[:/](.+?)(?:\.git)?/?", remote)
+    """Return the web page of a Git remote without user and password, or None for a remote that is
+    not on a web host.
+    """
+    address = re.fullmatch(
+        r"(?:https?://|ssh://)?(?:[^@/]+@)?([\w.-]+\.[a-z]+)(?::\d+)?[:/](.+?)(?:\.git)?/?", remote
+    )
     return f"https://{address[1]}/{address[2]}" if address else None
 
 
 def on_config(config: Any) -> Any:
-    """List all pages: pages of docs/index.md by group, and generated pages. Link to the repository, the checkout's origin, at
-    the end of each page (`repo_url` would load its figures from there)."""
+    """List all pages: pages of docs/index.md by group, and generated pages. Link to the repository,
+    the checkout's origin, at the end of each page (`repo_url` would load its figures from
+    there).
+    """
     command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
     has_git = shutil.which("git") is not None
-    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if has_git else ""
+    remote = (
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if has_git
+        else ""
+    )
     if url := web_address(remote):
         config.extra["repository"] = url
-        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": url, "name": "Repository"}]
+        config.extra["social"] = [
+            {"icon": "fontawesome/brands/git-alt", "link": url, "name": "Repository"}
+        ]
     nav: list[dict[str, Any]] = [{"Home": "index.md"}]
     for group, pages in groups((ROOT / "docs" / "index.md").read_text()).items():
         nav.append({group: [{title: path} for title, path in pages]})
         if group == AFTER:
-            nav.append({REFERENCE: [{title: f"reference/{name}.md"} for name, (title, _) in reference.PAGES.items()]})
+            nav.append(
+                {
+                    REFERENCE: [
+                        {title: f"reference/{name}.md"}
+                        for name, (title, _) in reference.PAGES.items()
+                    ]
+                }
+            )
     nav.append({"Project": [{title: name.lower()} for title, name in PROJECT.items()]})
     config.nav = nav
     return config
@@ -76,7 +117,9 @@ def on_files(files: Files, config: Any) -> Files:
         page.edit_uri = None
         files.append(page)
     for name in PROJECT.values():
-        files.append(File.generated(config, name.lower(), content=from_the_root((ROOT / name).read_text())))
+        files.append(
+            File.generated(config, name.lower(), content=from_the_root((ROOT / name).read_text()))
+        )
     return files
 
 
@@ -89,15 +132,20 @@ def from_the_root(text: str) -> str:
             return link[0]
         if target in PROJECT.values():
             return f"[{words}]({target.lower()})"
-        return f"[{words}]({target.removeprefix('docs/')})" if target.startswith("docs/") else f"[{words}](../{target})"
+        return (
+            f"[{words}]({target.removeprefix('docs/')})"
+            if target.startswith("docs/")
+            else f"[{words}](../{target})"
+        )
 
     return LINK.sub(moved, text)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Turn links to files outside of docs/ into links to the repository, if it is known; else only their text stays.
-    Pictures follow the site's switch of dark and light. Sets the page's boost in the search, as front matter, which GitHub would
-    show, does."""
+    """Turn links to files outside of docs/ into links to the repository, if it is known; else only
+    their text stays. Pictures follow the site's switch of dark and light. Sets the page's boost in
+    the search, as front matter, which GitHub would show, does.
+    """
     name = page.file.src_uri.removesuffix(".md")
     page.meta["search"] = {"boost": 2 if name in MAIN else 0.5 if name.startswith(LISTS) else 1}
     markdown = PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", markdown)
@@ -108,7 +156,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not target.startswith("../" * depth):
             return link[0]
         path = target.removeprefix("../" * depth)
-        return f"[{text}]({config.extra['repository']}/blob/main/{path})" if "repository" in config.extra else text
+        return (
+            f"[{text}]({config.extra['repository']}/blob/main/{path})"
+            if "repository" in config.extra
+            else text
+        )
 
     parts = re.split(r"(```.*?```)", markdown, flags=re.DOTALL)
     return "".join(part if part.startswith("```") else LINK.sub(outside, part) for part in parts)

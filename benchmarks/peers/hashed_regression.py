@@ -1,4 +1,6 @@
-"""Logistic regression on hashed categories and standardised logarithms: the model to beat on small logs."""
+"""Logistic regression on hashed categories and standardised logarithms: the model to beat on small
+logs.
+"""
 
 import gzip
 from collections.abc import Sequence
@@ -20,10 +22,16 @@ def read(path: str) -> list[list[str]]:
 def fit_and_score(
     rows: Sequence[Sequence[str]], train: int, validation: int, strengths: Sequence[float]
 ) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Train on rows [0, train) for every strength C, and return the one with the best validation AUROC, with the metrics of rows
-    [train, validation) and [validation, end)."""
+    """Train on rows [0, train) for every strength C, and return the one with the best validation
+    AUROC, with the metrics of rows [train, validation) and [validation, end).
+    """
     labels = np.array([float(row[0]) for row in rows], np.float32)
-    dense = np.array([[0.0 if v == "" else np.sign(int(v)) * np.log1p(abs(int(v))) for v in row[1:14]] for row in rows])
+    dense = np.array(
+        [
+            [0.0 if v == "" else np.sign(int(v)) * np.log1p(abs(int(v))) for v in row[1:14]]
+            for row in rows
+        ]
+    )
     dense = (dense - dense[:train].mean(axis=0)) / (dense[:train].std(axis=0) + 1e-9)
     tokens = [[f"{column}={token}" for column, token in enumerate(row[14:])] for row in rows]
     hashed = FeatureHasher(2**18, input_type="string").transform(tokens)

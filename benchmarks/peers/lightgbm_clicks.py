@@ -1,7 +1,8 @@
-"""LightGBM from a raw log to the AUROC of its test rows: what a user without a deep model would run.
+"""LightGBM from a raw log to the AUROC of its test rows: what a user without a deep model would
+run.
 
-Usage: python lightgbm_clicks.py LOG; a Kaggle-format log, split as `rayrec` splits it: the last seventh is halved into validation
-and test rows. Prints {"auroc": ...} as its last line.
+Usage: python lightgbm_clicks.py LOG; a Kaggle-format log, split as `rayrec` splits it: the last
+seventh is halved into validation and test rows. Prints {"auroc": ...} as its last line.
 """
 
 import json
@@ -38,7 +39,14 @@ def main(path: str) -> None:
             lightgbm.record_evaluation(evaluations),
         ],
     )
-    print(json.dumps({"auroc": evaluations["test"]["auc"][model.best_iteration - 1], "rounds": model.best_iteration}))
+    print(
+        json.dumps(
+            {
+                "auroc": evaluations["test"]["auc"][model.best_iteration - 1],
+                "rounds": model.best_iteration,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

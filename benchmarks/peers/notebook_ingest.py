@@ -1,4 +1,6 @@
-"""The pipeline of Ray's DLRM notebook: `read_csv` with inferred types, then Python dictionaries under `np.vectorize`."""
+"""The pipeline of Ray's DLRM notebook: `read_csv` with inferred types, then Python dictionaries
+under `np.vectorize`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,9 @@ def _fill(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch
 
 
-def _encode(batch: dict[str, np.ndarray], vocabularies: dict[str, dict[str, int]]) -> dict[str, np.ndarray]:
+def _encode(
+    batch: dict[str, np.ndarray], vocabularies: dict[str, dict[str, int]]
+) -> dict[str, np.ndarray]:
     for name in SPARSE:
         table = vocabularies[name]
         batch[name] = np.vectorize(lambda token, table=table: table.get(token, 1))(batch[name])
@@ -28,11 +32,17 @@ def _encode(batch: dict[str, np.ndarray], vocabularies: dict[str, dict[str, int]
 
 def _normalise(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     dense = np.log(np.stack([batch[name] for name in DENSE], axis=1) + 3)
-    return {"dense": dense, "sparse": np.stack([batch[name] for name in SPARSE], axis=1), "labels": batch["label"]}
+    return {
+        "dense": dense,
+        "sparse": np.stack([batch[name] for name in SPARSE], axis=1),
+        "labels": batch["label"],
+    }
 
 
 def vocabularies_of(path: str, rows: int) -> dict[str, dict[str, int]]:
-    """Return token -> id, from 2, for the first rows. The notebook uses preprocessed vocabularies."""
+    """Return token -> id, from 2, for the first rows. The notebook uses preprocessed
+    vocabularies.
+    """
     seen: dict[str, dict[str, int]] = {name: {} for name in SPARSE}
     with open(path) as file:
         for number, line in enumerate(file):
@@ -43,12 +53,16 @@ def vocabularies_of(path: str, rows: int) -> dict[str, dict[str, int]]:
     return seen
 
 
-def batches(path: str, vocabularies: dict[str, dict[str, int]], batch_size: int) -> Iterator[dict[str, Any]]:
+def batches(
+    path: str, vocabularies: dict[str, dict[str, int]], batch_size: int
+) -> Iterator[dict[str, Any]]:
     shared = ray.put(vocabularies)
     dataset = (
         ray.data.read_csv(
             path,
-            read_options=arrow_csv.ReadOptions(column_names=["label", *DENSE, *SPARSE], block_size=64 << 20),
+            read_options=arrow_csv.ReadOptions(
+                column_names=["label", *DENSE, *SPARSE], block_size=64 << 20
+            ),
             parse_options=arrow_csv.ParseOptions(delimiter="\t"),
         )
         .map_batches(_fill)

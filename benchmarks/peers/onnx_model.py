@@ -14,8 +14,8 @@ from rayrec.inference.export.onnx import DENSE, IDS, OUTPUT, write_onnx
 def load(export: str, *, num_threads: int = 0) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Return an export's model as a thread-safe function of dense features and ids.
 
-    Takes float32 [rows, num_dense] and integer [rows, ids per row], returns logits, float32 [rows]. `num_threads` 0: ONNX
-    Runtime's choice.
+    Takes float32 [rows, num_dense] and integer [rows, ids per row], returns logits, float32 [rows].
+    `num_threads` 0: ONNX Runtime's choice.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = num_threads

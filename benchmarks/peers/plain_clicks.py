@@ -1,7 +1,7 @@
 """Click model in plain PyTorch, without a framework.
 
-One `nn.Embedding` per feature, `nn.Linear` layers, the loop of PyTorch's tutorials, Adam on the network and SparseAdam on the
-tables.
+One `nn.Embedding` per feature, `nn.Linear` layers, the loop of PyTorch's tutorials, Adam on the
+network and SparseAdam on the tables.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,18 @@ from rayrec.layers.mlp import MLP
 
 
 class PlainClicks:
-    """Network of rayrec (`ClickModelConfig.build`) with MLPs of plain layers and separate plain tables."""
+    """Network of rayrec (`ClickModelConfig.build`) with MLPs of plain layers and separate plain
+    tables.
+    """
 
-    def __init__(self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int) -> None:
-        self.network, self._features, self._dim = _with_plain_mlps(network).train(), list(features), dim
+    def __init__(
+        self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int
+    ) -> None:
+        self.network, self._features, self._dim = (
+            _with_plain_mlps(network).train(),
+            list(features),
+            dim,
+        )
         self.tables = [nn.Embedding(size, dim, sparse=True) for size in sizes]
         self._dense = torch.optim.Adam(self.network.parameters(), lr=0.001)
         self._sparse = torch.optim.SparseAdam([table.weight for table in self.tables], lr=0.001)
@@ -27,11 +35,17 @@ class PlainClicks:
     def step(self, batch: Any) -> torch.Tensor:
         """Train on a batch with one id per feature and row, and return the mean loss."""
         ids = batch.sparse_features.values().view(len(self._features), -1)
-        vectors = torch.cat([table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1)
-        outputs = self.network(batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors))
+        vectors = torch.cat(
+            [table(column) for table, column in zip(self.tables, ids, strict=True)], dim=1
+        )
+        outputs = self.network(
+            batch.tensors["dense"], KeyedEmbeddings.in_order(self._features, self._dim, vectors)
+        )
         custom_loss: Any = getattr(self.network, "loss", None)
         if custom_loss is None:
-            loss = functional.binary_cross_entropy_with_logits(outputs["label"], batch.labels["label"])
+            loss = functional.binary_cross_entropy_with_logits(
+                outputs["label"], batch.labels["label"]
+            )
         else:
             loss = custom_loss(outputs, batch.labels).mean()
         self._dense.zero_grad()

@@ -1,8 +1,10 @@
-"""ResNet18 on MNIST as Ray's PyTorch tutorial trains it, without Ray: DataLoader, DistributedSampler, DDP, Adam.
+"""ResNet18 on MNIST as Ray's PyTorch tutorial trains it, without Ray: DataLoader,
+DistributedSampler, DDP, Adam.
 
-Usage: python plain_ddp.py JSON with `path` (folder of the four idx files), `workers`, `steps`, `warm_steps`, `batch_size` (of all
-workers), `learning_rate`, `seed`, `loader_workers`, `precision`. Prints JSON: `losses` (per step a list, each worker's
-own), `rows_per_s` of all workers behind the warm-up.
+Usage: python plain_ddp.py JSON with `path` (folder of the four idx files), `workers`, `steps`,
+`warm_steps`, `batch_size` (of all workers), `learning_rate`, `seed`, `loader_workers`, `precision`.
+Prints JSON: `losses` (per step a list, each worker's own), `rows_per_s` of all workers behind the
+warm-up.
 """
 
 import json
@@ -43,11 +45,21 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
     workers, steps, warm_steps = arguments["workers"], arguments["steps"], arguments["warm_steps"]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     if workers > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{scratch}/init", rank=rank, world_size=workers)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{scratch}/init", rank=rank, world_size=workers
+        )
     rows = data_set(arguments["path"])
-    sampler: Any = DistributedSampler(rows, num_replicas=workers, rank=rank, shuffle=True, seed=arguments["seed"])
+    sampler: Any = DistributedSampler(
+        rows, num_replicas=workers, rank=rank, shuffle=True, seed=arguments["seed"]
+    )
     batch_size, loader_workers = arguments["batch_size"] // workers, arguments["loader_workers"]
-    loader = DataLoader(rows, batch_size, sampler=sampler, num_workers=loader_workers, persistent_workers=loader_workers > 0)
+    loader = DataLoader(
+        rows,
+        batch_size,
+        sampler=sampler,
+        num_workers=loader_workers,
+        persistent_workers=loader_workers > 0,
+    )
     torch.manual_seed(arguments["seed"])
     model: torch.nn.Module = ResNetConfig().build()
     if workers > 1:
@@ -69,7 +81,10 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
         optimizer.step()
         losses.append(loss.detach())
         num_rows += len(labels) if step >= warm_steps else 0
-    result = {"losses": torch.stack(losses).tolist(), "rows_per_s": num_rows / (time.perf_counter() - start_s)}
+    result = {
+        "losses": torch.stack(losses).tolist(),
+        "rows_per_s": num_rows / (time.perf_counter() - start_s),
+    }
     with open(f"{scratch}/{rank}.json", "w") as file:
         json.dump(result, file)
 

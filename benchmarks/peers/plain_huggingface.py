@@ -1,8 +1,9 @@
 """GPT-2 on MDS shards by a plain script around HuggingFace's Trainer, without Ray.
 
-Usage: python plain_huggingface.py JSON with `path` (folder of a set: index.json and shards), `model` (arguments of transformers'
-GPT2Config), `arguments` (of TrainingArguments), `workers`, `steps`, `warm_steps`, `seed`. Prints JSON: `losses` (per step a
-list, each worker's own), `rows_per_s` of all workers behind the warm-up.
+Usage: python plain_huggingface.py JSON with `path` (folder of a set: index.json and shards),
+`model` (arguments of transformers' GPT2Config), `arguments` (of TrainingArguments), `workers`,
+`steps`, `warm_steps`, `seed`. Prints JSON: `losses` (per step a list, each worker's own),
+`rows_per_s` of all workers behind the warm-up.
 """
 
 import json
@@ -32,7 +33,8 @@ class Blocks(Dataset):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         tokens = torch.from_numpy(self._shards[number]["tokens"].astype("int64"))
         labels = tokens.clone()
-        # Nothing predicts the first token, but Trainer would count it where it divides the loss by the tokens.
+        # Nothing predicts the first token, but Trainer would count it where it divides the loss by
+        # the tokens.
         labels[0] = -100
         return {"input_ids": tokens, "labels": labels}
 
@@ -66,7 +68,12 @@ def train(rank: int, settings: dict[str, Any], scratch: str, port: int) -> None:
     """Train as one worker. Writes results into the scratch folder."""
     workers, steps, warm_steps = settings["workers"], settings["steps"], settings["warm_steps"]
     if workers > 1:
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+        environment = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": workers,
+            "LOCAL_WORLD_SIZE": workers,
+        }
         os.environ |= {name: str(value) for name, value in environment.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     arguments = TrainingArguments(
@@ -87,10 +94,13 @@ def train(rank: int, settings: dict[str, Any], scratch: str, port: int) -> None:
     torch.manual_seed(settings["seed"])
     model = GPT2LMHeadModel(GPT2Config(**settings["model"]))
     clock = Clock(warm_steps)
-    trainer = Recording(model=model, args=arguments, train_dataset=Blocks(settings["path"]), callbacks=[clock])
+    trainer = Recording(
+        model=model, args=arguments, train_dataset=Blocks(settings["path"]), callbacks=[clock]
+    )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     trainer.train()
-    # A worker's loss is the sum over its tokens by the tokens of all, times the workers: they average to the global mean.
+    # A worker's loss is the sum over its tokens by the tokens of all, times the workers: they
+    # average to the global mean.
     rows = (steps - warm_steps) * arguments.per_device_train_batch_size
     result = {"losses": torch.stack(trainer.losses).tolist(), "rows_per_s": rows / clock.elapsed_s}
     with open(f"{scratch}/{rank}.json", "w") as file:

@@ -1,9 +1,11 @@
-"""A light network trained on class folders of images as torchvision does it: ImageFolder, RandomResizedCrop, flip, ToTensor and
-Normalize in a DataLoader. torchvision's build on PyPI cannot be loaded beside a CPU build of torch, so the few lines of these
-classes are here, as in torchvision 0.28 with Pillow.
+"""A light network trained on class folders of images as torchvision does it: ImageFolder,
+RandomResizedCrop, flip, ToTensor and Normalize in a DataLoader. torchvision's build on PyPI cannot
+be loaded beside a CPU build of torch, so the few lines of these classes are here, as in torchvision
+0.28 with Pillow.
 
-Usage: python plain_image_folder.py JSON with `path`, `image_size`, `steps`, `warm_steps`, `batch_size`, `learning_rate`, `seed`,
-`loader_workers`. Prints JSON: `rows_per_s` after the warm-up.
+Usage: python plain_image_folder.py JSON with `path`, `image_size`, `steps`, `warm_steps`,
+`batch_size`, `learning_rate`, `seed`, `loader_workers`. Prints JSON: `rows_per_s` after the
+warm-up.
 """
 
 import json
@@ -59,10 +61,14 @@ class ImageFolder(Dataset):
         with open(path, "rb") as file:
             image = Image.open(file).convert("RGB")
         left, top, width, height = self._crop(*image.size)
-        image = image.crop((left, top, left + width, top + height)).resize((self.size, self.size), Image.Resampling.BILINEAR)
+        image = image.crop((left, top, left + width, top + height)).resize(
+            (self.size, self.size), Image.Resampling.BILINEAR
+        )
         if torch.rand(1) < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(np.array(image, np.uint8, copy=True)).view(self.size, self.size, 3)
+        pixels = torch.from_numpy(np.array(image, np.uint8, copy=True)).view(
+            self.size, self.size, 3
+        )
         tensor = pixels.permute((2, 0, 1)).contiguous().to(torch.float32).div(255)
         return tensor.sub_(self.mean).div_(self.std), label
 
@@ -71,10 +77,15 @@ class ImageFolder(Dataset):
         log_ratio = torch.log(torch.tensor((3 / 4, 4 / 3)))
         for _ in range(10):
             area = width * height * torch.empty(1).uniform_(0.08, 1.0).item()
-            ratio = torch.exp(torch.empty(1).uniform_(log_ratio[0].item(), log_ratio[1].item())).item()
+            ratio = torch.exp(
+                torch.empty(1).uniform_(log_ratio[0].item(), log_ratio[1].item())
+            ).item()
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
-                top, left = torch.randint(0, height - h + 1, (1,)).item(), torch.randint(0, width - w + 1, (1,)).item()
+                top, left = (
+                    torch.randint(0, height - h + 1, (1,)).item(),
+                    torch.randint(0, width - w + 1, (1,)).item(),
+                )
                 return int(left), int(top), w, h
         side = min(width, height)
         return (width - side) // 2, (height - side) // 2, side, side
@@ -87,9 +98,17 @@ def epochs(loader: DataLoader) -> Iterator[Any]:
 
 def main(arguments: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(os.cpu_count() or 1)
-    rows, workers = ImageFolder(arguments["path"], arguments["image_size"]), arguments["loader_workers"]
+    rows, workers = (
+        ImageFolder(arguments["path"], arguments["image_size"]),
+        arguments["loader_workers"],
+    )
     loader: Any = DataLoader(
-        rows, arguments["batch_size"], shuffle=True, num_workers=workers, persistent_workers=workers > 0, drop_last=True
+        rows,
+        arguments["batch_size"],
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        drop_last=True,
     )
     torch.manual_seed(arguments["seed"])
     model = LightNetwork(len(rows.classes))

@@ -1,7 +1,9 @@
-"""RecBole's models on a given split, run by the Python of an environment that has RecBole: prints a JSON line of test metrics.
+"""RecBole's models on a given split, run by the Python of an environment that has RecBole: prints a
+JSON line of test metrics.
 
 python recbole_models.py MODEL FOLDER clicks|top-k   # FOLDER/ml/ml.{train,valid,test}.inter
-python recbole_models.py MODEL FOLDER "next-item DROPOUT EPOCHS"   # FOLDER/ml/ml.inter, in the order of time
+python recbole_models.py MODEL FOLDER "next-item DROPOUT EPOCHS"   # FOLDER/ml/ml.inter, in the
+order of time
 """
 
 import json
@@ -17,11 +19,17 @@ sys.modules["ray.tune"] = sys.modules["ray"].tune = types.ModuleType("ray.tune")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-for name, kind in (("float_", np.float64), ("bool8", np.bool_), ("complex_", np.complex128), ("unicode_", np.str_)):
+for name, kind in (
+    ("float_", np.float64),
+    ("bool8", np.bool_),
+    ("complex_", np.complex128),
+    ("unicode_", np.str_),
+):
     if not hasattr(np, name):
         setattr(np, name, kind)  # names that RecBole still uses
 _load = torch.load
-torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})  # RecBole's checkpoint
+# RecBole's checkpoint
+torch.load = lambda *args, **kwargs: _load(*args, **{**kwargs, "weights_only": False})
 
 
 SHARED = {
@@ -34,8 +42,25 @@ SHARED = {
 }
 CLICKS = {
     "LABEL_FIELD": "label",
-    "load_col": {"inter": ["user_id", "item_id", "age", "gender", "occupation", "zip_code", "release_year", "class", "label"]},
-    "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": "None", "order": "RO", "mode": "labeled"},
+    "load_col": {
+        "inter": [
+            "user_id",
+            "item_id",
+            "age",
+            "gender",
+            "occupation",
+            "zip_code",
+            "release_year",
+            "class",
+            "label",
+        ]
+    },
+    "eval_args": {
+        "split": {"RS": [0.8, 0.1, 0.1]},
+        "group_by": "None",
+        "order": "RO",
+        "mode": "labeled",
+    },
     "metrics": ["AUC", "LogLoss"],
     "valid_metric": "AUC",
     "train_neg_sample_args": None,
@@ -48,7 +73,12 @@ CLICKS = {
 }
 TOP_K = {
     "load_col": {"inter": ["user_id", "item_id"]},
-    "eval_args": {"split": {"LS": "valid_and_test"}, "group_by": "user", "order": "RO", "mode": "full"},
+    "eval_args": {
+        "split": {"LS": "valid_and_test"},
+        "group_by": "user",
+        "order": "RO",
+        "mode": "full",
+    },
     "metrics": ["Recall", "NDCG"],
     "topk": [10],
     "valid_metric": "NDCG@10",
@@ -56,7 +86,12 @@ TOP_K = {
 NEXT_ITEM = {
     "benchmark_filename": None,
     "load_col": {"inter": ["user_id", "item_id", "timestamp"]},
-    "eval_args": {"split": {"LS": "valid_and_test"}, "group_by": "user", "order": "TO", "mode": "full"},
+    "eval_args": {
+        "split": {"LS": "valid_and_test"},
+        "group_by": "user",
+        "order": "TO",
+        "mode": "full",
+    },
     "metrics": ["Recall", "NDCG"],
     "topk": [10],
     "valid_metric": "NDCG@10",
@@ -72,7 +107,12 @@ def settings_of(task: str) -> dict[str, Any]:
     if kind != "next-item":
         return CLICKS if kind == "clicks" else TOP_K
     dropout = float(numbers[0])
-    return {**NEXT_ITEM, "hidden_dropout_prob": dropout, "attn_dropout_prob": dropout, "epochs": int(numbers[1])}
+    return {
+        **NEXT_ITEM,
+        "hidden_dropout_prob": dropout,
+        "attn_dropout_prob": dropout,
+        "epochs": int(numbers[1]),
+    }
 
 
 def main(model: str, folder: str, task: str) -> None:
@@ -80,7 +120,12 @@ def main(model: str, folder: str, task: str) -> None:
     from recbole.quick_start import run_recbole
 
     torch.autograd.set_detect_anomaly(False)  # importing RecBole's SINE turns it on for all models
-    settings = {**SHARED, **settings_of(task), "data_path": folder, "checkpoint_dir": f"{folder}/checkpoints"}
+    settings = {
+        **SHARED,
+        **settings_of(task),
+        "data_path": folder,
+        "checkpoint_dir": f"{folder}/checkpoints",
+    }
     begin = time.monotonic()
     done = run_recbole(model=model, dataset="ml", config_dict=settings)
     test_metrics = done["test_result"]

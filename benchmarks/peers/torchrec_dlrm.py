@@ -1,4 +1,6 @@
-"""TorchRec's own DLRM as its example builds it: its model, planner, fused optimizer and pipeline, with default kernels."""
+"""TorchRec's own DLRM as its example builds it: its model, planner, fused optimizer and pipeline,
+with default kernels.
+"""
 
 from typing import Any
 
@@ -16,7 +18,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
     tables = [
-        EmbeddingBagConfig(name=f"t_{i}", feature_names=[f"cat_{i}"], num_embeddings=size, embedding_dim=16)
+        EmbeddingBagConfig(
+            name=f"t_{i}", feature_names=[f"cat_{i}"], num_embeddings=size, embedding_dim=16
+        )
         for i, size in enumerate(sizes)
     ]
     model = DLRM(
@@ -26,14 +30,21 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
         over_arch_layer_sizes=[512, 256, 1],
     )
     train = DLRMTrain(model)
-    apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.02, "eps": 1e-8})
+    apply_optimizer_in_backward(
+        RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": 0.02, "eps": 1e-8}
+    )
     device = torch.device("cpu")
     from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding
 
-    plan = plan_sharding(train, Site(1, "cpu", 8 << 30), batch_size=2048, state_bytes=lambda rows, _: 4 * rows)
-    sharded = DistributedModelParallel(train, device=device, plan=plan, sharders=embedding_sharders())
+    plan = plan_sharding(
+        train, Site(1, "cpu", 8 << 30), batch_size=2048, state_bytes=lambda rows, _: 4 * rows
+    )
+    sharded = DistributedModelParallel(
+        train, device=device, plan=plan, sharders=embedding_sharders()
+    )
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(sharded.named_parameters())), lambda params: torch.optim.Adam(params, lr=0.001)
+        dict(in_backward_optimizer_filter(sharded.named_parameters())),
+        lambda params: torch.optim.Adam(params, lr=0.001),
     )
     if precision == "bf16":
         forward = sharded.forward
@@ -43,4 +54,9 @@ def build(sizes: list[int], *, precision: str) -> TrainPipelineSparseDist:
                 return forward(*arguments, **named)
 
         sharded.forward = autocast_forward
-    return TrainPipelineSparseDist(sharded, CombinedOptimizer([sharded.fused_optimizer, dense]), device, execute_all_batches=True)
+    return TrainPipelineSparseDist(
+        sharded,
+        CombinedOptimizer([sharded.fused_optimizer, dense]),
+        device,
+        execute_all_batches=True,
+    )

@@ -1,4 +1,6 @@
-"""Train and serve models from raw logs on Ray. Names are imported on first use, so `import rayrec` does not load torch."""
+"""Train and serve models from raw logs on Ray. Names are imported on first use, so `import rayrec`
+does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,45 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ArrayRows", "ClickModelConfig", "ComparisonGates", "DataConfig", "DataParallelWorkload", "DenseOptimizerConfig", "Gates",
-    "InputError", "LearningRateSchedule", "ModelInputs", "PreparationConfig", "ScalingConfig", "Schema", "SuperviseConfig",
-    "TrainConfig", "adopt", "compare", "doctor", "ensemble", "evaluate", "export", "fetch", "generate", "plan", "predict",
-    "predict_to", "preprocess", "profile", "recipes", "report", "serving", "split", "supervise", "train", "transform", "tune",
-    "validate", "vocabulary",
-]  # fmt: skip
+    "ArrayRows",
+    "ClickModelConfig",
+    "ComparisonGates",
+    "DataConfig",
+    "DataParallelWorkload",
+    "DenseOptimizerConfig",
+    "Gates",
+    "InputError",
+    "LearningRateSchedule",
+    "ModelInputs",
+    "PreparationConfig",
+    "ScalingConfig",
+    "Schema",
+    "SuperviseConfig",
+    "TrainConfig",
+    "adopt",
+    "compare",
+    "doctor",
+    "ensemble",
+    "evaluate",
+    "export",
+    "fetch",
+    "generate",
+    "plan",
+    "predict",
+    "predict_to",
+    "preprocess",
+    "profile",
+    "recipes",
+    "report",
+    "serving",
+    "split",
+    "supervise",
+    "train",
+    "transform",
+    "tune",
+    "validate",
+    "vocabulary",
+]
 
 _RENAMED = {"ReplicatedWorkload": "DataParallelWorkload"}
 """New names by old names, which are accepted for one release."""
@@ -48,14 +83,21 @@ def _homes() -> dict[str, str]:
 
     with open(__file__) as file:
         nodes = ast.walk(ast.parse(file.read()))
-    return {alias.name: str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return {
+        alias.name: str(node.module)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         from rayrec.config import renamed
 
-        warnings.warn(renamed(f"rayrec.{name}", f"rayrec.{_RENAMED[name]}"), FutureWarning, stacklevel=2)
+        warnings.warn(
+            renamed(f"rayrec.{name}", f"rayrec.{_RENAMED[name]}"), FutureWarning, stacklevel=2
+        )
         name = _RENAMED[name]
     if name not in __all__:
         raise AttributeError(f"module 'rayrec' has no attribute {name!r}")

@@ -10,7 +10,8 @@ from rayrec.cluster.process_end import stop_signals
 def main() -> NoReturn:
     """Run one command and exit with its status."""
     if sys.argv[1:2] == ["serve"]:
-        # Imports take a moment, in which Ctrl-C would end with a traceback. `rayrec.serve.shutdown` receives these signals.
+        # Imports take a moment, in which Ctrl-C would end with a traceback. `rayrec.serve.shutdown`
+        # receives these signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     from rayrec.cli import main as run
 

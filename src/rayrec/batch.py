@@ -1,4 +1,6 @@
-"""Batches of any kind of rows, movable to a device, and training step outputs. Depends on torch only."""
+"""Batches of any kind of rows, movable to a device, and training step outputs. Depends on torch
+only.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,57 @@ class Batch:
     """One worker's part of a global batch."""
 
     tensors: dict[str, torch.Tensor]
-    """Images, blocks of tokens, or (DENSE) a click log's dense features, float32 [rows, num_dense]. Each [rows, ...]."""
+    """Images, blocks of tokens, or (DENSE) a click log's dense features, float32 [rows, num_dense].
+    Each [rows, ...].
+    """
     loss_weight: float
-    """World size / rows of the global batch. The sum of row losses times this, averaged over workers (as in DDP and FSDP), is the
-    exact global mean, even if workers have different row counts. 0: a filler that counts nowhere, for a worker without rows."""
+    """World size / rows of the global batch. The sum of row losses times this, averaged over
+    workers (as in DDP and FSDP), is the exact global mean, even if workers have different row
+    counts. 0: a filler that counts nowhere, for a worker without rows.
+    """
     sparse_features: KeyedJaggedTensor | None = None
-    """Categorical features of a click log: one key per feature with `rows` lists of ids, with weights if any feature has them."""
+    """Categorical features of a click log: one key per feature with `rows` lists of ids, with
+    weights if any feature has them.
+    """
     labels: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Labels of a click log by name, float32 [rows]. The main label is from 0 to 1; NaN is a missing value in others."""
+    """Labels of a click log by name, float32 [rows]. The main label is from 0 to 1; NaN is a
+    missing value in others.
+    """
     weights: torch.Tensor | None = None
     """Loss weight of each row, float32 [rows]. None: 1 each."""
     groups: torch.Tensor | None = None
     """Group key of each row, int64 [rows], always on the CPU. None if the schema has no group."""
     timestamps: torch.Tensor | None = None
-    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows], always on the CPU. None if the schema has no timestamp."""
+    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows], always on the CPU. None if the schema
+    has no timestamp.
+    """
     sequence_features: KeyedJaggedTensor | None = None
-    """Features whose embeddings the model takes one by one, like `sparse_features`. No other field contains them."""
+    """Features whose embeddings the model takes one by one, like `sparse_features`. No other field
+    contains them.
+    """
     row_numbers: RowNumbers | None = None
-    """Row numbers for the loop to count, empty for a filler. None in copies on a device and in parts."""
+    """Row numbers for the loop to count, empty for a filler. None in copies on a device and in
+    parts.
+    """
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._changed(lambda item: item.to(device, non_blocking=non_blocking), None)
 
     def pin_memory(self) -> Batch:
-        """Copy to pinned memory, with row numbers, because a loader pins batches before the loop counts them."""
+        """Copy to pinned memory, with row numbers, because a loader pins batches before the loop
+        counts them.
+        """
         return self._changed(lambda item: item.pin_memory(), self.row_numbers)
 
     def _changed(self, change: Callable[[Any], Any], row_numbers: RowNumbers | None) -> Batch:
         """Return a copy with `change` applied to the tensors that a device needs."""
-        optional = {name: getattr(self, name) for name in ("sparse_features", "weights", "sequence_features")}
-        changed: dict[str, Any] = {name: None if item is None else change(item) for name, item in optional.items()}
+        optional = {
+            name: getattr(self, name)
+            for name in ("sparse_features", "weights", "sequence_features")
+        }
+        changed: dict[str, Any] = {
+            name: None if item is None else change(item) for name, item in optional.items()
+        }
         changed["tensors"] = {name: change(tensor) for name, tensor in self.tensors.items()}
         changed["labels"] = {name: change(tensor) for name, tensor in self.labels.items()}
         changed["row_numbers"] = row_numbers
@@ -67,13 +90,17 @@ class Batch:
                 ids.record_stream(stream)
 
     def parts(self, count: int) -> list[Batch]:
-        """Split the tensors into `count` near-equal parts, for equally many passes of all workers, with fillers. Not for click
-        logs."""
+        """Split the tensors into `count` near-equal parts, for equally many passes of all workers,
+        with fillers. Not for click logs.
+        """
         assert self.sparse_features is None
         if count == 1:
             return [self]
         split = {name: tensor.tensor_split(count) for name, tensor in self.tensors.items()}
-        parts = [Batch({name: split[name][number] for name in split}, self.loss_weight) for number in range(count)]
+        parts = [
+            Batch({name: split[name][number] for name in split}, self.loss_weight)
+            for number in range(count)
+        ]
         filler = Batch({name: tensor[:1] for name, tensor in self.tensors.items()}, 0.0)
         return [part if len(part) else filler for part in parts]
 
@@ -86,9 +113,13 @@ class StepOutput:
     """Detached results of a training step, in addition to the loss to differentiate."""
 
     loss: torch.Tensor
-    """Loss of this worker without penalties, a scalar. Its mean over workers is the mean over the global batch."""
+    """Loss of this worker without penalties, a scalar. Its mean over workers is the mean over the
+    global batch.
+    """
     outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Logits of a click model by label name, the main label first, or the prediction of a number label, float32 [rows]."""
+    """Logits of a click model by label name, the main label first, or the prediction of a number
+    label, float32 [rows].
+    """
     labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Labels from the batch, float32 [rows]."""
     groups: torch.Tensor | None = None

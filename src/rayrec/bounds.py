@@ -1,4 +1,6 @@
-"""Field types with bounds, checked by `Config`. Separate from `config`, which must import even in a broken installation."""
+"""Field types with bounds, checked by `Config`. Separate from `config`, which must import even in a
+broken installation.
+"""
 
 import math
 from typing import Annotated

@@ -1,4 +1,6 @@
-"""Tensor collectives between workers, and their device and backend. Imports torch on the first call."""
+"""Tensor collectives between workers, and their device and backend. Imports torch on the first
+call.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def group_arguments(device: torch.device, *, timeout_s: float) -> dict[str, Any]:
-    """Return the arguments of `torch.distributed.init_process_group` for a worker on `device`, which has an index if it is a GPU.
-    With NCCL the group is bound to the GPU. NCCL then connects at once, so a broken network or GPU fails the start, not a later
-    step. Collectives also need not guess the GPU from the rank, which is wrong on machines of unequal size."""
+    """Return the arguments of `torch.distributed.init_process_group` for a worker on `device`,
+    which has an index if it is a GPU. With NCCL the group is bound to the GPU. NCCL then connects
+    at once, so a broken network or GPU fails the start, not a later step. Collectives also need not
+    guess the GPU from the rank, which is wrong on machines of unequal size.
+    """
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     return {"backend": backend, "timeout": timedelta(seconds=timeout_s), "device_id": device_id}
 
@@ -35,20 +39,29 @@ def num_workers(group: ProcessGroup | None = None) -> int:
     """Return the number of workers in a group (None: all), or 1 without torch.distributed."""
     from torch import distributed
 
-    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
+    return (
+        distributed.get_world_size(group)
+        if distributed.is_available() and distributed.is_initialized()
+        else 1
+    )
 
 
 def group_device(group: ProcessGroup | None = None) -> torch.device:
-    """Return the device of the tensors that a group (None: all workers) exchanges: the CPU if its backends support it."""
+    """Return the device of the tensors that a group (None: all workers) exchanges: the CPU if its
+    backends support it.
+    """
     import torch
     from torch import distributed
 
-    serves_cpu = "cpu:" in str(distributed.get_backend_config(group))  # as "cpu:gloo,cuda:nccl" or "cuda:nccl"
+    # as "cpu:gloo,cuda:nccl" or "cuda:nccl"
+    serves_cpu = "cpu:" in str(distributed.get_backend_config(group))
     return torch.device("cpu") if serves_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Return the values of each worker by rank, on the group's device. All shapes must be equal. Collective."""
+    """Return the values of each worker by rank, on the group's device. All shapes must be equal.
+    Collective.
+    """
     import torch
     from torch import distributed
 
@@ -60,10 +73,14 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
     return parts
 
 
-def gathered_rows(values: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, slice]:
-    """Gather the rows of all workers in rank order, with gradient to their owners; return them and the slice of own rows. Workers
-    may have different numbers of rows, or none; `values` is float32 or bfloat16 [rows, ...], with one dtype and trailing shape.
-    The gradient of a row is the sum of all workers', added in rank order. Collective, as is its backward pass."""
+def gathered_rows(
+    values: torch.Tensor, group: ProcessGroup | None = None
+) -> tuple[torch.Tensor, slice]:
+    """Gather the rows of all workers in rank order, with gradient to their owners; return them and
+    the slice of own rows. Workers may have different numbers of rows, or none; `values` is float32
+    or bfloat16 [rows, ...], with one dtype and trailing shape. The gradient of a row is the sum of
+    all workers', added in rank order. Collective, as is its backward pass.
+    """
     import torch
     from torch import distributed
 
@@ -82,13 +99,17 @@ def _gathered_rows() -> type[torch.autograd.Function]:
         """Autograd function behind `gathered_rows`."""
 
         @staticmethod
-        def forward(ctx: Any, values: torch.Tensor, counts: list[int], group: ProcessGroup | None) -> torch.Tensor:
+        def forward(
+            ctx: Any, values: torch.Tensor, counts: list[int], group: ProcessGroup | None
+        ) -> torch.Tensor:
             ctx.counts, ctx.group, ctx.own = counts, group, values.shape
             if len(counts) == 1:
                 return values.view_as(values)
             padded = values.new_zeros(max(counts), *values.shape[1:])
             padded[: len(values)] = values
-            parts = [part[:count] for part, count in zip(gathered(padded, group), counts, strict=True)]
+            parts = [
+                part[:count] for part, count in zip(gathered(padded, group), counts, strict=True)
+            ]
             return torch.cat(parts).to(values.device)
 
         @staticmethod
@@ -99,7 +120,9 @@ def _gathered_rows() -> type[torch.autograd.Function]:
                 return gradient, None, None
             sent = gradient.contiguous().to(group_device(ctx.group))
             received = sent.new_empty(len(counts) * rows, *ctx.own[1:])
-            distributed.all_to_all_single(received, sent, [rows] * len(counts), counts, group=ctx.group)
+            distributed.all_to_all_single(
+                received, sent, [rows] * len(counts), counts, group=ctx.group
+            )
             total, *others = received.split(rows) if rows else [received]
             for other in others:  # In rank order, so that the sum does not depend on timing
                 total = total + other
@@ -139,7 +162,9 @@ def all_reduce_sum(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def global_means(values: torch.Tensor) -> torch.Tensor:
-    """Return the means, [columns], of `values`, [rows, columns], over all workers' rows, or 0 without rows; collective."""
+    """Return the means, [columns], of `values`, [rows, columns], over all workers' rows, or 0
+    without rows; collective.
+    """
     count, total = all_reduce_sum(values.new_ones(1).mul_(len(values)), values.sum(0))
     return total / count.detach().clamp(min=1)
 
@@ -152,17 +177,26 @@ class Collectives:
         self._group, self.num_ranks = process_group, num_workers(process_group)
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of each rank in rank order. All ranks must pass the same number of values."""
+        """Return the values of each rank in rank order. All ranks must pass the same number of
+        values.
+        """
         return [part.tolist() for part in self.gather(np.array(values, dtype=np.float64))]
 
     def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         """Return the array of each rank in rank order. All lengths must be equal."""
         import torch
 
-        return [part.cpu().numpy() for part in gathered(torch.from_numpy(np.ascontiguousarray(values)), self._group)]
+        return [
+            part.cpu().numpy()
+            for part in gathered(torch.from_numpy(np.ascontiguousarray(values)), self._group)
+        ]
 
-    def exchange(self, values: npt.NDArray[Any], send_counts: list[int], receive_counts: list[int]) -> npt.NDArray[Any]:
-        """Send `send_counts[r]` of the values to each rank r (all-to-all); return the received values in rank order."""
+    def exchange(
+        self, values: npt.NDArray[Any], send_counts: list[int], receive_counts: list[int]
+    ) -> npt.NDArray[Any]:
+        """Send `send_counts[r]` of the values to each rank r (all-to-all); return the received
+        values in rank order.
+        """
         import torch
         import torch.distributed as dist
 

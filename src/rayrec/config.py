@@ -1,4 +1,6 @@
-"""Frozen base class for configurations: validated when built, copied instead of changed, printed as YAML, and hashed."""
+"""Frozen base class for configurations: validated when built, copied instead of changed, printed as
+YAML, and hashed.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,18 @@ if TYPE_CHECKING:
 
 
 class InputError(ValueError):
-    """Invalid user input. The one-line message says what, where and how to fix it (exit status 2)."""
+    """Invalid user input. The one-line message says what, where and how to fix it (exit status
+    2).
+    """
 
 
-_BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
+_BOUNDS: Final = {
+    "ge": "at least",
+    "gt": "above",
+    "le": "at most",
+    "lt": "below",
+    "multiple_of": "a multiple of",
+}
 """Wording of bounds, by pydantic's names."""
 
 CLASS: Final = "class"
@@ -46,7 +56,9 @@ def _checked_types(cls: Any) -> dict[str, Any]:
 def _adapter(annotation: Any) -> Any:
     import pydantic
 
-    return pydantic.TypeAdapter(annotation, config=pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True))
+    return pydantic.TypeAdapter(
+        annotation, config=pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True)
+    )
 
 
 def _bounds(annotation: Any) -> list[str]:
@@ -83,9 +95,17 @@ def _config_type(annotation: Any) -> type | None:
 def _item_type(annotation: Any) -> type[Config] | None:
     """Return the Config class C of an annotation tuple[C, ...], or None."""
     arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is not tuple or len(arguments) != 2 or arguments[1] is not Ellipsis:
+    if (
+        typing.get_origin(annotation) is not tuple
+        or len(arguments) != 2
+        or arguments[1] is not Ellipsis
+    ):
         return None
-    return arguments[0] if isinstance(arguments[0], type) and issubclass(arguments[0], Config) else None
+    return (
+        arguments[0]
+        if isinstance(arguments[0], type) and issubclass(arguments[0], Config)
+        else None
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -105,11 +125,17 @@ def _tuples(value: Any) -> Any:
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return a field's default, `dataclasses.MISSING` without one."""
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return (
+        field.default_factory()
+        if field.default_factory is not dataclasses.MISSING
+        else field.default
+    )
 
 
 def same_class(stored: object, class_name: str) -> bool:
-    """Return whether a stored `class` is `class_name`, ignoring the module: a recipe's file may be imported under any name."""
+    """Return whether a stored `class` is `class_name`, ignoring the module: a recipe's file may be
+    imported under any name.
+    """
     return str(stored).rpartition(".")[2] == class_name.rpartition(".")[2]
 
 
@@ -120,7 +146,9 @@ def renamed(old: str, new: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base class for configurations: frozen dataclasses whose field types are checked when they are built."""
+    """Base class for configurations: frozen dataclasses whose field types are checked when they are
+    built.
+    """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
     """New field names by old names, which are accepted for one release."""
@@ -133,21 +161,38 @@ class Config:
             value, annotation = getattr(self, field.name), types[field.name]
             nested = _config_type(annotation)
             if nested is not None:
-                if not (isinstance(value, nested) or (value is None and type(None) in typing.get_args(annotation))):
-                    raise InputError(f"{type(self).__name__}.{field.name}: must be a {nested.__name__}, got {value!r}")
+                if not (
+                    isinstance(value, nested)
+                    or (value is None and type(None) in typing.get_args(annotation))
+                ):
+                    raise InputError(
+                        f"{type(self).__name__}.{field.name}: must be a {nested.__name__}, got "
+                        f"{value!r}"
+                    )
                 continue
             try:
                 _adapter(annotation).validate_python(value)
             except pydantic.ValidationError as error:
-                raise InputError(f"{type(self).__name__}.{field.name}: {_violation(error, annotation)}, got {value!r}") from None
+                raise InputError(
+                    f"{type(self).__name__}.{field.name}: {_violation(error, annotation)}, got "
+                    f"{value!r}"
+                ) from None
 
     @classmethod
     def _custom_class(cls) -> str | None:
-        """Return the class name if it is defined outside rayrec, in which case a stored configuration must contain it."""
-        return None if cls.__module__.partition(".")[0] == "rayrec" else f"{cls.__module__}.{cls.__qualname__}"
+        """Return the class name if it is defined outside rayrec, in which case a stored
+        configuration must contain it.
+        """
+        return (
+            None
+            if cls.__module__.partition(".")[0] == "rayrec"
+            else f"{cls.__module__}.{cls.__qualname__}"
+        )
 
     def of_class(self, name: object) -> Any:
-        """Return a configuration of another class that can replace this one, given its stored `class`, or None if unknown."""
+        """Return a configuration of another class that can replace this one, given its stored
+        `class`, or None if unknown.
+        """
         del name
 
     def _allowed_classes(self) -> str:
@@ -155,14 +200,22 @@ class Config:
         return f"{class_name}. Use the recipe that created the configuration"
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with changed fields. A dict changes fields of a nested configuration. Warns about old field names."""
+        """Return a copy with changed fields. A dict changes fields of a nested configuration. Warns
+        about old field names.
+        """
         for old in self.RENAMED.keys() & changes.keys():
-            warnings.warn(renamed(f"{type(self).__name__}.{old}", self.RENAMED[old]), FutureWarning, stacklevel=2)
+            warnings.warn(
+                renamed(f"{type(self).__name__}.{old}", self.RENAMED[old]),
+                FutureWarning,
+                stacklevel=2,
+            )
         return self.updated(changes)
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
-        """Return a copy updated with `changes`. Nested mappings update nested configurations. A `class` changes the class, if
-        `of_class` allows it. Raises InputError, with the closest match, for an unknown name, and a `class` not allowed."""
+        """Return a copy updated with `changes`. Nested mappings update nested configurations. A
+        `class` changes the class, if `of_class` allows it. Raises InputError, with the closest
+        match, for an unknown name, and a `class` not allowed.
+        """
         stored = changes.get(CLASS)
         if stored is not None:
             changes = {name: value for name, value in changes.items() if name != CLASS}
@@ -171,7 +224,8 @@ class Config:
                 other = self.of_class(stored)
                 if other is None:
                     raise InputError(
-                        f"{where}{CLASS}: does not match the recipe, got {stored}, and the recipe has {self._allowed_classes()}"
+                        f"{where}{CLASS}: does not match the recipe, got {stored}, and the recipe "
+                        f"has {self._allowed_classes()}"
                     )
                 return other.updated(changes, where=where)
         if changes.keys() & self.RENAMED.keys():
@@ -186,7 +240,9 @@ class Config:
                 new[name] = current.updated(value, where=f"{where}{name}.")
             elif item_type is not None and isinstance(value, list | tuple):
                 new[name] = tuple(
-                    item_type.item(item, where=f"{where}{name}[{number}].") if isinstance(item, Mapping) else item
+                    item_type.item(item, where=f"{where}{name}[{number}].")
+                    if isinstance(item, Mapping)
+                    else item
                     for number, item in enumerate(value)
                 )
             else:
@@ -194,13 +250,16 @@ class Config:
         return dataclasses.replace(self, **new)
 
     def expanded(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the changes with short forms of values written out, for classes that accept any. Raises InputError."""
+        """Return the changes with short forms of values written out, for classes that accept any.
+        Raises InputError.
+        """
         return changes
 
     @classmethod
     def item(cls, values: Mapping[str, Any], *, where: str) -> Config:
-        """Build an item of a list from plain values and defaults. `where` prefixes errors. Raises InputError for an unknown name,
-        an invalid value, or a missing value."""
+        """Build an item of a list from plain values and defaults. `where` prefixes errors. Raises
+        InputError for an unknown name, an invalid value, or a missing value.
+        """
         for name in values:
             cls._check_field(name, where)
         for field in dataclasses.fields(cls):
@@ -211,7 +270,9 @@ class Config:
     def _with_new_names(self, changes: Mapping[str, Any], where: str) -> dict[str, Any]:
         for old, new in self.RENAMED.items():
             if old in changes and new in changes:
-                raise InputError(f"{where}{old}: is the old name of {new}, which is set too. Remove {old}.")
+                raise InputError(
+                    f"{where}{old}: is the old name of {new}, which is set too. Remove {old}."
+                )
         return {self.RENAMED.get(name, name): value for name, value in changes.items()}
 
     @classmethod
@@ -219,20 +280,30 @@ class Config:
         names = [field.name for field in dataclasses.fields(cls)]
         if name not in names:
             close_matches = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean '{close_matches[0]}'?" if close_matches else f"; it has {', '.join(names)}"
+            hint = (
+                f"; did you mean '{close_matches[0]}'?"
+                if close_matches
+                else f"; it has {', '.join(names)}"
+            )
             raise InputError(f"{where}{name}: {cls.__name__} has no such field{hint}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists and scalars for JSON or YAML, with `class` for a class defined outside rayrec."""
+        """Return plain dicts, lists and scalars for JSON or YAML, with `class` for a class defined
+        outside rayrec.
+        """
         class_name = type(self)._custom_class()
         named = {} if class_name is None else {CLASS: class_name}
-        return named | {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return named | {
+            field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
 
     def to_yaml(self) -> str:
         """Return the full resolved configuration as YAML, with fields in declaration order."""
         import yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+        return yaml.safe_dump(
+            self.to_dict(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+        )
 
     def config_hash(self) -> str:
         """Return the hash of the configuration's plain values."""
@@ -251,7 +322,9 @@ def packaged_json(package: str, name: str) -> Any:
 
 
 def json_hash(value: Any) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a JSON value, independent of the order of keys."""
+    """Return the first 16 hex digits of the SHA-256 of a JSON value, independent of the order of
+    keys.
+    """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -260,8 +333,9 @@ TEXT: Final = ""
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings with dotted names (`scaling.num_workers`) to nested settings. Mappings are merged in any order, and of two
-    values of one setting the later is returned."""
+    """Convert settings with dotted names (`scaling.num_workers`) to nested settings. Mappings are
+    merged in any order, and of two values of one setting the later is returned.
+    """
     nested: dict[str, Any] = {}
     for path, value in settings.items():
         *names, last = path.split(".")
@@ -276,10 +350,15 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(before: Any, value: Any) -> Any:
-    """Return a setting's value, with the settings of an earlier mapping that it does not change. Copies mappings."""
+    """Return a setting's value, with the settings of an earlier mapping that it does not change.
+    Copies mappings.
+    """
     earlier = before if isinstance(before, dict) else {}
     if isinstance(value, Mapping):
-        return {**earlier, **{name: _merged(earlier.get(name), inner) for name, inner in value.items()}}
+        return {
+            **earlier,
+            **{name: _merged(earlier.get(name), inner) for name, inner in value.items()},
+        }
     return {**earlier, TEXT: value} if isinstance(before, dict) else value
 
 
@@ -293,13 +372,19 @@ def field_docs(cls: type) -> dict[str, str]:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         for line, after in itertools.pairwise(definition.body):
-            if isinstance(line, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            if (
+                isinstance(line, ast.AnnAssign)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+            ):
                 docs[ast.unparse(line.target)] = str(after.value.value)
     return docs
 
 
 def line_of(error: BaseException) -> str:
-    """Return an error as one line: the text of an InputError, else the class and the last line of its text."""
+    """Return an error as one line: the text of an InputError, else the class and the last line of
+    its text.
+    """
     if isinstance(error, InputError):
         return " ".join(str(error).split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,4 +1,6 @@
-"""Hash functions of integers and text, in NumPy and plain Python. The `encode.py` of an export contains this module's text."""
+"""Hash functions of integers and text, in NumPy and plain Python. The `encode.py` of an export
+contains this module's text.
+"""
 
 import numpy as np
 
@@ -10,14 +12,18 @@ _PRIME4, _PRIME5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finalizer (Steele, Lea, Flood 2014), a bijection that spreads multiples over any modulus, to uint64."""
+    """Apply SplitMix64's finalizer (Steele, Lea, Flood 2014), a bijection that spreads multiples
+    over any modulus, to uint64.
+    """
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
 def murmur3(tokens: np.ndarray) -> np.ndarray:
-    """Return murmur3_x86_32 (Appleby) of each token's bytes, seed 0, plus 0x9E3779B9 from cuDF's row hash. uint32 [tokens]."""
+    """Return murmur3_x86_32 (Appleby) of each token's bytes, seed 0, plus 0x9E3779B9 from cuDF's
+    row hash. uint32 [tokens].
+    """
     k = tokens * np.uint32(0xCC9E2D51)
     k = k << np.uint32(15) | k >> np.uint32(17)
     h = k * np.uint32(0x1B873593)
@@ -43,10 +49,14 @@ def xxh64(data: bytes) -> int:
             value = ((value ^ _lane(0, lane)) * _PRIME1 + _PRIME4) & _MASK
     value = (value + length) & _MASK
     while length - position >= 8:
-        value = (_rotate(value ^ _lane(0, _word(data, position, 8)), 27) * _PRIME1 + _PRIME4) & _MASK
+        value = (
+            _rotate(value ^ _lane(0, _word(data, position, 8)), 27) * _PRIME1 + _PRIME4
+        ) & _MASK
         position += 8
     if length - position >= 4:
-        value = (_rotate(value ^ _word(data, position, 4) * _PRIME1 & _MASK, 23) * _PRIME2 + _PRIME3) & _MASK
+        value = (
+            _rotate(value ^ _word(data, position, 4) * _PRIME1 & _MASK, 23) * _PRIME2 + _PRIME3
+        ) & _MASK
         position += 4
     for byte in data[position:]:
         value = _rotate(value ^ byte * _PRIME5 & _MASK, 11) * _PRIME1 & _MASK

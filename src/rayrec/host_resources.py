@@ -1,5 +1,6 @@
-"""CPUs and memory available to this process, within the limits of its container and of Ray. psutil reads the machine's memory.
-Limits of control groups, unknown to psutil, are read here."""
+"""CPUs and memory available to this process, within the limits of its container and of Ray. psutil
+reads the machine's memory. Limits of control groups, unknown to psutil, are read here.
+"""
 
 import contextlib
 import os
@@ -25,14 +26,18 @@ class Memory:
 
 
 def usable_cpus(*, granted: float | None = None, root: Path = _ROOT) -> int:
-    """Return the CPUs that this process may keep busy, at least 1: its affinity, limited by the container's CPU quota and by
-    `granted` (e.g. the CPUs of its Ray node). `root` is the folder of /proc and /sys, for tests."""
+    """Return the CPUs that this process may keep busy, at least 1: its affinity, limited by the
+    container's CPU quota and by `granted` (e.g. the CPUs of its Ray node). `root` is the folder of
+    /proc and /sys, for tests.
+    """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([cpus, *_cpu_quotas(root), *([granted] if granted else [])])))
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Return the host memory within this process's control group limits (versions 1 and 2). `root` is as for `usable_cpus`."""
+    """Return the host memory within this process's control group limits (versions 1 and 2). `root`
+    is as for `usable_cpus`.
+    """
     import psutil
 
     machine = psutil.virtual_memory()
@@ -42,13 +47,18 @@ def memory(root: Path = _ROOT) -> Memory:
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
         if limit and used:
             used_bytes = max(0, int(used[0]) - _droppable_bytes(folder / "memory.stat"))
-            total, available = min(total, int(limit[0])), min(available, max(0, int(limit[0]) - used_bytes))
+            total, available = (
+                min(total, int(limit[0])),
+                min(available, max(0, int(limit[0]) - used_bytes)),
+            )
     return Memory(total, available)
 
 
 @contextlib.contextmanager
 def bound_to_cores(index: int, count: int, *, root: Path = _ROOT) -> Iterator[None]:
-    """Bind all threads of this process to cores `index` of `count` equal parts (`worker_cores`), until the context ends."""
+    """Bind all threads of this process to cores `index` of `count` equal parts (`worker_cores`),
+    until the context ends.
+    """
     before = os.sched_getaffinity(0)
     _bind(worker_cores(before, index, count, root=root))
     try:
@@ -58,16 +68,25 @@ def bound_to_cores(index: int, count: int, *, root: Path = _ROOT) -> Iterator[No
 
 
 def worker_cores(cores: Iterable[int], index: int, count: int, *, root: Path = _ROOT) -> list[int]:
-    """Return part `index` of `count`, at least one core: neighbours in a NUMA node, with a core's threads together."""
+    """Return part `index` of `count`, at least one core: neighbours in a NUMA node, with a core's
+    threads together.
+    """
     folder = root / "sys/devices/system"
     node_of = {
         core: int(node.name.removeprefix("node"))
         for node in folder.glob("node/node[0-9]*")
         for core in _listed_cores(node / "cpulist")
     }
-    first_of = {core: min(_listed_cores(folder / f"cpu/cpu{core}/topology/thread_siblings_list"), default=core) for core in cores}
+    first_of = {
+        core: min(
+            _listed_cores(folder / f"cpu/cpu{core}/topology/thread_siblings_list"), default=core
+        )
+        for core in cores
+    }
     ordered = sorted(first_of, key=lambda core: (node_of.get(core, 0), first_of[core], core))
-    return ordered[index * len(ordered) // count : (index + 1) * len(ordered) // count] or [ordered[index % len(ordered)]]
+    return ordered[index * len(ordered) // count : (index + 1) * len(ordered) // count] or [
+        ordered[index % len(ordered)]
+    ]
 
 
 def _bind(cores: Iterable[int]) -> None:
@@ -82,19 +101,28 @@ def _listed_cores(file: Path) -> list[int]:
         ranges = [part.split("-") for part in file.read_text().strip().split(",") if part]
     except OSError:
         return []
-    return [core for first, *last in ranges for core in range(int(first), int(last[0] if last else first) + 1)]
+    return [
+        core
+        for first, *last in ranges
+        for core in range(int(first), int(last[0] if last else first) + 1)
+    ]
 
 
 def this_node() -> tuple[str, str]:
-    """Return the host name, and the first digits of the id of this process's Ray node, which tell nodes on one host apart. The id
-    is empty without Ray."""
+    """Return the host name, and the first digits of the id of this process's Ray node, which tell
+    nodes on one host apart. The id is empty without Ray.
+    """
     ray: Any = sys.modules.get("ray")
     is_connected = ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
-    return platform.node(), ray.get_runtime_context().get_node_id()[:_ID_DIGITS] if is_connected else ""
+    return platform.node(), ray.get_runtime_context().get_node_id()[
+        :_ID_DIGITS
+    ] if is_connected else ""
 
 
 def node_fields(nodes: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the event fields of nodes, each a result of `this_node`: "nodes" and, with Ray, "node_ids"."""
+    """Return the event fields of nodes, each a result of `this_node`: "nodes" and, with Ray,
+    "node_ids".
+    """
     ids = [node_id for _, node_id in nodes]
     return {"nodes": [name for name, _ in nodes], **({"node_ids": ids} if any(ids) else {})}
 
@@ -108,23 +136,30 @@ def resident_bytes() -> int:
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     for folder in _groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        quota = _numbers(folder / "cpu.max") or (_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
+        quota = _numbers(folder / "cpu.max") or (
+            _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us")
+        )
         if len(quota) == 2:
             yield quota[0] / quota[1]
 
 
 def _droppable_bytes(stat: Path) -> int:
-    """Return the page cache of files. `file` is not used: it includes tmpfs (Ray's object store), which cannot be dropped."""
+    """Return the page cache of files. `file` is not used: it includes tmpfs (Ray's object store),
+    which cannot be dropped.
+    """
     try:
         fields = dict(line.split() for line in stat.read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    total = "total_" if "total_inactive_file" in fields else ""  # version 1 has separate fields that include child groups
+    # version 1 has separate fields that include child groups
+    total = "total_" if "total_inactive_file" in fields else ""
     return sum(int(fields.get(f"{total}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
 def _groups(root: Path, controller: str, *files: str) -> Iterator[Path]:
-    """Yield the folders of control groups, from this process's group up to the root, that contain one of the files."""
+    """Yield the folders of control groups, from this process's group up to the root, that contain
+    one of the files.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -145,7 +180,9 @@ def _groups(root: Path, controller: str, *files: str) -> Iterator[Path]:
 
 
 def _numbers(file: Path) -> tuple[float, ...]:
-    """Return the numbers in a control group's file, or () if the file is missing or sets no limit ("max", -1)."""
+    """Return the numbers in a control group's file, or () if the file is missing or sets no limit
+    ("max", -1).
+    """
     try:
         numbers = tuple(float(word) for word in file.read_text().split())
     except (OSError, ValueError):

@@ -10,7 +10,9 @@ TIME_UNITS = (("s", 1.0, 300.0), ("min", 60.0, 3 * 3600.0), ("h", 3600.0, float(
 
 
 def one_line(error: object) -> str:
-    """Return up to 300 letters of an error's text in one line without a final period, or its type without text."""
+    """Return up to 300 letters of an error's text in one line without a final period, or its type
+    without text.
+    """
     return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
@@ -30,7 +32,13 @@ def estimate_text(value: float) -> str:
 def value_text(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def date_text(time_s: float) -> str:
@@ -46,7 +54,9 @@ def duration_text(seconds: float) -> str:
 
 def durations_text(seconds: Sequence[float]) -> list[str]:
     """Format several durations in the unit of the longest."""
-    unit, size = next((unit, size) for unit, size, limit in TIME_UNITS if max(seconds, default=0.0) < limit)
+    unit, size = next(
+        (unit, size) for unit, size, limit in TIME_UNITS if max(seconds, default=0.0) < limit
+    )
     return [f"{value / size:.{1 if unit == 's' else 2}f} {unit}" for value in seconds]
 
 
@@ -59,7 +69,8 @@ def clock_text(seconds: float) -> str:
 def size_text(size_bytes: float) -> str:
     """Format bytes with three digits in decimal units: 12 B, 3.4 kB, 44 MB, 16.3 GB, 1.1 TB."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= 0.9995 * size:  # smaller values round to less than 1000 of the smaller unit
+        # smaller values round to less than 1000 of the smaller unit
+        if size_bytes >= 0.9995 * size:
             value = size_bytes / size
             return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return f"{size_bytes:.0f} B"
@@ -68,7 +79,9 @@ def size_text(size_bytes: float) -> str:
 def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Format the rows of a table. Aligns the columns `left` left, and all others right."""
     signs = ["<" if column in left else ">" for column in range(len(rows[0]))]
-    cells = [f"{{:{sign}{max(len(row[column]) for row in rows)}}}" for column, sign in enumerate(signs)]
+    cells = [
+        f"{{:{sign}{max(len(row[column]) for row in rows)}}}" for column, sign in enumerate(signs)
+    ]
     return ["  ".join(cells).format(*row).rstrip() for row in rows]
 
 

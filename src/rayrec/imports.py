@@ -1,4 +1,6 @@
-"""Imports of optional packages, and of user functions FILE.py:FUNCTION. Runs code that the user passed, never a stored file's."""
+"""Imports of optional packages, and of user functions FILE.py:FUNCTION. Runs code that the user
+passed, never a stored file's.
+"""
 
 import importlib.util
 import os
@@ -20,7 +22,9 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def require(*modules: str, extra: str) -> None:
-    """Check that modules of an extra (default: all in `EXTRAS`) are installed. Raises InputError with the fix."""
+    """Check that modules of an extra (default: all in `EXTRAS`) are installed. Raises InputError
+    with the fix.
+    """
     for module in modules or EXTRAS[extra]:
         if importlib.util.find_spec(module) is None:
             raise InputError(f"{module} is not installed. Run pip install 'rayrec[{extra}]'.")
@@ -33,8 +37,9 @@ def is_in_file(name: str) -> bool:
 
 
 def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Returned]:
-    """Return the function without arguments named FILE.py:FUNCTION. The file is imported once per process. Raises InputError if
-    it is missing, fails, or does not return a `returns`."""
+    """Return the function without arguments named FILE.py:FUNCTION. The file is imported once per
+    process. Raises InputError if it is missing, fails, or does not return a `returns`.
+    """
     file, _, function = name.rpartition(":")
     path = os.path.abspath(file)
     if not os.path.isfile(path):
@@ -42,7 +47,9 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
     module_name = _module_name(path)
     module = sys.modules.get(module_name)
     if module is not None and getattr(module, "__file__", None) != path:
-        raise InputError(f"{file}: another file with this name was already imported. Rename the file.")
+        raise InputError(
+            f"{file}: another file with this name was already imported. Rename the file."
+        )
     try:
         module = module or _imported(module_name, path)
         value = getattr(module, function, None)
@@ -50,10 +57,20 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
     except InputError:
         raise
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == path
+        ]
         # A syntax error may be in a file that this one imports.
-        location = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (path, lines[-1] if lines else 1)
-        raise InputError(f"{location[0]}, line {location[1]}: {line_of(error)}. Fix the file.") from error
+        location = (
+            (error.filename, error.lineno)
+            if isinstance(error, SyntaxError)
+            else (path, lines[-1] if lines else 1)
+        )
+        raise InputError(
+            f"{location[0]}, line {location[1]}: {line_of(error)}. Fix the file."
+        ) from error
     if not callable(value):
         raise InputError(f"{file}: function '{function}' not found")
     if not isinstance(returned, returns):
@@ -62,7 +79,9 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
 
 
 def _module_name(path: str) -> str:
-    """Return the file's name, or a unique name if another module has it or would be shadowed, such as mlflow."""
+    """Return the file's name, or a unique name if another module has it or would be shadowed, such
+    as mlflow.
+    """
     name = os.path.splitext(os.path.basename(path))[0]
     if name in sys.modules:
         other = getattr(sys.modules[name], "__file__", None)

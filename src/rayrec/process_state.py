@@ -1,4 +1,6 @@
-"""State that a call shares with the rest of its process: environment variables, random generators, warnings, hooks."""
+"""State that a call shares with the rest of its process: environment variables, random generators,
+warnings, hooks.
+"""
 
 import contextlib
 import os
@@ -16,7 +18,9 @@ _VARIABLES: Final = (
     "MLFLOW_ALLOW_FILE_STORE",
     "RAY_DATA_USAGE_DISABLED",
 )
-"""Variables that rayrec and its libraries set while they work. Others may be the caller's, set in another thread."""
+"""Variables that rayrec and its libraries set while they work. Others may be the caller's, set in
+another thread.
+"""
 _lock: Final = threading.RLock()
 _contexts: Final[dict[str, tuple[int, str | None]]] = {}
 """Variables set by `temporary_environment`: number of contexts, and the value before the first."""
@@ -27,10 +31,14 @@ _restore: Final[dict[str, Callable[[], None]]] = {}
 
 @contextlib.contextmanager
 def temporary_environment(variables: Mapping[str, str], *, override: bool = True) -> Iterator[None]:
-    """Set environment variables within the context, also for processes started there. Without `override`, the caller's own values
-    stay. Contexts of several threads may overlap: a variable has its former value again after the last one."""
+    """Set environment variables within the context, also for processes started there. Without
+    `override`, the caller's own values stay. Contexts of several threads may overlap: a variable
+    has its former value again after the last one.
+    """
     with _lock:
-        names = [name for name in variables if override or name in _contexts or name not in os.environ]
+        names = [
+            name for name in variables if override or name in _contexts or name not in os.environ
+        ]
         for name in names:
             count, before = _contexts.get(name, (0, os.environ.get(name)))
             _contexts[name] = count + 1, before
@@ -56,13 +64,16 @@ def _set_variable(name: str, value: str | None) -> None:
 
 @contextlib.contextmanager
 def preserved_process() -> Iterator[None]:
-    """Restore the caller's process after the context: random generators of Python, NumPy and torch, torch's thread count and TF32
-    settings, warning filters, `sys.excepthook`, and variables that libraries set. If contexts of several threads overlap, the
-    last one restores what the first one found."""
+    """Restore the caller's process after the context: random generators of Python, NumPy and torch,
+    torch's thread count and TF32 settings, warning filters, `sys.excepthook`, and variables that
+    libraries set. If contexts of several threads overlap, the last one restores what the first one
+    found.
+    """
     global _num_users
     with _lock:
         _num_users += 1
-        for name, save in _PARTS.items():  # torch may not have been loaded when an outer context began
+        # torch may not have been loaded when an outer context began
+        for name, save in _PARTS.items():
             if name not in _restore and (restore := save()) is not None:
                 _restore[name] = restore
     try:
@@ -100,14 +111,16 @@ def _save_numpy() -> Callable[[], None] | None:
 
 
 def _save_warnings() -> Callable[[], None]:
-    # Libraries add filters when they are imported, and `catch_warnings` is the only public way to replace the list.
+    # Libraries add filters when they are imported, and `catch_warnings` is the only public way to
+    # replace the list.
     caught = warnings.catch_warnings()
     caught.__enter__()
     return lambda: caught.__exit__(None, None, None)
 
 
 def _save_hook() -> Callable[[], None]:
-    hook = sys.excepthook  # wrapped by `torch.distributed.init_process_group`, once more in every run
+    # wrapped by `torch.distributed.init_process_group`, once more in every run
+    hook = sys.excepthook
 
     def restore() -> None:
         sys.excepthook = hook
@@ -136,7 +149,9 @@ def _save_torch() -> Callable[[], None] | None:
 
 
 def _tf32(part: Any) -> bool | None:
-    """Return whether TF32 is allowed, or None if the caller set it by torch's newer names, which forbid the older one."""
+    """Return whether TF32 is allowed, or None if the caller set it by torch's newer names, which
+    forbid the older one.
+    """
     try:
         return bool(part.allow_tf32)
     except RuntimeError:

@@ -13,7 +13,9 @@ from typing import Any, Literal, NoReturn
 from rayrec.config import Config, InputError, packaged_json
 
 MAX_COLUMNS = 64
-"""Maximum feature columns of a log with hexadecimal tokens: its mask of missing values has 64 bits per row."""
+"""Maximum feature columns of a log with hexadecimal tokens: its mask of missing values has 64 bits
+per row.
+"""
 
 
 BRACKETS = "brackets"
@@ -23,19 +25,28 @@ BRACKETS = "brackets"
 def _check_delimiter(name: str, value: str) -> None:
     """Check a separator in text. Raises InputError."""
     if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
-        raise InputError(f"schema: {name} must be one ASCII character other than a quote or a line end, got {value!r}")
+        raise InputError(
+            f"schema: {name} must be one ASCII character other than a quote or a line end, got "
+            f"{value!r}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label(Config):
-    """Label in addition to `Schema.label`, for multi-task models. The first one is the main label if `Schema.label` is None."""
+    """Label in addition to `Schema.label`, for multi-task models. The first one is the main label
+    if `Schema.label` is None.
+    """
 
     name: str
     """Column name."""
     kind: Literal["binary", "number", "count"] = "binary"
-    """Label type. binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as views; predicts its mean."""
+    """Label type. binary: 1 or 0; number: any finite number; count: a number of 0 or more, such as
+    views; predicts its mean.
+    """
     missing: Literal["fault", "allowed"] = "allowed"
-    """Handling of empty values. fault: the row is invalid; allowed: the row does not train this label."""
+    """Handling of empty values. fault: the row is invalid; allowed: the row does not train this
+    label.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +54,23 @@ class LabelRule(Config):
     """Rule that makes 1 and 0 of the values in `Schema.label`. Empty values stay faults."""
 
     at_least: float | None = None
-    """Smallest number that counts as 1, such as 4 for ratings of 1 to 5. None: `positive` decides."""
+    """Smallest number that counts as 1, such as 4 for ratings of 1 to 5. None: `positive`
+    decides.
+    """
     positive: tuple[str, ...] = ()
     """Values that count as 1, such as `yes`; all others count as 0. Numbers match in any form."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.at_least is None) == (not self.positive):
-            raise InputError("schema: label must have either at_least or positive, such as {name: rating, at_least: 4}")
+            raise InputError(
+                "schema: label must have either at_least or positive, such as {name: rating, "
+                "at_least: 4}"
+            )
         if self.at_least is not None and not math.isfinite(self.at_least):
-            raise InputError(f"schema: at_least of the label must be a finite number, got {self.at_least}")
+            raise InputError(
+                f"schema: at_least of the label must be a finite number, got {self.at_least}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,87 +80,136 @@ class Feature(Config):
     name: str
     """Column name, one of `Schema.sparse`."""
     vocabulary: str | None = None
-    """Name of its vocabulary and embedding table. Features with one vocabulary share ids and embeddings, such as an item and the
-    items that a user clicked before. A feature's name means that feature's vocabulary. None: a separate vocabulary."""
+    """Name of its vocabulary and embedding table. Features with one vocabulary share ids and
+    embeddings, such as an item and the items that a user clicked before. A feature's name means
+    that feature's vocabulary. None: a separate vocabulary.
+    """
     max_length: int | None = None
-    """Maximum categories per row in a column of `Schema.lists`; the last ones are kept. None keeps all."""
+    """Maximum categories per row in a column of `Schema.lists`; the last ones are kept. None keeps
+    all.
+    """
     weights: str | None = None
-    """Weight column for a column of `Schema.lists`: a factor for each category's embedding before the sum. None: 1 each."""
+    """Weight column for a column of `Schema.lists`: a factor for each category's embedding before
+    the sum. None: 1 each.
+    """
     aligned_with: str | None = None
-    """List column with the items that this list describes, such as the items of earlier clicks for the list of their shops. In
-    each row, both must have categories at the same positions. None: independent."""
+    """List column with the items that this list describes, such as the items of earlier clicks for
+    the list of their shops. In each row, both must have categories at the same positions. None:
+    independent.
+    """
     list_delimiter: str | None = None
-    """Separator of the categories and weights in text for a column of `Schema.lists`: one ASCII character, with blanks around
-    categories removed, or `brackets` for ['a', 'b'] and ["a", "b"]. None: `Schema.list_delimiter`."""
+    """Separator of the categories and weights in text for a column of `Schema.lists`: one ASCII
+    character, with blanks around categories removed, or `brackets` for ['a', 'b'] and ["a", "b"].
+    None: `Schema.list_delimiter`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_length is not None and self.max_length < 1:
-            raise InputError(f"schema: max_length of feature {self.name} must be at least 1, got {self.max_length}")
+            raise InputError(
+                f"schema: max_length of feature {self.name} must be at least 1, got "
+                f"{self.max_length}"
+            )
         if self.list_delimiter not in (None, BRACKETS):
             _check_delimiter(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schema(Config):
-    """Columns of a click log, in the order label, dense, sparse without a header; otherwise they are found by name."""
+    """Columns of a click log, in the order label, dense, sparse without a header; otherwise they
+    are found by name.
+    """
 
     label: str | None = "label"
-    """Column with 1 for a click and 0 for no click. None: the first of `labels` is the main label, or the log is unlabelled. In
-    YAML also a mapping with `label_rule`: {name: rating, at_least: 4} or {name: answer, positive: [yes]}."""
+    """Column with 1 for a click and 0 for no click. None: the first of `labels` is the main label,
+    or the log is unlabelled. In YAML also a mapping with `label_rule`: {name: rating, at_least: 4}
+    or {name: answer, positive: [yes]}.
+    """
     label_rule: LabelRule | None = None
-    """Rule for a label with other values than 1 and 0. None: the column has 1 and 0. Needs tokens "any"."""
+    """Rule for a label with other values than 1 and 0. None: the column has 1 and 0. Needs tokens
+    "any".
+    """
     dense: tuple[str, ...] = ()
     """Numeric columns."""
     sparse: tuple[str, ...] = ()
     """Categorical columns."""
     tokens: Literal["hexadecimal", "any"] = "any"
-    """Category format. any: categories are strings or integers, dense columns any numbers, in CSV or Parquet; hexadecimal: every
-    category has 8 hexadecimal digits, dense columns are integers (Criteo). Text without a header is always hexadecimal."""
+    """Category format. any: categories are strings or integers, dense columns any numbers, in CSV
+    or Parquet; hexadecimal: every category has 8 hexadecimal digits, dense columns are integers
+    (Criteo). Text without a header is always hexadecimal.
+    """
     lists: tuple[str, ...] = ()
     """Columns of `sparse` with any number of categories per row (multi-hot). Needs tokens "any"."""
     weight: str | None = None
-    """Column with the row's weight in the training loss, a number of 0 or more. Needs tokens "any"."""
+    """Column with the row's weight in the training loss, a number of 0 or more. Needs tokens
+    "any".
+    """
     delimiter: str = "\t"
-    """Separator of columns in a text file. If the first row has no tab, a comma or semicolon, whichever it has, replaces it."""
+    """Separator of columns in a text file. If the first row has no tab, a comma or semicolon,
+    whichever it has, replaces it.
+    """
     list_delimiter: str = "|"
     """Separator of the categories of a list in a text file."""
     integers: tuple[str, ...] = ()
-    """Columns of `sparse` whose text is parsed as an integer: 7, 07, +7 and 7.0 are one category, other text is a fault. In other
-    columns, these are different categories. Needs tokens "any"."""
+    """Columns of `sparse` whose text is parsed as an integer: 7, 07, +7 and 7.0 are one category,
+    other text is a fault. In other columns, these are different categories. Needs tokens "any".
+    """
     optional: tuple[str, ...] = ()
-    """Columns of `dense` and `sparse` that files with named columns may lack. Their values are then missing."""
+    """Columns of `dense` and `sparse` that files with named columns may lack. Their values are then
+    missing.
+    """
     features: tuple[Feature, ...] = ()
-    """Settings of single columns of `sparse`: shared vocabularies, list lengths, weights. Needs tokens "any"."""
+    """Settings of single columns of `sparse`: shared vocabularies, list lengths, weights. Needs
+    tokens "any".
+    """
     labels: tuple[Label, ...] = ()
     """Labels in addition to `label`. Needs tokens "any"."""
     timestamp: str | None = None
-    """Column with the time of each row: a date, a timestamp, text (ISO 8601, 2026/01/31 10:00, 31.01.2026, 1/31/2026 9:05:00 PM),
-    or seconds, milliseconds or microseconds since 1970-01-01 00:00 UTC. Batches contain it; no built-in model uses it, unless it
-    is in `dense` or `sparse` too. Needs tokens "any"."""
+    """Column with the time of each row: a date, a timestamp, text (ISO 8601, 2026/01/31 10:00,
+    31.01.2026, 1/31/2026 9:05:00 PM), or seconds, milliseconds or microseconds since 1970-01-01
+    00:00 UTC. Batches contain it; no built-in model uses it, unless it is in `dense` or `sparse`
+    too. Needs tokens "any".
+    """
     nan: Literal["fault", "missing"] = "fault"
-    """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is missing."""
+    """Handling of NaN in dense columns. fault: the row is invalid; missing: the value is
+    missing.
+    """
     missing: tuple[str, ...] = ()
-    """Values that mean a missing number or category, such as NA, in files and requests. In dense columns, numbers match in any
-    form. Empty text and null are always missing. Needs tokens "any"."""
+    """Values that mean a missing number or category, such as NA, in files and requests. In dense
+    columns, numbers match in any form. Empty text and null are always missing. Needs tokens
+    "any".
+    """
     group: str | None = field(default=None, compare=False)
-    """Column of `sparse`, such as the user, within whose values evaluations measure ranking too (gauc). Not used to train."""
+    """Column of `sparse`, such as the user, within whose values evaluations measure ranking too
+    (gauc). Not used to train.
+    """
     encoding: str | None = field(default=None, compare=False)
-    """Encoding of text files, such as latin-1 or cp1252: any of Python's. None: UTF-8. Needs tokens "any"."""
+    """Encoding of text files, such as latin-1 or cp1252: any of Python's. None: UTF-8. Needs tokens
+    "any".
+    """
     escape: str | None = field(default=None, compare=False)
-    """Character before a quote, or before itself, inside a quoted CSV field, such as a backslash in files of Spark and Hive.
-    None: quotes are doubled. Needs tokens "any"."""
+    """Character before a quote, or before itself, inside a quoted CSV field, such as a backslash in
+    files of Spark and Hive. None: quotes are doubled. Needs tokens "any".
+    """
     header: tuple[str, ...] | None = field(default=None, compare=False)
-    """Column names of a file without a header row, in file order, unused columns included. Files with a header row are read by
-    it. A Preprocessor stores the order of its log here: lines without a header have this order, in files and requests. Empty: the
-    log has no order, such as a DataFrame. None: unknown; then only hexadecimal text may lack a header."""
+    """Column names of a file without a header row, in file order, unused columns included. Files
+    with a header row are read by it. A Preprocessor stores the order of its log here: lines without
+    a header have this order, in files and requests. Empty: the log has no order, such as a
+    DataFrame. None: unknown; then only hexadecimal text may lack a header.
+    """
     header_row: bool = field(default=False, compare=False)
-    """Whether `header` was found in the log's own header row instead of being declared. Set by rayrec."""
+    """Whether `header` was found in the log's own header row instead of being declared. Set by
+    rayrec.
+    """
     dropped: tuple[str, ...] = field(default=(), compare=False)
-    """Columns that lines without a header may have in addition, such as the label of rows to score. Set by `unlabelled`."""
+    """Columns that lines without a header may have in addition, such as the label of rows to score.
+    Set by `unlabelled`.
+    """
     category_rules: Literal[1, 2] = field(default=2, compare=False)
-    """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and `false` are the integers 1 and 0,
-    and blanks around an unquoted CSV field are removed. 1: both are plain text."""
+    """Version of the parsing rules for text categories, stored in a Preprocessor. 2: `true` and
+    `false` are the integers 1 and 0, and blanks around an unquoted CSV field are removed. 1: both
+    are plain text.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,37 +225,55 @@ class Schema(Config):
         for name in ("delimiter", "list_delimiter"):
             _check_delimiter(name, getattr(self, name))
         if self.delimiter == self.list_delimiter:
-            raise InputError(f"schema: delimiter and list_delimiter must differ, got {self.delimiter!r} for both")
+            raise InputError(
+                f"schema: delimiter and list_delimiter must differ, got {self.delimiter!r} for both"
+            )
         self._check_text()
         if self.tokens == "any":
             return
         text_fields = ("label_rule", "missing", "encoding", "escape")
-        for name in ("lists", "weight", "integers", "features", "labels", "timestamp", *text_fields):
+        for name in (
+            "lists",
+            "weight",
+            "integers",
+            "features",
+            "labels",
+            "timestamp",
+            *text_fields,
+        ):
             if getattr(self, name):
                 raise InputError(f"schema: {name} needs tokens: any")
         if self.delimiter != "\t":
-            raise InputError("schema: hexadecimal tokens come tab-separated; use tokens: any for other files")
+            raise InputError(
+                "schema: hexadecimal tokens come tab-separated; use tokens: any for other files"
+            )
         if len(self.dense) + len(self.sparse) > MAX_COLUMNS:
             raise InputError(
-                f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most {MAX_COLUMNS} are supported "
-                "with hexadecimal tokens; use tokens: any"
+                f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most "
+                f"{MAX_COLUMNS} are supported with hexadecimal tokens; use tokens: any"
             )
 
     def _check_text(self) -> None:
         """Check the escape character and the encoding of text. Raises InputError."""
         if self.escape is not None and (
-            len(self.escape) != 1 or ord(self.escape) > 127 or self.escape in f'\n\r" {self.delimiter}{self.list_delimiter}'
+            len(self.escape) != 1
+            or ord(self.escape) > 127
+            or self.escape in f'\n\r" {self.delimiter}{self.list_delimiter}'
         ):
             raise InputError(
-                "schema: escape must be one ASCII character other than a quote, a blank, a delimiter or a line end, such as a "
-                f"backslash, got {self.escape!r}"
+                "schema: escape must be one ASCII character other than a quote, a blank, a "
+                f"delimiter or a line end, such as a backslash, got {self.escape!r}"
             )
         if self.encoding is not None:
             try:
                 "text".encode(self.encoding)
-            except (LookupError, ValueError):  # ValueError: Python's codec `undefined`, or a null character
+            except (
+                LookupError,
+                ValueError,
+            ):  # ValueError: Python's codec `undefined`, or a null character
                 raise InputError(
-                    f"schema: encoding must be one of Python's, such as latin-1 or cp1252, got {self.encoding!r}"
+                    "schema: encoding must be one of Python's, such as latin-1 or cp1252, got "
+                    f"{self.encoding!r}"
                 ) from None
 
     @property
@@ -201,20 +286,26 @@ class Schema(Config):
         names = [feature.name for feature in self.features]
         if len(set(names)) != len(names):
             raise InputError(f"schema: features must name each column once, got {', '.join(names)}")
-        separate = {feature.name for feature in self.features if feature.vocabulary not in (None, feature.name)}
+        separate = {
+            feature.name
+            for feature in self.features
+            if feature.vocabulary not in (None, feature.name)
+        }
         for feature in self.features:
             if feature.name not in self.sparse:
                 raise InputError(f"schema: features names {feature.name}, which must be in sparse")
             of_lists = feature.max_length or feature.weights or feature.list_delimiter
             if of_lists and feature.name not in self.lists:
                 raise InputError(
-                    f"schema: feature {feature.name} has max_length, weights or list_delimiter, which need a column of lists"
+                    f"schema: feature {feature.name} has max_length, weights or list_delimiter, "
+                    "which need a column of lists"
                 )
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
             if feature.vocabulary in separate:
                 raise InputError(
-                    f"schema: {feature.name} has the vocabulary of {feature.vocabulary}, which has another; name that one in both"
+                    f"schema: {feature.name} has the vocabulary of {feature.vocabulary}, which "
+                    "has another; name that one in both"
                 )
         weights = [feature.weights for feature in self.features if feature.weights]
         if len(set(weights)) != len(weights):
@@ -222,28 +313,48 @@ class Schema(Config):
 
     def _check_aligned(self, feature: Feature, first: Feature) -> None:
         field_name = f"schema: aligned_with of feature {feature.name}"
-        if feature.name not in self.lists or first.name not in self.lists or first.name == feature.name:
-            raise InputError(f"{field_name}: must be a list that names another column of lists, got {first.name}. Name one.")
+        if (
+            feature.name not in self.lists
+            or first.name not in self.lists
+            or first.name == feature.name
+        ):
+            raise InputError(
+                f"{field_name}: must be a list that names another column of lists, got "
+                f"{first.name}. Name one."
+            )
         if first.aligned_with is not None:
             raise InputError(
-                f"{field_name}: must be a list without aligned_with, got {first.name}. Name {first.aligned_with} in both."
+                f"{field_name}: must be a list without aligned_with, got {first.name}. Name "
+                f"{first.aligned_with} in both."
             )
         if first.max_length != feature.max_length:
             raise InputError(
-                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got {feature.max_length}."
+                f"{field_name}: must have the max_length of {first.name}, {first.max_length}, got "
+                f"{feature.max_length}."
             )
 
     def _check_named_columns(self) -> None:
         """Check that lists, group, integers and optional name known columns. Raises InputError."""
-        for field_name, among in (("lists", self.sparse), ("integers", self.sparse), ("optional", self.dense + self.sparse)):
+        for field_name, among in (
+            ("lists", self.sparse),
+            ("integers", self.sparse),
+            ("optional", self.dense + self.sparse),
+        ):
             unknown = [name for name in getattr(self, field_name) if name not in among]
             if unknown:
                 kind = "sparse" if among == self.sparse else "dense or sparse"
-                raise InputError(f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}")
+                raise InputError(
+                    f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}"
+                )
         if self.timestamp in self.lists:
-            raise InputError(f"schema: timestamp must not be a column of lists, got {self.timestamp}")
+            raise InputError(
+                f"schema: timestamp must not be a column of lists, got {self.timestamp}"
+            )
         if self.group is not None and (self.group not in self.sparse or self.group in self.lists):
-            raise InputError(f"schema: group must be a column of sparse with one category per row, got {self.group}")
+            raise InputError(
+                "schema: group must be a column of sparse with one category per row, got "
+                f"{self.group}"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -276,7 +387,9 @@ class Schema(Config):
 
     def feature(self, name: str) -> Feature:
         """Return the settings of a column of `sparse`."""
-        return next((feature for feature in self.features if feature.name == name), Feature(name=name))
+        return next(
+            (feature for feature in self.features if feature.name == name), Feature(name=name)
+        )
 
     def list_mark(self, name: str) -> str:
         """Return the separator in text of a column of `lists`, or BRACKETS."""
@@ -294,14 +407,25 @@ class Schema(Config):
 
     def unshared(self) -> Schema:
         """Return the same columns with a separate vocabulary each."""
-        return self.replace(features=tuple(feature.replace(vocabulary=None) for feature in self.features))
+        return self.replace(
+            features=tuple(feature.replace(vocabulary=None) for feature in self.features)
+        )
 
     def unlabelled(self) -> Schema:
         """Return the schema without labels, weight and timestamp, which only training uses."""
-        return self.replace(label=None, label_rule=None, weight=None, labels=(), timestamp=None, dropped=self._not_scored)
+        return self.replace(
+            label=None,
+            label_rule=None,
+            weight=None,
+            labels=(),
+            timestamp=None,
+            dropped=self._not_scored,
+        )
 
     def expanded(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the changes with a label's mapping divided into name and rule. Another label has no rule unless it is given."""
+        """Return the changes with a label's mapping divided into name and rule. Another label has
+        no rule unless it is given.
+        """
         changes = dict(changes)
         label = changes.get("label")
         if isinstance(label, Mapping):
@@ -324,8 +448,10 @@ class Schema(Config):
 
     @cached_property
     def line_forms(self) -> tuple[tuple[str, ...], ...]:
-        """Column names of a line without a header: all columns of the log's file, and those without labels, weight and
-        timestamp. Empty if the order is unknown. In hexadecimal text it is that of the schema, unless the log had another."""
+        """Column names of a line without a header: all columns of the log's file, and those without
+        labels, weight and timestamp. Empty if the order is unknown. In hexadecimal text it is that
+        of the schema, unless the log had another.
+        """
         full = self.header
         if full is None:
             full = (*self.dropped, *self.columns) if self.tokens == "hexadecimal" else ()
@@ -333,11 +459,15 @@ class Schema(Config):
         return tuple(dict.fromkeys(form for form in (full, bare) if form))
 
     def line_columns(self, num_fields: int) -> tuple[str, ...] | None:
-        """Return the column names of a line with `num_fields` fields and no header, None if no line has as many."""
+        """Return the column names of a line with `num_fields` fields and no header, None if no line
+        has as many.
+        """
         return next((form for form in self.line_forms if len(form) == num_fields), None)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields that decide how a log is read, as JSON values, without newer ones of no effect, to keep hashes."""
+        """Return the fields that decide how a log is read, as JSON values, without newer ones of no
+        effect, to keep hashes.
+        """
         plain = self.to_dict()
         del plain["group"]
         for feature in plain["features"]:
@@ -346,35 +476,50 @@ class Schema(Config):
                     del feature[name]
         if self.tokens == "hexadecimal":
             del plain["category_rules"]
-        return {name: value for name, value in plain.items() if name not in _ADDED or value != _ADDED[name]}
+        return {
+            name: value
+            for name, value in plain.items()
+            if name not in _ADDED or value != _ADDED[name]
+        }
 
     @classmethod
     def described(cls, stored: dict[str, Any]) -> Schema:
         """Return the schema of a description from `describe`."""
         rules = stored.get("category_rules", 1 if stored.get("tokens") == "any" else 2)
-        return cls(label=None, dense=("-",)).updated({"tokens": "hexadecimal", **stored, "category_rules": rules})
+        return cls(label=None, dense=("-",)).updated(
+            {"tokens": "hexadecimal", **stored, "category_rules": rules}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceholderSchema(Schema):
-    """Example columns of a recipe for your own log, which training does not accept. Its copies with changes are real schemas, and
-    its plain values are empty, so that a file of the recipe's fields does not declare the example as the log's columns."""
+    """Example columns of a recipe for your own log, which training does not accept. Its copies with
+    changes are real schemas, and its plain values are empty, so that a file of the recipe's fields
+    does not declare the example as the log's columns.
+    """
 
     @property
     def example(self) -> str:
         """The columns as text of a schema file."""
         plain, default = super().to_dict(), Schema(dense=("-",)).to_dict()
-        shown = {name: value for name, value in plain.items() if name == "label" or value not in (default[name], [])}
+        shown = {
+            name: value
+            for name, value in plain.items()
+            if name == "label" or value not in (default[name], [])
+        }
         if self.features:
-            features = [{name: value for name, value in feature.items() if value is not None} for feature in plain["features"]]
+            features = [
+                {name: value for name, value in feature.items() if value is not None}
+                for feature in plain["features"]
+            ]
             shown["features"] = features
         return json.dumps(shown).replace('"', "")
 
     def reject(self, path: str) -> NoReturn:
         """Raise InputError for the log at a path, whose columns the user has to name."""
         raise InputError(
-            f"schema: the recipe needs the columns of your log, got none. Pass --schema FILE with the like of {self.example}. "
-            f"`rayrec schema {path} --out FILE` drafts it."
+            "schema: the recipe needs the columns of your log, got none. Pass --schema FILE with "
+            f"the like of {self.example}. `rayrec schema {path} --out FILE` drafts it."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -391,12 +536,20 @@ _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
 """Fields added in later versions, with their values in older schemas."""
 
 
-_SYNONYMS = {"target": "label", "numerical": "dense", "numeric": "dense", "continuous": "dense", "categorical": "sparse"}
+_SYNONYMS = {
+    "target": "label",
+    "numerical": "dense",
+    "numeric": "dense",
+    "continuous": "dense",
+    "categorical": "sparse",
+}
 """Names of other tools for fields of a schema."""
 
 
 def _safe_load(text: str) -> Any:
-    """Parse YAML. Items of lists, and of the label's `positive`, are text as written: `no` and `null` are values and names."""
+    """Parse YAML. Items of lists, and of the label's `positive`, are text as written: `no` and
+    `null` are values and names.
+    """
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -405,7 +558,11 @@ def _safe_load(text: str) -> Any:
         if node is None:
             return None
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            nested = value.value if isinstance(value, yaml.MappingNode) and key.value == "label" else [(key, value)]
+            nested = (
+                value.value
+                if isinstance(value, yaml.MappingNode) and key.value == "label"
+                else [(key, value)]
+            )
             for _, each in nested:
                 for item in each.value if isinstance(each, yaml.SequenceNode) else ():
                     if isinstance(item, yaml.ScalarNode):
@@ -416,8 +573,10 @@ def _safe_load(text: str) -> Any:
 
 
 def load_schema(text: str, where: str) -> Schema:
-    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user, item]}`. `where` is the
-    text's source, for messages. Raises InputError for invalid YAML or columns."""
+    """Parse a schema from YAML (or JSON) text, such as `{label: click, dense: [age], sparse: [user,
+    item]}`. `where` is the text's source, for messages. Raises InputError for invalid YAML or
+    columns.
+    """
     import yaml
 
     try:
@@ -425,10 +584,15 @@ def load_schema(text: str, where: str) -> Schema:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise InputError(f"{where}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise InputError(f"{where}: must be a mapping, such as {{label: click, dense: [age], sparse: [user, item]}}")
+        raise InputError(
+            f"{where}: must be a mapping, such as {{label: click, dense: [age], sparse: [user, "
+            f"item]}}"
+        )
     other = {name: _SYNONYMS[name] for name in values if name in _SYNONYMS}
     if other:
-        raise InputError(f"{where}: has fields {', '.join(other)}; name them {', '.join(other.values())}")
+        raise InputError(
+            f"{where}: has fields {', '.join(other)}; name them {', '.join(other.values())}"
+        )
     try:
         return Schema(dense=("-",)).updated({"dense": [], **values})
     except InputError as error:

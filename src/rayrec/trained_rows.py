@@ -28,9 +28,11 @@ class RowNumbers:
 
 @final
 class TrainedRows:
-    """Multiset of (epoch, row number), stored as counts and checksums, independent of the row order. `counts` has the additions
-    by row number modulo `RESIDUES`. Two checksums modulo 2^64 identify the rows: the sums of w(r + 1) and w(r + 1)^2 over all
-    rows r, with a fixed odd number w per epoch. For ranges of rows, both have closed forms, so a log's tally is cheap."""
+    """Multiset of (epoch, row number), stored as counts and checksums, independent of the row
+    order. `counts` has the additions by row number modulo `RESIDUES`. Two checksums modulo 2^64
+    identify the rows: the sums of w(r + 1) and w(r + 1)^2 over all rows r, with a fixed odd number
+    w per epoch. For ranges of rows, both have closed forms, so a log's tally is cheap.
+    """
 
     def __init__(self) -> None:
         self.counts = np.zeros(RESIDUES, np.int64)
@@ -45,7 +47,11 @@ class TrainedRows:
         """Add the rows of a batch. Takes about 20 microseconds for 2,048 rows."""
         np.add.at(self.counts, rows.numbers % RESIDUES, 1)
         numbers = rows.numbers.astype(np.uint64) + np.uint64(1)
-        self._add_checksums(rows.epoch, int(numbers.sum(dtype=np.uint64)), int((numbers * numbers).sum(dtype=np.uint64)))
+        self._add_checksums(
+            rows.epoch,
+            int(numbers.sum(dtype=np.uint64)),
+            int((numbers * numbers).sum(dtype=np.uint64)),
+        )
 
     def add_ranges(self, ranges: Iterable[tuple[int, int]], *, epoch: int, times: int = 1) -> None:
         """Add the rows [start, stop) of each range, or remove them if `times` is -1."""
@@ -59,7 +65,9 @@ class TrainedRows:
         np.add.at(edges, first, 1)
         np.add.at(edges, first + rest, -1)
         covered = np.cumsum(edges)
-        self.counts += times * (num_cycles.sum() + covered[:RESIDUES] + covered[RESIDUES : 2 * RESIDUES])
+        self.counts += times * (
+            num_cycles.sum() + covered[:RESIDUES] + covered[RESIDUES : 2 * RESIDUES]
+        )
         sums = squares = 0
         for start, stop in pairs:
             sums += _sum(stop) - _sum(start)
@@ -75,7 +83,8 @@ class TrainedRows:
         self.checksums = _added(self.checksums, (-first, -second))
 
     def _add_checksums(self, epoch: int, sums: int, squares: int) -> None:
-        weight = int(mix64(np.array([(epoch + 1) * GOLDEN % _WORD], np.uint64))[0]) | 1  # Odd, by SplitMix64
+        # Odd, by SplitMix64
+        weight = int(mix64(np.array([(epoch + 1) * GOLDEN % _WORD], np.uint64))[0]) | 1
         self.checksums = _added(self.checksums, (weight * sums, weight * squares))
 
     @classmethod
@@ -88,8 +97,10 @@ class TrainedRows:
         return tally
 
     def lost_and_repeated(self, expected: TrainedRows) -> tuple[int, int]:
-        """Return how many rows of `expected` are missing and repeated here. Exact if rows were only lost or only repeated. If
-        both, rows with equal numbers modulo `RESIDUES` are not counted. Returns one of each if only the checksums differ."""
+        """Return how many rows of `expected` are missing and repeated here. Exact if rows were only
+        lost or only repeated. If both, rows with equal numbers modulo `RESIDUES` are not counted.
+        Returns one of each if only the checksums differ.
+        """
         surplus = self.counts - expected.counts
         lost, repeated = int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum())
         if not (lost or repeated) and self.checksums != expected.checksums:
@@ -111,7 +122,9 @@ class TrainedRows:
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> TrainedRows:
         tally = cls()
-        tally.counts = np.frombuffer(zlib.decompress(base64.b64decode(stored["counts"])), "<i8").astype(np.int64)
+        tally.counts = np.frombuffer(
+            zlib.decompress(base64.b64decode(stored["counts"])), "<i8"
+        ).astype(np.int64)
         first, second = stored["checksums"]
         tally.checksums = first, second
         return tally

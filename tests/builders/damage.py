@@ -1,4 +1,6 @@
-"""Damage to a checkpoint's weights or manifest, which other checkpoints never share by hard links. Each returns a file's path."""
+"""Damage to a checkpoint's weights or manifest, which other checkpoints never share by hard links.
+Each returns a file's path.
+"""
 
 import os
 import random

@@ -1,4 +1,6 @@
-"""An engine for tests of preparation, which runs its tasks in this process and can be made to die."""
+"""An engine for tests of preparation, which runs its tasks in this process and can be made to
+die.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,12 +13,16 @@ class Died(Exception):
 
 
 class LoopEngine:
-    """Runs the tasks in this process, in order, counts them, and dies in place of the task after some."""
+    """Runs the tasks in this process, in order, counts them, and dies in place of the task after
+    some.
+    """
 
     def __init__(self, dies_after: int | None = None) -> None:
         self.left, self.tasks = dies_after, 0
 
-    def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+    def run(
+        self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0
+    ) -> Iterator[pa.Table]:
         for item in items:
             if self.left is not None:
                 if not self.left:

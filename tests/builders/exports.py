@@ -39,13 +39,17 @@ def scored_by_strangers(out: Path) -> Callable[..., np.ndarray]:
 
 
 def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
-    """Return a function that sets, or removes, a manifest field such as files>README.md>bytes. * is the first key."""
+    """Return a function that sets, or removes, a manifest field such as files>README.md>bytes. * is
+    the first key.
+    """
 
     def change(manifest: dict[str, Any]) -> None:
         node: Any = manifest
         *above, last = place.split(">")
         for name in above:
-            node = node[next(iter(node)) if name == "*" else int(name) if isinstance(node, list) else name]
+            node = node[
+                next(iter(node)) if name == "*" else int(name) if isinstance(node, list) else name
+            ]
         if value is ...:
             del node[last]
         else:
@@ -54,7 +58,12 @@ def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def reseal(folder: Path, change: Callable[[dict[str, Any]], None] = lambda manifest: None, *, files: bool = True) -> None:
+def reseal(
+    folder: Path,
+    change: Callable[[dict[str, Any]], None] = lambda manifest: None,
+    *,
+    files: bool = True,
+) -> None:
     """Change a manifest like an attacker, with valid checksums, also of an export's files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, file in manifest["files"].items() if files else ():

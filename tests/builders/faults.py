@@ -29,11 +29,16 @@ class Trap:
 
 
 def at_first(
-    errors: Iterable[BaseException], function: Callable[..., Any] = lambda *_, **__: None, *, end: str = ""
+    errors: Iterable[BaseException],
+    function: Callable[..., Any] = lambda *_, **__: None,
+    *,
+    end: str = "",
 ) -> Callable[..., Any]:
-    """Return a function that raises the errors, one at each call, and then does what another one does.
+    """Return a function that raises the errors, one at each call, and then does what another one
+    does.
 
-    `end`: only calls whose first argument, a path, ends so raise."""
+    `end`: only calls whose first argument, a path, ends so raise.
+    """
     left = list(errors)
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -70,7 +75,14 @@ def watched(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any,
     return calls
 
 
-def fails_with(error: type[BaseException], message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> str:
+def fails_with(
+    error: type[BaseException],
+    message: str,
+    call: Callable[..., Any],
+    /,
+    *arguments: Any,
+    **named: Any,
+) -> str:
     """Check that a call raises an error that matches a pattern. Returns its text."""
     with pytest.raises(error, match=message) as raised:
         call(*arguments, **named)
@@ -78,7 +90,9 @@ def fails_with(error: type[BaseException], message: str, call: Callable[..., Any
 
 
 def rejects(message: str, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> str:
-    """Check that a call raises an InputError of one line, which matches a pattern. Returns the line."""
+    """Check that a call raises an InputError of one line, which matches a pattern. Returns the
+    line.
+    """
     line = fails_with(InputError, message, call, *arguments, **named)
     assert "\n" not in line
     return line
@@ -91,8 +105,16 @@ def flip(path: str | Path, place: int | None = None, *, bit: int = 1) -> None:
     Path(path).write_bytes(data)
 
 
-def until(condition: Callable[[], Any], *, timeout_s: float = 60, pause_s: float = 0.01, told: Callable[[], object] = str) -> Any:
-    """Wait for a condition, and return what it comes to. `told`: more text of the error if it does not come."""
+def until(
+    condition: Callable[[], Any],
+    *,
+    timeout_s: float = 60,
+    pause_s: float = 0.01,
+    told: Callable[[], object] = str,
+) -> Any:
+    """Wait for a condition, and return what it comes to. `told`: more text of the error if it does
+    not come.
+    """
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {told()}"

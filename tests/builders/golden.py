@@ -11,8 +11,10 @@ FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def check_golden(name: str, found: Any, *, case: str | None = None, tolerance: float = 0.0) -> None:
-    """Compare JSON values with tests/golden/NAME.json, or its entry for `case`, or write them there if RAYREC_WRITE_GOLDEN=1.
-    `tolerance`: how far floats may be off, relative to the larger of their size and 1."""
+    """Compare JSON values with tests/golden/NAME.json, or its entry for `case`, or write them there
+    if RAYREC_WRITE_GOLDEN=1. `tolerance`: how far floats may be off, relative to the larger of
+    their size and 1.
+    """
     path = FOLDER / f"{name}.json"
     if os.environ.get("RAYREC_WRITE_GOLDEN") == "1":
         values = _rounded(found) if tolerance else found
@@ -23,7 +25,9 @@ def check_golden(name: str, found: Any, *, case: str | None = None, tolerance: f
     golden = json.loads(path.read_text())
     different = list(_differences(found, golden if case is None else golden[case], tolerance))
     told = "\n".join(different[:20])
-    assert not different, f"{case or name}: {len(different)} values are not those of {path}:\n{told}"
+    assert not different, (
+        f"{case or name}: {len(different)} values are not those of {path}:\n{told}"
+    )
 
 
 def _dumped(values: Any) -> str:
@@ -46,7 +50,9 @@ def _differences(found: Any, golden: Any, tolerance: float, where: str = "") -> 
     if isinstance(found, dict) and isinstance(golden, dict) and list(found) == list(golden):
         for key in found:
             yield from _differences(found[key], golden[key], tolerance, f"{where}/{key}")
-    elif isinstance(found, (list, tuple)) and isinstance(golden, list) and len(found) == len(golden):
+    elif (
+        isinstance(found, (list, tuple)) and isinstance(golden, list) and len(found) == len(golden)
+    ):
         for number, pair in enumerate(zip(found, golden, strict=True)):
             yield from _differences(*pair, tolerance, f"{where}/{number}")
     elif isinstance(found, float) and isinstance(golden, float):

@@ -1,4 +1,6 @@
-"""Logs made from seeds, and their opening, encoding and batching: tests of goldens name no class of the data side."""
+"""Logs made from seeds, and their opening, encoding and batching: tests of goldens name no class of
+the data side.
+"""
 
 import csv
 import hashlib
@@ -45,19 +47,29 @@ def digest(arrays: Arrays) -> str:
     return total.hexdigest()[:16]
 
 
-# Logs ----------------------------------------------------------------------------------------------------------------
+# -- Logs
 def criteo_lines(rows: int, seed: int) -> list[bytes]:
     chance = random.Random(seed)
 
     def number() -> str:
-        return "" if chance.random() < 0.15 else str(int(chance.random() * chance.choice((3, 20, 3000))) - 2)
+        return (
+            ""
+            if chance.random() < 0.15
+            else str(int(chance.random() * chance.choice((3, 20, 3000))) - 2)
+        )
 
     def category(column: int) -> str:
         rank = int(chance.random() * chance.random() * 40)  # 0 is the category 00000000
         return "" if chance.random() < 0.1 else f"{rank * (2_654_435_761 + column) % 2**32:08x}"
 
     def line() -> str:
-        return "\t".join([str(chance.getrandbits(1)), *(number() for _ in CRITEO.dense), *map(category, range(26))])
+        return "\t".join(
+            [
+                str(chance.getrandbits(1)),
+                *(number() for _ in CRITEO.dense),
+                *map(category, range(26)),
+            ]
+        )
 
     return [line().encode() + b"\n" for _ in range(rows)]
 
@@ -82,7 +94,9 @@ def any_rows(rows: int, seed: int) -> list[dict[str, Any]]:
             "price": maybe(rank(100_000) / 64),
             "user": maybe((rank(25), -5, 2**40 + rank(3))[rank(3)]),
             "item": maybe(rank(30)),
-            "shop": maybe(("7", "07", "+7", "a,b", 'say "x"', "ünï", " blank ", "true", "x" * 40)[rank(9)]),
+            "shop": maybe(
+                ("7", "07", "+7", "a,b", 'say "x"', "ünï", " blank ", "true", "x" * 40)[rank(9)]
+            ),
             "history": history,
             "kinds": [f"k{item % 4}" for item in history],
             "tags": tags,
@@ -96,8 +110,16 @@ def any_rows(rows: int, seed: int) -> list[dict[str, Any]]:
 
 
 LISTS = (Feature(name="history", max_length=3), Feature(name="tags", weights="tag_weights"))
-PLAIN = Schema(label="click", dense=("age", "price"), sparse=("user", "item", "shop"), tokens="any", delimiter=",")
-WITH_LISTS = PLAIN.replace(sparse=(*PLAIN.sparse, "history", "tags"), lists=("history", "tags"), features=LISTS)
+PLAIN = Schema(
+    label="click",
+    dense=("age", "price"),
+    sparse=("user", "item", "shop"),
+    tokens="any",
+    delimiter=",",
+)
+WITH_LISTS = PLAIN.replace(
+    sparse=(*PLAIN.sparse, "history", "tags"), lists=("history", "tags"), features=LISTS
+)
 EVERYTHING = WITH_LISTS.replace(
     weight="importance",
     labels=(Label(name="like"), Label(name="seconds", kind="number", missing="fault")),
@@ -110,16 +132,25 @@ SCHEMAS: dict[str, Callable[[], Schema]] = {
     "plain": lambda: PLAIN,
     "lists": lambda: WITH_LISTS,
     "shared": lambda: PLAIN.replace(
-        sparse=("user", "item", "history"), lists=("history",), features=(Feature(name="history", vocabulary="item"),)
+        sparse=("user", "item", "history"),
+        lists=("history",),
+        features=(Feature(name="history", vocabulary="item"),),
     ),
     "everything": lambda: EVERYTHING,
     "texts": lambda: PLAIN.replace(
-        sparse=(*PLAIN.sparse, "flag"), integers=("item",), optional=("price", "flag"), nan="missing", category_rules=1
+        sparse=(*PLAIN.sparse, "flag"),
+        integers=("item",),
+        optional=("price", "flag"),
+        nan="missing",
+        category_rules=1,
     ),
     "aligned": lambda: PLAIN.replace(
         sparse=("item", "history", "kinds"),
         lists=("history", "kinds"),
-        features=(Feature(name="history", max_length=2), Feature(name="kinds", aligned_with="history", max_length=2)),
+        features=(
+            Feature(name="history", max_length=2),
+            Feature(name="kinds", aligned_with="history", max_length=2),
+        ),
     ),
 }
 """Columns of logs, made when they are asked for: an earlier version knows fewer fields."""
@@ -135,14 +166,21 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(rows[0])
-        writer.writerows([["|".join(map(str, v)) if isinstance(v, list) else v for v in row.values()] for row in rows])
+        writer.writerows(
+            [
+                ["|".join(map(str, v)) if isinstance(v, list) else v for v in row.values()]
+                for row in rows
+            ]
+        )
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 40) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(rows)
     if "at" in table.column_names:
-        table = table.set_column(table.column_names.index("at"), "at", table["at"].cast(pa.timestamp("s")))
+        table = table.set_column(
+            table.column_names.index("at"), "at", table["at"].cast(pa.timestamp("s"))
+        )
     pq.write_table(table, path, row_group_size=row_group_size)
 
 
@@ -153,11 +191,17 @@ def write_arrays(folder: Path, rows: int, files: int) -> None:
     for day in range(files):
 
         def ids(columns: int, size: int) -> np.ndarray:
-            return np.array([[chance.getrandbits(16) % size for _ in range(columns)] for _ in range(rows)], np.int32)
+            return np.array(
+                [[chance.getrandbits(16) % size for _ in range(columns)] for _ in range(rows)],
+                np.int32,
+            )
 
         np.save(folder / f"day_{day}_dense.npy", ids(3, 1000).astype(np.float32) / 8)
         np.save(folder / f"day_{day}_labels.npy", ids(1, 2))
-        np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **{str(i): ids(i + 1, 20 + i) for i in range(3)})
+        np.savez(
+            folder / f"day_{day}_sparse_multi_hot.npz",
+            **{str(i): ids(i + 1, 20 + i) for i in range(3)},
+        )
 
 
 def write_log(folder: Path, kind: str, schema: Schema) -> None:
@@ -168,19 +212,27 @@ def write_log(folder: Path, kind: str, schema: Schema) -> None:
             write_text(folder / f"day_{number}", [*lines[:50], b"a faulty line\n", *lines[50:]])
             continue
         if schema.tokens == "hexadecimal":
-            values = [[text or None for text in line.decode().rstrip("\n").split("\t")] for line in lines]
+            values = [
+                [text or None for text in line.decode().rstrip("\n").split("\t")] for line in lines
+            ]
             rows = [dict(zip(CRITEO.columns, row, strict=True)) for row in values]
         (write_csv if kind == "csv" else write_parquet)(folder / f"part_{number}.{kind}", rows)
 
 
-# The data side -------------------------------------------------------------------------------------------------------
+# -- The data side
 class Log(NamedTuple):
     index: LogIndex
     preprocessor: Preprocessor
 
 
 def opened(path: Path, schema: Schema) -> LogIndex:
-    return open_index(path, schema, segment_bytes=SEGMENT_BYTES, engine=ThreadEngine(2), cache=path.parent / "cache")
+    return open_index(
+        path,
+        schema,
+        segment_bytes=SEGMENT_BYTES,
+        engine=ThreadEngine(2),
+        cache=path.parent / "cache",
+    )
 
 
 def bags() -> MultiHot:
@@ -195,8 +247,19 @@ def log_of(folder: Path, kind: str, schema: Schema, preset: str = "rayrec", **ch
 
 def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
     """Write a log in a preprocessed format and open it. A full shuffle is one of the whole log."""
-    options: dict[str, Any] = {"segments_per_task": 2, "shuffle": "full" if shuffle == "full" else "none", "seed": 9}
-    preprocess(log.index, preprocessor=log.preprocessor, out=str(out), format=format, engine=ThreadEngine(2), **options)
+    options: dict[str, Any] = {
+        "segments_per_task": 2,
+        "shuffle": "full" if shuffle == "full" else "none",
+        "seed": 9,
+    }
+    preprocess(
+        log.index,
+        preprocessor=log.preprocessor,
+        out=str(out),
+        format=format,
+        engine=ThreadEngine(2),
+        **options,
+    )
     return Log(opened(out, log.preprocessor.schema), Preprocessor.load(str(out / "preprocessor")))
 
 
@@ -213,25 +276,51 @@ def order_of(log: Log, shuffle: str, *, but: int = 1) -> BlockOrder:
 
 
 def click_loader(
-    log: Log, order: BlockOrder, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any
+    log: Log,
+    order: BlockOrder,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    state: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Loader:
     """Return a worker's loader; `state`: that of a loader of any number of workers."""
     settings: dict[str, Any] = {"epochs": 1, "batch_size": BATCH_SIZE, **changes}
     in_memory = settings.pop("in_memory", False)
     of_reader = {name: settings.pop(name) for name in ("targets", "unpooled") if name in settings}
-    inputs, source = log.preprocessor.inputs, MappedSource(log.preprocessor, in_memory, prefetch_blocks=1)
+    inputs, source = (
+        log.preprocessor.inputs,
+        MappedSource(log.preprocessor, in_memory, prefetch_blocks=1),
+    )
     if log.index.format not in MAPPED:
-        source = TaskSource(InProcess(log.preprocessor), ThreadEngine(2), inputs, order.max_block_rows, prefetch_blocks=1)
+        source = TaskSource(
+            InProcess(log.preprocessor),
+            ThreadEngine(2),
+            inputs,
+            order.max_block_rows,
+            prefetch_blocks=1,
+        )
     sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
-    return Loader(order, ClickBatches(source, inputs, **of_reader), sharding, state=state, **settings)
+    return Loader(
+        order, ClickBatches(source, inputs, **of_reader), sharding, state=state, **settings
+    )
 
 
-def row_loader(order: str, rank: int = 0, world_size: int = 1, *, state: dict[str, Any] | None = None, **changes: Any) -> Loader:
+def row_loader(
+    order: str,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    state: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Loader:
     """Return a worker's loader of 101 numbered rows in five chunks."""
     settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, **changes}
     small_steps = settings.pop("small_steps", False)
     rows = RowOrder((20, 31, 7, 25, 18), order, 3, 2, small_steps, data_hash="0a1b2c")
-    source = ArrayRows({"number": np.arange(101), "image": np.arange(404, dtype=np.float32).reshape(101, 2, 2)})
+    source = ArrayRows(
+        {"number": np.arange(101), "image": np.arange(404, dtype=np.float32).reshape(101, 2, 2)}
+    )
     sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
     return Loader(rows, ArrayBatches(source), sharding, state=state, **settings)
 
@@ -265,17 +354,35 @@ def digests(loaders: Iterable[Iterator[Batch]]) -> dict[str, Any]:
             for name, array in arrays:
                 of_fields.setdefault(name, []).append((name, array))
         loader.close()
-    return {"batches": batches, "fields": {name: digest(arrays) for name, arrays in of_fields.items()}}
+    return {
+        "batches": batches,
+        "fields": {name: digest(arrays) for name, arrays in of_fields.items()},
+    }
 
 
 def encoded(log: Log) -> dict[str, Any]:
     """Digests of all rows in the order of the log, and of what encoded them."""
-    rows = digests([click_loader(log, order_of(log, "none", but=0), batch_size=log.index.rows)])["fields"]
-    known = [("tokens", log.preprocessor.tokens), ("tables", np.array(log.preprocessor.num_embeddings))]
+    rows = digests([click_loader(log, order_of(log, "none", but=0), batch_size=log.index.rows)])[
+        "fields"
+    ]
+    known = [
+        ("tokens", log.preprocessor.tokens),
+        ("tables", np.array(log.preprocessor.num_embeddings)),
+    ]
     return {"preprocessor": log.preprocessor.hash(), "known": digest(known), "rows": rows}
 
 
 def made_up_order(shuffle: str, segment_bytes: int = 100) -> BlockOrder:
-    """Return an order of segments that exist nowhere: the identity of orders is that of earlier checkpoints."""
-    segments = [Segment(f"day_{i // 4}", segment_bytes * i, segment_bytes * (i + 1), 8 * i, 8) for i in range(12)]
-    return BlockOrder(tuple(SegmentRange(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)), shuffle, 7, 2)
+    """Return an order of segments that exist nowhere: the identity of orders is that of earlier
+    checkpoints.
+    """
+    segments = [
+        Segment(f"day_{i // 4}", segment_bytes * i, segment_bytes * (i + 1), 8 * i, 8)
+        for i in range(12)
+    ]
+    return BlockOrder(
+        tuple(SegmentRange(segment, i % 3, 4 + i % 3) for i, segment in enumerate(segments)),
+        shuffle,
+        7,
+        2,
+    )

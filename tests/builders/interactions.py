@@ -1,4 +1,6 @@
-"""Small logs of users and items whose next item can be told, and configurations of retrieval models on them."""
+"""Small logs of users and items whose next item can be told, and configurations of retrieval models
+on them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,13 @@ from rayrec.schema import Feature, Schema
 ITEMS = 24
 """From 100 on; each user goes through them in turn."""
 LENGTH = 8
-LISTS = Schema(label=None, dense=(), sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=LENGTH),))
+LISTS = Schema(
+    label=None,
+    dense=(),
+    sparse=("item",),
+    lists=("item",),
+    features=(Feature(name="item", max_length=LENGTH),),
+)
 PAIRS = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any")
 SMALL: dict[str, dict[str, Any]] = {
     "next_item": {"embedding_dim": 16, "hidden": 32, "dropout": 0.1, "k": 5},

@@ -23,7 +23,10 @@ class StopSignal:
 
     def poll(self) -> tuple[bool, bool]:
         trained, scored = self.trained(), self.scored()
-        return trained >= self.stop_at or self.urgent(), trained >= self.preempt_at or scored >= self.preempt_after_scored
+        return (
+            trained >= self.stop_at or self.urgent(),
+            trained >= self.preempt_at or scored >= self.preempt_after_scored,
+        )
 
     def urgent(self) -> bool:
         return self.scored() >= self.stop_after_scored
@@ -40,7 +43,9 @@ def fake_setup(pipeline: Any, **parts: Any) -> Any:
         "model": SimpleNamespace(train=lambda: None, eval=lambda: None),
         "optimizer": SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}]),
         "begin_step": lambda step, total: None,
-        "make_metrics": lambda: SimpleNamespace(update=lambda output: None, compute=lambda: {"auroc": 0.5}),
+        "make_metrics": lambda: SimpleNamespace(
+            update=lambda output: None, compute=lambda: {"auroc": 0.5}
+        ),
         "eval_batches": {"validation": lambda: iter(())},
     }
     return SimpleNamespace(**{"pipeline": pipeline, "clock": StepTimer(), **made, **parts})

@@ -1,4 +1,6 @@
-"""A click model of somebody's own, in one file as docs/extend.md says, and a recipe of it: what no file of rayrec's knows."""
+"""A click model of somebody's own, in one file as docs/extend.md says, and a recipe of it: what no
+file of rayrec's knows.
+"""
 
 import time
 from dataclasses import dataclass
@@ -45,13 +47,17 @@ class Own(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        vectors = torch.cat([self.numbers(dense * self.scale).unsqueeze(1), embedded.stacked()], dim=1)
+        vectors = torch.cat(
+            [self.numbers(dense * self.scale).unsqueeze(1), embedded.stacked()], dim=1
+        )
         pairs = vectors.sum(dim=1) ** 2 - (vectors**2).sum(dim=1)
         return {self.label: pairs.sum(dim=1) / 2 + self.bias}
 
 
 class WithoutLabel(nn.Module):
-    """Its loss is the number of a row, its measure that of the rows above 1, its items the ids 3 and 1."""
+    """Its loss is the number of a row, its measure that of the rows above 1, its items the ids 3
+    and 1.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +74,9 @@ class WithoutLabel(nn.Module):
         numbers = outputs["numbers"]
         return {"large": numbers.where(numbers > 1, torch.nan)}
 
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
+    def predict(
+        self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
+    ) -> dict[str, torch.Tensor]:
         items = torch.tensor([[3, 1]]).expand(len(outputs["numbers"]), 2)
         return {"best": items, "scores": items.float(), "user": outputs["user"]}
 
@@ -91,8 +99,14 @@ class WithoutLabelConfig(ClickModelConfig):
 
 def own_model(path: str | None = None) -> rayrec.TrainConfig:
     """A factorization machine on any log in Criteo's format."""
-    workload = {"model": OwnConfig(embedding_dim=8), "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 0.003}}
-    return recipes.criteo_demo(path).replace(recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1})
+    workload = {
+        "model": OwnConfig(embedding_dim=8),
+        "preset": {"min_count": 1},
+        "dense_optimizer": {"learning_rate": 0.003},
+    }
+    return recipes.criteo_demo(path).replace(
+        recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1}
+    )
 
 
 def slow_model(path: str | None = None) -> rayrec.TrainConfig:

@@ -21,7 +21,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 def state_of_process() -> dict[str, Any]:
     """Return the state that a call shares with its caller, in values that can be compared."""
-    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in (*base._LOGGERS, "ray", "rayrec", "py.warnings"))]
+    loggers = [
+        logging.getLogger(),
+        *(logging.getLogger(name) for name in (*base._LOGGERS, "ray", "rayrec", "py.warnings")),
+    ]
     return {
         "threads": {thread for thread in threading.enumerate() if thread.is_alive()},
         "variables": dict(os.environ),

@@ -11,10 +11,14 @@ from rayrec.schema import Schema
 
 
 def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any) -> RawBlock:
-    """Return the rows of columns of values, None where missing, or of lists. `others` are further fields of RawBlock."""
+    """Return the rows of columns of values, None where missing, or of lists. `others` are further
+    fields of RawBlock.
+    """
     hexadecimal, names = schema.tokens == "hexadecimal", (*schema.dense, *schema.singles)
     rows = len(next(iter(columns.values())))
-    missing = np.array([[value is None for value in columns[name]] for name in names], bool).reshape(len(names), rows)
+    missing = np.array(
+        [[value is None for value in columns[name]] for name in names], bool
+    ).reshape(len(names), rows)
 
     def matrix(of: Sequence[str], dtype: np.dtype) -> np.ndarray:
         made = np.zeros((rows, len(of)), dtype, "C" if hexadecimal else "F")
@@ -22,10 +26,18 @@ def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any
             made[:, place] = np.array([value or 0 for value in columns[name]], dtype)
         return made
 
-    flags = sum((missing[c].astype(np.uint64) << np.uint64(c) for c in range(len(names))), np.zeros(rows, np.uint64))
+    flags = sum(
+        (missing[c].astype(np.uint64) << np.uint64(c) for c in range(len(names))),
+        np.zeros(rows, np.uint64),
+    )
     lists = tuple(jagged(columns[name]) for name in schema.sparse if name in schema.lists)
-    numbers, categories = matrix(schema.dense, number_type(schema)), matrix(schema.singles, category_type(schema))
-    return RawBlock(schema, numbers, categories, flags if hexadecimal else missing.T, lists, **others)
+    numbers, categories = (
+        matrix(schema.dense, number_type(schema)),
+        matrix(schema.singles, category_type(schema)),
+    )
+    return RawBlock(
+        schema, numbers, categories, flags if hexadecimal else missing.T, lists, **others
+    )
 
 
 def jagged(rows: Sequence[Sequence[int]]) -> JaggedIds:

@@ -28,8 +28,9 @@ async def request(
     root_path: str = "",
     disconnect: bool = False,
 ) -> Reply | None:
-    """Send a request. `parts` are bytes of the body or pauses in seconds. `disconnect` drops the client before the body ends.
-    Returns None if the application sends nothing."""
+    """Send a request. `parts` are bytes of the body or pauses in seconds. `disconnect` drops the
+    client before the body ends. Returns None if the application sends nothing.
+    """
     left = list(parts)
     sent: list[dict[str, Any]] = []
 
@@ -45,8 +46,16 @@ async def request(
         sent.append(message)
 
     given = {"host": "localhost", **(headers or {})}.items()
-    encoded = [(name.lower().encode(), value if isinstance(value, bytes) else value.encode()) for name, value in given]
-    scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+    encoded = [
+        (name.lower().encode(), value if isinstance(value, bytes) else value.encode())
+        for name, value in given
+    ]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+    }
     scope |= {"method": method, "path": path, "raw_path": path.encode(), "root_path": root_path}
     scope |= {"query_string": query.encode(), "headers": encoded}
     await app(scope, receive, send)

@@ -15,7 +15,10 @@ from rayrec.training.result import Result
 from rayrec.workloads.base import TrainConfig
 
 QUIET = Console(quiet=True)
-LEAN: dict[str, Any] = {"trackers": {"prometheus": False, "tensorboard": False}, "observe": {"times": False}}
+LEAN: dict[str, Any] = {
+    "trackers": {"prometheus": False, "tensorboard": False},
+    "observe": {"times": False},
+}
 """Settings of a run without trackers and step times."""
 
 
@@ -27,24 +30,42 @@ def threads_of(workers: int | tuple[int, int]) -> dict[str, Any]:
 TWO_WORKERS: dict[str, Any] = {"scaling": threads_of(2), "cluster": {"num_cpus": 2}}
 
 
-def short_run(config: TrainConfig, storage: str | Path, steps: int | None, **changes: Any) -> TrainConfig:
+def short_run(
+    config: TrainConfig, storage: str | Path, steps: int | None, **changes: Any
+) -> TrainConfig:
     """Return a run of one worker and so many steps, evaluated at the last one."""
-    fields = {"storage_path": str(storage), "name": "run", "steps": steps, "evaluate_every": steps, "scaling": {"num_workers": 1}}
+    fields = {
+        "storage_path": str(storage),
+        "name": "run",
+        "steps": steps,
+        "evaluate_every": steps,
+        "scaling": {"num_workers": 1},
+    }
     return config.replace(**{**fields, **changes})
 
 
 def one_worker(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
-    """Return a run of some seconds on LOG/train.txt: 20 steps of one worker, evaluated and saved every 8, of a plain DLRM."""
+    """Return a run of some seconds on LOG/train.txt: 20 steps of one worker, evaluated and saved
+    every 8, of a plain DLRM.
+    """
     fields: dict[str, Any] = {"steps": 20, "batch_size": 128, "evaluate_every": 8, "log_every": 4}
     fields["workload"] = {"model": {"first_order": False}}
-    fields |= {"early_stopping": {"patience": 0}, "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4}}
+    fields |= {
+        "early_stopping": {"patience": 0},
+        "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4},
+    }
     return short_run(recipes.criteo_demo(str(log / "train.txt")), storage, **{**fields, **changes})
 
 
 def small_run(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
-    """Return a run of `one_worker` in two workers of a Ray, on any nodes: 480 steps, saved every 40, room for several faults."""
+    """Return a run of `one_worker` in two workers of a Ray, on any nodes: 480 steps, saved every
+    40, room for several faults.
+    """
     fields: dict[str, Any] = {**TWO_WORKERS, "steps": 480, "batch_size": 64, "evaluate_every": 160}
-    fields |= {"checkpoint": {"every": 40, "num_to_keep": 5}, "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4}}
+    fields |= {
+        "checkpoint": {"every": 40, "num_to_keep": 5},
+        "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
+    }
     return one_worker(log, storage, **{**fields, **changes})
 
 
@@ -66,8 +87,12 @@ def check_no_rows_lost(summary: dict[str, Any], *, restarts: int | None = None) 
     assert restarts in (None, summary["restarts"])
 
 
-def check_same_run(summary: dict[str, Any], expected: dict[str, Any], *names: str, restarts: int | None = None) -> None:
-    """Check that a run lost and repeated no row, and that its weights and other values equal those of another run."""
+def check_same_run(
+    summary: dict[str, Any], expected: dict[str, Any], *names: str, restarts: int | None = None
+) -> None:
+    """Check that a run lost and repeated no row, and that its weights and other values equal those
+    of another run.
+    """
     check_no_rows_lost(summary, restarts=restarts)
     for name in ("weights_sha256", "steps", "rows", *names):
         assert summary[name] == expected[name], name
@@ -79,7 +104,9 @@ def check_same_in_two_parts(config: TrainConfig, whole: Result, *, steps: int) -
     check_same_run(train(config, name="parts").summary, whole.summary)
 
 
-def evaluated_and_predicted(checkpoint: str, log: str, out: Path, **options: Any) -> tuple[dict[str, Any], pa.Table]:
+def evaluated_and_predicted(
+    checkpoint: str, log: str, out: Path, **options: Any
+) -> tuple[dict[str, Any], pa.Table]:
     """Return the metrics of a log and its predictions in order, which are written to OUT."""
     metrics = rayrec.evaluate(checkpoint, log, console=QUIET, **options)
     rayrec.predict(checkpoint, log, out=str(out), console=QUIET, **options)
@@ -94,4 +121,8 @@ def export(checkpoint: str, out: str | Path, **options: Any) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -8,7 +8,9 @@ import numpy as np
 
 
 def assert_same(one: Any, other: Any, *, ignored: str = "") -> None:
-    """Check that two values have equal fields but for an ignored one, and arrays equal dtypes, shapes and bytes."""
+    """Check that two values have equal fields but for an ignored one, and arrays equal dtypes,
+    shapes and bytes.
+    """
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     elif dataclasses.is_dataclass(one):

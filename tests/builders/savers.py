@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from rayrec import checkpoint
-from rayrec.checkpoint import Checkpoint, Retention, Saver, acquire_lease, folder_of, latest_valid_checkpoint
+from rayrec.checkpoint import (
+    Checkpoint,
+    Retention,
+    Saver,
+    acquire_lease,
+    folder_of,
+    latest_valid_checkpoint,
+)
 
 Events = list[tuple[str, dict[str, Any]]]
 
@@ -17,10 +24,19 @@ class Run:
 
     def saver(self, **changes: Any) -> Saver:
         """Open a saver that takes the run over, unless it is given a lease."""
-        settings: dict[str, Any] = {"retention": Retention(), "extra_files": {}, "max_outage_s": 20.0, **changes}
+        settings: dict[str, Any] = {
+            "retention": Retention(),
+            "extra_files": {},
+            "max_outage_s": 20.0,
+            **changes,
+        }
         if "lease" not in changes:
             settings["lease"] = acquire_lease(self.folder)
-        self._savers.append(Saver(self.folder, log=lambda kind, fields: self.events.append((kind, fields)), **settings))
+        self._savers.append(
+            Saver(
+                self.folder, log=lambda kind, fields: self.events.append((kind, fields)), **settings
+            )
+        )
         return self._savers[-1]
 
     def close(self) -> None:
@@ -43,7 +59,9 @@ class Run:
         return latest_valid_checkpoint(self.folder, log=lambda *_: None)
 
 
-def save(saver: Saver, step: int, tensors: dict[str, Any], *, score: float | None = None, **state: Any) -> Checkpoint:
+def save(
+    saver: Saver, step: int, tensors: dict[str, Any], *, score: float | None = None, **state: Any
+) -> Checkpoint:
     assert saver.begin(step, tensors, state=state, score=score)
     saver.wait()
     assert saver.last is not None

@@ -42,7 +42,9 @@ class Scored(DataParallelWorkload):
     def build(self, prepared: Any) -> Net:
         return Net()
 
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def measure(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         logits = model(tensors["x"])
         loss = functional.cross_entropy(logits.float(), tensors["label"], reduction="none")
         return {"loss": loss, "bits": torch.full_like(loss, 8.0 * logits.element_size())}
@@ -65,10 +67,16 @@ class Scored(DataParallelWorkload):
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> Net:
         return Net()
 
-    def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray | list[str]]:
+    def predict(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, np.ndarray | list[str]]:
         logits = model(tensors["x"]).float()
         best = logits.argmax(dim=1)
-        return {"logits": logits.numpy(), "best": best.numpy(), "named": [f"class {number}" for number in best.tolist()]}
+        return {
+            "logits": logits.numpy(),
+            "best": best.numpy(),
+            "named": [f"class {number}" for number in best.tolist()],
+        }
 
 
 def scored() -> TrainConfig:
@@ -81,7 +89,10 @@ def trained(folder: Path) -> tuple[str, Net]:
     model = Net()
     with torch.no_grad():
         model.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
-    weights = {f"model.{name}": tensor for name, tensor in checkpoints.drop_tied_tensors(model.state_dict()).items()}
+    weights = {
+        f"model.{name}": tensor
+        for name, tensor in checkpoints.drop_tied_tensors(model.state_dict()).items()
+    }
     place = checkpoints.folder_of(str(folder), 1)
     write_config = lambda target: Path(target, "config.yaml").write_text(scored().to_yaml())  # noqa: E731
     checkpoints.save(place, weights, state={}, extra_files=write_config)

@@ -1,4 +1,6 @@
-"""TorchRec's own code for Criteo's logs, as its preprocessing scripts call it, without iopath, which only remote files need."""
+"""TorchRec's own code for Criteo's logs, as its preprocessing scripts call it, without iopath,
+which only remote files need.
+"""
 
 import contextlib
 import io
@@ -30,7 +32,9 @@ def torchrec_criteo() -> Iterator[Any]:
 
 
 def write_npy(days: list[Path], folder: Path) -> None:
-    """What npy_preproc_criteo.py writes of files of raw text: day_N_dense.npy, day_N_sparse.npy, day_N_labels.npy."""
+    """What npy_preproc_criteo.py writes of files of raw text: day_N_dense.npy, day_N_sparse.npy,
+    day_N_labels.npy.
+    """
     folder.mkdir()
     with torchrec_criteo() as criteo, contextlib.redirect_stdout(io.StringIO()):
         for number, day in enumerate(days):
@@ -38,8 +42,12 @@ def write_npy(days: list[Path], folder: Path) -> None:
             criteo.BinaryCriteoUtils.tsv_to_npys(str(day), *paths)
 
 
-def write_contiguous_and_shuffled(npy: Path, folder: Path, *, rows: list[int], threshold: int) -> None:
-    """What contiguous_preproc_criteo.py and shuffle_preproc_criteo.py make of a folder of `write_npy`, days of `rows` rows."""
+def write_contiguous_and_shuffled(
+    npy: Path, folder: Path, *, rows: list[int], threshold: int
+) -> None:
+    """What contiguous_preproc_criteo.py and shuffle_preproc_criteo.py make of a folder of
+    `write_npy`, days of `rows` rows.
+    """
     contiguous = folder.parent / f"{folder.name}-contiguous"
     contiguous.mkdir()
     folder.mkdir()

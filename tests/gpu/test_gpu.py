@@ -1,4 +1,6 @@
-"""Tests that need CUDA: one GPU, one worker in this process, NCCL. `RAYREC_GPU_TESTS_ON=cpu` tries them on the CPU."""
+"""Tests that need CUDA: one GPU, one worker in this process, NCCL. `RAYREC_GPU_TESTS_ON=cpu` tries
+them on the CPU.
+"""
 
 import gzip
 import json
@@ -27,8 +29,11 @@ from rayrec.recipes import criteo_demo, gpt2_tiny, mnist_resnet18
 from rayrec.workloads.base import TrainConfig
 
 DEVICE = os.environ.get("RAYREC_GPU_TESTS_ON", "cuda")
-# Evaluated when a test begins: ranks are forked after the import, and a process that has asked for CUDA has none after a fork.
-pytestmark = pytest.mark.skipif("DEVICE == 'cuda' and not torch.cuda.is_available()", reason="needs a GPU")
+# Evaluated when a test begins: ranks are forked after the import, and a process that has asked for
+# CUDA has none after a fork.
+pytestmark = pytest.mark.skipif(
+    "DEVICE == 'cuda' and not torch.cuda.is_available()", reason="needs a GPU"
+)
 
 ROWS, STEPS = 20_000, 20
 
@@ -40,9 +45,17 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "train.txt")
 
 
-def config(recipe: TrainConfig, folder: Path, name: str = "run", *, gpu: bool = True, **changes: Any) -> TrainConfig:
+def config(
+    recipe: TrainConfig, folder: Path, name: str = "run", *, gpu: bool = True, **changes: Any
+) -> TrainConfig:
     scaling = {"num_workers": 1, "use_gpu": gpu and DEVICE == "cuda"}
-    fields: dict[str, Any] = {"name": name, "steps": STEPS, "log_every": 1, "evaluate_every": 1000, "scaling": scaling}
+    fields: dict[str, Any] = {
+        "name": name,
+        "steps": STEPS,
+        "log_every": 1,
+        "evaluate_every": 1000,
+        "scaling": scaling,
+    }
     return short_run(recipe, folder, **{**fields, "trackers": LEAN["trackers"], **changes})
 
 
@@ -64,14 +77,18 @@ def test_losses_match_cpu(log: str, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*click.CASES, *click.BY_ADAM])
 def test_all_table_kinds_match_cpu(tmp_path: Path, name: str) -> None:
-    """Shared tables, lists with weights, sequences under DIN, several labels, and Adam's own rule."""
+    """Shared tables, lists with weights, sequences under DIN, several labels, and Adam's own
+    rule.
+    """
     tables = (click.CASES | click.BY_ADAM)[name]
     settings = click.ADAM if name in click.BY_ADAM else {}
     for folder, device in (("there", "cpu"), ("here", "cuda:0" if DEVICE == "cuda" else "cpu")):
         place = torch.device(device)
         use_device(place)
         arguments = group_arguments(place, timeout_s=60.0)
-        distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1, **arguments)
+        distributed.init_process_group(
+            store=distributed.HashStore(), rank=0, world_size=1, **arguments
+        )
         try:
             click.train(str(tmp_path / folder), tables, 0, device=device, **settings)
         finally:
@@ -95,15 +112,21 @@ def same_weights(found: Path, expected: Path) -> None:
 
 
 def test_checkpoint_round_trips_through_gpu_bitwise(log: str, tmp_path: Path) -> None:
-    still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0}}
+    still = {
+        "sparse_optimizer": {"learning_rate": 0.0},
+        "dense_optimizer": {"kind": "sgd", "learning_rate": 0.0},
+    }
     moves = {5: False, 10: True, 15: False}
-    found = [clicks(log, tmp_path, steps=steps, gpu=gpu, workload=still) for steps, gpu in moves.items()]
+    found = [
+        clicks(log, tmp_path, steps=steps, gpu=gpu, workload=still) for steps, gpu in moves.items()
+    ]
     assert [summary["steps"] for summary in found] == [5, 10, 15]
     assert len({summary["weights_sha256"] for summary in found}) == 1
 
 
 def test_run_continues_without_lost_rows(log: str, tmp_path: Path) -> None:
-    constant = {"schedule": {"decay_fraction": 0.0}}  # else a longer run has other learning rates from the start
+    # else a longer run has other learning rates from the start
+    constant = {"schedule": {"decay_fraction": 0.0}}
     clicks(log, tmp_path, "continued", workload=constant, steps=STEPS // 2)
     check_no_rows_lost(clicks(log, tmp_path, "continued", workload=constant))
     clicks(log, tmp_path, "whole", workload=constant)
@@ -111,7 +134,13 @@ def test_run_continues_without_lost_rows(log: str, tmp_path: Path) -> None:
 
 
 def test_killed_run_resumes_without_lost_rows(log: str, tmp_path: Path) -> None:
-    recipe = config(criteo_demo(log), tmp_path, steps=200, checkpoint={"every": 20}, early_stopping={"patience": 0})
+    recipe = config(
+        criteo_demo(log),
+        tmp_path,
+        steps=200,
+        checkpoint={"every": 20},
+        early_stopping={"patience": 0},
+    )
     with Run(recipe, tmp_path / "commands", cache=tmp_path / "cache").start() as run:
         run.session.until(lambda: committed(run.path))
         run.session.end()
@@ -128,7 +157,12 @@ def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
     for device in ("cpu", DEVICE):
         served = open_served(run, device=device)  # type: ignore[arg-type]
         scores = served.scorer.score(served.preprocessor.encode(raw, np.arange(raw.rows)))
-        found.append((scores, rayrec.evaluate(run, log, device=device, cluster_address="none", console=QUIET)))
+        found.append(
+            (
+                scores,
+                rayrec.evaluate(run, log, device=device, cluster_address="none", console=QUIET),
+            )
+        )
     (cpu_scores, on_cpu), (gpu_scores, on_gpu) = found
     assert gpu_scores == pytest.approx(cpu_scores, abs=1e-4)
     assert on_gpu["rows"] == on_cpu["rows"] == ROWS
@@ -139,7 +173,10 @@ def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
 def test_profile_and_events_show_gpu(log: str, tmp_path: Path) -> None:
     clicks(log, tmp_path, profile={"steps": "5:8"})
     traces = sorted((tmp_path / "run" / "profile").rglob("trace.json.gz"))
-    kinds = {event.get("cat") for event in json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]}
+    kinds = {
+        event.get("cat")
+        for event in json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
+    }
     text = (tmp_path / "run" / "events.jsonl").read_text()
     assert ("kernel" in kinds) == ("device_memory_bytes" in text) == (DEVICE == "cuda")
 
@@ -147,7 +184,13 @@ def test_profile_and_events_show_gpu(log: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_resnet18_trains(tmp_path: Path, parallel: str) -> None:
     digits = write_digits(tmp_path / "digits", train=256, test=64)
-    made = config(mnist_resnet18(str(digits)), tmp_path, steps=4, batch_size=32, workload={"parallel": parallel})
+    made = config(
+        mnist_resnet18(str(digits)),
+        tmp_path,
+        steps=4,
+        batch_size=32,
+        workload={"parallel": parallel},
+    )
     assert train(made).summary["steps"] == 4
 
 
@@ -155,8 +198,14 @@ def test_gpt2_trains(tmp_path: Path) -> None:
     for package in ("transformers", "streaming"):
         pytest.importorskip(package)
     (tmp_path / "text.txt").write_text("the cat sees a dog.\n" * 2_000)
-    tokens, options = str(tmp_path / "tokens"), {"format": "mds", "tokenizer": "characters", "block_size": 32}
+    tokens, options = (
+        str(tmp_path / "tokens"),
+        {"format": "mds", "tokenizer": "characters", "block_size": 32},
+    )
     rayrec.preprocess(str(tmp_path / "text.txt"), out=tokens, **options, console=QUIET)
-    workload = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32}, "max_new_tokens": 8}
+    workload = {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32},
+        "max_new_tokens": 8,
+    }
     found = losses(train(config(gpt2_tiny(tokens), tmp_path, workload=workload)).folder)
     assert found[-1] < found[0]

@@ -1,4 +1,6 @@
-"""In-memory store of block blobs on loopback: answers rayrec's calls of Azure's Blob service, others with 501; checks keys."""
+"""In-memory store of block blobs on loopback: answers rayrec's calls of Azure's Blob service,
+others with 501; checks keys.
+"""
 
 import base64
 import hashlib
@@ -14,18 +16,32 @@ from xml.sax.saxutils import escape
 ACCOUNT = "tester"
 KEY = base64.b64encode(b"secret-word").decode()
 _SIGNED = (
-    "content-encoding", "content-language", "content-length", "content-md5", "content-type", "date", "if-modified-since",
-    "if-match", "if-none-match", "if-unmodified-since", "range",
-)  # fmt: skip
+    "content-encoding",
+    "content-language",
+    "content-length",
+    "content-md5",
+    "content-type",
+    "date",
+    "if-modified-since",
+    "if-match",
+    "if-none-match",
+    "if-unmodified-since",
+    "range",
+)
 _DATE = "Mon, 23 Nov 2026 00:00:00 GMT"
 
 _CONTAINER = {"x-ms-has-immutability-policy": "false", "x-ms-has-legal-hold": "false"}
-_CONTAINER |= {"x-ms-default-encryption-scope": "$account-encryption-key", "x-ms-deny-encryption-scope-override": "false"}
+_CONTAINER |= {
+    "x-ms-default-encryption-scope": "$account-encryption-key",
+    "x-ms-deny-encryption-scope-override": "false",
+}
 _CONTAINER |= {"x-ms-immutable-storage-with-versioning-enabled": "false"}
 
 
 class BlobServer:
-    """`start` makes it answer on `port`, `kill` breaks its connections off; its blobs outlast both."""
+    """`start` makes it answer on `port`, `kill` breaks its connections off; its blobs outlast
+    both.
+    """
 
     def __init__(self, port: int, containers: tuple[str, ...] = ("logs",)) -> None:
         self.port = port
@@ -39,8 +55,12 @@ class BlobServer:
         self._http: ThreadingHTTPServer | None = None
 
     def start(self) -> None:
-        self._http = ThreadingHTTPServer(("127.0.0.1", self.port), type("Handler", (_Handler,), {"server_store": self}))
-        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self._http = ThreadingHTTPServer(
+            ("127.0.0.1", self.port), type("Handler", (_Handler,), {"server_store": self})
+        )
+        threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def kill(self) -> None:
         http, self._http = self._http, None
@@ -66,7 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def handle_expect_100(self) -> bool:
-        if int(self.headers.get("Content-Length") or 0):  # else the answer itself follows, and Azure's library mixes the two up
+        # else the answer itself follows, and Azure's library mixes the two up
+        if int(self.headers.get("Content-Length") or 0):
             super().handle_expect_100()
             self.wfile.flush()
         return True
@@ -80,7 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
         _, _, container, name = (*url.path.split("/", 3), "", "")[:4]
         if not self._is_signed():
             return self._refuse(403, "AuthenticationFailed")
-        return self._dispatch(container, unquote(name), dict(parse_qsl(url.query, keep_blank_values=True)), body)
+        return self._dispatch(
+            container, unquote(name), dict(parse_qsl(url.query, keep_blank_values=True)), body
+        )
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
 
@@ -119,9 +142,14 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in blobs:
             return self._refuse(404, "BlobNotFound")
         if (self.command, query.get("comp")) == ("GET", "blocklist"):
-            listed = [f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>" for one, data in store.blocks.get(place, ())]
+            listed = [
+                f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>"
+                for one, data in store.blocks.get(place, ())
+            ]
             text = f"<BlockList><CommittedBlocks>{''.join(listed)}</CommittedBlocks></BlockList>"
-            return self._send(200, text.encode(), {"x-ms-blob-content-length": str(len(blobs[name]))})
+            return self._send(
+                200, text.encode(), {"x-ms-blob-content-length": str(len(blobs[name]))}
+            )
         if query.get("comp") == "lease":
             return self._send(201, b"", {"x-ms-lease-id": str(uuid.UUID(int=1))})
         if self.command == "DELETE":
@@ -133,7 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._refuse(501, "NotImplemented")
 
     def _send_blob(self, data: bytes) -> None:
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("Range") or "")
+        found = re.fullmatch(
+            r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("Range") or ""
+        )
         if not found or self.command == "HEAD":
             copied = {"x-ms-copy-id": "1", "x-ms-copy-status": "success"}
             return self._send(200, data, {"x-ms-blob-type": "BlockBlob", **copied})
@@ -153,13 +183,15 @@ class _Handler(BaseHTTPRequestHandler):
                 items[folder] = f"<BlobPrefix><Name>{escape(folder)}</Name></BlobPrefix>"
             else:
                 items[name] = (
-                    f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{_DATE}</Last-Modified><Etag>1</Etag>"
-                    f"<Content-Length>{len(blobs[name])}</Content-Length><BlobType>BlockBlob</BlobType></Properties></Blob>"
+                    f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{_DATE}</Last-Modified><Etag>1</Etag><Content-Length>{len(blobs[name])}</Content-Length><BlobType>BlockBlob</BlobType></Properties></Blob>"
                 )
         if query.get("maxresults"):
             items = dict(list(items.items())[: int(query["maxresults"])])
-        text = f'<?xml version="1.0" encoding="utf-8"?><EnumerationResults ServiceEndpoint="http://127.0.0.1/{ACCOUNT}/" ' \
-               f'ContainerName="logs"><Blobs>{"".join(items.values())}</Blobs><NextMarker/></EnumerationResults>'  # fmt: skip
+        text = (
+            '<?xml version="1.0" encoding="utf-8"?><EnumerationResults '
+            f'ServiceEndpoint="http://127.0.0.1/{ACCOUNT}/" '
+            f'ContainerName="logs"><Blobs>{"".join(items.values())}</Blobs><NextMarker/></EnumerationResults>'
+        )
         self._send(200, text.encode(), {"Content-Type": "application/xml"})
 
     def _delete_batch(self, body: bytes) -> None:
@@ -171,26 +203,38 @@ class _Handler(BaseHTTPRequestHandler):
             line = "202 Accepted" if found else "404 The specified blob does not exist."
             code = "" if found else "x-ms-error-code: BlobNotFound\r\n"
             parts.append(
-                f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\nHTTP/1.1 {line}\r\n{code}"
+                f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: "
+                f"{number}\r\n\r\nHTTP/1.1 {line}\r\n{code}"
                 f"x-ms-request-id: 1\r\nx-ms-version: 2021-12-02\r\n\r\n"
             )
         text = "".join(parts) + f"--{boundary}--\r\n"
         self._send(202, text.encode(), {"Content-Type": f"multipart/mixed; boundary={boundary}"})
 
     def _refuse(self, status: int, code: str) -> None:
-        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code} it is.</Message></Error>"
+        text = (
+            f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code} it "
+            "is.</Message></Error>"
+        )
         if self.command == "HEAD":  # whose Content-Type would promise a body
             return self._send(status, b"", {"x-ms-error-code": code})
-        return self._send(status, text.encode(), {"x-ms-error-code": code, "Content-Type": "application/xml"})
+        return self._send(
+            status, text.encode(), {"x-ms-error-code": code, "Content-Type": "application/xml"}
+        )
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         common = {
-            "Content-Length": str(len(body)), "Last-Modified": _DATE, "ETag": '"1"', "x-ms-request-id": "1",
+            "Content-Length": str(len(body)),
+            "Last-Modified": _DATE,
+            "ETag": '"1"',
+            "x-ms-request-id": "1",
             "x-ms-version": "2021-12-02",
-            "x-ms-creation-time": _DATE, "x-ms-request-server-encrypted": "true", "x-ms-server-encrypted": "true",
-            "x-ms-lease-status": "unlocked", "x-ms-lease-state": "available",
-        }  # fmt: skip
+            "x-ms-creation-time": _DATE,
+            "x-ms-request-server-encrypted": "true",
+            "x-ms-server-encrypted": "true",
+            "x-ms-lease-status": "unlocked",
+            "x-ms-lease-state": "available",
+        }
         for name, value in (common | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
@@ -203,8 +247,15 @@ class _Handler(BaseHTTPRequestHandler):
         if values[2] == "0":
             values[2] = ""
         url = urlsplit(self.path)
-        own = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-"))
-        query = "".join(f"\n{name.lower()}:{value}" for name, value in sorted(parse_qsl(url.query, keep_blank_values=True)))
+        own = "".join(
+            f"{name}:{headers[name]}\n" for name in sorted(headers) if name.startswith("x-ms-")
+        )
+        query = "".join(
+            f"\n{name.lower()}:{value}"
+            for name, value in sorted(parse_qsl(url.query, keep_blank_values=True))
+        )
         text = "\n".join([self.command, *values]) + f"\n{own}/{ACCOUNT}{url.path}{query}"
-        made = base64.b64encode(hmac.digest(base64.b64decode(KEY), text.encode(), hashlib.sha256)).decode()
+        made = base64.b64encode(
+            hmac.digest(base64.b64decode(KEY), text.encode(), hashlib.sha256)
+        ).decode()
         return headers.get("authorization") == f"SharedKey {ACCOUNT}:{made}"

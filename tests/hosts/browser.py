@@ -1,4 +1,6 @@
-"""Headless Chromium: pages as a reader sees them, without errors in the console and within the width of the window."""
+"""Headless Chromium: pages as a reader sees them, without errors in the console and within the
+width of the window.
+"""
 
 import os
 import shutil
@@ -44,20 +46,27 @@ def chromium() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if not found and not os.environ.get("RAYREC_REQUIRE_BROWSER"):
         pytest.skip("there is no Chromium")
-    assert found, "RAYREC_REQUIRE_BROWSER is set, and there is no Chromium: apt-get install chromium"
+    assert found, (
+        "RAYREC_REQUIRE_BROWSER is set, and there is no Chromium: apt-get install chromium"
+    )
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])  # tests may run as root
+        # tests may run as root
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
 @contextmanager
 def opened(browser: Browser, url: str, *, width: int, scheme: str) -> Iterator[Page]:
-    """Open a page. At the end, no error may be in its console, and it may not be wider than the window."""
+    """Open a page. At the end, no error may be in its console, and it may not be wider than the
+    window.
+    """
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     page.goto(url)
     yield page
     assert not errors, errors

@@ -25,10 +25,14 @@ class Load(EndsOnExit):
     """Clients that score the same rows repeatedly."""
 
     def __init__(self, port: int, rows: bytes, *, num_clients: int = 4) -> None:
-        """`answers` and `failed` contain start, status and body of answers. The status is 0 if none came."""
+        """`answers` and `failed` contain start, status and body of answers. The status is 0 if none
+        came.
+        """
         self.port, self.rows, self.answers, self.failed = port, rows, list[Any](), list[Any]()
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(num_clients)]
+        self._threads = [
+            threading.Thread(target=self._run, daemon=True) for _ in range(num_clients)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -48,4 +52,6 @@ class Load(EndsOnExit):
                 kept.append((start, status, body))
 
     def models(self) -> set[str]:
-        return {json.loads(body)["model"] for _, status, body in list(self.answers) if status == 200}
+        return {
+            json.loads(body)["model"] for _, status, body in list(self.answers) if status == 200
+        }

@@ -1,4 +1,6 @@
-"""Stores on loopback at s3://, gs:// and az:// for tests, which can be killed and started again with what they stored."""
+"""Stores on loopback at s3://, gs:// and az:// for tests, which can be killed and started again
+with what they stored.
+"""
 
 import os
 import subprocess
@@ -14,12 +16,16 @@ from hosts.ports import free_ports
 from pyarrow import fs
 
 FOLDER = Path(__file__).parent
-_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 """Published by Microsoft, the same for every Azurite."""
 
 
 class CloudStore(Protocol):
-    """`environment` holds the standard variables by which the store is reached; who kills it starts it again."""
+    """`environment` holds the standard variables by which the store is reached; who kills it starts
+    it again.
+    """
 
     port: int
     bucket: str
@@ -43,18 +49,27 @@ def outage(store: CloudStore, seconds: float) -> Iterator[None]:
 
 
 class GoogleStore:
-    """gcp-storage-emulator in a separate process: pyarrow holds the interpreter's lock while it waits for some answers."""
+    """gcp-storage-emulator in a separate process: pyarrow holds the interpreter's lock while it
+    waits for some answers.
+    """
 
     bucket = "gs://logs"
 
     def __init__(self, folder: Path) -> None:
         self.port = free_ports(1)
         self.environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.port}"}
-        self._command = [sys.executable, str(FOLDER / "google_server.py"), str(folder), str(self.port)]
+        self._command = [
+            sys.executable,
+            str(FOLDER / "google_server.py"),
+            str(folder),
+            str(self.port),
+        ]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
@@ -66,16 +81,27 @@ class GoogleStore:
 
 
 class S3Store:
-    """moto's S3 in a process of its own: `kill` breaks its connections off and lets none begin; it keeps what it stored."""
+    """moto's S3 in a process of its own: `kill` breaks its connections off and lets none begin; it
+    keeps what it stored.
+    """
 
     bucket = "s3://logs"
 
     def __init__(self, folder: Path | None = None) -> None:
         self.port, key, secret = free_ports(1), "tester", "secret-word"
-        self.environment = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}
-        self.environment |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_EC2_METADATA_DISABLED": "true"}
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": key,
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_REGION": "us-east-1",
+        }
+        self.environment |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
         command = [sys.executable, str(FOLDER / "s3_server.py"), str(self.port), key, secret]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def start(self) -> None:
         self._tell("open")
@@ -122,15 +148,29 @@ class AzureStore:
 
 
 class Azurite:
-    """Microsoft's emulator: RAYREC_TEST_AZURITE names its script (node_modules/azurite/dist/src/blob/main.js)."""
+    """Microsoft's emulator: RAYREC_TEST_AZURITE names its script
+    (node_modules/azurite/dist/src/blob/main.js).
+    """
 
     bucket = "az://logs"
 
     def __init__(self, folder: Path) -> None:
         self.port = free_ports(1)
-        self.environment = {"AZURE_STORAGE_CONNECTION_STRING": _connection("devstoreaccount1", _AZURITE_KEY, self.port)}
+        self.environment = {
+            "AZURE_STORAGE_CONNECTION_STRING": _connection(
+                "devstoreaccount1", _AZURITE_KEY, self.port
+            )
+        }
         script = os.environ["RAYREC_TEST_AZURITE"]
-        self._command = ["node", script, "-l", str(folder), "--blobPort", str(self.port), "--skipApiVersionCheck"]
+        self._command = [
+            "node",
+            script,
+            "-l",
+            str(folder),
+            "--blobPort",
+            str(self.port),
+            "--skipApiVersionCheck",
+        ]
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -144,13 +184,17 @@ class Azurite:
         filesystem.create_dir(inner)
 
     def kill(self) -> None:
-        """By SIGTERM: it writes to its disk what it has stored only now and then, and at the end."""
+        """By SIGTERM: it writes to its disk what it has stored only now and then, and at the
+        end.
+        """
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
             try:
                 process.communicate(timeout=3)
-            except subprocess.TimeoutExpired:  # it waits for open connections to end, having written
+            except (
+                subprocess.TimeoutExpired
+            ):  # it waits for open connections to end, having written
                 process.kill()
                 process.communicate()
 
@@ -159,6 +203,10 @@ def _connection(account: str, key: str, port: int) -> str:
     return f"AccountName={account};AccountKey={key};BlobEndpoint=http://127.0.0.1:{port}/{account}"
 
 
-KINDS: dict[str, Callable[[Path], CloudStore]] = {"gs": GoogleStore, "az": AzureStore, "s3": S3Store}
+KINDS: dict[str, Callable[[Path], CloudStore]] = {
+    "gs": GoogleStore,
+    "az": AzureStore,
+    "s3": S3Store,
+}
 if os.environ.get("RAYREC_TEST_AZURITE"):
     KINDS["azurite"] = Azurite

@@ -1,4 +1,6 @@
-"""gcp-storage-emulator on loopback with a bucket "logs", a thread a request: `python google_server.py FOLDER PORT`."""
+"""gcp-storage-emulator on loopback with a bucket "logs", a thread a request: `python
+google_server.py FOLDER PORT`.
+"""
 
 import sys
 from functools import partial

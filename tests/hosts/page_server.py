@@ -1,8 +1,11 @@
-"""Runs the blocks of documentation pages for `test_docs.py`: each command in a process of its own, forked from this one, which
-has loaded the large libraries once. Reads a page a line of standard input, as JSON, and answers each with its exit status.
+"""Runs the blocks of documentation pages for `test_docs.py`: each command in a process of its own,
+forked from this one, which has loaded the large libraries once. Reads a page a line of standard
+input, as JSON, and answers each with its exit status.
 
-A page's Python runs in one process and namespace, in order with the page's commands. A process behaves as one that was started
-from a shell: its own folder, environment and `sys.argv`, no thread and no state of another block."""
+A page's Python runs in one process and namespace, in order with the page's commands. A process
+behaves as one that was started from a shell: its own folder, environment and `sys.argv`, no thread
+and no state of another block.
+"""
 
 import atexit
 import functools
@@ -24,7 +27,8 @@ from typing import IO, Any, NoReturn
 import rayrec.commands
 import rayrec.recipes
 
-# What commands of the documentation spend most of their start on. Not Ray: only the pages that need it load it.
+# What commands of the documentation spend most of their start on. Not Ray: only the pages that need
+# it load it.
 LOADED = """
 torch torchrec fbgemm_gpu torch.distributed.fsdp torch.distributed.optim torch.export._trace torch._inductor.codecache
 tensorboardX transformers pandas pyarrow.dataset rayrec.training.trainer rayrec.training.launchers.process_worker
@@ -40,7 +44,8 @@ def main() -> None:
     for package in (rayrec.commands, rayrec.recipes):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
-    gc.freeze()  # a collection writes to all it visits, which would copy the memory that processes share
+    # a collection writes to all it visits, which would copy the memory that processes share
+    gc.freeze()
     requests = os.fdopen(os.dup(0), "r")
     answers = os.fdopen(os.dup(1), "w")
     while line := requests.readline():
@@ -55,8 +60,10 @@ def main() -> None:
 
 
 def end_after(work: Callable[[], None]) -> NoReturn:
-    """Ends this forked process with the exit status of `work`, as an interpreter ends: threads are waited for and what was
-    registered with `atexit` is called; only modules are not taken apart, which takes more than a second."""
+    """Ends this forked process with the exit status of `work`, as an interpreter ends: threads are
+    waited for and what was registered with `atexit` is called; only modules are not taken apart,
+    which takes more than a second.
+    """
     status = 1
     try:
         work()
@@ -75,12 +82,20 @@ def end_after(work: Callable[[], None]) -> NoReturn:
         os._exit(status)
 
 
-def run_page(name: str, blocks: list[tuple[str, int, str]], folder: str, environment: dict[str, str]) -> None:
-    """Runs the blocks, as a process of its own; standard output and error go to `.out` and `.err` in the folder."""
+def run_page(
+    name: str, blocks: list[tuple[str, int, str]], folder: str, environment: dict[str, str]
+) -> None:
+    """Runs the blocks, as a process of its own; standard output and error go to `.out` and `.err`
+    in the folder.
+    """
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, ".out", os.O_WRONLY), (2, ".err", os.O_WRONLY)):
+    for descriptor, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, ".out", os.O_WRONLY),
+        (2, ".err", os.O_WRONLY),
+    ):
         opened = os.open(path, flags | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
@@ -99,7 +114,9 @@ def run_page(name: str, blocks: list[tuple[str, int, str]], folder: str, environ
 
 
 class Namespace:
-    """A process that runs a page's blocks of Python, one after another, in one namespace; it begins with the first of them."""
+    """A process that runs a page's blocks of Python, one after another, in one namespace; it begins
+    with the first of them.
+    """
 
     def __init__(self, page: str) -> None:
         self._page, self._pid = page, 0

@@ -1,6 +1,9 @@
-"""Memory of one CPU worker that trains a click model and saves it, forecast by `rayrec plan` and measured in a process.
+"""Memory of one CPU worker that trains a click model and saves it, forecast by `rayrec plan` and
+measured in a process.
 
-The process is not connected to Ray, so its own size without data is measured, and not the constant for a worker of Ray's."""
+The process is not connected to Ray, so its own size without data is measured, and not the constant
+for a worker of Ray's.
+"""
 
 import dataclasses
 import json
@@ -17,7 +20,9 @@ SIZES = (100_000, 1_500_000, 4_000_000)
 
 
 def measured(rows: int) -> dict[str, int]:
-    """Bytes: `forecast` and `peak`, the most that was resident, with tables of so many rows in all."""
+    """Bytes: `forecast` and `peak`, the most that was resident, with tables of so many rows in
+    all.
+    """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-W", "ignore", "-m", "hosts.planned_memory", str(rows)]
     found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -55,13 +60,24 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     torch.set_num_threads(2)
     tables = _table_sizes(rows)
     schema = click.schema(tables)
-    model = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1))
-    optimizers = {"sparse_optimizer": {"kind": "rowwise_adagrad"}, "dense_optimizer": {"kind": "adam"}}
+    model = DLRMConfig(
+        interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1)
+    )
+    optimizers = {
+        "sparse_optimizer": {"kind": "rowwise_adagrad"},
+        "dense_optimizer": {"kind": "adam"},
+    }
     workload = ClickWorkload(schema=schema, model=model).replace(**optimizers)
-    config = TrainConfig(recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS)
+    config = TrainConfig(
+        recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS
+    )
     process = _resident_bytes("VmRSS")
-    forecast = tables_of(workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50).memories[0]
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    forecast = tables_of(
+        workload, config, tables, inputs=schema, target=Target(1, 1), memory_bytes=1 << 50
+    ).memories[0]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1
+    )
     prepared = click.prepared(tables)
     prepared.sets = {"train": SimpleNamespace(rows=100 * TRAIN_ROWS)}
     setup = workload.set_up(click.context(config, 0, 1), prepared)

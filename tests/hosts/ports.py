@@ -5,7 +5,9 @@ import socket
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row; below those that the system gives to outgoing connections."""
+    """The first of so many free ports in a row; below those that the system gives to outgoing
+    connections.
+    """
     for port in random.sample(range(21_000, 30_000, count), 100):
         sockets = [socket.socket() for _ in range(count)]
         try:

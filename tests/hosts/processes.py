@@ -1,4 +1,6 @@
-"""Runs of `rayrec train` as processes that can be killed for real, in part or whole: for tests, the chaos run and benchmarks."""
+"""Runs of `rayrec train` as processes that can be killed for real, in part or whole: for tests, the
+chaos run and benchmarks.
+"""
 
 import contextlib
 import json
@@ -68,9 +70,18 @@ def _is_standby(pid: int) -> bool:
         return False
 
 
-def run_command(*command: object, status: int = 0, timeout_s: float = 400, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *command: object, status: int = 0, timeout_s: float = 400, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, which must be with `status`, and return its output as text."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=timeout_s, **options)
+    done = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        **options,
+    )
     assert done.returncode == status, f"{command}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
     return done
 
@@ -105,7 +116,9 @@ class Process(NamedTuple):
 def read_process(pid: int) -> Process | None:
     """None where there is none, or nothing of it but its exit status."""
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        command = (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -125,14 +138,25 @@ class EndsOnExit:
 
 
 class Session(EndsOnExit):
-    """A command and all that it starts: Ray's processes leave the command's group, but carry its session."""
+    """A command and all that it starts: Ray's processes leave the command's group, but carry its
+    session.
+    """
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], output: Path, stdin: int = subprocess.DEVNULL
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: Path,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         """Standard output and error go to the files `output`.out and `output`.err."""
         self._output = output
-        options: dict[str, Any] = {"env": dict(environment), "stdin": stdin, "start_new_session": True}
+        options: dict[str, Any] = {
+            "env": dict(environment),
+            "stdin": stdin,
+            "start_new_session": True,
+        }
         with open(f"{output}.out", "wb") as out, open(f"{output}.err", "wb") as err:
             self.process = subprocess.Popen(list(command), stdout=out, stderr=err, **options)
 
@@ -152,16 +176,24 @@ class Session(EndsOnExit):
         try:
             self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s: {self._last_lines()}") from None
+            raise AssertionError(
+                f"still running after {timeout_s} s: {self._last_lines()}"
+            ) from None
         return self
 
-    def until(self, condition: Callable[[], Any], *, timeout_s: float = 240, pause_s: float = POLL_S) -> Any:
-        """Wait for a condition, which must come before the command ends, and return what it comes to."""
+    def until(
+        self, condition: Callable[[], Any], *, timeout_s: float = 240, pause_s: float = POLL_S
+    ) -> Any:
+        """Wait for a condition, which must come before the command ends, and return what it comes
+        to.
+        """
 
         def found() -> Any:
             ended = self.process.poll() is not None
             value = condition()
-            assert value or not ended, f"the command ended with {self.status}:\n{self._last_lines()}"
+            assert value or not ended, (
+                f"the command ended with {self.status}:\n{self._last_lines()}"
+            )
             return value
 
         return until(found, timeout_s=timeout_s, pause_s=pause_s, told=self._last_lines)
@@ -174,27 +206,46 @@ class Session(EndsOnExit):
         return [process for pid in found if (process := read_process(pid))]
 
     def find(self, role: str) -> list[Process]:
-        found = {process.pid: process for process in self.processes() if ROLES[role] in process.command}
+        found = {
+            process.pid: process for process in self.processes() if ROLES[role] in process.command
+        }
         # A process that the raylet is about to start shows the raylet's own command line.
         return [process for pid, process in sorted(found.items()) if process.parent not in found]
 
     def kill(self, role: str) -> None:
         """SIGKILLs the first process of a role, as soon as there is one."""
-        found = until(lambda: self.find(role), timeout_s=180, pause_s=POLL_S, told=lambda: f"a {role}")
+        found = until(
+            lambda: self.find(role), timeout_s=180, pause_s=POLL_S, told=lambda: f"a {role}"
+        )
         os.kill(found[0].pid, signal.SIGKILL)
 
     def wait_for_standby(self, num_processes: int) -> None:
         """Waits until so many idle processes of Ray have imported what a train worker needs."""
-        is_ready = lambda: sum(_is_standby(process.pid) for process in self.find("idle")) >= num_processes  # noqa: E731
-        until(is_ready, timeout_s=180, pause_s=0.5, told=lambda: f"{num_processes} processes in standby")
+        is_ready = lambda: (
+            sum(_is_standby(process.pid) for process in self.find("idle")) >= num_processes
+        )  # noqa: E731
+        until(
+            is_ready,
+            timeout_s=180,
+            pause_s=0.5,
+            told=lambda: f"{num_processes} processes in standby",
+        )
 
     def kill_data_task(self, *, timeout_s: float = 180) -> None:
-        """SIGKILLs a process in the midst of a data task. Tasks are short, so it is stopped first."""
+        """SIGKILLs a process in the midst of a data task. Tasks are short, so it is stopped
+        first.
+        """
 
         def stopped() -> int | None:
-            return next((each.pid for each in self.find("data task") if self._stopped_in_task(each.pid)), None)
+            return next(
+                (each.pid for each in self.find("data task") if self._stopped_in_task(each.pid)),
+                None,
+            )
 
-        os.kill(until(stopped, timeout_s=timeout_s, pause_s=0, told=lambda: "a data task"), signal.SIGKILL)
+        os.kill(
+            until(stopped, timeout_s=timeout_s, pause_s=0, told=lambda: "a data task"),
+            signal.SIGKILL,
+        )
 
     def _stopped_in_task(self, pid: int) -> bool:
         """Stops a process; goes on with it, and False, where the task was over before."""
@@ -214,19 +265,32 @@ class Session(EndsOnExit):
 
 def environment_for(cache: Path, **more: str) -> dict[str, str]:
     """This process's environment, less the Ray it may be connected to."""
-    return {**{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}, "RAYREC_CACHE": str(cache), **more}
+    return {
+        **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        "RAYREC_CACHE": str(cache),
+        **more,
+    }
 
 
 class RayCluster(Session):
-    """A Ray of several nodes on this machine; the head has no CPUs, so that any task needs another."""
+    """A Ray of several nodes on this machine; the head has no CPUs, so that any task needs
+    another.
+    """
 
     def __init__(self, folder: Path, *, cache: Path) -> None:
-        command, environment = [sys.executable, "-u", "-c", _CLUSTER], environment_for(cache, **FREQUENT_CHECKS)
-        super().__init__(command, environment=environment, output=folder / "cluster", stdin=subprocess.PIPE)
+        command, environment = (
+            [sys.executable, "-u", "-c", _CLUSTER],
+            environment_for(cache, **FREQUENT_CHECKS),
+        )
+        super().__init__(
+            command, environment=environment, output=folder / "cluster", stdin=subprocess.PIPE
+        )
         self._raylets: list[int] = []
 
     def add_node(self, **node: Any) -> str:
-        """Return the cluster's address after `ray.cluster_utils.Cluster.add_node`. Lost nodes keep their numbers, from 0."""
+        """Return the cluster's address after `ray.cluster_utils.Cluster.add_node`. Lost nodes keep
+        their numbers, from 0.
+        """
         address, raylet = self._ask(node).split()
         self._raylets.append(int(raylet))
         return address
@@ -236,7 +300,9 @@ class RayCluster(Session):
         assert answer.startswith("(True"), answer
 
     def kill_node(self, node: int) -> None:
-        """SIGKILLs all that runs on a node, like the loss of a machine; what has ended before is left."""
+        """SIGKILLs all that runs on a node, like the loss of a machine; what has ended before is
+        left.
+        """
         raylet = self._raylets[node]
         for process in (raylet, *(each.pid for each in self.processes() if each.parent == raylet)):
             with contextlib.suppress(ProcessLookupError):
@@ -250,8 +316,12 @@ class RayCluster(Session):
         return self.until(lambda: self.out.splitlines()[before:])[-1]
 
     def kill_node_of(self, process: Process) -> None:
-        """SIGKILLs the raylet of a worker: a forked one is no child of it, but connected to its socket."""
-        sockets = subprocess.run(["ss", "-xpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+        """SIGKILLs the raylet of a worker: a forked one is no child of it, but connected to its
+        socket.
+        """
+        sockets = subprocess.run(
+            ["ss", "-xpH"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         peers = {line.split()[7] for line in sockets if f"pid={process.pid}," in line}
         (raylet,) = (
             raylet.pid
@@ -262,8 +332,16 @@ class RayCluster(Session):
 
 
 def ray_start(*options: object) -> list[str]:
-    """The command that starts Ray's processes of a node and stays with them; `wait_for_ray` waits for them."""
-    return [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats", *map(str, options)]
+    """The command that starts Ray's processes of a node and stays with them; `wait_for_ray` waits
+    for them.
+    """
+    return [
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--block",
+        "--disable-usage-stats",
+        *map(str, options),
+    ]
 
 
 def wait_for_ray(node: Session) -> None:
@@ -278,10 +356,26 @@ class RayHead(Session):
         """`folder`: its path is short, since Ray's sockets are below it."""
         port = free_ports(3)
         self.address = f"127.0.0.1:{port}"
-        ports = ("--port", port, "--ray-client-server-port", port + 1, "--dashboard-agent-listen-port", port + 2)
-        others = ("--num-cpus", num_cpus, "--include-dashboard", "false", "--temp-dir", folder / "ray")
+        ports = (
+            "--port",
+            port,
+            "--ray-client-server-port",
+            port + 1,
+            "--dashboard-agent-listen-port",
+            port + 2,
+        )
+        others = (
+            "--num-cpus",
+            num_cpus,
+            "--include-dashboard",
+            "false",
+            "--temp-dir",
+            folder / "ray",
+        )
         environment = environment_for(cache, OMP_NUM_THREADS="1")
-        super().__init__(ray_start("--head", *ports, *others), environment=environment, output=folder / "head")
+        super().__init__(
+            ray_start("--head", *ports, *others), environment=environment, output=folder / "head"
+        )
 
 
 def events_so_far(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
@@ -295,10 +389,22 @@ def events_so_far(run: str | Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 class Run(EndsOnExit):
-    """One run of `rayrec train`, through as many commands as it takes; ends what is left of them when it is left."""
+    """One run of `rayrec train`, through as many commands as it takes; ends what is left of them
+    when it is left.
+    """
 
-    def __init__(self, config: TrainConfig, folder: Path, *, cache: Path, recipe: str | None = None, **environment: str) -> None:
-        """`folder` is for the configuration and the commands' output. `recipe`: FILE.py:FUNCTION of a custom configuration."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        cache: Path,
+        recipe: str | None = None,
+        **environment: str,
+    ) -> None:
+        """`folder` is for the configuration and the commands' output. `recipe`: FILE.py:FUNCTION of
+        a custom configuration.
+        """
         assert config.name is not None
         folder.mkdir(parents=True, exist_ok=True)
         self.config = config
@@ -323,22 +429,34 @@ class Run(EndsOnExit):
 
     def _start(self, *arguments: str) -> Self:
         output = self._folder / f"command_{self.num_commands + 1}"
-        self._sessions.append(Session([*RAYREC, *arguments], environment=self._environment, output=output))
+        self._sessions.append(
+            Session([*RAYREC, *arguments], environment=self._environment, output=output)
+        )
         return self
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return events_so_far(self.path, *kinds)
 
-    def wait_for(self, kind: str, *, step: int = 0, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
-        """Wait for an event of a kind of `step` or later, written after Unix time `since`. The command must not end before."""
+    def wait_for(
+        self, kind: str, *, step: int = 0, since: float = 0.0, timeout_s: float = 180
+    ) -> dict[str, Any]:
+        """Wait for an event of a kind of `step` or later, written after Unix time `since`. The
+        command must not end before.
+        """
 
         def first() -> dict[str, Any] | None:
-            found = (event for event in self.events(kind) if event["time"] > since and event.get("step", step) >= step)
+            found = (
+                event
+                for event in self.events(kind)
+                if event["time"] > since and event.get("step", step) >= step
+            )
             return next(found, None)
 
         return self.session.until(first, timeout_s=timeout_s)
 
-    def wait_for_step(self, step: int, *, since: float = 0.0, timeout_s: float = 180) -> dict[str, Any]:
+    def wait_for_step(
+        self, step: int, *, since: float = 0.0, timeout_s: float = 180
+    ) -> dict[str, Any]:
         return self.wait_for("step", step=step, since=since, timeout_s=timeout_s)
 
     def wait_for_save(self, step: int = 0, *, timeout_s: float = 180) -> int:
@@ -370,15 +488,31 @@ def finished(config: TrainConfig, folder: Path, *, cache: Path) -> dict[str, Any
 
 
 def torchrun(folder: Path, name: str, config: str | Path, *, kill: bool = False) -> dict[str, Any]:
-    """Train FOLDER/NAME by two processes of torchrun; `kill` ends the second one after the first checkpoint."""
-    options = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1", *RAYREC[1:], "train")
+    """Train FOLDER/NAME by two processes of torchrun; `kill` ends the second one after the first
+    checkpoint.
+    """
+    options = (
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--monitor-interval",
+        "0.1",
+        *RAYREC[1:],
+        "train",
+    )
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--config", str(config)]
     command += ["--storage-path", str(folder), "--name", name]
-    with Session(command, environment=dict(os.environ), output=folder / f"{name}-command") as session:
+    with Session(
+        command, environment=dict(os.environ), output=folder / f"{name}-command"
+    ) as session:
         try:
             if kill:
                 session.until(lambda: committed(str(folder / name)))
-                ranks = {child.environ().get("RANK"): child for child in psutil.Process(session.process.pid).children()}
+                ranks = {
+                    child.environ().get("RANK"): child
+                    for child in psutil.Process(session.process.pid).children()
+                }
                 ranks["1"].kill()
             assert session.wait().status == 0, session.err[-3000:]
         finally:

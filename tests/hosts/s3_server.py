@@ -1,4 +1,6 @@
-"""moto's S3 on loopback, with signatures: `python s3_server.py PORT KEY SECRET`. Lines of standard input open and close it."""
+"""moto's S3 on loopback, with signatures: `python s3_server.py PORT KEY SECRET`. Lines of standard
+input open and close it.
+"""
 
 import contextlib
 import hmac
@@ -44,7 +46,9 @@ class Signed:
         if self._is_signed(environment):
             return self._application(environment, start)
         start("403 Forbidden", [("Content-Type", "application/xml")])
-        return [b"<Error><Code>SignatureDoesNotMatch</Code><Message>it does not match</Message></Error>"]
+        return [
+            b"<Error><Code>SignatureDoesNotMatch</Code><Message>it does not match</Message></Error>"
+        ]
 
     def _is_signed(self, environment: dict[str, Any]) -> bool:
         kind, _, rest = environment.get("HTTP_AUTHORIZATION", "").partition(" ")
@@ -62,7 +66,9 @@ class Signed:
         signer = S3SigV4Auth(self._user, service, region)
         canonical = _canonical(environment["REQUEST_METHOD"], environment["REQUEST_URI"], headers)
         text = signer.string_to_sign(request, canonical)
-        return key == self._user.access_key and hmac.compare_digest(told["Signature"], signer.signature(text, request))
+        return key == self._user.access_key and hmac.compare_digest(
+            told["Signature"], signer.signature(text, request)
+        )
 
 
 def _canonical(method: str, uri: str, headers: dict[str, str]) -> str:
@@ -71,7 +77,9 @@ def _canonical(method: str, uri: str, headers: dict[str, str]) -> str:
     pairs = sorted(part if "=" in part else f"{part}=" for part in query.split("&") if part)
     lines = [f"{name}:{' '.join(headers[name].split())}" for name in sorted(headers)]
     signed = [";".join(sorted(headers)), headers.get("x-amz-content-sha256", "")]
-    return "\n".join([method, quote(unquote(path), safe="/-_.~"), "&".join(pairs), *lines, "", *signed])
+    return "\n".join(
+        [method, quote(unquote(path), safe="/-_.~"), "&".join(pairs), *lines, "", *signed]
+    )
 
 
 def main(port: int, key: str, secret: str) -> None:

@@ -1,4 +1,6 @@
-"""A store at slow://, over local files, that answers each call late, counts calls, and sees how many come at the same time."""
+"""A store at slow://, over local files, that answers each call late, counts calls, and sees how
+many come at the same time.
+"""
 
 import threading
 import time
@@ -14,7 +16,9 @@ from rayrec.storage import filesystems
 
 
 class SlowStore(arrow_fs.FileSystemHandler):
-    """Use `installed`. Listing, opening, sizing, writing and copying within the store are a call each."""
+    """Use `installed`. Listing, opening, sizing, writing and copying within the store are a call
+    each.
+    """
 
     def __init__(self, latency_s: float) -> None:
         self.latency_s, self.calls, self.most_at_once = latency_s, Counter[str](), 0
@@ -56,7 +60,10 @@ class SlowStore(arrow_fs.FileSystemHandler):
         return path
 
     def get_file_info(self, paths: list[str]) -> list[arrow_fs.FileInfo]:
-        return [self._called("info", lambda path=path: self._local.get_file_info(path)) for path in paths]  # type: ignore[misc]
+        return [
+            self._called("info", lambda path=path: self._local.get_file_info(path))
+            for path in paths
+        ]  # type: ignore[misc]
 
     def get_file_info_selector(self, selector: arrow_fs.FileSelector) -> list[arrow_fs.FileInfo]:
         return self._called("list", lambda: self._local.get_file_info(selector))

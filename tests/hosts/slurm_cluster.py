@@ -1,4 +1,6 @@
-"""Slurm cluster on this machine: the real daemons of a controller and two nodes of one CPU, which need root."""
+"""Slurm cluster on this machine: the real daemons of a controller and two nodes of one CPU, which
+need root.
+"""
 
 import os
 import shutil
@@ -52,7 +54,11 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "needs root"
     lacking = [command for command in COMMANDS if shutil.which(command) is None]
-    return f"lacks {lacking[0]}: apt-get install slurmctld slurmd slurm-client munge" if lacking else None
+    return (
+        f"lacks {lacking[0]}: apt-get install slurmctld slurmd slurm-client munge"
+        if lacking
+        else None
+    )
 
 
 class SlurmCluster:
@@ -60,13 +66,18 @@ class SlurmCluster:
 
     def __init__(self, folder: Path, *, cache: Path) -> None:
         self.folder = folder
-        self._pid_files = [folder / name for name in ("slurmd.n0.pid", "slurmd.n1.pid", "slurmctld.pid", "munge.pid")]
+        self._pid_files = [
+            folder / name
+            for name in ("slurmd.n0.pid", "slurmd.n1.pid", "slurmctld.pid", "munge.pid")
+        ]
         python = str(Path(sys.executable).parent)
         path = f"{python}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         self._environment = environment_for(cache, SLURM_CONF=str(folder / "slurm.conf"), PATH=path)
         (folder / "state").mkdir()
         first = free_ports(3)
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, ports=range(first, first + 3)))
+        (folder / "slurm.conf").write_text(
+            CONFIGURATION.format(folder=folder, ports=range(first, first + 3))
+        )
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
@@ -79,8 +90,16 @@ class SlurmCluster:
 
     def _start(self) -> None:
         folder = self.folder
-        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self.call("munged", "--force", *(f"--{flag}={folder}/munge.{end}" for flag, end in places.items()))
+        places = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        self.call(
+            "munged", "--force", *(f"--{flag}={folder}/munge.{end}" for flag, end in places.items())
+        )
         self.call("slurmctld", "-c")
         for node in ("n0", "n1"):
             self.call("slurmd", "-N", node)
@@ -89,7 +108,13 @@ class SlurmCluster:
         """What the command prints. Fails unless it succeeds."""
         out = self.folder / "call"  # a file: daemons keep what they are given open
         with open(out, "w") as file:
-            options: Any = {"stdout": file, "stderr": file, "env": self._environment, "cwd": self.folder, "timeout": 60}
+            options: Any = {
+                "stdout": file,
+                "stderr": file,
+                "env": self._environment,
+                "cwd": self.folder,
+                "timeout": 60,
+            }
             done = subprocess.run(command, check=False, **options)
         assert done.returncode == 0, (command, out.read_text()[-2000:])
         return out.read_text().strip()
@@ -98,12 +123,18 @@ class SlurmCluster:
         return self.call("sbatch", "--parsable", "--cpus-per-task=1", *arguments)
 
     def field(self, job: str, name: str) -> str:
-        return dict(word.split("=", 1) for word in self.call("scontrol", "show", "job", job).split() if "=" in word)[name]
+        return dict(
+            word.split("=", 1)
+            for word in self.call("scontrol", "show", "job", job).split()
+            if "=" in word
+        )[name]
 
     def wait_for(self, job: str, state: str, *, restarts: int) -> None:
         """Until the job has been requeued at least so often, and is in this state."""
         told = lambda: self.call("scontrol", "show", "job", job) + self.log(job)  # noqa: E731
-        is_there = lambda: int(self.field(job, "Restarts")) >= restarts and self.field(job, "JobState") == state  # noqa: E731
+        is_there = lambda: (
+            int(self.field(job, "Restarts")) >= restarts and self.field(job, "JobState") == state
+        )  # noqa: E731
         until(is_there, timeout_s=240, pause_s=0.2, told=told)
 
     def log(self, job: str) -> str:

@@ -26,7 +26,9 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, width: int) -> None:
     path = tmp_path / "report.html"
-    path.write_text(report.render(report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY)))
+    path.write_text(
+        report.render(report.Run(run_events.CONFIG, run_events.run(), run_events.SUMMARY))
+    )
     with opened(browser, path.as_uri(), width=width, scheme=scheme) as page:
         assert {"200", "step"} <= set(chart_texts(page))
         assert page.title()
@@ -36,7 +38,9 @@ def test_report_is_readable(browser: Browser, tmp_path: Path, scheme: str, width
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_serving_page_scores_example(browser: Browser, scheme: str, width: int) -> None:
     port = free_ports(1)
-    listener = Listener(make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=5)
+    listener = Listener(
+        make_app(make_model()), host="127.0.0.1", port=port, max_body_bytes=1 << 20, end_s=5
+    )
     with opened(browser, f"http://127.0.0.1:{port}", width=width, scheme=scheme) as page:
         page.click("text=Example")
         page.click("text=Score")

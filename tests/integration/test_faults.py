@@ -1,4 +1,6 @@
-"""Whatever dies, the run finishes with the weights of one that nothing happened to: processes are killed for real."""
+"""Whatever dies, the run finishes with the weights of one that nothing happened to: processes are
+killed for real.
+"""
 
 import errno
 import os
@@ -17,7 +19,15 @@ import pytest
 from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
 from builders.runs import check_no_rows_lost, check_same_run, small_run, threads_of
 from hosts.ports import free_ports
-from hosts.processes import RayCluster, Run, Session, environment_for, finished, ray_start, wait_for_ray
+from hosts.processes import (
+    RayCluster,
+    Run,
+    Session,
+    environment_for,
+    finished,
+    ray_start,
+    wait_for_ray,
+)
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.save_retry import PATIENCE_S
@@ -56,7 +66,11 @@ def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> Non
     assert len(starts) == restarts + 1
     redone = 0
     for before, start in pairwise(starts):
-        steps = [event["step"] for event in run.events("step") if before["time"] <= event["time"] < start["time"]]
+        steps = [
+            event["step"]
+            for event in run.events("step")
+            if before["time"] <= event["time"] < start["time"]
+        ]
         redone += max(0, max(steps, default=before["step"]) - start["step"])
     assert summary["steps_redone"] == sum(cause["steps_redone"] for cause in causes) == redone
     assert summary["lost_s"] == pytest.approx(sum(cause["lost_s"] for cause in causes))
@@ -66,7 +80,9 @@ def assert_accounted(run: Run, summary: dict[str, Any], *, restarts: int) -> Non
 
 
 def finish(run: Run, expected: dict[str, Any], *, restarts: int) -> dict[str, Any]:
-    """The summary of a run that ended with the weights of the undisturbed one, after so many restarts."""
+    """The summary of a run that ended with the weights of the undisturbed one, after so many
+    restarts.
+    """
     summary = run.summary()
     check_same_run(summary, expected)
     assert summary["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
@@ -75,8 +91,9 @@ def finish(run: Run, expected: dict[str, Any], *, restarts: int) -> dict[str, An
 
 
 def stop_by_signals(run: Run, resumed: dict[str, Any], *, timeout_s: float = 180) -> dict[str, Any]:
-    """SIGTERM, then Ctrl-C, each with the same command after it; returns the event of the last start. The step at which the
-    run stops is saved, and nothing is trained twice."""
+    """SIGTERM, then Ctrl-C, each with the same command after it; returns the event of the last
+    start. The step at which the run stops is saved, and nothing is trained twice.
+    """
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         run.wait_for_step(resumed["step"] + 20, since=resumed["time"])
         run.session.process.send_signal(number)
@@ -93,8 +110,10 @@ def stop_by_signals(run: Run, resumed: dict[str, Any], *, timeout_s: float = 180
 
 @pytest.mark.extended
 def test_run_survives_repeated_faults(undisturbed: dict[str, Any], begin: Begin) -> None:
-    """A data task, a train worker and the driver are killed, then SIGTERM and Ctrl-C stop the run. One run has them all, because
-    starting is most of what a run of this size takes. The processes of the workers after the first failure were in standby."""
+    """A data task, a train worker and the driver are killed, then SIGTERM and Ctrl-C stop the run.
+    One run has them all, because starting is most of what a run of this size takes. The processes
+    of the workers after the first failure were in standby.
+    """
     run = begin(failure={"standby_after_s": 0.0})
     run.wait_for_step(40)
     run.session.kill_data_task()
@@ -121,17 +140,21 @@ def test_run_survives_repeated_faults(undisturbed: dict[str, Any], begin: Begin)
     stop_by_signals(run, resumed, timeout_s=240)
     summary = finish(run, undisturbed, restarts=4)
     assert "worker" in summary["restart_causes"][0]["cause"]
-    assert [event["cause"] for event in run.events("failure")] == [summary["restart_causes"][0]["cause"]]
+    assert [event["cause"] for event in run.events("failure")] == [
+        summary["restart_causes"][0]["cause"]
+    ]
     assert [cause["steps_redone"] for cause in summary["restart_causes"][2:]] == [0, 0]
 
 
-# One worker, in the process of the command -----------------------------------------------------------------------------
+# -- One worker, in the process of the command
 ALONE: dict[str, Any] = {"steps": 800, "evaluate_every": 400, "log_every": 10}
 ALONE |= {"scaling": threads_of(1), "cluster": {"num_cpus": 2, "address": "none"}}
 
 
 @pytest.fixture(scope="module")
-def expected_alone(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def expected_alone(
+    click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The summary of the run in one process that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed_alone")
     return finished(small_run(click_log, folder, **ALONE), folder / "commands", cache=cache)
@@ -139,7 +162,9 @@ def expected_alone(click_log: Path, cache: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.extended
 def test_process_run_survives_repeated_faults(expected_alone: dict[str, Any], begin: Begin) -> None:
-    """The process is killed, stopped by SIGTERM and by Ctrl-C, and killed once more before its newest checkpoints are damaged."""
+    """The process is killed, stopped by SIGTERM and by Ctrl-C, and killed once more before its
+    newest checkpoints are damaged.
+    """
     run = begin(**ALONE)
     saved = run.wait_for_save(80)
     run.kill_driver()
@@ -148,7 +173,9 @@ def test_process_run_survives_repeated_faults(expected_alone: dict[str, Any], be
     resumed = run.start().wait_for("start", step=1)
     assert resumed["step"] >= saved
     resumed = stop_by_signals(run, resumed)
-    run.session.until(lambda: len(found := committed(run.path)) >= 5 and found[-1].step > resumed["step"])
+    run.session.until(
+        lambda: len(found := committed(run.path)) >= 5 and found[-1].step > resumed["step"]
+    )
     run.kill_driver()
     damage = Damage(run)
     run.start()
@@ -159,23 +186,33 @@ def test_process_run_survives_repeated_faults(expected_alone: dict[str, Any], be
 
 @pytest.mark.extended
 @pytest.mark.parametrize("workers", ["one", pytest.param("two", marks=pytest.mark.exhaustive)])
-def test_run_survives_store_outage(workers: str, request: pytest.FixtureRequest, begin: Begin, s3_server: Any) -> None:
-    """For longer than cleaning and one attempt at a save wait for it; the run trains on, on Ray slowed down by evaluations."""
+def test_run_survives_store_outage(
+    workers: str, request: pytest.FixtureRequest, begin: Begin, s3_server: Any
+) -> None:
+    """For longer than cleaning and one attempt at a save wait for it; the run trains on, on Ray
+    slowed down by evaluations.
+    """
     is_alone = workers == "one"
     expected = request.getfixturevalue("expected_alone" if is_alone else "undisturbed")
     pace = ALONE if is_alone else {"evaluate_every": 1, "log_every": 3}
-    run = begin(storage=s3_server.url(workers), checkpoint={"every": 20 if is_alone else 6, "num_to_keep": 5}, **pace)
+    run = begin(
+        storage=s3_server.url(workers),
+        checkpoint={"every": 20 if is_alone else 6, "num_to_keep": 5},
+        **pace,
+    )
     run.wait_for_save()
     s3_server.kill()
     time.sleep(2 * PATIENCE_S + 5)
     s3_server.start()
     back = time.time()
     finish(run, expected, restarts=0)
-    assert any("the store was unavailable for" in event["cause"] for event in run.events("checkpoint_late"))
+    assert any(
+        "the store was unavailable for" in event["cause"] for event in run.events("checkpoint_late")
+    )
     assert is_alone or any(event["time"] > back for event in run.events("step"))
 
 
-# On Ray --------------------------------------------------------------------------------------------------------------
+# -- On Ray
 @pytest.mark.exhaustive
 def test_the_train_controller(undisturbed: dict[str, Any], begin: Begin) -> None:
     run = begin()
@@ -210,7 +247,9 @@ def test_second_ctrl_c_exits_at_once(begin: Begin) -> None:
 
 
 @pytest.mark.exhaustive
-def test_damaged_checkpoints_are_named_and_skipped(undisturbed: dict[str, Any], begin: Begin) -> None:
+def test_damaged_checkpoints_are_named_and_skipped(
+    undisturbed: dict[str, Any], begin: Begin
+) -> None:
     run = begin()
     run.session.until(lambda: len(found := committed(run.path)) >= 5 and found[-1].step >= 200)
     run.session.end()
@@ -247,12 +286,15 @@ def fill(disk: Path) -> Path:
                 os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - (400 << 10))
                 return path
             except OSError as error:
-                if error.errno != errno.ENOSPC:  # which a save that writes meanwhile is a reason for
+                # which a save that writes meanwhile is a reason for
+                if error.errno != errno.ENOSPC:
                     raise
 
 
 @pytest.mark.exhaustive
-def test_run_survives_full_disk(undisturbed: dict[str, Any], begin: Begin, small_disk: Path) -> None:
+def test_run_survives_full_disk(
+    undisturbed: dict[str, Any], begin: Begin, small_disk: Path
+) -> None:
     run = begin(storage=small_disk)
     run.wait_for_save(40)
     filling = fill(small_disk)
@@ -270,7 +312,9 @@ def test_full_disk_ends_run_in_one_line(begin: Begin, small_disk: Path) -> None:
     fill(small_disk)
     assert run.exit_status(timeout_s=240) == 2, run.session.err
     assert_still_training(run)
-    assert re.match("rayrec train: .*no space left", run.session.err.strip().splitlines()[-1], re.IGNORECASE)
+    assert re.match(
+        "rayrec train: .*no space left", run.session.err.strip().splitlines()[-1], re.IGNORECASE
+    )
     assert "Traceback" not in run.session.err
 
 
@@ -284,7 +328,9 @@ def cluster(tmp_path: Path, cache: Path) -> Iterator[RayCluster]:
 
 
 @pytest.mark.exhaustive
-def test_loss_of_node_with_workers_resumes(undisturbed: dict[str, Any], begin: Begin, cluster: RayCluster) -> None:
+def test_loss_of_node_with_workers_resumes(
+    undisturbed: dict[str, Any], begin: Begin, cluster: RayCluster
+) -> None:
     for _ in range(2):
         address = cluster.add_node(num_cpus=1, resources={"slot": 2})
     scaling = {**IN_SLOTS, **threads_of(2), "placement_strategy": "STRICT_PACK"}
@@ -296,11 +342,24 @@ def test_loss_of_node_with_workers_resumes(undisturbed: dict[str, Any], begin: B
 
 
 @pytest.mark.exhaustive
-def test_workers_shrink_and_grow_again(begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path) -> None:
-    """As on spot machines: a pod gets SIGTERM, another node joins, then one is lost without notice."""
+def test_workers_shrink_and_grow_again(
+    begin: Begin, cluster: RayCluster, tmp_path: Path, cache: Path
+) -> None:
+    """As on spot machines: a pod gets SIGTERM, another node joins, then one is lost without
+    notice.
+    """
     address = cluster.add_node(num_cpus=1, resources={"slot": 1})
     # As KubeRay starts it: `ray start --block` is the process that gets SIGTERM first.
-    command = ray_start("--address", address, "--num-cpus", 1, "--resources", '{"slot": 1}', "--object-store-memory", 200_000_000)
+    command = ray_start(
+        "--address",
+        address,
+        "--num-cpus",
+        1,
+        "--resources",
+        '{"slot": 1}',
+        "--object-store-memory",
+        200_000_000,
+    )
     command += ["--dashboard-agent-listen-port", str(free_ports(1))]
     environment = environment_for(cache, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="15")
     with Session(command, environment=environment, output=tmp_path / "pod") as pod:
@@ -348,14 +407,36 @@ sys.stdin.read()
 
 
 @pytest.mark.exhaustive
-def test_busy_cluster_is_waited_for(click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster) -> None:
+def test_busy_cluster_is_waited_for(
+    click_log: Path, cache: Path, tmp_path: Path, cluster: RayCluster
+) -> None:
     address = cluster.add_node(num_cpus=2, resources={"slot": 2})
-    config = small_run(click_log, tmp_path, steps=40, cluster={"address": address}, scaling={**IN_SLOTS, **threads_of(2)})
+    config = small_run(
+        click_log,
+        tmp_path,
+        steps=40,
+        cluster={"address": address},
+        scaling={**IN_SLOTS, **threads_of(2)},
+    )
     holder = [sys.executable, "-u", "-c", _HOLDER, address]
-    holding = Session(holder, environment=environment_for(cache), output=tmp_path / "holder", stdin=subprocess.PIPE)
-    with holding, Run(config, tmp_path / "run", cache=cache, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5") as run:
+    holding = Session(
+        holder,
+        environment=environment_for(cache),
+        output=tmp_path / "holder",
+        stdin=subprocess.PIPE,
+    )
+    with (
+        holding,
+        Run(
+            config, tmp_path / "run", cache=cache, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="5"
+        ) as run,
+    ):
         holding.until(lambda: "holds" in holding.out)
-        run.start().session.until(lambda: "Waiting for resources in use by other jobs: " in run.session.err + run.session.out)
+        run.start().session.until(
+            lambda: (
+                "Waiting for resources in use by other jobs: " in run.session.err + run.session.out
+            )
+        )
         assert not run.events("start", "failure")
         assert holding.process.stdin is not None
         holding.process.stdin.close()
@@ -363,13 +444,15 @@ def test_busy_cluster_is_waited_for(click_log: Path, cache: Path, tmp_path: Path
         assert (summary["steps"], summary["restarts"], len(run.events("attempt"))) == (40, 0, 2)
 
 
-# A student's run, which is the same after a crash ---------------------------------------------------------------------
+# -- A student's run, which is the same after a crash
 @pytest.mark.exhaustive
 def test_killed_student_resumes_with_equal_weights(click_log: Path, tmp_path: Path) -> None:
     def of(name: str, teacher: str | None, weight: float = 0.5) -> tuple[TrainConfig, Path]:
         model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (16, 1)}
         workload = {"model": model, "teacher": {"checkpoint": teacher, "weight": weight}}
-        return small_run(click_log, tmp_path / name, steps=160, workload=workload), tmp_path / f"{name}_commands"
+        return small_run(
+            click_log, tmp_path / name, steps=160, workload=workload
+        ), tmp_path / f"{name}_commands"
 
     # As wide as the student: what is looked at here is whom it learns from, not how much.
     cache = tmp_path / "cache"
@@ -385,6 +468,7 @@ def test_killed_student_resumes_with_equal_weights(click_log: Path, tmp_path: Pa
     assert again["weights_sha256"] == whole["weights_sha256"] != teacher["weights_sha256"]
     assert whole["preprocessor"] == teacher["preprocessor"]
     assert whole["metrics"]["auroc"] > 0.5
-    assert whole["metrics"]["label_rate"] == teacher["metrics"]["label_rate"]  # labels are evaluated, not targets
+    # labels are evaluated, not targets
+    assert whole["metrics"]["label_rate"] == teacher["metrics"]["label_rate"]
     (record,) = (tmp_path / "whole").glob(f"*/{RECORD}")
     assert read_json(str(record))["checkpoint"] == checkpoint

@@ -42,7 +42,13 @@ MakeLoader = Callable[..., Loader[Any, Any]]
 
 
 def open_here(path: Path, folder: Path, note: Callable[[str], None] = lambda _: None) -> LogIndex:
-    return open_index(path, segment_bytes=SEGMENT_BYTES, engine=RayEngine(PLACEMENT), cache=folder / "cache", note=note)
+    return open_index(
+        path,
+        segment_bytes=SEGMENT_BYTES,
+        engine=RayEngine(PLACEMENT),
+        cache=folder / "cache",
+        note=note,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,9 @@ def index(click_log: Path, tmp_path_factory: pytest.TempPathFactory, local_ray: 
 
 
 def counts_of(index: LogIndex) -> Any:
-    return count_log(RAYREC.counting(SCHEMA), tuple(index.parts(0, index.rows)), engine=RayEngine(PLACEMENT))
+    return count_log(
+        RAYREC.counting(SCHEMA), tuple(index.parts(0, index.rows)), engine=RayEngine(PLACEMENT)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +77,20 @@ def order_of(index: LogIndex, shuffle: str = "none", segments_per_block: int = 4
 
 
 def loader_of(
-    order: BlockOrder, shared: Any, *, rank: int = 0, world_size: int = 1, batch_size: int = 777, **changes: Any
+    order: BlockOrder,
+    shared: Any,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    batch_size: int = 777,
+    **changes: Any,
 ) -> Loader[Any, Any]:
-    reader = ClickBatches(TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows), SCHEMA)
-    return Loader(order, reader, BatchSharding(rank, world_size, batch_size), **{"epochs": 1, **changes})
+    reader = ClickBatches(
+        TaskSource(shared, RayEngine(PLACEMENT), SCHEMA, order.max_block_rows), SCHEMA
+    )
+    return Loader(
+        order, reader, BatchSharding(rank, world_size, batch_size), **{"epochs": 1, **changes}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +106,15 @@ def expected(click_log: Path, preprocessor: Preprocessor) -> Counter[Row]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_workers_read_each_row_once(make_loader: MakeLoader, expected: Counter[Row], world_size: int) -> None:
+def test_workers_read_each_row_once(
+    make_loader: MakeLoader, expected: Counter[Row], world_size: int
+) -> None:
     batches = [list(make_loader(rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert len({len(mine) for mine in batches}) == 1
     for of_step in zip(*batches, strict=True):
-        assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
+        assert sum(
+            batch.loss_weight * len(batch) / world_size for batch in of_step
+        ) == pytest.approx(1)
     assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == expected
 
 
@@ -113,7 +135,9 @@ def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
 def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -> None:
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
-    context = TaskContext(RayEngine(PLACEMENT), str(tmp_path), progress=lambda what, size, total: done.append(size))
+    context = TaskContext(
+        RayEngine(PLACEMENT), str(tmp_path), progress=lambda what, size, total: done.append(size)
+    )
     made = index_log(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=context)
     assert made.rows == 20_000
     assert done[-1] == made.size_bytes == files[0].size_bytes
@@ -123,19 +147,26 @@ def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_changed_log_stops_run(click_log: Path, tmp_path: Path, shared: Shared[Preprocessor]) -> None:
+def test_changed_log_stops_run(
+    click_log: Path, tmp_path: Path, shared: Shared[Preprocessor]
+) -> None:
     path = tmp_path / "log.txt"
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:1000])
     path.write_bytes(text)
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
-    loader, message = loader_of(order_of(index), shared), r"log\.txt: bytes .* changed since the log was indexed; .* --name$"
+    loader, message = (
+        loader_of(order_of(index), shared),
+        r"log\.txt: bytes .* changed since the log was indexed; .* --name$",
+    )
     rejects(message, lambda: list(loader))
     rejects(r"log\.txt: bytes .* changed since ", counts_of, index)
 
 
 def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
-    """Each task but the last to begin waits until another has begun, which on one CPU none would."""
+    """Each task but the last to begin waits until another has begun, which on one CPU none
+    would.
+    """
     num_tasks = 8
 
     def meet(item: int) -> pa.Table:
@@ -147,24 +178,37 @@ def test_tasks_run_on_all_cpus(tmp_path: Path) -> None:
             except FileExistsError:
                 begun += 1
         deadline_s = time.monotonic() + 120
-        while not (met := begun == num_tasks - 1 or (tmp_path / str(begun + 1)).exists()) and time.monotonic() < deadline_s:
+        while (
+            not (met := begun == num_tasks - 1 or (tmp_path / str(begun + 1)).exists())
+            and time.monotonic() < deadline_s
+        ):
             time.sleep(0.02)
         return pa.table({"met": [met]})
 
-    found = [table.to_pylist()[0] for table in RayEngine(TaskPlacement()).run("meet", meet, list(range(num_tasks)))]
+    found = [
+        table.to_pylist()[0]
+        for table in RayEngine(TaskPlacement()).run("meet", meet, list(range(num_tasks)))
+    ]
     assert found == [{"met": True}] * num_tasks
 
 
 def test_ray_data_keeps_no_statistics_of_usage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is a thread in every process that, by printing stacks, makes others fail, and an actor in the cluster."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # as `ray start` does, and a Ray of one process does not
+    """Which is a thread in every process that, by printing stacks, makes others fail, and an actor
+    in the cluster.
+    """
+    # as `ray start` does, and a Ray of one process does not
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     (table,) = RayEngine(TaskPlacement()).run("one", lambda item: pa.table({"item": [item]}), [0])
     assert table.num_rows == 1
     assert not [thread.name for thread in threading.enumerate() if "usage" in thread.name]
-    assert not [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "usage" in actor["name"]]
+    assert not [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if "usage" in actor["name"]
+    ]
 
 
-# What commands write if Ray does the work: the bytes that threads write -----------------------------------------------
+# -- What commands write if Ray does the work: the bytes that threads write
 @pytest.mark.extended
 @pytest.mark.usefixtures("own_cache")
 def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
@@ -172,7 +216,15 @@ def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
     (tmp_path / "scored").mkdir()
     golden: dict[str, Any] = json.loads((FOLDER / "outputs.json").read_text())
     makers = output_makers(tmp_path)
-    for name in ("npy, shuffled", "parquet of lists", "split by rows", "split by last-out", "text by characters"):
+    for name in (
+        "npy, shuffled",
+        "parquet of lists",
+        "split by rows",
+        "split by last-out",
+        "text by characters",
+    ):
         makers[name](tmp_path / name, "ray")
         assert digests(tmp_path / name, of=tmp_path) == golden[name], name
-    check_golden("predictions_own", predictions("own", tmp_path / "scored", address="local"), tolerance=1e-4)
+    check_golden(
+        "predictions_own", predictions("own", tmp_path / "scored", address="local"), tolerance=1e-4
+    )

@@ -1,4 +1,6 @@
-"""What people install: the source archive builds with a plain compiler, and its wheel brings all that the command needs."""
+"""What people install: the source archive builds with a plain compiler, and its wheel brings all
+that the command needs.
+"""
 
 import json
 import os
@@ -37,7 +39,10 @@ def test_wheel_check_names_missing_and_forbidden_files() -> None:
     assert wheels.wheel_faults(good, wanted) == []
     faults = ["the wheel lacks rayrec/py.typed", "the wheel must not hold tests/conftest.py"]
     assert wheels.wheel_faults([*good[1:], "tests/conftest.py"], wanted) == faults
-    files, data = wheels.package_files(ROOT), "py.typed ingest/raydp.lock observe/report/templates/page.html serve/try.html"
+    files, data = (
+        wheels.package_files(ROOT),
+        "py.typed ingest/raydp.lock observe/report/templates/page.html serve/try.html",
+    )
     assert {f"rayrec/{name}" for name in data.split()} <= files
     assert not any(name.endswith((".c", ".h", ".so")) for name in files)
 
@@ -53,7 +58,16 @@ def test_source_archive_builds_working_wheel(tmp_path: Path) -> None:
     with tarfile.open(archive) as packed:
         assert wheels.sdist_faults(packed.getnames(), ROOT) == []
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", made, archive, cwd=tmp_path)
+    _run(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        made,
+        archive,
+        cwd=tmp_path,
+    )
     (wheel,) = made.glob("rayrec-*-cp311-abi3-linux_*.whl")
     with zipfile.ZipFile(wheel) as packed_wheel:
         assert wheels.wheel_faults(packed_wheel.namelist(), wheels.package_files(ROOT)) == []
@@ -69,7 +83,10 @@ def test_source_archive_builds_working_wheel(tmp_path: Path) -> None:
     report = json.loads(_run(rayrec, "doctor", "--json", cwd=tmp_path))
     assert report["ok"], report["findings"]
     where = "import rayrec, rayrec.native as n; print(rayrec.__file__); print(n.library()._name)"
-    assert [Path(line).is_relative_to(packages) for line in _run(python, "-c", where, cwd=tmp_path).split()] == [True, True]
+    assert [
+        Path(line).is_relative_to(packages)
+        for line in _run(python, "-c", where, cwd=tmp_path).split()
+    ] == [True, True]
     assert _run(rayrec, "generate", "log", "--rows", "100", "--seed", "0", cwd=tmp_path)
     _run(rayrec, "validate", "log/train.txt", cwd=tmp_path)
 
@@ -87,20 +104,43 @@ def test_clean_environment_trains_from_wheels(tool: str, tmp_path: Path) -> None
     else:
         _run(sys.executable, "-m", "venv", tmp_path / "uv", cwd=tmp_path)
         _run(tmp_path / "uv/bin/python", "-m", "pip", "install", "--quiet", "uv", cwd=tmp_path)
-        links = _run(sys.executable, "-m", "pip", "config", "get", "global.find-links", cwd=tmp_path).strip()
+        links = _run(
+            sys.executable, "-m", "pip", "config", "get", "global.find-links", cwd=tmp_path
+        ).strip()
         uv = tmp_path / "uv/bin/uv"
-        _run(uv, "pip", "install", "--quiet", "--python", python, *files, cwd=tmp_path, UV_FIND_LINKS=links)
+        _run(
+            uv,
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            python,
+            *files,
+            cwd=tmp_path,
+            UV_FIND_LINKS=links,
+        )
     rayrec = venv / "bin" / "rayrec"
     assert json.loads(_run(rayrec, "doctor", "--json", cwd=tmp_path))["ok"]
     _run(rayrec, "generate", "log", "--rows", "20000", "--seed", "0", cwd=tmp_path)
-    train = ("train", "criteo_demo", "--train-data.path", "log/train.txt", "--storage-path", "runs", "--name", "one")
+    train = (
+        "train",
+        "criteo_demo",
+        "--train-data.path",
+        "log/train.txt",
+        "--storage-path",
+        "runs",
+        "--name",
+        "one",
+    )
     _run(rayrec, *train, "--steps", "20", "--scaling.num-workers", "1", cwd=tmp_path)
     assert (tmp_path / "runs" / "one" / "summary.json").exists()
 
 
-# The oldest Ray that rayrec allows: its private names, and a run that learns what one without Ray does ----------------
+# The oldest Ray that rayrec allows: its private names, and a run that learns what one without Ray d
 def _oldest() -> str:
-    """The lower bound of Ray in pyproject.toml, where a bound without a patch release has patch release 0."""
+    """The lower bound of Ray in pyproject.toml, where a bound without a patch release has patch
+    release 0.
+    """
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (found,) = [bound for text in wanted if (bound := re.match(r"ray\[.*\]>=([\d.]+),<", text))]
     return found[1] + ".0" * (2 - found[1].count("."))
@@ -110,10 +150,23 @@ def _oldest() -> str:
 def run(shared_folder: Path) -> Callable[..., str]:
     folder = Path(os.environ.get("RAYREC_TEST_CACHE") or shared_folder) / f"ray-{_oldest()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "10", "--timeout", "60", "--no-deps"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--retries",
+        "10",
+        "--timeout",
+        "60",
+        "--no-deps",
+    ]
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
-            subprocess.run([*install, "--upgrade", "--target", str(folder), f"ray=={_oldest()}"], check=True)
+            subprocess.run(
+                [*install, "--upgrade", "--target", str(folder), f"ray=={_oldest()}"], check=True
+            )
             (folder / "complete").touch()
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     return lambda *command: run_command(sys.executable, *command, env=environment, cwd=ROOT).stdout
@@ -133,15 +186,20 @@ def test_ray_run_and_scoring(run: Callable[..., str], click_log: Path, tmp_path:
     def found(address: str, *command: object) -> dict[str, Any]:
         return json.loads(run("-m", "rayrec", *command, "--cluster.address", address))
 
-    on_ray, here = (found(address, "train", "--config", config, "--name", address) for address in ("local", "none"))
+    on_ray, here = (
+        found(address, "train", "--config", config, "--name", address)
+        for address in ("local", "none")
+    )
     assert on_ray["weights_sha256"] == here["weights_sha256"]
     scoring = ("evaluate", tmp_path / "local", click_log / "train.txt")
     assert found("local", *scoring)["auroc"] == pytest.approx(found("none", *scoring)["auroc"])
 
 
-# deploy/Dockerfile carried out on a Debian that debootstrap makes ----------------------------------------------------
+# -- deploy/Dockerfile carried out on a Debian that debootstrap makes
 def _said(*command: object) -> list[str]:
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, check=False
+    ).stdout.split()
 
 
 def _megabytes(root: Path) -> float:
@@ -152,7 +210,9 @@ def _debian(scratch: Path) -> Path:
     """A Debian with what it cannot do without; RAYREC_TEST_CACHE keeps it for the next run too."""
     folder = Path(os.environ.get("RAYREC_TEST_CACHE") or scratch) / "debian"
     if not (folder / "complete").exists():
-        mirror = _said("apt-get", "indextargets", "--format", "$(REPO_URI)", "Codename: bookworm")[0]
+        mirror = _said("apt-get", "indextargets", "--format", "$(REPO_URI)", "Codename: bookworm")[
+            0
+        ]
         command = ["debootstrap", "--variant=minbase", "bookworm", str(folder / "base"), mirror]
         subprocess.run(command, check=True, capture_output=True)
         (folder / "complete").touch()
@@ -160,7 +220,8 @@ def _debian(scratch: Path) -> Path:
 
 
 def _network(base: Path) -> tuple[dict[Path, str], dict[str, str]]:
-    """Return what a network would bring to machines made from `base`: files to bind, and pip's environment.
+    """Return what a network would bring to machines made from `base`: files to bind, and pip's
+    environment.
 
     Docker brings names. A company's network brings pip's certificates and folder of wheels.
     """
@@ -181,14 +242,17 @@ def _network(base: Path) -> tuple[dict[Path, str], dict[str, str]]:
 
 
 NEEDS_DEBIAN = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root, debootstrap and a Debian mirror"
+    os.geteuid() != 0 or not shutil.which("debootstrap"),
+    reason="needs root, debootstrap and a Debian mirror",
 )
 
 
 @pytest.mark.exhaustive
 @NEEDS_DEBIAN
 def test_plain_clone_runs_demo_and_passes_tests(tmp_path: Path) -> None:
-    """The two commands of the README on a machine with Python, make and a compiler alone, for a user who is not root."""
+    """The two commands of the README on a machine with Python, make and a compiler alone, for a
+    user who is not root.
+    """
     base = _debian(tmp_path)
     user = "somebody"
     binds, environment = _network(base)
@@ -224,9 +288,19 @@ def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
     work.mkdir()
     binds, environment = _network(base)
     # The folder of wheels is an argument of the build. It is no part of the image.
-    arguments = {"BUILD": "cpu", **{name: environment.pop(name) for name in ["PIP_FIND_LINKS"] if name in environment}}
+    arguments = {
+        "BUILD": "cpu",
+        **{name: environment.pop(name) for name in ["PIP_FIND_LINKS"] if name in environment},
+    }
     began_s = time.monotonic()
-    image = build(ROOT / "deploy" / "Dockerfile", ROOT, work, base=Stage(base, environment), arguments=arguments, binds=binds)
+    image = build(
+        ROOT / "deploy" / "Dockerfile",
+        ROOT,
+        work,
+        base=Stage(base, environment),
+        arguments=arguments,
+        binds=binds,
+    )
     built_s = time.monotonic()
     for command in (("rayrec", "doctor"), image.command):
         done = image.run(*command, binds=binds, timeout_s=1800)
@@ -236,4 +310,7 @@ def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
     assert image.run("id", "--user", binds=binds, timeout_s=60).stdout.strip() == "10001"
     assert image.run("touch", "/opt/rayrec/file", binds=binds, timeout_s=60).returncode != 0
     size, own = _megabytes(image.root), _megabytes(base)
-    print(f"built in {built_s - began_s:.0f} s, {size - own:.0f} MB beyond Debian's {own:.0f}; demo in {demo_s:.0f} s")
+    print(
+        f"built in {built_s - began_s:.0f} s, {size - own:.0f} MB beyond Debian's {own:.0f}; demo "
+        f"in {demo_s:.0f} s"
+    )

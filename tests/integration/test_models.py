@@ -15,7 +15,15 @@ from builders.faults import rejects
 from builders.interactions import ITEMS, small, write_log
 from builders.logs import unlabelled
 from builders.requests import ask, score
-from builders.runs import QUIET, check_same_in_two_parts, check_same_run, evaluated_and_predicted, export, short_run, train
+from builders.runs import (
+    QUIET,
+    check_same_in_two_parts,
+    check_same_run,
+    evaluated_and_predicted,
+    export,
+    short_run,
+    train,
+)
 from hosts.processes import torchrun
 from sklearn.metrics import roc_auc_score
 
@@ -44,8 +52,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> None:
     recipe, own = own_click_model.own_model, own_click_model.OwnConfig
-    config = recipe(log).replace(workload={"schedule": {"decay_fraction": 0.0}})  # one that does not look at the last step
-    config = config.replace(storage_path=str(tmp_path), steps=20, evaluate_every=10, checkpoint={"every": 10})
+    # one that does not look at the last step
+    config = recipe(log).replace(workload={"schedule": {"decay_fraction": 0.0}})
+    config = config.replace(
+        storage_path=str(tmp_path), steps=20, evaluate_every=10, checkpoint={"every": 10}
+    )
 
     # Trained in one go, and in two: with the same weights.
     whole = train(config, name="whole")
@@ -54,26 +65,37 @@ def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> Non
     assert "multiply-adds a row" in rayrec.plan(config, tables=[100] * num_tables)
 
     # Evaluated and predicted with: the same scores.
-    metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "scores", recipe=recipe)
+    metrics, predicted = evaluated_and_predicted(
+        whole.checkpoint, log, tmp_path / "scores", recipe=recipe
+    )
     assert metrics["rows"] == len(predicted) == ROWS
-    assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(metrics["auroc"])
+    assert auroc(predicted["logit"].to_numpy(), predicted["label"].to_numpy()) == pytest.approx(
+        metrics["auroc"]
+    )
 
     # Exported as it is and with small tables, and opened again, by its own class alone.
     served = {whole.checkpoint: 1e-5}
     for quantize, tolerance in ((None, 1e-5), ("int8", 0.05)):
         out = str(tmp_path / f"export_{quantize}")
         export(whole.checkpoint, out, recipe=recipe, quantize=quantize, parity_rows=500)
-        rejects(r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe", open_served, out)
+        rejects(
+            r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe",
+            open_served,
+            out,
+        )
         served[out] = tolerance
     text = unlabelled(Path(log).read_bytes().splitlines(keepends=True)[:20])
     for place, tolerance in served.items():
         scores = score(make_app(open_served(place, own=own)), text)["scores"]
-        np.testing.assert_allclose(scores, sigmoid(predicted["logit"].to_numpy()[:20]), atol=tolerance)
+        np.testing.assert_allclose(
+            scores, sigmoid(predicted["logit"].to_numpy()[:20]), atol=tolerance
+        )
 
 
 def test_server_accepts_recipe_of_custom_model() -> None:
     assert custom_network_class(None) is None
-    own = custom_network_class(f"{FILE}:own_model")  # of the file, which is another module than the one imported here
+    # of the file, which is another module than the one imported here
+    own = custom_network_class(f"{FILE}:own_model")
     assert own is not None
     assert own.__qualname__ == own_click_model.OwnConfig.__qualname__
     message = r"does not train a click model\. Only click and retrieval models can be served"
@@ -81,13 +103,21 @@ def test_server_accepts_recipe_of_custom_model() -> None:
     rejects(r"must be FILE\.py:FUNCTION, got 'criteo_demo'", ServeConfig, recipe="criteo_demo")
 
 
-# Rows in groups: what training, evaluation and slices say of the order within them ------------------------------------
+# -- Rows in groups: what training, evaluation and slices say of the order within them
 def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     rayrec.generate(str(tmp_path / "log"), rows=3000, seed=0)
     log = str(tmp_path / "log" / "train.txt")
     schema = recipes.criteo_demo().workload.schema.replace(group="cat_5")  # type: ignore[attr-defined]
-    workload = {"schema": schema, "model": {"first_order": False}}  # Which would rank all of these rows right
-    config = short_run(recipes.criteo_demo(log), tmp_path, 15, workload=workload, batch_size=64, eval_data={"path": log})
+    # Which would rank all of these rows right
+    workload = {"schema": schema, "model": {"first_order": False}}
+    config = short_run(
+        recipes.criteo_demo(log),
+        tmp_path,
+        15,
+        workload=workload,
+        batch_size=64,
+        eval_data={"path": log},
+    )
     result = train(config)
     evaluate = partial(rayrec.evaluate, result.checkpoint, console=QUIET)
     metrics = evaluate(log, slice_by=("day",))
@@ -99,7 +129,10 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     for group in set(groups) - {""}:
         mine = groups == group
         if 0 < labels[mine].sum() < mine.sum():
-            total, rows = total + roc_auc_score(labels[mine], logits[mine]) * mine.sum(), rows + mine.sum()
+            total, rows = (
+                total + roc_auc_score(labels[mine], logits[mine]) * mine.sum(),
+                rows + mine.sum(),
+            )
     assert metrics["gauc"] == pytest.approx(total / rows)
     assert metrics["gauc_rows"] == rows > 1000
     assert metrics["hit_rate_at_10"] >= metrics["recall_at_10"] > 0
@@ -110,18 +143,35 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     assert metrics["preprocessor"] == result.summary["preprocessor"]
 
     at_k = evaluate(log, ranking_k=(1, 10))
-    assert at_k["recall_at_10"] == metrics["recall_at_10"] == pytest.approx(result.summary["metrics"]["recall_at_10"])
+    assert (
+        at_k["recall_at_10"]
+        == metrics["recall_at_10"]
+        == pytest.approx(result.summary["metrics"]["recall_at_10"])
+    )
     assert at_k["ndcg_at_1"] == at_k["hit_rate_at_1"] < at_k["hit_rate_at_10"]
 
-    # A column is also chosen when a checkpoint is evaluated; preprocessed rows have no raw values to group by.
+    # A column is also chosen when a checkpoint is evaluated; preprocessed rows have no raw values
+    # to group by.
     assert evaluate(log, group="cat_8")["gauc"] != metrics["gauc"]
     ready = str(tmp_path / "ready")
-    rayrec.preprocess(log, out=ready, format="parquet", preprocessor=f"{result.folder}/preprocessor", console=QUIET)
+    rayrec.preprocess(
+        log,
+        out=ready,
+        format="parquet",
+        preprocessor=f"{result.folder}/preprocessor",
+        console=QUIET,
+    )
     rejects(r"schema\.group: .*ready is preprocessed and has no values of cat_5", evaluate, ready)
-    rejects(r"schema\.group: .*ready is preprocessed", train, config, name="ready", eval_data={"path": ready})
+    rejects(
+        r"schema\.group: .*ready is preprocessed",
+        train,
+        config,
+        name="ready",
+        eval_data={"path": ready},
+    )
 
 
-# Retrieval models -----------------------------------------------------------------------------------------------------
+# -- Retrieval models
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
 def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) -> None:
@@ -130,7 +180,8 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
     whole = train(config, name="whole")
     check_same_in_two_parts(config, whole, steps=30)
 
-    # It learned which item comes next; a user's items are some of the six next to each other that it began with.
+    # It learned which item comes next; a user's items are some of the six next to each other that
+    # it began with.
     metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "predicted")
     assert metrics["recall_at_5"] == pytest.approx(whole.metrics["recall_at_5"], abs=1e-6)
     assert metrics["ndcg_at_5"] > (0.8 if name == "next_item" else 0.25)  # 0.12 at random
@@ -141,7 +192,8 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
         assert np.mean(first == 100 + (last - 99) % ITEMS) > 0.8
         columns = ("items", "scores")
     else:
-        # All items by an index of the predicted vectors: the metrics of the evaluation, which ranks the table.
+        # All items by an index of the predicted vectors: the metrics of the evaluation, which ranks
+        # the table.
         users, items = (np.array(predicted[column].to_pylist()) for column in ("user", "item"))
         catalog, place = np.unique(rows["item"].to_numpy(), return_index=True)
         scores = users @ items[place].T
@@ -151,9 +203,15 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
         columns = ("user", "item")
 
     # Exported, with small tables too, and served: the answers are the predictions.
-    assert export(whole.checkpoint, tmp_path / "plain")["program_parity"]["max_logit_difference"] < 1e-4
-    export(whole.checkpoint, tmp_path / "int8", quantize="int8", max_auroc_loss=0.01)  # An AUROC of labels drawn by the scores
-    asked = [{key: value for key, value in row.items() if value} for row in rows.slice(0, 8).to_pylist()]
+    assert (
+        export(whole.checkpoint, tmp_path / "plain")["program_parity"]["max_logit_difference"]
+        < 1e-4
+    )
+    # An AUROC of labels drawn by the scores
+    export(whole.checkpoint, tmp_path / "int8", quantize="int8", max_auroc_loss=0.01)
+    asked = [
+        {key: value for key, value in row.items() if value} for row in rows.slice(0, 8).to_pylist()
+    ]
     for path in (whole.checkpoint, f"{tmp_path}/plain", f"{tmp_path}/int8"):
         app = make_app(open_served(path))
         answer = score(app, {"rows": asked})
@@ -173,31 +231,59 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     run = train(config)
     message = r"recipe two_tower does not predict clicks\. Only click models can be compared"
     rejects(message, rayrec.compare, [run.checkpoint, run.checkpoint], log, console=QUIET)
-    rejects(r"does not predict clicks, .*confidence", rayrec.evaluate, run.checkpoint, log, confidence=0.9, console=QUIET)
+    rejects(
+        r"does not predict clicks, .*confidence",
+        rayrec.evaluate,
+        run.checkpoint,
+        log,
+        confidence=0.9,
+        console=QUIET,
+    )
     rejects("members", train, config, name="two", workload={"model": {"members": 2}})
     teacher = {"checkpoint": run.checkpoint, "weight": 0.5}
-    rejects(r"teacher\.checkpoint: must be None for TwoTowerConfig", train, config, name="student", workload={"teacher": teacher})
+    rejects(
+        r"teacher\.checkpoint: must be None for TwoTowerConfig",
+        train,
+        config,
+        name="student",
+        workload={"teacher": teacher},
+    )
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["next_item", pytest.param("two_tower", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["next_item", pytest.param("two_tower", marks=pytest.mark.exhaustive)]
+)
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
     log, path = write_log(tmp_path / "log", name), tmp_path / "config.yaml"
-    config = small(name, log, tmp_path, 200, batch_size=8, checkpoint={"every": 20}, scaling={"num_workers": 2})
+    config = small(
+        name, log, tmp_path, 200, batch_size=8, checkpoint={"every": 20}, scaling={"num_workers": 2}
+    )
     path.write_text(config.to_yaml())
-    whole, killed = (torchrun(tmp_path, run, path, kill=run == "killed") for run in ("whole", "killed"))
+    whole, killed = (
+        torchrun(tmp_path, run, path, kill=run == "killed") for run in ("whole", "killed")
+    )
     check_same_run(killed, whole, restarts=1)
 
 
-# Several labels, shared vocabularies, weighted and cut lists ----------------------------------------------------------
-NAMES: dict[str, Any] = {"dense": ("price",), "sparse": ("item", "user", "history", "tags"), "lists": ("history", "tags")}
+# -- Several labels, shared vocabularies, weighted and cut lists
+NAMES: dict[str, Any] = {
+    "dense": ("price",),
+    "sparse": ("item", "user", "history", "tags"),
+    "lists": ("history", "tags"),
+}
 NAMES["labels"] = (Label(name="like"), Label(name="seconds", kind="number"))
-NAMES["features"] = (Feature(name="history", vocabulary="item", max_length=4), Feature(name="tags", weights="tag_weights"))
+NAMES["features"] = (
+    Feature(name="history", vocabulary="item", max_length=4),
+    Feature(name="tags", weights="tag_weights"),
+)
 SCHEMA = Schema(label="click", timestamp="at", tokens="any", delimiter=",", **NAMES)
 
 
 def _rows(seed: int = 0) -> pa.Table:
-    """Users click on items that they have in their history; a like needs a click, and half of the likes are not known."""
+    """Users click on items that they have in their history; a like needs a click, and half of the
+    likes are not known.
+    """
     rng = np.random.default_rng(seed)
     item, user = rng.integers(0, 30, ROWS), rng.integers(0, 50, ROWS)
     history = [rng.integers(0, 30, rng.integers(0, 7)) for _ in range(ROWS)]
@@ -229,16 +315,26 @@ def _written(table: pa.Table, folder: Path) -> str:
     return str(folder / "log.parquet")
 
 
-def _config(recipe: rayrec.TrainConfig, folder: Path, steps: int, model: Any, **workload: Any) -> rayrec.TrainConfig:
+def _config(
+    recipe: rayrec.TrainConfig, folder: Path, steps: int, model: Any, **workload: Any
+) -> rayrec.TrainConfig:
     """Return a run that learns in some seconds, at the same rates however long it is."""
-    learning = {"preset": {"min_count": 1}, "schedule": {"decay_fraction": 0.0}, "dense_optimizer": {"learning_rate": 0.02}}
+    learning = {
+        "preset": {"min_count": 1},
+        "schedule": {"decay_fraction": 0.0},
+        "dense_optimizer": {"learning_rate": 0.02},
+    }
     workload = {"model": model, **learning, **workload}
-    return short_run(recipe, folder, steps, workload=workload, batch_size=100, min_steps_per_epoch=1)
+    return short_run(
+        recipe, folder, steps, workload=workload, batch_size=100, min_steps_per_epoch=1
+    )
 
 
 def _dlrm(path: str, folder: Path) -> rayrec.TrainConfig:
     model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1))
-    return _config(recipes.clicks(path, SCHEMA), folder, 120, model, sparse_optimizer={"learning_rate": 0.1})
+    return _config(
+        recipes.clicks(path, SCHEMA), folder, 120, model, sparse_optimizer={"learning_rate": 0.1}
+    )
 
 
 def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None:
@@ -248,27 +344,55 @@ def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None
 
     # Trained in one go, and in two on preprocessed data: the same weights.
     whole = train(config, name="whole")
-    assert {"auroc", "like.auroc", "like.logloss", "seconds.mse", "seconds.mae"} <= whole.metrics.keys()
+    assert {
+        "auroc",
+        "like.auroc",
+        "like.logloss",
+        "seconds.mse",
+        "seconds.mae",
+    } <= whole.metrics.keys()
     assert whole.metrics["auroc"] > 0.7
     preprocessed, preprocessor = str(tmp_path / "preprocessed"), f"{whole.folder}/preprocessor"
-    rayrec.preprocess(log, out=preprocessed, format="parquet", preprocessor=preprocessor, schema=SCHEMA, console=QUIET)
+    rayrec.preprocess(
+        log,
+        out=preprocessed,
+        format="parquet",
+        preprocessor=preprocessor,
+        schema=SCHEMA,
+        console=QUIET,
+    )
     check_same_in_two_parts(config.replace(train_data={"path": preprocessed}), whole, steps=60)
     assert "table" in rayrec.plan(config.replace(workload={"preprocessor": preprocessor}))
 
     # Scores of every label; the first keeps the names it has alone.
     metrics, predicted = evaluated_and_predicted(whole.checkpoint, log, tmp_path / "scores")
-    names = [f"{kind}{label}" for label in ("", "_like", "_seconds") for kind in ("score", "logit", "label")]
+    names = [
+        f"{kind}{label}"
+        for label in ("", "_like", "_seconds")
+        for kind in ("score", "logit", "label")
+    ]
     assert predicted.column_names == ["row", *names]
     columns = {name: predicted[name].to_numpy() for name in names}
     known = ~np.isnan(columns["label_like"])
     assert known.sum() == metrics["like.rows"] == len(table) - table["like"].null_count
-    assert auroc(columns["logit_like"][known], columns["label_like"][known]) == pytest.approx(metrics["like.auroc"])
-    assert np.mean((columns["score_seconds"] - columns["label_seconds"]) ** 2) == pytest.approx(metrics["seconds.mse"])
+    assert auroc(columns["logit_like"][known], columns["label_like"][known]) == pytest.approx(
+        metrics["like.auroc"]
+    )
+    assert np.mean((columns["score_seconds"] - columns["label_seconds"]) ** 2) == pytest.approx(
+        metrics["seconds.mse"]
+    )
     np.testing.assert_array_equal(columns["score_seconds"], columns["logit_seconds"])
 
     # By HTTP too, of rows with weights; an export would not apply these.
-    answer = score(make_app(open_served(whole.checkpoint)), {"rows": table.select(SCHEMA.unlabelled().columns)[:20].to_pylist()})
-    for name, column in (("scores", "score"), ("score_like", "score_like"), ("score_seconds", "score_seconds")):
+    answer = score(
+        make_app(open_served(whole.checkpoint)),
+        {"rows": table.select(SCHEMA.unlabelled().columns)[:20].to_pylist()},
+    )
+    for name, column in (
+        ("scores", "score"),
+        ("score_like", "score_like"),
+        ("score_seconds", "score_seconds"),
+    ):
         np.testing.assert_allclose(answer[name], columns[column][:20], atol=1e-5)
     message = r"lists have weights \(tag_weights\), unsupported in exports"
     rejects(message, export, whole.checkpoint, tmp_path / "export", parity_rows=100)
@@ -279,9 +403,16 @@ def _interests(seed: int) -> pa.Table:
     rng = np.random.default_rng(seed)
     item = rng.integers(0, 12, ROWS)
     history = [rng.integers(0, 12, rng.integers(0, 9)) for _ in range(ROWS)]
-    seen = np.array([int(shown in of_row[-6:]) for shown, of_row in zip(item, history, strict=True)])
+    seen = np.array(
+        [int(shown in of_row[-6:]) for shown, of_row in zip(item, history, strict=True)]
+    )
     click = (rng.random(ROWS) < 1 / (1 + np.exp(2 - 4 * seen))).astype(np.int8)
-    columns = {"click": click, "price": rng.random(ROWS), "item": item, "user": rng.integers(0, 50, ROWS)}
+    columns = {
+        "click": click,
+        "price": rng.random(ROWS),
+        "item": item,
+        "user": rng.integers(0, 50, ROWS),
+    }
     return pa.table({**columns, "history": _listed(history)})
 
 
@@ -305,14 +436,21 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     for quantization, tolerance in ((None, 1e-4), ("int8", 0.2)):
         out = str(tmp_path / f"{quantization}")
         export(run.checkpoint, out, parity_rows=500, quantize=quantization, max_auroc_loss=0.01)
-        np.testing.assert_allclose(score(make_app(open_served(out)), {"rows": rows})["logits"], logits[:50], atol=tolerance)
+        np.testing.assert_allclose(
+            score(make_app(open_served(out)), {"rows": rows})["logits"], logits[:50], atol=tolerance
+        )
     # The history's table is the item's, and stored once.
     manifest = json.loads((tmp_path / "None" / "manifest.json").read_text())
     assert manifest["model"]["tables"] == ["item", "user", "item"]
     plain, checkpoint = open_served(f"{tmp_path}/None"), open_served(run.checkpoint)
     assert plain.scorer.weight_bytes == checkpoint.scorer.weight_bytes
     program: dict[str, Any] = {}
-    exec(f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/None")).replace("[{}, {}]", repr(rows)), program)
+    exec(
+        f"{LOADER}{FROM_RAW}".replace('"."', repr(f"{tmp_path}/None")).replace(
+            "[{}, {}]", repr(rows)
+        ),
+        program,
+    )
     dense, ids = program["encoder"].encode(rows)
     np.testing.assert_allclose(program["score"](dense, ids), logits[:50], atol=1e-4)
     message = "column history has a varying number of ids"
@@ -321,4 +459,8 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
 
 def test_unsupported_model_is_rejected_before_training(tmp_path: Path) -> None:
     config = _dlrm("nowhere.parquet", tmp_path).replace(workload={"model": FinalNetConfig()})
-    rejects(r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds", train, config)
+    rejects(
+        r"schema.labels: must be one label for FinalNetConfig, got click, like, seconds",
+        train,
+        config,
+    )

@@ -1,4 +1,6 @@
-"""A cluster of machines that share nothing but what is said: each an address, a host name, files and memory of its own."""
+"""A cluster of machines that share nothing but what is said: each an address, a host name, files
+and memory of its own.
+"""
 
 import itertools
 import json
@@ -66,14 +68,29 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(own: Path, _namespaces: None) -> Iterator[list[Node]]:
-    """Three machines: the head, one with two accelerators, one with one; only the head's user has the cluster's token."""
+    """Three machines: the head, one with two accelerators, one with one; only the head's user has
+    the cluster's token.
+    """
     with Network(unshared=[own]) as network:
-        yield network.cluster({"cpus": 3, "whole": 3}, {"cpus": 2, "accelerator": 2}, {"cpus": 2, "accelerator": 1}, token=TOKEN)
+        yield network.cluster(
+            {"cpus": 3, "whole": 3},
+            {"cpus": 2, "accelerator": 2},
+            {"cpus": 2, "accelerator": 1},
+            token=TOKEN,
+        )
 
 
-def train_flags(log: Path, storage: Path, name: str, resource: str = "accelerator", **flags: Any) -> list[str]:
+def train_flags(
+    log: Path, storage: Path, name: str, resource: str = "accelerator", **flags: Any
+) -> list[str]:
     given = {"train-data.path": log / "train.txt", "storage-path": storage, "name": name}
-    given |= {"steps": 6, "batch-size": 64, "evaluate-every": 6, "scaling.num-workers": 3, "scaling.cpus-per-worker": 0.5}
+    given |= {
+        "steps": 6,
+        "batch-size": 64,
+        "evaluate-every": 6,
+        "scaling.num-workers": 3,
+        "scaling.cpus-per-worker": 0.5,
+    }
     given |= {"scaling.threads-per-worker": 1, **flags}
     settings = [f"--{key}={value}" for key, value in given.items()]
     return ["train", "criteo_demo", "--scaling.resources-per-worker", resource, "1", *settings]
@@ -90,22 +107,33 @@ def refusal(done: Session) -> str:
     return done.err.strip().splitlines()[-1]
 
 
-def test_uneven_workers_match_three_on_one_machine(cluster: list[Node], click_log: Path, shared: Path) -> None:
+def test_uneven_workers_match_three_on_one_machine(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
     head = cluster[0]
     spread = summary(head.rayrec(*train_flags(click_log, shared, "spread")))
     whole = summary(head.rayrec(*train_flags(click_log, shared, "whole", "whole")))
     assert (spread["weights_sha256"], spread["restarts"]) == (whole["weights_sha256"], 0)
 
 
-def test_user_without_cluster_token_is_rejected(cluster: list[Node], click_log: Path, shared: Path) -> None:
+def test_user_without_cluster_token_is_rejected(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
     flags = train_flags(click_log, shared, "refused")
     said = refusal(cluster[1].rayrec(*flags))
-    assert "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster requires a token, but this user has no token" in said
-    assert "the Ray cluster rejects the token from RAY_AUTH_TOKEN" in refusal(cluster[1].rayrec(*flags, RAY_AUTH_TOKEN="f" * 64))
+    assert (
+        "RAY_ADDRESS=10.77.0.1:6379: the Ray cluster requires a token, but this user has no token"
+        in said
+    )
+    assert "the Ray cluster rejects the token from RAY_AUTH_TOKEN" in refusal(
+        cluster[1].rayrec(*flags, RAY_AUTH_TOKEN="f" * 64)
+    )
 
 
 @pytest.mark.exhaustive
-def test_unreachable_machine_ends_command_in_one_line(cluster: list[Node], click_log: Path, shared: Path) -> None:
+def test_unreachable_machine_ends_command_in_one_line(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
     nobody = {"RAY_ADDRESS": "10.77.0.77:6379"}  # no such machine: packets to it are lost
     done = cluster[0].rayrec(*train_flags(click_log, shared, "nobody"), timeout_s=60, **nobody)
     assert "RAY_ADDRESS=10.77.0.77:6379: no Ray cluster answers there" in refusal(done)
@@ -113,7 +141,9 @@ def test_unreachable_machine_ends_command_in_one_line(cluster: list[Node], click
 
 @pytest.mark.exhaustive
 def test_unshared_storage_is_rejected(cluster: list[Node], click_log: Path, own: Path) -> None:
-    assert str(own) in refusal(cluster[0].rayrec(*train_flags(click_log, own, "scattered", **{"scaling.num-workers": 1})))
+    assert str(own) in refusal(
+        cluster[0].rayrec(*train_flags(click_log, own, "scattered", **{"scaling.num-workers": 1}))
+    )
 
 
 @pytest.mark.exhaustive
@@ -123,29 +153,47 @@ def test_credentials_only_in_command_reach_workers(cluster: list[Node], tmp_path
     store = head.start(sys.executable, "-c", STORE)
     listens = f"import socket; socket.create_connection(('{head.address}', 9000), timeout=1)"
     until(lambda: not head.run(sys.executable, "-c", listens).status)
-    settings = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+    settings = {
+        "AWS_ACCESS_KEY_ID": "AKID",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
     settings |= {"AWS_ENDPOINT_URL": f"http://{head.address}:9000"}
     command = ("vocabulary", "s3://logs/train.txt", "--out", str(tmp_path / "vocabulary"))
     said = refusal(head.rayrec(*command, timeout_s=60, **settings))
     assert "does not reach the store, which this machine does" in said
     assert "RAYREC_SEND_CREDENTIALS=1" in said
     sent = head.rayrec(*command, **settings, RAYREC_SEND_CREDENTIALS="1")
-    assert "s3://logs: bucket not found" in refusal(sent)  # each node was let in, and there is no log
+    # each node was let in, and there is no log
+    assert "s3://logs: bucket not found" in refusal(sent)
     assert all(node.address in store.err for node in cluster)
-    run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, head.folder / "ray", status=1)  # none has it
+    # none has it
+    run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, head.folder / "ray", status=1)
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    until(lambda: any(event["step"] >= step for event in events_so_far(run, "step")), timeout_s=240, pause_s=0.2)
+    until(
+        lambda: any(event["step"] >= step for event in events_so_far(run, "step")),
+        timeout_s=240,
+        pause_s=0.2,
+    )
 
 
-LONG = {"steps": 200, "evaluate-every": 200, "checkpoint.every": 40, "log-every": 10, "scaling.num-workers": 2}
+LONG = {
+    "steps": 200,
+    "evaluate-every": 200,
+    "checkpoint.every": 40,
+    "log-every": 10,
+    "scaling.num-workers": 2,
+}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: list[Node], click_log: Path, shared: Path) -> str:
     """The hash of the weights of a `LONG` run on one machine that nothing happened to."""
-    done = cluster[0].rayrec(*train_flags(click_log, shared, "undisturbed", "whole", **LONG), timeout_s=500)
+    done = cluster[0].rayrec(
+        *train_flags(click_log, shared, "undisturbed", "whole", **LONG), timeout_s=500
+    )
     return summary(done)["weights_sha256"]
 
 
@@ -160,23 +208,37 @@ ray.get(held)
 
 
 @pytest.mark.exhaustive
-def test_busy_cluster_prints_only_result_to_stdout(cluster: list[Node], click_log: Path, shared: Path) -> None:
+def test_busy_cluster_prints_only_result_to_stdout(
+    cluster: list[Node], click_log: Path, shared: Path
+) -> None:
     head = cluster[0]
     summary(head.rayrec(*train_flags(click_log, shared, "measured", "whole")))
-    hog = head.start(sys.executable, "-c", HOG, "60", RAY_ADDRESS="10.77.0.1:6379", RAY_AUTH_MODE="token")
+    hog = head.start(
+        sys.executable, "-c", HOG, "60", RAY_ADDRESS="10.77.0.1:6379", RAY_AUTH_MODE="token"
+    )
     hog.until(lambda: "held" in hog.out)
     time.sleep(3)
-    found = summary(head.rayrec("evaluate", str(shared / "measured"), str(click_log / "train.txt"), timeout_s=400))
+    found = summary(
+        head.rayrec(
+            "evaluate", str(shared / "measured"), str(click_log / "train.txt"), timeout_s=400
+        )
+    )
     assert found["rows"] == 20_000
     hog.process.kill()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", ["killed", "unplugged"])
-def test_loss_of_worker_machine_resumes(loss: str, undisturbed: str, click_log: Path, shared: Path) -> None:
-    """The run takes the machine that is left, and ends with the weights of a run that nothing happened to."""
+def test_loss_of_worker_machine_resumes(
+    loss: str, undisturbed: str, click_log: Path, shared: Path
+) -> None:
+    """The run takes the machine that is left, and ends with the weights of a run that nothing
+    happened to.
+    """
     with Network() as network:
-        head, *workers = network.cluster({"cpus": 2}, *[{"cpus": 1, "accelerator": 1}] * 3, token=TOKEN)
+        head, *workers = network.cluster(
+            {"cpus": 2}, *[{"cpus": 1, "accelerator": 1}] * 3, token=TOKEN
+        )
         flags = {**LONG, "scaling.placement-strategy": "SPREAD"}
         command = head.start_rayrec(*train_flags(click_log, shared, f"lost-{loss}", **flags))
         wait_for_step(shared / f"lost-{loss}", 60)
@@ -188,9 +250,13 @@ def test_loss_of_worker_machine_resumes(loss: str, undisturbed: str, click_log: 
 
 
 @pytest.mark.exhaustive
-def test_killed_worker_and_stopped_driver_resume(undisturbed: str, click_log: Path, shared: Path) -> None:
+def test_killed_worker_and_stopped_driver_resume(
+    undisturbed: str, click_log: Path, shared: Path
+) -> None:
     with Network() as network:
-        head, *workers = network.cluster({"cpus": 2}, *[{"cpus": 1, "accelerator": 1}] * 2, token=TOKEN)
+        head, *workers = network.cluster(
+            {"cpus": 2}, *[{"cpus": 1, "accelerator": 1}] * 2, token=TOKEN
+        )
         flags = train_flags(click_log, shared, "resumed", **LONG)
         command = head.start_rayrec(*flags)
         wait_for_step(shared / "resumed", 60)
@@ -205,7 +271,9 @@ def test_killed_worker_and_stopped_driver_resume(undisturbed: str, click_log: Pa
 
 @pytest.mark.exhaustive
 def test_loss_of_only_data_machine_resumes(click_log: Path, shared: Path) -> None:
-    """Its data tasks go to the machines of the workers, or to one that joins: the run ends in any case."""
+    """Its data tasks go to the machines of the workers, or to one that joins: the run ends in any
+    case.
+    """
     with Network() as network:
         workers = [{"cpus": 2, "accelerator": 1}] * 2
         head, data, *_ = network.cluster({"cpus": 0}, {"cpus": 4}, *workers, token=TOKEN)
@@ -221,7 +289,9 @@ def test_links_with_delay_and_loss_change_no_weights(click_log: Path, shared: Pa
     if lacking := nodes.missing_netem():
         pytest.skip(lacking)
     with Network() as network:
-        head, *workers = network.cluster({"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN)
+        head, *workers = network.cluster(
+            {"cpus": 2}, {"cpus": 1, "accelerator": 2}, {"cpus": 1, "accelerator": 1}, token=TOKEN
+        )
         plain = summary(head.rayrec(*train_flags(click_log, shared, "clear")))
         for worker in workers:
             worker.disturb(delay_ms=20, loss_percent=2)
@@ -230,7 +300,11 @@ def test_links_with_delay_and_loss_change_no_weights(click_log: Path, shared: Pa
 
 
 def left(machines: list[Node]) -> list[bytes]:
-    return [Path(f"/proc/{pid}/cmdline").read_bytes() for node in machines for pid in node.started_processes()]
+    return [
+        Path(f"/proc/{pid}/cmdline").read_bytes()
+        for node in machines
+        for pid in node.started_processes()
+    ]
 
 
 SSH = ROOT / "deploy" / "ssh" / "run.sh"
@@ -251,7 +325,9 @@ WORKERS = {
 def text_of(notebook: dict[str, Any]) -> str:
     """Return the text that the cells of a notebook show."""
     outputs = itertools.chain(*(cell.get("outputs", ()) for cell in notebook["cells"]))
-    return "\n".join("".join(output.get("text") or output["data"]["text/plain"]) for output in outputs)
+    return "\n".join(
+        "".join(output.get("text") or output["data"]["text/plain"]) for output in outputs
+    )
 
 
 def numbers_in(text: str, pattern: str) -> list[float]:
@@ -262,35 +338,68 @@ def numbers_in(text: str, pattern: str) -> list[float]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stopped", [False, True])
-def test_ssh_script_trains_on_two_machines(click_log: Path, shared: Path, tmp_path: Path, stopped: bool) -> None:
+def test_ssh_script_trains_on_two_machines(
+    click_log: Path, shared: Path, tmp_path: Path, stopped: bool
+) -> None:
     """It ends all that it started, also at SIGTERM, after which the same command resumes."""
     with Network() as network:
         machines = [network.add(), network.add()]
-        variables = {"RAYREC_BIN": f"{sys.prefix}/bin", "RAYREC_HEAD": machines[0].address, "RAY_AUTH_MODE": "disabled"}
-        variables |= {"RAYREC_SSH": str(network.ssh()), "RAYREC_START": "--num-cpus=1 --object-store-memory=80000000"}
-        flags = train_flags(click_log, shared, f"by-ssh-{stopped}", **{**LONG, "scaling.cpus-per-worker": 0.6})
-        words = [word for word in flags if word not in ("--scaling.resources-per-worker", "accelerator", "1")]
+        variables = {
+            "RAYREC_BIN": f"{sys.prefix}/bin",
+            "RAYREC_HEAD": machines[0].address,
+            "RAY_AUTH_MODE": "disabled",
+        }
+        variables |= {
+            "RAYREC_SSH": str(network.ssh()),
+            "RAYREC_START": "--num-cpus=1 --object-store-memory=80000000",
+        }
+        flags = train_flags(
+            click_log, shared, f"by-ssh-{stopped}", **{**LONG, "scaling.cpus-per-worker": 0.6}
+        )
+        words = [
+            word
+            for word in flags
+            if word not in ("--scaling.resources-per-worker", "accelerator", "1")
+        ]
         command = [str(SSH), ",".join(machine.name for machine in machines), *words]
-        session = Session(command, environment={**os.environ, **variables}, output=tmp_path / "first")
+        session = Session(
+            command, environment={**os.environ, **variables}, output=tmp_path / "first"
+        )
         if stopped:
             wait_for_step(shared / "by-ssh-True", 60)
             os.kill(session.process.pid, signal.SIGTERM)
             assert session.wait().status == 128 + signal.SIGTERM
-            until(lambda: not any(node.started_processes() for node in machines), timeout_s=30, told=lambda: left(machines))
-            session = Session(command, environment={**os.environ, **variables}, output=tmp_path / "second")
+            until(
+                lambda: not any(node.started_processes() for node in machines),
+                timeout_s=30,
+                told=lambda: left(machines),
+            )
+            session = Session(
+                command, environment={**os.environ, **variables}, output=tmp_path / "second"
+            )
         result = summary(session.wait(timeout_s=500))
-        until(lambda: not any(node.started_processes() for node in machines), timeout_s=30, told=lambda: left(machines))
+        until(
+            lambda: not any(node.started_processes() for node in machines),
+            timeout_s=30,
+            told=lambda: left(machines),
+        )
     check_no_rows_lost(result)
     assert result["steps"] == LONG["steps"]
 
 
-@pytest.mark.parametrize("name", ["dlrm_nodes", pytest.param("gpt2_nodes", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["dlrm_nodes", pytest.param("gpt2_nodes", marks=pytest.mark.exhaustive)]
+)
 def test_notebooks_run_on_nodes(name: str) -> None:
     path = ROOT / "examples" / f"{name}.ipynb"
     stored, made = json.loads(path.read_text()), NOTEBOOKS.run(path)
-    assert [len(cell.get("outputs", ())) for cell in made["cells"]] == [len(cell.get("outputs", ())) for cell in stored["cells"]]
+    assert [len(cell.get("outputs", ())) for cell in made["cells"]] == [
+        len(cell.get("outputs", ())) for cell in stored["cells"]
+    ]
     shown, expected = text_of(made), text_of(stored)
-    assert numbers_in(shown, FIGURES[name]) == pytest.approx(numbers_in(expected, FIGURES[name]), rel=1e-2)
+    assert numbers_in(shown, FIGURES[name]) == pytest.approx(
+        numbers_in(expected, FIGURES[name]), rel=1e-2
+    )
     runs = WORKERS[name]
     placed = re.findall(r"(node\d+)'?:? \['(workers? [^']+)'", shown)
     assert sorted(workers for _, workers in placed) == sorted(itertools.chain(*runs))

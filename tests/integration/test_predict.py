@@ -1,4 +1,6 @@
-"""Predictions of a trained run from log to Parquet, in this process and on Ray: ordered, complete, equal to training."""
+"""Predictions of a trained run from log to Parquet, in this process and on Ray: ordered, complete,
+equal to training.
+"""
 
 import gzip
 import json
@@ -51,7 +53,9 @@ class Model:
     def predict_to(self, out: Path, path: Path | None = None, **changes: Any) -> dict[str, Any]:
         options = ScoringConfig(batch_rows=changes.pop("batch_rows", 1000))
         settings = {"config": self.config, "options": options, "console": QUIET, **changes}
-        return prediction.predict_to(settings.pop("checkpoint", self.checkpoint), str(path or self.log), str(out), **settings)
+        return prediction.predict_to(
+            settings.pop("checkpoint", self.checkpoint), str(path or self.log), str(out), **settings
+        )
 
     def columns(self, path: Path, **changes: Any) -> Columns:
         out = path.with_name(f"{path.name}-out")
@@ -64,15 +68,28 @@ class Model:
 def model(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     network = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
     log, here = click_log / "train.txt", {"num_cpus": 2, "address": "none"}
-    config = short_run(recipes.criteo_demo(str(log)), tmp_path_factory.mktemp("runs"), 5, batch_size=256, cluster=here)
+    config = short_run(
+        recipes.criteo_demo(str(log)),
+        tmp_path_factory.mktemp("runs"),
+        5,
+        batch_size=256,
+        cluster=here,
+    )
     return Model(train(config, workload={"model": network}), log)
 
 
 @pytest.fixture(scope="module")
 def whole(local_ray: None, model: Model) -> Columns:
     """Predict the full log as a Dataset on Ray."""
-    options: Any = {"config": model.config.replace(cluster={"address": "local"}), "options": ScoringConfig(batch_rows=1000)}
-    batches = list(prediction.predict(model.checkpoint, model.log, console=QUIET, **options).iter_batches(batch_size=None))
+    options: Any = {
+        "config": model.config.replace(cluster={"address": "local"}),
+        "options": ScoringConfig(batch_rows=1000),
+    }
+    batches = list(
+        prediction.predict(model.checkpoint, model.log, console=QUIET, **options).iter_batches(
+            batch_size=None
+        )
+    )
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
@@ -81,17 +98,25 @@ def test_predictions_are_in_order(whole: Columns, model: Model, click_log: Path)
     assert [whole[name].dtype for name in whole] == [np.int64, np.float32, np.float32, np.float32]
     assert whole["row"].tolist() == list(range(len(model.lines)))
     assert whole["label"].tolist() == [float(line[:1]) for line in model.lines]
-    np.testing.assert_allclose(whole["score"], 1 / (1 + np.exp(-whole["logit"].astype(float))), rtol=1e-6)
+    np.testing.assert_allclose(
+        whole["score"], 1 / (1 + np.exp(-whole["logit"].astype(float))), rtol=1e-6
+    )
     assert len(np.unique(whole["logit"])) > 10_000
     metrics, by_hand = model.evaluate(click_log), binary_metrics(whole["logit"], whole["label"])
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
 
 
 def test_datasets_score_like_their_file(local_ray: None, model: Model, tmp_path: Path) -> None:
-    """Blocks of Arrow and of pandas, here with a category type, which Ray Data cannot name in Arrow's types."""
-    values = list(zip(*(line.decode().rstrip("\n").split("\t") for line in model.lines[:900]), strict=True))
+    """Blocks of Arrow and of pandas, here with a category type, which Ray Data cannot name in
+    Arrow's types.
+    """
+    values = list(
+        zip(*(line.decode().rstrip("\n").split("\t") for line in model.lines[:900]), strict=True)
+    )
     columns = dict(zip(SCHEMA.columns, values, strict=True))
-    frame = pd.DataFrame({name: pd.to_numeric(pd.Series(columns[name])) for name in ("label", *SCHEMA.dense)})
+    frame = pd.DataFrame(
+        {name: pd.to_numeric(pd.Series(columns[name])) for name in ("label", *SCHEMA.dense)}
+    )
     frame = frame.assign(**{name: pd.Categorical(columns[name]) for name in SCHEMA.sparse})
     part = tmp_path / "part.txt"
     part.write_bytes(b"".join(model.lines[:900]))
@@ -100,13 +125,17 @@ def test_datasets_score_like_their_file(local_ray: None, model: Model, tmp_path:
     logits = model.columns(part)["logit"]
     for dataset in (ray.data.from_pandas(frame), ray.data.from_arrow(pa.Table.from_pandas(frame))):
         result = rayrec.evaluate(model.result.folder, dataset, **options)
-        assert {name: result[name] for name in ("auroc", "rows")} == {name: expected[name] for name in ("auroc", "rows")}
+        assert {name: result[name] for name in ("auroc", "rows")} == {
+            name: expected[name] for name in ("auroc", "rows")
+        }
         out = str(tmp_path / f"scores_{len(list(tmp_path.iterdir()))}")
         rayrec.predict(model.result.folder, dataset.drop_columns(["label"]), out=out, **options)
         np.testing.assert_allclose(pq.read_table(out).column("logit").to_numpy(), logits, atol=1e-6)
 
 
-def test_scores_ignore_labels_packing_and_neighbours(whole: Columns, model: Model, tmp_path: Path) -> None:
+def test_scores_ignore_labels_packing_and_neighbours(
+    whole: Columns, model: Model, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     log.mkdir()
     (log / "part_2.txt.gz").write_bytes(gzip.compress(unlabelled(model.lines[:700])))
@@ -122,7 +151,12 @@ def test_scores_ignore_labels_packing_and_neighbours(whole: Columns, model: Mode
 def test_invalid_lines_keep_row_numbers(whole: Columns, model: Model, tmp_path: Path) -> None:
     count, path = 6000, tmp_path / "faulty.txt"  # several blocks, one of them all good
     faulty = [place for place in range(count) if place % 7 == 0 and place < 2500] + [count - 1]
-    path.write_bytes(b"".join(model.lines[place] if place not in set(faulty) else b"nonsense\n" for place in range(count)))
+    path.write_bytes(
+        b"".join(
+            model.lines[place] if place not in set(faulty) else b"nonsense\n"
+            for place in range(count)
+        )
+    )
     rejects(r"invalid, more than max_bad_fraction.*too few columns", model.columns, path)
     lenient = {"config": model.config.replace(max_bad_fraction=0.5)}
     got, expected = model.columns(path, **lenient), np.delete(np.arange(count), faulty)
@@ -138,26 +172,35 @@ def scores(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     out = tmp_path_factory.mktemp("scores") / "scores"
     with pytest.MonkeyPatch.context() as patch:
         _small_parts(patch)
-        return out, model.predict_to(out, checkpoint=model.result.folder)  # of the run's folder: its newest checkpoint
+        # of the run's folder: its newest checkpoint
+        return out, model.predict_to(out, checkpoint=model.result.folder)
 
 
 def _small_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prediction, "PART_ROWS", 7000)
 
 
-def test_predict_writes_parquet(whole: Columns, scores: tuple[Path, dict[str, Any]], model: Model) -> None:
+def test_predict_writes_parquet(
+    whole: Columns, scores: tuple[Path, dict[str, Any]], model: Model
+) -> None:
     out, done = scores
     assert (done["rows"], done["bad_rows"], done["out"]) == (20_000, 0, str(out))
     assert done["rows_per_s"] > 0
     parts = {part.name: pq.read_metadata(part).num_rows for part in sorted(out.iterdir())}
-    assert parts == {"part-00000.parquet": 7000, "part-00001.parquet": 7000, "part-00002.parquet": 6000}
+    assert parts == {
+        "part-00000.parquet": 7000,
+        "part-00001.parquet": 7000,
+        "part-00002.parquet": 6000,
+    }
     table = pq.read_table(out)
     for name, values in whole.items():
         np.testing.assert_array_equal(table.column(name).to_numpy(), values, name)
     rejects("exists already", model.predict_to, out)
 
 
-def test_killed_predict_resumes(scores: tuple[Path, dict[str, Any]], model: Model, tmp_path: Path, monkeypatch: Any) -> None:
+def test_killed_predict_resumes(
+    scores: tuple[Path, dict[str, Any]], model: Model, tmp_path: Path, monkeypatch: Any
+) -> None:
     _small_parts(monkeypatch)
     out, tables, begun = tmp_path / "out", ScoringJob.tables, []
 
@@ -171,7 +214,9 @@ def test_killed_predict_resumes(scores: tuple[Path, dict[str, Any]], model: Mode
     monkeypatch.setattr(ScoringJob, "tables", watched)
     fails_with(KeyboardInterrupt, "", model.predict_to, out)
     assert not out.exists()
-    assert [path.name for path in Path(f"{out}.partial").glob("*.parquet")] == ["part-00000.parquet"]
+    assert [path.name for path in Path(f"{out}.partial").glob("*.parquet")] == [
+        "part-00000.parquet"
+    ]
     rejects("with a different batch_rows; use the same", model.predict_to, out, batch_rows=999)
     assert model.predict_to(out)["rows"] == 20_000
     assert begun[0] == 0
@@ -183,8 +228,13 @@ def test_killed_predict_resumes(scores: tuple[Path, dict[str, Any]], model: Mode
 @pytest.mark.exhaustive
 def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) -> None:
     checkpoints = sorted((Path(model.result.folder) / "checkpoints").iterdir())
-    slices: dict[str, Any] = {"slice_by": ("day", "cat_0", "frequency:cat_2", "int_1"), "slice_top": 3}
-    options = EvaluationConfig(confidence=0.9, resamples=20, compare=str(checkpoints[-1]), batch_rows=1000, **slices)
+    slices: dict[str, Any] = {
+        "slice_by": ("day", "cat_0", "frequency:cat_2", "int_1"),
+        "slice_top": 3,
+    }
+    options = EvaluationConfig(
+        confidence=0.9, resamples=20, compare=str(checkpoints[-1]), batch_rows=1000, **slices
+    )
     found = model.evaluate(options=options, other=model.config)
     metrics, count = binary_metrics(whole["logit"], whole["label"]), len(model.lines)
     assert {name: found[name] for name in metrics} == metrics
@@ -194,8 +244,12 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
         assert found["compared"][name] == found[name]
         assert found["compared"]["differences"][name]["p_value"] == 1  # it is the same checkpoint
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert all(sum(piece["rows"] for piece in pieces) == count for pieces in found["slices"].values())
-    assert [piece["value"] for piece in found["slices"]["day"]] == [f"seventh {number}" for number in range(1, 8)]
+    assert all(
+        sum(piece["rows"] for piece in pieces) == count for pieces in found["slices"].values()
+    )
+    assert [piece["value"] for piece in found["slices"]["day"]] == [
+        f"seventh {number}" for number in range(1, 8)
+    ]
     last = slice(count - found["slices"]["day"][-1]["rows"], None)
     last_day = binary_metrics(whole["logit"][last], whole["label"][last])
     assert found["slices"]["day"][-1]["auroc"] == pytest.approx(last_day["auroc"], abs=1e-12)
@@ -203,20 +257,38 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
     tokens = np.array([line.rstrip(b"\n").split(b"\t")[14].decode() for line in model.lines])
     values, counts = np.unique(tokens, return_counts=True)
     most = [value or "(missing)" for value in values[np.argsort(-counts)][:4].tolist()]
-    assert {piece["value"] for piece in found["slices"]["cat_0"]} <= {*most, "(others)", "(missing)"}
+    assert {piece["value"] for piece in found["slices"]["cat_0"]} <= {
+        *most,
+        "(others)",
+        "(missing)",
+    }
     piece = found["slices"]["cat_0"][0]
-    expected = binary_metrics(whole["logit"][tokens == piece["value"]], whole["label"][tokens == piece["value"]])
+    expected = binary_metrics(
+        whole["logit"][tokens == piece["value"]], whole["label"][tokens == piece["value"]]
+    )
     assert piece["rows"] == expected["rows"]
     assert piece["logloss"] == pytest.approx(expected["logloss"], rel=1e-12)
     frequencies = [piece["value"] for piece in found["slices"]["frequency:cat_2"]]
-    known = ["1", "2-9", "10-99", "100-999", "1,000-9,999", "10,000-99,999", "(not in the vocabulary)", "(missing)"]
+    known = [
+        "1",
+        "2-9",
+        "10-99",
+        "100-999",
+        "1,000-9,999",
+        "10,000-99,999",
+        "(not in the vocabulary)",
+        "(missing)",
+    ]
     assert frequencies == [name for name in known if name in frequencies]
     assert len(frequencies) > 3
     assert "by int_1:\n" in evaluation_text(found)
 
 
 def test_unsupported_evaluation_options_are_rejected(model: Model, click_log: Path) -> None:
-    for by, message in (("cat5", "no column 'cat5'; did you mean 'cat_5'"), ("user", "no column 'user'; there are day")):
+    for by, message in (
+        ("cat5", "no column 'cat5'; did you mean 'cat_5'"),
+        ("user", "no column 'user'; there are day"),
+    ):
         rejects(message, model.evaluate, options=EvaluationConfig(slice_by=(by,)))
     options = EvaluationConfig(compare=str(click_log))
     rejects("contains no complete checkpoint", model.evaluate, options=options, other=model.config)
@@ -235,14 +307,16 @@ def test_invalid_predictions_are_rejected(model: Model, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("scores*"))
 
 
-# Rows of a custom workload, in this process and on Ray: evaluated, predicted, and rejected in one line ----------------
+# Rows of a custom workload, in this process and on Ray: evaluated, predicted, and rejected in one l
 def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> None:
     checkpoint, model = trained(tmp_path / "run")
     path = rows_file(tmp_path, 333)
     arrays = np.load(path)
     with torch.no_grad():
         logits = model(torch.from_numpy(arrays["x"]))
-        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits, torch.from_numpy(arrays["label"]), reduction="none"
+        )
     here = {"recipe": scored, "cluster_address": "none", "console": QUIET}
     told = rayrec.evaluate(str(tmp_path / "run"), path, **here)
     assert told.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
@@ -255,6 +329,8 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     table = pq.read_table(out)
     assert table.column_names == ["row", "logits", "best", "named"]
     assert table.column("row").to_pylist() == list(range(333))
-    np.testing.assert_allclose(np.array(table.column("logits").to_pylist()), logits.numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        np.array(table.column("logits").to_pylist()), logits.numpy(), atol=1e-6
+    )
     rows = rayrec.predict(checkpoint, path, recipe=scored, console=QUIET).take_all()
     assert [row["best"] for row in rows] == table.column("best").to_pylist()

@@ -1,4 +1,6 @@
-"""Metrics of a run at Ray's own endpoint, and a dashboard that asks for nothing that is not there."""
+"""Metrics of a run at Ray's own endpoint, and a dashboard that asks for nothing that is not
+there.
+"""
 
 import json
 import re
@@ -56,14 +58,40 @@ ray.shutdown()
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     """What an exporter says after a made-up run."""
     more: dict[str, Any] = {"evaluate": {"auroc": 0.75}, "finish": {"metrics": {"auroc": 0.75}}}
-    more["step"] = {"times_s": {"data": 0.5, "forward": 1.5, "other": 0.0}, "multiply_adds_per_s": 1e9, "peak_fraction": 0.25}
+    more["step"] = {
+        "times_s": {"data": 0.5, "forward": 1.5, "other": 0.0},
+        "multiply_adds_per_s": 1e9,
+        "peak_fraction": 0.25,
+    }
     events = [{**event, **more.get(event["kind"], {})} for event in run_events.run()]
-    events = [{**event, "rows": event["step"] * 64} if event["kind"] == "start" else event for event in events]
+    events = [
+        {**event, "rows": event["step"] * 64} if event["kind"] == "start" else event
+        for event in events
+    ]
     stages = [{"stage": "parse", "rows_per_s": 10.0, "busy": 0.5, "cpu_share": 1.0}]
     store = {"object_store_bytes": 5, "object_store_limit_bytes": 50, "spilled_bytes": 0}
-    speed = {"seconds": 10.0, "rows": 100, "cpus": 1.0, "rows_per_s": 10.0, "busy": 0.5, "backlog_rows": 3.0}
-    events.append({"kind": "data", "time": events[-1]["time"], "step": 200, "stages": stages, **speed, **store})
-    settings = {"RAY_metrics_report_interval_ms": "500", "PYTHONPATH": str(Path(__file__).parents[1])}
+    speed = {
+        "seconds": 10.0,
+        "rows": 100,
+        "cpus": 1.0,
+        "rows_per_s": 10.0,
+        "busy": 0.5,
+        "backlog_rows": 3.0,
+    }
+    events.append(
+        {
+            "kind": "data",
+            "time": events[-1]["time"],
+            "step": 200,
+            "stages": stages,
+            **speed,
+            **store,
+        }
+    )
+    settings = {
+        "RAY_metrics_report_interval_ms": "500",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     environment = environment_for(tmp_path_factory.mktemp("cache"), **settings)
     done = run_command(sys.executable, "-c", EXPORTER, input=json.dumps(events), env=environment)
     found: Samples = {}
@@ -75,8 +103,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 
 def test_metrics_match_run(scraped: Samples) -> None:
-    of_run = {"step": 200, "goal_steps": 200, "steps_total": 120 + 100, "rows_total": 220 * 64}  # 20 steps again
-    of_run |= {"steps_redone_total": 20, "failures_total": 1, "checkpoints_total": 4, "checkpoint_stall_s_total": 1.0}
+    # 20 steps again
+    of_run = {"step": 200, "goal_steps": 200, "steps_total": 120 + 100, "rows_total": 220 * 64}
+    of_run |= {
+        "steps_redone_total": 20,
+        "failures_total": 1,
+        "checkpoints_total": 4,
+        "checkpoint_stall_s_total": 1.0,
+    }
     for name, labels, expected in (
         *((name, {"run": "run-1"}, value) for name, value in of_run.items()),
         ("workers", {"run": "run-1"}, 1),
@@ -84,15 +118,21 @@ def test_metrics_match_run(scraped: Samples) -> None:
         ("time_s_total", {"phase": "forward"}, 22 * 1.5),
         ("data", {"stage": "parse", "measure": "busy"}, 0.5),
     ):
-        found = [value for has, value in scraped[f"ray_rayrec_{name}"] if labels.items() <= has.items()]
+        found = [
+            value for has, value in scraped[f"ray_rayrec_{name}"] if labels.items() <= has.items()
+        ]
         assert found == [expected], name
-    assert not [labels for samples in scraped.values() for labels, _ in samples if labels["run"] == "older"]
+    assert not [
+        labels for samples in scraped.values() for labels, _ in samples if labels["run"] == "older"
+    ]
 
 
 def test_dashboard_queries_match_exported_metrics(scraped: Samples) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    queries += [entry["definition"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    queries += [
+        entry["definition"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"
+    ]
     assert len(queries) > 20
     asked = set()
     for query in queries:
@@ -116,19 +156,32 @@ def test_dashboard_panels_have_units_and_separate_cells() -> None:
     cells: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
-        taken = {(place["x"] + right, place["y"] + down) for right in range(place["w"]) for down in range(place["h"])}
+        taken = {
+            (place["x"] + right, place["y"] + down)
+            for right in range(place["w"])
+            for down in range(place["h"])
+        }
         assert place["x"] + place["w"] <= 24
         assert not taken & cells, panel["title"]
         cells |= taken
         assert panel["datasource"]["uid"] == "${datasource}"
         for target in panel["targets"]:
             assert '"$run"' in target["expr"]
-            # Two samples of a scrape a minute, whatever the panel's width and the data source's own interval.
+            # Two samples of a scrape a minute, whatever the panel's width and the data source's own
+            # interval.
             if "rate(" in target["expr"]:
                 assert "[$__rate_interval]" in target["expr"]
                 assert panel["interval"] == "2m"
-        overrides = [(place["matcher"]["options"], place["properties"]) for place in panel["fieldConfig"].get("overrides", ())]
-        units = {name: value["value"] for name, values in overrides for value in values if value["id"] == "unit"}
+        overrides = [
+            (place["matcher"]["options"], place["properties"])
+            for place in panel["fieldConfig"].get("overrides", ())
+        ]
+        units = {
+            name: value["value"]
+            for name, values in overrides
+            for value in values
+            if value["id"] == "unit"
+        }
         # What counters add up and what they add up a second have no axis in common.
         shares = {target["refId"] for target in panel["targets"] if "_s_total" in target["expr"]}
         if shares and len(shares) < len(panel["targets"]):

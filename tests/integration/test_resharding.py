@@ -1,4 +1,6 @@
-"""One run under many plans and numbers of workers: every weight and optimizer state comes over to the last bit."""
+"""One run under many plans and numbers of workers: every weight and optimizer state comes over to
+the last bit.
+"""
 
 import functools
 from pathlib import Path
@@ -19,11 +21,17 @@ WORLD = 3
 
 
 def run_all(folder: Path, stages: list[Stage]) -> Saved:
-    """Every stage's checkpoint, whole. A stage begins again or from a checkpoint, may train, and saves."""
+    """Every stage's checkpoint, whole. A stage begins again or from a checkpoint, may train, and
+    saves.
+    """
     outputs = run_ranks(functools.partial(run_stages, stages), WORLD, str(folder), grouped=False)
     for stage in stages:
-        assert f"{stage['save']} {set(stage['plan'])}" in outputs[0]  # the planner did as it was told
-    return {stage["save"]: dict(full_tensors(Checkpoint(f"{folder}/{stage['save']}"))) for stage in stages}
+        # the planner did as it was told
+        assert f"{stage['save']} {set(stage['plan'])}" in outputs[0]
+    return {
+        stage["save"]: dict(full_tensors(Checkpoint(f"{folder}/{stage['save']}")))
+        for stage in stages
+    }
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
@@ -39,13 +47,28 @@ def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def state_of(tensors: dict[str, torch.Tensor], table: int, columns: str = "", *, state: str = "momentum1") -> torch.Tensor:
+def state_of(
+    tensors: dict[str, torch.Tensor], table: int, columns: str = "", *, state: str = "momentum1"
+) -> torch.Tensor:
     return tensors[f"optimizer.embeddings.embedding_bags.cat_{table}.weight.{state}{columns}"]
 
 
-ROUND_TRIPS = [("rowwise_adagrad", "adam", "table_wise"), ("rowwise_adagrad", "adamw", "data_parallel")]
-ROUND_TRIPS += [("sgd", "sgd", "data_parallel"), ("adagrad", "adagrad", "column_wise"), ("adam", "adam", "column_wise")]
-RULES = [("rowwise_adagrad", 1e-8), ("rowwise_adagrad", 0.0), ("adagrad", 1e-8), ("sgd", 1e-8), ("adam", 1e-2)]
+ROUND_TRIPS = [
+    ("rowwise_adagrad", "adam", "table_wise"),
+    ("rowwise_adagrad", "adamw", "data_parallel"),
+]
+ROUND_TRIPS += [
+    ("sgd", "sgd", "data_parallel"),
+    ("adagrad", "adagrad", "column_wise"),
+    ("adam", "adam", "column_wise"),
+]
+RULES = [
+    ("rowwise_adagrad", 1e-8),
+    ("rowwise_adagrad", 0.0),
+    ("adagrad", 1e-8),
+    ("sgd", 1e-8),
+    ("adam", 1e-2),
+]
 RULES += [("sparse_adam", 1e-2)]
 
 
@@ -74,10 +97,28 @@ def column_parts() -> list[Stage]:
         {**halves, "ranks": 3, "restore": "halves_one", "save": "halves_three"},
         {**halves, "ranks": 2, "restore": "halves_three", "steps": (4, 7), "save": "halves_went"},
         {**halves, "ranks": 2, "steps": (0, 7), "save": "halves_stayed"},
-        {"ranks": 2, "plan": ["table_wise"], **kinds, "restore": "halves_start", "save": "halves_whole"},
-        {"ranks": 1, "plan": ["data_parallel"], **kinds, "restore": "halves_start", "save": "halves_replicated"},
+        {
+            "ranks": 2,
+            "plan": ["table_wise"],
+            **kinds,
+            "restore": "halves_start",
+            "save": "halves_whole",
+        },
+        {
+            "ranks": 1,
+            "plan": ["data_parallel"],
+            **kinds,
+            "restore": "halves_start",
+            "save": "halves_replicated",
+        },
         {**halves, "ranks": 3, "width": 4, "restore": "halves_start", "save": "halves_narrow"},
-        {"ranks": 3, "plan": ["row_wise"], **kinds, "restore": "halves_narrow", "save": "halves_rows"},
+        {
+            "ranks": 3,
+            "plan": ["row_wise"],
+            **kinds,
+            "restore": "halves_narrow",
+            "save": "halves_rows",
+        },
         {**halves, "ranks": 2, "restore": "halves_rows", "save": "halves_again"},
     ]
 
@@ -95,16 +136,23 @@ def same_rule(sparse: str, eps: float) -> list[Stage]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """All at once, since a process takes longer to start than its stages do."""
-    # The first has all processes: TorchRec makes a collective check of its own once in the life of each.
-    stages = [{"ranks": WORLD, "plan": ["table_wise"], "sparse": "sgd", "dense": "sgd", "save": "first"}]
+    # The first has all processes: TorchRec makes a collective check of its own once in the life of
+    # each.
+    stages = [
+        {"ranks": WORLD, "plan": ["table_wise"], "sparse": "sgd", "dense": "sgd", "save": "first"}
+    ]
     stages += [stage for case in ROUND_TRIPS for stage in round_trip(*case)]
     stages += column_parts() + [stage for case in RULES for stage in same_rule(*case)]
     return run_all(tmp_path_factory.mktemp("stages"), stages)
 
 
 @pytest.mark.parametrize(("sparse", "dense", "home"), ROUND_TRIPS)
-def test_round_trip_over_all_plans_is_bitwise_equal(saved: Saved, sparse: str, dense: str, home: str) -> None:
-    start, one, three, back, went, stayed = (saved[stage["save"]] for stage in round_trip(sparse, dense, home))
+def test_round_trip_over_all_plans_is_bitwise_equal(
+    saved: Saved, sparse: str, dense: str, home: str
+) -> None:
+    start, one, three, back, went, stayed = (
+        saved[stage["save"]] for stage in round_trip(sparse, dense, home)
+    )
     assert not differing(joined(one), joined(start)) | differing(joined(three), joined(start))
     assert not differing(back, start) | differing(went, stayed)
     assert differing(went, start) >= {name for name in start if "cat_3.weight" in name}
@@ -117,7 +165,9 @@ def test_round_trip_over_all_plans_is_bitwise_equal(saved: Saved, sparse: str, d
 
 
 def test_column_part_states_join_as_mean(saved: Saved) -> None:
-    start, one, three, went, stayed, whole, replicated, narrow, rows, again = (saved[stage["save"]] for stage in column_parts())
+    start, one, three, went, stayed, whole, replicated, narrow, rows, again = (
+        saved[stage["save"]] for stage in column_parts()
+    )
     assert not differing(one, start) | differing(three, start) | differing(went, stayed)
     first, second = (state_of(start, 3, part) for part in (".columns_0_8", ".columns_8_16"))
     assert not torch.equal(first, second)
@@ -126,7 +176,9 @@ def test_column_part_states_join_as_mean(saved: Saved) -> None:
         assert torch.equal(state_of(tensors, 3), mean)
         assert not {name for name in tensors if ".columns_" in name}
     for part in range(0, 16, 4):
-        assert torch.equal(state_of(narrow, 3, f".columns_{part}_{part + 4}"), first if part < 8 else second)
+        assert torch.equal(
+            state_of(narrow, 3, f".columns_{part}_{part + 4}"), first if part < 8 else second
+        )
     assert not differing(joined(again), whole)
 
 

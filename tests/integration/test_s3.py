@@ -1,4 +1,6 @@
-"""Paths in an S3-compatible store behave as local ones do, through its outages, and say in a line what is wrong."""
+"""Paths in an S3-compatible store behave as local ones do, through its outages, and say in a line
+what is wrong.
+"""
 
 import os
 import re
@@ -60,7 +62,7 @@ def _took(call: Callable[[], object], error: type[Exception], match: str) -> flo
     return time.monotonic() - start
 
 
-# Streams and folders; files as locally are in test_cloud_stores.py --------------------------------------------------
+# -- Streams and folders; files as locally are in test_cloud_stores.py
 FAILS = """
 import sys
 from rayrec import storage
@@ -92,7 +94,9 @@ def test_failed_folder_is_removed(folder: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InputError, match="exists already"), storage.writing_folder(folder):
         pass
 
-    monkeypatch.setattr(folders, "copy_file", at_first([OSError("out")], folders.copy_file, end="manifest.json"))
+    monkeypatch.setattr(
+        folders, "copy_file", at_first([OSError("out")], folders.copy_file, end="manifest.json")
+    )
     copied = watched(monkeypatch, folders, "copy_file")
     with pytest.raises(OSError, match="out"), storage.writing_folder(f"{folder}2") as local:  # noqa: PT012
         Path(local, "manifest.json").write_bytes(b"{}")
@@ -113,7 +117,7 @@ def test_forked_process_reaches_store(folder: str) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-# Outages -------------------------------------------------------------------------------------------------------------
+# -- Outages
 def _operations(folder: str) -> list[tuple[Callable[[], Any], Any]]:
     """Calls and what each returns if the file a is there."""
     return [
@@ -124,13 +128,18 @@ def _operations(folder: str) -> list[tuple[Callable[[], Any], Any]]:
         (lambda: storage.list_folder(folder)[:1], ["a"]),
         (lambda: storage.list_files(folder)[0].size_bytes, 3),
         (lambda: storage.write_bytes(f"{folder}/new", b"xyz"), None),
-        (lambda: storage.write_stream(f"{folder}/large", (bytes(MIB) for _ in range(20))), 20 * MIB),
+        (
+            lambda: storage.write_stream(f"{folder}/large", (bytes(MIB) for _ in range(20))),
+            20 * MIB,
+        ),
     ]
 
 
 def test_operations_survive_outage(folder: str, s3_server: Any) -> None:
     storage.write_bytes(f"{folder}/a", b"abc")
-    calls, expected = zip(*_operations(folder), (lambda: storage.remove_folder(f"{folder}/none"), None), strict=True)
+    calls, expected = zip(
+        *_operations(folder), (lambda: storage.remove_folder(f"{folder}/none"), None), strict=True
+    )
     with outage(s3_server, 3.0), ThreadPoolExecutor(len(calls)) as pool:
         assert list(pool.map(lambda call: call(), calls)) == list(expected)
     assert storage.read_bytes(f"{folder}/new") == b"xyz"
@@ -170,28 +179,42 @@ def test_hanging_server_is_detected(folder: str, s3_server: Any) -> None:
     assert storage.read_bytes(f"{folder}/here") == b"abc"
 
 
-# What is wrong -------------------------------------------------------------------------------------------------------
+# -- What is wrong
 def test_wrong_secret_is_reported_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-word")
     for operation, _ in _operations(folder):
-        assert _took(operation, InputError, r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") < 30
+        assert (
+            _took(
+                operation,
+                InputError,
+                r"^s3://logs: access denied .*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
+            < 30
+        )
 
 
 @pytest.mark.exhaustive
-def test_profile_provides_endpoint_region_and_credentials(folder: str, s3_server: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_profile_provides_endpoint_region_and_credentials(
+    folder: str, s3_server: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
     for name in s3_server.environment:
         monkeypatch.delenv(name)
     url = s3_server.environment["AWS_ENDPOINT_URL"]
     (tmp_path / "config").write_text(f"[profile mine]\nregion = us-east-1\nendpoint_url = {url}\n")
-    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = tester\naws_secret_access_key = secret-word\n")
-    files = {"AWS_CONFIG_FILE": f"{tmp_path}/config", "AWS_SHARED_CREDENTIALS_FILE": f"{tmp_path}/credentials"}
+    (tmp_path / "credentials").write_text(
+        "[mine]\naws_access_key_id = tester\naws_secret_access_key = secret-word\n"
+    )
+    files = {
+        "AWS_CONFIG_FILE": f"{tmp_path}/config",
+        "AWS_SHARED_CREDENTIALS_FILE": f"{tmp_path}/credentials",
+    }
     for name, value in {**files, "AWS_PROFILE": "mine"}.items():
         monkeypatch.setenv(name, value)
     assert storage.read_bytes(f"{folder}/a") == b"1"
 
 
-# Events --------------------------------------------------------------------------------------------------------------
+# -- Events
 def test_events_survive_outage_and_are_followed(folder: str, s3_server: Any) -> None:
     url, stop, seen = f"{folder}/events.jsonl", threading.Event(), []
     thread = threading.Thread(target=lambda: seen.extend(follow(url, stop=stop, poll_s=0.2)))
@@ -221,7 +244,10 @@ def test_running_run_is_reported_locally_and_remotely(folder: str, tmp_path: Pat
     storage.write_bytes(f"{folder}/config.yaml", run_events.CONFIG.encode())
     with EventWriter(f"{folder}/events.jsonl") as writer:
         for event in run_events.run(finished=False):
-            writer.write(event["kind"], **{name: value for name, value in event.items() if name not in ("time", "kind")})
+            writer.write(
+                event["kind"],
+                **{name: value for name, value in event.items() if name not in ("time", "kind")},
+            )
         assert writer.flush()
         assert report.write(folder) == f"{folder}/report.html"
     assert b"not finished at step 150 of 200" in storage.read_bytes(f"{folder}/report.html")
@@ -231,11 +257,13 @@ def test_running_run_is_reported_locally_and_remotely(folder: str, tmp_path: Pat
     assert metrics_dataframe(f"{folder}/events.jsonl")["step"].tolist() == list(range(10, 151, 10))
 
 
-# Trackers and profiles -----------------------------------------------------------------------------------------------
+# -- Trackers and profiles
 @pytest.mark.exhaustive
 def test_curves_survive_store_outage(folder: str, s3_server: Any) -> None:
     events = [event for event in run_events.run() if event["kind"] != "finish"]
-    run_events.feed(TensorBoardTracker(folder, config="seed: 0\n"), events[:20], flush=False, close=True)
+    run_events.feed(
+        TensorBoardTracker(folder, config="seed: 0\n"), events[:20], flush=False, close=True
+    )
     (before,) = storage.files_in(f"{folder}/tensorboard")
     second = TensorBoardTracker(folder, config="seed: 0\n")
     s3_server.kill()
@@ -258,7 +286,9 @@ def test_offline_run_is_in_store(folder: str) -> None:
 
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
     for events in (run_events.run()[:20], run_events.run(finished=False)):
-        run_events.feed(WandbTracker(folder, project="rayrec", offline=True, config=config), events, close=True)
+        run_events.feed(
+            WandbTracker(folder, project="rayrec", offline=True, config=config), events, close=True
+        )
     (run,) = storage.list_folder(f"{folder}/wandb")
     assert run.startswith("offline-run-")
     assert any(name.endswith(".wandb") for name in storage.list_folder(f"{folder}/wandb/{run}"))
@@ -269,7 +299,9 @@ def test_profile_request_is_served(folder: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(profiling, "_URL_POLL_S", 0.2)
     monkeypatch.setattr(profiling, "_POLL_S", 0.2)
     now = time.time()
-    events: list[dict[str, Any]] = [{"kind": "start", "time": now - 10, "step": 0, "steps": 100, "world_size": 1}]
+    events: list[dict[str, Any]] = [
+        {"kind": "start", "time": now - 10, "step": 0, "steps": 100, "world_size": 1}
+    ]
     events += [{"kind": "step", "time": now, "step": 40, "steps": 100}]
 
     def send(wish: dict[str, Any]) -> None:
@@ -281,27 +313,46 @@ def test_profile_request_is_served(folder: str, monkeypatch: pytest.MonkeyPatch)
     assert not storage.exists(f"{folder}/profile/request.json")
 
 
-# Logs, prepared data, checkpoints and what is made of them ------------------------------------------------------------
+# -- Logs, prepared data, checkpoints and what is made of them
 @pytest.mark.usefixtures("own_cache")
 def test_s3_log_matches_local_log(bucket: str, click_log: Path, tmp_path: Path) -> None:
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/kaggle/train.txt")
-    here = rayrec.vocabulary(str(click_log / "train.txt"), out=str(tmp_path / "here"), split="sevenths", console=QUIET)
+    here = rayrec.vocabulary(
+        str(click_log / "train.txt"), out=str(tmp_path / "here"), split="sevenths", console=QUIET
+    )
     for number, path in enumerate(("kaggle/train.txt", "kaggle", "kag*/train*")):
-        there = rayrec.vocabulary(f"{bucket}/{path}", out=str(tmp_path / str(number)), split="sevenths", console=QUIET)
+        there = rayrec.vocabulary(
+            f"{bucket}/{path}", out=str(tmp_path / str(number)), split="sevenths", console=QUIET
+        )
         assert there["hash"] == here["hash"]
-    options: dict[str, Any] = {"format": "parquet", "preprocessor": str(tmp_path / "here"), "split": "sevenths"}
-    assert rayrec.preprocess(f"{bucket}/kaggle/train.txt", out=f"{bucket}/ready", **options, console=QUIET)["rows"] == 20_000
-    config = short_run(rayrec.recipes.criteo_demo(f"{bucket}/ready"), tmp_path / "runs", 4, batch_size=256)
+    options: dict[str, Any] = {
+        "format": "parquet",
+        "preprocessor": str(tmp_path / "here"),
+        "split": "sevenths",
+    }
+    assert (
+        rayrec.preprocess(
+            f"{bucket}/kaggle/train.txt", out=f"{bucket}/ready", **options, console=QUIET
+        )["rows"]
+        == 20_000
+    )
+    config = short_run(
+        rayrec.recipes.criteo_demo(f"{bucket}/ready"), tmp_path / "runs", 4, batch_size=256
+    )
     local = train(config, name="local", train_data={"path": str(click_log / "train.txt")})
     check_same_run(train(config, name="s3").summary, local.summary)
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -> None:
-    """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives the same scores."""
+    """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives
+    the same scores.
+    """
     log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
     storage.copy_file(str(click_log / "train.txt"), log)
-    storage.copy_files(str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run)
+    storage.copy_files(
+        str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run
+    )
 
     assert export(run, exported, parity_rows=500)["parity"]["origin"] == f"test rows of {log}"
     checkpoint, served = open_served(run), open_served(exported)
@@ -313,7 +364,10 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
 
     out = f"{bucket}/used/predicted"
     assert rayrec.predict(run, log, out=out, console=QUIET)["rows"] == 20_000
-    assert (storage.list_folder(out), storage.list_folder(f"{out}.partial")) == ([COMPLETE, "part-00000.parquet"], [])
+    assert (storage.list_folder(out), storage.list_folder(f"{out}.partial")) == (
+        [COMPLETE, "part-00000.parquet"],
+        [],
+    )
     filesystem, inner = storage.resolve(f"{out}/part-00000.parquet")
     predicted = pq.read_table(inner, filesystem=filesystem)
     assert predicted.column("row").to_pylist() == list(range(20_000))
@@ -322,29 +376,41 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
     evaluated = rayrec.evaluate(run, log, console=QUIET)
     assert evaluated["rows"] == 20_000
     expected = auroc(predicted.column("logit").to_numpy(), predicted.column("label").to_numpy())
-    assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)  # a batch of another size rounds otherwise
+    # a batch of another size rounds otherwise
+    assert evaluated["auroc"] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> None:
-    """Shards of MosaicML's writer: the command that `train` prints, as it is printed, then training there and by --out."""
+    """Shards of MosaicML's writer: the command that `train` prints, as it is printed, then training
+    there and by --out.
+    """
     tokenizer, url = tmp_path / "tokenizer", f"{bucket}/indexed"
     write_tokenizer(bytes_bpe(["the cat and the hat"] * 4, 260), str(tokenizer))
-    with load_streaming().MDSWriter(out=str(tmp_path / "set"), columns={"tokens": "ndarray:uint16"}, size_limit=1000) as writer:
+    with load_streaming().MDSWriter(
+        out=str(tmp_path / "set"), columns={"tokens": "ndarray:uint16"}, size_limit=1000
+    ) as writer:
         for row in np.random.default_rng(0).integers(0, 260, (96, 16)).astype(np.uint16):
             writer.write({"tokens": row})
     storage.copy_files(str(tmp_path / "set"), f"{url}/train")
     storage.copy_files(str(tmp_path / "set"), f"{url}/val")
     config = short_run(rayrec.recipes.gpt2_tiny(url), tmp_path / "runs", 4, batch_size=8)
-    config = config.replace(workload={"model": {"n_layer": 1, "n_positions": 16}, "max_new_tokens": 2})
+    config = config.replace(
+        workload={"model": {"n_layer": 1, "n_positions": 16}, "max_new_tokens": 2}
+    )
     line = rejects(r"`rayrec adopt [^`]*`", train, config, name="hinted")
     command = shlex.split(line.split("`")[1].replace("DIR", str(tokenizer)))[1:]
     assert cli.run([*command, "--out", f"{bucket}/adopted", "-q"]) == 0
     before = storage.list_folder(url)
     assert cli.run([*command, "-q"]) == 0
-    assert (before, storage.list_folder(url)) == (["train", "val"], ["manifest.json", "tokenizer", "train", "val"])
+    assert (before, storage.list_folder(url)) == (
+        ["train", "val"],
+        ["manifest.json", "tokenizer", "train", "val"],
+    )
     paths = {"in-place": url, "by-url": f"{bucket}/adopted"}
-    summaries = [train(config, name=name, train_data={"path": path}).summary for name, path in paths.items()]
+    summaries = [
+        train(config, name=name, train_data={"path": path}).summary for name, path in paths.items()
+    ]
     check_same_run(*summaries, "metrics")
 
 
@@ -352,23 +418,35 @@ def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_trainer_script_survives_kills_on_s3(bucket: str, tmp_path: Path) -> None:
-    """The script of from-huggingface.md with two workers: one is killed, then the driver, whose script starts again at once."""
+    """The script of from-huggingface.md with two workers: one is killed, then the driver, whose
+    script starts again at once.
+    """
     page = (Path(__file__).parents[2] / "docs" / "from-huggingface.md").read_text()
     block = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
     assert block is not None
     script = [line[1:] for line in block[1].splitlines() if not line.startswith("-")]
     assert len(script) <= 30
-    environment = environment_for(tmp_path, **FREQUENT_CHECKS, RAY_ADDRESS="local", HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    environment = environment_for(
+        tmp_path, **FREQUENT_CHECKS, RAY_ADDRESS="local", HOME=str(tmp_path), OMP_NUM_THREADS="1"
+    )
 
     def start(url: str, name: str) -> Session:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "script.py").write_text("\n".join(script).replace("s3://bucket/runs/gpt2", url))
+        (tmp_path / name / "script.py").write_text(
+            "\n".join(script).replace("s3://bucket/runs/gpt2", url)
+        )
         command = ["env", "-C", str(tmp_path / name), sys.executable, "script.py"]
         return Session(command, environment=environment, output=tmp_path / name / "output")
 
     def complete(url: str) -> list[int]:
-        steps = [int(name.split("-")[1]) for name in storage.list_folder(url) if name.startswith("checkpoint-")]
-        return sorted(step for step in steps if storage.exists(f"{url}/checkpoint-{step}/manifest.json"))
+        steps = [
+            int(name.split("-")[1])
+            for name in storage.list_folder(url)
+            if name.startswith("checkpoint-")
+        ]
+        return sorted(
+            step for step in steps if storage.exists(f"{url}/checkpoint-{step}/manifest.json")
+        )
 
     def files(url: str) -> dict[str, Any]:
         assert complete(url) == [240, 256]
@@ -395,15 +473,28 @@ def test_s3_faults_are_one_line(bucket: str, click_log: Path, tmp_path: Path) ->
     for path in (f"{bucket}/nothing/here", "s3://no-such-bucket/train.txt"):
         rejects(r"^s3://[^\n]*$", rayrec.vocabulary, path, out=str(tmp_path / "out"), console=QUIET)
     fs.copy_files(str(click_log / "train.txt"), f"{bucket}/some.txt")
-    rejects(r"^[^\n]*parquet[^\n]*$", rayrec.preprocess, f"{bucket}/some.txt", out=f"{bucket}/npy", format="npy", console=QUIET)
+    rejects(
+        r"^[^\n]*parquet[^\n]*$",
+        rayrec.preprocess,
+        f"{bucket}/some.txt",
+        out=f"{bucket}/npy",
+        format="npy",
+        console=QUIET,
+    )
 
 
-# Checkpoints: streamed writes, partial reads, retention, and late saves during an outage ------------------------------
+# -- Checkpoints: streamed writes, partial reads, retention, and late saves during an outage
 def values(factor: float) -> dict[str, torch.Tensor]:
-    return {"model.large": torch.arange(6_000_000.0).reshape(-1, 16) * factor, "model.small": torch.ones(3) * factor}
+    return {
+        "model.large": torch.arange(6_000_000.0).reshape(-1, 16) * factor,
+        "model.small": torch.ones(3) * factor,
+    }
 
 
-SETTINGS: dict[str, Any] = {"retention": Retention(num_to_keep=1), "extra_files": {"more/words.txt": b"abc"}}
+SETTINGS: dict[str, Any] = {
+    "retention": Retention(num_to_keep=1),
+    "extra_files": {"more/words.txt": b"abc"},
+}
 
 
 def test_s3_saver_saves_restores_and_removes(bucket: str) -> None:
@@ -426,7 +517,9 @@ def test_s3_saver_saves_restores_and_removes(bucket: str) -> None:
     data = storage.read_bytes(storage.join(found.path, name))
     storage.write_bytes(storage.join(found.path, name), data[:-1] + bytes([data[-1] ^ 1]))
     fails_with(DamagedError, name, checkpoint.restore, found, target)
-    assert latest_valid_checkpoint(run.folder, log=lambda *_: None, exclude=[found.path]) == run.at(1)
+    assert latest_valid_checkpoint(run.folder, log=lambda *_: None, exclude=[found.path]) == run.at(
+        1
+    )
     storage.remove_file(storage.join(found.path, name))
     fails_with(DamagedError, rf"{name}: missing", checkpoint.restore, found, target)
     assert run.newest() == run.at(1)
@@ -434,7 +527,9 @@ def test_s3_saver_saves_restores_and_removes(bucket: str) -> None:
     assert not saver._lease.valid()  # type: ignore[union-attr]
 
 
-def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_saver_waits_out_outage(
+    s3_server: S3Store, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(save_retry, "PATIENCE_S", 0.5)
     monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.5)
     run = Run(f"{bucket}/two")
@@ -447,7 +542,10 @@ def test_s3_saver_waits_out_outage(s3_server: S3Store, bucket: str, monkeypatch:
     s3_server.start()
     saver.wait()
     saver.close()
-    assert (run.kinds(), run.newest()) == (["checkpoint", "checkpoint_late", "checkpoint"], run.at(2))
+    assert (run.kinds(), run.newest()) == (
+        ["checkpoint", "checkpoint_late", "checkpoint"],
+        run.at(2),
+    )
     checkpoint.verify(run.at(2))
     saver = run.saver(**SETTINGS, max_outage_s=10)
     save(saver, 3, values(3))

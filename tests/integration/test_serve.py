@@ -1,4 +1,6 @@
-"""Server command: scoring, model changes under load, replica failure, shutdown, and nights that swap it."""
+"""Server command: scoring, model changes under load, replica failure, shutdown, and nights that
+swap it.
+"""
 
 import contextlib
 import http.client
@@ -22,7 +24,14 @@ import pytest
 import ray
 import yaml
 from builders import own_click_model
-from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text, save_checkpoint
+from builders.click_models import (
+    ANY,
+    logits_of,
+    make_model,
+    make_preprocessor,
+    row_text,
+    save_checkpoint,
+)
 from builders.faults import rejects, until
 from builders.own_click_model import SlowConfig
 from builders.runs import QUIET
@@ -51,28 +60,51 @@ _until = partial(until, timeout_s=400, pause_s=0.1)
 
 
 def _replicas(server: Session) -> list[int]:
-    return [process.pid for process in server.processes() if process.command.startswith("ray::ServeReplica")]
+    return [
+        process.pid
+        for process in server.processes()
+        if process.command.startswith("ray::ServeReplica")
+    ]
 
 
 @pytest.mark.parametrize("ingress", [pytest.param("serve", marks=pytest.mark.exhaustive), "direct"])
 def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
-    places = [save_checkpoint(tmp_path / "run", 10 * seed, model) for seed, model in enumerate(models, 1)]
+    places = [
+        save_checkpoint(tmp_path / "run", 10 * seed, model) for seed, model in enumerate(models, 1)
+    ]
     port = free_ports(1)
     environment = environment_for(tmp_path / "cache", SERVE_TOKEN=TOKEN)
 
     def tell(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        return run_command(*RAYREC, "serve", *arguments, "--cluster.address", address, env=environment, status=status)
+        return run_command(
+            *RAYREC,
+            "serve",
+            *arguments,
+            "--cluster.address",
+            address,
+            env=environment,
+            status=status,
+        )
 
-    start = [*RAYREC, "serve", places[0], *f"--port {port} --replicas 2 --cpus-per-replica 0.5 --ingress {ingress}".split()]
-    with Session([*start, "--token-env", "SERVE_TOKEN"], environment=environment, output=tmp_path / "server") as server:
+    start = [
+        *RAYREC,
+        "serve",
+        places[0],
+        *f"--port {port} --replicas 2 --cpus-per-replica 0.5 --ingress {ingress}".split(),
+    ]
+    with Session(
+        [*start, "--token-env", "SERVE_TOKEN"], environment=environment, output=tmp_path / "server"
+    ) as server:
         server.until(lambda: server.out.rstrip().endswith("}"), timeout_s=400)
         told = json.loads(server.out)
         address = told["cluster_address"]
         assert told["url"] == f"http://127.0.0.1:{port}"
         status, body = ask(port, "POST", "/v1/score", TEXT)
         assert status == 200, body
-        np.testing.assert_allclose(json.loads(body)["logits"], logits_of(models[0], TEXT), atol=1e-5)
+        np.testing.assert_allclose(
+            json.loads(body)["logits"], logits_of(models[0], TEXT), atol=1e-5
+        )
         assert ask(port, "POST", "/v1/score", b"1")[0] == 400
         second = run_command(*start, env=environment, status=2)
         assert f"127.0.0.1:{port}: cannot listen there" in second.stderr
@@ -90,20 +122,24 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
         assert "contains no complete checkpoint" in tell(str(tmp_path), "--swap", status=2).stderr
 
         with Load(port, TEXT) as load:
-            # So many that the share of one replica is more than what the register has not heard of the other yet.
+            # So many that the share of one replica is more than what the register has not heard of
+            # the other yet.
             _until(lambda: len(load.answers) > 200)
             counted = _rows(port, version)
             died = _replicas(server)[0]
             os.kill(died, signal.SIGKILL)
             killed_s = time.monotonic()
             _until(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
-            _until(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)  # until then the one that died counts as serving
+            # until then the one that died counts as serving
+            _until(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)
             _until(lambda: _counts(port, "rayrec_serve_replicas") == {version: 2.0})
         # What the replica had taken is lost with it; all else is answered by the other.
         assert len(load.failed) <= 4  # clients
         assert all(start_s < killed_s + 30 for start_s, _, _ in load.failed)
         assert load.models() == {version}
-        later = [start_s for start_s, status, _ in load.answers if status == 200 and start_s > killed_s]
+        later = [
+            start_s for start_s, status, _ in load.answers if status == 200 and start_s > killed_s
+        ]
         assert later
         # The counts of the one that died are kept; those of the others come within moments.
         until(lambda: _rows(port, version) >= counted + 10 * len(later))
@@ -120,11 +156,18 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
 
 
 def _counts(port: int, name: str) -> dict[str, float]:
-    """Return the samples of a metric by their first label; none if the replica that is asked has just failed."""
+    """Return the samples of a metric by their first label; none if the replica that is asked has
+    just failed.
+    """
     with contextlib.suppress(OSError, http.client.HTTPException):
         status, body = ask(port, "GET", "/metrics")
         families = text_string_to_metric_families(body.decode()) if status == 200 else ()
-        samples = [sample for family in families for sample in family.samples if sample.name.startswith(name)]
+        samples = [
+            sample
+            for family in families
+            for sample in family.samples
+            if sample.name.startswith(name)
+        ]
         return {next(iter(sample.labels.values()), ""): sample.value for sample in samples}
     return {}
 
@@ -134,7 +177,7 @@ def _rows(port: int, version: str) -> float:
     return _counts(port, "rayrec_serve_rows_total")[version]
 
 
-# Servers started by Ray Serve's own tools, and the URLs of servers on a cluster ---------------------------------------
+# -- Servers started by Ray Serve's own tools, and the URLs of servers on a cluster
 def _model(port: int, path: str = "/v1/score") -> str | None:
     """Return the version of the model that answers."""
     with contextlib.suppress(OSError, http.client.HTTPException):
@@ -144,7 +187,9 @@ def _model(port: int, path: str = "/v1/score") -> str | None:
 
 
 def _check_upgrade_offer(port: int) -> None:
-    """Check that Ray Serve's proxy does not parse the body as another request. It may lose the body."""
+    """Check that Ray Serve's proxy does not parse the body as another request. It may lose the
+    body.
+    """
     inner = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -171,9 +216,13 @@ def shared_serve(local_ray: None) -> Iterator[None]:
 
 @pytest.mark.usefixtures("shared_serve")
 def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[str]) -> None:
-    """Another model in user_config keeps the replica, which answers throughout, also when another application joins."""
+    """Another model in user_config keeps the replica, which answers throughout, also when another
+    application joins.
+    """
     documented = (ROOT / "docs" / "serve.md").read_text()
-    (block,) = re.findall(r"^```text\n# serve\.yaml\n(.*?)^```", documented, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(
+        r"^```text\n# serve\.yaml\n(.*?)^```", documented, re.MULTILINE | re.DOTALL
+    )
     config = yaml.safe_load(block)
     config["http_options"]["port"] = port = free_ports(1)
     config["applications"][0]["args"]["model"] = places[0]
@@ -184,7 +233,9 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
         assert ran.exit_code == 0, ran.output
 
     def change(model: str) -> None:
-        config["applications"][0]["deployments"] = [{"name": APPLICATION, "user_config": {"model": model}}]
+        config["applications"][0]["deployments"] = [
+            {"name": APPLICATION, "user_config": {"model": model}}
+        ]
         deploy()
 
     def is_deployed() -> bool:
@@ -197,7 +248,12 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
     with Load(port, TEXT, num_clients=1) as load:
         replicas = _served_replicas()
         arguments = {"model": places[1], "cpus_per_replica": 0.5}
-        other = {**config["applications"][0], "name": "second", "route_prefix": "/second", "args": arguments}
+        other = {
+            **config["applications"][0],
+            "name": "second",
+            "route_prefix": "/second",
+            "args": arguments,
+        }
         config["applications"].append(other)
         deploy()
         _until(lambda: _model(port, "/second/v1/score") == second)
@@ -217,37 +273,60 @@ def _application(name: str = "clicks") -> dict[str, Any]:
 
 
 def _served_replicas(application: str = "clicks", field: str = "replica_id") -> set[Any]:
-    return {replica.get(field) for replica in _application(application)["deployments"][APPLICATION]["replicas"]}
+    return {
+        replica.get(field)
+        for replica in _application(application)["deployments"][APPLICATION]["replicas"]
+    }
 
 
 @pytest.mark.usefixtures("shared_serve")
 def test_swaps_during_replica_start(tmp_path: Path) -> None:
-    """Models load for seconds. A rejected one, tried three times at once, is never served. An accepted one is served by all.
-    Then the register is killed, and the server rolls back."""
+    """Models load for seconds. A rejected one, tried three times at once, is never served. An
+    accepted one is served by all. Then the register is killed, and the server rolls back.
+    """
     slow = SlowConfig(embedding_dim=4, build_s=3)
     models = [make_model(seed=seed, config=SlowConfig(embedding_dim=4)) for seed in (1, 2)]
-    first, second = (save_checkpoint(tmp_path / "run", seed, model, network=slow) for seed, model in enumerate(models))
+    first, second = (
+        save_checkpoint(tmp_path / "run", seed, model, network=slow)
+        for seed, model in enumerate(models)
+    )
     other = make_model(make_preprocessor(ANY), config=SlowConfig(embedding_dim=4))
     rejected = save_checkpoint(tmp_path / "other", 3, other, network=slow)
     versions = {place: open_served(place, own=SlowConfig).version for place in (first, second)}
-    options: dict[str, Any] = {"port": free_ports(1), "cpus_per_replica": 0.5, "replicas": 2, "ingress": "direct"}
+    options: dict[str, Any] = {
+        "port": free_ports(1),
+        "cpus_per_replica": 0.5,
+        "replicas": 2,
+        "ingress": "direct",
+    }
     options["recipe"] = f"{own_click_model.__file__}:slow_model"
 
-    with rayrec.serving(first, console=QUIET, **options) as server, Load(options["port"], TEXT) as load:
+    with (
+        rayrec.serving(first, console=QUIET, **options) as server,
+        Load(options["port"], TEXT) as load,
+    ):
         before = _served_replicas(APPLICATION, "pid")
         assert len(before) == 2
         instance = find_instance(APPLICATION)
         assert instance is not None
-        assert (instance.with_proxies, settle(ServeConfig(), instance, private_ray=False).ingress) == (False, "direct")
+        assert (
+            instance.with_proxies,
+            settle(ServeConfig(), instance, private_ray=False).ingress,
+        ) == (False, "direct")
         os.kill(min(before), signal.SIGKILL)
         _until(lambda: _served_replicas(APPLICATION, "pid") - before - {None})
         with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(rejects, "schemas differ in", control.swap, rejected, address=None) for _ in range(3)]:
+            for done in [
+                pool.submit(rejects, "schemas differ in", control.swap, rejected, address=None)
+                for _ in range(3)
+            ]:
                 done.result()
         found = server.describe()
         assert (found["model"], found["previous"]) == (first, None)
         assert control.swap(second, address=None)["version"] == versions[second]
-        assert {replica["model"] for replica in server.describe()["replicas"].values()} == {versions[second]}
+        assert {replica["model"] for replica in server.describe()["replicas"].values()} == {
+            versions[second]
+        }
         _until(lambda: len(server.describe()["replicas"]) == 2)
         assert len(load.failed) <= 4  # what the killed replica had taken
         load.answers.clear()
@@ -262,12 +341,14 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
     assert find_instance(APPLICATION) is None
 
 
-# The nightly files ----------------------------------------------------------------------------------------------------
+# -- The nightly files
 DAYS = [f"2026-05-0{number}" for number in range(1, 5)]
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_nights_swap_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nights_swap_running_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     job: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "nightly" / "nightly.yaml").read_text())
     job["train"]["min_steps_per_epoch"] = 8
@@ -275,7 +356,9 @@ def test_nights_swap_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         os.makedirs(f"clicks/dt={day}")
         for part in range(3):
             random = np.random.default_rng([part, *day.encode()])
-            frame = pd.DataFrame({name: random.integers(0, 50, 600) for name in ("age", "user", "item")})
+            frame = pd.DataFrame(
+                {name: random.integers(0, 50, 600) for name in ("age", "user", "item")}
+            )
             frame["click"] = (frame["age"] > 35).astype(int) if day != DAYS[2] else 0
             frame.to_parquet(f"clicks/dt={day}/part-{part}.parquet", index=False)
 
@@ -291,11 +374,23 @@ def test_nights_swap_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return str(json.loads(ask(port, "GET", "/readyz")[1])["model"])
 
     night(DAYS[0], swap=None)
-    start = [*RAYREC, "serve", f"nightly/exports/{DAYS[0]}", "--port", str(port), "--cpus-per-replica", "0.5"]
-    with Session(start, environment=environment_for(tmp_path / "ray"), output=tmp_path / "server") as server:
+    start = [
+        *RAYREC,
+        "serve",
+        f"nightly/exports/{DAYS[0]}",
+        "--port",
+        str(port),
+        "--cpus-per-replica",
+        "0.5",
+    ]
+    with Session(
+        start, environment=environment_for(tmp_path / "ray"), output=tmp_path / "server"
+    ) as server:
         server.until(lambda: server.out.rstrip().endswith("}"))
         address = json.loads(server.out)["cluster_address"]
-        job["swap"] = f"{sys.executable} -m rayrec serve {{export}} --swap --cluster.address {address}"
+        job["swap"] = (
+            f"{sys.executable} -m rayrec serve {{export}} --swap --cluster.address {address}"
+        )
         first = served()
         night(DAYS[1])
         second = served()

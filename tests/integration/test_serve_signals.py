@@ -1,4 +1,6 @@
-"""Signals to a server's command at any moment from its start on: exit status, time, output, and no process left."""
+"""Signals to a server's command at any moment from its start on: exit status, time, output, and no
+process left.
+"""
 
 import contextlib
 import http.client
@@ -30,11 +32,13 @@ LIMIT_S = 20.0
 EVERY_S = 0.5
 """Distance of the complete drill's moments."""
 CALM = re.compile(
-    r"(rayrec serve: stopped by SIG\w+ before it was ready\n|Stopping the server after answering requests in flight\n)?"
+    r"(rayrec serve: stopped by SIG\w+ before it was ready\n|Stopping the server after answering "
+    r"requests in flight\n)?"
     r"(\x1b\[33m\(raylet\)\x1b\[0m Task ServeController\.\w+ failed\..*\n|\n)*"
 )
-"""Standard error of a stopped server: no traceback, and no stack of Ray's C++ code. Ray tells all programs connected to a cluster
-that an actor of Ray Serve has ended."""
+"""Standard error of a stopped server: no traceback, and no stack of Ray's C++ code. Ray tells all
+programs connected to a cluster that an actor of Ray Serve has ended.
+"""
 
 
 def _to_process(server: Session, number: signal.Signals) -> None:
@@ -72,12 +76,17 @@ class Servers:
         settings = f"--port {self.port} --cpus-per-replica 0.5 --ingress {ingress}".split()
         environment = environment_for(self._folder / "cache")
         output = self._folder / f"server-{self._number}"
-        return Session([*RAYREC, "serve", self.place, *settings, *options], environment=environment, output=output)
+        return Session(
+            [*RAYREC, "serve", self.place, *settings, *options],
+            environment=environment,
+            output=output,
+        )
 
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Servers]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Servers inherit it, also if the tests run under nohup
+    # Servers inherit it, also if the tests run under nohup
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield Servers(tmp_path)
     signal.signal(signal.SIGHUP, before)
 
@@ -106,7 +115,9 @@ def _stop(server: Session, send: Send, number: signal.Signals) -> int:
         pytest.param("replica", "process", signal.SIGINT, id="model-loads"),
     ],
 )
-def test_signal_ends_starting_server(servers: Servers, role: str, target: str, number: signal.Signals) -> None:
+def test_signal_ends_starting_server(
+    servers: Servers, role: str, target: str, number: signal.Signals
+) -> None:
     with servers.start() as server:
         server.until(lambda: server.find(role))
         assert _stop(server, TARGETS[target], number) == STOPPED
@@ -117,7 +128,10 @@ def test_signal_to_all_processes_lets_server_answer(servers: Servers) -> None:
     with servers.start() as server:
         server.until(lambda: _is_ready(server))
         with socket.create_connection(("127.0.0.1", servers.port), timeout=60) as client:
-            head = "POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/tab-separated-values\r\n"
+            head = (
+                "POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: "
+                "text/tab-separated-values\r\n"
+            )
             client.sendall(f"{head}content-length: {len(TEXT)}\r\n\r\n".encode() + TEXT[:100])
             time.sleep(0.3)
             answer: list[bytes] = []
@@ -157,13 +171,17 @@ def test_readiness_follows_printed_address(servers: Servers) -> None:
 
 @pytest.fixture
 def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with RayHead(tmp_path_factory.mktemp("h"), cache=tmp_path_factory.mktemp("cache"), num_cpus=2) as head:
+    with RayHead(
+        tmp_path_factory.mktemp("h"), cache=tmp_path_factory.mktemp("cache"), num_cpus=2
+    ) as head:
         wait_for_ray(head)
         yield head.address
 
 
 @pytest.mark.exhaustive
-def test_signal_withdraws_starting_server_from_cluster(servers: Servers, running_cluster: str) -> None:
+def test_signal_withdraws_starting_server_from_cluster(
+    servers: Servers, running_cluster: str
+) -> None:
     """A cluster keeps nothing of a server that was not ready, and takes the next one."""
     with servers.start("--cluster.address", running_cluster) as server:
         until(lambda: _replicas(running_cluster))
@@ -174,7 +192,9 @@ def test_signal_withdraws_starting_server_from_cluster(servers: Servers, running
 
 
 def _replicas(address: str) -> bool:
-    listed = run_command(*RAYREC[:1], "-c", _LIST, address, env={**os.environ, "RAY_AUTH_MODE": "token"})
+    listed = run_command(
+        *RAYREC[:1], "-c", _LIST, address, env={**os.environ, "RAY_AUTH_MODE": "token"}
+    )
     return "ServeReplica" in listed.stdout
 
 
@@ -195,8 +215,12 @@ DRILLS = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "target", "ingress"), DRILLS)
-def test_signal_ends_server_at_any_moment(servers: Servers, number: signal.Signals, target: str, ingress: str) -> None:
-    """Send a signal each half second from the start on, until a second after the address was printed."""
+def test_signal_ends_server_at_any_moment(
+    servers: Servers, number: signal.Signals, target: str, ingress: str
+) -> None:
+    """Send a signal each half second from the start on, until a second after the address was
+    printed.
+    """
     moment_s = 0.0
     ready_s = float("inf")
     while moment_s < ready_s + 1:
@@ -209,6 +233,12 @@ def test_signal_ends_server_at_any_moment(servers: Servers, number: signal.Signa
                     ready_s = min(ready_s, elapsed_s)
                 time.sleep(0.01)
             # Before Python runs the command's code, signals end the process as any.
-            valid = {STOPPED, 0} if is_ready else {STOPPED, -number} if moment_s < EVERY_S else {STOPPED}
+            valid = (
+                {STOPPED, 0}
+                if is_ready
+                else {STOPPED, -number}
+                if moment_s < EVERY_S
+                else {STOPPED}
+            )
             assert _stop(server, TARGETS[target], number) in valid
         moment_s += EVERY_S

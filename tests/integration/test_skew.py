@@ -1,4 +1,6 @@
-"""Training and serving cannot disagree: the same raw rows through every way to a score give the same score."""
+"""Training and serving cannot disagree: the same raw rows through every way to a score give the
+same score.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ TOLERANCE = 2e-6
 @pytest.fixture(scope="module")
 def log(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("log") / "log.tsv"
-    path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]))
+    path.write_bytes(
+        b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS])
+    )
     return path
 
 
@@ -55,16 +59,24 @@ def preprocessor(index: LogIndex) -> Preprocessor:
 def saved(preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A model whose tables' values are large enough to matter, in one piece, and its checkpoint."""
     model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(32, 8), top_mlp=(32, 1))
-    return save_clicks(tmp_path_factory.mktemp("run"), model=model, preprocessor=preprocessor, seed=3, scale=5.0)
+    return save_clicks(
+        tmp_path_factory.mktemp("run"), model=model, preprocessor=preprocessor, seed=3, scale=5.0
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(saved: Saved, index: LogIndex) -> np.ndarray:
-    """The logits as training has them: rows shuffled, encoded in data tasks, sent through Arrow, in TorchRec's batches."""
-    order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="window", seed=5, segments_per_block=3)
+    """The logits as training has them: rows shuffled, encoded in data tasks, sent through Arrow, in
+    TorchRec's batches.
+    """
+    order = BlockOrder(
+        tuple(index.parts(0, index.rows)), shuffle="window", seed=5, segments_per_block=3
+    )
     logits = np.full(ROWS, np.nan, np.float32)
     for block in order.blocks(1):
-        numbers = np.concatenate([part.segment.first_row + np.arange(part.segment.rows) for part in block.parts])
+        numbers = np.concatenate(
+            [part.segment.first_row + np.arange(part.segment.rows) for part in block.parts]
+        )
         for rows in from_arrow(to_arrow(encode_block(block, 0, block.rows, saved.preprocessor))):
             logits[numbers[block.order()]] = saved.logits(rows)
     assert np.isfinite(logits).all()
@@ -73,23 +85,54 @@ def trained(saved: Saved, index: LogIndex) -> np.ndarray:
 
 
 def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
-    order = BlockOrder(tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=2)
-    first_rows = {block: tuple(part.segment.first_row for part in block.parts) for block in order.blocks(0)}
+    order = BlockOrder(
+        tuple(index.parts(0, index.rows)), shuffle="none", seed=0, segments_per_block=2
+    )
+    first_rows = {
+        block: tuple(part.segment.first_row for part in block.parts) for block in order.blocks(0)
+    }
     blocks = [ScoredBlock(block, rows, has_all_lines=True) for block, rows in first_rows.items()]
     config: Any = saved.config
-    options: dict[str, Any] = {"labelled": True, "measuring": False, "batch_rows": 1024, "preprocessor": None, "blocks": None}
-    options |= {"key_columns": (), "frequency_columns": (), "stretches": (), "counts_clipped": False}
-    process = _ScoringTask(workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options)
-    given = {"precision": config.precision, "preprocessor": Preprocessor.load(f"{saved.checkpoint}/preprocessor")}
-    scorer = load_scorer(config.workload.model, checkpoint=str(saved.checkpoint), device="cpu", **given)
-    table = pa.concat_tables(map(process.block_scorer(saved.preprocessor, blocks, scorer), range(len(blocks))))
+    options: dict[str, Any] = {
+        "labelled": True,
+        "measuring": False,
+        "batch_rows": 1024,
+        "preprocessor": None,
+        "blocks": None,
+    }
+    options |= {
+        "key_columns": (),
+        "frequency_columns": (),
+        "stretches": (),
+        "counts_clipped": False,
+    }
+    process = _ScoringTask(
+        workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options
+    )
+    given = {
+        "precision": config.precision,
+        "preprocessor": Preprocessor.load(f"{saved.checkpoint}/preprocessor"),
+    }
+    scorer = load_scorer(
+        config.workload.model, checkpoint=str(saved.checkpoint), device="cpu", **given
+    )
+    table = pa.concat_tables(
+        map(process.block_scorer(saved.preprocessor, blocks, scorer), range(len(blocks)))
+    )
     assert table.column("row").to_pylist() == list(range(ROWS))
     np.testing.assert_allclose(table.column("logit").to_numpy(), trained, atol=TOLERANCE)
 
 
-def test_export_and_http(trained: np.ndarray, saved: Saved, index: LogIndex, log: Path, tmp_path: Path) -> None:
+def test_export_and_http(
+    trained: np.ndarray, saved: Saved, index: LogIndex, log: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "export"
-    export(str(saved.checkpoint), str(out), config=saved.config, settings=ExportConfig(parity_path=str(log)))
+    export(
+        str(saved.checkpoint),
+        str(out),
+        config=saved.config,
+        settings=ExportConfig(parity_path=str(log)),
+    )
     model = open_served(str(out))
     raw = read_segments(index.segments, SCHEMA)
     np.testing.assert_allclose(model.score(model.preprocessor.encode(raw)), trained, atol=TOLERANCE)
@@ -97,7 +140,9 @@ def test_export_and_http(trained: np.ndarray, saved: Saved, index: LogIndex, log
     app = make_app(model)
     lines = log.read_bytes().splitlines(keepends=True)
     answers = [score(app, b"".join(lines[start : start + 1000])) for start in range(0, ROWS, 1000)]
-    np.testing.assert_allclose(np.concatenate([answer["logits"] for answer in answers]), trained, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        np.concatenate([answer["logits"] for answer in answers]), trained, atol=TOLERANCE
+    )
     assert sum(sum(answer["unknown"]) for answer in answers) > ROWS  # the ways agree on these, too
     without_label = [unlabelled([line]) for line in lines[:500]]
     objects = score(app, {"rows": [row_object(line) for line in without_label]})

@@ -1,4 +1,6 @@
-"""The files for Slurm, under a real Slurm: a job interrupted twice is requeued, resumes, and ends with the same weights."""
+"""The files for Slurm, under a real Slurm: a job interrupted twice is requeued, resumes, and ends
+with the same weights.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,11 @@ from hosts.slurm_cluster import SlurmCluster
 from rayrec import storage
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
-pytestmark += [pytest.mark.skipif(slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}")]
+pytestmark += [
+    pytest.mark.skipif(
+        slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}"
+    )
+]
 
 FILES = Path(__file__).parents[2] / "deploy" / "slurm"
 
@@ -52,5 +58,6 @@ def test_job_survives_two_slurm_interruptions(
     summary = storage.read_json(f"{run}/summary.json")
     check_same_run(summary, undisturbed)
     assert (summary["steps_redone"], slurm.log(job).count("saved, stopping (SIGTERM)")) == (0, 2)
-    # Slurm's SIGTERM at a preemption reaches the tasks alone; Ray's first task passes it on to the script.
+    # Slurm's SIGTERM at a preemption reaches the tasks alone; Ray's first task passes it on to the
+    # script.
     assert slurm.log(job).count("notice from Slurm") == (2 if file == "ray.sbatch" else 1)

@@ -1,4 +1,6 @@
-"""Supervised run on a real head: success, user errors, signals, and loss of the supervisor or head."""
+"""Supervised run on a real head: success, user errors, signals, and loss of the supervisor or
+head.
+"""
 
 import json
 import re
@@ -42,21 +44,36 @@ class Head:
     def start(self) -> None:
         names = ("dashboard-port", "port", "ray-client-server-port", "dashboard-agent-listen-port")
         ports = [f"--{name}={self._port + offset}" for offset, name in enumerate(names)]
-        others = f"--dashboard-host=127.0.0.1 --temp-dir={self.folder}/ray --num-cpus=2 --object-store-memory=200000000"
-        environment = environment_for(self._cache, RAYREC_TEST_HEAD=str(self.folder), PYTHONUNBUFFERED="1")
-        self._session = Session(ray_start("--head", *ports, *others.split()), environment=environment, output=self._output)
+        others = (
+            f"--dashboard-host=127.0.0.1 --temp-dir={self.folder}/ray --num-cpus=2 "
+            "--object-store-memory=200000000"
+        )
+        environment = environment_for(
+            self._cache, RAYREC_TEST_HEAD=str(self.folder), PYTHONUNBUFFERED="1"
+        )
+        self._session = Session(
+            ray_start("--head", *ports, *others.split()),
+            environment=environment,
+            output=self._output,
+        )
 
     def wait(self) -> None:
-        """Wait until the head answers. Restarts it if a busy machine exceeds the 30 s that Ray gives it."""
+        """Wait until the head answers. Restarts it if a busy machine exceeds the 30 s that Ray
+        gives it.
+        """
 
         def is_ready() -> bool:
             if self._session.process.poll() is not None:
-                assert "timed out during startup" in self._session.err, self._session.out + self._session.err
+                assert "timed out during startup" in self._session.err, (
+                    self._session.out + self._session.err
+                )
                 self.kill()
                 self.start()
             return "Ray runtime started" in self._session.out and self._answers()
 
-        until(is_ready, timeout_s=300, pause_s=0.2, told=lambda: self._session.out + self._session.err)
+        until(
+            is_ready, timeout_s=300, pause_s=0.2, told=lambda: self._session.out + self._session.err
+        )
 
     def _answers(self) -> bool:
         try:
@@ -69,7 +86,9 @@ class Head:
 
     def kill(self) -> None:
         mark = f"{MARK}={self.folder}".encode()
-        kill_all(lambda: pids(lambda pid: mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")))
+        kill_all(
+            lambda: pids(lambda pid: mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        )
         self._session.process.wait()
 
 
@@ -79,8 +98,18 @@ class Supervised(Run):
         self.state, self._head = folder / f"{config.name}.json", head
 
     def start(self, *flags: str) -> Self:
-        own = ["--address", self._head.url, "--python", sys.executable, "--state", str(self.state), *flags]
-        return self._start("supervise", *own, "--", "train", "--config", str(self._folder / "config.yaml"))
+        own = [
+            "--address",
+            self._head.url,
+            "--python",
+            sys.executable,
+            "--state",
+            str(self.state),
+            *flags,
+        ]
+        return self._start(
+            "supervise", *own, "--", "train", "--config", str(self._folder / "config.yaml")
+        )
 
     @property
     def log(self) -> str:
@@ -111,7 +140,9 @@ Begin = Callable[..., Supervised]
 
 
 @pytest.fixture(scope="module")
-def begin(head: Head, click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Begin]:
+def begin(
+    head: Head, click_log: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Begin]:
     folder = tmp_path_factory.mktemp("supervised")
     with ExitStack() as runs:
 
@@ -128,7 +159,11 @@ def test_success_returns_summary_at_once(begin: Begin) -> None:
     summary = run.result()
     assert summary == json.loads(Path(run.path, "summary.json").read_text())
     assert "criteo_demo: finished" in run.session.err  # what the job printed
-    for line in ("submitted supervised-0001", "supervised-0001 is running", "finished, as supervised-0001"):
+    for line in (
+        "submitted supervised-0001",
+        "supervised-0001 is running",
+        "finished, as supervised-0001",
+    ):
         assert line in run.log
         assert line in run.session.err
     assert run.start("-q").result() == summary
@@ -152,7 +187,8 @@ def test_ctrl_c_stops_job_after_save(begin: Begin) -> None:
     run.session.process.send_signal(signal.SIGINT)
     assert run.exit_status(timeout_s=480) == 130
     assert "interrupted-0001 has ended" in run.log
-    assert committed(run.path)[-1].step == run.last_step() >= 60  # saved when it stopped, and not only every 40 steps
+    # saved when it stopped, and not only every 40 steps
+    assert committed(run.path)[-1].step == run.last_step() >= 60
 
 
 @pytest.mark.exhaustive
@@ -165,7 +201,9 @@ def test_next_supervisor_follows_same_job(begin: Begin, undisturbed: dict[str, A
     assert run.log.count("submitted") == 1
 
 
-def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, undisturbed: dict[str, Any]) -> None:
+def test_lost_head_loses_only_steps_since_checkpoint(
+    begin: Begin, head: Head, undisturbed: dict[str, Any]
+) -> None:
     run = begin("lost")
     run.wait_for_step(60)
     until(lambda: any(saved.step >= 40 for saved in committed(run.path)), timeout_s=180)
@@ -175,7 +213,13 @@ def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, u
     head.start()
     head.wait()
     check_same_run(run.result(), undisturbed)
-    order = ("submitted lost-0001", "head lost", "head is back", "lost-0001 was lost with the head", "submitted lost-0002")
+    order = (
+        "submitted lost-0001",
+        "head lost",
+        "head is back",
+        "lost-0001 was lost with the head",
+        "submitted lost-0002",
+    )
     assert re.search(".*".join(order), run.log, re.DOTALL)
     assert run.log.count("submitted") == 2
     assert run.events("start")[-1]["step"] >= 40
@@ -184,12 +228,23 @@ def test_lost_head_loses_only_steps_since_checkpoint(begin: Begin, head: Head, u
 def test_loop_of_spot_guide_outlives_head(
     head: Head, undisturbed: dict[str, Any], click_log: Path, cache: Path, tmp_path: Path
 ) -> None:
-    diff = (ROOT / "docs" / "from-huggingface.md").read_text().partition("+import subprocess")[2].partition("```")[0]
-    script = "\n".join(["import subprocess", *(line[1:] for line in diff.splitlines() if not line.startswith("-"))])
+    diff = (
+        (ROOT / "docs" / "from-huggingface.md")
+        .read_text()
+        .partition("+import subprocess")[2]
+        .partition("```")[0]
+    )
+    script = "\n".join(
+        ["import subprocess", *(line[1:] for line in diff.splitlines() if not line.startswith("-"))]
+    )
     script = script.replace('"rayrec", "train", "gpt2"', ", ".join(map(repr, [*RAYREC, "train"])))
     run = Run(small_run(click_log, tmp_path, name="loop"), tmp_path, cache=cache)
     command = [sys.executable, "-c", script.replace("run.yaml", str(tmp_path / "config.yaml"))]
-    with Session(command, environment=environment_for(cache, RAY_ADDRESS=head.address), output=tmp_path / "loop") as loop:
+    with Session(
+        command,
+        environment=environment_for(cache, RAY_ADDRESS=head.address),
+        output=tmp_path / "loop",
+    ) as loop:
         loop.until(lambda: any(event["step"] >= 60 for event in run.events("step")))
         head.kill()
         head.start()

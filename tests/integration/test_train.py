@@ -1,4 +1,6 @@
-"""Training with two workers on a local Ray and one in this process: outputs, determinism, resume and rejections."""
+"""Training with two workers on a local Ray and one in this process: outputs, determinism, resume
+and rejections.
+"""
 
 import dataclasses
 import gzip
@@ -22,9 +24,25 @@ import yaml
 from builders.faults import rejects
 from builders.golden import check_golden
 from builders.process_state import check_unchanged, state_of_process
-from builders.runs import check_no_rows_lost, check_same_run, events_of, losses, one_worker, short_run, small_run
+from builders.runs import (
+    check_no_rows_lost,
+    check_same_run,
+    events_of,
+    losses,
+    one_worker,
+    short_run,
+    small_run,
+)
 from hosts.planned_memory import SIZES, measured
-from hosts.processes import RAYREC, RayHead, Run, environment_for, run_command, torchrun, wait_for_ray
+from hosts.processes import (
+    RAYREC,
+    RayHead,
+    Run,
+    environment_for,
+    run_command,
+    torchrun,
+    wait_for_ray,
+)
 from hosts.processes import finished as finished_run
 
 from rayrec import recipes
@@ -48,7 +66,10 @@ pytestmark = pytest.mark.slow
 
 
 LEARNING: dict[str, Any] = {"model": {"top_mlp": (256, 128, 1), "embedding_penalty": 3e-3}}
-LEARNING |= {"sparse_optimizer": {"learning_rate": 0.05, "eps": 1e-8}, "dense_optimizer": {"learning_rate": 0.002}}
+LEARNING |= {
+    "sparse_optimizer": {"learning_rate": 0.05, "eps": 1e-8},
+    "dense_optimizer": {"learning_rate": 0.002},
+}
 """Fixed settings for these tests and the golden curves, independent of the recipe's tuning."""
 
 
@@ -61,7 +82,9 @@ def small(log: Path, storage: Path, **changes: Any) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def finished(local_ray: None, click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    config = small(click_log, tmp_path_factory.mktemp("runs"), batch_size=64, scaling={"num_workers": 2})
+    config = small(
+        click_log, tmp_path_factory.mktemp("runs"), batch_size=64, scaling={"num_workers": 2}
+    )
     return config, train(config)
 
 
@@ -79,7 +102,11 @@ def test_run_leaves_complete_folder(finished: Trained) -> None:
     (config, result), folder = finished, Path(finished[1].folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary == result.summary
-    assert (summary["recipe"], summary["steps"], summary["rows"]) == ("criteo_demo", 20, 20 * 2 * 64)
+    assert (summary["recipe"], summary["steps"], summary["rows"]) == (
+        "criteo_demo",
+        20,
+        20 * 2 * 64,
+    )
     check_no_rows_lost(summary, restarts=0)
     assert {"auroc", "logloss", "normalized_entropy", "calibration"} <= summary["metrics"].keys()
     assert summary["metrics"]["rows"] == summary["rows_of_sets"]["test"] == 1428
@@ -95,11 +122,21 @@ def test_run_leaves_complete_folder(finished: Trained) -> None:
     assert yaml.safe_load(stored)["steps"] == 20
     first, *others = (event["kind"] for event in events_of(folder))
     assert first == "run"
-    assert {"prepared", "start", "step", "evaluate", "checkpoint", "finish", "summary"} <= set(others)
+    assert {"prepared", "start", "step", "evaluate", "checkpoint", "finish", "summary"} <= set(
+        others
+    )
     assert list((folder / "logs").glob("worker_*.log"))
     for before, step in pairwise(events_of(folder, "step")):
-        assert sum(step["times_s"].values()) == pytest.approx((step["rows"] - before["rows"]) / step["rows_per_s"])
-        assert min(step["times_s"][phase] for phase in ("forward", "backward", "optimizer", "collectives")) > 0
+        assert sum(step["times_s"].values()) == pytest.approx(
+            (step["rows"] - before["rows"]) / step["rows_per_s"]
+        )
+        assert (
+            min(
+                step["times_s"][phase]
+                for phase in ("forward", "backward", "optimizer", "collectives")
+            )
+            > 0
+        )
         assert step["peak_fraction"] > 0
     assert summary["verdict"].endswith(".")
     page = (folder / "report.html").read_text()
@@ -146,14 +183,27 @@ class FailingStep(ClickWorkload):
         return setup
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(1, id="one_worker"), pytest.param(2, id="two_workers")])
-def test_run_on_ray_leaves_callers_process_unchanged(finished: Trained, tmp_path: Path, num_workers: int) -> None:
+@pytest.mark.parametrize(
+    "num_workers", [pytest.param(1, id="one_worker"), pytest.param(2, id="two_workers")]
+)
+def test_run_on_ray_leaves_callers_process_unchanged(
+    finished: Trained, tmp_path: Path, num_workers: int
+) -> None:
     scaling = {"num_workers": num_workers}
-    config = finished[0].replace(storage_path=str(tmp_path), name="run", scaling=scaling, steps=4, evaluate_every=4)
+    config = finished[0].replace(
+        storage_path=str(tmp_path), name="run", scaling=scaling, steps=4, evaluate_every=4
+    )
     before = state_of_process()
     train(config)
-    for name, workload, cause in (("a", FailingSetUp, "no room for the tables"), ("b", FailingStep, "no third step")):
-        rejects(cause, train, dataclasses.replace(config, name=name, workload=workload(**vars(config.workload))))
+    for name, workload, cause in (
+        ("a", FailingSetUp, "no room for the tables"),
+        ("b", FailingStep, "no third step"),
+    ):
+        rejects(
+            cause,
+            train,
+            dataclasses.replace(config, name=name, workload=workload(**vars(config.workload))),
+        )
     check_unchanged(before)
 
 
@@ -162,9 +212,13 @@ def test_plan_lists_tables_of_each_worker(finished: Trained) -> None:
     assert isinstance(config.workload, ClickWorkload)
     preprocessor = Preprocessor.load(os.path.join(result.folder, "preprocessor"))
     cluster = {"target": Target(2, 2), "memory_bytes": local_memory(config, workers=2)}
-    planned = tables_of(config.workload, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, **cluster)
+    planned = tables_of(
+        config.workload, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, **cluster
+    )
     (start,) = events_of(result.folder, "start")
-    held = [sum(table["bytes_of_rank"].get(rank, 0) for table in start["tables"]) for rank in ("0", "1")]
+    held = [
+        sum(table["bytes_of_rank"].get(rank, 0) for table in start["tables"]) for rank in ("0", "1")
+    ]
     assert list(planned.worker_bytes) == held
     assert min(held) > 0
 
@@ -175,12 +229,16 @@ def test_finished_run_is_not_retrained(finished: Trained) -> None:
     assert train(config).summary == result.summary
     assert events_of(result.folder) == before
     rejects("finished with another configuration", train, config.replace(steps=19))
-    rejects(r"trained with other settings \(seed: 0 -> 1\)", train, config.replace(steps=21, seed=1))
+    rejects(
+        r"trained with other settings \(seed: 0 -> 1\)", train, config.replace(steps=21, seed=1)
+    )
     assert json.loads(Path(result.folder, "summary.json").read_text()) == result.summary
 
 
 @pytest.mark.exhaustive
-def test_cpu_contention_is_logged_and_keeps_bits(alone: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_contention_is_logged_and_keeps_bits(
+    alone: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = iter(range(10**9))
     monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", lambda path: (0, next(reads) * 10**9))
     monkeypatch.setattr(kernel_threads, "_INTERVAL_S", 0.001)
@@ -194,7 +252,9 @@ def test_cpu_contention_is_logged_and_keeps_bits(alone: Trained, tmp_path: Path,
 class RepeatingWorkload(ClickWorkload):
     """Workload whose worker trains its second batch twice and skips its third."""
 
-    def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Loader[Any, Any]:
+    def make_loader(
+        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    ) -> Loader[Any, Any]:
         loader = super().make_loader(context, prepared, state=state, step=step)
         loader.start()
         assert loader._batches is not None
@@ -203,11 +263,15 @@ class RepeatingWorkload(ClickWorkload):
         return loader
 
 
-def test_summary_counts_lost_and_repeated_rows(click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_counts_lost_and_repeated_rows(
+    click_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = small(click_log, tmp_path, steps=4, evaluate_every=4)
     assert isinstance(config.workload, ClickWorkload)
     # The configuration's own class; a subclass has all of its fields.
-    summary = train(dataclasses.replace(config, workload=RepeatingWorkload(**vars(config.workload)))).summary
+    summary = train(
+        dataclasses.replace(config, workload=RepeatingWorkload(**vars(config.workload)))
+    ).summary
     assert summary["rows"] == 4 * 128
     assert summary["rows_lost"] == summary["rows_repeated"]
     assert 120 < summary["rows_lost"] <= 128  # two rows with equal residues cancel each other
@@ -252,23 +316,42 @@ except InputError as error:
     assert "accelerator" in str(error), error
     print("mixed cluster: ok", flush=True)  # at its end the process may lose its raylet first
 """
-"""Script that trains on several Ray nodes of this machine, one of them with a simulated accelerator."""
+"""Script that trains on several Ray nodes of this machine, one of them with a simulated
+accelerator.
+"""
 
 
 @pytest.mark.extended
 def test_separate_data_nodes_keep_weights(finished: Trained, tmp_path: Path) -> None:
     config, result = finished
-    script = [sys.executable, "-c", MIXED_CLUSTER, os.path.join(result.folder, "config.yaml"), str(tmp_path)]
+    script = [
+        sys.executable,
+        "-c",
+        MIXED_CLUSTER,
+        os.path.join(result.folder, "config.yaml"),
+        str(tmp_path),
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(script, capture_output=True, text=True, check=False, env=environment, timeout=600)
-    assert "mixed cluster: ok" in done.stdout, (done.returncode, done.stdout[-3000:] + done.stderr[-3000:])
-    check_same_run(json.loads((tmp_path / config.name / "summary.json").read_text()), result.summary)
+    done = subprocess.run(
+        script, capture_output=True, text=True, check=False, env=environment, timeout=600
+    )
+    assert "mixed cluster: ok" in done.stdout, (
+        done.returncode,
+        done.stdout[-3000:] + done.stderr[-3000:],
+    )
+    check_same_run(
+        json.loads((tmp_path / config.name / "summary.json").read_text()), result.summary
+    )
     assert losses(tmp_path / config.name) == losses(result.folder)
 
 
 @pytest.mark.extended
 def test_torchrun_matches_weights_after_killed_process(finished: Trained, tmp_path: Path) -> None:
-    check_same_run(torchrun(tmp_path, "run", f"{finished[1].folder}/config.yaml", kill=True), finished[1].summary, restarts=1)
+    check_same_run(
+        torchrun(tmp_path, "run", f"{finished[1].folder}/config.yaml", kill=True),
+        finished[1].summary,
+        restarts=1,
+    )
 
 
 def test_other_seed_changes_weights(alone: Trained, tmp_path: Path) -> None:
@@ -277,10 +360,14 @@ def test_other_seed_changes_weights(alone: Trained, tmp_path: Path) -> None:
     assert losses(other.folder)[0] != losses(result.folder)[0]
 
 
-def test_one_worker_on_ray_matches_in_process_run(local_ray: None, alone: Trained, tmp_path: Path) -> None:
+def test_one_worker_on_ray_matches_in_process_run(
+    local_ray: None, alone: Trained, tmp_path: Path
+) -> None:
     config, here = alone
     on_ray = train(config.replace(storage_path=str(tmp_path), cluster={"address": None}))
-    stages = [[event["stages"] for event in events_of(run.folder, "start_up")] for run in (here, on_ray)]
+    stages = [
+        [event["stages"] for event in events_of(run.folder, "start_up")] for run in (here, on_ray)
+    ]
     assert [any("worker_imports" in each for each in of_run) for of_run in stages] == [False, True]
     check_same_run(on_ray.summary, here.summary, "metrics", "validation", "bad_rows")
     assert losses(on_ray.folder) == losses(here.folder)
@@ -295,14 +382,18 @@ def test_forked_ray_processes_have_separate_identifiers(local_ray: None) -> None
         return parent, "colorsys" in sys.modules, os.getpid(), ray.put(None).hex()
 
     task = ray.remote(runtime_env={"env_vars": {forked_worker.MODULES: "colorsys"}})(seen)
-    parents, are_imported, pids, names = map(set, zip(*ray.get([task.remote(), task.remote()]), strict=True))
+    parents, are_imported, pids, names = map(
+        set, zip(*ray.get([task.remote(), task.remote()]), strict=True)
+    )
     assert [fork_server.__name__ in parent for parent in parents] == [True]
     assert are_imported == {True}
     assert len(pids) == len(names) == 2
 
 
 def test_golden_loss_curves(finished: Trained, alone: Trained) -> None:
-    """Changes that should not affect training must not move these curves. Otherwise regenerate them."""
+    """Changes that should not affect training must not move these curves. Otherwise regenerate
+    them.
+    """
     measured = {"1 worker": losses(alone[1].folder), "2 workers": losses(finished[1].folder)}
     check_golden("criteo_demo_losses", measured, tolerance=1e-4)
 
@@ -315,21 +406,43 @@ def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -
     config = small(tmp_path, tmp_path / "runs", steps=3, evaluate_every=3)
     result = train(config)
     assert (result.summary["bad_rows"], sum(result.summary["rows_of_sets"].values())) == (2, 2998)
-    rejects("more than max_bad_fraction.*too few columns.*at byte", train, config.replace(name="strict", max_bad_fraction=0.0001))
+    rejects(
+        "more than max_bad_fraction.*too few columns.*at byte",
+        train,
+        config.replace(name="strict", max_bad_fraction=0.0001),
+    )
     assert not os.path.exists(tmp_path / "runs" / "strict" / "summary.json")
 
 
 def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"eval_rows": 300, "early_stopping": {"patience": 0, "target": 0.4}, "log_every": 2}
-    config = small(click_log, tmp_path, **changes, observe={"accuracy": True, "by_worker": True}, cluster={"address": "none"})
+    changes: dict[str, Any] = {
+        "eval_rows": 300,
+        "early_stopping": {"patience": 0, "target": 0.4},
+        "log_every": 2,
+    }
+    config = small(
+        click_log,
+        tmp_path,
+        **changes,
+        observe={"accuracy": True, "by_worker": True},
+        cluster={"address": "none"},
+    )
     summary = train(config).summary
     short, last = events_of(tmp_path / "run", "evaluate")
     rows, first = summary["rows_of_sets"]["validation"], summary["rows_of_sets"]["train"]
-    assert [(event["step"], event["rows"], event["counted"]) for event in (short, last)] == [(8, 300, True), (8, rows, False)]
+    assert [(event["step"], event["rows"], event["counted"]) for event in (short, last)] == [
+        (8, 300, True),
+        (8, rows, False),
+    ]
     labels = [line.startswith(b"1") for line in lines_of(click_log)[first : first + rows]]
-    assert short["label_rate"] * 300 == pytest.approx(sum(sum(labels[start:stop]) for start, stop in spread(rows, 300)))
+    assert short["label_rate"] * 300 == pytest.approx(
+        sum(sum(labels[start:stop]) for start, stop in spread(rows, 300))
+    )
     assert last["label_rate"] * rows == pytest.approx(sum(labels))
-    assert (summary["validation"]["rows"], summary["metrics"]["rows"]) == (rows, summary["rows_of_sets"]["test"])
+    assert (summary["validation"]["rows"], summary["metrics"]["rows"]) == (
+        rows,
+        summary["rows_of_sets"]["test"],
+    )
     assert (summary["steps"], summary["target_step"], summary["target_rows"]) == (8, 8, 8 * 128)
     assert summary["target_s"] > summary["train_s"]
     for event in events_of(tmp_path / "run", "step"):
@@ -340,13 +453,23 @@ def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None
 @pytest.mark.exhaustive
 def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch, and every row counts once."""
-    fields = {"steps": None, "epochs": 2, "evaluate_every": 300, "checkpoint": {"every": 40}, "batch_size": 96}
-    config = small(click_log, tmp_path, **fields, scaling={"num_workers": 2}, cluster={"num_cpus": 2})
+    fields = {
+        "steps": None,
+        "epochs": 2,
+        "evaluate_every": 300,
+        "checkpoint": {"every": 40},
+        "batch_size": 96,
+    }
+    config = small(
+        click_log, tmp_path, **fields, scaling={"num_workers": 2}, cluster={"num_cpus": 2}
+    )
     with Run(config, tmp_path / "two", cache=tmp_path).start() as two:
         two.wait_for_save()
         two.session.end()
         assert not two.events("finish")
-    summary = finished_run(config.replace(scaling={"num_workers": 1}), tmp_path / "one", cache=tmp_path)
+    summary = finished_run(
+        config.replace(scaling={"num_workers": 1}), tmp_path / "one", cache=tmp_path
+    )
     assert [event["world_size"] for event in events_of(tmp_path / "run", "start")] == [2, 1]
     check_no_rows_lost(summary)
     assert summary["rows"] == 2 * summary["rows_of_sets"]["train"]
@@ -354,24 +477,34 @@ def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path
 
 def test_kaggle_recipe_trains_two_steps(click_log: Path, tmp_path: Path) -> None:
     log = {"path": str(click_log / "train.txt")}
-    summary = train(short_run(recipes.criteo_kaggle(), tmp_path, 2, train_data=log, batch_size=64, precision="bf16")).summary
+    summary = train(
+        short_run(
+            recipes.criteo_kaggle(), tmp_path, 2, train_data=log, batch_size=64, precision="bf16"
+        )
+    ).summary
     assert summary["steps"] == 2
     assert 0.3 < summary["metrics"]["auroc"] < 0.9
 
 
-# Trackers and profiles of real runs, including a profile requested while a run trains ---------------------------------
+# -- Trackers and profiles of real runs, including a profile requested while a run trains
 def observed(log: Path, storage: Path, **changes: Any) -> TrainConfig:
     return one_worker(log, storage, steps=12, evaluate_every=12, **changes)
 
 
 @pytest.mark.extended
-def test_run_writes_trackers_and_profile_window(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_writes_trackers_and_profile_window(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     trackers = {"mlflow": True, "mlflow_uri": (tmp_path / "mlruns").as_uri(), "wandb": "offline"}
     trackers |= {"mllog": True, "iteration_lines": True}
     config = observed(click_log, tmp_path, trackers=trackers, profile={"steps": "5:8"})
     folder = Path(train(config).folder)
-    for pattern in ("run/tensorboard/*tfevents*", "run/wandb/offline-run-*/run-*.wandb", "mlruns/*/*/metrics/train/loss"):
+    for pattern in (
+        "run/tensorboard/*tfevents*",
+        "run/wandb/offline-run-*/run-*.wandb",
+        "mlruns/*/*/metrics/train/loss",
+    ):
         assert list(tmp_path.glob(pattern)), pattern
     lines = (folder / "mllog.log").read_text().splitlines()
     assert json.loads(lines[-1].removeprefix(":::MLLOG "))["metadata"]["status"] == "success"
@@ -383,19 +516,32 @@ def test_run_writes_trackers_and_profile_window(click_log: Path, tmp_path: Path,
     trace = json.loads(gzip.decompress((window / "rank_0" / "trace.json.gz").read_bytes()))
     assert {"step 6", "step 7", "step 8"} <= {event["name"] for event in trace["traceEvents"]}
     assert not (window / "ray_timeline.json").exists()  # Without Ray.
-    assert run_hash(config) == run_hash(observed(click_log, tmp_path))  # Trackers and profiles do not change the result.
+    # Trackers and profiles do not change the result.
+    assert run_hash(config) == run_hash(observed(click_log, tmp_path))
 
 
-def test_missing_tracker_settings_raise_before_start(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_settings_raise_before_start(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     rejects(r"missing server", train, observed(click_log, tmp_path, trackers={"mlflow": True}))
-    rejects("MLFLOW_TRACKING_PASSWORD", observed, click_log, tmp_path, trackers={"mlflow_uri": "https://me:secret@host"})
+    rejects(
+        "MLFLOW_TRACKING_PASSWORD",
+        observed,
+        click_log,
+        tmp_path,
+        trackers={"mlflow_uri": "https://me:secret@host"},
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive
 def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"steps": 100_000, "evaluate_every": 50_000, "checkpoint": {"every": 50_000}}
+    fields: dict[str, Any] = {
+        "steps": 100_000,
+        "evaluate_every": 50_000,
+        "checkpoint": {"every": 50_000},
+    }
     # The first recorded step depends on the speed between two logs, which must not be too close.
     config = small_run(click_log, tmp_path, log_every=50, **fields)
     with Run(config, tmp_path / "asked", cache=tmp_path, KINETO_USE_DAEMON="1").start() as run:
@@ -407,7 +553,9 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
         assert told["ranks"] == 2
         starts = set()
         for rank in range(2):
-            trace = gzip.decompress(Path(told["profile"], f"rank_{rank}", "trace.json.gz").read_bytes())
+            trace = gzip.decompress(
+                Path(told["profile"], f"rank_{rank}", "trace.json.gz").read_bytes()
+            )
             names = {event["name"] for event in json.loads(trace)["traceEvents"]}
             starts.add(min(int(name[5:]) for name in names if name.startswith("step ")))
         assert starts == {told["first_step"] + 1}  # Equal on both ranks.
@@ -445,7 +593,9 @@ class Seen(LinearConfig):
 def recipe(path=None):
     return recipes.criteo_demo(path).replace(workload={"model": Seen()})
 """
-"""Click model that writes the variables of its worker, and of a data task from there, to the folder SEEN."""
+"""Click model that writes the variables of its worker, and of a data task from there, to the folder
+SEEN.
+"""
 CLUSTER_STATE = """
 import json, sys
 import ray
@@ -464,7 +614,10 @@ print(json.dumps({"runs": [run.model_dump_json() for run in runs], "datasets": s
 @pytest.fixture(scope="module")
 def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayHead, Path]]:
     """A Ray that `ray start` started, and its session folder."""
-    with tempfile.TemporaryDirectory(prefix="rayrec-") as folder, RayHead(Path(folder), cache=Path(folder), num_cpus=3) as head:
+    with (
+        tempfile.TemporaryDirectory(prefix="rayrec-") as folder,
+        RayHead(Path(folder), cache=Path(folder), num_cpus=3) as head,
+    ):
         wait_for_ray(head)
         yield head, Path(folder)
 
@@ -474,44 +627,86 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 def test_environment_reaches_workers_and_tasks(
     click_log: Path, tmp_path: Path, running_cluster: tuple[RayHead, Path], is_local: bool
 ) -> None:
-    """And of a running cluster, Ray's Train page and metrics have the run, but no log has a value."""
+    """And of a running cluster, Ray's Train page and metrics have the run, but no log has a
+    value.
+    """
     head, session = running_cluster
     (tmp_path / "recipe.py").write_text(RECIPE)
     (tmp_path / "env.yaml").write_text("env_vars: {FROM_FILE: 'yes'}")
     (seen := tmp_path / "environments").mkdir()
     environment = environment_for(tmp_path / "cache", FI_PROVIDER="efa", SEEN=str(seen))
-    flags = f"--train-data.path {click_log}/train.txt --name seen --storage-path {tmp_path} --steps 30 --log-every 5"
-    flags += " --scaling.num-workers 2 --scaling.cpus-per-worker 0.5 --cluster.address " + ("local" if is_local else head.address)
-    flags += f" --cluster.runtime-env {tmp_path}/env.yaml --cluster.data-task-memory-bytes 10000000 --batch-size 64"
-    flags += f" --cluster.env NCCL_DEBUG=WARN MY_TOKEN={SECRET} FI_PROVIDER SEEN --cluster.env KINETO_USE_DAEMON=1"
-    run_command(*RAYREC, "train", f"{tmp_path}/recipe.py:recipe", *flags.split(), env=environment, timeout_s=300)
-    variables = {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "MY_TOKEN": SECRET, "FROM_FILE": "yes", "KINETO_USE_DAEMON": "1"}
+    flags = (
+        f"--train-data.path {click_log}/train.txt --name seen --storage-path {tmp_path} --steps "
+        "30 --log-every 5"
+    )
+    flags += " --scaling.num-workers 2 --scaling.cpus-per-worker 0.5 --cluster.address " + (
+        "local" if is_local else head.address
+    )
+    flags += (
+        f" --cluster.runtime-env {tmp_path}/env.yaml --cluster.data-task-memory-bytes 10000000 "
+        "--batch-size 64"
+    )
+    flags += (
+        f" --cluster.env NCCL_DEBUG=WARN MY_TOKEN={SECRET} FI_PROVIDER SEEN --cluster.env "
+        "KINETO_USE_DAEMON=1"
+    )
+    run_command(
+        *RAYREC,
+        "train",
+        f"{tmp_path}/recipe.py:recipe",
+        *flags.split(),
+        env=environment,
+        timeout_s=300,
+    )
+    variables = {
+        "NCCL_DEBUG": "WARN",
+        "FI_PROVIDER": "efa",
+        "MY_TOKEN": SECRET,
+        "FROM_FILE": "yes",
+        "KINETO_USE_DAEMON": "1",
+    }
     assert [json.loads(file.read_text()) for file in seen.iterdir()] == [[variables, variables]] * 2
     for file in seen.iterdir():
         file.unlink()
     run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, tmp_path, status=1)
     (run,) = events_of(tmp_path / "seen", "run")
     assert "--cluster.env NCCL_DEBUG=*** MY_TOKEN=*** FI_PROVIDER SEEN" in run["command"]
-    (start,), tasks = events_of(tmp_path / "seen", "start"), events_of(tmp_path / "seen", "data_nodes")
-    assert (start["nodes"], tasks[-1]["nodes"]) == ([os.uname().nodename] * 2, [os.uname().nodename])
+    (start,), tasks = (
+        events_of(tmp_path / "seen", "start"),
+        events_of(tmp_path / "seen", "data_nodes"),
+    )
+    assert (start["nodes"], tasks[-1]["nodes"]) == (
+        [os.uname().nodename] * 2,
+        [os.uname().nodename],
+    )
     if is_local:
         return
     run_command("grep", "-r", "-l", "-a", "--devices=skip", SECRET, session, status=1)
-    state = json.loads(run_command(sys.executable, "-c", CLUSTER_STATE, head.address, env=environment).stdout)
+    state = json.loads(
+        run_command(sys.executable, "-c", CLUSTER_STATE, head.address, env=environment).stdout
+    )
     (shown,) = map(json.loads, state["runs"])
     assert (shown["name"], shown["status"]) == ("seen", "FINISHED")
     assert {"seen_worker_0_ingest_0", "seen_worker_1_ingest_0"} <= set(state["datasets"])
     assert all(name.startswith("seen_") for name in state["datasets"])
     assert "MY_TOKEN=***" in state["jobs"]
     # Not copies of a process that imported torch, whose thread of Kineto they would lack.
-    logs = run_command("grep", "-r", "-l", "Registering daemon config loader", session / "ray" / "session_latest" / "logs").stdout
+    logs = run_command(
+        "grep",
+        "-r",
+        "-l",
+        "Registering daemon config loader",
+        session / "ray" / "session_latest" / "logs",
+    ).stdout
     assert len(logs.split()) >= 2
 
 
-# Forecasts of speed and memory ----------------------------------------------------------------------------------------
+# -- Forecasts of speed and memory
 STEPS = 240
 TRIES = 3
-"""A run is held against the forecasts before and after it, which says nothing where the machine was another meanwhile."""
+"""A run is held against the forecasts before and after it, which says nothing where the machine was
+another meanwhile.
+"""
 
 
 def told(config: TrainConfig) -> Forecast:
@@ -531,7 +726,12 @@ def measured_rows_per_s(config: TrainConfig) -> float:
 @pytest.mark.exhaustive
 def test_demo_forecast_matches_measured_speed(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=400_000, seed=0, parallelism=2)
-    fields = {"batch_size": 1024, "min_steps_per_epoch": 1, "evaluate_every": 10**6, "early_stopping": {"patience": 0}}
+    fields = {
+        "batch_size": 1024,
+        "min_steps_per_epoch": 1,
+        "evaluate_every": 10**6,
+        "early_stopping": {"patience": 0},
+    }
     config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt"))
     config = config.replace(steps=STEPS, storage_path=str(tmp_path / "runs"), **fields)
     found = [told(config)]

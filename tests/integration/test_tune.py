@@ -21,19 +21,28 @@ from rayrec.tuning.trials import Job, TrialState, folder_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
 RATE = "workload.dense_optimizer.learning_rate"
-QUIET = Console(quiet=True)  # Not from the builders: Ray processes import this file but cannot import them.
+# Not from the builders: Ray processes import this file but cannot import them.
+QUIET = Console(quiet=True)
 
 
-def test_ray_search_matches_in_process_search(local_ray: None, click_log: Path, tmp_path: Path) -> None:
+def test_ray_search_matches_in_process_search(
+    local_ray: None, click_log: Path, tmp_path: Path
+) -> None:
     from builders.runs import LEAN
 
-    fields = {"early_stopping": {"patience": 0}, "workload": {"dense_optimizer": {"learning_rate": 1e-5}}, **LEAN}
+    fields = {
+        "early_stopping": {"patience": 0},
+        "workload": {"dense_optimizer": {"learning_rate": 1e-5}},
+        **LEAN,
+    }
     config = recipes.criteo_demo(str(click_log / "train.txt"))
     config = config.replace(storage_path=str(tmp_path), steps=27, batch_size=256, **fields)
     found = []
     for name, address in (("here", "none"), ("ray", None)):
         searched = config.replace(name=name, cluster={"address": address})
-        found.append(rayrec.tune(searched, search={RATE: {"grid": [0.004, 1e-4, 1e30]}}, console=QUIET))
+        found.append(
+            rayrec.tune(searched, search={RATE: {"grid": [0.004, 1e-4, 1e30]}}, console=QUIET)
+        )
     names = ("number", "state", "error", "step", "rows", "best", "curve")
     here, there = ([[trial[name] for name in names] for trial in each["trials"]] for each in found)
     assert there == here
@@ -43,16 +52,31 @@ def test_ray_search_matches_in_process_search(local_ray: None, click_log: Path, 
 
 def jobs(folder: Path, count: int) -> list[Job]:
     config = recipes.criteo_demo("log").replace(storage_path=str(folder))
-    return [Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc") for number in range(count)]
+    return [
+        Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc")
+        for number in range(count)
+    ]
 
 
-def pool_of(train: Any, signals: Signals | None = None, *, concurrent: int = 1, max_failures: int = 1) -> closing[RayPool]:
+def pool_of(
+    train: Any, signals: Signals | None = None, *, concurrent: int = 1, max_failures: int = 1
+) -> closing[RayPool]:
     signals = signals or Signals()
-    return closing(RayPool(TuneConfig(concurrent=concurrent), signals, max_failures=max_failures, note=QUIET.note, train=train))
+    return closing(
+        RayPool(
+            TuneConfig(concurrent=concurrent),
+            signals,
+            max_failures=max_failures,
+            note=QUIET.note,
+            train=train,
+        )
+    )
 
 
 def dies(job: Job, *, stop: threading.Event) -> None:
-    """Kill this process for trial 0, and once for trial 1. Trial 3 waits to be stopped, the others finish."""
+    """Kill this process for trial 0, and once for trial 1. Trial 3 waits to be stopped, the others
+    finish.
+    """
     folder = Path(folder_of(job.config))
     folder.mkdir(exist_ok=True)
     (folder / f"{len(list(folder.iterdir()))}").touch()
@@ -89,7 +113,9 @@ class Unreadable:
 def test_search_raises_if_processes_never_start(local_ray: None, tmp_path: Path) -> None:
     with pool_of(Unreadable(), concurrent=2, max_failures=-1) as pool:
         pool.submit(jobs(tmp_path, 1)[0])
-        with pytest.raises(InputError, match=r"^tune: \d+ trial processes in a row failed to start \([^\n]+$"):
+        with pytest.raises(
+            InputError, match=r"^tune: \d+ trial processes in a row failed to start \([^\n]+$"
+        ):
             pool.next()
 
 
@@ -107,5 +133,7 @@ def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
 
 
 def test_pool_rejects_trial_larger_than_nodes(local_ray: None) -> None:
-    with pytest.raises(InputError, match=r"no node has 1000 CPUs and 0 GPUs for a trial. Lower --tune"):
+    with pytest.raises(
+        InputError, match=r"no node has 1000 CPUs and 0 GPUs for a trial. Lower --tune"
+    ):
         RayPool(TuneConfig(cpus_per_trial=1000), Signals(), max_failures=0, note=QUIET.note)

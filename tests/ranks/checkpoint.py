@@ -25,16 +25,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, acquire_lease, check_shared, folder_of, lease, write_token, writer
+from rayrec.checkpoint import (
+    Checkpoint,
+    acquire_lease,
+    check_shared,
+    folder_of,
+    lease,
+    write_token,
+    writer,
+)
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.config import InputError
 
 
 def run_ranks(
-    what: str | Callable[[str, int], None], size: int, folder: str, *, killed: int | None = None, grouped: bool = True
+    what: str | Callable[[str, int], None],
+    size: int,
+    folder: str,
+    *,
+    killed: int | None = None,
+    grouped: bool = True,
 ) -> list[str]:
-    """Run a function, or one of this module by name, on each rank with the folder and its rank. Returns the outputs. All must
-    exit with 0, except a rank that kills itself. `grouped`: they begin as one process group."""
+    """Run a function, or one of this module by name, on each rank with the folder and its rank.
+    Returns the outputs. All must exit with 0, except a rank that kills itself. `grouped`: they
+    begin as one process group.
+    """
     with tempfile.TemporaryDirectory() as meeting:
         places = [(what, rank, size, folder, meeting, grouped) for rank in range(size)]
         exit_codes = server.call_each(_be_rank, places)
@@ -44,7 +59,14 @@ def run_ranks(
     return outputs
 
 
-def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folder: str, meeting: str, grouped: bool) -> None:
+def _be_rank(
+    what: str | Callable[[str, int], None],
+    rank: int,
+    size: int,
+    folder: str,
+    meeting: str,
+    grouped: bool,
+) -> None:
     with open(f"{meeting}/output_{rank}", "w", buffering=1) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -53,7 +75,9 @@ def _be_rank(what: str | Callable[[str, int], None], rank: int, size: int, folde
         function = globals()[what] if isinstance(what, str) else what
         if not grouped:
             return function(folder, rank)
-        distributed.init_process_group("gloo", init_method=f"file://{meeting}/point", rank=rank, world_size=size)
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{meeting}/point", rank=rank, world_size=size
+        )
         function(folder, rank)
         distributed.barrier()  # a rank that goes first would abort the other while it still works
         distributed.destroy_process_group()
@@ -77,7 +101,9 @@ def sharded(factor: float = 1) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (size,))
     for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("same", Replicate())):
         values[f"model.{name}"] = distribute_tensor(values[f"model.{name}"], mesh, [placement])
-    table = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)]), 7, 4)
+    table = sharded_tensor.zeros(
+        ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)]), 7, 4
+    )
     for shard in table.local_shards():
         (row, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         shard.tensor.copy_(values["model.table"][row : row + rows])
@@ -93,7 +119,9 @@ def local(value: Any) -> torch.Tensor:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(local(one[name]), local(other[name])) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(local(one[name]), local(other[name])) for name in one
+    )
 
 
 def save(folder: str, rank: int) -> None:
@@ -116,7 +144,11 @@ def restore(folder: str, rank: int) -> None:
     print(raised(lambda: checkpoint.restore(Checkpoint(folder_of(folder, 4)), target)))
     # The step after is short of a file, so that all ranks go back to the third.
     told: list[str] = []
-    newest = partial(checkpoint.latest_valid_checkpoint, folder, log=lambda kind, fields: told.append(fields["path"]))
+    newest = partial(
+        checkpoint.latest_valid_checkpoint,
+        folder,
+        log=lambda kind, fields: told.append(fields["path"]),
+    )
     assert newest(exclude={folder_of(folder, 4)}) == Checkpoint(folder_of(folder, 3))
     assert newest() == Checkpoint(folder_of(folder, 4))
     assert told == ([folder_of(folder, 5)] if rank == 0 else [])
@@ -127,16 +159,25 @@ def read_some(folder: str, rank: int) -> None:
     values = torch.arange(4096.0).reshape(512, 8)  # 16 KiB
     path = f"file://{folder_of(folder, 1)}"
     if rank == 0:  # one chunk with blocks of 1 KiB, as one process saves it
-        with mock.patch.object(writer, "BLOCK_BYTES", 1024), mock.patch.object(distributed, "is_initialized", bool):
+        with (
+            mock.patch.object(writer, "BLOCK_BYTES", 1024),
+            mock.patch.object(distributed, "is_initialized", bool),
+        ):
             checkpoint.save(path, {"a": values}, state={})
     distributed.barrier()
     (chunk,) = Checkpoint(path).manifest()["tensors"]["a"]["chunks"]
     assert (chunk["bytes"], len(chunk["sha256"])) == (16384, 16)
 
-    mine = torch.zeros(200 if rank == 0 else 312, 8)  # 6,400 bytes on rank 0: its last block is rank 1's first
-    whole_size: dict[str, Any] = {"shape": torch.Size([512, 8]), "stride": (8, 1), "run_check": False}
+    # 6,400 bytes on rank 0: its last block is rank 1's first
+    mine = torch.zeros(200 if rank == 0 else 312, 8)
+    whole_size: dict[str, Any] = {
+        "shape": torch.Size([512, 8]),
+        "stride": (8, 1),
+        "run_check": False,
+    }
     target = DTensor.from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)], **whole_size)
-    offsets = ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))  # unlike DTensor's, so that the border is within a block
+    # unlike DTensor's, so that the border is within a block
+    offsets = ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))
     function = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"
     with pytest.MonkeyPatch.context() as patch:
         reads = watched(patch, storage, "read_into")
@@ -144,12 +185,16 @@ def read_some(folder: str, rank: int) -> None:
         checkpoint.restore(Checkpoint(path), {"a": target})
     assert torch.equal(mine, values[:200] if rank == 0 else values[200:])
     first, last = (0, 7168) if rank == 0 else (6144, 16384)
-    assert [(start, start + len(buffer)) for _, start, buffer, _ in reads] == [(chunk["start"] + first, chunk["start"] + last)]
+    assert [(start, start + len(buffer)) for _, start, buffer, _ in reads] == [
+        (chunk["start"] + first, chunk["start"] + last)
+    ]
 
 
 def read_once(folder: str, rank: int) -> None:
     """Check that ranks share the reads of replicated tensors, and read their own tensors alone."""
-    values = {f"model.{size}": torch.arange(float(size)) for size in (100, 200, 300, 400)} | {"own": torch.ones(50)}
+    values = {f"model.{size}": torch.arange(float(size)) for size in (100, 200, 300, 400)} | {
+        "own": torch.ones(50)
+    }
     path = f"file://{folder_of(folder, 1)}"
     checkpoint.save(path, values, state={})
     names = [name for name in values if name != "own" or rank == 1]
@@ -159,8 +204,11 @@ def read_once(folder: str, rank: int) -> None:
         checkpoint.restore(Checkpoint(path), target)
     assert all(torch.equal(target[name], values[name]) for name in names)
     assert sum(len(buffer) for _, _, buffer, _ in reads) == 4 * (500 if rank == 0 else 550)
-    target["model.100"] = torch.nn.Parameter(torch.zeros(99 if rank else 100))  # then each reads its own, and is told
-    assert "must have the model's shape [99], got [100]" in raised(lambda: checkpoint.restore(Checkpoint(path), target))
+    # then each reads its own, and is told
+    target["model.100"] = torch.nn.Parameter(torch.zeros(99 if rank else 100))
+    assert "must have the model's shape [99], got [100]" in raised(
+        lambda: checkpoint.restore(Checkpoint(path), target)
+    )
 
 
 def lease_of(rank: int, folder: str) -> dict[str, Any]:
@@ -170,7 +218,9 @@ def lease_of(rank: int, folder: str) -> dict[str, Any]:
 def save_in_background(folder: str, rank: int) -> None:
     """Check that all ranks see late saves, errors of one rank and a lost lease alike."""
     run = Run(folder)
-    saver = run.saver(**lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3)
+    saver = run.saver(
+        **lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3
+    )
     values, state, gate = sharded(), {"rank": [rank]}, threading.Event()
     with writes(gate.wait if rank == 1 else None):
         assert saver.begin(1, values, state=state, score=0.5)
@@ -190,11 +240,15 @@ def save_in_background(folder: str, rank: int) -> None:
 
     with writes(full if rank == 1 else None):
         assert saver.begin(2, values, state={}, score=None)
-        assert "step_00000002: no space left. Free some or choose another --storage-path" in raised(saver.wait)
+        assert "step_00000002: no space left. Free some or choose another --storage-path" in raised(
+            saver.wait
+        )
     save_now(saver, 3, values)  # space is there again
     faulty, state = {**values, **({"rates": 1} if rank else {})}, {} if rank else {"a": object()}
     assert "rates: must be a tensor" in raised(lambda: saver.begin(4, faulty, state={}, score=None))
-    assert "not JSON serializable" in raised(lambda: saver.begin(4, values, state=state, score=None))
+    assert "not JSON serializable" in raised(
+        lambda: saver.begin(4, values, state=state, score=None)
+    )
     if rank == 0:
         acquire_lease(folder)
     distributed.barrier()
@@ -210,14 +264,18 @@ def save_in_background(folder: str, rank: int) -> None:
 
 
 def save_apart(folder: str, rank: int) -> None:
-    """Use a separate folder on each rank, like local disks, then different sharding plans. Neither makes a checkpoint."""
+    """Use a separate folder on each rank, like local disks, then different sharding plans. Neither
+    makes a checkpoint.
+    """
     own = f"{folder}/{rank}"
     name = Communicator.all().broadcast(os.path.basename(write_token(own, max_outage_s=1.0)))
     with mock.patch.object(lease, "_APPEARS_S", 0.1):
         told = raised(lambda: check_shared(f"{own}/{name}", Communicator.all()))
     host = socket.gethostname()
     assert f"/{rank} must be shared by all nodes, but worker 1 on {host} does not see" in told
-    shared_token = Communicator.all().broadcast(write_token(folder, max_outage_s=1.0) if rank == 0 else "")
+    shared_token = Communicator.all().broadcast(
+        write_token(folder, max_outage_s=1.0) if rank == 0 else ""
+    )
     assert os.path.exists(shared_token)
     check_shared(shared_token, Communicator.all())
     distributed.barrier()
@@ -228,14 +286,19 @@ def save_apart(folder: str, rank: int) -> None:
     assert "data_00001-000001-" in (told := raised(saver.wait))
     assert "missing after it was written. storage_path must be shared by all workers" in told
     assert checkpoint.latest(own) is None
-    for mine, elements in (([], 0), ([rank], 14)):  # nobody holds the table; both hold its first rows
-        told = raised(partial(saver.begin, 2, {"model.table": claimed_table(mine)}, state={}, score=None))
+    # nobody holds the table; both hold its first rows
+    for mine, elements in (([], 0), ([rank], 14)):
+        told = raised(
+            partial(saver.begin, 2, {"model.table": claimed_table(mine)}, state={}, score=None)
+        )
         assert f"model.table: the workers have {elements} of its 7 elements" in told
     saver.close()
 
 
 def claimed_table(held_by: list[int]) -> Any:
-    """Return a table of 7 rows that this rank assigns to `held_by`, or if empty, to the next rank."""
+    """Return a table of 7 rows that this rank assigns to `held_by`, or if empty, to the next
+    rank.
+    """
     owner = held_by[0] if held_by else 1 - distributed.get_rank()
     metadata = sharded_tensor.ShardMetadata([0, 0], [7, 1], f"rank:{owner}/cpu")
     shards = [sharded_tensor.Shard(torch.zeros(7, 1), metadata)] if held_by else []

@@ -30,7 +30,9 @@ MANY = [1460, 583, 4000, 3000, 305, 24, 1251, 633, 3, 931, 568, 2500, 319, 27, 1
 MANY += [10, 565, 217, 4, 3500, 18, 15, 900, 105, 800]
 EQUAL = [50] * 24
 SHARED = [40, 900, 40]
-"""Tables of a model with several labels: features 0 and 2 share one, the lists of feature 1 have weights."""
+"""Tables of a model with several labels: features 0 and 2 share one, the lists of feature 1 have
+weights.
+"""
 SEQUENCES = [40, 9, 40]
 """Tables of a model whose feature 2 is a sequence of feature 0's categories; they share a table."""
 NUMBERS: list[int] = []
@@ -47,7 +49,9 @@ SGD: dict[str, Any] = {
 }
 ADAM: dict[str, Any] = {
     # With an eps that does not make much of the last digits of small gradients.
-    "sparse_optimizer": SparseOptimizerConfig(kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1),
+    "sparse_optimizer": SparseOptimizerConfig(
+        kind="adam", learning_rate=0.05, eps=0.01, weight_decay=0.1
+    ),
     "max_gradient_norm": 0.5,
 }
 
@@ -61,26 +65,38 @@ def schema(tables: list[int]) -> Schema:
     sparse = tuple(f"cat_{number}" for number in range(len(tables)))
     plain = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=sparse)
     if tables == SHARED:
-        features = (Feature(name="cat_1", weights="weights"), Feature(name="cat_2", vocabulary="cat_0"))
+        features = (
+            Feature(name="cat_1", weights="weights"),
+            Feature(name="cat_2", vocabulary="cat_0"),
+        )
         labels = (Label(name="other"), Label(name="seconds", kind="number"))
-        return plain.replace(tokens="any", labels=labels, lists=("cat_1", "cat_2"), features=features)
+        return plain.replace(
+            tokens="any", labels=labels, lists=("cat_1", "cat_2"), features=features
+        )
     if tables == SEQUENCES:
         sequence = Feature(name="cat_2", vocabulary="cat_0", max_length=4)
         return plain.replace(tokens="any", lists=("cat_2",), features=(sequence,))
     return plain
 
 
-def context(configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu") -> WorkerContext:
+def context(
+    configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu"
+) -> WorkerContext:
     return WorkerContext(configuration, rank, world_size, torch.device(device), None, node)  # type: ignore[arg-type]
 
 
 def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
-    of_size: dict[str, Any] = {"batch_size": ROWS // world_size, "scaling": ScalingConfig(num_workers=world_size)}
+    of_size: dict[str, Any] = {
+        "batch_size": ROWS // world_size,
+        "scaling": ScalingConfig(num_workers=world_size),
+    }
     return TrainConfig(recipe="small", workload=workload(tables, **settings), **of_size)
 
 
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
-    preprocessor = InProcess(SimpleNamespace(dense=(), dense_names=(), sparse=[], multi_hot=object()))
+    preprocessor = InProcess(
+        SimpleNamespace(dense=(), dense_names=(), sparse=[], multi_hot=object())
+    )
     others = {
         "sets": {"train": SimpleNamespace(rows=10_000)},
         "preprocessor": preprocessor,
@@ -94,27 +110,42 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     """Return a rank's part of the same global batch, for any number of ranks."""
     chance = torch.Generator().manual_seed(step)
     ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
-    dense, labels = torch.rand(rows, 2, generator=chance), torch.rand(rows, generator=chance).round()
+    dense, labels = (
+        torch.rand(rows, 2, generator=chance),
+        torch.rand(rows, generator=chance).round(),
+    )
     mine = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     columns: list[Ids] = [column[mine].int().numpy() for column in ids]
     named = {"label": labels[mine]}
     if tables == SHARED:
-        lists = [torch.randint(size, (rows, 3), generator=chance)[mine].int().numpy() for size in tables]
+        lists = [
+            torch.randint(size, (rows, 3), generator=chance)[mine].int().numpy() for size in tables
+        ]
         of_lists = torch.rand(rows, 3, generator=chance)[mine].numpy()
         lengths = np.full(len(lists[0]), 3, np.int32)
-        columns[1:] = [JaggedIds(lists[1].reshape(-1), lengths, of_lists.reshape(-1)), JaggedIds(lists[2].reshape(-1), lengths)]
-        other, seconds = torch.rand(rows, generator=chance).round(), torch.rand(rows, generator=chance)
+        columns[1:] = [
+            JaggedIds(lists[1].reshape(-1), lengths, of_lists.reshape(-1)),
+            JaggedIds(lists[2].reshape(-1), lengths),
+        ]
+        other, seconds = (
+            torch.rand(rows, generator=chance).round(),
+            torch.rand(rows, generator=chance),
+        )
         other[torch.rand(rows, generator=chance) < 0.3] = torch.nan
         named |= {"other": other[mine], "seconds": seconds[mine]}
     count, keys, sequences = len(labels[mine]), schema(tables).sparse, None
     if tables == SEQUENCES:
         listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
         counts = torch.randint(0, 5, (rows,), generator=chance)[mine]
-        bags = JaggedIds(listed[mine][torch.arange(4) < counts[:, None]].numpy(), counts.int().numpy())
+        bags = JaggedIds(
+            listed[mine][torch.arange(4) < counts[:, None]].numpy(), counts.int().numpy()
+        )
         sequences = sparse_features([keys[0], keys[2]], [columns[0], bags], count)
         keys, columns = keys[1:2], columns[1:2]
     features = sparse_features(keys, columns, count, weighted=tables == SHARED)
-    return Batch({DENSE: dense[mine]}, world_size / rows, features, named, sequence_features=sequences)
+    return Batch(
+        {DENSE: dense[mine]}, world_size / rows, features, named, sequence_features=sequences
+    )
 
 
 def train_batches(folder: str, setup: Any, batches: list[Batch]) -> list[float]:
@@ -130,14 +161,27 @@ def train_batches(folder: str, setup: Any, batches: list[Batch]) -> list[float]:
     return losses
 
 
-def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: str = "cpu", **settings: Any) -> None:
-    """Save FOLDER/start and, after some steps, FOLDER/end; write each step's mean loss to FOLDER/losses.json."""
+def train(
+    folder: str,
+    tables: list[int],
+    rank: int,
+    *,
+    node: str = "",
+    device: str = "cpu",
+    **settings: Any,
+) -> None:
+    """Save FOLDER/start and, after some steps, FOLDER/end; write each step's mean loss to
+    FOLDER/losses.json.
+    """
     world_size = distributed.get_world_size()
     configuration = config(tables, world_size, **settings)
     place = context(configuration, rank, world_size, node=node, device=device)
     setup = configuration.workload.set_up(place, prepared(tables))
-    losses = train_batches(folder, setup, [batch(tables, step, rank, world_size) for step in range(STEPS)])
-    # TorchRec exchanges a batch's ids ahead only if it finds in the model's forward that they come straight from the batch.
+    losses = train_batches(
+        folder, setup, [batch(tables, step, rank, world_size) for step in range(STEPS)]
+    )
+    # TorchRec exchanges a batch's ids ahead only if it finds in the model's forward that they come
+    # straight from the batch.
     modules = 2 if tables == SEQUENCES else min(len(tables), 1)
     exchanging = modules if world_size > 1 else 0
     assert len(getattr(setup.pipeline, "_pipelined_modules", [])) == exchanging
@@ -146,13 +190,19 @@ def train(folder: str, tables: list[int], rank: int, *, node: str = "", device: 
             json.dump(losses, file)
 
 
-def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: range, node: str) -> None:
+def train_in_attempts(
+    folder: str, tables: list[int], rank: int, *attempts: range, node: str
+) -> None:
     """Train the steps of each attempt from the last save, and save FOLDER/STEP after each."""
     world_size, before = distributed.get_world_size(), None
-    network = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(128, 64, DIM), top_mlp=(128, 64, 1))
+    network = DLRMConfig(
+        interaction="dot", embedding_dim=DIM, bottom_mlp=(128, 64, DIM), top_mlp=(128, 64, 1)
+    )
     configuration = config(tables, world_size).replace(workload={"model": network})
     for steps in attempts:
-        setup = configuration.workload.set_up(context(configuration, rank, world_size, node=node), prepared(tables))
+        setup = configuration.workload.set_up(
+            context(configuration, rank, world_size, node=node), prepared(tables)
+        )
         if before is not None:
             restore_all(Checkpoint(before), setup.model, setup.optimizer)
         batches = iter([batch(tables, step, rank, world_size) for step in steps])
@@ -166,7 +216,9 @@ def train_in_attempts(folder: str, tables: list[int], rank: int, *attempts: rang
 def train_all(folder: str, size: int, rank: int, **options: Any) -> None:
     """Train each case in FOLDER/NAME_SIZE."""
     for name, tables in (CASES | BY_ADAM).items():
-        train(f"{folder}/{name}_{size}", tables, rank, **options, **(ADAM if name in BY_ADAM else {}))
+        train(
+            f"{folder}/{name}_{size}", tables, rank, **options, **(ADAM if name in BY_ADAM else {})
+        )
 
 
 def on_unequal_nodes(folder: str, rank: int) -> None:
@@ -174,7 +226,13 @@ def on_unequal_nodes(folder: str, rank: int) -> None:
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"], node = ("2", "a") if rank < 2 else ("1", "b")
     train_all(folder, 3, rank, node=node)
-    train(f"{folder}/rounded_3", EQUAL, rank, node=node, sharding=ShardingConfig(exchange_precision="fp16"))
+    train(
+        f"{folder}/rounded_3",
+        EQUAL,
+        rank,
+        node=node,
+        sharding=ShardingConfig(exchange_precision="fp16"),
+    )
     train_in_attempts(f"{folder}/whole", EQUAL, rank, range(6), node=node)
     train_in_attempts(f"{folder}/parts", EQUAL, rank, range(2), range(2, 4), range(4, 6), node=node)
 

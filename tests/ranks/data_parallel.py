@@ -35,7 +35,9 @@ class Net(torch.nn.Module):
     def __init__(self, batch_norm: bool) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6) if batch_norm else torch.nn.Tanh())
+            torch.nn.Sequential(
+                torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6) if batch_norm else torch.nn.Tanh()
+            )
             for _ in range(2)
         )
         self.inner = torch.nn.Linear(6, 6, bias=False)
@@ -72,7 +74,9 @@ class Small(DataParallelWorkload):
     def build(self, prepared: Any) -> torch.nn.Module:
         return Net(self.batch_norm)
 
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def measure(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         logits = model(tensors["x"]).float()
         loss = functional.cross_entropy(logits, tensors["label"], reduction="none")
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == tensors["label"]).float()}
@@ -94,7 +98,9 @@ class NextToken(DataParallelWorkload):
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
 
-    model: GPT2Config = field(default_factory=lambda: GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH))
+    model: GPT2Config = field(
+        default_factory=lambda: GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH)
+    )
 
     def prepare(self, context: RunContext) -> None:
         pass
@@ -109,7 +115,9 @@ class NextToken(DataParallelWorkload):
     def build(self, prepared: Any) -> torch.nn.Module:
         return self.model.build(VOCABULARY)
 
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def measure(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         from rayrec.workloads.language_model import row_losses  # which brings transformers
 
         return {"loss": row_losses(model, tensors["tokens"])}
@@ -127,28 +135,47 @@ def products_by_onednn(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
-    """Return a short configuration without randomness, and with a task that does not amplify rounding in gradients."""
+    """Return a short configuration without randomness, and with a task that does not amplify
+    rounding in gradients.
+    """
     model = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH, dropout=0.0)
-    words = NextToken(model=model, optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1), **workload)
+    words = NextToken(
+        model=model, optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1), **workload
+    )
     return dataclasses.replace(config(world_size, steps=6), workload=words)
 
 
 def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
     optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.02, max_gradient_norm=0.5)
     small = Small(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3), **workload)
-    fields: dict[str, Any] = {"steps": steps, "batch_size": 16 // world_size, "eval_batch_size": 5, "evaluate_every": 6}
-    fields |= {"log_every": 1, "train_data": DataConfig(shuffle="full"), "scaling": ScalingConfig(num_workers=world_size)}
+    fields: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": 16 // world_size,
+        "eval_batch_size": 5,
+        "evaluate_every": 6,
+    }
+    fields |= {
+        "log_every": 1,
+        "train_data": DataConfig(shuffle="full"),
+        "scaling": ScalingConfig(num_workers=world_size),
+    }
     return TrainConfig(recipe="small", workload=small, **fields)
 
 
-def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int | None = None) -> list[dict[str, Any]]:
-    """Train, from a checkpoint if a step is given; save FOLDER/STEP at every evaluation and return the events."""
+def train(
+    folder: str, rank: int, configuration: TrainConfig, *, from_step: int | None = None
+) -> list[dict[str, Any]]:
+    """Train, from a checkpoint if a step is given; save FOLDER/STEP at every evaluation and return
+    the events.
+    """
     world_size = distributed.get_world_size() if distributed.is_initialized() else 1
     context = WorkerContext(configuration, rank, world_size, torch.device("cpu"), None)  # type: ignore[arg-type]
     stored = None if from_step is None else Checkpoint(f"{folder}/{from_step}")
     state = stored.manifest()["state"] if stored else None
     progress = Progress.from_state(state["progress"], rank=rank) if state else Progress()
-    loader = configuration.workload.make_loader(context, None, state=state["loader"] if state else None, step=progress.step)
+    loader = configuration.workload.make_loader(
+        context, None, state=state["loader"] if state else None, step=progress.step
+    )
     setup = configuration.workload.set_up(context, None)
     if stored:
         restore_all(stored, setup.model, setup.optimizer)
@@ -156,12 +183,19 @@ def train(folder: str, rank: int, configuration: TrainConfig, *, from_step: int 
 
     def save(progress: Progress, position: dict[str, Any], **_: Any) -> None:
         state = {"progress": progress.state(), "loader": position}
-        checkpoint.save(f"{folder}/{progress.step}", all_tensors(setup.model, setup.optimizer), state=state)
+        checkpoint.save(
+            f"{folder}/{progress.step}", all_tensors(setup.model, setup.optimizer), state=state
+        )
 
     def log(kind: str, fields: dict[str, Any]) -> None:
         events.append({"kind": kind, **fields})
 
-    parts: dict[str, Any] = {"setup": setup, "loader": loader, "progress": progress, "stop_signal": StopSignal()}
+    parts: dict[str, Any] = {
+        "setup": setup,
+        "loader": loader,
+        "progress": progress,
+        "stop_signal": StopSignal(),
+    }
     loop.run(Training(config=configuration, log=log, save=save, **parts))
     loader.close()
     return events
@@ -178,9 +212,15 @@ def fsdp(folder: str, rank: int) -> None:
 def parallel_options(folder: str, rank: int) -> None:
     cases: dict[str, dict[str, Any]] = {
         "graph": {"parallel_options": {"static_graph": True, "gradient_as_bucket_view": False}},
-        "unused": {"parallel_options": {"find_unused_parameters": True, "bucket_cap_mb": 0.0001}, "accumulate": 3},
+        "unused": {
+            "parallel_options": {"find_unused_parameters": True, "bucket_cap_mb": 0.0001},
+            "accumulate": 3,
+        },
         "unsharded": {"parallel": "fsdp", "parallel_options": {"reshard_after_forward": False}},
-        "rounded": {"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16", "reduce_dtype": "bf16"}},
+        "rounded": {
+            "parallel": "fsdp",
+            "parallel_options": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+        },
     }
     for name, changes in cases.items():
         train(f"{folder}/{name}", rank, config(2).replace(workload=changes))
@@ -199,7 +239,9 @@ def fsdp_goes_on(folder: str, rank: int) -> None:
 
 
 def noisy(folder: str, rank: int) -> None:
-    """Train with augmentation and batch statistics, which could differ after a crash: once fully, once from the middle."""
+    """Train with augmentation and batch statistics, which could differ after a crash: once fully,
+    once from the middle.
+    """
     configuration = config(2, batch_norm=True, noise=0.3)
     train(folder, rank, configuration)
     whole = checkpoint.weights_sha256(Checkpoint(f"{folder}/12"))

@@ -1,4 +1,6 @@
-"""Functions of ranks with metrics, each in a separate process. Imports little, because each rank does it."""
+"""Functions of ranks with metrics, each in a separate process. Imports little, because each rank
+does it.
+"""
 
 import math
 from typing import Any
@@ -17,8 +19,10 @@ def cases() -> list[tuple[np.ndarray, np.ndarray]]:
     count = 9000
     labels = (generator.random(count) < 0.3).astype(np.uint8)
     smooth = (generator.normal(size=count) + labels).astype(np.float32)
-    skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)  # one key on most rows
-    logits = [smooth, smooth.round(1), skewed, np.zeros(count, np.float32), np.sort(smooth)]  # sorted: each rank another range
+    # one key on most rows
+    skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)
+    # sorted: each rank another range
+    logits = [smooth, smooth.round(1), skewed, np.zeros(count, np.float32), np.sort(smooth)]
     few = [(smooth[:3], np.array([0, 1, 0], np.uint8)), (smooth[:0], labels[:0])]
     return [*((each, labels) for each in logits), (smooth, np.zeros(count, np.uint8)), *few]
 
@@ -30,7 +34,9 @@ def bounds(count: int, world_size: int) -> list[list[int]]:
 
 
 def metrics_of_ranks(folder: str, rank: int) -> None:
-    """Write FOLDER/RANK.pt: whether a NaN of rank 0 was rejected, and the metrics of all cases and bounds."""
+    """Write FOLDER/RANK.pt: whether a NaN of rank 0 was rejected, and the metrics of all cases and
+    bounds.
+    """
     world_size = dist.get_world_size()
     results: list[Any] = []
     for logits, labels in cases():
@@ -48,7 +54,9 @@ def metrics_of_ranks(folder: str, rank: int) -> None:
 
 
 def gathered_rows_of_ranks(folder: str, rank: int) -> None:
-    """Gather different numbers of rows per rank, one of them none; the gradient sums all ranks' losses."""
+    """Gather different numbers of rows per rank, one of them none; the gradient sums all ranks'
+    losses.
+    """
     del folder
     size = dist.get_world_size()
     counts = [(3 * place + 2) % 5 * (place != size - 1) for place in range(size)]

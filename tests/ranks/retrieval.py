@@ -33,7 +33,11 @@ def pairs(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
-    own, rows, tables = slice(rank, None, size), ROWS[step], {"table:item": ITEMS if schema is LISTS else 0}
+    own, rows, tables = (
+        slice(rank, None, size),
+        ROWS[step],
+        {"table:item": ITEMS if schema is LISTS else 0},
+    )
     if schema is LISTS:
         chance = np.random.default_rng(step)
         lists = [chance.integers(0, ITEMS, chance.integers(1, 6)) for _ in range(rows)][own]
@@ -43,17 +47,26 @@ def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
         ids = [column[own].astype(np.int32) for column in pairs(step)]
     count = len(range(rows)[own])
     encoded = EncodedRows(np.empty((count, 0), np.float32), ids)
-    return BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables).take(count, loss_weight=size / rows)
+    return BatchSlicer(iter([encoded]), schema, unpooled=("item",), tables=tables).take(
+        count, loss_weight=size / rows
+    )
 
 
 def train(folder: str, rank: int) -> None:
     """Save FOLDER/NAME_SIZE/start and, after the steps, FOLDER/NAME_SIZE/end of both models."""
     logging.disable(logging.WARNING)
     size = distributed.get_world_size()
-    for name, model, schema, tables in (("two_tower", TWO_TOWER, PAIRS, [USERS, ITEMS]), ("sasrec", SASREC, LISTS, [ITEMS])):
+    for name, model, schema, tables in (
+        ("two_tower", TWO_TOWER, PAIRS, [USERS, ITEMS]),
+        ("sasrec", SASREC, LISTS, [ITEMS]),
+    ):
         workload = ClickWorkload(schema=schema, model=model, **click.SGD)
         config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size)
         config = config.replace(scaling={"num_workers": size})
         setup = workload.set_up(click.context(config, rank, size), click.prepared(tables, schema))
         setup.model.train()
-        click.train_batches(f"{folder}/{name}_{size}", setup, [_batch(schema, step, rank, size) for step in range(len(ROWS))])
+        click.train_batches(
+            f"{folder}/{name}_{size}",
+            setup,
+            [_batch(schema, step, rank, size) for step in range(len(ROWS))],
+        )

@@ -1,4 +1,6 @@
-"""Process that ranks are forked from, itself forked from pytest once tests are collected: it has imported what they need."""
+"""Process that ranks are forked from, itself forked from pytest once tests are collected: it has
+imported what they need.
+"""
 
 import multiprocessing
 import os
@@ -11,7 +13,9 @@ _requests: Connection
 
 
 def start() -> None:
-    """Fork the server. No test may have run: threads of autograd, OpenMP and Ray, once started, do not survive a fork."""
+    """Fork the server. No test may have run: threads of autograd, OpenMP and Ray, once started, do
+    not survive a fork.
+    """
     global _requests
     _requests, theirs = _FORK.Pipe()
     if os.fork() == 0:
@@ -22,8 +26,12 @@ def start() -> None:
     theirs.close()
 
 
-def call_each(function: Callable[..., object], places: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """Call a function with the arguments of each place in a process of its own. Returns the exit codes, None after 5 minutes."""
+def call_each(
+    function: Callable[..., object], places: Sequence[tuple[Any, ...]]
+) -> list[int | None]:
+    """Call a function with the arguments of each place in a process of its own. Returns the exit
+    codes, None after 5 minutes.
+    """
     _requests.send((function, places))
     return _requests.recv()
 

@@ -1,4 +1,6 @@
-"""Benchmarks: their rows, rounds in turn, and what those of starts, preemption and GPUs make of events."""
+"""Benchmarks: their rows, rounds in turn, and what those of starts, preemption and GPUs make of
+events.
+"""
 
 import itertools
 import json
@@ -27,11 +29,21 @@ from rayrec.optim.config import DenseOptimizerConfig
 
 gpu, measuring, paired, preempt, run, start, subprocesses = (
     script("benchmarks", name)
-    for name in ("gpu_benchmark", "rows", "paired_timing", "preempt_benchmark", "run", "start_benchmark", "subprocesses")
+    for name in (
+        "gpu_benchmark",
+        "rows",
+        "paired_timing",
+        "preempt_benchmark",
+        "run",
+        "start_benchmark",
+        "subprocesses",
+    )
 )
 DryRun = Callable[[str], list[dict[str, Any]]]
 NOISE, DRIFT, COST = 0.05, 0.3, 0.01
-"""Standard deviation of the logarithm of a time; by how much all is slower at the end; what one of two ways costs."""
+"""Standard deviation of the logarithm of a time; by how much all is slower at the end; what one of
+two ways costs.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +65,9 @@ def noisy(*, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
 
 def compared(*, seed: int, quartets: int = 400) -> Any:
     way = noisy(seed=seed, blocks=4 * quartets)
-    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.0, max_s=60.0, max_quartets=quartets, seed=seed)
+    found = paired.compare(
+        way(COST), way(0.0), way(0.0), enough=0.0, max_s=60.0, max_quartets=quartets, seed=seed
+    )
     assert found.quartets == quartets
     return found
 
@@ -63,8 +77,11 @@ def test_interval_has_stated_coverage_after_few_looks() -> None:
     intervals = [paired.median_interval(found.ratios) for found in runs]
     assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
     assert sum(1.0 in paired.median_interval(found.null_ratios) for found in runs) >= 36
-    assert sum(1.0 in interval for interval in intervals) < 20  # an effect of 1 % is seen in a noise of 5 %
-    assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(1 / (1 + COST), abs=0.001)
+    # an effect of 1 % is seen in a noise of 5 %
+    assert sum(1.0 in interval for interval in intervals) < 20
+    assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(
+        1 / (1 + COST), abs=0.001
+    )
     assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
     found = compared(seed=0, quartets=8)
     assert (len(found.ratios), len(found.null_ratios)) == (6, 2)
@@ -88,11 +105,16 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
     ours, theirs = (lambda cpu_s=cpu_s: paired.Spent(next(times), cpu_s) for cpu_s in (1.0, 2.0))
     wall, cpu, mine, other = paired.quartet(ours, theirs, draw=random.Random(seed))
     assert (wall, cpu) == pytest.approx((1.0, 2.0))
-    assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {(1.0, 1.331), (1.1, 1.21)}
+    assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {
+        (1.0, 1.331),
+        (1.1, 1.21),
+    }
 
 
-# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without one ---------------
-def test_missing_gpu_is_reported_and_roofline_is_lower_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without
+def test_missing_gpu_is_reported_and_roofline_is_lower_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RAYREC_GPU_TESTS_ON", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rejects("torch sees no GPU here", gpu.main, quick=True)
@@ -111,8 +133,14 @@ def test_missing_gpu_is_reported_and_roofline_is_lower_bound(monkeypatch: pytest
         "gpu_memcpy": ("Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pinned -> Device)"),
         "kernel": ("sgemm",),
     }
-    events = [{"name": "a mark"}, *({"cat": kind, "name": name} for kind in names for name in names[kind])]
-    assert gpu.syncs_of(events) == {"cudaStreamSynchronize": 2, "Memcpy DtoH (Device -> Pageable)": 1}
+    events = [
+        {"name": "a mark"},
+        *({"cat": kind, "name": name} for kind in names for name in names[kind]),
+    ]
+    assert gpu.syncs_of(events) == {
+        "cudaStreamSynchronize": 2,
+        "Memcpy DtoH (Device -> Pageable)": 1,
+    }
     assert gpu.kernels_of(events) == 1
 
 
@@ -121,11 +149,15 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> DryRun:
+def dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> DryRun:
     def rows(parts: str) -> list[dict[str, Any]]:
         monkeypatch.setenv("RAYREC_GPU_TESTS_ON", "cpu")
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-        monkeypatch.setattr("sys.argv", ["run.py", "gpu", "--parts", parts, "--out", str(tmp_path / "out")])
+        monkeypatch.setattr(
+            "sys.argv", ["run.py", "gpu", "--parts", parts, "--out", str(tmp_path / "out")]
+        )
         gpu.main(quick=True)
         return printed(capsys)
 
@@ -142,7 +174,9 @@ def test_gpu_benchmark_runs_on_cpu(dry_run: DryRun, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "trace.json.gz").exists()
 
 
-def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_rows_have_roofline_and_peer(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "TRAINED", ("fp32",))
     (speed,) = dry_run("train")
     assert speed["ratio"] == pytest.approx(speed["rows_per_s"] / speed["peer_rows_per_s"], rel=0.05)
@@ -151,7 +185,7 @@ def test_speed_rows_have_roofline_and_peer(dry_run: DryRun, monkeypatch: pytest.
     assert speed["bytes_per_row"]["tables"] == 4 * 26 * 3 * 128
 
 
-# What the benchmark of preemptions reads from the steps that were begun -----------------------------------------------
+# -- What the benchmark of preemptions reads from the steps that were begun
 STAMPS = "7 0 100.0\n7 1 101.0\n7 2 102.0\n9 1 110.0\n9 2 111.0\n3 3 130.0\n3 4 13"
 
 
@@ -170,13 +204,16 @@ def test_preemptions_are_seeded_and_cost_as_restarts() -> None:
     ]
     two_restarts = preempt.Loss(steps_redone=2, idle_s=27.0, after_kill_s=10.0)
     assert preempt.losses(attempts, [(101.5, 120.0)]) == [two_restarts]
-    assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)]
+    assert preempt.losses(attempts[:1], [(101.5, 120.0)]) == [
+        preempt.Loss(steps_redone=0, idle_s=0.0, after_kill_s=0.0)
+    ]
     chosen = preempt.moments(600, 4, seed=0)
     assert chosen == preempt.moments(600, 4, seed=0) != preempt.moments(600, 4, seed=1)
     assert all(150 * part <= step < 150 * part + 60 for part, step in enumerate(chosen))
 
 
-# The benchmark of starts reads a run's events into stages without gaps, and emits a row for each command and end ------
+# The benchmark of starts reads a run's events into stages without gaps, and emits a row for each
+# command and end ------
 def events() -> list[dict[str, Any]]:
     """Of a command that began at 100 s."""
 
@@ -190,8 +227,15 @@ def events() -> list[dict[str, Any]]:
         event("start_up", 105.0, process="driver", stages={"imports": 4.0, "index": 1.0}),
         event("attempt", 105.5, number=1),
         event("start", 109.0, step=0, rows=0),
-        event("start_up", 109.0, process="worker", stages={"attempt": 0.25, "set_up": 3.0, "process_group": 1.0}),
-        event("start_up", 110.0, process="worker", stages={"first_batch": 0.25, "first_step": 0.75}),
+        event(
+            "start_up",
+            109.0,
+            process="worker",
+            stages={"attempt": 0.25, "set_up": 3.0, "process_group": 1.0},
+        ),
+        event(
+            "start_up", 110.0, process="worker", stages={"first_batch": 0.25, "first_step": 0.75}
+        ),
         step(112.0, step=10, rows=100),
         step(114.0, step=20, rows=200),
         event("evaluate", 115.5, step=20, set="validation"),
@@ -204,18 +248,42 @@ def events() -> list[dict[str, Any]]:
 
 def test_stages_sum_to_command_time_also_after_late_save() -> None:
     stages = start.waterfall(events(), began_s=100.0, ended_s=121.0)
-    assert list(stages)[:6] == ["imports", "index", "attempt", "process_group", "set_up", "first_batch"]
+    assert list(stages)[:6] == [
+        "imports",
+        "index",
+        "attempt",
+        "process_group",
+        "set_up",
+        "first_batch",
+    ]
     assert sum(stages.values()) == pytest.approx(21.0)
-    expected = {"attempt": 0.25, "evaluation": 1.5, "saves": 0.25, "test": 2.0, "summary": 0.5, "shutdown": 2.5}
+    expected = {
+        "attempt": 0.25,
+        "evaluation": 1.5,
+        "saves": 0.25,
+        "test": 2.0,
+        "summary": 0.5,
+        "shutdown": 2.5,
+    }
     assert expected.items() <= stages.items()
     assert start.first_step_s(stages) == pytest.approx(10.25)
-    late = [{**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()]
+    late = [
+        {**event, "time": 118.25} if event["kind"] == "checkpoint" else event for event in events()
+    ]
     stages = start.waterfall(late, began_s=100.0, ended_s=121.0)
     assert (stages["test"], sum(stages.values())) == (0.0, pytest.approx(21.0))
 
 
-def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False) -> dict[str, Any]:
-    training = {"imports": seconds, "shutdown": 1.0, "first_step_s": seconds, "exit_s": seconds + 1.0, "auroc": 0.7}
+def found_by(
+    seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False
+) -> dict[str, Any]:
+    training = {
+        "imports": seconds,
+        "shutdown": 1.0,
+        "first_step_s": seconds,
+        "exit_s": seconds + 1.0,
+        "auroc": 0.7,
+    }
     found = {
         "bare Ray": {"first_step_s": 8.0},
         **dict.fromkeys((*trainings, *start.PLAIN.values()), training),
@@ -228,12 +296,31 @@ def found_by(seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool 
 
 def test_plain_script_has_settings_of_recipe() -> None:
     plain = script("benchmarks/peers", "plain_dlrm")
-    arguments = parse(COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", *start.PLAIN_NETWORK]).arguments
+    arguments = parse(
+        COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", *start.PLAIN_NETWORK]
+    ).arguments
     (config,) = arguments
-    model, tables, network = config.workload.model, config.workload.sparse_optimizer, config.workload.dense_optimizer
-    assert (model.interaction, model.first_order, model.embedding_penalty, config.epochs) == ("dot", False, 0.0, 1)
-    assert (model.embedding_dim, [*model.bottom_mlp], [*model.top_mlp]) == (plain.DIMENSION, plain.BOTTOM, plain.TOP)
-    assert (tables.kind, tables.learning_rate, tables.eps) == ("rowwise_adagrad", plain.TABLE_LEARNING_RATE, plain.TABLE_EPS)
+    model, tables, network = (
+        config.workload.model,
+        config.workload.sparse_optimizer,
+        config.workload.dense_optimizer,
+    )
+    assert (model.interaction, model.first_order, model.embedding_penalty, config.epochs) == (
+        "dot",
+        False,
+        0.0,
+        1,
+    )
+    assert (model.embedding_dim, [*model.bottom_mlp], [*model.top_mlp]) == (
+        plain.DIMENSION,
+        plain.BOTTOM,
+        plain.TOP,
+    )
+    assert (tables.kind, tables.learning_rate, tables.eps) == (
+        "rowwise_adagrad",
+        plain.TABLE_LEARNING_RATE,
+        plain.TABLE_EPS,
+    )
     assert network == DenseOptimizerConfig(kind="adam", learning_rate=plain.DENSE_LEARNING_RATE)
     two = config.replace(scaling={"num_workers": 2})
     for rows in (17_143, 94_286):  # of --quick and of the full benchmark
@@ -251,7 +338,10 @@ report_of = partial(start.Report, rows=1000, repeats=3)
 
 @pytest.mark.parametrize("with_lightgbm", [True, False])
 def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
-    rounds = [found_by(seconds, trainings=start.TRAININGS, with_lightgbm=with_lightgbm) for seconds in (4.0, 40.0, 3.0)]
+    rounds = [
+        found_by(seconds, trainings=start.TRAININGS, with_lightgbm=with_lightgbm)
+        for seconds in (4.0, 40.0, 3.0)
+    ]
     found = start.medians_of({name: [of_round[name] for of_round in rounds] for name in rounds[0]})
     report_of(with_lightgbm=with_lightgbm).print(found)
     rows = printed(capsys)
@@ -259,7 +349,11 @@ def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
     first, to_plain, whole, to_plain_whole = rows[:4]
     assert (to_plain["peer"], to_plain["ratio"]) == (start.PLAIN[1], 1.0)
     assert (to_plain_whole["peer_s"], to_plain_whole["peer_auroc"]) == (5.0, 0.7)
-    assert (first["s"], first["ratio"], first["stages_s"]) == (4.0, 0.5, {"imports": 4.0, "shutdown": 1.0})
+    assert (first["s"], first["ratio"], first["stages_s"]) == (
+        4.0,
+        0.5,
+        {"imports": 4.0, "shutdown": 1.0},
+    )
     assert (whole["s"], whole["ratio"]) == (5.0, 0.5 if with_lightgbm else None)
     assert ("peer_auroc" in whole) == with_lightgbm
     assert [(row["s"], row["ratio"]) for row in rows[-4:]] == [(4.0, 2.0)] * 4
@@ -279,13 +373,18 @@ def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]
     failed = [row for row in rows if "error" in row]
     assert {row["peer"] for row in failed} == {start.PLAIN[2]}
     assert len(failed) == 2 * sum("2 workers" in name for name in start.TRAININGS)
-    assert all((row["ratio"], row["peer_s"], row["error"]) == (None, None, "RuntimeError: ended with signal 6") for row in failed)
+    assert all(
+        (row["ratio"], row["peer_s"], row["error"])
+        == (None, None, "RuntimeError: ended with signal 6")
+        for row in failed
+    )
     assert all(row["s"] for row in failed)
     report_of(with_lightgbm=False).print(found_by(3.0, trainings=start.QUICK))
     assert len(printed(capsys)) == 4 * len(start.QUICK) + len(start.SCORINGS) + 1
 
 
-# A benchmark whose peer fails prints a row with the error, measures all else, and its command ends with status 1 ------
+# A benchmark whose peer fails prints a row with the error, measures all else, and its command ends
+# with status 1 ------
 ABORTS = """import os, sys
 print("connecting to s3://user:word@store with SECRET_KEY=hidden-word", file=sys.stderr)
 print("terminate called, api_key=hidden-word", file=sys.stderr)
@@ -300,7 +399,9 @@ def emit_rates(rates: dict[str, Any]) -> None:
         measuring.emit("some", peer=peer, workload="rows", value=rates["ours"], repeats=2, **theirs)
 
 
-def test_peer_killed_by_signal_becomes_error_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_peer_killed_by_signal_becomes_error_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     peer = tmp_path / "peer.py"
     peer.write_text(ABORTS)
     calls: list[str] = []
@@ -309,8 +410,15 @@ def test_peer_killed_by_signal_becomes_error_row(capsys: pytest.CaptureFixture[s
         calls.append(name)
         return function()
 
-    ways = {"aborts": partial(subprocesses.run_child, peer), "missing": lambda: 1 / 0, "ours": lambda: 10.0, "whole": lambda: 5.0}
-    rates = measuring.interleaved(2, **{name: partial(called, name, function) for name, function in ways.items()})
+    ways = {
+        "aborts": partial(subprocesses.run_child, peer),
+        "missing": lambda: 1 / 0,
+        "ours": lambda: 10.0,
+        "whole": lambda: 5.0,
+    }
+    rates = measuring.interleaved(
+        2, **{name: partial(called, name, function) for name, function in ways.items()}
+    )
     assert calls == ["aborts", "missing", "ours", "whole", "ours", "whole"]
     emit_rates(rates)
     captured = capsys.readouterr()
@@ -319,7 +427,10 @@ def test_peer_killed_by_signal_becomes_error_row(capsys: pytest.CaptureFixture[s
     whole, aborts, missing = map(json.loads, captured.out.splitlines())
     assert (whole["rows_per_s"], whole["ratio"], whole["peer_rows_per_s"]) == (10.0, 2.0, 5)
     assert "error" not in whole
-    assert aborts["error"] == "RuntimeError: peer.py ended with signal 6 (Aborted): terminate called, api_key=***"
+    assert (
+        aborts["error"]
+        == "RuntimeError: peer.py ended with signal 6 (Aborted): terminate called, api_key=***"
+    )
     assert (aborts["rows_per_s"], aborts["ratio"], aborts["peer_rows_per_s"]) == (10.0, None, None)
     assert missing["error"] == "ZeroDivisionError: division by zero"
     assert measuring.failed() == ["some"]
@@ -327,14 +438,19 @@ def test_peer_killed_by_signal_becomes_error_row(capsys: pytest.CaptureFixture[s
 
 def test_failed_own_rate_leaves_peer_figures(capsys: pytest.CaptureFixture[str]) -> None:
     failed = measuring.Failed("RuntimeError: it is over")
-    emit_rates({"ours": failed, "whole": 5.0, "aborts": failed, "missing": 1 / (1 / failed + 1 / 2.0)})
+    emit_rates(
+        {"ours": failed, "whole": 5.0, "aborts": failed, "missing": 1 / (1 / failed + 1 / 2.0)}
+    )
     whole, aborts, missing = printed(capsys)
     assert (whole["rows_per_s"], whole["ratio"], whole["peer_rows_per_s"]) == (None, None, 5)
     assert {row["error"] for row in (whole, aborts, missing)} == {"RuntimeError: it is over"}
     assert list(failed) == list(failed.items()) == []
     assert max((0, 1), key=lambda number: (failed, 1.0)[number]) == 1
     assert f"{failed['a']['b']:.2f}" == "failed"
-    assert measuring.medians_of({"a": [{"x": 1.0}, {"x": 3.0}, {}], "b": failed}) == {"a": {"x": 1.0}, "b": failed}
+    assert measuring.medians_of({"a": [{"x": 1.0}, {"x": 3.0}, {}], "b": failed}) == {
+        "a": {"x": 1.0},
+        "b": failed,
+    }
 
 
 def test_results_are_known_before_later_candidates_run() -> None:
@@ -346,12 +462,16 @@ def test_results_are_known_before_later_candidates_run() -> None:
         return name
 
     candidates = {name: partial(measure, name) for name in "abc"}
-    measuring.in_turn(2, lambda number: candidates, shown=str, on_result=lambda found: told.append(dict(found)))
+    measuring.in_turn(
+        2, lambda number: candidates, shown=str, on_result=lambda found: told.append(dict(found))
+    )
     assert seen == [[], [], [], [], ["a"], ["a", "b"]]
     assert told[-1] == {name: [name, name] for name in "abc"}
 
 
-def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_part_of_all_benchmarks_is_skipped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: list[str] = []
     mains: dict[str, Any] = {
         "first": lambda quick: done.append("first"),
@@ -366,7 +486,10 @@ def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.out + captured.err
     errors = {row["name"]: row["error"] for row in map(json.loads, captured.out.splitlines())}
-    assert errors == {"second": "RuntimeError: its last line", "third": "rayrec benchmark third: --data names no log"}
+    assert errors == {
+        "second": "RuntimeError: its last line",
+        "third": "rayrec benchmark third: --data names no log",
+    }
     for name, status in (("second", 1), ("first", 0)):
         monkeypatch.setattr(measuring, "_FAILED", [])
         assert run.main([name]) == status
@@ -375,11 +498,20 @@ def test_failed_part_of_all_benchmarks_is_skipped(capsys: pytest.CaptureFixture[
 
 @pytest.mark.extended
 def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
-    """Every second run ended with signal 6 when its process group was destroyed before its pipelines."""
+    """Every second run ended with signal 6 when its process group was destroyed before its
+    pipelines.
+    """
     generate(str(tmp_path), rows=5_000, seed=0, parallelism=1)
     made = {"out": str(tmp_path / "npy"), "format": "npy", "split": "sevenths"}
     rayrec.preprocess(str(tmp_path / "train.txt"), **made, console=Console(quiet=True))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command = [*torchrun, str(ROOT / "benchmarks" / "peers" / "plain_dlrm.py"), made["out"]]
     for _ in range(3):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -387,10 +519,15 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
         assert json.loads(done.stdout.splitlines()[-1]).keys() == {"first_step_s", "auroc"}
 
 
-# The bits of tiny runs: what counts as a difference, and that those of the stored runs are still the same -------------
+# The bits of tiny runs: what counts as a difference, and that those of the stored runs are still th
 bits = script("tools", "bits")
 HASHES = {"weights_sha256": "aa", "predict_sha256": "bb"}
-LINE: dict[str, Any] = {"name": "criteo", "losses": [0.5, 0.25], "metrics": {"auroc": "0.75"}, **HASHES}
+LINE: dict[str, Any] = {
+    "name": "criteo",
+    "losses": [0.5, 0.25],
+    "metrics": {"auroc": "0.75"},
+    **HASHES,
+}
 
 
 def test_differences_need_equal_bits_on_one_machine_only() -> None:
@@ -414,13 +551,18 @@ def test_differences_need_equal_bits_on_one_machine_only() -> None:
 def test_chosen_runs_include_their_dependencies() -> None:
     assert bits.select_runs(["distilled"]) == ["criteo", "distilled"]
     assert bits.select_runs(["resumed_3"]) == ["torchrun_2", "resumed_3"]
-    assert (bits.select_runs(["quick"]), bits.select_runs([])) == (list(bits.QUICK), list(bits.RUNS))
+    assert (bits.select_runs(["quick"]), bits.select_runs([])) == (
+        list(bits.QUICK),
+        list(bits.RUNS),
+    )
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_quick_runs_keep_their_bits() -> None:
-    """A process of its own: the number of threads counts from its start. CONTRIBUTING.md says how to store an intended change."""
+    """A process of its own: the number of threads counts from its start. CONTRIBUTING.md says how
+    to store an intended change.
+    """
     command = [sys.executable, "tools/bits.py", "quick", "--against", "tests/golden/bits.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

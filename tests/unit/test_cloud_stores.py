@@ -1,7 +1,9 @@
-"""gs://, az:// and s3:// compared with local paths: atomic files, lists, ranges, outages, one-line errors.
+"""gs://, az:// and s3:// compared with local paths: atomic files, lists, ranges, outages, one-line
+errors.
 
-gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_server.py), and Azurite if RAYREC_TEST_AZURITE names
-it, s3:// moto."""
+gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_server.py), and Azurite
+if RAYREC_TEST_AZURITE names it, s3:// moto.
+"""
 
 import re
 import threading
@@ -28,9 +30,15 @@ MIB = 1 << 20
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3")) for kind in cloud_stores.KINDS]
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.extended] * (kind == "s3"))
+        for kind in cloud_stores.KINDS
+    ],
 )
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudStore]:
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CloudStore]:
     """Running store, configured by the standard variables only."""
     server = cloud_stores.KINDS[request.param](tmp_path_factory.mktemp(request.param))
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +69,9 @@ def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> Non
     assert storage.list_folder(folder) == ["a.txt", "deep.partial", "empty"]
     assert storage.list_folder(f"{folder}/deep.partial") == ["er"]
     assert storage.read_json(f"{folder}/deep.partial/er/100% b#1 ?.json") == {"ä": 1}
-    assert [storage.size_of(f"{folder}/{name}") for name in ("a.txt", "empty", "deep.partial", "none")] == [3, 0, None, None]
+    assert [
+        storage.size_of(f"{folder}/{name}") for name in ("a.txt", "empty", "deep.partial", "none")
+    ] == [3, 0, None, None]
     assert list(storage.read_stream(f"{folder}/empty")) == []
     buffer = np.zeros(4, np.uint8)
     assert [storage.read_into(f"{folder}/a.txt", start, buffer) for start in (1, 3, 9)] == [2, 0, 0]
@@ -87,21 +97,32 @@ def test_cloud_globs_and_partitions_list_all_depths(folder: str) -> None:
     for name in names:
         storage.write_bytes(f"{folder}/{name}", b"x")
     for suffix, found in (("", names), ("/day=?/part-0", names[:3:2]), ("/day=1", names[:2])):
-        assert [file.path for file in storage.list_files(folder + suffix)] == [f"{folder}/{name}" for name in found]
-    storage.write_bytes(f"{folder}/day/a", b"x")  # "day=1/" comes before "day0" and after "day-", which is before "day/"
+        assert [file.path for file in storage.list_files(folder + suffix)] == [
+            f"{folder}/{name}" for name in found
+        ]
+    # "day=1/" comes before "day0" and after "day-", which is before "day/"
+    storage.write_bytes(f"{folder}/day/a", b"x")
     storage.write_bytes(f"{folder}/day-/a", b"x")
     assert storage.exists(f"{folder}/day")
     assert not storage.exists(f"{folder}/da")
 
 
 def test_cloud_table_formats_are_rejected(folder: str) -> None:
-    for name in ("delta/_delta_log/0.json", "iceberg/metadata/0-a.metadata.json", "hudi/.hoodie/hoodie.properties"):
+    for name in (
+        "delta/_delta_log/0.json",
+        "iceberg/metadata/0-a.metadata.json",
+        "hudi/.hoodie/hoodie.properties",
+    ):
         storage.write_bytes(f"{folder}/{name}", b"{}")
     for table in ("delta", "iceberg/data", "hudi"):
         storage.write_bytes(f"{folder}/{table}/day=1/a.parquet", b"x")
         for suffix in ("", "/day=1", "/day=1/a.parquet", "/*/*.parquet"):
             kind = table.partition("/")[0].capitalize()
-            rejects(f"the {kind} table|this {kind} table", storage.list_files, f"{folder}/{table}{suffix}")
+            rejects(
+                f"the {kind} table|this {kind} table",
+                storage.list_files,
+                f"{folder}/{table}{suffix}",
+            )
 
 
 def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +163,9 @@ def test_cloud_outage_is_waited_out(store: CloudStore, folder: str) -> None:
     assert storage.read_bytes(f"{folder}/a") == b"new"
 
 
-def test_missing_store_or_bucket_raises_one_line_at_once(store: CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_store_or_bucket_raises_one_line_at_once(
+    store: CloudStore, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch, storage.retry_timeout(0):
         for name, value in store.environment.items():
             patch.setenv(name, value.replace(str(store.port), "9"))
@@ -151,12 +174,17 @@ def test_missing_store_or_bucket_raises_one_line_at_once(store: CloudStore, fold
         assert "\n" not in fails_with(OSError, message, storage.exists, folder)
         assert time.monotonic() - start < 1
     other = store.bucket.replace("logs", "none")
-    for call in (lambda: storage.write_bytes(f"{other}/a", b"x"), lambda: storage.read_bytes(f"{other}/a"),
-                 lambda: storage.list_files(f"{other}/a")):  # fmt: skip
+    for call in (
+        lambda: storage.write_bytes(f"{other}/a", b"x"),
+        lambda: storage.read_bytes(f"{other}/a"),
+        lambda: storage.list_files(f"{other}/a"),
+    ):
         rejects(rf"^{other}: (bucket|container) not found; create it", call)
 
 
-def test_checkpoint_and_log_are_read_from_cloud(folder: str, click_log: Path, tmp_path: Path) -> None:
+def test_checkpoint_and_log_are_read_from_cloud(
+    folder: str, click_log: Path, tmp_path: Path
+) -> None:
     values = {"model.a": torch.arange(100.0), "model.b": torch.ones(2, 2, dtype=torch.int64)}
     with closing(Run(folder)) as run:
         saver = run.saver(retention=Retention(num_to_keep=1), extra_files={"words.txt": b"abc"})
@@ -170,22 +198,39 @@ def test_checkpoint_and_log_are_read_from_cloud(folder: str, click_log: Path, tm
     assert all(torch.equal(target[name], value) for name, value in values.items())
     checkpoint.verify(found)
     log = f"{folder}/train.txt"
-    storage.write_bytes(log, b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2_000]))
-    assert rayrec.vocabulary(log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads")["rows"] == 2_000
+    storage.write_bytes(
+        log, b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:2_000])
+    )
+    assert (
+        rayrec.vocabulary(
+            log, out=str(tmp_path / "out"), console=Console(quiet=True), engine="threads"
+        )["rows"]
+        == 2_000
+    )
 
 
-def test_wrong_credentials_raise_one_line(store: CloudStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_raise_one_line(
+    store: CloudStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if store.bucket.startswith("gs://"):
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
         monkeypatch.delenv("STORAGE_EMULATOR_HOST")
-        url, match = f"gs://logs/a?endpoint_override=127.0.0.1:{store.port}", "Cannot open credentials file /none.json"
+        url, match = (
+            f"gs://logs/a?endpoint_override=127.0.0.1:{store.port}",
+            "Cannot open credentials file /none.json",
+        )
     elif store.bucket.startswith("s3://"):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aHVzaA==")
         url, match = "s3://logs/a", ""
     else:
         setting = store.environment["AZURE_STORAGE_CONNECTION_STRING"]
-        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting))
+        monkeypatch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING",
+            re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting),
+        )
         url, match = "az://logs/a", "HTTP status 403"
     start = time.monotonic()
-    assert "aHVzaA" not in rejects(f"logs: access denied .*{match}.*; set ", storage.write_bytes, url, b"x")
+    assert "aHVzaA" not in rejects(
+        f"logs: access denied .*{match}.*; set ", storage.write_bytes, url, b"x"
+    )
     assert time.monotonic() - start < 1

@@ -16,21 +16,34 @@ from rayrec.training.launchers.process_worker import device_of
 
 def test_nccl_group_and_process_use_gpu_of_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     found = group_arguments(torch.device("cuda", 5), timeout_s=60.0)
-    assert (found["backend"], found["device_id"], found["timeout"].total_seconds()) == ("nccl", torch.device("cuda", 5), 60)
+    assert (found["backend"], found["device_id"], found["timeout"].total_seconds()) == (
+        "nccl",
+        torch.device("cuda", 5),
+        60,
+    )
     found = group_arguments(torch.device("cpu"), timeout_s=60.0)
     assert (found["backend"], found["device_id"]) == ("gloo", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     last = TorchrunEnv(rank=31, world_size=32, local_rank=7, local_world_size=8, restarts=0)
     assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
     assert device_of(last, use_gpu=False) == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm has bound one GPU to each process
-    rejects(r"LOCAL_RANK=7 on .*: this process sees 1 GPUs\. .*--gpu-bind=none", device_of, last, use_gpu=True)
+    # Slurm has bound one GPU to each process
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    rejects(
+        r"LOCAL_RANK=7 on .*: this process sees 1 GPUs\. .*--gpu-bind=none",
+        device_of,
+        last,
+        use_gpu=True,
+    )
 
 
 @pytest.mark.parametrize(
-    ("backends", "expected"), [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")]
+    ("backends", "expected"),
+    [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")],
 )
-def test_group_device_prefers_supported_cpu(monkeypatch: pytest.MonkeyPatch, backends: str, expected: str) -> None:
+def test_group_device_prefers_supported_cpu(
+    monkeypatch: pytest.MonkeyPatch, backends: str, expected: str
+) -> None:
     monkeypatch.setattr(distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert group_device() == torch.device(expected)

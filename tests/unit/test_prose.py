@@ -30,8 +30,15 @@ message = (
 )
 quuxes_seen = message
 '''
-    assert found(tmp_path / "module.py", text) == [(3, "old word"), (4, "Quux"), (5, "old word"), (8, "old word")]
-    assert found(tmp_path / "kernel.c", "/* An old\n * word. */\nint quux_count;\n") == [(1, "old word")]
+    assert found(tmp_path / "module.py", text) == [
+        (3, "old word"),
+        (4, "Quux"),
+        (5, "old word"),
+        (8, "old word"),
+    ]
+    assert found(tmp_path / "kernel.c", "/* An old\n * word. */\nint quux_count;\n") == [
+        (1, "old word")
+    ]
     cells = {"cells": [{"cell_type": "markdown", "source": ["Fine.\n", "An old word."]}]}
     assert found(tmp_path / "notebook.ipynb", json.dumps(cells)) == [(2, "old word")]
     assert found(tmp_path / "data.jsonl", "old word\n") == []  # data
@@ -39,15 +46,22 @@ quuxes_seen = message
 
 @pytest.mark.parametrize("name", ["page.md", "Makefile", "values.yaml"])
 def test_all_text_of_other_files_matches(tmp_path: Path, name: str) -> None:
-    assert found(tmp_path / name, "One\nold\nword, two quuxes.\n") == [(2, "old word"), (3, "quuxes")]
+    assert found(tmp_path / name, "One\nold\nword, two quuxes.\n") == [
+        (2, "old word"),
+        (3, "quuxes"),
+    ]
 
 
-@pytest.mark.parametrize("line", ["only a pattern", "pattern\treplacement", "pattern\t\twhy", "(\tword\twhy"])
+@pytest.mark.parametrize(
+    "line", ["only a pattern", "pattern\treplacement", "pattern\t\twhy", "(\tword\twhy"]
+)
 def test_read_rules_rejects_invalid_line(line: str) -> None:
     fails_with(ValueError, "line 2 of the list", prose.read_rules, f"# comment\n{line}\n")
 
 
-def test_main_prints_each_hit_and_fails_above_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_main_prints_each_hit_and_fails_above_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     rules, page = tmp_path / "words.tsv", tmp_path / "page.md"
     rules.write_text(RULES)
     page.write_text("The quux.\n")
@@ -64,7 +78,9 @@ def test_main_prints_each_hit_and_fails_above_limit(tmp_path: Path, monkeypatch:
     assert prose.main([str(module)]) == 0
     monkeypatch.setattr(prose, "LIMITS", {"src": {"opening": 0}})
     assert prose.main([str(module)]) == 1
-    assert capsys.readouterr().out.startswith("src/module.py:1: opening: Of rows.\nsrc: 1 of kind opening, at most 0 are allowed")
+    assert capsys.readouterr().out.startswith(
+        "src/module.py:1: opening: Of rows.\nsrc: 1 of kind opening, at most 0 are allowed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +98,9 @@ def test_main_prints_each_hit_and_fails_above_limit(tmp_path: Path, monkeypatch:
     }.items(),
 )
 def test_faults_include(kind: str, source: str) -> None:
-    assert [fault.kind for fault in prose.faults(source, frozenset({"found", "seat"}))] == [kind.partition(" of ")[0]]
+    assert [fault.kind for fault in prose.faults(source, frozenset({"found", "seat"}))] == [
+        kind.partition(" of ")[0]
+    ]
 
 
 def test_faults_allow_plain_prose() -> None:

@@ -35,7 +35,15 @@ def found_in(*place: Any, **options: Any) -> list[str]:
 
 
 def test_list_files_sorts_numbers_naturally(tmp_path: Path) -> None:
-    for name in ("day_10", "day_2", "day_1", "truth.json", ".hidden", "_SUCCESS", "day_3.0a.partial"):
+    for name in (
+        "day_10",
+        "day_2",
+        "day_1",
+        "truth.json",
+        ".hidden",
+        "_SUCCESS",
+        "day_3.0a.partial",
+    ):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "day_0").write_bytes(b"x")
@@ -52,11 +60,18 @@ def test_listing_missing_path_raises(tmp_path: Path) -> None:
     for call, why in (
         (lambda folder: storage.list_files(f"{folder}/*.gz"), "contains no data files"),
         (lambda folder: storage.read_bytes(f"{folder}/absent"), "no such file"),
-        (lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)), "no such file"),
+        (
+            lambda folder: storage.read_into(f"{folder}/absent", 0, np.zeros(1, np.uint8)),
+            "no such file",
+        ),
     ):
         (tmp_path / "only.json").write_bytes(b"{}")
         rejects(why, call, str(tmp_path))
-    rejects(r"x: scheme is not supported .*s3://, gs://, gcs://, az://, abfs://, abfss://", storage.resolve, "nosuch://x/y")
+    rejects(
+        r"x: scheme is not supported .*s3://, gs://, gcs://, az://, abfs://, abfss://",
+        storage.resolve,
+        "nosuch://x/y",
+    )
 
 
 def write_and_fail(path: Path) -> None:
@@ -93,14 +108,20 @@ def test_json_round_trips_with_nan_as_null(tmp_path: Path) -> None:
     value = {"ä": math.nan, "rows": 3, "nested": [1.5, (math.inf, -math.inf), {"text": "NaN"}]}
     storage.write_json(str(path), value)
     assert path.read_text() == storage.json_text(value) + "\n"
-    strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert storage.read_json(str(path)) == strict == {"ä": None, "rows": 3, "nested": [1.5, [None, None], {"text": "NaN"}]}
+    strict = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
+    assert (
+        storage.read_json(str(path))
+        == strict
+        == {"ä": None, "rows": 3, "nested": [1.5, [None, None], {"text": "NaN"}]}
+    )
     for damaged in (b'{"a": ', b"\xff\xfe\x00"):
         path.write_bytes(damaged)
         rejects(r"value\.json: damaged", storage.read_json, str(path))
 
 
-# Streams --------------------------------------------------------------------------------------------------------------
+# -- Streams
 def test_write_stream_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
 
@@ -145,7 +166,9 @@ def test_full_disk_error_keeps_errno(tmp_path: Path) -> None:
         "    except OSError as error: assert error.errno == errno.EFBIG, error\n"
         "    else: raise AssertionError\n"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=False, stderr=subprocess.PIPE)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "file")], check=False, stderr=subprocess.PIPE
+    )
     assert run.returncode == 0, run.stderr
     assert os.listdir(tmp_path) == []
 
@@ -164,7 +187,10 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
         names = ("deep/file", "deep", "none")
         assert [storage.size_of(f"{prefix}{folder}/{name}") for name in names] == [3, None, None]
         storage.copy_files(prefix + folder, f"{prefix}{tmp_path}/b.partial")
-        found = sorted(str(path.relative_to(tmp_path / "b.partial")) for path in (tmp_path / "b.partial").rglob("*"))
+        found = sorted(
+            str(path.relative_to(tmp_path / "b.partial"))
+            for path in (tmp_path / "b.partial").rglob("*")
+        )
         assert found == [".hidden.json", "deep", "deep/empty", "deep/file"]
         storage.remove_file(f"{prefix}{folder}/.hidden.json")
         storage.remove_file(f"{prefix}{folder}/.hidden.json")
@@ -204,26 +230,46 @@ def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replac
         assert kept.read_bytes() == b"12345"
     assert not storage.clone_file(f"{prefix}{tmp_path}/none", target)
     assert not storage.clone_file(urls[0], "s3://bucket/b")
-    assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [kept.name, "other"]
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == [
+        kept.name,
+        "other",
+    ]
 
 
 # Errors of stores, as pyarrow says them, of a real one.
-_HEAD = "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject operation: {}"
-_REFUSED = "curlCode: 7, Could not connect to server; Details: Failed to connect to 127.0.0.1:9 after 0 ms: Could not"
+_HEAD = (
+    "When getting information for key 'a' in bucket 'logs': AWS Error {} during HeadObject "
+    "operation: {}"
+)
+_REFUSED = (
+    "curlCode: 7, Could not connect to server; Details: Failed to connect to 127.0.0.1:9 after 0 "
+    "ms: Could not"
+)
 S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
     "passing": [
         ("NETWORK_CONNECTION", _REFUSED),
-        ("NETWORK_CONNECTION", "curlCode: 28, Timeout was reached; Details: Operation too slow. Less than 1"),
-        ("NETWORK_CONNECTION", "curlCode: 6, Could not resolve hostname; Details: Could not resolve host"),
+        (
+            "NETWORK_CONNECTION",
+            "curlCode: 28, Timeout was reached; Details: Operation too slow. Less than 1",
+        ),
+        (
+            "NETWORK_CONNECTION",
+            "curlCode: 6, Could not resolve hostname; Details: Could not resolve host",
+        ),
         ("SLOW_DOWN", "Please reduce your request rate."),
         *((f"UNKNOWN (HTTP status {status})", "No response body.") for status in (503, 429)),
         ("UNKNOWN (HTTP status 500)", ""),
         ("INTERNAL_FAILURE", "We encountered an internal error. Please try again."),
     ],
-    "certificate": [("NETWORK_CONNECTION", "curlCode: 60, SSL peer certificate or SSH remote key was not OK")],
+    "certificate": [
+        ("NETWORK_CONNECTION", "curlCode: 60, SSL peer certificate or SSH remote key was not OK")
+    ],
     "denied": [
         ("ACCESS_DENIED", "No response body."),
-        ("SIGNATURE_DOES_NOT_MATCH", "The request signature we calculated does not match the signature"),
+        (
+            "SIGNATURE_DOES_NOT_MATCH",
+            "The request signature we calculated does not match the signature",
+        ),
         ("UNKNOWN (HTTP status 400)", "No response body."),
         ("UNKNOWN (HTTP status 412)", ""),
         ("UNKNOWN (HTTP status 400)", "The provided token has expired."),
@@ -236,10 +282,19 @@ S3_TROUBLE: dict[str, list[tuple[str, str]]] = {
     ],
 }
 # As pyarrow says it, of gcp-storage-emulator, Azurite and a server that gives these answers.
-_GOOGLE = "google::cloud::Status({} error_info={{reason=, domain=, metadata={{gcloud-cpp.retry.on-entry=false}}}})"
+_GOOGLE = (
+    "google::cloud::Status({} error_info={{reason=, domain=, "
+    "metadata={{gcloud-cpp.retry.on-entry=false}}}})"
+)
 _NO_ACCESS = 'PERMISSION_DENIED: with a last message of {"error": {"message": "no access"}}'
-_TOKEN = "Could not create a OAuth2 access token to authenticate the request. The underlying error message was: "
-_SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http://a/c?sig=hush) Azure Error: {}\nRequestId:7"
+_TOKEN = (
+    "Could not create a OAuth2 access token to authenticate the request. The underlying error "
+    "message was: "
+)
+_SAS = (
+    "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http://a/c?sig=hush) "
+    "Azure Error: {}\nRequestId:7"
+)
 
 
 @pytest.mark.parametrize(
@@ -250,25 +305,93 @@ _SAS = "Failed to start blob copy. (http://a/b?se=2030&sig=hush%3D&sp=rl -> http
             for expected, cases in S3_TROUBLE.items()
             for name, said in cases
         ),
-        ("gs://logs/a", OSError(_GOOGLE.format("UNAVAILABLE: with a last message of CURL error [7]=Could not connect")),
-         "passing", "could not connect"),
-        ("gs://logs/a", PermissionError(13, _GOOGLE.format(_NO_ACCESS)),
-         "denied", "permission denied: no access"),
-        ("gs://logs/a", OSError(_GOOGLE.format(f"UNAVAILABLE: last message of {_TOKEN}CURL error [6]=Could not resolve host")),
-         "denied", "could not resolve host"),
-        ("gs://logs/a", pa.ArrowInvalid(_GOOGLE.format(f"INVALID_ARGUMENT: {_TOKEN}client_email is missing on /key.json")),
-         "denied", "invalid argument: client_email is missing on /key.json"),
-        ("gs://logs/a", OSError(_GOOGLE.format("UNAVAILABLE: CURL error [60]=SSL peer")), "certificate", "sSL peer"),
-        ("gs://logs/a", OSError(_GOOGLE.format("FAILED_PRECONDITION: a generation")), "other", None),
-        ("az://logs/a", OSError(_SAS.format("[] Fail to get a new connection for: http://a.")), "passing", None),
-        ("az://logs/a", OSError(_SAS.format("[] 503 Service Unavailable")), "passing", "HTTP status 503: Service Unavailable"),
-        ("az://logs/a", OSError(_SAS.format("[AuthenticationFailed] 403 Server failed")), "denied", None),
-        ("az://logs/a", OSError(_SAS.format("[ContainerNotFound] 404 The container")), "no bucket", None),
-        ("az://logs/a", OSError(_SAS.format("[InvalidBlobType] 409 The blob type is invalid")), "other", None),
-        ("az://logs/a", pa.ArrowException("AuthenticationExceptionE: Failed to get token."), "denied", "Failed to get token"),
+        (
+            "gs://logs/a",
+            OSError(
+                _GOOGLE.format(
+                    "UNAVAILABLE: with a last message of CURL error [7]=Could not connect"
+                )
+            ),
+            "passing",
+            "could not connect",
+        ),
+        (
+            "gs://logs/a",
+            PermissionError(13, _GOOGLE.format(_NO_ACCESS)),
+            "denied",
+            "permission denied: no access",
+        ),
+        (
+            "gs://logs/a",
+            OSError(
+                _GOOGLE.format(
+                    f"UNAVAILABLE: last message of {_TOKEN}CURL error [6]=Could not resolve host"
+                )
+            ),
+            "denied",
+            "could not resolve host",
+        ),
+        (
+            "gs://logs/a",
+            pa.ArrowInvalid(
+                _GOOGLE.format(f"INVALID_ARGUMENT: {_TOKEN}client_email is missing on /key.json")
+            ),
+            "denied",
+            "invalid argument: client_email is missing on /key.json",
+        ),
+        (
+            "gs://logs/a",
+            OSError(_GOOGLE.format("UNAVAILABLE: CURL error [60]=SSL peer")),
+            "certificate",
+            "sSL peer",
+        ),
+        (
+            "gs://logs/a",
+            OSError(_GOOGLE.format("FAILED_PRECONDITION: a generation")),
+            "other",
+            None,
+        ),
+        (
+            "az://logs/a",
+            OSError(_SAS.format("[] Fail to get a new connection for: http://a.")),
+            "passing",
+            None,
+        ),
+        (
+            "az://logs/a",
+            OSError(_SAS.format("[] 503 Service Unavailable")),
+            "passing",
+            "HTTP status 503: Service Unavailable",
+        ),
+        (
+            "az://logs/a",
+            OSError(_SAS.format("[AuthenticationFailed] 403 Server failed")),
+            "denied",
+            None,
+        ),
+        (
+            "az://logs/a",
+            OSError(_SAS.format("[ContainerNotFound] 404 The container")),
+            "no bucket",
+            None,
+        ),
+        (
+            "az://logs/a",
+            OSError(_SAS.format("[InvalidBlobType] 409 The blob type is invalid")),
+            "other",
+            None,
+        ),
+        (
+            "az://logs/a",
+            pa.ArrowException("AuthenticationExceptionE: Failed to get token."),
+            "denied",
+            "Failed to get token",
+        ),
     ],
-)  # fmt: skip
-def test_errors_are_classified_by_text(url: str, error: Exception, expected: str, cause: str | None) -> None:
+)
+def test_errors_are_classified_by_text(
+    url: str, error: Exception, expected: str, cause: str | None
+) -> None:
     assert retry.classify_error(error) == expected
     assert cause is None or retry.cause_of(error) == cause
     raised = retry.explained(url, error, waited_s=60, hint="somewhere")
@@ -283,7 +406,10 @@ def test_retries_end_at_limit_set_by_environment(monkeypatch: pytest.MonkeyPatch
     with storage.retry_timeout(5):
         assert retry.retry("s3://logs/a", at_first([refused] * 2, lambda: 7), hint=str) == 7
     once = at_first([refused], lambda: 7)
-    message = r"^s3://logs: the store was unavailable for 0 s \(could not .*\); at AWS\. Correct the endpoint, or try again"
+    message = (
+        r"^s3://logs: the store was unavailable for 0 s \(could not .*\); at AWS\. Correct the "
+        r"endpoint, or try again"
+    )
     with storage.retry_timeout(0), pytest.raises(OSError, match=message):
         retry.retry("s3://logs/a", once, hint=lambda: "at AWS")
     assert once() == 7  # it was called once
@@ -308,29 +434,56 @@ def test_secrets_in_urls_are_rejected_and_not_printed() -> None:
 
 
 def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "STORAGE_EMULATOR_HOST"):
+    for name in (
+        "AZURE_STORAGE_ACCOUNT",
+        "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "STORAGE_EMULATOR_HOST",
+    ):
         monkeypatch.delenv(name, raising=False)
-    assert GcsLocation.of("gs://bucket/a%20b/") == GcsLocation("bucket/a%20b", None, anonymous=False)
-    assert GcsLocation.of("gs://anonymous@bucket/a") == GcsLocation("bucket/a", None, anonymous=True)
-    assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation("b/a", "https://x.com", anonymous=False)
+    assert GcsLocation.of("gs://bucket/a%20b/") == GcsLocation(
+        "bucket/a%20b", None, anonymous=False
+    )
+    assert GcsLocation.of("gs://anonymous@bucket/a") == GcsLocation(
+        "bucket/a", None, anonymous=True
+    )
+    assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation(
+        "b/a", "https://x.com", anonymous=False
+    )
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
-    assert GcsLocation.of("gs://bucket/a") == GcsLocation("bucket/a", "http://127.0.0.1:9", anonymous=True)
-    rejects(r"storage account not found\. Set AZURE_STORAGE_ACCOUNT", AzureLocation.of, "az://logs/a")
+    assert GcsLocation.of("gs://bucket/a") == GcsLocation(
+        "bucket/a", "http://127.0.0.1:9", anonymous=True
+    )
+    rejects(
+        r"storage account not found\. Set AZURE_STORAGE_ACCOUNT", AzureLocation.of, "az://logs/a"
+    )
     url = "abfss://logs@acct.dfs.core.windows.net/a/b"
-    assert AzureLocation.of(url) == AzureLocation("logs/a/b", "acct", "https://acct.blob.core.windows.net")
+    assert AzureLocation.of(url) == AzureLocation(
+        "logs/a/b", "acct", "https://acct.blob.core.windows.net"
+    )
     assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
     assert files.same_store(url, "az://other@acct/c")
     assert not files.same_store(url, "az://other@other/c")
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester")
+    monkeypatch.setenv(
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester",
+    )
     assert AzureLocation.of("az://logs/a") == AzureLocation("logs/a", "tester", "http://h:1")
     assert AzureLocation.of("az://logs@acct/a").blob_url == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
-    assert "hush" not in rejects(r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a")
+    assert "hush" not in rejects(
+        r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a"
+    )
 
 
-def test_s3_location_matches_aws_tools_and_keeps_url_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_location_matches_aws_tools_and_keeps_url_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "s3://bucket/runs?region=x&scheme=http"
-    assert storage.join(url, "demo", "events.jsonl") == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
+    assert (
+        storage.join(url, "demo", "events.jsonl")
+        == "s3://bucket/runs/demo/events.jsonl?region=x&scheme=http"
+    )
     assert storage.join("s3://bucket?region=x", "a") == "s3://bucket/a?region=x"
     assert storage.join("s3://bucket/day_?", "a") == "s3://bucket/day_?/a"  # a glob's
     assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
@@ -338,7 +491,13 @@ def test_s3_location_matches_aws_tools_and_keeps_url_options(tmp_path: Path, mon
     assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
     assert S3Location.of(inside).inner == "bucket/runs/day_1.parquet"
     assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+    for name in (
+        "AWS_ENDPOINT_URL",
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_PROFILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     config = tmp_path / "config"
     config.write_text("[default]\nregion = a\n[profile b]\nregion = b\nendpoint_url = http://b:1\n")
@@ -346,25 +505,43 @@ def test_s3_location_matches_aws_tools_and_keeps_url_options(tmp_path: Path, mon
     for variables, url, expected in (
         ({}, "s3://bucket/key x/day_?", ("bucket/key x/day_?", None, "a")),
         ({"AWS_PROFILE": "b"}, "s3://bucket", ("bucket", "http://b:1", "b")),
-        ({"AWS_DEFAULT_REGION": "c", "AWS_ENDPOINT_URL": "http://c:1"}, "s3://bucket", ("bucket", "http://c:1", "c")),
-        ({"AWS_REGION": "d", "AWS_ENDPOINT_URL_S3": "http://d:1"}, "s3://bucket", ("bucket", "http://d:1", "d")),
-        ({}, "s3://bucket/key?region=e&endpoint_override=e:1&scheme=http", ("bucket/key", "http://e:1", "e")),
+        (
+            {"AWS_DEFAULT_REGION": "c", "AWS_ENDPOINT_URL": "http://c:1"},
+            "s3://bucket",
+            ("bucket", "http://c:1", "c"),
+        ),
+        (
+            {"AWS_REGION": "d", "AWS_ENDPOINT_URL_S3": "http://d:1"},
+            "s3://bucket",
+            ("bucket", "http://d:1", "d"),
+        ),
+        (
+            {},
+            "s3://bucket/key?region=e&endpoint_override=e:1&scheme=http",
+            ("bucket/key", "http://e:1", "e"),
+        ),
     ):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         place = S3Location.of(url)
         assert (place.inner, place.endpoint, place.region) == expected
-    assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == ("allow_bucket_creation",)
+    assert S3Location.of("s3://bucket?allow_bucket_creation=true").flags == (
+        "allow_bucket_creation",
+    )
     config.write_text("rubbish")
     rejects("must be an AWS config file", S3Location.of, "s3://bucket")
 
 
 def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    infos = [fs.FileInfo(f"bucket/log/day_{number}", type=fs.FileType.File, size=1) for number in (10, 9)]
+    infos = [
+        fs.FileInfo(f"bucket/log/day_{number}", type=fs.FileType.File, size=1) for number in (10, 9)
+    ]
 
     class Store:
         def get_file_info(self, asked: str | fs.FileSelector) -> fs.FileInfo | list[fs.FileInfo]:
-            return fs.FileInfo(asked, type=fs.FileType.Directory) if isinstance(asked, str) else infos
+            return (
+                fs.FileInfo(asked, type=fs.FileType.Directory) if isinstance(asked, str) else infos
+            )
 
     def with_retries(path: str, call: Any) -> Any:
         assert path.endswith("?region=x")
@@ -375,7 +552,9 @@ def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ["s3://bucket/log/day_9?region=x", "s3://bucket/log/day_10?region=x"]
     assert found_in("s3://bucket/log?region=x") == expected
     assert found_in("s3://bucket/log?region=x", names=["day_9"]) == expected[:1]
-    assert sorted(file.path for file in storage.files_in("s3://bucket/log?region=x")) == sorted(expected)
+    assert sorted(file.path for file in storage.files_in("s3://bucket/log?region=x")) == sorted(
+        expected
+    )
 
 
 def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,8 +567,12 @@ def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> N
     assert not files.same_store("/one/x", "s3://one/x")
 
 
-@pytest.mark.parametrize(("size_mib", "answers", "streams"), [(1, 0, 1), (1, 1, 2), (20, 0, 0), (20, 1, 1)])
-def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int) -> None:
+@pytest.mark.parametrize(
+    ("size_mib", "answers", "streams"), [(1, 0, 1), (1, 1, 2), (20, 0, 0), (20, 1, 1)]
+)
+def test_outage_leaks_only_one_stream(
+    monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int
+) -> None:
     requests, opened = iter(range(answers)), []
 
     def answer(path: str = "") -> fs.FileInfo:
@@ -401,7 +584,11 @@ def test_outage_leaks_only_one_stream(monkeypatch: pytest.MonkeyPatch, size_mib:
         opened.append(path)
         return SimpleNamespace(write=len, tell=lambda: 0, flush=answer, close=answer)
 
-    store = SimpleNamespace(get_file_info=answer, create_dir=lambda path, recursive: None, open_output_stream=open_stream)
+    store = SimpleNamespace(
+        get_file_info=answer,
+        create_dir=lambda path, recursive: None,
+        open_output_stream=open_stream,
+    )
     monkeypatch.setattr(filesystems, "_resolve", lambda path, *, patient: (store, path))
     monkeypatch.setattr(retry, "_FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(retry, "_LONGEST_WAIT_S", 0.001)
@@ -424,14 +611,23 @@ def test_glob_matches_same_files_locally_and_at_url(tmp_path: Path) -> None:
         ("day_[!2]", ["day_1"]),
         ("[dx]*/er/day_[0-9]", ["deep/er/day_3"]),
     ):
-        for name in ("day_1", "day_2", "day_old/day_9", "deep/er/day_3", "deep/a.txt", ".hidden/day_4"):
+        for name in (
+            "day_1",
+            "day_2",
+            "day_old/day_9",
+            "deep/er/day_3",
+            "deep/a.txt",
+            ".hidden/day_4",
+        ):
             (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
             (tmp_path / name).write_bytes(b"x")
         for prefix in ("", "file://"):
-            assert found_in(f"{prefix}{tmp_path}", glob) == [f"{prefix}{tmp_path}/{name}" for name in expected]
+            assert found_in(f"{prefix}{tmp_path}", glob) == [
+                f"{prefix}{tmp_path}/{name}" for name in expected
+            ]
 
 
-# Temporary folders of killed processes --------------------------------------------------------------------------------
+# -- Temporary folders of killed processes
 OWNER = """
 import sys
 from rayrec.storage.files import Scratch
@@ -448,7 +644,10 @@ def sweep(folder: Path) -> list[str]:
 
 
 def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
-    others = [tmp_path / name for name in ("rayrec-attempt-1fwd5mbt", "rayrec-00000000-attempt-of_another_machine")]
+    others = [
+        tmp_path / name
+        for name in ("rayrec-attempt-1fwd5mbt", "rayrec-00000000-attempt-of_another_machine")
+    ]
     for other in others:
         other.mkdir()
     kept = sorted(map(str, others))
@@ -462,7 +661,9 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
     assert sorted(sweep(tmp_path)) == kept
 
 
-def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_folder_is_replaced_and_all_use_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, made = tempfile.mkdtemp, []
 
     def mkdtemp(prefix: str, dir: str) -> str:
@@ -476,7 +677,11 @@ def test_abandoned_folder_is_replaced_and_all_use_scratch(tmp_path: Path, monkey
         assert [str(path) for path in tmp_path.iterdir()] == [folder] == made[1:]
     assert not list(tmp_path.iterdir())
     source = Path(rayrec.__file__).parent
-    own = [path for path in source.rglob("*.py") if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())]
+    own = [
+        path
+        for path in source.rglob("*.py")
+        if re.search(r"TemporaryDirectory|mkdtemp", path.read_text())
+    ]
     assert own == [source / "storage" / "files.py"]
 
 
@@ -493,7 +698,10 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("path", ["~", "~/log.csv", ".cache"])
 def test_missing_home_directory_is_rejected(homeless: Path, path: str) -> None:
     call = cache.folder if path == ".cache" else partial(storage.absolute, path)
-    rejects(r"^HOME: not set, and the system has no home directory for user \d+\. Set HOME to a folder", call)
+    rejects(
+        r"^HOME: not set, and the system has no home directory for user \d+\. Set HOME to a folder",
+        call,
+    )
     storage.write_bytes("here/~", b"x")
     rejects("HOME: not set", storage.write_bytes, "~/here", b"x")
     assert storage.absolute("~unknown/x") == f"{homeless}/~unknown/x"
@@ -533,7 +741,9 @@ def test_ray_without_home_directory_is_rejected() -> None:
 
 @pytest.mark.parametrize("name", ["home", "home/work", "", "link"])
 @pytest.mark.parametrize("prefix", ["", "file://"])
-def test_remove_folder_rejects_home_and_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, name: str) -> None:
+def test_remove_folder_rejects_home_and_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, name: str
+) -> None:
     (tmp_path / "home" / "work").mkdir(parents=True)
     (tmp_path / "home" / "work" / "thesis.txt").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "home")
@@ -543,11 +753,15 @@ def test_remove_folder_rejects_home_and_parents(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "home" / "work" / "thesis.txt").exists()
 
 
-def test_remove_folder_rejects_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_folder_rejects_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The working directory stays even under a name of rayrec."""
     (tmp_path / "step_1").mkdir()
     monkeypatch.chdir(tmp_path / "step_1")
-    rejects("not removed, because it is or contains", storage.remove_folder, str(tmp_path / "step_1"))
+    rejects(
+        "not removed, because it is or contains", storage.remove_folder, str(tmp_path / "step_1")
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -555,7 +769,10 @@ def test_remove_folder_rejects_working_directory(tmp_path: Path, monkeypatch: py
 def test_remove_folder_rejects_foreign_folders(tmp_path: Path, prefix: str, name: str) -> None:
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / name / "thesis.txt").write_text("x")
-    pattern = rf"{name}: not removed, because rayrec did not write it: it contains thesis\.txt\. Remove it yourself"
+    pattern = (
+        rf"{name}: not removed, because rayrec did not write it: it contains thesis\.txt\. Remove "
+        r"it yourself"
+    )
     rejects(pattern, storage.remove_folder, f"{prefix}{tmp_path}/{name}")
     assert (tmp_path / name / "thesis.txt").exists()
 
@@ -586,7 +803,9 @@ def test_remove_folder_rejects_foreign_folders(tmp_path: Path, prefix: str, name
         pytest.param("empty", "", id="empty"),
     ],
 )
-def test_remove_folder_accepts_rayrec_folders(tmp_path: Path, prefix: str, name: str, file: str) -> None:
+def test_remove_folder_accepts_rayrec_folders(
+    tmp_path: Path, prefix: str, name: str, file: str
+) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)
     if file:
@@ -598,15 +817,23 @@ def test_remove_folder_accepts_rayrec_folders(tmp_path: Path, prefix: str, name:
     assert folder.parent.exists()
 
 
-@pytest.mark.parametrize("warnings", [pytest.param(True, id="long"), pytest.param(False, id="short")])
+@pytest.mark.parametrize(
+    "warnings", [pytest.param(True, id="long"), pytest.param(False, id="short")]
+)
 def test_outage_warns_once_and_reports_recovery(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, warnings: bool
 ) -> None:
     clock = [0.0]
     wait_s = 3.0 if warnings else 0.5
-    times = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda _: clock.append(clock.pop() + wait_s))
+    times = SimpleNamespace(
+        monotonic=lambda: clock[0], sleep=lambda _: clock.append(clock.pop() + wait_s)
+    )
     monkeypatch.setattr(retry, "time", times)
-    failures = [OSError("AWS Error NETWORK_CONNECTION during GetObject: curlCode: 7, Couldn't connect to server")] * 3
+    failures = [
+        OSError(
+            "AWS Error NETWORK_CONNECTION during GetObject: curlCode: 7, Couldn't connect to server"
+        )
+    ] * 3
 
     def call() -> str:
         if failures:
@@ -634,7 +861,9 @@ def test_text_of_pipe_is_read(tmp_path: Path) -> None:
 
 
 class Appended:
-    """Store whose object can be appended to. The first request fails, before or after its bytes have arrived."""
+    """Store whose object can be appended to. The first request fails, before or after its bytes
+    have arrived.
+    """
 
     def __init__(self, content: bytes, *, arrives: bool) -> None:
         self.content = content

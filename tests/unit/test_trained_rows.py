@@ -14,7 +14,11 @@ Change = Callable[[list[RowNumbers]], list[RowNumbers]]
 
 def batches(epochs: int = 2, rows: int = ROWS, size: int = 1000) -> list[RowNumbers]:
     rng = np.random.default_rng(0)
-    return [RowNumbers(epoch, part) for epoch in range(epochs) for part in np.split(rng.permutation(rows), rows // size)]
+    return [
+        RowNumbers(epoch, part)
+        for epoch in range(epochs)
+        for part in np.split(rng.permutation(rows), rows // size)
+    ]
 
 
 def tally_of(given: list[RowNumbers]) -> TrainedRows:
@@ -47,7 +51,9 @@ def test_range_equals_sum_of_rows(start: int, length: int) -> None:
 def test_worker_totals_survive_checkpoint() -> None:
     given = batches()
     parts = [tally_of(given[rank::3]) for rank in range(3)]
-    total = TrainedRows.total(np.sum([part.counts for part in parts], axis=0), [part.checksums for part in parts])
+    total = TrainedRows.total(
+        np.sum([part.counts for part in parts], axis=0), [part.checksums for part in parts]
+    )
     assert (total, total.rows) == (expected(), 2 * ROWS)
     assert TrainedRows.from_dict(json.loads(json.dumps(total.to_dict()))) == total
 
@@ -68,7 +74,8 @@ def test_lost_and_repeated_rows_are_detected() -> None:
         (lambda given: [*given, RowNumbers(1, given[-1].numbers[:1])], 0, 1),
         (lambda given: [*given, RowNumbers(0, np.array([ROWS]))], 0, 1),
         (with_one_exchanged, 1, 1),
-        (lambda given: [RowNumbers(1, given[0].numbers), *given[1:]], 1, 1),  # again in the second epoch, not in the first
+        # again in the second epoch, not in the first
+        (lambda given: [RowNumbers(1, given[0].numbers), *given[1:]], 1, 1),
     ):
         assert tally_of(change(batches())).lost_and_repeated(expected()) == (lost, repeated)
 

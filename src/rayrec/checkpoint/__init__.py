@@ -1,10 +1,13 @@
-"""Checkpoints independent of sharding plan and world size: named tensors in safetensors files and a JSON manifest. A checkpoint
-folder contains a `data_*.safetensors` file for each rank (its shards, written in parallel), files that belong to the weights
-(`config.yaml`, the workload's own files) and `manifest.json`. The manifest is written last and contains the location and
-checksums of every tensor part, and the run's plain state. A folder without a manifest is not a checkpoint. Nothing in it is ever
-unpickled. torch.distributed.checkpoint plans the reads and writes of each rank; its own storage is not used, because it pickles.
-For programs that use it, `CheckpointReader` and `CheckpointWriter` implement its storage in this format. Names are imported
-lazily, so that a command that only searches for a checkpoint does not load torch."""
+"""Checkpoints independent of sharding plan and world size: named tensors in safetensors files and a
+JSON manifest. A checkpoint folder contains a `data_*.safetensors` file for each rank (its shards,
+written in parallel), files that belong to the weights (`config.yaml`, the workload's own files) and
+`manifest.json`. The manifest is written last and contains the location and checksums of every
+tensor part, and the run's plain state. A folder without a manifest is not a checkpoint. Nothing in
+it is ever unpickled. torch.distributed.checkpoint plans the reads and writes of each rank; its own
+storage is not used, because it pickles. For programs that use it, `CheckpointReader` and
+`CheckpointWriter` implement its storage in this format. Names are imported lazily, so that a
+command that only searches for a checkpoint does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ if TYPE_CHECKING:  # public names are those in `_NAMES`
 
 _NAMES = {
     "dcp": "CheckpointReader CheckpointWriter",
-    "discovery": "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint runs_beside step_of",
+    "discovery": (
+        "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint "
+        "runs_beside step_of"
+    ),
     "format": "MANIFEST VERSION DamagedError",
     "huggingface": "SyncCheckpoints",
     "lease": "Lease acquire_lease check_shared write_token",

@@ -16,8 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Communicator:
-    """All processes of the default process group, or this process alone if it is not initialized. Methods are collective. Objects
-    are pickled only between the live processes of one run, never read from a file."""
+    """All processes of the default process group, or this process alone if it is not initialized.
+    Methods are collective. Objects are pickled only between the live processes of one run, never
+    read from a file.
+    """
 
     rank: int
     size: int
@@ -86,13 +88,17 @@ class Communicator:
         return outcome  # type: ignore[return-value]
 
     def each(self, function: Callable[[], T]) -> list[T]:
-        """Run the function on all ranks and return all results. If it raises on any rank, raise on every rank."""
+        """Run the function on all ranks and return all results. If it raises on any rank, raise on
+        every rank.
+        """
         results = self.all_gather(attempt(function))
         raise_most_severe([failure for _, failure in results])
         return [outcome for outcome, _ in results]  # type: ignore[misc]
 
     def run_on_all_ranks(self, function: Callable[[], T]) -> T:
-        """Run the function on all ranks and return this rank's result. If it raises on any rank, raise on every rank."""
+        """Run the function on all ranks and return this rank's result. If it raises on any rank,
+        raise on every rank.
+        """
         outcome, failure = attempt(function)
         raise_most_severe(self.all_gather(failure))
         return outcome  # type: ignore[return-value]
@@ -106,20 +112,36 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def make_picklable(error: Exception) -> Exception:
-    """Return the error, or an equivalent one that other ranks can unpickle: not all library exceptions can be."""
-    if type(error) in {InputError, DamagedError, UnreadableError, OSError, TypeError, ValueError, MemoryError}:
+    """Return the error, or an equivalent one that other ranks can unpickle: not all library
+    exceptions can be.
+    """
+    if type(error) in {
+        InputError,
+        DamagedError,
+        UnreadableError,
+        OSError,
+        TypeError,
+        ValueError,
+        MemoryError,
+    }:
         return error
     if isinstance(error, InputError):
         return InputError(str(error))
     if isinstance(error, OSError):
-        return OSError(error.errno, error.strerror or str(error)) if error.errno else OSError(str(error))
+        return (
+            OSError(error.errno, error.strerror or str(error))
+            if error.errno
+            else OSError(str(error))
+        )
     substitute = RuntimeError(f"{type(error).__name__}: {error}")
     substitute.__cause__ = error  # shown on the failing rank only
     return substitute
 
 
 def raise_most_severe(failures: list[Exception | None]) -> None:
-    """Raise the same failure on every rank, if there is one. DamagedError comes first, because callers can recover from it."""
+    """Raise the same failure on every rank, if there is one. DamagedError comes first, because
+    callers can recover from it.
+    """
     for kind in (DamagedError, InputError, Exception):
         for failure in failures:
             if isinstance(failure, kind):

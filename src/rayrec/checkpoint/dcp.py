@@ -1,7 +1,8 @@
 """Checkpoints as torch.distributed.checkpoint (DCP) storage, for any model or training loop.
 
-dcp.save(state_dict, storage_writer=CheckpointWriter("runs/mine/checkpoints/step_00000100", state={"step": 100}))
-dcp.load(state_dict, storage_reader=CheckpointReader("runs/demo/checkpoints/step_00000628"))
+dcp.save(state_dict, storage_writer=CheckpointWriter("runs/mine/checkpoints/step_00000100",
+state={"step": 100})) dcp.load(state_dict,
+storage_reader=CheckpointReader("runs/demo/checkpoints/step_00000628"))
 """
 
 import os
@@ -12,7 +13,13 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -29,9 +36,11 @@ CheckpointId = str | os.PathLike[str]
 
 @final
 class CheckpointReader(StorageReader):
-    """DCP reader for a checkpoint path or URL, on any number of ranks. Each rank reads and verifies only its part, and nothing is
-    unpickled. Tensor names are those in the manifest: `model.NAME`, `optimizer.PARAMETER.STATE`. `dcp.load` raises InputError,
-    within its CheckpointException, for a folder without a manifest and for a damaged file."""
+    """DCP reader for a checkpoint path or URL, on any number of ranks. Each rank reads and verifies
+    only its part, and nothing is unpickled. Tensor names are those in the manifest: `model.NAME`,
+    `optimizer.PARAMETER.STATE`. `dcp.load` raises InputError, within its CheckpointException, for a
+    folder without a manifest and for a damaged file.
+    """
 
     def __init__(self, path: CheckpointId) -> None:
         self._path = os.fspath(path)
@@ -43,7 +52,9 @@ class CheckpointReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return metadata_of(Checkpoint(self._path).manifest())
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -53,8 +64,16 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        targets = [(item, planner.resolve_tensor(item)) for item in plan.items if item.type == LoadItemType.TENSOR]
-        read_items(self._path, Checkpoint(self._path).manifest(), [(item, target.detach()) for item, target in targets])
+        targets = [
+            (item, planner.resolve_tensor(item))
+            for item in plan.items
+            if item.type == LoadItemType.TENSOR
+        ]
+        read_items(
+            self._path,
+            Checkpoint(self._path).manifest(),
+            [(item, target.detach()) for item, target in targets],
+        )
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -69,9 +88,11 @@ class CheckpointReader(StorageReader):
 
 @final
 class CheckpointWriter(StorageWriter):
-    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can read. Copies the rank's data.
-    `dcp.save` raises TypeError, within its CheckpointException, for a value that is not a tensor (`state` is for plain JSON
-    values), and InputError if `path` already contains a checkpoint."""
+    """DCP writer for a checkpoint path or URL that rayrec's commands and `CheckpointReader` can
+    read. Copies the rank's data. `dcp.save` raises TypeError, within its CheckpointException, for a
+    value that is not a tensor (`state` is for plain JSON values), and InputError if `path` already
+    contains a checkpoint.
+    """
 
     def __init__(self, path: CheckpointId, *, state: Mapping[str, Any] | None = None) -> None:
         self._path, self._state = os.fspath(path), dict(state or {})
@@ -100,14 +121,22 @@ class CheckpointWriter(StorageWriter):
         copy = HostCopy(Plan(lay_out(plan.items), {}), values)
         try:
             copy.fill(values)
-            file = write_rank(self._path, copy, rank=distributed.get_rank() if distributed.is_initialized() else 0, tag="")
+            file = write_rank(
+                self._path,
+                copy,
+                rank=distributed.get_rank() if distributed.is_initialized() else 0,
+                tag="",
+            )
         finally:
             parts = copy.plan.parts
             copy.free()
         done: Future[list[WriteResult]] = Future()
         # The first result carries the rank's file, for `finish` on rank 0.
         done.set_result(
-            [WriteResult(part.item.index, part.size_bytes, None if number else file) for number, part in enumerate(parts)]
+            [
+                WriteResult(part.item.index, part.size_bytes, None if number else file)
+                for number, part in enumerate(parts)
+            ]
         )
         return done
 

@@ -9,7 +9,13 @@ import numpy as np
 from pyarrow import fs as arrow_fs
 
 from rayrec import storage
-from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, is_data_file, read_manifest
+from rayrec.checkpoint.format import (
+    MANIFEST,
+    DamagedError,
+    UnreadableError,
+    is_data_file,
+    read_manifest,
+)
 from rayrec.config import InputError
 from rayrec.storage.filesystems import with_retries
 
@@ -39,13 +45,19 @@ class Checkpoint:
         return storage.exists(storage.join(self.path, MANIFEST))
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest. Raises DamagedError if it is missing or damaged, InputError if it has another version."""
+        """Return the manifest. Raises DamagedError if it is missing or damaged, InputError if it
+        has another version.
+        """
         return read_manifest(self.path)
 
     def has_only_weights(self) -> bool:
-        """Return whether no run wrote it, so that it has no progress and no optimizer state. Raises the errors of `manifest`."""
+        """Return whether no run wrote it, so that it has no progress and no optimizer state. Raises
+        the errors of `manifest`.
+        """
         manifest = self.manifest()
-        return not manifest["state"] and not any(name.startswith("optimizer.") for name in manifest["tensors"])
+        return not manifest["state"] and not any(
+            name.startswith("optimizer.") for name in manifest["tensors"]
+        )
 
 
 def folder_of(run_folder: str, step: int) -> str:
@@ -66,13 +78,18 @@ def committed(run_folder: str) -> list[Checkpoint]:
 
 def uncommitted_folders(run_folder: str) -> list[str]:
     """Return the folders of saves that were never committed or only partly removed."""
-    return [checkpoint.path for checkpoint in _step_folders(run_folder) if not checkpoint.is_committed]
+    return [
+        checkpoint.path for checkpoint in _step_folders(run_folder) if not checkpoint.is_committed
+    ]
 
 
 def _step_folders(run_folder: str) -> list[Checkpoint]:
     folder = storage.join(run_folder, "checkpoints")
     names = [name for name in storage.list_folder(folder) if re.fullmatch(r"step_\d+", name)]
-    return sorted([Checkpoint(storage.join(folder, name)) for name in names], key=lambda checkpoint: checkpoint.step)
+    return sorted(
+        [Checkpoint(storage.join(folder, name)) for name in names],
+        key=lambda checkpoint: checkpoint.step,
+    )
 
 
 def latest(run_folder: str) -> Checkpoint | None:
@@ -82,8 +99,9 @@ def latest(run_folder: str) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint by its folder or its run's: the summary's step, else the newest. Raises InputError without a complete
-    one."""
+    """Open a checkpoint by its folder or its run's: the summary's step, else the newest. Raises
+    InputError without a complete one.
+    """
     if storage.exists(storage.join(path, MANIFEST)):
         return Checkpoint(storage.absolute(path))
     summary = storage.join(path, SUMMARY)
@@ -92,18 +110,31 @@ def open_checkpoint(path: str) -> Checkpoint:
         content = storage.read_json(summary)
         step = content.get("chosen_step") if isinstance(content, dict) else None
         if type(step) is not int or step < 0:
-            raise InputError(f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint folder")
+            raise InputError(
+                f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint "
+                "folder"
+            )
         checkpoint = Checkpoint(folder_of(path, step))
     if checkpoint is None:
-        problem = f"contains no complete checkpoint (no {MANIFEST})" if storage.exists(path) else "no such folder"
-        raise InputError(f"{path}: {problem}. Pass a run, or RUN/checkpoints/step_N. {runs_beside(path)}")
+        problem = (
+            f"contains no complete checkpoint (no {MANIFEST})"
+            if storage.exists(path)
+            else "no such folder"
+        )
+        raise InputError(
+            f"{path}: {problem}. Pass a run, or RUN/checkpoints/step_N. {runs_beside(path)}"
+        )
     return Checkpoint(storage.absolute(checkpoint.path))
 
 
 def runs_beside(path: str) -> str:
     """Return a sentence with the runs in the folder of a path, as a hint for a wrong path."""
     folder = storage.folder_of(storage.absolute(path.rstrip("/")))
-    runs = [name for name in storage.list_folder(folder)[:_LISTED] if storage.exists(storage.join(folder, name, "checkpoints"))]
+    runs = [
+        name
+        for name in storage.list_folder(folder)[:_LISTED]
+        if storage.exists(storage.join(folder, name, "checkpoints"))
+    ]
     return f"Runs in {folder}: {', '.join(runs) or 'none'}"
 
 
@@ -114,11 +145,15 @@ def latest_valid_checkpoint(
     exclude: Collection[str] = (),
     repair: Callable[[Checkpoint], bool] = lambda checkpoint: False,
 ) -> Checkpoint | None:
-    """Return the newest checkpoint with a valid manifest and files of the right size, or None. Collective, only rank 0 reads.
-    Calls `log` for each damaged checkpoint that is skipped. `exclude` has the paths of checkpoints that a `restore` found
-    damaged. Calls `repair` on rank 0 for a checkpoint with missing files; it returns whether it restored any of them. Raises
-    InputError for another version, and if the only checkpoint is unreadable: training would restart silently."""
-    from rayrec.checkpoint.communicator import Communicator  # imports torch, which callers of the other functions here avoid
+    """Return the newest checkpoint with a valid manifest and files of the right size, or None.
+    Collective, only rank 0 reads. Calls `log` for each damaged checkpoint that is skipped.
+    `exclude` has the paths of checkpoints that a `restore` found damaged. Calls `repair` on rank 0
+    for a checkpoint with missing files; it returns whether it restored any of them. Raises
+    InputError for another version, and if the only checkpoint is unreadable: training would restart
+    silently.
+    """
+    # imports torch, which callers of the other functions here avoid
+    from rayrec.checkpoint.communicator import Communicator
 
     def find() -> Checkpoint | None:
         # The call that chose an excluded checkpoint has logged all newer ones.
@@ -153,7 +188,9 @@ def _check_or_repair(checkpoint: Checkpoint, repair: Callable[[Checkpoint], bool
 
 
 def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
-    """Check that all files exist and have the right size, without reading them. Raises DamagedError."""
+    """Check that all files exist and have the right size, without reading them. Raises
+    DamagedError.
+    """
     wrong = wrong_file(checkpoint.path, manifest["files"])
     if wrong is not None:
         path, problem = wrong
@@ -161,26 +198,36 @@ def check_files(checkpoint: Checkpoint, manifest: dict[str, Any]) -> None:
 
 
 def wrong_file(folder: str, files: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return path and problem of the first of `files` that is missing or has the wrong size, or None. Lists the folder once."""
+    """Return path and problem of the first of `files` that is missing or has the wrong size, or
+    None. Lists the folder once.
+    """
     sizes = file_sizes(folder)
     for name, file in files.items():
         if name not in sizes:
             return storage.join(folder, name), "missing"
         if sizes[name] != file["bytes"]:
-            return storage.join(folder, name), f"damaged, has {sizes[name]} bytes instead of {file['bytes']}"
+            return storage.join(
+                folder, name
+            ), f"damaged, has {sizes[name]} bytes instead of {file['bytes']}"
     return None
 
 
 def reject_pickles(folder: str, files: Collection[str]) -> None:
-    """Reject a folder with a pickle, or an archive that may contain one, in addition to `files` of its manifest. rayrec never
-    writes or opens pickles, but other tools execute them. Raises InputError."""
+    """Reject a folder with a pickle, or an archive that may contain one, in addition to `files` of
+    its manifest. rayrec never writes or opens pickles, but other tools execute them. Raises
+    InputError.
+    """
     for name in sorted(file_sizes(folder).keys() - set(files)):
         path = storage.join(folder, name)
         head = np.zeros(4, np.uint8)
-        if not is_data_file(name):  # data files can start with any bytes, and may be left over from another attempt
+        # data files can start with any bytes, and may be left over from another attempt
+        if not is_data_file(name):
             storage.read_into(path, 0, head)
         if name.endswith(_PICKLE_NAMES) or _PICKLE_START.match(head.tobytes()):
-            raise InputError(f"{path}: must not be a pickle, which can run code, and is not in {folder}'s manifest. Remove it")
+            raise InputError(
+                f"{path}: must not be a pickle, which can run code, and is not in {folder}'s "
+                "manifest. Remove it"
+            )
 
 
 def file_sizes(folder: str) -> dict[str, int]:
@@ -188,7 +235,13 @@ def file_sizes(folder: str) -> dict[str, int]:
 
     def list_files(filesystem: arrow_fs.FileSystem, inner: str) -> dict[str, int]:
         inner = inner.rstrip("/")
-        infos = filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True, allow_not_found=True))
-        return {info.path[len(inner) + 1 :]: info.size for info in infos if info.type == arrow_fs.FileType.File}
+        infos = filesystem.get_file_info(
+            arrow_fs.FileSelector(inner, recursive=True, allow_not_found=True)
+        )
+        return {
+            info.path[len(inner) + 1 :]: info.size
+            for info in infos
+            if info.type == arrow_fs.FileType.File
+        }
 
     return with_retries(folder, list_files)

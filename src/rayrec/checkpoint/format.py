@@ -1,4 +1,6 @@
-"""File format of a checkpoint: file names, sealed manifest, block checksums. Does not import torch."""
+"""File format of a checkpoint: file names, sealed manifest, block checksums. Does not import
+torch.
+"""
 
 import errno
 import functools
@@ -26,31 +28,44 @@ _UNREADABLE: Final = {errno.EIO, errno.ESTALE, errno.EBADMSG}
 
 
 class DamagedError(InputError):
-    """Checkpoint file that is missing, truncated or changed; the message names it. An earlier checkpoint may be valid."""
+    """Checkpoint file that is missing, truncated or changed; the message names it. An earlier
+    checkpoint may be valid.
+    """
 
 
 class UnreadableError(DamagedError):
     """Checkpoint file that cannot be read, although its content may be intact."""
 
     def without_another(self) -> InputError:
-        """Return the error to raise if this is the only checkpoint: restarting the training would silently abandon it."""
+        """Return the error to raise if this is the only checkpoint: restarting the training would
+        silently abandon it.
+        """
         problem = str(self).partition(";")[0]
-        return InputError(f"{problem}, and there is no other checkpoint to resume from. Fix the storage or choose another --name")
+        return InputError(
+            f"{problem}, and there is no other checkpoint to resume from. Fix the storage or "
+            "choose another --name"
+        )
 
 
 @contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert errors of a single file, which an earlier checkpoint can avoid, into UnreadableError. Other OSErrors pass."""
+    """Convert errors of a single file, which an earlier checkpoint can avoid, into UnreadableError.
+    Other OSErrors pass.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in _UNREADABLE:
             raise
-        raise UnreadableError(f"{path}: cannot be read ({os.strerror(error.errno)}); use an earlier checkpoint") from None
+        raise UnreadableError(
+            f"{path}: cannot be read ({os.strerror(error.errno)}); use an earlier checkpoint"
+        ) from None
 
 
 def data_file(rank: int, tag: str) -> str:
-    """Return the name of a rank's file. `tag` is unique per save attempt, or "", so that attempts at one step do not mix."""
+    """Return the name of a rank's file. `tag` is unique per save attempt, or "", so that attempts
+    at one step do not mix.
+    """
     return f"data_{rank:05d}{tag and '-'}{tag}.safetensors"
 
 
@@ -60,7 +75,9 @@ def is_data_file(name: str) -> bool:
 
 
 def sha256_of(path: str) -> str:
-    """Return the SHA-256 of a file. Raises InputError if it is missing, OSError if storage is unavailable."""
+    """Return the SHA-256 of a file. Raises InputError if it is missing, OSError if storage is
+    unavailable.
+    """
     digest = hashlib.sha256()
     with wrap_read_errors(path):
         for data in storage.read_stream(path):
@@ -69,13 +86,19 @@ def sha256_of(path: str) -> str:
 
 
 def seal(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest to be written: NaN and infinities become null, and a checksum of the rest is added."""
-    plain = json.loads(storage.json_text({key: value for key, value in manifest.items() if key != CHECKSUM}))
+    """Return the manifest to be written: NaN and infinities become null, and a checksum of the rest
+    is added.
+    """
+    plain = json.loads(
+        storage.json_text({key: value for key, value in manifest.items() if key != CHECKSUM})
+    )
     return {**plain, CHECKSUM: _checksum(plain)}
 
 
 def _checksum(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 Size = Annotated[int, Ge(0), Le(2**63 - 1)]
@@ -112,15 +135,19 @@ class _Manifest(TypedDict):
 
 
 def load_manifest(folder: str, *, fix: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint or export after verifying its checksum. Raises DamagedError that ends with `fix`."""
+    """Return the manifest of a checkpoint or export after verifying its checksum. Raises
+    DamagedError that ends with `fix`.
+    """
     path = storage.join(folder, MANIFEST)
     try:
         with wrap_read_errors(path):
             manifest = storage.read_json(path)
-        # Version 1 had no checksum, and all later versions have this one, so that damage is never mistaken for another version.
+        # Version 1 had no checksum, and all later versions have this one, so that damage is never
+        # mistaken for another version.
         sound = isinstance(manifest, dict) and (
             (manifest.get("version") == 1 and "format" not in manifest)
-            or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM}) == manifest.get(CHECKSUM)
+            or _checksum({key: value for key, value in manifest.items() if key != CHECKSUM})
+            == manifest.get(CHECKSUM)
         )
     except DamagedError:
         raise
@@ -132,8 +159,9 @@ def load_manifest(folder: str, *, fix: str) -> dict[str, Any]:
 
 
 def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: str) -> None:
-    """Check that the manifest has the fields of a TypedDict and that all its files are regular files inside the folder, not links
-    to outside. The DamagedError it raises ends with `fix`."""
+    """Check that the manifest has the fields of a TypedDict and that all its files are regular
+    files inside the folder, not links to outside. The DamagedError it raises ends with `fix`.
+    """
     import pydantic
 
     path = storage.join(folder, MANIFEST)
@@ -142,7 +170,9 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: s
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise DamagedError(f"{path}: damaged, field {field} is invalid ({first['msg']}); {fix}") from None
+        raise DamagedError(
+            f"{path}: damaged, field {field} is invalid ({first['msg']}); {fix}"
+        ) from None
     names = {MANIFEST, *manifest["files"]}
     for tensor in manifest.get("tensors", {}).values():
         names.update(chunk["file"] for chunk in tensor["chunks"])
@@ -158,23 +188,31 @@ def check_manifest(folder: str, manifest: dict[str, Any], fields: Any, *, fix: s
         if os.path.islink(target):
             target = os.path.realpath(target)
         if not target.startswith(root + os.sep):
-            raise DamagedError(f"{os.path.join(folder, name)}: links to {target}, outside of the folder; copy the file, or {fix}")
+            raise DamagedError(
+                f"{os.path.join(folder, name)}: links to {target}, outside of the folder; copy "
+                f"the file, or {fix}"
+            )
         if not os.path.isfile(target) and os.path.exists(target):
             raise DamagedError(f"{os.path.join(folder, name)}: damaged, not a regular file; {fix}")
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint folder. Raises DamagedError if it is missing or damaged, InputError if it has another
-    format version, OSError if storage is unavailable."""
+    """Return the manifest of a checkpoint folder. Raises DamagedError if it is missing or damaged,
+    InputError if it has another format version, OSError if storage is unavailable.
+    """
     path, fix = storage.join(folder, MANIFEST), "use an earlier checkpoint"
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; {fix}")
     manifest = load_manifest(folder, fix=fix)
     if "format" in manifest:
-        raise InputError(f"{folder}: must be a checkpoint, got an export (for `rayrec serve`). Use the exported checkpoint")
+        raise InputError(
+            f"{folder}: must be a checkpoint, got an export (for `rayrec serve`). Use the "
+            "exported checkpoint"
+        )
     if manifest.get("version") != VERSION:
         raise InputError(
-            f"{folder}: format version must be {VERSION}, got {manifest.get('version')}. Use the version of rayrec that wrote it"
+            f"{folder}: format version must be {VERSION}, got {manifest.get('version')}. Use the "
+            "version of rayrec that wrote it"
         )
     check_manifest(folder, manifest, _Manifest, fix=fix)
     return manifest

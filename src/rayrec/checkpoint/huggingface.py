@@ -1,5 +1,7 @@
-"""Checkpoints of HuggingFace's Trainer in any store, for a Trainer script of one's own: upload, retention, restore. rayrec copies
-bytes and reads JSON. Trainer itself opens `optimizer.pt`, `scheduler.pt` and `rng_state*.pth`, with torch's `weights_only`."""
+"""Checkpoints of HuggingFace's Trainer in any store, for a Trainer script of one's own: upload,
+retention, restore. rayrec copies bytes and reads JSON. Trainer itself opens `optimizer.pt`,
+`scheduler.pt` and `rng_state*.pth`, with torch's `weights_only`.
+"""
 
 import hashlib
 import logging
@@ -15,7 +17,14 @@ from typing_extensions import TypedDict
 from rayrec import storage
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import file_sizes, wrong_file
-from rayrec.checkpoint.format import MANIFEST, DamagedError, DataFile, check_manifest, load_manifest, seal
+from rayrec.checkpoint.format import (
+    MANIFEST,
+    DamagedError,
+    DataFile,
+    check_manifest,
+    load_manifest,
+    seal,
+)
 from rayrec.checkpoint.lease import Lease, acquire_lease
 from rayrec.checkpoint.save_retry import log_cleanup_errors
 from rayrec.checkpoint.writer import Described, has_content
@@ -37,28 +46,35 @@ class _Manifest(TypedDict):
 
 @final
 class SyncCheckpoints(TrainerCallback):
-    """Callback that uploads each checkpoint of a Trainer to a folder in a store, and prunes old ones. `fetch` gets the newest.
+    """Callback that uploads each checkpoint of a Trainer to a folder in a store, and prunes old
+    ones. `fetch` gets the newest.
 
-    Every rank uploads the files that it alone has (random states, shards); rank 0 then writes manifest.json with the SHA-256 of
-    all: a half-written or damaged checkpoint is never resumed from. Of several trainings with one folder, only the one that began
-    last can upload. An upload blocks the training, and fails it if the store is unavailable for minutes (see
+    Every rank uploads the files that it alone has (random states, shards); rank 0 then writes
+    manifest.json with the SHA-256 of all: a half-written or damaged checkpoint is never resumed
+    from. Of several trainings with one folder, only the one that began last can upload. An upload
+    blocks the training, and fails it if the store is unavailable for minutes (see
     `rayrec.storage.outage_s`). Methods are collective.
 
     Args:
         folder: Folder of this training, local or a URL, such as s3://bucket/runs/gpt2.
-        num_to_keep: Maximum number of checkpoints in the folder, in addition to Trainer's best one. None keeps all.
+        num_to_keep: Maximum number of checkpoints in the folder, in addition to Trainer's best one.
+            None keeps all.
     """
 
     def __init__(self, folder: str, *, num_to_keep: int | None = None) -> None:
         if num_to_keep is not None and num_to_keep < 1:
-            raise InputError(f"num_to_keep: must be at least 1, or None to keep all, got {num_to_keep}")
+            raise InputError(
+                f"num_to_keep: must be at least 1, or None to keep all, got {num_to_keep}"
+            )
         self._folder, self._num_to_keep = storage.absolute(folder).rstrip("/"), num_to_keep
         self._lease: Lease | None = None
 
     def fetch(self, args: TrainingArguments) -> str | None:
         """Copy the newest intact checkpoint into `args.output_dir` and return its path for
-        `Trainer.train(resume_from_checkpoint=...)`, or None if there is none yet. Logs damaged ones. Also copies Trainer's best
-        checkpoint. Raises InputError if all are damaged, OSError if the store is unavailable."""
+        `Trainer.train(resume_from_checkpoint=...)`, or None if there is none yet. Logs damaged
+        ones. Also copies Trainer's best checkpoint. Raises InputError if all are damaged, OSError
+        if the store is unavailable.
+        """
         assert args.output_dir is not None, "TrainingArguments sets it"
         complete = self._begin().run_on_rank0(self._complete)
         for name in reversed(complete):
@@ -68,30 +84,49 @@ class SyncCheckpoints(TrainerCallback):
                     self._fetched(manifest["best"], args.output_dir)
                 return os.path.join(args.output_dir, name)
         if complete:
-            raise InputError(f"{self._folder}: all checkpoints are damaged. Restore one, or remove the folder to start over")
+            raise InputError(
+                f"{self._folder}: all checkpoints are damaged. Restore one, or remove the folder "
+                "to start over"
+            )
         return None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raise InputError if the folder has checkpoints that were not fetched, or if Trainer does not see all workers."""
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raise InputError if the folder has checkpoints that were not fetched, or if Trainer does
+        not see all workers.
+        """
         if args.world_size != (size := Communicator.all().size):
-            raise InputError(f"TrainingArguments: Trainer sees {args.world_size} of {size} workers. On CPU, set use_cpu=True")
+            raise InputError(
+                f"TrainingArguments: Trainer sees {args.world_size} of {size} workers. On CPU, "
+                "set use_cpu=True"
+            )
         if self._lease is None and self._begin().run_on_rank0(self._complete):
             raise InputError(
-                f"{self._folder}: has checkpoints. Resume with train(resume_from_checkpoint=callback.fetch(args)), or use "
+                f"{self._folder}: has checkpoints. Resume with "
+                "train(resume_from_checkpoint=callback.fetch(args)), or use "
                 "another folder"
             )
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Upload the checkpoint that Trainer has just written."""
         assert args.output_dir is not None, "TrainingArguments sets it"
         ranks, name = self._begin(), f"checkpoint-{state.global_step}"
-        local, target = storage.absolute(os.path.join(args.output_dir, name)), storage.join(self._folder, name)
+        local, target = (
+            storage.absolute(os.path.join(args.output_dir, name)),
+            storage.join(self._folder, name),
+        )
         listed = ranks.each(lambda: file_sizes(local).keys() - {MANIFEST})
-        local_names = sorted(listed[ranks.rank].difference(*listed[: ranks.rank]))  # ranks of a node share the folder
+        # ranks of a node share the folder
+        local_names = sorted(listed[ranks.rank].difference(*listed[: ranks.rank]))
         ranks.run_on_rank0(lambda: self._prepare(target))
         uploaded = ranks.each(lambda: _copied(local, target, local_names))
         files = {file: entry for of_rank in uploaded for file, entry in of_rank.items()}
-        best = os.path.basename(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        best = (
+            os.path.basename(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        )
         ranks.run_on_rank0(lambda: self._commit(name, best, files))
 
     def _begin(self) -> Communicator:
@@ -107,10 +142,17 @@ class SyncCheckpoints(TrainerCallback):
 
     def _complete(self) -> list[str]:
         """Return the names of complete checkpoints, oldest first."""
-        return [name for name in self._names() if storage.exists(storage.join(self._folder, name, MANIFEST))]
+        return [
+            name
+            for name in self._names()
+            if storage.exists(storage.join(self._folder, name, MANIFEST))
+        ]
 
     def _names(self) -> list[str]:
-        return sorted(filter(re.compile(r"checkpoint-\d+").fullmatch, storage.list_folder(self._folder)), key=_step)
+        return sorted(
+            filter(re.compile(r"checkpoint-\d+").fullmatch, storage.list_folder(self._folder)),
+            key=_step,
+        )
 
     def _fetched(self, name: str, output_dir: str) -> dict[str, Any] | None:
         """Copy a checkpoint on all ranks and return its manifest, or None if it is damaged."""
@@ -128,13 +170,19 @@ class SyncCheckpoints(TrainerCallback):
         if wrong := wrong_file(source, files):
             raise DamagedError(f"{wrong[0]}: {wrong[1]}; {_FIX}")
         os.makedirs(output_dir, exist_ok=True)
-        with storage.locked(os.path.join(output_dir, ".fetch.lock")):  # ranks of a node share the folder
-            if not all(has_content(os.path.join(target, file), entry) for file, entry in files.items()):
+        # ranks of a node share the folder
+        with storage.locked(os.path.join(output_dir, ".fetch.lock")):
+            if not all(
+                has_content(os.path.join(target, file), entry) for file, entry in files.items()
+            ):
                 shutil.rmtree(target, ignore_errors=True)
                 with storage.writing_folder(target) as folder:
                     for file, entry in _copied(source, folder, list(files)).items():
                         if entry != files[file]:
-                            raise DamagedError(f"{storage.join(source, file)}: damaged, its SHA-256 does not match; {_FIX}")
+                            raise DamagedError(
+                                f"{storage.join(source, file)}: damaged, its SHA-256 does not "
+                                f"match; {_FIX}"
+                            )
         return manifest
 
     def _prepare(self, target: str) -> None:

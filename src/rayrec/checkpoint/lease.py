@@ -1,4 +1,6 @@
-"""Lease of a run, which prevents older attempts from committing checkpoints, and a check for shared storage."""
+"""Lease of a run, which prevents older attempts from committing checkpoints, and a check for shared
+storage.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Lease:
     """Has the form NNNNNN-UUID."""
 
     def valid(self) -> bool:
-        """Return whether no later attempt has acquired the lease; lists a folder. Raises OSError if storage is unavailable."""
+        """Return whether no later attempt has acquired the lease; lists a folder. Raises OSError if
+        storage is unavailable.
+        """
         return self._latest() == self.name
 
     def _latest(self) -> str:
@@ -47,20 +51,27 @@ class Lease:
         latest = self._latest()
         if not latest:
             raise InputError(
-                f"{storage.join(self.run_folder, _FOLDER)}: not found, which this run wrote. The storage was removed, emptied or "
-                "unmounted while training. Restore it, or run the same command again to start over"
+                f"{storage.join(self.run_folder, _FOLDER)}: not found, which this run wrote. The "
+                "storage was removed, emptied or unmounted while training. Restore it, or run the "
+                "same command again to start over"
             )
         if latest != self.name:
-            raise InputError(f"{self.run_folder}: another process acquired the lease of this run. Stopping; let it continue")
+            raise InputError(
+                f"{self.run_folder}: another process acquired the lease of this run. Stopping; "
+                "let it continue"
+            )
 
 
 def acquire_lease(run_folder: str) -> Lease:
-    """Acquire the lease of a run, after which no process with an earlier lease can commit a checkpoint. Not collective."""
+    """Acquire the lease of a run, after which no process with an earlier lease can commit a
+    checkpoint. Not collective.
+    """
     present = sorted(_leases(run_folder), key=_order)
     number = _order(present[-1])[0] + 1 if present else 1
     name = f"{number:06d}-{uuid.uuid4().hex}"
     storage.write_json(
-        storage.join(run_folder, _FOLDER, name), {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()}
+        storage.join(run_folder, _FOLDER, name),
+        {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()},
     )
     for old in present[: -_MAX_LEASES + 1]:
         with contextlib.suppress(OSError):  # the next attempt will remove it
@@ -73,26 +84,37 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _leases(run_folder: str) -> list[str]:
-    return [name for name in storage.list_folder(storage.join(run_folder, _FOLDER)) if _NAME.fullmatch(name)]
+    return [
+        name
+        for name in storage.list_folder(storage.join(run_folder, _FOLDER))
+        if _NAME.fullmatch(name)
+    ]
 
 
 _APPEARS_S: Final = 10.0
-"""Maximum delay in seconds until another node's file is visible: NFS clients cache folder listings."""
+"""Maximum delay in seconds until another node's file is visible: NFS clients cache folder
+listings.
+"""
 _POLL_S: Final = 0.2
 
 
 def write_token(run_folder: str, *, max_outage_s: float) -> str:
-    """Write a small file into the run folder, on the driver, for `check_shared`, and return its path. Raises InputError if
-    storage is unavailable or full for `max_outage_s`."""
+    """Write a small file into the run folder, on the driver, for `check_shared`, and return its
+    path. Raises InputError if storage is unavailable or full for `max_outage_s`.
+    """
     token = storage.join(run_folder, f".storage-{uuid.uuid4().hex}")
     text = b"This file shows that all workers see the storage of the driver.\n"
-    retry_write(lambda: storage.write_bytes(token, text), path=run_folder, max_outage_s=max_outage_s)
+    retry_write(
+        lambda: storage.write_bytes(token, text), path=run_folder, max_outage_s=max_outage_s
+    )
     return token
 
 
 def check_shared(token: str, ranks: Communicator) -> None:
-    """Check that every rank sees the driver's token, then remove it on rank 0. Collective. Raises InputError on all ranks if a
-    rank does not see it, because no other process would find its part of a checkpoint."""
+    """Check that every rank sees the driver's token, then remove it on rank 0. Collective. Raises
+    InputError on all ranks if a rank does not see it, because no other process would find its part
+    of a checkpoint.
+    """
     visible = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
         with log_cleanup_errors(f"Cannot remove {token}"):
@@ -102,8 +124,9 @@ def check_shared(token: str, ranks: Communicator) -> None:
         shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
         folder = token.rpartition("/")[0]
         raise InputError(
-            f"storage_path: {folder} must be shared by all nodes, but worker {shown} does not see the driver's files "
-            "there. Use a URL such as s3://bucket/runs, or a folder that every node mounts"
+            f"storage_path: {folder} must be shared by all nodes, but worker {shown} does not see "
+            "the driver's files there. Use a URL such as s3://bucket/runs, or a folder that every "
+            "node mounts"
         )
 
 

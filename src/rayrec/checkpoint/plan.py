@@ -1,4 +1,6 @@
-"""Save plan, which assigns tensor chunks to ranks, and a copy of a rank's chunks in host memory, in file layout."""
+"""Save plan, which assigns tensor chunks to ranks, and a copy of a rank's chunks in host memory, in
+file layout.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Plan:
 
 @final
 class LocalTensors:
-    """Local tensors of a rank, as torch's save planner sees them. Raises TypeError for values that a checkpoint cannot store."""
+    """Local tensors of a rank, as torch's save planner sees them. Raises TypeError for values that
+    a checkpoint cannot store.
+    """
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         from torch.distributed.checkpoint import DefaultSavePlanner
@@ -72,12 +76,20 @@ class LocalTensors:
         for item in self.plan.items:
             _check_item(item)
         self.shapes: Shapes = {name: tuple(tensor.size()) for name, tensor in tensors.items()}
-        self.sharded = frozenset(name for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor))
+        self.sharded = frozenset(
+            name for name, tensor in tensors.items() if isinstance(tensor, ShardedTensor)
+        )
         """Names of tensors whose parts are each stored by exactly one rank."""
 
     def signature(self) -> Hashable:
-        """Return a key that determines the plan: while it is unchanged on all ranks, so is the plan."""
-        return tuple((item.index.fqn, *_layout(item), item.type) for item in self.plan.items if item.tensor_data is not None)
+        """Return a key that determines the plan: while it is unchanged on all ranks, so is the
+        plan.
+        """
+        return tuple(
+            (item.index.fqn, *_layout(item), item.type)
+            for item in self.plan.items
+            if item.tensor_data is not None
+        )
 
     def data(self, part: Part) -> torch.Tensor:
         """Return the live values of a part."""
@@ -86,15 +98,24 @@ class LocalTensors:
         return data.detach()
 
 
-def _layout(item: WriteItem) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _layout(
+    item: WriteItem,
+) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     data = item.tensor_data
     assert data is not None
-    return data.properties.dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return (
+        data.properties.dtype,
+        tuple(data.size),
+        tuple(data.chunk.offsets),
+        tuple(data.chunk.sizes),
+    )
 
 
 def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
-    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest bytes so far. Raises InputError on
-    all ranks if the ranks' parts do not cover every tensor exactly once."""
+    """Plan the save; collective. Each replicated tensor is written by the rank with the fewest
+    bytes so far. Raises InputError on all ranks if the ranks' parts do not cover every tensor
+    exactly once.
+    """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     gathered = ranks.all_gather((local.plan, local.shapes, local.sharded))
@@ -102,21 +123,29 @@ def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
     for _, local_shapes, _ in gathered:
         for name, shape in local_shapes.items():
             if shapes.setdefault(name, shape) != shape:
-                raise InputError(f"{name}: shapes of workers do not match, got {list(shapes[name])} and {list(shape)}")
+                raise InputError(
+                    f"{name}: shapes of workers do not match, got {list(shapes[name])} and "
+                    f"{list(shape)}"
+                )
     sharded = frozenset().union(*(names for *_, names in gathered))
     boxes: dict[str, list[Box]] = {}
     for plan, *_ in gathered:
         for item in plan.items:
             boxes.setdefault(item.index.fqn, []).append(_layout(item)[2:])
-    check_covered(shapes, {name: chunks if name in sharded else set(chunks) for name, chunks in boxes.items()})
+    check_covered(
+        shapes, {name: chunks if name in sharded else set(chunks) for name, chunks in boxes.items()}
+    )
     # Each rank computes the same plan from the same list, so no rank sends it.
-    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([plan for plan, *_ in gathered])
+    plans, _ = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(
+        [plan for plan, *_ in gathered]
+    )
     return Plan(lay_out(plans[ranks.rank].items), shapes)
 
 
 def lay_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
-    """Lay out a rank's items in one file, widest dtypes first, so that every part is aligned to its dtype. Raises TypeError for
-    an item that is not a tensor or has an unsupported dtype."""
+    """Lay out a rank's items in one file, widest dtypes first, so that every part is aligned to its
+    dtype. Raises TypeError for an item that is not a tensor or has an unsupported dtype.
+    """
     items = list(items)
     for item in items:
         _check_item(item)
@@ -133,17 +162,23 @@ def _check_item(item: WriteItem) -> None:
     if item.tensor_data is None:
         raise TypeError(f"{item.index.fqn}: must be a tensor. Put plain values into `state`")
     if item.tensor_data.properties.dtype not in DTYPES:
-        raise TypeError(f"{item.index.fqn}: dtype {item.tensor_data.properties.dtype} is not supported in checkpoints")
+        raise TypeError(
+            f"{item.index.fqn}: dtype {item.tensor_data.properties.dtype} is not supported in "
+            "checkpoints"
+        )
 
 
 def check_covered(shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Iterable[Box]]) -> None:
-    """Check that the boxes of each tensor have as many elements as the tensor. Pure. Raises InputError."""
+    """Check that the boxes of each tensor have as many elements as the tensor. Pure. Raises
+    InputError.
+    """
     for name, shape in shapes.items():
         covered = sum(math.prod(sizes) for _, sizes in boxes.get(name, ()))
         if covered != math.prod(shape):
             raise InputError(
-                f"{name}: the workers have {covered:,} of its {math.prod(shape):,} elements, so no checkpoint can be "
-                "saved. Their sharding plans do not match: use the same number of workers on every machine, and report this"
+                f"{name}: the workers have {covered:,} of its {math.prod(shape):,} elements, so no "
+                "checkpoint can be saved. Their sharding plans do not match: use the same number "
+                "of workers on every machine, and report this"
             )
 
 
@@ -153,7 +188,9 @@ Values = Callable[[Part], torch.Tensor]
 
 @final
 class HostCopy:
-    """Host memory copy of the parts of a plan. Allocates the rank's bytes once and reuses them for every save."""
+    """Host memory copy of the parts of a plan. Allocates the rank's bytes once and reuses them for
+    every save.
+    """
 
     def __init__(self, plan: Plan, values: Values) -> None:
         self.plan = plan
@@ -161,12 +198,15 @@ class HostCopy:
         devices = {values(part).device for part in plan.parts}
         self._device = next((device for device in devices if device.type == "cuda"), None)
         self._stream = torch.cuda.Stream(self._device) if self._device else None
-        self._pinned = self._device is not None and plan.body_bytes > 0 and _pinned(self._bytes, self._device)
+        self._pinned = (
+            self._device is not None and plan.body_bytes > 0 and _pinned(self._bytes, self._device)
+        )
 
     def fill(self, values: Values) -> None:
         """Copy the live values, which may change after the return. One device sync."""
         targets = [
-            self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes) for part in self.plan.parts
+            self._bytes.narrow(0, part.start, part.size_bytes).view(part.dtype).view(part.sizes)
+            for part in self.plan.parts
         ]
         if self._stream is None:
             for part, target in zip(self.plan.parts, targets, strict=True):
@@ -193,7 +233,9 @@ class HostCopy:
 
 
 def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pin host memory in place: torch's allocator rounds up to a power of two. Return False, with a warning, if it fails."""
+    """Pin host memory in place: torch's allocator rounds up to a power of two. Return False, with a
+    warning, if it fails.
+    """
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if not code:
         return True
@@ -201,7 +243,8 @@ def _pinned(memory: torch.Tensor, device: torch.device) -> bool:
     with contextlib.suppress(Exception):
         torch.zeros(1, device=device)
     _logger.warning(
-        "Cannot pin %s of host memory for checkpoints (CUDA error %d). Saves stall training for longer",
+        "Cannot pin %s of host memory for checkpoints (CUDA error %d). Saves stall training for "
+        "longer",
         size_text(memory.nbytes),
         code,
     )

@@ -24,7 +24,8 @@ from rayrec.collectives import group_device
 from rayrec.config import InputError
 from rayrec.storage.range_reader import in_order
 
-if TYPE_CHECKING:  # Importing torch.distributed.checkpoint takes a second, which scoring processes can avoid.
+# Importing torch.distributed.checkpoint takes a second, which scoring processes can avoid.
+if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
@@ -33,7 +34,9 @@ NUM_THREADS = 8
 _RANGE_BYTES = 64 * 2**20
 """Bytes that each thread reads from a URL and copies at a time."""
 _LOCAL_RANGE_BYTES = 16 * 2**20
-"""Bytes that each thread reads from a disk at a time. Fits partly into the CPU cache, and small reads cost nothing extra."""
+"""Bytes that each thread reads from a disk at a time. Fits partly into the CPU cache, and small
+reads cost nothing extra.
+"""
 
 
 _WINDOW_BYTES = 64 * 2**20
@@ -41,19 +44,29 @@ _WINDOW_BYTES = 64 * 2**20
 
 
 def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
-    """Load `tensors` in place from a checkpoint, each rank its own shards, for any plan and world size. For a URL, one rank
-    fetches each tensor that all share, so every byte is downloaded once. Collective in a process group. Raises on all ranks
-    DamagedError for a damaged file (rank 0 also checks the extra files), and InputError for a missing tensor or a wrong shape."""
+    """Load `tensors` in place from a checkpoint, each rank its own shards, for any plan and world
+    size. For a URL, one rank fetches each tensor that all share, so every byte is downloaded once.
+    Collective in a process group. Raises on all ranks DamagedError for a damaged file (rank 0 also
+    checks the extra files), and InputError for a missing tensor or a wrong shape.
+    """
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     shared = assign_readers(tensors, ranks) if storage.is_url(checkpoint.path) else {}
-    local = {name: tensor for name, tensor in tensors.items() if shared.get(name, ranks.rank) == ranks.rank}
-    ranks.run_on_all_ranks(lambda: _restore_local(checkpoint.path, manifest, local, extra_files=ranks.first))
+    local = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if shared.get(name, ranks.rank) == ranks.rank
+    }
+    ranks.run_on_all_ranks(
+        lambda: _restore_local(checkpoint.path, manifest, local, extra_files=ranks.first)
+    )
     for name, reader in shared.items():
         distributed.broadcast(tensors[name].detach(), src=reader)
 
 
-def _restore_local(folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool) -> None:
+def _restore_local(
+    folder: str, manifest: dict[str, Any], tensors: dict[str, Any], *, extra_files: bool
+) -> None:
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     stored = manifest["tensors"]
@@ -61,19 +74,32 @@ def _restore_local(folder: str, manifest: dict[str, Any], tensors: dict[str, Any
         if name not in stored:
             raise InputError(f"{folder}: {name} not found. Use a checkpoint of the same model")
         if list(tensor.size()) != stored[name]["shape"]:
-            raise InputError(f"{folder}: {name} must have the model's shape {list(tensor.size())}, got {stored[name]['shape']}")
+            raise InputError(
+                f"{folder}: {name} must have the model's shape {list(tensor.size())}, got "
+                f"{stored[name]['shape']}"
+            )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata_of(manifest))
-    items = [(item, planner.resolve_tensor(item).detach()) for item in planner.create_local_plan().items]
-    _run(itertools.chain(_reads(folder, manifest, items), _extra_checks(folder, manifest) if extra_files else ()))
+    items = [
+        (item, planner.resolve_tensor(item).detach()) for item in planner.create_local_plan().items
+    ]
+    _run(
+        itertools.chain(
+            _reads(folder, manifest, items), _extra_checks(folder, manifest) if extra_files else ()
+        )
+    )
 
 
-def read_items(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]) -> None:
+def read_items(
+    folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]
+) -> None:
     """Load the items of a load plan, in threads. Raises DamagedError for a damaged file."""
     _run(_reads(folder, manifest, items))
 
 
-def _reads(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]) -> Iterator[Callable[[], None]]:
+def _reads(
+    folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]
+) -> Iterator[Callable[[], None]]:
     reader = _Reader(folder, manifest["block_bytes"])
     for item, target in items:
         name, offset = item.storage_index.fqn, item.storage_index.offset
@@ -87,22 +113,33 @@ def _reads(folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem
 def metadata_of(manifest: dict[str, Any]) -> Metadata:
     """Return the checkpoint metadata for torch.distributed.checkpoint planners."""
     from torch.distributed.checkpoint import Metadata
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
 
     return Metadata(
         {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=TORCH_DTYPES[entry["dtype"]]),
                 torch.Size(entry["shape"]),
-                [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in entry["chunks"]],
+                [
+                    ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"]))
+                    for c in entry["chunks"]
+                ],
             )
             for name, entry in manifest["tensors"].items()
         }
     )
 
 
-def _copies(reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """Yield calls that fill `target` with a box (first, length in each dimension) of a chunk, one range of rows each."""
+def _copies(
+    reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target: torch.Tensor
+) -> Iterator[Callable[[], None]]:
+    """Yield calls that fill `target` with a box (first, length in each dimension) of a chunk, one
+    range of rows each.
+    """
     first, count = box[0] if box else (0, 1)
     for begin, end in rows.ranges(first, first + count, range_bytes=reader.range_bytes):
         part = target.narrow(0, begin - first, end - begin) if box else target
@@ -121,7 +158,9 @@ def _copies(reader: _Reader, rows: _Rows, box: Sequence[tuple[int, int]], target
 
 
 def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> np.ndarray | None:
-    """Return the bytes of a tensor to read full stored rows into, or None if layout or dtype differ."""
+    """Return the bytes of a tensor to read full stored rows into, or None if layout or dtype
+    differ.
+    """
     if part.device.type != "cpu" or part.dtype != rows.dtype or not part.is_contiguous():
         return None
     if list(box[1:]) != [(0, size) for size in rows.chunk["sizes"][1:]]:
@@ -130,8 +169,9 @@ def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> 
 
 
 def _run(calls: Iterable[Callable[[], None]]) -> None:
-    """Run calls in threads (hashing, copying and reading release the GIL), a single one in this thread: most tensors are small.
-    Raises the error of the first failed call."""
+    """Run calls in threads (hashing, copying and reading release the GIL), a single one in this
+    thread: most tensors are small. Raises the error of the first failed call.
+    """
     calls = iter(calls)
     first = list(itertools.islice(calls, 2))
     if len(first) < 2:
@@ -139,7 +179,13 @@ def _run(calls: Iterable[Callable[[], None]]) -> None:
             call()
         return
     calls = itertools.chain(first, calls)
-    for _ in in_order(lambda call: call(), calls, name="checkpoint-read", num_threads=NUM_THREADS, prefetch=8 * NUM_THREADS):
+    for _ in in_order(
+        lambda call: call(),
+        calls,
+        name="checkpoint-read",
+        num_threads=NUM_THREADS,
+        prefetch=8 * NUM_THREADS,
+    ):
         pass
 
 
@@ -156,7 +202,9 @@ class _Rows:
         return self.dtype.itemsize * math.prod(self.chunk["sizes"][1:])
 
     def ranges(self, first: int, stop: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
-        """Split rows [first, stop) into ranges of bounded size, aligned to blocks if rows are smaller than blocks."""
+        """Split rows [first, stop) into ranges of bounded size, aligned to blocks if rows are
+        smaller than blocks.
+        """
         if not self.row_bytes:
             return
         while first < stop:
@@ -168,8 +216,9 @@ class _Rows:
 
 @final
 class _Reader:
-    """Thread-safe reader of verified rows. Does not use memory maps: a bad disk sector would kill the process, instead of raising
-    an error from which an earlier checkpoint can recover."""
+    """Thread-safe reader of verified rows. Does not use memory maps: a bad disk sector would kill
+    the process, instead of raising an error from which an earlier checkpoint can recover.
+    """
 
     def __init__(self, folder: str, block_bytes: int) -> None:
         self._folder, self._block_bytes = folder, block_bytes
@@ -180,11 +229,16 @@ class _Reader:
     def is_block_aligned(self, rows: _Rows, begin: int, end: int) -> bool:
         """Return whether these rows of a chunk consist of full checksum blocks."""
         stop = end * rows.row_bytes
-        return begin * rows.row_bytes % self._block_bytes == 0 and (stop % self._block_bytes == 0 or stop == rows.chunk["bytes"])
+        return begin * rows.row_bytes % self._block_bytes == 0 and (
+            stop % self._block_bytes == 0 or stop == rows.chunk["bytes"]
+        )
 
-    def read(self, rows: _Rows, begin: int, end: int, memory: np.ndarray | None = None) -> torch.Tensor:
-        """Read rows of a chunk into `memory`, for full blocks, or into a buffer that the next read reuses. Raises DamagedError if
-        a checksum does not match; `memory` is filled anyway."""
+    def read(
+        self, rows: _Rows, begin: int, end: int, memory: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """Read rows of a chunk into `memory`, for full blocks, or into a buffer that the next read
+        reuses. Raises DamagedError if a checksum does not match; `memory` is filled anyway.
+        """
         chunk, row_bytes = rows.chunk, rows.row_bytes
         first_block = begin * row_bytes // self._block_bytes
         stop_block = -(-end * row_bytes // self._block_bytes)
@@ -196,7 +250,9 @@ class _Reader:
             offset = block * self._block_bytes - start
             self._verify(rows, block, data[offset : offset + self._block_bytes])
         rows_read = torch.from_numpy(data[begin * row_bytes - start : end * row_bytes - start])
-        return rows_read.view(rows.dtype).reshape([end - begin, *chunk["sizes"][1:]] if chunk["sizes"] else [])
+        return rows_read.view(rows.dtype).reshape(
+            [end - begin, *chunk["sizes"][1:]] if chunk["sizes"] else []
+        )
 
     def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
         chunk = rows.chunk
@@ -206,7 +262,10 @@ class _Reader:
         if key in self._verified and not storage.is_url(path):
             return
         if hashlib.sha256(data.data).hexdigest() != chunk["sha256"][block]:
-            raise DamagedError(f"{path}: damaged, the checksum of {rows.name} does not match; use an earlier checkpoint")
+            raise DamagedError(
+                f"{path}: damaged, the checksum of {rows.name} does not match; use an earlier "
+                "checkpoint"
+            )
         self._verified.add(key)
 
     def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
@@ -217,12 +276,16 @@ class _Reader:
             except InputError:
                 if storage.exists(path):
                     raise
-                raise DamagedError(f"{path}: missing ({rows.name}); use an earlier checkpoint") from None
+                raise DamagedError(
+                    f"{path}: missing ({rows.name}); use an earlier checkpoint"
+                ) from None
         if num_read != len(data):
             raise DamagedError(f"{path}: truncated ({rows.name}); use an earlier checkpoint")
 
     def _buffer(self, size_bytes: int) -> np.ndarray:
-        """Return this thread's buffer for one range: allocating memory costs as much as reading into it."""
+        """Return this thread's buffer for one range: allocating memory costs as much as reading
+        into it.
+        """
         buffer = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size_bytes:
             buffer = self._local.buffer = np.empty(size_bytes, np.uint8)
@@ -230,7 +293,9 @@ class _Reader:
 
 
 def check_extra_files(folder: str, manifest: dict[str, Any]) -> None:
-    """Check the files in addition to the tensors (config.yaml, the workload's own). Raises DamagedError."""
+    """Check the files in addition to the tensors (config.yaml, the workload's own). Raises
+    DamagedError.
+    """
     _run(_extra_checks(folder, manifest))
 
 
@@ -244,7 +309,9 @@ def _check_extra_file(path: str, sha256: str) -> None:
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; use an earlier checkpoint")
     if sha256_of(path) != sha256:
-        raise DamagedError(f"{path}: damaged, its checksum does not match; use an earlier checkpoint")
+        raise DamagedError(
+            f"{path}: damaged, its checksum does not match; use an earlier checkpoint"
+        )
 
 
 def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -257,15 +324,19 @@ def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str
 
 
 def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
-    """Read all extra files and every tensor whose name starts with `prefix`. Raises DamagedError."""
+    """Read all extra files and every tensor whose name starts with `prefix`. Raises
+    DamagedError.
+    """
     for _ in full_tensors(checkpoint, prefix):
         pass
     check_extra_files(checkpoint.path, checkpoint.manifest())
 
 
 def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
-    """Return the SHA-256 over name, dtype, shape and row-major bytes of every weight, sorted by name. Independent of the number
-    of workers and the sharding plan. Needs at most 200 MiB of memory for tables of any size. Raises DamagedError."""
+    """Return the SHA-256 over name, dtype, shape and row-major bytes of every weight, sorted by
+    name. Independent of the number of workers and the sharding plan. Needs at most 200 MiB of
+    memory for tables of any size. Raises DamagedError.
+    """
     manifest = checkpoint.manifest()
     reader = TableReader(checkpoint.path, manifest)
     digest = hashlib.sha256()
@@ -284,8 +355,11 @@ def verified_bytes(checkpoint: Checkpoint, name: str, chunk: dict[str, Any]) -> 
     manifest = checkpoint.manifest()
     reader, entry = _Reader(checkpoint.path, manifest["block_bytes"]), manifest["tensors"][name]
     rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
-    for begin, end in rows.ranges(0, chunk["sizes"][0] if chunk["sizes"] else 1, range_bytes=reader.range_bytes):
-        yield bytes(_as_bytes(reader.read(rows, begin, end)))  # a copy, because the next read reuses the memory
+    for begin, end in rows.ranges(
+        0, chunk["sizes"][0] if chunk["sizes"] else 1, range_bytes=reader.range_bytes
+    ):
+        # a copy, because the next read reuses the memory
+        yield bytes(_as_bytes(reader.read(rows, begin, end)))
 
 
 @final
@@ -296,15 +370,21 @@ class TableReader:
         self._tensors, self._reader = manifest["tensors"], _Reader(folder, manifest["block_bytes"])
 
     def windows(self, name: str) -> Iterator[tuple[int, int]]:
-        """Yield one or more ranges [first, stop) of at most 64 MiB that cover a tensor's rows. A scalar is one row."""
+        """Yield one or more ranges [first, stop) of at most 64 MiB that cover a tensor's rows. A
+        scalar is one row.
+        """
         shape = self._tensors[name]["shape"] or [1]
         row_bytes = TORCH_DTYPES[self._tensors[name]["dtype"]].itemsize * math.prod(shape[1:])
         step = max(1, _WINDOW_BYTES // max(1, row_bytes))
         for first in range(0, max(1, shape[0]), step):
             yield first, min(first + step, shape[0])
 
-    def rows(self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None) -> torch.Tensor:
-        """Read rows [first, stop) of a tensor across chunks, and `columns` of dimension 1, None for all. Raises DamagedError."""
+    def rows(
+        self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """Read rows [first, stop) of a tensor across chunks, and `columns` of dimension 1, None for
+        all. Raises DamagedError.
+        """
         entry = self._tensors[name]
         dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
         ranges = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
@@ -337,18 +417,26 @@ Shared = dict[str, int]
 
 
 def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
-    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank. Assigns only tensors that the
-    default process group can broadcast: with NCCL none in host memory."""
+    """Assign replicated tensors to ranks, balanced by bytes; collective. Empty for a single rank.
+    Assigns only tensors that the default process group can broadcast: with NCCL none in host
+    memory.
+    """
     if ranks.size == 1:
         return {}
     device = group_device().type
     local = {
         name: (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
         for name, tensor in tensors.items()
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == device and tensor.is_contiguous()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type == device
+        and tensor.is_contiguous()
     }
     gathered = ranks.all_gather(local)
-    replicated = [name for name, kind in gathered[0].items() if all(other.get(name) == kind for other in gathered)]
+    replicated = [
+        name
+        for name, kind in gathered[0].items()
+        if all(other.get(name) == kind for other in gathered)
+    ]
     shared: Shared = {}
     load = [0] * ranks.size
     for name in sorted(replicated, key=lambda name: (-local[name][2], name)):
@@ -359,7 +447,15 @@ def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
 
 
 def export_weights(checkpoint: str, out: str) -> dict[str, int]:
-    """Write a checkpoint's weights, by parameter name, to model.safetensors in a folder. Return `tensors` and `bytes`."""
+    """Write a checkpoint's weights, by parameter name, to model.safetensors in a folder. Return
+    `tensors` and `bytes`.
+    """
     prefix = "model."
-    weights = {name.removeprefix(prefix): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)}
-    return {"tensors": len(weights), "bytes": write_weights(storage.join(out, "model.safetensors"), weights)}
+    weights = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in full_tensors(Checkpoint(checkpoint), prefix)
+    }
+    return {
+        "tensors": len(weights),
+        "bytes": write_weights(storage.join(out, "model.safetensors"), weights),
+    }

@@ -29,9 +29,15 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) -> bytes:
-    """Return the header of a safetensors file for (name, dtype, shape, start in the body, bytes), padded for alignment."""
+    """Return the header of a safetensors file for (name, dtype, shape, start in the body, bytes),
+    padded for alignment.
+    """
     table = {
-        name: {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, start + size_bytes]}
+        name: {
+            "dtype": DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, start + size_bytes],
+        }
         for name, dtype, shape, start, size_bytes in entries
     }
     encoded = json.dumps(table, separators=(",", ":")).encode()
@@ -40,14 +46,22 @@ def header(entries: Sequence[tuple[str, torch.dtype, Sequence[int], int, int]]) 
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), also below key state_dict or model,
-    by path or URL. Executes nothing in it. Raises InputError if it is missing, damaged or has anything but named tensors."""
+    """Read named tensors from a .safetensors file or a `torch.save` state dict (.pt, .pth), also
+    below key state_dict or model, by path or URL. Executes nothing in it. Raises InputError if it
+    is missing, damaged or has anything but named tensors.
+    """
     data = bytearray(storage.read_bytes(path))
-    return _safetensors(data, path) if storage.name_of(path).endswith(".safetensors") else _state_dict(data, path)
+    return (
+        _safetensors(data, path)
+        if storage.name_of(path).endswith(".safetensors")
+        else _state_dict(data, path)
+    )
 
 
 def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
-    damaged = InputError(f"{path}: damaged, must be a complete safetensors file. Download or export it again")
+    damaged = InputError(
+        f"{path}: damaged, must be a complete safetensors file. Download or export it again"
+    )
     head_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 + head_bytes:
         raise damaged
@@ -57,11 +71,22 @@ def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
         for name, entry in table.items():
             if name == "__metadata__":
                 continue
-            dtype, shape, (start, stop) = TORCH_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            dtype, shape, (start, stop) = (
+                TORCH_DTYPES[entry["dtype"]],
+                entry["shape"],
+                entry["data_offsets"],
+            )
             count = math.prod(shape)
-            if not 0 <= start <= stop <= len(data) - 8 - head_bytes or stop - start != count * dtype.itemsize:
+            if (
+                not 0 <= start <= stop <= len(data) - 8 - head_bytes
+                or stop - start != count * dtype.itemsize
+            ):
                 raise damaged
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=8 + head_bytes + start) if count else None
+            flat = (
+                torch.frombuffer(data, dtype=dtype, count=count, offset=8 + head_bytes + start)
+                if count
+                else None
+            )
             tensors[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.reshape(shape)
     except InputError:
         raise
@@ -73,12 +98,23 @@ def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
 def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):  # UnpicklingError is also raised for code
-        raise InputError(f"{path}: must contain only tensors, for torch.load(weights_only=True). Save a state_dict()") from None
-    if isinstance(tensors, Mapping) and isinstance(inner := tensors.get("state_dict", tensors.get("model")), Mapping):
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+    ):  # UnpicklingError is also raised for code
+        raise InputError(
+            f"{path}: must contain only tensors, for torch.load(weights_only=True). Save a "
+            "state_dict()"
+        ) from None
+    if isinstance(tensors, Mapping) and isinstance(
+        inner := tensors.get("state_dict", tensors.get("model")), Mapping
+    ):
         tensors = inner
     if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+        isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        for name, tensor in tensors.items()
     ):
         raise InputError(f"{path}: must contain only named tensors. Save a state_dict()")
     return dict(tensors)
@@ -91,5 +127,10 @@ def write_weights(path: str, tensors: Mapping[str, torch.Tensor]) -> int:
         entries.append((name, tensor.dtype, tensor.shape, start, tensor.nbytes))
         start += tensor.nbytes
 
-    bodies = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values())
-    return storage.write_stream(path, itertools.chain([header(entries)], (body.numpy().data for body in bodies)))
+    bodies = (
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        for tensor in tensors.values()
+    )
+    return storage.write_stream(
+        path, itertools.chain([header(entries)], (body.numpy().data for body in bodies))
+    )

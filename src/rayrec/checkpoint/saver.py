@@ -1,4 +1,6 @@
-"""Background saves: copy tensors to host memory, write them to storage in a thread, apply the retention policy."""
+"""Background saves: copy tensors to host memory, write them to storage in a thread, apply the
+retention policy.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,20 @@ from typing import Any, final
 
 from rayrec import storage
 from rayrec.checkpoint.communicator import Communicator, attempt, raise_most_severe
-from rayrec.checkpoint.discovery import Checkpoint, committed, file_sizes, folder_of, uncommitted_folders
-from rayrec.checkpoint.format import MANIFEST, DamagedError, UnreadableError, data_file, is_data_file
+from rayrec.checkpoint.discovery import (
+    Checkpoint,
+    committed,
+    file_sizes,
+    folder_of,
+    uncommitted_folders,
+)
+from rayrec.checkpoint.format import (
+    MANIFEST,
+    DamagedError,
+    UnreadableError,
+    data_file,
+    is_data_file,
+)
 from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
 from rayrec.checkpoint.save_retry import RetryPolicy, log_cleanup_errors
@@ -26,7 +40,9 @@ from rayrec.config import InputError
 Log = Callable[[str, dict[str, Any]], None]
 
 CLOSE_S = 30.0
-"""Seconds that `close` waits for the current save. The save is valuable, but other ranks may be gone and never answer."""
+"""Seconds that `close` waits for the current save. The save is valuable, but other ranks may be
+gone and never answer.
+"""
 _PATIENCE_S = 1800.0
 """Seconds that ranks wait for each other, in addition to an outage on one of them."""
 
@@ -47,8 +63,10 @@ class _Job:
 
 @final
 class Saver:
-    """Background checkpoint writer of a run: one save at a time, then removal according to the retention policy. The constructor,
-    `begin` and `wait` are collective; all ranks see equal saves. Needs a thread and a copy of the rank's data."""
+    """Background checkpoint writer of a run: one save at a time, then removal according to the
+    retention policy. The constructor, `begin` and `wait` are collective; all ranks see equal saves.
+    Needs a thread and a copy of the rank's data.
+    """
 
     def __init__(
         self,
@@ -62,10 +80,13 @@ class Saver:
         clean_uncommitted: bool = True,
         damaged: Collection[int] = (),
     ) -> None:
-        """Create a saver and start its thread. `lease` is None on all ranks except 0. `extra_files` are stored with the weights,
-        by name: content, or path of a constant file, copied by rank 0. The run fails after a storage outage of `max_outage_s`
-        seconds. The thread also calls `log`, and removes uncommitted saves of earlier attempts if `clean_uncommitted` is set.
-        `damaged`: steps of damaged checkpoints skipped at the start, on rank 0. The first later save removes them."""
+        """Create a saver and start its thread. `lease` is None on all ranks except 0. `extra_files`
+        are stored with the weights, by name: content, or path of a constant file, copied by rank 0.
+        The run fails after a storage outage of `max_outage_s` seconds. The thread also calls `log`,
+        and removes uncommitted saves of earlier attempts if `clean_uncommitted` is set. `damaged`:
+        steps of damaged checkpoints skipped at the start, on rank 0. The first later save removes
+        them.
+        """
         self.last: Checkpoint | None = None
         """Newest checkpoint committed by this saver."""
         self.written_bytes = 0
@@ -74,7 +95,11 @@ class Saver:
         """Duration of the last save in seconds, from the copy to the manifest."""
         self._folder, self._lease, self._retention = run_folder, lease, retention
         self._extra_files = ExtraFiles(extra_files)
-        self._max_outage_s, self._log, self._clean_uncommitted = max_outage_s, log, clean_uncommitted
+        self._max_outage_s, self._log, self._clean_uncommitted = (
+            max_outage_s,
+            log,
+            clean_uncommitted,
+        )
         timeout_s = max_outage_s + _PATIENCE_S
         self._caller = Communicator.with_new_group(timeout_s=timeout_s)
         self._thread_ranks = Communicator.with_new_group(timeout_s=timeout_s)
@@ -89,7 +114,9 @@ class Saver:
         self._idle, self._ended = threading.Event(), threading.Event()
         self._idle.set()
         self._stall_so_far: tuple[float, float | None] = (0.0, None)
-        """Seconds of finished stalls, and the start of the current one. A single value, because the thread reads it."""
+        """Seconds of finished stalls, and the start of the current one. A single value, because the
+        thread reads it.
+        """
         self._told_stall_s = 0.0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Daemon, so that a failed rank can exit while the others are gone.
@@ -102,9 +129,13 @@ class Saver:
         total_s, since_s = self._stall_so_far
         return total_s + (time.monotonic() - since_s if since_s is not None else 0.0)
 
-    def begin(self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None) -> bool:
-        """Start a save, and return once `tensors` may change; collective. `score` is None if these weights were not evaluated;
-        see `rayrec.checkpoint.save`. Returns False if a save still runs on some rank. Raises the failure of the previous save."""
+    def begin(
+        self, step: int, tensors: dict[str, Any], *, state: dict[str, Any], score: float | None
+    ) -> bool:
+        """Start a save, and return once `tensors` may change; collective. `score` is None if these
+        weights were not evaluated; see `rayrec.checkpoint.save`. Returns False if a save still runs
+        on some rank. Raises the failure of the previous save.
+        """
         with self._stall():
             busy = not self._idle.is_set()
             ready, failure = (None, None) if busy else attempt(lambda: self._ready(tensors, state))
@@ -140,7 +171,9 @@ class Saver:
             self._raise_failure()
 
     def close(self) -> None:
-        """End the thread after the current save, without waiting out an outage. Raises nothing. Not collective."""
+        """End the thread after the current save, without waiting out an outage. Raises nothing. Not
+        collective.
+        """
         self._ended.set()
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
@@ -148,8 +181,11 @@ class Saver:
             self._copy.free()
             self._copy = None
 
-    def _ready(self, tensors: dict[str, Any], state: dict[str, Any]) -> tuple[LocalTensors, dict[str, Any]]:
-        # Serializing the state here copies it before the caller changes it, and detects invalid values early.
+    def _ready(
+        self, tensors: dict[str, Any], state: dict[str, Any]
+    ) -> tuple[LocalTensors, dict[str, Any]]:
+        # Serializing the state here copies it before the caller changes it, and detects invalid
+        # values early.
         return LocalTensors(tensors), json.loads(json.dumps(state)) if self._caller.first else {}
 
     def _raise_failure(self) -> None:
@@ -181,13 +217,18 @@ class Saver:
 
     def _save(self, job: _Job) -> None:
         ranks = self._thread_ranks
-        ranks.barrier()  # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
+        # wait for rank 0's cleanup, which could mistake a file of this save for an uncommitted one
+        ranks.barrier()
         causes: list[str] = []
         policy = self._retry_policy(job, causes)
-        write = partial(write_rank, job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count)
+        write = partial(
+            write_rank, job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count
+        )
         file, failure = attempt(lambda: policy.run(write))
         results = ranks.gather((file, failure, causes[:1]))
-        outcome = ranks.broadcast(attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None)
+        outcome = ranks.broadcast(
+            attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None
+        )
         assert outcome is not None
         _, failure = outcome
         if failure is not None:
@@ -210,7 +251,13 @@ class Saver:
             causes.append(cause)
 
         seed = f"{job.folder} {self._thread_ranks.rank}"
-        return RetryPolicy(path=job.folder, max_outage_s=self._max_outage_s, seed=seed, ended=self._ended, on_failure=on_failure)
+        return RetryPolicy(
+            path=job.folder,
+            max_outage_s=self._max_outage_s,
+            seed=seed,
+            ended=self._ended,
+            on_failure=on_failure,
+        )
 
     def _commit(
         self,
@@ -225,10 +272,19 @@ class Saver:
             policy.on_failure(elsewhere[0])  # only rank 0 writes a log
         raise_most_severe([failure for _, failure, _ in results])
         files = [part for part, _, _ in results if part is not None]
-        save = partial(commit, job.folder, files, shapes=job.copy.plan.shapes, state=job.state, score=job.score)
-        size_bytes = policy.run(lambda: save(extra_files=self._extra_files.write, lease=self._lease))
+        save = partial(
+            commit, job.folder, files, shapes=job.copy.plan.shapes, state=job.state, score=job.score
+        )
+        size_bytes = policy.run(
+            lambda: save(extra_files=self._extra_files.write, lease=self._lease)
+        )
         stalled_s = self.stalled_s
-        fields = {"step": job.step, "path": job.folder, "bytes": size_bytes, "stall_s": stalled_s - self._told_stall_s}
+        fields = {
+            "step": job.step,
+            "path": job.folder,
+            "bytes": size_bytes,
+            "stall_s": stalled_s - self._told_stall_s,
+        }
         self._told_stall_s = stalled_s
         self._log("checkpoint", {**fields, "write_s": time.monotonic() - job.start_s})
 
@@ -238,19 +294,36 @@ class Saver:
         with log_cleanup_errors(f"Cannot remove old checkpoints in {self._folder}"):
             assert self._lease is not None
             if self._lease.valid():
-                # Data files of earlier attempts at this step. A newer attempt may be writing files with later tags.
+                # Data files of earlier attempts at this step. A newer attempt may be writing files
+                # with later tags.
                 for name in file_sizes(job.folder).keys() - set(referenced):
-                    if is_data_file(name) and name.split(".", maxsplit=1)[0].partition("-")[2] < job.tag:
+                    if (
+                        is_data_file(name)
+                        and name.split(".", maxsplit=1)[0].partition("-")[2] < job.tag
+                    ):
                         storage.remove_file(storage.join(job.folder, name))
-                apply_retention(self._folder, self._retention, newest=job.step, scores=self._scores, damaged=self._damaged)
+                apply_retention(
+                    self._folder,
+                    self._retention,
+                    newest=job.step,
+                    scores=self._scores,
+                    damaged=self._damaged,
+                )
 
 
 def apply_retention(
-    run_folder: str, retention: Retention, *, newest: int, scores: dict[int, float | None], damaged: Collection[int] = ()
+    run_folder: str,
+    retention: Retention,
+    *,
+    newest: int,
+    scores: dict[int, float | None],
+    damaged: Collection[int] = (),
 ) -> None:
-    """Remove checkpoints that the retention policy does not keep, after step `newest` was committed. Leaves steps after `newest`:
-    a restart has skipped them and will write them again. Extends `scores`, the known scores by step. Removes `damaged` steps,
-    which were skipped and not written again, and do not count as kept."""
+    """Remove checkpoints that the retention policy does not keep, after step `newest` was
+    committed. Leaves steps after `newest`: a restart has skipped them and will write them again.
+    Extends `scores`, the known scores by step. Removes `damaged` steps, which were skipped and not
+    written again, and do not count as kept.
+    """
     present, removed = {}, []
     for checkpoint in committed(run_folder):
         if checkpoint.step > newest:
@@ -287,11 +360,23 @@ class Retention:
     """Interval of checkpoints to keep permanently, in steps. None keeps none permanently."""
 
 
-def to_remove(saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]) -> list[int]:
-    """Return the steps to remove, ascending, given (step, score) of all checkpoints. Higher scores are better; of equal scores
-    the later step wins. Scores of None or NaN (not evaluated) are never best."""
-    newest = sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
-    scored = sorted((score, step) for step, score in saved if score is not None and not math.isnan(score))
+def to_remove(
+    saved: Sequence[tuple[int, float | None]], retention: Retention, *, in_use: Collection[int]
+) -> list[int]:
+    """Return the steps to remove, ascending, given (step, score) of all checkpoints. Higher scores
+    are better; of equal scores the later step wins. Scores of None or NaN (not evaluated) are never
+    best.
+    """
+    newest = (
+        sorted(step for step, _ in saved)[-retention.num_to_keep :] if retention.num_to_keep else []
+    )
+    scored = sorted(
+        (score, step) for step, score in saved if score is not None and not math.isnan(score)
+    )
     best = [step for _, step in scored[-retention.keep_best :]] if retention.keep_best else []
-    permanent = [step for step, _ in saved if retention.keep_every is not None and step % retention.keep_every == 0]
+    permanent = [
+        step
+        for step, _ in saved
+        if retention.keep_every is not None and step % retention.keep_every == 0
+    ]
     return sorted({step for step, _ in saved} - {*newest, *best, *permanent, *in_use})

@@ -1,12 +1,15 @@
-"""Training state under plan-independent names: weights `model.NAME`, optimizer state `optimizer.PARAMETER.STATE`.
+"""Training state under plan-independent names: weights `model.NAME`, optimizer state
+`optimizer.PARAMETER.STATE`.
 
-The table alone determines names and shapes of its tensors, so that any plan and worker count can read the state of any other. The
-exception is row-wise Adagrad, which has a number for each row and *column part*; only column_wise and table_column_wise plans
-have more than one part. The state of a part is stored under its columns, `optimizer.PARAMETER.momentum1.columns_0_32`, and the
-state of full rows under `optimizer.PARAMETER.momentum1`, both with shape [rows]. A rank with other columns averages the stored
-parts, weighted by overlap. The state is the sum of squares per row divided by the number of columns, with no finer resolution
-within a part. The mean of equal numbers is exact, so splitting columns and merging them without training in between changes no
-bit. A state of shape [rows, columns] would need only one name, but be as large as the weights.
+The table alone determines names and shapes of its tensors, so that any plan and worker count can
+read the state of any other. The exception is row-wise Adagrad, which has a number for each row and
+*column part*; only column_wise and table_column_wise plans have more than one part. The state of a
+part is stored under its columns, `optimizer.PARAMETER.momentum1.columns_0_32`, and the state of
+full rows under `optimizer.PARAMETER.momentum1`, both with shape [rows]. A rank with other columns
+averages the stored parts, weighted by overlap. The state is the sum of squares per row divided by
+the number of columns, with no finer resolution within a part. The mean of equal numbers is exact,
+so splitting columns and merging them without training in between changes no bit. A state of shape
+[rows, columns] would need only one name, but be as large as the weights.
 """
 
 from __future__ import annotations
@@ -47,10 +50,14 @@ class RowMap:
     rows: int
     stored_rows: int
     sources: np.ndarray | None = None
-    """Stored row of each row, -1 without a source, int32 or int64 [rows]. None maps each row to the same row, if it exists."""
+    """Stored row of each row, -1 without a source, int32 or int64 [rows]. None maps each row to the
+    same row, if it exists.
+    """
 
     def of(self, first: int, stop: int) -> np.ndarray:
-        """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64 [stop - first]."""
+        """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64
+        [stop - first].
+        """
         if self.sources is not None:
             return self.sources[first:stop].astype(np.int64)
         same = np.arange(first, stop, dtype=np.int64)
@@ -59,25 +66,34 @@ class RowMap:
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return all entries of the model's state dict (tensor, ShardedTensor or DTensor) as `model.NAME`. Tied tensors (GPT-2's
-    output layer is its embedding) have only their first name."""
-    return {f"model.{name}": tensor for name, tensor in drop_tied_tensors(model.state_dict()).items()}
+    """Return all entries of the model's state dict (tensor, ShardedTensor or DTensor) as
+    `model.NAME`. Tied tensors (GPT-2's output layer is its embedding) have only their first
+    name.
+    """
+    return {
+        f"model.{name}": tensor for name, tensor in drop_tied_tensors(model.state_dict()).items()
+    }
 
 
 def optimizer_tensors(optimizer: Any) -> dict[str, Any]:
-    """Return the state of fused and dense optimizers (tensor or ShardedTensor) as `optimizer.PARAMETER.STATE`."""
+    """Return the state of fused and dense optimizers (tensor or ShardedTensor) as
+    `optimizer.PARAMETER.STATE`.
+    """
     return {name: value for name, value, _ in _named_states(optimizer)}
 
 
 def all_tensors(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return all tensors of a checkpoint. They share memory with the live ones, so that filling them restores the run."""
+    """Return all tensors of a checkpoint. They share memory with the live ones, so that filling
+    them restores the run.
+    """
     return {**model_tensors(model), **optimizer_tensors(optimizer)}
 
 
 def restore_all(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
-    """Restore weights and optimizer state, saved under any plan and by any workers; collective. Raises as
-    `rayrec.checkpoint.restore`, and InputError for stored tensors that model or optimizer lack. The run is then partly
-    restored."""
+    """Restore weights and optimizer state, saved under any plan and by any workers; collective.
+    Raises as `rayrec.checkpoint.restore`, and InputError for stored tensors that model or optimizer
+    lack. The run is then partly restored.
+    """
     start_from(checkpoint, {}, model, optimizer)
 
 
@@ -87,9 +103,13 @@ def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     forget_cached_rows(model)
 
 
-def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any) -> None:
-    """Initialize weights and optimizer state from another run's checkpoint, as far as it has them; collective. `row_maps` maps
-    the rows of tables; rows without a source keep initial values and an empty state. Raises the errors of `restore_all`."""
+def start_from(
+    checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any
+) -> None:
+    """Initialize weights and optimizer state from another run's checkpoint, as far as it has them;
+    collective. `row_maps` maps the rows of tables; rows without a source keep initial values and an
+    empty state. Raises the errors of `restore_all`.
+    """
     stored, only_weights = Communicator.all().run_on_rank0(
         lambda: (list(checkpoint.manifest()["tensors"]), checkpoint.has_only_weights())
     )
@@ -102,15 +122,18 @@ def start_from(checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: to
     if surplus := min(set(stored) - live, default=None):
         owner = "optimizer" if surplus.startswith("optimizer.") else "model"
         raise InputError(
-            f"{checkpoint.path}: contains {surplus}, which the {owner} of this run does not have. It was saved with another "
-            f"{owner}: use the settings of its config.yaml"
+            f"{checkpoint.path}: contains {surplus}, which the {owner} of this run does not have. "
+            f"It was saved with another {owner}: use the settings of its config.yaml"
         )
     by_rows = {
         name: (tensor, row_map)
         for name, tensor in targets.tensors.items()
         if len(tensor.size()) and (row_map := row_maps.get(_weight_of(name, row_maps))) is not None
     }
-    restore(checkpoint, {name: tensor for name, tensor in targets.tensors.items() if name not in by_rows})
+    restore(
+        checkpoint,
+        {name: tensor for name, tensor in targets.tensors.items() if name not in by_rows},
+    )
     if row_maps:
         restore_rows(checkpoint, by_rows)
     targets.loaded()
@@ -128,8 +151,10 @@ def _weight_of(name: str, weights: Collection[str]) -> str:
 
 
 def make_state(optimizer: Any) -> None:
-    """Create the optimizer state that first exists after a step (Adam's), to be filled by a restore. Steps such an optimizer with
-    zero gradients, which may move its weights, so restore them after. Optimizers of tables always have state and take no step."""
+    """Create the optimizer state that first exists after a step (Adam's), to be filled by a
+    restore. Steps such an optimizer with zero gradients, which may move its weights, so restore
+    them after. Optimizers of tables always have state and take no step.
+    """
     parts = getattr(optimizer, "optimizers", None)
     if parts is not None:  # TorchRec's CombinedOptimizer
         for _, part in parts:
@@ -146,8 +171,9 @@ def make_state(optimizer: Any) -> None:
 
 
 class Targets:
-    """Tensors to be filled from a checkpoint with the names `stored`. Fill `tensors` in place, then call `loaded`, which converts
-    column parts and copies them into the optimizer."""
+    """Tensors to be filled from a checkpoint with the names `stored`. Fill `tensors` in place, then
+    call `loaded`, which converts column parts and copies them into the optimizer.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, stored: Collection[str]) -> None:
         self.tensors: dict[str, Any] = model_tensors(model)
@@ -167,7 +193,9 @@ class Targets:
                 if source not in read:
                     read[source] = part.blank()
                     self.tensors[source] = part.as_table(read[source])
-            self._joins.append((part, {columns: read[part.name_of(columns)] for columns in sources}))
+            self._joins.append(
+                (part, {columns: read[part.name_of(columns)] for columns in sources})
+            )
 
     def loaded(self) -> None:
         for part, sources in self._joins:
@@ -192,16 +220,26 @@ class _Part:
     def blank(self) -> dict[Rows, torch.Tensor]:
         """Return zeros for all rows of which this worker has any columns."""
         some = next(iter(self.states.values()))
-        placements = _placements(self.table.local_shards()) if isinstance(self.table, ShardedTensor) else self.states
+        placements = (
+            _placements(self.table.local_shards())
+            if isinstance(self.table, ShardedTensor)
+            else self.states
+        )
         return {rows: some.new_zeros(rows[1]) for rows in placements}
 
     def as_table(self, states: Mapping[Rows, torch.Tensor]) -> torch.Tensor:
         """Return `states` as this worker's shards of a tensor of shape [table rows]."""
         if not isinstance(self.table, ShardedTensor):
             return states[0, self.table.size()[0]]
-        everywhere = {_rows(metadata): metadata.placement for metadata in self.table.metadata().shards_metadata}
+        everywhere = {
+            _rows(metadata): metadata.placement
+            for metadata in self.table.metadata().shards_metadata
+        }
         placements = everywhere | _placements(self.table.local_shards())
-        shards = {rows: ShardMetadata([rows[0]], [rows[1]], placements[rows]) for rows in sorted(placements)}
+        shards = {
+            rows: ShardMetadata([rows[0]], [rows[1]], placements[rows])
+            for rows in sorted(placements)
+        }
         return sharded_tensor(
             [Shard(state, shards[rows]) for rows, state in states.items()],
             ShardedTensorMetadata(
@@ -213,14 +251,17 @@ class _Part:
         )
 
     def covering(self, stored: list[Columns]) -> list[Columns]:
-        """Return the items of `stored` that overlap these columns, or [] if they do not cover them."""
+        """Return the items of `stored` that overlap these columns, or [] if they do not cover
+        them.
+        """
         overlapping = [columns for columns in stored if _overlap(columns, self.columns)]
         covered = sum(_overlap(columns, self.columns) for columns in overlapping)
         return overlapping if covered == self.columns[1] - self.columns[0] else []
 
     def average(self, sources: dict[Columns, dict[Rows, torch.Tensor]]) -> None:
         """Convert stored column parts into the state of this one."""
-        # In float64 the products and sums of equal numbers are exact, so their mean is the same number.
+        # In float64 the products and sums of equal numbers are exact, so their mean is the same
+        # number.
         for rows, state in self.states.items():
             total = torch.zeros_like(state, dtype=torch.float64)
             for columns, values in sources.items():
@@ -229,7 +270,9 @@ class _Part:
 
 
 def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
-    """Yield name, value and column part (None if not row-wise) of every state tensor on this worker."""
+    """Yield name, value and column part (None if not row-wise) of every state tensor on this
+    worker.
+    """
     parameters = getattr(optimizer, "params", {})
     for parameter, states in optimizer.state_dict()["state"].items():
         for state, value in states.items():
@@ -246,8 +289,10 @@ def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
 
 
 def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Part]:
-    """Yield a worker's row-wise state by column part. TorchRec lists the shards of both in the same order, but stacks the state's
-    shards: their offsets and shape depend on the number of parts in the plan, which no other plan can use."""
+    """Yield a worker's row-wise state by column part. TorchRec lists the shards of both in the same
+    order, but stacks the state's shards: their offsets and shape depend on the number of parts in
+    the plan, which no other plan can use.
+    """
     if not isinstance(table, ShardedTensor) or not isinstance(state, ShardedTensor):
         rows, columns = table.size()
         yield _Part(name, table, (0, columns), {(0, rows): state})
@@ -286,27 +331,42 @@ def _overlap(one: Columns, other: Columns) -> int:
 
 
 def restore_rows(checkpoint: Checkpoint, tensors: Mapping[str, tuple[Any, RowMap]]) -> None:
-    """Copy stored rows into `tensors` in place according to their row maps, under any plan and number of workers. Rows without a
-    source are unchanged. Dimension 0 of a tensor or ShardedTensor matches its map. Collective in a process group. Each rank reads
-    the row ranges for its shards, 64 MiB at a time. Memory: 24 bytes per row of its largest shard. Raises on all ranks
-    DamagedError for a damaged file, InputError for a missing tensor or a wrong shape."""
+    """Copy stored rows into `tensors` in place according to their row maps, under any plan and
+    number of workers. Rows without a source are unchanged. Dimension 0 of a tensor or ShardedTensor
+    matches its map. Collective in a process group. Each rank reads the row ranges for its shards,
+    64 MiB at a time. Memory: 24 bytes per row of its largest shard. Raises on all ranks
+    DamagedError for a damaged file, InputError for a missing tensor or a wrong shape.
+    """
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
     ranks.run_on_all_ranks(lambda: _fill_all(checkpoint, manifest, tensors))
 
 
-def _fill_all(checkpoint: Checkpoint, manifest: dict[str, Any], tensors: Mapping[str, tuple[Any, RowMap]]) -> None:
+def _fill_all(
+    checkpoint: Checkpoint, manifest: dict[str, Any], tensors: Mapping[str, tuple[Any, RowMap]]
+) -> None:
     for name, (tensor, row_map) in tensors.items():
         entry = manifest["tensors"].get(name)
         if entry is None:
-            raise InputError(f"{checkpoint.path}: {name} not found. Use a checkpoint of the same model and optimizer")
+            raise InputError(
+                f"{checkpoint.path}: {name} not found. Use a checkpoint of the same model and "
+                "optimizer"
+            )
         shape = [row_map.stored_rows, *tensor.size()[1:]]
         if entry["shape"] != shape:
-            raise InputError(f"{checkpoint.path}: {name} must have shape {shape}, got {entry['shape']}")
+            raise InputError(
+                f"{checkpoint.path}: {name} must have shape {shape}, got {entry['shape']}"
+            )
     reader = TableReader(checkpoint.path, manifest)
     for name, (tensor, row_map) in tensors.items():
         for part, first_row, first_column in _row_parts(tensor):
-            _fill(reader, name, part.detach(), row_map.of(first_row, first_row + len(part)), first_column)
+            _fill(
+                reader,
+                name,
+                part.detach(),
+                row_map.of(first_row, first_row + len(part)),
+                first_column,
+            )
 
 
 def _row_parts(tensor: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -319,7 +379,9 @@ def _row_parts(tensor: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
         yield shard.tensor, first_row, offsets[0] if offsets else 0
 
 
-def _fill(reader: TableReader, name: str, target: torch.Tensor, sources: np.ndarray, first_column: int) -> None:
+def _fill(
+    reader: TableReader, name: str, target: torch.Tensor, sources: np.ndarray, first_column: int
+) -> None:
     order = np.argsort(sources, kind="stable")
     ordered = sources[order]
     columns = None if target.dim() == 1 else (first_column, first_column + target.shape[1])

@@ -1,4 +1,6 @@
-"""Checkpoint writer: each rank writes its file with checksums, then rank 0 writes the extra files and, last, the manifest."""
+"""Checkpoint writer: each rank writes its file with checksums, then rank 0 writes the extra files
+and, last, the manifest.
+"""
 
 import contextlib
 import hashlib
@@ -39,9 +41,11 @@ _NUM_THREADS: Final = 8
 
 @final
 class ExtraFiles:
-    """Writer of the same extra files into successive checkpoints. Reads each source to hash it and to copy it into the first
-    checkpoint. Later checkpoints share the bytes of the previous one (see `storage.clone_file`): a large vocabulary is not copied
-    for every save, and later changes of the source have no effect. Its size, or its hash when read, tells a failed copy."""
+    """Writer of the same extra files into successive checkpoints. Reads each source to hash it and
+    to copy it into the first checkpoint. Later checkpoints share the bytes of the previous one (see
+    `storage.clone_file`): a large vocabulary is not copied for every save, and later changes of the
+    source have no effect. Its size, or its hash when read, tells a failed copy.
+    """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         """Create a writer for sources by file name."""
@@ -51,18 +55,26 @@ class ExtraFiles:
         """Path of the copy in the last checkpoint, by name."""
 
     def write(self, folder: str) -> Described:
-        """Write the files into a checkpoint folder. The caller checks the sizes of the copies. Raises InputError if a source is
-        missing, OSError if storage is unavailable. Keeps files of a complete checkpoint in the same folder that have different
-        content: until the next manifest is written, a resume would use that checkpoint. An earlier attempt saved it."""
+        """Write the files into a checkpoint folder. The caller checks the sizes of the copies.
+        Raises InputError if a source is missing, OSError if storage is unavailable. Keeps files of
+        a complete checkpoint in the same folder that have different content: until the next
+        manifest is written, a resume would use that checkpoint. An earlier attempt saved it.
+        """
         new = [name for name in self._sources if name not in self._described]
-        self._described |= zip(new, _threaded(_describe, [self._sources[name] for name in new]), strict=True)
+        self._described |= zip(
+            new, _threaded(_describe, [self._sources[name] for name in new]), strict=True
+        )
         before = _recorded(folder) if self._sources else {}
         preserved = {
             name: before[name]
             for name, file in self._described.items()
-            if name in before and before[name]["sha256"] != file["sha256"] and _is(storage.join(folder, name), before[name])
+            if name in before
+            and before[name]["sha256"] != file["sha256"]
+            and _is(storage.join(folder, name), before[name])
         }
-        paths = {name: storage.join(folder, name) for name in self._sources if name not in preserved}
+        paths = {
+            name: storage.join(folder, name) for name in self._sources if name not in preserved
+        }
         _threaded(lambda name: self._write(name, paths[name]), paths)
         self._last |= paths
         return self._described | preserved
@@ -80,10 +92,16 @@ class ExtraFiles:
 
 
 def repair(folder: str, sources: Mapping[str, Source]) -> list[str]:
-    """Restore missing or damaged files of a checkpoint from sources with the recorded content; return their names. Checkpoints of
-    an attempt share these files. Does nothing if the manifest is damaged. Raises OSError if storage is unavailable."""
+    """Restore missing or damaged files of a checkpoint from sources with the recorded content;
+    return their names. Checkpoints of an attempt share these files. Does nothing if the manifest is
+    damaged. Raises OSError if storage is unavailable.
+    """
     recorded = _recorded(folder)
-    damaged = [name for name in sources if name in recorded and not _is(storage.join(folder, name), recorded[name])]
+    damaged = [
+        name
+        for name in sources
+        if name in recorded and not _is(storage.join(folder, name), recorded[name])
+    ]
     repaired = [name for name in damaged if has_content(sources[name], recorded[name])]
     for name in repaired:
         _copy(sources[name], storage.join(folder, name))
@@ -124,7 +142,15 @@ def has_content(source: Source, file: Mapping[str, Any]) -> bool:
 
 def _threaded(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """Map the function over items in threads. Raises the error of the first failed call."""
-    return list(in_order(function, items, name="checkpoint-files", num_threads=_NUM_THREADS, prefetch=_NUM_THREADS))
+    return list(
+        in_order(
+            function,
+            items,
+            name="checkpoint-files",
+            num_threads=_NUM_THREADS,
+            prefetch=_NUM_THREADS,
+        )
+    )
 
 
 def _describe(source: Source) -> dict[str, Any]:
@@ -134,7 +160,9 @@ def _describe(source: Source) -> dict[str, Any]:
 
 
 def describe_output(function: Callable[[str], None]) -> Callable[[str], Described]:
-    """Wrap a `function` that writes files into a folder, for a checkpoint that is saved once, and describe its files."""
+    """Wrap a `function` that writes files into a folder, for a checkpoint that is saved once, and
+    describe its files.
+    """
 
     def write(folder: str) -> Described:
         function(folder)
@@ -144,7 +172,10 @@ def describe_output(function: Callable[[str], None]) -> Callable[[str], Describe
             if name != MANIFEST and not is_data_file(name) and not name.endswith(".partial")
         }
         sums = _threaded(sha256_of, [storage.join(folder, name) for name in sizes])
-        return {name: {"bytes": sizes[name], "sha256": sha256} for name, sha256 in zip(sizes, sums, strict=True)}
+        return {
+            name: {"bytes": sizes[name], "sha256": sha256}
+            for name, sha256 in zip(sizes, sums, strict=True)
+        }
 
     return write
 
@@ -160,23 +191,40 @@ class WrittenFile:
 
 
 def write_rank(
-    folder: str, copy: HostCopy, *, rank: int, tag: str, on_write: Callable[[int], None] = lambda size_bytes: None
+    folder: str,
+    copy: HostCopy,
+    *,
+    rank: int,
+    tag: str,
+    on_write: Callable[[int], None] = lambda size_bytes: None,
 ) -> WrittenFile | None:
-    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank has nothing to write. `on_write`
-    is called with the size of each block. Raises OSError, leaving no file, if storage is unavailable or full."""
+    """Write a rank's file from its copy in host memory. Return None, without a file, if the rank
+    has nothing to write. `on_write` is called with the size of each block. Raises OSError, leaving
+    no file, if storage is unavailable or full.
+    """
     parts = copy.plan.parts
     if not parts:
         return None
     name = data_file(rank, tag)
     keys = (f"{part.name}@{','.join(map(str, part.offsets))}" for part in parts)
-    head = header([(key, part.dtype, part.sizes, part.start, part.size_bytes) for key, part in zip(keys, parts, strict=True)])
+    head = header(
+        [
+            (key, part.dtype, part.sizes, part.start, part.size_bytes)
+            for key, part in zip(keys, parts, strict=True)
+        ]
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
         future = pool.submit(_checksums, copy)  # both release the GIL, so they overlap
         storage.write_stream(storage.join(folder, name), _file_chunks(head, copy, on_write))
         checksums = future.result()
     chunks = []
     for part, sums in zip(parts, checksums, strict=True):
-        box = {"offsets": list(part.offsets), "sizes": list(part.sizes), "file": name, "start": len(head) + part.start}
+        box = {
+            "offsets": list(part.offsets),
+            "sizes": list(part.sizes),
+            "file": name,
+            "start": len(head) + part.start,
+        }
         tensor = {"dtype": DTYPES[part.dtype], "shape": list(part.shape)}
         chunks.append((part.name, tensor, {**box, "bytes": part.size_bytes, "sha256": sums}))
     return WrittenFile(name, len(head) + copy.plan.body_bytes, tuple(chunks))
@@ -187,14 +235,18 @@ def _checksums(copy: HostCopy) -> list[list[str]]:
     body = copy.body()
     return [
         [
-            hashlib.sha256(body[start : min(start + BLOCK_BYTES, part.start + part.size_bytes)]).hexdigest()
+            hashlib.sha256(
+                body[start : min(start + BLOCK_BYTES, part.start + part.size_bytes)]
+            ).hexdigest()
             for start in range(part.start, part.start + part.size_bytes, BLOCK_BYTES)
         ]
         for part in copy.plan.parts
     ]
 
 
-def _file_chunks(head: bytes, copy: HostCopy, on_write: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+def _file_chunks(
+    head: bytes, copy: HostCopy, on_write: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
     yield head
     body = copy.body()
     for start in range(0, len(body), BLOCK_BYTES):
@@ -212,9 +264,11 @@ def commit(
     extra_files: Callable[[str], Described] | None,
     lease: Lease | None = None,
 ) -> int:
-    """Commit a checkpoint of tensors with these `shapes` from the files of all ranks, on rank 0. Return its size in bytes.
-    `extra_files` writes further files into the folder. Raises InputError if the lease is no longer valid or the ranks have not
-    written the full model, and OSError if storage is unavailable or full, or a written file is missing or has another size."""
+    """Commit a checkpoint of tensors with these `shapes` from the files of all ranks, on rank 0.
+    Return its size in bytes. `extra_files` writes further files into the folder. Raises InputError
+    if the lease is no longer valid or the ranks have not written the full model, and OSError if
+    storage is unavailable or full, or a written file is missing or has another size.
+    """
     if lease is not None:
         lease.check()
     storage.make_folder(folder)  # in case no rank had anything to write
@@ -225,21 +279,35 @@ def commit(
     entries = (entry for part in rank_files for entry in part.chunks)
     for name, tensor, chunk in sorted(entries, key=lambda entry: (entry[0], entry[2]["offsets"])):
         tensors.setdefault(name, {**tensor, "chunks": []})["chunks"].append(chunk)
-    boxes = {name: [(tuple(box["offsets"]), tuple(box["sizes"])) for box in tensor["chunks"]] for name, tensor in tensors.items()}
+    boxes = {
+        name: [(tuple(box["offsets"]), tuple(box["sizes"])) for box in tensor["chunks"]]
+        for name, tensor in tensors.items()
+    }
     check_covered(shapes, boxes)
     wrong = wrong_file(folder, files)
     if wrong is not None:
         path, problem = wrong
-        raise OSError(f"{path}: {problem} after it was written. storage_path must be shared by all workers")
+        raise OSError(
+            f"{path}: {problem} after it was written. storage_path must be shared by all workers"
+        )
     head = {"version": VERSION, "state": state, "score": score, "block_bytes": BLOCK_BYTES}
     if lease is not None:
         lease.check()  # as late as possible, because writing and hashing can take long
-    storage.write_json(storage.join(folder, MANIFEST), seal({**head, "files": files, "tensors": tensors}))
+    storage.write_json(
+        storage.join(folder, MANIFEST), seal({**head, "files": files, "tensors": tensors})
+    )
     return sum(file["bytes"] for file in files.values())
 
 
-def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_files: Callable[[str], None] | None = None) -> int:
-    """Write a checkpoint synchronously; collective. Return its size in bytes over all ranks. Without retries; see `Saver`.
+def save(
+    path: str,
+    tensors: dict[str, Any],
+    *,
+    state: dict[str, Any],
+    extra_files: Callable[[str], None] | None = None,
+) -> int:
+    """Write a checkpoint synchronously; collective. Return its size in bytes over all ranks.
+    Without retries; see `Saver`.
 
     Args:
         tensors: Tensors, ShardedTensors or DTensors by name.
@@ -265,7 +333,9 @@ def save(path: str, tensors: dict[str, Any], *, state: dict[str, Any], extra_fil
         copy.free()
     present = [part for part in results if part is not None]
     extra = extra_files and describe_output(extra_files)
-    return ranks.run_on_rank0(lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra))
+    return ranks.run_on_rank0(
+        lambda: commit(path, present, shapes=shapes, state=state, score=None, extra_files=extra)
+    )
 
 
 @dataclass(frozen=True)
@@ -286,15 +356,26 @@ def join(
     state: dict[str, Any],
     extra_files: Callable[[str], None],
 ) -> int:
-    """Merge tensors of other checkpoints, one file for each, into an empty folder. Return the size in bytes. `sources` has the
-    positions of selected tensors by name. `state` and `extra_files` are as in `rayrec.checkpoint.save`. Memory: a few blocks of
-    16 MiB. Verifies every checksum. Raises DamagedError, or InputError for gaps."""
+    """Merge tensors of other checkpoints, one file for each, into an empty folder. Return the size
+    in bytes. `sources` has the positions of selected tensors by name. `state` and `extra_files` are
+    as in `rayrec.checkpoint.save`. Memory: a few blocks of 16 MiB. Verifies every checksum. Raises
+    DamagedError, or InputError for gaps.
+    """
     files = [_copied(path, number, *source) for number, source in enumerate(sources)]
     shapes = {target.name: target.shape for _, targets in sources for target in targets.values()}
-    return commit(path, files, shapes=shapes, state=state, score=None, extra_files=describe_output(extra_files))
+    return commit(
+        path,
+        files,
+        shapes=shapes,
+        state=state,
+        score=None,
+        extra_files=describe_output(extra_files),
+    )
 
 
-def _copied(path: str, number: int, source: Checkpoint, targets: Mapping[str, TargetSlice]) -> WrittenFile:
+def _copied(
+    path: str, number: int, source: Checkpoint, targets: Mapping[str, TargetSlice]
+) -> WrittenFile:
     tensors, file = source.manifest()["tensors"], data_file(number, "")
     chunks = [(name, chunk) for name in sorted(targets) for chunk in tensors[name]["chunks"]]
     entries, start = [], 0
@@ -316,7 +397,12 @@ def _copied(path: str, number: int, source: Checkpoint, targets: Mapping[str, Ta
         (
             targets[name].name,
             {"dtype": tensors[name]["dtype"], "shape": list(targets[name].shape)},
-            {**chunk, "offsets": _offsets(chunk, targets[name]), "file": file, "start": len(head) + entry[3]},
+            {
+                **chunk,
+                "offsets": _offsets(chunk, targets[name]),
+                "file": file,
+                "start": len(head) + entry[3],
+            },
         )
         for (name, chunk), entry in zip(chunks, entries, strict=True)
     )

@@ -17,7 +17,9 @@ from rayrec.commands.declaration import Command, Shown
 from rayrec.config import InputError
 
 _COLLECT_EVERY = 5000
-"""Allocations between garbage collections. Python's 700 slows imports of torch and TorchRec by a fifth."""
+"""Allocations between garbage collections. Python's 700 slows imports of torch and TorchRec by a
+fifth.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -35,17 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _keep_stdout_for_results() -> None:
-    """Redirect file descriptor 1, to which Ray's C++ code prints warnings, to standard error, but keep `sys.stdout`."""
+    """Redirect file descriptor 1, to which Ray's C++ code prints warnings, to standard error, but
+    keep `sys.stdout`.
+    """
     if sys.stdout is None or sys.stderr is None:  # Closed by the caller.
         return
     sys.stdout.flush()
     results = os.dup(1)  # Not inherited by child processes.
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+    sys.stdout = os.fdopen(
+        results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1
+    )
 
 
 def _drop_closed_output() -> bool:
-    """Drop the rest of the output if its reader is gone, as after `| head`, and return whether it is."""
+    """Drop the rest of the output if its reader is gone, as after `| head`, and return whether it
+    is.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -70,7 +78,10 @@ def run(arguments: list[str]) -> int:
     if name == "resume" and not words:
         return _fail("rayrec resume: missing run. Usage: rayrec resume RUN, such as runs/demo")
     if name == "resume":  # A trailing slash marks a folder instead of a recipe.
-        words = [word if word.startswith("-") or number else f"{word.rstrip('/')}/" for number, word in enumerate(words)]
+        words = [
+            word if word.startswith("-") or number else f"{word.rstrip('/')}/"
+            for number, word in enumerate(words)
+        ]
     command = COMMANDS.get("train" if name == "resume" else name)
     if command is None:
         suggestions = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
@@ -86,7 +97,9 @@ def _status(command: Command, name: str, words: list[str]) -> int:
     except InputError as error:
         return _fail(f"rayrec {name}: {error}")
     except OSError as error:
-        is_user_error = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError)
+        is_user_error = isinstance(
+            error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError
+        )
         if is_user_error and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
         if _drop_closed_output():
@@ -95,7 +108,9 @@ def _status(command: Command, name: str, words: list[str]) -> int:
         return _fail(f"rayrec {name}: {str(error) or type(error).__name__}", status=1)
     except ModuleNotFoundError as error:
         if error.name in ("torchrec", "fbgemm_gpu", "torch", "ray"):
-            return _fail(f"rayrec {name}: {error.name} is not installed. Run `rayrec doctor` for the fix.")
+            return _fail(
+                f"rayrec {name}: {error.name} is not installed. Run `rayrec doctor` for the fix."
+            )
         raise
     except KeyboardInterrupt:
         print(f"rayrec {name}: interrupted", file=sys.stderr)
@@ -114,7 +129,8 @@ def _run(command: Command, words: list[str]) -> int:
 
     call, out, is_first = parse(command, words), sys.stdout, _is_first(command)
     quiet = "-q" in switches or not is_first
-    silent = quiet and command.recipe != "after --"  # -q hides the output of a job, but not of its supervisor.
+    # -q hides the output of a job, but not of its supervisor.
+    silent = quiet and command.recipe != "after --"
     parameters, keywords = inspect.signature(command.function).parameters, call.keywords
     if "console" in parameters:
         from rayrec.observe.console import Console
@@ -127,7 +143,9 @@ def _run(command: Command, words: list[str]) -> int:
     if "started" in parameters:
         keywords["started"] = lambda served: print_json(served, out)
     if "show" in parameters:
-        keywords["show"] = None if quiet else functools.partial(print, end="", file=sys.stderr, flush=True)
+        keywords["show"] = (
+            None if quiet else functools.partial(print, end="", file=sys.stderr, flush=True)
+        )
     # Only results reach standard output. Output of Ray and other libraries goes to standard error.
     with contextlib.nullcontext() if command.prints else contextlib.redirect_stdout(sys.stderr):
         result = command.function(*call.arguments, **keywords)
@@ -141,11 +159,17 @@ def take_switches(words: list[str]) -> tuple[list[str], set[str]]:
     end = words.index("--") if "--" in words else len(words)
     options = {*SWITCHES, "-h", "--help", "--help-all"}
     before, job = words[:end], words[end:]
-    return [word for word in before if word not in options] + job, {word for word in before if word in options}
+    return [word for word in before if word not in options] + job, {
+        word for word in before if word in options
+    }
 
 
 def _help(command: Command, words: list[str], *, everything: bool) -> str:
-    if command.recipe == "first" and words and (not words[0].startswith("-") or "--config" in " ".join(words)):
+    if (
+        command.recipe == "first"
+        and words
+        and (not words[0].startswith("-") or "--config" in " ".join(words))
+    ):
         from rayrec.cli.parser import configured
 
         return help.recipe_help(command, configured(command, words)[0], everything=everything)
@@ -168,8 +192,9 @@ def _fail(message: str, *, status: int = 2) -> int:
 
 
 def show(shown: Shown, *, as_json: bool, quiet: bool, out: IO[str]) -> int:
-    """Print a result and return the exit status. Text beside JSON goes to standard error. Raises InputError for an error in
-    it."""
+    """Print a result and return the exit status. Text beside JSON goes to standard error. Raises
+    InputError for an error in it.
+    """
     text = shown.value if isinstance(shown.value, str) else shown.text
     to_people = not as_json and (shown.as_text or out.isatty())
     if text is not None and (isinstance(shown.value, str) or to_people):
@@ -189,4 +214,8 @@ def print_json(value: Any, out: IO[str]) -> None:
 
     from rayrec.humanize import json_values
 
-    print(json.dumps(json_values(value), indent=2, ensure_ascii=False, allow_nan=False), file=out, flush=True)
+    print(
+        json.dumps(json_values(value), indent=2, ensure_ascii=False, allow_nan=False),
+        file=out,
+        flush=True,
+    )

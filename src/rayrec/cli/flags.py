@@ -1,4 +1,6 @@
-"""Flags of commands, from arguments and configuration fields, and the selection of a recipe's help. Imports no parser."""
+"""Flags of commands, from arguments and configuration fields, and the selection of a recipe's help.
+Imports no parser.
+"""
 
 import dataclasses
 import types
@@ -61,7 +63,11 @@ class Flag:
         if self.type is bool:
             return f"--{self.name}, --{self.negative}" if self.pair else f"--{self.name}"
         metavar = self.metavar or metavar_of(self.type)
-        return " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), metavar]) if self.name else metavar
+        return (
+            " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), metavar])
+            if self.name
+            else metavar
+        )
 
 
 def flag_name(path: str) -> str:
@@ -76,7 +82,11 @@ def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> 
     for field in dataclasses.fields(cls):
         value = default_of(field) if isinstance(config, type) else getattr(config, field.name)
         path = f"{prefix}{field.name}"
-        old_path = f"{old or prefix}{old_names.get(field.name, field.name)}" if old or field.name in old_names else ""
+        old_path = (
+            f"{old or prefix}{old_names.get(field.name, field.name)}"
+            if old or field.name in old_names
+            else ""
+        )
         if isinstance(value, Config):
             metavar = text_metavar(type(value))
             if metavar:
@@ -100,7 +110,9 @@ def members(kind: Any) -> list[Any]:
 
 def takes_many(kind: Any) -> bool:
     """Return whether a value consists of several words."""
-    return any(typing.get_origin(member) in (tuple, dict, Sequence, _SEQUENCE) for member in members(kind))
+    return any(
+        typing.get_origin(member) in (tuple, dict, Sequence, _SEQUENCE) for member in members(kind)
+    )
 
 
 _SEQUENCE = typing.get_origin(Sequence[str])
@@ -135,14 +147,21 @@ def value_of(flag: Flag, words: list[str]) -> Any:
             return _read(member, words)
         except (ValueError, KeyError):
             continue
-    expected = " or ".join(dict.fromkeys(map(_expected, (each for each in members(flag.type) if each is not type(None)))))
+    expected = " or ".join(
+        dict.fromkeys(
+            map(_expected, (each for each in members(flag.type) if each is not type(None)))
+        )
+    )
     raise InputError(f"{label}: must be {expected}, got {' '.join(words)!r}")
 
 
 def _read(kind: Any, words: list[str]) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is dict:
-        return {_read(inner[0], [name]): _read(inner[1], [value]) for name, value in zip(words[::2], words[1::2], strict=True)}
+        return {
+            _read(inner[0], [name]): _read(inner[1], [value])
+            for name, value in zip(words[::2], words[1::2], strict=True)
+        }
     if origin is tuple and Ellipsis not in inner:
         return tuple(_read(each, [word]) for each, word in zip(inner, words, strict=True))
     if origin in (tuple, _SEQUENCE):
@@ -167,7 +186,10 @@ def _expected(kind: Any, many: bool = False) -> str:
         return f"{len(inner)} {_expected(inner[0], True)}"
     if origin in (tuple, _SEQUENCE):
         return _expected(inner[0], True)
-    singular, plural = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}.get(kind, ("text", "texts"))
+    singular, plural = {
+        int: ("a whole number", "whole numbers"),
+        float: ("a number", "numbers"),
+    }.get(kind, ("text", "texts"))
     return plural if many else singular
 
 
@@ -182,18 +204,36 @@ class Short(NamedTuple):
     """Description of the behavior if the setting is None."""
 
 
-SHORT = {path: Short(*entry) for path, entry in packaged_json(__package__, "short_help.json").items()}
+SHORT = {
+    path: Short(*entry) for path, entry in packaged_json(__package__, "short_help.json").items()
+}
 """Flags in a recipe's help, in order. --help-all shows all settings."""
 
 
 def recipe_flags(config: Config) -> list[Flag]:
-    """Return all settings of a recipe as flags in field order, between --learning-rate, which they override, and --gpus."""
-    short = {resolve_alias(config, name): flag_name(name) for name in ALIASES if name not in COMPANIONS}
+    """Return all settings of a recipe as flags in field order, between --learning-rate, which they
+    override, and --gpus.
+    """
+    short = {
+        resolve_alias(config, name): flag_name(name) for name in ALIASES if name not in COMPANIONS
+    }
     rate, gpus = (
-        [Flag(name, kind, None, name=flag_name(name), help=SHORT[name].help, metavar=SHORT[name].metavar)]
+        [
+            Flag(
+                name,
+                kind,
+                None,
+                name=flag_name(name),
+                help=SHORT[name].help,
+                metavar=SHORT[name].metavar,
+            )
+        ]
         if resolve_alias(config, name)
         else []
         for name, kind in (("learning_rate", float), ("gpus", int))
     )
-    settings = [replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag for flag in flags_of(config)]
+    settings = [
+        replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag
+        for flag in flags_of(config)
+    ]
     return [*rate, *settings, *gpus]

@@ -33,10 +33,15 @@ def overview() -> str:
         _FIRST_STEPS,
     ]
     for group in get_args(Group):
-        for number, command in enumerate([command for command in COMMANDS.values() if command.group == group]):
+        for number, command in enumerate(
+            [command for command in COMMANDS.values() if command.group == group]
+        ):
             text = command.summary[0].lower() + command.summary[1:]
             lines.append(f"{'' if number else group:8}{command.name:13}{text}")
-    lines.append("rayrec COMMAND --help describes a command. rayrec train RECIPE --help-all shows all settings.")
+    lines.append(
+        "rayrec COMMAND --help describes a command. rayrec train RECIPE --help-all shows all "
+        "settings."
+    )
     lines += ["Exit status:", *(f"  {status:<5} {text}" for status, text in STATUSES.items())]
     return "\n".join(lines)
 
@@ -46,7 +51,9 @@ def usage(command: Command, flags: Sequence[Flag], recipe: str = "") -> str:
     job = {"": "", "first": recipe or "RECIPE", "after --": ""}[command.recipe]
     required = [_syntax(flag) for flag in flags if flag.value is MISSING or not flag.name]
     tail = "-- train RECIPE [flags]" if command.recipe == "after --" else ""
-    return " ".join(word for word in ("rayrec", command.name, job, *required, "[flags]", tail) if word)
+    return " ".join(
+        word for word in ("rayrec", command.name, job, *required, "[flags]", tail) if word
+    )
 
 
 def _syntax(flag: Flag) -> str:
@@ -61,16 +68,34 @@ def command_help(command: Command, *, everything: bool = False) -> str:
     from rayrec.cli.parser import command_flags
 
     flags = command_flags(command)
-    shown = [flag for flag in flags if everything or "." not in flag.name.removeprefix("gates.") or not flag.owner]
-    lines = [f"usage: {usage(command, flags)}", command.summary + ".", *(f"  {example}" for example in command.examples)]
-    lines += _groups([("Arguments" if not flag.name else "Flags", flag) for flag in shown if not flag.owner])
+    shown = [
+        flag
+        for flag in flags
+        if everything or "." not in flag.name.removeprefix("gates.") or not flag.owner
+    ]
+    lines = [
+        f"usage: {usage(command, flags)}",
+        command.summary + ".",
+        *(f"  {example}" for example in command.examples),
+    ]
+    lines += _groups(
+        [("Arguments" if not flag.name else "Flags", flag) for flag in shown if not flag.owner]
+    )
     lines += _groups([(_title(flag.owner), flag) for flag in shown if flag.owner])
     if command.recipe == "first":
         from rayrec import recipes
 
-        lines.append(f"Recipes: {', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or the folder of a run.")
+        lines.append(
+            f"Recipes: {', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or the folder of a "
+            "run."
+        )
         lines.append(f"rayrec {command.name} RECIPE --help shows the flags of a recipe.")
-    return "\n".join([*lines, *([f"{len(flags) - len(shown)} more: --help-all."] if len(flags) > len(shown) else [])])
+    return "\n".join(
+        [
+            *lines,
+            *([f"{len(flags) - len(shown)} more: --help-all."] if len(flags) > len(shown) else []),
+        ]
+    )
 
 
 def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
@@ -81,22 +106,41 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     flags, settings = command_flags(command), recipe_flags(config)
     needs_schema = isinstance(getattr(config.workload, "schema", None), PlaceholderSchema)
     schema = " --schema FILE" if needs_schema else ""
-    data = " --data PATH" if config.train_data.path is None and command.name in ("train", "tune") else ""
+    data = (
+        " --data PATH"
+        if config.train_data.path is None and command.name in ("train", "tune")
+        else ""
+    )
     recipe = recipes.ALL.get(config.recipe)
-    summary = (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.").strip().splitlines()[0]
+    summary = (
+        (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.")
+        .strip()
+        .splitlines()[0]
+    )
     shortest = f"{config.recipe}{schema.replace('FILE', 'schema.yaml')}"
     examples = [f"  {example.replace('criteo_demo', shortest)}" for example in command.examples]
     lines = [f"usage: {usage(command, flags, config.recipe + schema + data)}", summary, *examples]
     lines += _groups([(command.name.capitalize(), flag) for flag in flags])
     if everything:
-        return "\n".join([*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])])
+        return "\n".join(
+            [*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])]
+        )
     by_path = {flag.path: flag for flag in settings}
     shown = []
     for path, short in SHORT.items():
         if flag := by_path.get(path):
             name = short.name or flag.name
-            text = "YAML file with the columns of the log [required]" if schema and name == "schema" else short.help
-            shown.append((short.group, replace(flag, name=name, aliases=(), help=text, metavar=short.metavar)))
+            text = (
+                "YAML file with the columns of the log [required]"
+                if schema and name == "schema"
+                else short.help
+            )
+            shown.append(
+                (
+                    short.group,
+                    replace(flag, name=name, aliases=(), help=text, metavar=short.metavar),
+                )
+            )
     lines += _groups(shown)
     more = f"rayrec config {shortest} > my.yaml, then rayrec train my.yaml"
     return "\n".join([*lines, f"{len(settings) - len(shown)} more: --help-all. As a file: {more}"])

@@ -1,4 +1,6 @@
-"""Command-line parser: from the words of a command to a function call. The only module that parses."""
+"""Command-line parser: from the words of a command to a function call. The only module that
+parses.
+"""
 
 import argparse
 import difflib
@@ -9,7 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, flags_of, recipe_flags, takes_many, value_of
+from rayrec.cli.flags import (
+    MISSING,
+    SWITCHES,
+    Flag,
+    flag_name,
+    flags_of,
+    recipe_flags,
+    takes_many,
+    value_of,
+)
 from rayrec.commands.declaration import COMMANDS, Command, table_sizes
 from rayrec.commands.settings import named_configuration, settings_of, updated
 from rayrec.config import InputError, nest, renamed
@@ -32,20 +43,38 @@ def command_flags(command: Command) -> list[Flag]:
     flags: dict[str, Flag] = {}
     for parameter, kind, argument in command.parameters():
         is_flag = parameter.kind is parameter.KEYWORD_ONLY
-        value = MISSING if argument.required or parameter.default is parameter.empty else parameter.default
+        value = (
+            MISSING
+            if argument.required or parameter.default is parameter.empty
+            else parameter.default
+        )
         name = (argument.flag or flag_name(parameter.name)) if is_flag else ""
         metavar = argument.metavar or ("" if is_flag else parameter.name.upper())
         flags[parameter.name] = Flag(
-            parameter.name, kind, value, help=argument.help, metavar=metavar, name=name, read=argument.read
+            parameter.name,
+            kind,
+            value,
+            help=argument.help,
+            metavar=metavar,
+            name=name,
+            read=argument.read,
         )
     for prefix, cls in command.settings():
         inner = "" if prefix == "supervision" else f"{prefix}." if prefix else ""
         for flag in flags_of(cls):
             name = f"{inner}{flag.path.removeprefix('policy.')}"
             name = name if command.underscores else flag_name(name)
-            old, pair = f"{inner}{flag.old}" if flag.old else "", flag.pair and not command.underscores
+            old, pair = (
+                f"{inner}{flag.old}" if flag.old else "",
+                flag.pair and not command.underscores,
+            )
             path = f"{prefix}.{flag.path}" if prefix else flag.path
-            flags.setdefault(path, replace(flag, path=path, name=name, old=old, pair=pair, read=_READERS.get(flag.path)))
+            flags.setdefault(
+                path,
+                replace(
+                    flag, path=path, name=name, old=old, pair=pair, read=_READERS.get(flag.path)
+                ),
+            )
     return list(flags.values())
 
 
@@ -58,34 +87,50 @@ def parse(command: Command, words: Sequence[str]) -> Call:
         index = words.index("--") if "--" in words else len(words)
         job, words = words[index + 1 :], words[:index]
         if job[:1] != ["train"]:
-            raise InputError("missing command to supervise. Usage: rayrec supervise [--flags] -- train RECIPE [--flags]")
-        first = [*parse(COMMANDS["train"], [word for word in job[1:] if word not in SWITCHES]).arguments, job[1:]]
+            raise InputError(
+                "missing command to supervise. Usage: rayrec supervise [--flags] -- train RECIPE "
+                "[--flags]"
+            )
+        first = [
+            *parse(COMMANDS["train"], [word for word in job[1:] if word not in SWITCHES]).arguments,
+            job[1:],
+        ]
         return _call(command, first, read(f"rayrec {command.name}", command_flags(command), words))
     if not command.recipe:
         return _call(command, [], read(f"rayrec {command.name}", command_flags(command), words))
     config, words = configured(command, words)
     flags = recipe_flags(config)
-    values = read(f"rayrec {command.name} {config.recipe}", [*command_flags(command), *flags], words)
+    values = read(
+        f"rayrec {command.name} {config.recipe}", [*command_flags(command), *flags], words
+    )
     settings = {flag.path: values.pop(flag.path) for flag in flags if flag.path in values}
     return _call(command, [updated(config, settings_of(config, settings))], values)
 
 
 def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
-    """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words. Return the configuration,
-    which determines the recipe's flags, and the other words."""
+    """Take a recipe, `--config FILE` or both, `--schema FILE` and `--model NAME` out of the words.
+    Return the configuration, which determines the recipe's flags, and the other words.
+    """
     from rayrec import recipes, storage
 
     text = words[0] if words and not words[0].startswith("-") else None
     (file,), rest = take(words[text is not None :], "--config")
     if file is not None:
-        config = recipes.load_config(storage.read_text(file), recipe=recipes.find(text) if text else None, source=file)
+        config = recipes.load_config(
+            storage.read_text(file), recipe=recipes.find(text) if text else None, source=file
+        )
     elif text is not None:
         config = named_configuration(text)
     else:
         choices = f"{', '.join(recipes.ALL)}, FILE.py:FUNCTION, FILE.yaml or RUN"
-        raise InputError(f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of {choices}.")
+        raise InputError(
+            f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of "
+            f"{choices}."
+        )
     (schema, model), rest = take(rest, "--schema", "--model")
-    settings = {name: text for name, text in (("schema", schema), ("model", model)) if text is not None}
+    settings = {
+        name: text for name, text in (("schema", schema), ("model", model)) if text is not None
+    }
     return (updated(config, settings_of(config, settings)) if settings else config), rest
 
 
@@ -112,11 +157,20 @@ def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, An
         if not flag.name:
             continue
         if flag.type is bool:
-            parser.add_argument(*names, dest=flag.path, action="store_true", default=argparse.SUPPRESS)
+            parser.add_argument(
+                *names, dest=flag.path, action="store_true", default=argparse.SUPPRESS
+            )
             if flag.pair:
-                parser.add_argument(f"--{flag.negative}", dest=flag.path, action="store_false", default=argparse.SUPPRESS)
+                parser.add_argument(
+                    f"--{flag.negative}",
+                    dest=flag.path,
+                    action="store_false",
+                    default=argparse.SUPPRESS,
+                )
         else:
-            many: dict[str, Any] = {"nargs": "*", "action": "extend"} if takes_many(flag.type) else {}
+            many: dict[str, Any] = (
+                {"nargs": "*", "action": "extend"} if takes_many(flag.type) else {}
+            )
             parser.add_argument(*names, dest=flag.path, default=argparse.SUPPRESS, **many)
     parsed, rest = parser.parse_known_args(_with_new_names(flags, words))
     texts = vars(parsed)
@@ -131,17 +185,26 @@ def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, An
 
 
 def _value(flag: Flag, value: Any) -> Any:
-    return value if isinstance(value, bool) else value_of(flag, value if isinstance(value, list) else [value])
+    return (
+        value
+        if isinstance(value, bool)
+        else value_of(flag, value if isinstance(value, list) else [value])
+    )
 
 
-def _assign_arguments(prog: str, arguments: Sequence[Flag], words: list[str]) -> dict[str, list[str]]:
-    """Assign words to positional arguments. One with several values gets the words that the others do not need."""
+def _assign_arguments(
+    prog: str, arguments: Sequence[Flag], words: list[str]
+) -> dict[str, list[str]]:
+    """Assign words to positional arguments. One with several values gets the words that the others
+    do not need.
+    """
     assignment: dict[str, list[str]] = {}
     rest = list(words)
     for number, argument in enumerate(arguments):
         following = arguments[number + 1 :]
         count = len(rest) - len(following) if takes_many(argument.type) else 1
-        if rest and all(each.value is not MISSING for each in following):  # The others can do without words
+        # The others can do without words
+        if rest and all(each.value is not MISSING for each in following):
             count = max(count, 1)
         assigned, rest = rest[: max(count, 0)], rest[max(count, 0) :]
         if assigned:
@@ -169,12 +232,17 @@ def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise an InputError instead of printing the usage and exiting."""
-        raise InputError(re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1: requires a value", message))
+        raise InputError(
+            re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1: requires a value", message)
+        )
 
 
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     """Replace deprecated flags by their new names, with a notice on standard error."""
-    new, names = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}, set(flag_names(flags))
+    new, names = (
+        {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old},
+        set(flag_names(flags)),
+    )
     result = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -189,25 +257,46 @@ def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
 
 def flag_names(flags: Iterable[Flag]) -> list[str]:
     """Return all flag names with dashes."""
-    names = [name for flag in flags for name in (flag.name, *flag.aliases, flag.negative if flag.pair else "")]
+    names = [
+        name
+        for flag in flags
+        for name in (flag.name, *flag.aliases, flag.negative if flag.pair else "")
+    ]
     return [f"--{name}" for name in names if name]
 
 
 def _reject_unknown(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
     unknown = word.partition("=")[0].replace("_", "-")
     names = flag_names(flags)
-    suggestions = [flag for flag in difflib.get_close_matches(unknown, names, cutoff=0.7) if _is_similar(flag, unknown)][:1]
+    suggestions = [
+        flag
+        for flag in difflib.get_close_matches(unknown, names, cutoff=0.7)
+        if _is_similar(flag, unknown)
+    ][:1]
     if not suggestions:  # A nested field without its prefix.
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in names}
-        similar = difflib.get_close_matches(unknown.removeprefix("--").rpartition(".")[2], last.values(), n=1)
-        suggestions = [flag for flag, name in last.items() if name in similar and _is_similar(flag, unknown)][:_MAX_MATCHES]
-    hint = f", did you mean {' or '.join(suggestions)}?" if suggestions else f". `{prog} --help-all` shows all flags."
+        similar = difflib.get_close_matches(
+            unknown.removeprefix("--").rpartition(".")[2], last.values(), n=1
+        )
+        suggestions = [
+            flag for flag, name in last.items() if name in similar and _is_similar(flag, unknown)
+        ][:_MAX_MATCHES]
+    hint = (
+        f", did you mean {' or '.join(suggestions)}?"
+        if suggestions
+        else f". `{prog} --help-all` shows all flags."
+    )
     raise InputError(f"unknown flag {word.partition('=')[0]}{hint}")
 
 
 def _is_similar(flag: str, unknown: str) -> bool:
-    """Return whether each word of a flag resembles one of a known, equal if short: pin-memory is no typo of no-memory."""
+    """Return whether each word of a flag resembles one of a known, equal if short: pin-memory is no
+    typo of no-memory.
+    """
     words, unknown_words = re.findall(r"\w+", flag), re.findall(r"\w+", unknown)
     if len(unknown_words) == 1:
         return True
-    return all(word in words or (len(word) > 3 and difflib.get_close_matches(word, words)) for word in unknown_words)
+    return all(
+        word in words or (len(word) > 3 and difflib.get_close_matches(word, words))
+        for word in unknown_words
+    )

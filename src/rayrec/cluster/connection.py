@@ -23,9 +23,13 @@ from rayrec.process_state import temporary_environment
 IN_PROCESS: Final = "none"
 """Address for training without Ray, in the command's own process."""
 
-_LOCAL_ENVIRONMENT: Final = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_worker_maximum_startup_concurrency": "64"}
-"""Environment of a local Ray's processes. Its only node is never drained, so no process needs to watch for preemption. By default
-Ray starts only as many processes at a time as there are CPUs."""
+_LOCAL_ENVIRONMENT: Final = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_worker_maximum_startup_concurrency": "64",
+}
+"""Environment of a local Ray's processes. Its only node is never drained, so no process needs to
+watch for preemption. By default Ray starts only as many processes at a time as there are CPUs.
+"""
 _SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _PYTHON_FIELDS: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
 """Runtime environment fields that select the Python interpreter."""
@@ -38,7 +42,9 @@ _PROBE_S = 2.0
 
 
 def is_in_process(address: str | None) -> bool:
-    """Return whether to run without Ray: by the address `none`, or without address, RAY_ADDRESS and connection."""
+    """Return whether to run without Ray: by the address `none`, or without address, RAY_ADDRESS and
+    connection.
+    """
     if address is not None:
         return address == IN_PROCESS
     return not is_connected() and not os.environ.get("RAY_ADDRESS")
@@ -59,23 +65,29 @@ def connect(
     preload: Sequence[str] = (),
     environment: RuntimeEnvConfig | None = None,
 ) -> str:
-    """Connect this process to Ray and return the address of its head: an existing connection, else the cluster at `address` or
-    RAY_ADDRESS, else a new local Ray, which imports the modules `preload` once for all processes that name them. `environment`
-    applies to all Ray processes of this job. Raises InputError within some 20 s if there is no answer or access is rejected, and
-    for a connection with another environment; OSError if a local Ray does not start."""
+    """Connect this process to Ray and return the address of its head: an existing connection, else
+    the cluster at `address` or RAY_ADDRESS, else a new local Ray, which imports the modules
+    `preload` once for all processes that name them. `environment` applies to all Ray processes of
+    this job. Raises InputError within some 20 s if there is no answer or access is rejected, and
+    for a connection with another environment; OSError if a local Ray does not start.
+    """
     global _environment
     environment = environment or RuntimeEnvConfig()
     requested = environment.env, environment.runtime_env
     if address == IN_PROCESS:
-        raise InputError(f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT")
-    # Ray 2.60 enables token authentication for clusters that it starts; the token file is valid for this user only.
+        raise InputError(
+            f"address {IN_PROCESS}: needs Ray here. Omit the address, or use local or HOST:PORT"
+        )
+    # Ray 2.60 enables token authentication for clusters that it starts; the token file is valid for
+    # this user only.
     import ray
 
     require_direct(address)
     if ray.is_initialized():
         if requested != ((), None) and _environment != (_connection(), *requested):
             raise InputError(
-                "cluster.env, runtime_env: this process is connected to Ray without them. Use those of ray.init instead"
+                "cluster.env, runtime_env: this process is connected to Ray without them. Use "
+                "those of ray.init instead"
             )
         return ray.get_runtime_context().gcs_address
     address, source = _named(address)
@@ -86,7 +98,11 @@ def connect(
         if address and address != "local":
             _join(address, source, environment, log_to_driver=log_to_driver)
         else:
-            local = {"num_cpus": num_cpus, "object_store_memory": object_store_bytes, "log_to_driver": log_to_driver}
+            local = {
+                "num_cpus": num_cpus,
+                "object_store_memory": object_store_bytes,
+                "log_to_driver": log_to_driver,
+            }
             _start(environment, preload, local)
     import ray.data  # sets up its own logger, whose level is raised below
 
@@ -104,7 +120,9 @@ def _connection() -> tuple[str, str]:
 
 
 def require_direct(address: str | None) -> None:
-    """Raise InputError if the connection to Ray, or the address (None: RAY_ADDRESS), uses Ray's client server, not a node."""
+    """Raise InputError if the connection to Ray, or the address (None: RAY_ADDRESS), uses Ray's
+    client server, not a node.
+    """
     named, source = _named(address)
     if is_connected():
         from ray.util.client import ray as client
@@ -112,9 +130,10 @@ def require_direct(address: str | None) -> None:
         named, source = "ray://" if client.is_connected() else "", "ray.init"
     if named.startswith("ray://"):
         raise InputError(
-            f"{source}: must be reached directly, got Ray's client server (ray://), with which a run ends if the connection "
-            "breaks. Outside the cluster, use `rayrec supervise --address http://HEAD:8265 -- train ...` (other commands: `ray "
-            "job submit`), on a node HOST:PORT of the head or auto"
+            f"{source}: must be reached directly, got Ray's client server (ray://), with which a "
+            "run ends if the connection breaks. Outside the cluster, use `rayrec supervise "
+            "--address http://HEAD:8265 -- train ...` (other commands: `ray job submit`), on a "
+            "node HOST:PORT of the head or auto"
         )
 
 
@@ -131,56 +150,86 @@ def _join(address: str, source: str, environment: RuntimeEnvConfig, *, log_to_dr
     job_env = {**fields, **_python_of_workers(fields, os.environ)}
     require_head(address, source=source)
     try:
-        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR, runtime_env=job_env or None)
+        ray.init(
+            address=address,
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+            runtime_env=job_env or None,
+        )
     except (ConnectionError, ValueError, RuntimeError) as error:
         if "Failed to merge" in str(error):  # Its text contains the variables.
             raise InputError(
-                "cluster.runtime_env: has fields or variables that the job was submitted with too. Set each in one place"
+                "cluster.runtime_env: has fields or variables that the job was submitted with "
+                "too. Set each in one place"
             ) from None
         raise InputError(
-            f"{source}: the Ray cluster answers, but this machine cannot join it ({one_line(error)}). Use one of its nodes"
+            f"{source}: the Ray cluster answers, but this machine cannot join it "
+            f"({one_line(error)}). Use one of its nodes"
         ) from None
 
 
 def _python_of_workers(fields: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the runtime environment for nodes to fork a job's processes (`forked_worker.py`); empty if it has its own Python."""
+    """Return the runtime environment for nodes to fork a job's processes (`forked_worker.py`);
+    empty if it has its own Python.
+    """
     submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
-    return {"py_executable": forked_worker.python_of_a_job()} if _PYTHON_FIELDS.isdisjoint({*fields, *submitted}) else {}
+    return (
+        {"py_executable": forked_worker.python_of_a_job()}
+        if _PYTHON_FIELDS.isdisjoint({*fields, *submitted})
+        else {}
+    )
 
 
-def _start(environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Start a local Ray with settings of `ray.init`. Its processes inherit the variables of `environment`."""
+def _start(
+    environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapping[str, Any]
+) -> None:
+    """Start a local Ray with settings of `ray.init`. Its processes inherit the variables of
+    `environment`.
+    """
     global _fork_server
     import ray
 
     from rayrec.compat.ray_compat import local_node_with
 
     variables, fields = environment.variables(os.environ), environment.fields()
-    added = {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name not in os.environ} | variables
+    added = {
+        name: value for name, value in _LOCAL_ENVIRONMENT.items() if name not in os.environ
+    } | variables
     added |= {"RAY_TMPDIR": socket_folder()}
     if _fork_server is not None and _fork_server[1] != variables:
         _fork_server[0].close()
         _fork_server = None
     program, log = forked_worker.__file__, settings["log_to_driver"]
     try:
-        with temporary_environment(added), _blocked_hangup(), local_node_with(worker_program=program, log_monitor=log):
-            _fork_server = _fork_server or (ForkServer(preload), variables)  # imports while Ray starts
+        with (
+            temporary_environment(added),
+            _blocked_hangup(),
+            local_node_with(worker_program=program, log_monitor=log),
+        ):
+            # imports while Ray starts
+            _fork_server = _fork_server or (ForkServer(preload), variables)
             with temporary_environment({forked_worker.SOCKET: _fork_server[0].address}):
                 ray.init(
-                    address="local", logging_level=logging.ERROR, include_dashboard=False, runtime_env=fields or None, **settings
+                    address="local",
+                    logging_level=logging.ERROR,
+                    include_dashboard=False,
+                    runtime_env=fields or None,
+                    **settings,
                 )
         _started.add(ray.get_runtime_context().gcs_address)
     except ValueError as error:  # e.g. the object store is too small
         raise InputError(f"cannot start a local Ray: {one_line(error)}") from None
-    except Exception as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
+    except (
+        Exception
+    ) as error:  # Ray 2.60 raises no narrower class if its processes are not up in 30 s
         if "AF_UNIX path" in str(error):  # in the text of both Python and Ray
             raise InputError(
-                f"RAY_TMPDIR={socket_folder()}: too long for the sockets of a local Ray ({one_line(error)}). Set it to a folder "
-                "with a shorter path, such as /tmp"
+                f"RAY_TMPDIR={socket_folder()}: too long for the sockets of a local Ray "
+                f"({one_line(error)}). Set it to a folder with a shorter path, such as /tmp"
             ) from None
         raise OSError(
-            f"cannot start a local Ray ({one_line(error)}). The machine may be short of CPU, memory or disk. Check "
-            f"{session_logs()}, then run the same command again"
+            f"cannot start a local Ray ({one_line(error)}). The machine may be short of CPU, "
+            f"memory or disk. Check {session_logs()}, then run the same command again"
         ) from None
 
 
@@ -191,8 +240,10 @@ def session_logs() -> str:
 
 @contextlib.contextmanager
 def _blocked_hangup() -> Iterator[None]:
-    """Block SIGHUP in this thread and in processes started in the context, which never get it. A closed terminal sends it to all
-    processes of a command, and those of a local Ray must live until its workers have saved. This process gets it afterwards."""
+    """Block SIGHUP in this thread and in processes started in the context, which never get it. A
+    closed terminal sends it to all processes of a command, and those of a local Ray must live until
+    its workers have saved. This process gets it afterwards.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -208,13 +259,21 @@ def is_local_ray() -> bool:
 
 
 def train_environment() -> dict[str, str]:
-    """Return the additional environment variables of Ray Train's controller and workers since the start of the connected Ray."""
-    return {name: value for name, value in _LOCAL_ENVIRONMENT.items() if name.startswith("RAY_TRAIN_") and is_local_ray()}
+    """Return the additional environment variables of Ray Train's controller and workers since the
+    start of the connected Ray.
+    """
+    return {
+        name: value
+        for name, value in _LOCAL_ENVIRONMENT.items()
+        if name.startswith("RAY_TRAIN_") and is_local_ray()
+    }
 
 
 def ship_code(config: Config) -> None:
-    """Make Ray pickle the modules of the classes of `config` and its nested configurations by value, so that nodes do not need
-    the user's files. Modules imported by these are not included."""
+    """Make Ray pickle the modules of the classes of `config` and its nested configurations by
+    value, so that nodes do not need the user's files. Modules imported by these are not
+    included.
+    """
     modules = user_modules(config)
     if modules:
         import ray
@@ -224,7 +283,9 @@ def ship_code(config: Config) -> None:
 
 
 def user_modules(config: Config) -> set[str]:
-    """Return the modules outside rayrec that define `config` and nested configurations, without `__main__`, pickled by value."""
+    """Return the modules outside rayrec that define `config` and nested configurations, without
+    `__main__`, pickled by value.
+    """
     nested = (getattr(config, field.name) for field in dataclasses.fields(config))
     modules = set().union(*(user_modules(value) for value in nested if isinstance(value, Config)))
     module = type(config).__module__
@@ -232,9 +293,11 @@ def user_modules(config: Config) -> set[str]:
 
 
 def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
-    """Return the alive nodes of the cluster, without nodes that are about to be drained. With `free`, their resources are the
-    unreserved ones. With `probe`, they must also accept a TCP connection: Ray needs some 15 s to notice a lost node, and a
-    placement group on a lost node waits in vain."""
+    """Return the alive nodes of the cluster, without nodes that are about to be drained. With
+    `free`, their resources are the unreserved ones. With `probe`, they must also accept a TCP
+    connection: Ray needs some 15 s to notice a lost node, and a placement group on a lost node
+    waits in vain.
+    """
     import ray
 
     from rayrec.compat.ray_compat import state
@@ -251,11 +314,14 @@ def alive_nodes(*, probe: bool = False, free: bool = False) -> list[Node]:
 
 
 def data_nodes(layout: Layout) -> list[Node]:
-    """Return the nodes that can run data tasks of a run with this layout now, with the CPUs available to such tasks. A node
-    counts if it is alive, not about to be drained, not reserved for workers, and has the CPUs of one task beyond all placement
-    groups on it, also of other jobs. CPUs of running tasks count as available, because tasks end. If the list is empty, Ray
-    queues the run's data tasks without an error until such a node joins. Needs a connection to Ray and makes three short calls to
-    its head, so poll it every few seconds at most. Call it on the driver."""
+    """Return the nodes that can run data tasks of a run with this layout now, with the CPUs
+    available to such tasks. A node counts if it is alive, not about to be drained, not reserved for
+    workers, and has the CPUs of one task beyond all placement groups on it, also of other jobs.
+    CPUs of running tasks count as available, because tasks end. If the list is empty, Ray queues
+    the run's data tasks without an error until such a node joins. Needs a connection to Ray and
+    makes three short calls to its head, so poll it every few seconds at most. Call it on the
+    driver.
+    """
     from ray.util.placement_group import placement_group_table
 
     return nodes_for_tasks(alive_nodes(), list(placement_group_table().values()), layout)
@@ -275,9 +341,11 @@ _Answer = Literal["alive", "token rejected", "not Ray"]
 
 
 def require_head(address: str, *, source: str) -> None:
-    """Check that the head of a running Ray cluster answers at `address` (host:port or auto) and accepts this user. From then on
-    Ray presents the token that the cluster requires. Takes at most some 20 s. Raises InputError, with the address named as
-    `source`, if nothing listens there, the listener is not a head of this Ray version, or the cluster rejects the token."""
+    """Check that the head of a running Ray cluster answers at `address` (host:port or auto) and
+    accepts this user. From then on Ray presents the token that the cluster requires. Takes at most
+    some 20 s. Raises InputError, with the address named as `source`, if nothing listens there, the
+    listener is not a head of this Ray version, or the cluster rejects the token.
+    """
     host, port = _host_and_port(address, source)
     _require_listener(host, port, source)
     from rayrec.compat.ray_compat import maybe_enable_token_auth_if_token_available
@@ -288,23 +356,29 @@ def require_head(address: str, *, source: str) -> None:
     if answer == "token rejected" and mode is None:
         if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
             raise InputError(
-                f"{source}: the Ray cluster requires a token, but this user has no token. Copy the cluster's token (`ray "
-                "get-auth-token` prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
+                f"{source}: the Ray cluster requires a token, but this user has no token. Copy the "
+                "cluster's token (`ray get-auth-token` prints it there) into a file and name the "
+                "file in RAY_AUTH_TOKEN_PATH"
             )
         answer = _check_alive(target, source)
     if answer == "token rejected":
         if mode is not None and mode.lower() != "token":
-            raise InputError(f"{source}: the Ray cluster requires a token. Unset RAY_AUTH_MODE={mode} to present one")
+            raise InputError(
+                f"{source}: the Ray cluster requires a token. Unset RAY_AUTH_MODE={mode} to "
+                "present one"
+            )
         names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
         origin = next((name for name in names if os.environ.get(name)), "~/.ray/auth_token")
         raise InputError(
-            f"{source}: the Ray cluster rejects the token from {origin}. Copy the cluster's token (`ray get-auth-token` "
-            "prints it there) into a file and name the file in RAY_AUTH_TOKEN_PATH"
+            f"{source}: the Ray cluster rejects the token from {origin}. Copy the cluster's token "
+            "(`ray get-auth-token` prints it there) into a file and name the file in "
+            "RAY_AUTH_TOKEN_PATH"
         )
     if answer == "not Ray":
         raise InputError(
-            f"{source}: the listener there does not answer as the head of a Ray cluster. Use the address that `ray start "
-            "--head` printed, by default HOST:6379 (8265 is the dashboard's port, 10001 the client server's)"
+            f"{source}: the listener there does not answer as the head of a Ray cluster. Use the "
+            "address that `ray start --head` printed, by default HOST:6379 (8265 is the "
+            "dashboard's port, 10001 the client server's)"
         )
 
 
@@ -318,21 +392,31 @@ def _host_and_port(address: str, source: str) -> tuple[str, int]:
         host, _, port = head.rpartition(":")
         return host.strip("[]"), int(port)
     except ConnectionError:
-        raise InputError(f"{source}: no Ray runs on this machine. Start one with `ray start --head`") from None
+        raise InputError(
+            f"{source}: no Ray runs on this machine. Start one with `ray start --head`"
+        ) from None
     except socket.gaierror as error:
-        raise InputError(f"{source}: host not found ({error.strerror}). Use HOST:PORT of the cluster's head") from None
+        raise InputError(
+            f"{source}: host not found ({error.strerror}). Use HOST:PORT of the cluster's head"
+        ) from None
     except ValueError:
-        raise InputError(f"{source}: must be the address of a Ray cluster. Use HOST:PORT of its head, or auto") from None
+        raise InputError(
+            f"{source}: must be the address of a Ray cluster. Use HOST:PORT of its head, or auto"
+        ) from None
 
 
 def _require_listener(host: str, port: int, source: str) -> None:
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:  # the second for a port beyond 65535
-        why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
+        why = (
+            "no answer"
+            if isinstance(error, TimeoutError)
+            else getattr(error, "strerror", None) or str(error)
+        )
         raise InputError(
-            f"{source}: no Ray cluster answers there ({why}). Start one with `ray start --head`, correct the address, or omit "
-            "it (and unset RAY_ADDRESS) to use a local Ray"
+            f"{source}: no Ray cluster answers there ({why}). Start one with `ray start --head`, "
+            "correct the address, or omit it (and unset RAY_ADDRESS) to use a local Ray"
         ) from None
 
 
@@ -349,12 +433,19 @@ def _check_alive(target: str, source: str) -> _Answer:
             request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # defined by protobuf at run time
             reply = stub.CheckAlive(request, timeout=_ANSWER_S)
     except grpc.RpcError as error:
-        is_rejected = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+        is_rejected = error.code() in (
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.PERMISSION_DENIED,
+        )
         return "token rejected" if is_rejected else "not Ray"
     except AuthenticationError as error:  # RAY_AUTH_MODE=token without a token
-        raise InputError(f"{source}: {str(error).splitlines()[0].rstrip('.')}. Set RAY_AUTH_TOKEN_PATH to its file") from None
+        raise InputError(
+            f"{source}: {str(error).splitlines()[0].rstrip('.')}. Set RAY_AUTH_TOKEN_PATH to its "
+            "file"
+        ) from None
     if reply.ray_version != ray.__version__:
         raise InputError(
-            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray {ray.__version__}. Use one version"
+            f"{source}: the cluster runs Ray {reply.ray_version}, but this environment has Ray "
+            f"{ray.__version__}. Use one version"
         )
     return "alive"

@@ -1,9 +1,12 @@
-"""Fork server: forks worker processes of one Ray node from a process that has already imported the large libraries. For each list
-of modules in a request (`forked_worker.MODULES`), the server forks a template process. It imports the modules and forks the
-workers that need them. Other workers are forked from the server itself. Neither process imports Ray, whose random identifiers and
-settings must not be shared. A server or template ends when its imported modules change on disk. The server of a local Ray ends
-when its standard input closes, with the process that started Ray. The server of a cluster node ends with the node manager, or
-after a long idle time. Templates end with their server, and workers with Ray."""
+"""Fork server: forks worker processes of one Ray node from a process that has already imported the
+large libraries. For each list of modules in a request (`forked_worker.MODULES`), the server forks a
+template process. It imports the modules and forks the workers that need them. Other workers are
+forked from the server itself. Neither process imports Ray, whose random identifiers and settings
+must not be shared. A server or template ends when its imported modules change on disk. The server
+of a local Ray ends when its standard input closes, with the process that started Ray. The server of
+a cluster node ends with the node manager, or after a long idle time. Templates end with their
+server, and workers with Ray.
+"""
 
 import atexit
 import contextlib
@@ -30,17 +33,37 @@ from rayrec.cluster.forked_worker import STARTED
 from rayrec.storage import Scratch
 
 LIBRARIES: Final = (
-    "pandas", "pyarrow.dataset", "pyarrow.parquet", "fsspec", "pydantic", "requests", "jsonschema", "yaml", "psutil",
-    "click", "tqdm", "msgpack", "uvloop", "colorama", "filelock", "google.protobuf.json_format",
-    "google.protobuf.descriptor_pb2", "packaging.version", "multiprocessing.connection", "unittest.mock",
-    "http.server", "rayrec.data.logs.text_parser",
-)  # fmt: skip
+    "pandas",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "fsspec",
+    "pydantic",
+    "requests",
+    "jsonschema",
+    "yaml",
+    "psutil",
+    "click",
+    "tqdm",
+    "msgpack",
+    "uvloop",
+    "colorama",
+    "filelock",
+    "google.protobuf.json_format",
+    "google.protobuf.descriptor_pb2",
+    "packaging.version",
+    "multiprocessing.connection",
+    "unittest.mock",
+    "http.server",
+    "rayrec.data.logs.text_parser",
+)
 """Modules that Ray, Ray Data and Ray Train import."""
 _FILES: Final = 4
 """Number of file descriptors that `forked_worker.send_request` sends with a request."""
 _MAX_FOLDER_BYTES: Final = 37
-"""Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes for the path of a socket, and
-Ray's longest is ray/session_YYYY-MM-DD_hh-mm-ss_uuuuuu_PROCESS/sockets/plasma_store."""
+"""Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes
+for the path of a socket, and Ray's longest is
+ray/session_YYYY-MM-DD_hh-mm-ss_uuuuuu_PROCESS/sockets/plasma_store.
+"""
 _REQUEST_S: Final = 10.0
 _POLL_S: Final = 2.0
 _WAITING: Final = 1024
@@ -52,8 +75,9 @@ _Next = Callable[[], Any]
 
 
 def socket_folder() -> str:
-    """Return the folder for the folders of local Rays and their fork servers: RAY_TMPDIR, else TMPDIR unless its path is too long
-    for sockets, else /tmp."""
+    """Return the folder for the folders of local Rays and their fork servers: RAY_TMPDIR, else
+    TMPDIR unless its path is too long for sockets, else /tmp.
+    """
     if ray_folder := os.environ.get("RAY_TMPDIR"):
         return ray_folder
     folder = os.environ.get("TMPDIR") or "/tmp"
@@ -61,10 +85,16 @@ def socket_folder() -> str:
 
 
 class ForkServer:
-    """Fork server of the local Rays that this process starts. Ends with `close` or with this process."""
+    """Fork server of the local Rays that this process starts. Ends with `close` or with this
+    process.
+    """
 
-    def __init__(self, preload: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES) -> None:
-        """Start the server. `preload`: modules of a template to create at once. `libraries`: modules of every process."""
+    def __init__(
+        self, preload: Sequence[str] = (), *, libraries: Sequence[str] = LIBRARIES
+    ) -> None:
+        """Start the server. `preload`: modules of a template to create at once. `libraries`:
+        modules of every process.
+        """
         parent = socket_folder()
         os.makedirs(parent, exist_ok=True)  # As Ray does
         self._folder = Scratch("fork", parent=parent)
@@ -72,9 +102,20 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(_WAITING)  # requests wait while the server imports
-            command = [sys.executable, "-m", __name__, str(listener.fileno()), "0", "0", ",".join(preload), *libraries]
+            command = [
+                sys.executable,
+                "-m",
+                __name__,
+                str(listener.fileno()),
+                "0",
+                "0",
+                ",".join(preload),
+                *libraries,
+            ]
             # In this session, but not in this process's group, which receives Ctrl-C.
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0
+            )
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -89,22 +130,32 @@ class ForkServer:
 
 
 def main() -> None:
-    """Run a server. Arguments: file descriptor of the listening socket; file descriptor that becomes readable when the server
-    must end; idle seconds after which it ends, and ends also if its socket file is gone (0 disables both); modules of a template
-    to create at once; libraries, by default `LIBRARIES`."""
+    """Run a server. Arguments: file descriptor of the listening socket; file descriptor that
+    becomes readable when the server must end; idle seconds after which it ends, and ends also if
+    its socket file is gone (0 disables both); modules of a template to create at once; libraries,
+    by default `LIBRARIES`.
+    """
     _, listening, watched, idle_s, preload, *libraries = sys.argv
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
-    # Python 3.12 warns of OpenBLAS threads, which OpenBLAS stops before a fork and restarts after it.
+    # Python 3.12 warns of OpenBLAS threads, which OpenBLAS stops before a fork and restarts after
+    # it.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     with socket.socket(fileno=int(listening)) as listener:
-        server = _Server(listener, _Imported(libraries or LIBRARIES), watched=int(watched), idle_s=float(idle_s) or None)
+        server = _Server(
+            listener,
+            _Imported(libraries or LIBRARIES),
+            watched=int(watched),
+            idle_s=float(idle_s) or None,
+        )
         following: _Next | None = server.run(preload)
     while following is not None:
         following = following()
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Import modules. Failures are only logged: the worker imports the module again and reports its error."""
+    """Import modules. Failures are only logged: the worker imports the module again and reports its
+    error.
+    """
     for module in modules:
         try:
             importlib.import_module(module)
@@ -120,7 +171,10 @@ class _Imported:
         gc.disable()
         import_all(modules)
         if "ray" in sys.modules:
-            raise SystemExit(f"rayrec: one of {', '.join(modules)} imports Ray, so that workers import all modules themselves")
+            raise SystemExit(
+                f"rayrec: one of {', '.join(modules)} imports Ray, so that workers import all "
+                "modules themselves"
+            )
         files = {getattr(module, "__file__", None) for module in tuple(sys.modules.values())}
         self._versions = {file: _version(file) for file in files if isinstance(file, str)}
         gc.collect()
@@ -133,7 +187,9 @@ class _Imported:
 
 
 def _version(file: str) -> tuple[int, int, int] | None:
-    """Return a file's modification time, size and inode (packages may have fixed times), or None if it does not exist."""
+    """Return a file's modification time, size and inode (packages may have fixed times), or None if
+    it does not exist.
+    """
     try:
         status = os.stat(file)
     except OSError:
@@ -144,20 +200,30 @@ def _version(file: str) -> tuple[int, int, int] | None:
 class _Server:
     """Server loop: passes requests to templates, or forks processes itself."""
 
-    def __init__(self, listener: socket.socket, imported: _Imported, *, watched: int, idle_s: float | None) -> None:
+    def __init__(
+        self, listener: socket.socket, imported: _Imported, *, watched: int, idle_s: float | None
+    ) -> None:
         self._listener, self._imported = listener, imported
         self._watched, self._idle_s = watched, idle_s
         self._templates: dict[str, socket.socket] = {}
 
     def run(self, preload: str) -> _Next:
-        """Serve requests until the server must end. Returns only in a forked process, with its continuation."""
+        """Serve requests until the server must end. Returns only in a forked process, with its
+        continuation.
+        """
         with contextlib.suppress(OSError):  # the first request for the template then creates it
             if preload and (following := self._new_template(preload)):
                 return following
         request_s = time.monotonic()
         while True:
-            ready, _, _ = select.select([self._listener.fileno(), self._watched], [], [], self._idle_s and _POLL_S)
-            if self._watched in ready or (not ready and self._is_done(request_s)) or self._imported.is_old():
+            ready, _, _ = select.select(
+                [self._listener.fileno(), self._watched], [], [], self._idle_s and _POLL_S
+            )
+            if (
+                self._watched in ready
+                or (not ready and self._is_done(request_s))
+                or self._imported.is_old()
+            ):
                 self._end()
             if not ready:
                 continue
@@ -187,7 +253,9 @@ class _Server:
     def _is_done(self, request_s: float) -> bool:
         """Return whether the server has been idle for too long or its socket file is gone."""
         assert self._idle_s is not None
-        return time.monotonic() - request_s >= self._idle_s or not os.path.exists(self._listener.getsockname())
+        return time.monotonic() - request_s >= self._idle_s or not os.path.exists(
+            self._listener.getsockname()
+        )
 
     def _answer(self, connection: int, files: list[int]) -> _Next | None:
         """Fork a process or pass on a request. Raises OSError if no process can be forked."""
@@ -203,7 +271,9 @@ class _Server:
         return None
 
     def _handed_on(self, modules: str, files: Sequence[int]) -> bool:
-        """Pass a request to the template with these modules. Returns False without such a template."""
+        """Pass a request to the template with these modules. Returns False without such a
+        template.
+        """
         if modules not in self._templates:
             return False
         try:
@@ -214,7 +284,9 @@ class _Server:
         return True
 
     def _new_template(self, modules: str) -> _Next | None:
-        """Fork a template; return None in this process and its continuation in the new one. Raises OSError on failure."""
+        """Fork a template; return None in this process and its continuation in the new one. Raises
+        OSError on failure.
+        """
         self._templates[modules], theirs = socket.socketpair()
         try:
             if os.fork() == 0:
@@ -234,7 +306,9 @@ class _Server:
 
 
 def _template(requests: socket.socket, modules: str) -> _Next:
-    """Fork a process for each request until the server ends. Returns only in a forked process, with its continuation."""
+    """Fork a process for each request until the server ends. Returns only in a forked process, with
+    its continuation.
+    """
     _raise_oom_score(os.environ)
     imported = _Imported(modules.split(","))
     while True:
@@ -256,9 +330,14 @@ def _decline(connection: int, error: OSError) -> None:
 
 
 def _raise_oom_score(environment: Mapping[str, str]) -> None:
-    """Set the OOM score of workers started by Ray's node manager: Linux kills them before Ray's processes. Ignores errors."""
+    """Set the OOM score of workers started by Ray's node manager: Linux kills them before Ray's
+    processes. Ignores errors.
+    """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
-        score = max(int(file.read()), min(int(environment.get("RAY_worker_oom_score_adjustment", 1000)), 1000))
+        score = max(
+            int(file.read()),
+            min(int(environment.get("RAY_worker_oom_score_adjustment", 1000)), 1000),
+        )
         file.seek(0)
         file.write(str(score))
 
@@ -287,7 +366,9 @@ def _worker(connection: int, request: int, *standard: int) -> None:
 
 
 def expanded(added: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a runtime environment's variables with `${NAME}` expanded like Ray: sequentially, unknown names to nothing. Pure."""
+    """Return a runtime environment's variables with `${NAME}` expanded like Ray: sequentially,
+    unknown names to nothing. Pure.
+    """
     values = dict(environment)
 
     def value_of(match: re.Match[str]) -> str:

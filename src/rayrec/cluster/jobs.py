@@ -1,4 +1,6 @@
-"""Ray Jobs client over HTTP with timeouts, so that a lost or hanging head never blocks the caller."""
+"""Ray Jobs client over HTTP with timeouts, so that a lost or hanging head never blocks the
+caller.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Job:
 
 
 def dashboard_url(address: str | None) -> str:
-    """Return the dashboard URL of a head: `address`, RAY_API_SERVER_ADDRESS or this machine's. Raises InputError."""
+    """Return the dashboard URL of a head: `address`, RAY_API_SERVER_ADDRESS or this machine's.
+    Raises InputError.
+    """
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
     url = urlsplit(address if "://" in address else f"http://{address}")
     try:
@@ -59,7 +63,10 @@ def dashboard_url(address: str | None) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise InputError(f"address: must be the URL of a Ray dashboard, such as {DEFAULT_ADDRESS}, got {address!r}")
+        raise InputError(
+            f"address: must be the URL of a Ray dashboard, such as {DEFAULT_ADDRESS}, got "
+            f"{address!r}"
+        )
     return url.geturl().rstrip("/")
 
 
@@ -75,17 +82,22 @@ class _Client(JobSubmissionClient):
 
 
 class Jobs:
-    """Jobs of one head. All methods raise Unreachable without a valid answer, and InputError if the head rejects this user."""
+    """Jobs of one head. All methods raise Unreachable without a valid answer, and InputError if the
+    head rejects this user.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         for logger in ("ray", "ray.dashboard.modules.job.sdk"):  # the second has a separate level
             logging.getLogger(logger).setLevel(logging.ERROR)
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as ray.init does; the client does not
+        # as ray.init does; the client does not
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         self._client = _Client(url)
 
     def probe(self) -> None:
-        """Check that the head answers. TCP comes first, because HTTP takes much longer to detect a dead address."""
+        """Check that the head answers. TCP comes first, because HTTP takes much longer to detect a
+        dead address.
+        """
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         if not requests.utils.get_environ_proxies(self.url):
@@ -106,11 +118,21 @@ class Jobs:
         assert answer is not None
         return [_job(fields) for fields in answer.json() if fields["submission_id"]]
 
-    def submit(self, submission_id: str, entrypoint: str, *, runtime_env: dict[str, Any], metadata: dict[str, str]) -> None:
+    def submit(
+        self,
+        submission_id: str,
+        entrypoint: str,
+        *,
+        runtime_env: dict[str, Any],
+        metadata: dict[str, str],
+    ) -> None:
         """Submit a job. After Unreachable, use `find` to learn whether it was submitted."""
         try:
             self._client.submit_job(
-                entrypoint=entrypoint, submission_id=submission_id, runtime_env=runtime_env, metadata=metadata
+                entrypoint=entrypoint,
+                submission_id=submission_id,
+                runtime_env=runtime_env,
+                metadata=metadata,
             )
         except requests.RequestException as error:
             raise Unreachable(_why(error)) from None
@@ -122,7 +144,9 @@ class Jobs:
             raise InputError(f"cannot submit the job: {_last_line(str(error))}") from None
 
     def stop(self, submission_id: str) -> None:
-        """Send SIGTERM to the job's processes, then SIGKILL after RAY_JOB_STOP_WAIT_TIME_S of its environment."""
+        """Send SIGTERM to the job's processes, then SIGKILL after RAY_JOB_STOP_WAIT_TIME_S of its
+        environment.
+        """
         self._request("POST", f"/api/jobs/{quote(submission_id)}/stop", may_lack=True)
 
     def log(self, submission_id: str) -> str:
@@ -130,11 +154,15 @@ class Jobs:
         answer = self._request("GET", f"/api/jobs/{quote(submission_id)}/logs", may_lack=True)
         return "" if answer is None else answer.json()["logs"]
 
-    def follow_log(self, submission_id: str, show: Callable[[str], None], *, skip: int) -> LogFollower:
+    def follow_log(
+        self, submission_id: str, show: Callable[[str], None], *, skip: int
+    ) -> LogFollower:
         """Show the job's output in a thread, without its first `skip` characters."""
         return LogFollower(self._client, submission_id, show, skip=skip)
 
-    def _request(self, method: str, endpoint: str, *, may_lack: bool = False) -> requests.Response | None:
+    def _request(
+        self, method: str, endpoint: str, *, may_lack: bool = False
+    ) -> requests.Response | None:
         try:
             answer = self._client._do_request(method, endpoint)
         except requests.RequestException as error:
@@ -152,7 +180,14 @@ class Jobs:
 class LogFollower:
     """Thread that shows a growing job log, and reconnects when the connection breaks."""
 
-    def __init__(self, client: JobSubmissionClient, submission_id: str, show: Callable[[str], None], *, skip: int) -> None:
+    def __init__(
+        self,
+        client: JobSubmissionClient,
+        submission_id: str,
+        show: Callable[[str], None],
+        *,
+        skip: int,
+    ) -> None:
         self._client, self._submission_id, self._show = client, submission_id, show
         self._shown = skip
         self._ended = threading.Event()
@@ -167,7 +202,9 @@ class LogFollower:
         while not self._ended.is_set():
             try:
                 asyncio.run(self._read())
-            except Exception:  # aiohttp has many errors for a lost connection; polling the job detects its end
+            except (
+                Exception
+            ):  # aiohttp has many errors for a lost connection; polling the job detects its end
                 self._ended.wait(_REOPEN_S)
             else:
                 return
@@ -196,13 +233,20 @@ def _job(fields: Mapping[str, Any]) -> Job:
 
 def _auth_error(url: str, error: Exception) -> InputError:
     message = str(error).splitlines()[0].rstrip(".")
-    return InputError(f"{url}: {message}. Set the cluster's token with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH")
+    return InputError(
+        f"{url}: {message}. Set the cluster's token with RAY_AUTH_MODE=token and "
+        "RAY_AUTH_TOKEN_PATH"
+    )
 
 
 def _why(error: requests.RequestException) -> str:
     if isinstance(error, requests.Timeout):
         return "no answer in time"
-    return "the connection broke" if isinstance(error, requests.ConnectionError) else type(error).__name__
+    return (
+        "the connection broke"
+        if isinstance(error, requests.ConnectionError)
+        else type(error).__name__
+    )
 
 
 def _last_line(text: str) -> str:

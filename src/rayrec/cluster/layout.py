@@ -1,4 +1,6 @@
-"""Assignment of cluster and machine resources to workers and data tasks, and this process's place among torchrun's processes."""
+"""Assignment of cluster and machine resources to workers and data tasks, and this process's place
+among torchrun's processes.
+"""
 
 import math
 import os
@@ -14,7 +16,9 @@ from rayrec.humanize import size_text
 DataNodes = Literal["auto", "any", "separate"]
 """Placement of data tasks; see `layout`."""
 _OBJECT_STORE_FRACTION = 0.25
-"""Fraction of the object store for prefetched training data; the rest is for vocabularies and slack."""
+"""Fraction of the object store for prefetched training data; the rest is for vocabularies and
+slack.
+"""
 _ENOUGH_CPUS = 4.0
 """CPUs per worker for data tasks that suffice to keep these off the workers' nodes."""
 _ROUNDING = 1e-4
@@ -42,21 +46,28 @@ class TorchrunEnv:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Return this process by its variables, or None without torchrun. Raises InputError if they are inconsistent."""
-        if any(name not in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        """Return this process by its variables, or None without torchrun. Raises InputError if they
+        are inconsistent.
+        """
+        if any(
+            name not in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        ):
             return None
         defaults = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
         names = ("RANK", "WORLD_SIZE", *defaults)
         try:
             env = cls(*(int(environment.get(name, defaults.get(name, ""))) for name in names))
         except ValueError:
-            values = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
+            values = ", ".join(
+                f"{name}={environment[name]}" for name in names if name in environment
+            )
             raise InputError(f"{values}: variables of torchrun must be integers") from None
         if not 0 <= env.rank < env.world_size or not 0 <= env.local_rank < env.local_world_size:
             raise InputError(
                 f"RANK={env.rank} of WORLD_SIZE={env.world_size}, LOCAL_RANK={env.local_rank} of "
-                f"LOCAL_WORLD_SIZE={env.local_world_size}: a rank must be below the number of processes. With srun, export "
-                "RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"
+                f"LOCAL_WORLD_SIZE={env.local_world_size}: a rank must be below the number of "
+                "processes. With srun, export RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
+                "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE"
             )
         return env
 
@@ -95,19 +106,28 @@ class Layout:
     """Ids of nodes without data tasks. Nodes that join later accept data tasks."""
     num_nodes: int = 1
     idle_cpus: float = 0.0
-    """CPUs of nodes that are unsuitable for workers, if data tasks nevertheless run on all nodes."""
+    """CPUs of nodes that are unsuitable for workers, if data tasks nevertheless run on all
+    nodes.
+    """
 
     def text(self) -> str:
         reserved = ", ".join(f"{amount:g} {name}" for name, amount in self.worker_resources.items())
         num_data = self.num_nodes - len(self.workers_only)
-        nodes = f"{num_data} of {self.num_nodes} nodes, without workers" if self.workers_only else f"all {self.num_nodes} nodes"
+        nodes = (
+            f"{num_data} of {self.num_nodes} nodes, without workers"
+            if self.workers_only
+            else f"all {self.num_nodes} nodes"
+        )
         line = (
-            f"{self.num_workers} workers, each with {reserved}; data tasks on {nodes}, {self.per_worker.max_cpus or 0:.3g} CPUs "
-            "for each worker"
+            f"{self.num_workers} workers, each with {reserved}; data tasks on {nodes}, "
+            f"{self.per_worker.max_cpus or 0:.3g} CPUs for each worker"
         )
         if self.idle_cpus:
             each = self.idle_cpus / self.num_workers
-            line += f" (nodes without workers have {each:.2g} for each; --cluster.data-nodes separate uses those alone)"
+            line += (
+                f" (nodes without workers have {each:.2g} for each; --cluster.data-nodes separate "
+                "uses those alone)"
+            )
         return line
 
 
@@ -121,37 +141,62 @@ def layout(
     data_nodes: DataNodes,
     task_memory_bytes: int | None = None,
 ) -> Layout:
-    """Allocate a cluster's resources: number of workers (from a minimum to a maximum), their resources, the nodes of data tasks,
-    and the data CPUs per worker. Pure. If only some nodes have the workers' special resources (GPUs, custom resources),
-    `data_nodes` places data tasks: auto on the other nodes if they have enough CPUs for each worker, separate always on the other
-    nodes, any on all nodes. `task_memory_bytes` is the memory that a data task reserves. Raises InputError if the minimum number
-    of workers does not fit or leaves data tasks no CPU or memory, and for separate without other nodes."""
-    min_workers, max_workers = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
+    """Allocate a cluster's resources: number of workers (from a minimum to a maximum), their
+    resources, the nodes of data tasks, and the data CPUs per worker. Pure. If only some nodes have
+    the workers' special resources (GPUs, custom resources), `data_nodes` places data tasks: auto on
+    the other nodes if they have enough CPUs for each worker, separate always on the other nodes,
+    any on all nodes. `task_memory_bytes` is the memory that a data task reserves. Raises InputError
+    if the minimum number of workers does not fit or leaves data tasks no CPU or memory, and for
+    separate without other nodes.
+    """
+    min_workers, max_workers = (
+        (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
+    )
     required = dict(resources_per_worker)
     if use_gpu:
         required.setdefault("GPU", 1.0)
     special = {name for name in required if name != "CPU"}
     if min_workers < max_workers and not special and cpus_per_worker is None:
         raise InputError(
-            f"scaling.num_workers {min_workers} to {max_workers}: how many fit depends on the resources of a worker. Set "
-            "--scaling.cpus-per-worker, --scaling.use-gpu or --scaling.resources-per-worker"
+            f"scaling.num_workers {min_workers} to {max_workers}: how many fit depends on the "
+            "resources of a worker. Set --scaling.cpus-per-worker, --scaling.use-gpu or "
+            "--scaling.resources-per-worker"
         )
-    training = [node for node in nodes if all(node.resources.get(name, 0) >= required[name] for name in special)]
+    training = [
+        node
+        for node in nodes
+        if all(node.resources.get(name, 0) >= required[name] for name in special)
+    ]
     if not training:
         needed = ", ".join(f"{required[name]:g} {name}" for name in sorted(special))
-        have = ", ".join(f"{sum(node.resources.get(name, 0) for node in nodes):g} {name}" for name in sorted(special))
-        gpus = "To train on CPUs, omit --gpus and set --scaling.no-use-gpu. `rayrec doctor` shows the GPUs that torch sees"
+        have = ", ".join(
+            f"{sum(node.resources.get(name, 0) for node in nodes):g} {name}"
+            for name in sorted(special)
+        )
+        gpus = (
+            "To train on CPUs, omit --gpus and set --scaling.no-use-gpu. `rayrec doctor` shows "
+            "the GPUs that torch sees"
+        )
         fix = gpus if "GPU" in special else "Change scaling.resources_per_worker"
-        raise InputError(f"scaling: a worker needs {needed} on one machine, and all machines together have {have}. {fix}")
+        raise InputError(
+            f"scaling: a worker needs {needed} on one machine, and all machines together have "
+            f"{have}. {fix}"
+        )
     other_nodes = [node for node in nodes if node not in training] if special else []
     if data_nodes == "separate" and not _cpus(other_nodes):
-        raise InputError("cluster.data_nodes separate: every node with CPUs suits workers. Add other nodes, or choose auto")
+        raise InputError(
+            "cluster.data_nodes separate: every node with CPUs suits workers. Add other nodes, or "
+            "choose auto"
+        )
     unfit_reason = None
     for workers in range(max_workers, min_workers - 1, -1):
         is_separate = data_nodes == "separate" or (
             data_nodes == "auto"
             and has_enough_cpus(
-                _cpus(other_nodes), all_cpus=_cpus(nodes), workers=workers, cpus_per_worker=cpus_per_worker or float(use_gpu)
+                _cpus(other_nodes),
+                all_cpus=_cpus(nodes),
+                workers=workers,
+                cpus_per_worker=cpus_per_worker or float(use_gpu),
             )
         )
         usual = 1.0 if use_gpu or is_separate else min(1.0, _cpus(training) / (2 * max_workers))
@@ -159,8 +204,8 @@ def layout(
         worker_resources = {"CPU": each, **required}
         free = _cpus(other_nodes) if is_separate else _cpus(nodes) - each * workers
         unfit_reason = _unfit_reason(workers, training, worker_resources) or (
-            f"scaling: {workers} workers reserve all {_cpus(nodes):g} CPUs and leave none for data tasks. "
-            "Lower --scaling.cpus-per-worker or --scaling.num-workers"
+            f"scaling: {workers} workers reserve all {_cpus(nodes):g} CPUs and leave none for data "
+            "tasks. Lower --scaling.cpus-per-worker or --scaling.num-workers"
             if free <= 0
             else None
         )
@@ -170,13 +215,22 @@ def layout(
         raise InputError(unfit_reason)
     data_cpus = free / workers
     takes_data = other_nodes if is_separate else nodes
-    memory = max((node.resources["memory"] for node in takes_data if "memory" in node.resources), default=math.inf)
+    memory = max(
+        (node.resources["memory"] for node in takes_data if "memory" in node.resources),
+        default=math.inf,
+    )
     if task_memory_bytes is not None and task_memory_bytes > memory:
-        need = f"a data task needs {size_text(task_memory_bytes)}, but its nodes have at most {size_text(memory)}"
-        raise InputError(f"cluster.data_task_memory_bytes: {need}. Lower it, or raise `ray start --memory`")
+        need = (
+            f"a data task needs {size_text(task_memory_bytes)}, but its nodes have at most "
+            f"{size_text(memory)}"
+        )
+        raise InputError(
+            f"cluster.data_task_memory_bytes: {need}. Lower it, or raise `ray start --memory`"
+        )
     store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
     workers_only = frozenset(node.node_id for node in training) if is_separate else frozenset()
-    # Excludes workers' nodes instead of listing the others, so that nodes that join later accept data tasks.
+    # Excludes workers' nodes instead of listing the others, so that nodes that join later accept
+    # data tasks.
     selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"} if is_separate else None
     return Layout(
         num_workers=workers,
@@ -189,15 +243,23 @@ def layout(
             max_object_store_bytes=int(store * _OBJECT_STORE_FRACTION / workers) or None,
             label_selector=selector,
         ),
-        driver=TaskPlacement(num_cpus=min(1.0, _cpus(takes_data)), memory_bytes=task_memory_bytes, label_selector=selector),
+        driver=TaskPlacement(
+            num_cpus=min(1.0, _cpus(takes_data)),
+            memory_bytes=task_memory_bytes,
+            label_selector=selector,
+        ),
         workers_only=workers_only,
         num_nodes=len(nodes),
         idle_cpus=0.0 if is_separate else _cpus(other_nodes),
     )
 
 
-def has_enough_cpus(other_nodes: float, *, all_cpus: float, workers: int, cpus_per_worker: float) -> bool:
-    """Return whether other nodes' CPUs suffice for data tasks: 4 per worker, or half its share if all nodes run them. Pure."""
+def has_enough_cpus(
+    other_nodes: float, *, all_cpus: float, workers: int, cpus_per_worker: float
+) -> bool:
+    """Return whether other nodes' CPUs suffice for data tasks: 4 per worker, or half its share if
+    all nodes run them. Pure.
+    """
     if other_nodes <= 0:
         return False
     shared = (all_cpus - cpus_per_worker * workers) / workers
@@ -208,29 +270,47 @@ def _cpus(nodes: list[Node]) -> float:
     return sum(node.resources.get("CPU", 0) for node in nodes)
 
 
-def _unfit_reason(num_workers: int, nodes: list[Node], worker_resources: dict[str, float]) -> str | None:
+def _unfit_reason(
+    num_workers: int, nodes: list[Node], worker_resources: dict[str, float]
+) -> str | None:
     """Return why the workers do not fit on the nodes, or None."""
-    for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):  # scarce resources first
+    # scarce resources first
+    for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):
         have = sum(node.resources.get(name, 0) for node in nodes)
         if have < each * num_workers:
             return (
-                f"scaling: {num_workers} workers need {each * num_workers:g} {name}, but the cluster has {have:g} for them. "
-                f"Lower --scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
+                f"scaling: {num_workers} workers need {each * num_workers:g} {name}, but the "
+                f"cluster has {have:g} for them. Lower "
+                f"--scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
             )
     capacity = sum(
-        min(int(node.resources.get(name, 0) / each + 1e-9) for name, each in worker_resources.items() if each) for node in nodes
+        min(
+            int(node.resources.get(name, 0) / each + 1e-9)
+            for name, each in worker_resources.items()
+            if each
+        )
+        for node in nodes
     )
     if capacity < num_workers:
         return (
-            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, only {capacity} do. "
-            "Lower --scaling.num-workers or the resources per worker, or add nodes"
+            f"scaling: {num_workers} workers with {worker_resources} each do not fit on the nodes, "
+            f"only {capacity} do. Lower --scaling.num-workers or the resources per worker, or add "
+            "nodes"
         )
     return None
 
 
-def nodes_for_tasks(nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], allocation: Layout) -> list[Node]:
-    """Return the nodes that can run data tasks, with the resources that placement groups (as in Ray's table) leave. Pure."""
-    left = {node.node_id: dict(node.resources) for node in nodes if node.node_id not in allocation.workers_only}
+def nodes_for_tasks(
+    nodes: list[Node], placement_groups: Sequence[Mapping[str, Any]], allocation: Layout
+) -> list[Node]:
+    """Return the nodes that can run data tasks, with the resources that placement groups (as in
+    Ray's table) leave. Pure.
+    """
+    left = {
+        node.node_id: dict(node.resources)
+        for node in nodes
+        if node.node_id not in allocation.workers_only
+    }
     for group in placement_groups:
         if group["state"] == "REMOVED":
             continue

@@ -1,5 +1,7 @@
-"""Environment of the Ray processes that a command starts, and a check that cluster nodes reach its object stores. Ray's processes
-inherit the environment of `ray start`, not the command's, so the nodes may lack variables and credentials."""
+"""Environment of the Ray processes that a command starts, and a check that cluster nodes reach its
+object stores. Ray's processes inherit the environment of `ray start`, not the command's, so the
+nodes may lack variables and credentials.
+"""
 
 import os
 import re
@@ -25,16 +27,27 @@ _ANSWER_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeEnvConfig(Config):
-    """Environment of Ray processes. Printed and stored configurations contain the names of variables, not their values."""
+    """Environment of Ray processes. Printed and stored configurations contain the names of
+    variables, not their values.
+    """
 
     env: tuple[str, ...] = field(default=(), repr=False)
-    """Environment variables for Ray's processes, as NAME=VALUE, or NAME for its value here. Only names are stored."""
+    """Environment variables for Ray's processes, as NAME=VALUE, or NAME for its value here. Only
+    names are stored.
+    """
     runtime_env: str | None = None
-    """YAML or JSON file with a runtime environment as Ray takes it: pip, py_modules, working_dir, env_vars and others."""
+    """YAML or JSON file with a runtime environment as Ray takes it: pip, py_modules, working_dir,
+    env_vars and others.
+    """
 
     def __post_init__(self) -> None:
-        names = self.names if isinstance(self.env, tuple) and all(isinstance(each, str) for each in self.env) else ("",)
-        if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names):  # The message must not contain a value.
+        names = (
+            self.names
+            if isinstance(self.env, tuple) and all(isinstance(each, str) for each in self.env)
+            else ("",)
+        )
+        # The message must not contain a value.
+        if not all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in names):
             raise InputError(f"{type(self).__name__}.env: must be a list of NAME=VALUE or NAME")
         super().__post_init__()
 
@@ -49,11 +62,15 @@ class RuntimeEnvConfig(Config):
         return super().to_dict() | {"env": list(self.names)}
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables. Raises InputError if one without a value is not in `environment`."""
+        """Return the variables. Raises InputError if one without a value is not in
+        `environment`.
+        """
         values = {}
         for name, equals, value in (each.partition("=") for each in self.env):
             if not equals and name not in environment:
-                raise InputError(f"env {name}: not set in this environment. Set it, or use {name}=VALUE")
+                raise InputError(
+                    f"env {name}: not set in this environment. Set it, or use {name}=VALUE"
+                )
             values[name] = value if equals else environment[name]
         return values
 
@@ -67,16 +84,28 @@ class RuntimeEnvConfig(Config):
         try:
             fields = yaml.safe_load(storage.read_text(self.runtime_env))
         except (OSError, yaml.YAMLError) as error:
-            raise InputError(f"runtime_env {self.runtime_env}: cannot be read ({line_of(error)})") from None
+            raise InputError(
+                f"runtime_env {self.runtime_env}: cannot be read ({line_of(error)})"
+            ) from None
         field_names = {name.removeprefix("_") for name in RuntimeEnv.known_fields}
         if not isinstance(fields, dict) or not field_names.issuperset(fields):
-            got = ", ".join(sorted(map(str, fields.keys() - field_names))) if isinstance(fields, dict) else "no mapping"
+            got = (
+                ", ".join(sorted(map(str, fields.keys() - field_names)))
+                if isinstance(fields, dict)
+                else "no mapping"
+            )
             raise InputError(
-                f"runtime_env {self.runtime_env}: must have Ray's fields ({', '.join(sorted(field_names))}), got {got}"
+                f"runtime_env {self.runtime_env}: must have Ray's fields "
+                f"({', '.join(sorted(field_names))}), got {got}"
             )
         variables = fields.get("env_vars") or {}
-        if not isinstance(variables, dict) or not all(isinstance(text, str) for item in variables.items() for text in item):
-            raise InputError(f"runtime_env {self.runtime_env}: env_vars must map names to texts. Put numbers in quotes")
+        if not isinstance(variables, dict) or not all(
+            isinstance(text, str) for item in variables.items() for text in item
+        ):
+            raise InputError(
+                f"runtime_env {self.runtime_env}: env_vars must map names to texts. Put numbers "
+                "in quotes"
+            )
         try:
             RuntimeEnv(**fields)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -87,37 +116,49 @@ class RuntimeEnvConfig(Config):
 def job_environment(config: RuntimeEnvConfig, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the runtime environment of a job on a running cluster; may be empty.
 
-    Variables and store settings are sent in the pickled setup hook, in the memory of Ray's head, like functions. Unlike
-    `env_vars`, they do not appear in command lines, logs or the dashboard. All code on the cluster can read them. Raises
-    InputError for invalid settings, and for a setup hook in the file if there is something to send."""
+    Variables and store settings are sent in the pickled setup hook, in the memory of Ray's head,
+    like functions. Unlike `env_vars`, they do not appear in command lines, logs or the dashboard.
+    All code on the cluster can read them. Raises InputError for invalid settings, and for a setup
+    hook in the file if there is something to send.
+    """
     fields, sent = config.fields(), {**store_settings(environment), **config.variables(environment)}
 
     def set_variables() -> None:
         os.environ.update(sent)
 
     if sent and _HOOK in fields:
-        raise InputError(f"runtime_env {config.runtime_env}: {_HOOK} also sends variables. Omit one of the two")
+        raise InputError(
+            f"runtime_env {config.runtime_env}: {_HOOK} also sends variables. Omit one of the two"
+        )
     return {**fields, _HOOK: set_variables} if sent else fields
 
 
 def store_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return store settings to send, none unless `RAYREC_SEND_CREDENTIALS` is 1. Raises InputError for others, and without
-    any."""
+    """Return store settings to send, none unless `RAYREC_SEND_CREDENTIALS` is 1. Raises InputError
+    for others, and without any.
+    """
     setting = environment.get(SEND, "")
     if setting in ("", "0"):
         return {}
     if setting != "1":
-        raise InputError(f"{SEND}: must be 1, to send the store settings to the cluster, or 0, got {setting!r}")
+        raise InputError(
+            f"{SEND}: must be 1, to send the store settings to the cluster, or 0, got {setting!r}"
+        )
     settings = {name: environment[name] for name in SENT_SETTINGS if environment.get(name)}
     if not settings:
-        raise InputError(f"{SEND}: no store settings found in the environment. Set {', '.join(SENT_SETTINGS[:3])}")
+        raise InputError(
+            f"{SEND}: no store settings found in the environment. Set "
+            f"{', '.join(SENT_SETTINGS[:3])}"
+        )
     return settings
 
 
 def require_reachable(paths: Iterable[str | None]) -> None:
-    """Check that every node that can run tasks reaches the object stores of `paths`. Ignores None and local paths, and returns at
-    once if this process started Ray, whose processes inherit its environment. Raises InputError with the first node that fails,
-    if this process reaches the store. Skips stores that this process cannot reach, and nodes that start no task in 60 s."""
+    """Check that every node that can run tasks reaches the object stores of `paths`. Ignores None
+    and local paths, and returns at once if this process started Ray, whose processes inherit its
+    environment. Raises InputError with the first node that fails, if this process reaches the
+    store. Skips stores that this process cannot reach, and nodes that start no task in 60 s.
+    """
     urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
     node = ray_compat.local_node()
     if not urls or node is None or node.is_head():
@@ -134,13 +175,22 @@ def refusal(address: str, error: str, environment: Mapping[str, str]) -> str:
     error = error.partition(";")[0]  # without the fix, which is for this machine
     if environment.get(SEND) == "1":
         return f"node {address} does not reach the store: {error}"
-    settings = f"set {', '.join(names)} as here when you start Ray there" if names else "give the nodes credentials"
+    settings = (
+        f"set {', '.join(names)} as here when you start Ray there"
+        if names
+        else "give the nodes credentials"
+    )
     send = f", or have this command send them: {SEND}=1" if names else ""
-    return f"node {address} does not reach the store, which this machine does: {error}; {settings}{send}"
+    return (
+        f"node {address} does not reach the store, which this machine does: {error}; "
+        f"{settings}{send}"
+    )
 
 
 def first_error(urls: Sequence[str], *, patience_s: float) -> str | None:
-    """Return the error of the first URL that this process cannot reach, or None. The URLs need not exist."""
+    """Return the error of the first URL that this process cannot reach, or None. The URLs need not
+    exist.
+    """
     with storage.retry_timeout(patience_s):
         for url in urls:
             try:
@@ -154,7 +204,9 @@ def _folder(url: str) -> str:
     """Return the URL up to its first wildcard."""
     body, options = split_options(url)
     names = body.split("/")
-    plain = next((index for index, name in enumerate(names) if re.search(r"[*?\[]", name)), len(names))
+    plain = next(
+        (index for index, name in enumerate(names) if re.search(r"[*?\[]", name)), len(names)
+    )
     return "/".join(names[:plain]) + options
 
 
@@ -168,7 +220,9 @@ def _check_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
     addresses = {
         # Without a CPU, so that busy clusters answer too.
         task.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         ).remote(urls, patience_s=_PATIENCE_S): node["NodeManagerAddress"]
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("CPU", 0.0) > 0

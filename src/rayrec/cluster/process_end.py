@@ -1,5 +1,6 @@
-"""End of a process and of all processes that it has started, and signals that request it. The process becomes this program, which
-is run by its path."""
+"""End of a process and of all processes that it has started, and signals that request it. The
+process becomes this program, which is run by its path.
+"""
 
 import ctypes
 import os
@@ -10,7 +11,9 @@ from collections.abc import Collection
 from typing import Final, NoReturn
 
 _GRACE_S: Final = 0.2
-"""Seconds for processes to end by themselves: a fork server removes its folder when its standard input closes."""
+"""Seconds for processes to end by themselves: a fork server removes its folder when its standard
+input closes.
+"""
 _KILL_S: Final = 1.0
 """Maximum seconds to wait for killed processes, which the kernel may delay."""
 _POLL_S: Final = 0.01
@@ -19,20 +22,27 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def end_with_children(status: int, *, spared: Collection[int] = ()) -> NoReturn:
-    """End this process with an exit status, and kill all its descendants, except child processes with ids `spared`. Call it from
-    any thread at any moment. Runs no handlers and flushes no buffers."""
+    """End this process with an exit status, and kill all its descendants, except child processes
+    with ids `spared`. Call it from any thread at any moment. Runs no handlers and flushes no
+    buffers.
+    """
     try:
-        # Processes whose parents are killed become children of this process, and thus visible to the program below.
+        # Processes whose parents are killed become children of this process, and thus visible to
+        # the program below.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # A new program in this process ends all threads at once. Ray's would otherwise notice the end of Ray's processes, print
-        # a stack and abort with another status.
-        os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, str(status), *map(str, spared)])
+        # A new program in this process ends all threads at once. Ray's would otherwise notice the
+        # end of Ray's processes, print a stack and abort with another status.
+        os.execv(
+            sys.executable, [sys.executable, "-I", "-S", __file__, str(status), *map(str, spared)]
+        )
     finally:  # For instance, Python was removed: the kernel ends those of Ray's processes that are to end with their parent
         os._exit(status)
 
 
 def stop_signals() -> frozenset[signal.Signals]:
-    """Return the signals that stop a server. nohup ignores SIGHUP, so that a command outlives its terminal."""
+    """Return the signals that stop a server. nohup ignores SIGHUP, so that a command outlives its
+    terminal.
+    """
     numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
@@ -56,7 +66,9 @@ def child_processes() -> set[int]:
 
 
 def main() -> NoReturn:
-    """Kill the children of this process, and theirs, which become its own, then exit. Arguments: exit status, spared children."""
+    """Kill the children of this process, and theirs, which become its own, then exit. Arguments:
+    exit status, spared children.
+    """
     start_s = time.monotonic()
     status = int(sys.argv[1])
     spared = {int(word) for word in sys.argv[2:]}
@@ -66,7 +78,8 @@ def main() -> NoReturn:
             break
         if elapsed_s > _GRACE_S:
             for child in children:
-                os.kill(child, signal.SIGKILL)  # Of this process, so that no other process gets its id before it is awaited
+                # Of this process, so that no other process gets its id before it is awaited
+                os.kill(child, signal.SIGKILL)
         time.sleep(_POLL_S)
     os._exit(status)
 

@@ -1,4 +1,6 @@
-"""Restart policy: the next action after a supervised job ends. Pure, so that all cases are tested without a cluster."""
+"""Restart policy: the next action after a supervised job ends. Pure, so that all cases are tested
+without a cluster.
+"""
 
 import signal
 from dataclasses import dataclass, field
@@ -11,7 +13,9 @@ from rayrec.config import Config
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """First and longest pause between short-lived attempts."""
 FINISHED = "finished already"
-"""Text in the error for a finished run whose data changed. The supervisor does not retry after it."""
+"""Text in the error for a finished run whose data changed. The supervisor does not retry after
+it.
+"""
 _NOT_STARTED = (126, 127)
 """Exit statuses of a shell that cannot run or find the program."""
 
@@ -21,11 +25,15 @@ class Policy(Config):
     """Limits of supervision."""
 
     max_failures: Limit = 5
-    """Maximum number of consecutive failures, i.e. attempts that were short-lived or ended with a user error. -1 for no limit."""
+    """Maximum number of consecutive failures, i.e. attempts that were short-lived or ended with a
+    user error. -1 for no limit.
+    """
     healthy_after_s: Amount = 300.0
     """Minimum duration of a healthy attempt, in seconds. Shorter ones are short-lived."""
     max_wait_s: Amount = 86_400.0
-    """Maximum wait in seconds for a head that does not answer, or answers without accepting jobs."""
+    """Maximum wait in seconds for a head that does not answer, or answers without accepting
+    jobs.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,12 @@ def shell_status(status: int | None) -> int | None:
     return 128 - status if status is not None and status < 0 else status
 
 
-def judge(policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitter: float) -> tuple[AttemptHistory, float | Quit]:
-    """Return the counts after an attempt, and the seconds before the next one or `Quit`. `jitter`: random, in [0, 1]. Pure."""
+def judge(
+    policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitter: float
+) -> tuple[AttemptHistory, float | Quit]:
+    """Return the counts after an attempt, and the seconds before the next one or `Quit`. `jitter`:
+    random, in [0, 1]. Pure.
+    """
     status = ending.status
     if ending.outcome == "succeeded":
         return tally, Quit(0, "finished")
@@ -91,12 +103,18 @@ def judge(policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitte
     if 0 <= policy.max_failures < short_lived:
         attempts = f"{short_lived} attempts in a row" if short_lived > 1 else "the attempt"
         failed = f"ran for less than {policy.healthy_after_s:g} s or ended with an error of yours"
-        return tally, Quit(2 if users_error else 1, f"{attempts} {failed}; the last {describe(ending)}")
-    return tally, pause_s(short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter)
+        return tally, Quit(
+            2 if users_error else 1, f"{attempts} {failed}; the last {describe(ending)}"
+        )
+    return tally, pause_s(
+        short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter
+    )
 
 
 def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> float:
-    """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 % jitter. Pure."""
+    """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 %
+    jitter. Pure.
+    """
     if times == 0:
         return 0.0
     return min(first_s * 2.0 ** min(times - 1, 30), longest_s) * (0.75 + 0.5 * jitter)
@@ -125,13 +143,19 @@ class SuperviseConfig(RuntimeEnvConfig):
     """Supervision settings."""
 
     address: str | None = None
-    """Dashboard URL of the cluster's head. None for RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265."""
+    """Dashboard URL of the cluster's head. None for RAY_API_SERVER_ADDRESS, or
+    http://127.0.0.1:8265.
+    """
     python: str = "python"
     """Python interpreter on the cluster that has rayrec installed."""
     working_dir: str | None = None
-    """Working folder of the job: a local folder to upload, or the URL of a zip file. None: of runtime_env, else the head's."""
+    """Working folder of the job: a local folder to upload, or the URL of a zip file. None: of
+    runtime_env, else the head's.
+    """
     state: str | None = None
-    """State file of the supervisor, with its log next to it. None for the default; see `state_path`."""
+    """State file of the supervisor, with its log next to it. None for the default; see
+    `state_path`.
+    """
     detach_on_signal: bool = False
     """Whether Ctrl-C and SIGTERM end only the supervisor and leave the job running."""
     policy: Policy = field(default_factory=Policy)

@@ -1,4 +1,6 @@
-"""Supervisor that keeps a run alive from outside its cluster: submits it to Ray Jobs, follows it, and resubmits it."""
+"""Supervisor that keeps a run alive from outside its cluster: submits it to Ray Jobs, follows it,
+and resubmits it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from typing import Any, NoReturn
 from rayrec import storage
 from rayrec.cluster import restart_policy
 from rayrec.cluster.jobs import Job, Jobs, LogFollower, Unreachable, dashboard_url
-from rayrec.cluster.restart_policy import FINISHED, AttemptHistory, AttemptResult, Policy, Quit, SuperviseConfig
+from rayrec.cluster.restart_policy import (
+    FINISHED,
+    AttemptHistory,
+    AttemptResult,
+    Policy,
+    Quit,
+    SuperviseConfig,
+)
 from rayrec.config import InputError
 from rayrec.observe.console import handling_signals
 from rayrec.storage import cache
@@ -32,7 +41,13 @@ _STOP_SLACK_S = 15.0
 """Seconds for Ray to notice the end of a job, after the time that the job has to end."""
 _LAST_LINES_S = 5.0
 """Timeout for the last lines of a log, which Ray polls once a second."""
-_NO_JOB: dict[str, Any] = {"submission_id": None, "submitted": False, "running_since": None, "seen": None, "stopping": False}
+_NO_JOB: dict[str, Any] = {
+    "submission_id": None,
+    "submitted": False,
+    "running_since": None,
+    "seen": None,
+    "stopping": False,
+}
 
 
 @dataclass(frozen=True)
@@ -58,14 +73,20 @@ def supervise(
     note: Callable[[str], None],
     show: Callable[[str], None] | None,
 ) -> Outcome:
-    """Run `rayrec train ARGUMENTS`, for the run `name`, on a cluster until it finishes or the policy ends it. A stopped job has
-    `stop_wait_s` seconds to end. `note` gets each event, a line, `show` the job's output. SIGTERM, SIGHUP and Ctrl-C stop the
-    job, unless `config` detaches, before SystemExit(143) or KeyboardInterrupt. Raises InputError if the user can fix the
-    problem."""
+    """Run `rayrec train ARGUMENTS`, for the run `name`, on a cluster until it finishes or the
+    policy ends it. A stopped job has `stop_wait_s` seconds to end. `note` gets each event, a line,
+    `show` the job's output. SIGTERM, SIGHUP and Ctrl-C stop the job, unless `config` detaches,
+    before SystemExit(143) or KeyboardInterrupt. Raises InputError if the user can fix the
+    problem.
+    """
     jobs = Jobs(dashboard_url(config.address))
-    state_file = StateFile(config.state or state_path(name), name=name, config_hash=config_hash, note=note)
+    state_file = StateFile(
+        config.state or state_path(name), name=name, config_hash=config_hash, note=note
+    )
     try:
-        supervisor = _Supervisor(jobs, state_file, arguments, config=config, stop_wait_s=stop_wait_s, show=show)
+        supervisor = _Supervisor(
+            jobs, state_file, arguments, config=config, stop_wait_s=stop_wait_s, show=show
+        )
         with handling_signals(_end):
             try:
                 return supervisor.run()
@@ -98,7 +119,9 @@ class _Supervisor:
     ) -> None:
         self._jobs, self._state_file, self._config, self._show = jobs, state_file, config, show
         self._stop_wait_s, self._report = stop_wait_s, state_file.report
-        self._entrypoint = "exec " + shlex.join([config.python, "-m", "rayrec", "train", *arguments])
+        self._entrypoint = "exec " + shlex.join(
+            [config.python, "-m", "rayrec", "train", *arguments]
+        )
         self._log: LogFollower | None = None
         self._own: str | None = None
         """Job that this process has submitted or reported as followed."""
@@ -118,27 +141,45 @@ class _Supervisor:
                 cause = self._outage.wait(str(error))
                 if cause is None:
                     continue
-                self._report(f"gave up: {cause}")  # keeps the job's id: it may still run on an unreachable cluster
+                # keeps the job's id: it may still run on an unreachable cluster
+                self._report(f"gave up: {cause}")
                 return Outcome(self._state.name, 1, cause, self._state.tally.attempts)
             ending = _ending(job, self._state)
-            tally, decision = restart_policy.judge(self._config.policy, self._state.tally, ending, jitter=random.random())
+            tally, decision = restart_policy.judge(
+                self._config.policy, self._state.tally, ending, jitter=random.random()
+            )
             self._end_log(job)
             if isinstance(decision, Quit):
                 return self._quit(decision, job)
-            why = f": {last_message(job.message)}" if job is not None and job.exit_status is None else ""
-            self._report(f"{self._state.submission_id} {restart_policy.describe(ending)}{why}; again in {decision:.0f} s")
+            why = (
+                f": {last_message(job.message)}"
+                if job is not None and job.exit_status is None
+                else ""
+            )
+            self._report(
+                f"{self._state.submission_id} {restart_policy.describe(ending)}{why}; again in "
+                f"{decision:.0f} s"
+            )
             self._state_file.write(tally=tally, **_NO_JOB)
             time.sleep(decision)
 
-    # One attempt ---------------------------------------------------------------------------------------------------
+    # -- One attempt
 
     def _current(self) -> Job | None:
-        """Return the job to follow: the stored one (None if it is gone), another live one of this run, or a new one."""
+        """Return the job to follow: the stored one (None if it is gone), another live one of this
+        run, or a new one.
+        """
         name, remembered, number = self._state.name, self._state.submission_id, 0
         if remembered is not None:
             job = self._jobs.find(remembered)
-            if job is not None and self._state.submitted and self._own is None and job.status == "SUCCEEDED":
-                # An earlier supervisor's job. A new job checks whether the finished run's data is unchanged.
+            if (
+                job is not None
+                and self._state.submitted
+                and self._own is None
+                and job.status == "SUCCEEDED"
+            ):
+                # An earlier supervisor's job. A new job checks whether the finished run's data is
+                # unchanged.
                 self._state_file.write(tally=AttemptHistory(self._state.tally.attempts), **_NO_JOB)
             elif job is not None and job.metadata.get(RUN_KEY) == name:
                 return self._follow_job(job)
@@ -160,7 +201,9 @@ class _Supervisor:
             self._state_file.write(submitted=True)
         if self._own != job.submission_id:
             self._own = job.submission_id
-            self._report(f"following {job.submission_id} on {self._jobs.url}, which is {job.status.lower()}")
+            self._report(
+                f"following {job.submission_id} on {self._jobs.url}, which is {job.status.lower()}"
+            )
             if job.live:
                 self._show_log(job.submission_id, skip=len(self._log_of(job.submission_id)))
         return job
@@ -168,24 +211,34 @@ class _Supervisor:
     def _adopt(self, job: Job) -> Job:
         if job.metadata.get(CONFIG_KEY) != self._state.config_hash:
             raise InputError(
-                f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with other flags. "
-                "Stop that job, use the same flags, or choose another --name"
+                f"{self._jobs.url}: job {job.submission_id} trains run {self._state.name} with "
+                "other flags. Stop that job, use the same flags, or choose another --name"
             )
-        tally = replace(self._state.tally, attempts=max(_number(job.submission_id, self._state.name), self._state.tally.attempts))
-        self._state_file.write(tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True})
+        tally = replace(
+            self._state.tally,
+            attempts=max(_number(job.submission_id, self._state.name), self._state.tally.attempts),
+        )
+        self._state_file.write(
+            tally=tally, **{**_NO_JOB, "submission_id": job.submission_id, "submitted": True}
+        )
         return self._follow_job(job)
 
     def _submit(self, number: int) -> Job | None:
         """Submit a job, after storing its id so that it can be found if the answer is lost."""
         submission_id = f"{self._state.name}-{number:04d}"
-        self._state_file.write(tally=replace(self._state.tally, attempts=number), **{**_NO_JOB, "submission_id": submission_id})
+        self._state_file.write(
+            tally=replace(self._state.tally, attempts=number),
+            **{**_NO_JOB, "submission_id": submission_id},
+        )
         runtime_env, stop_s = self._config.fields(), str(round(self._stop_wait_s))
         variables = {**(runtime_env.get("env_vars") or {}), **self._config.variables(os.environ)}
         runtime_env["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": stop_s, **variables}
         if self._config.working_dir is not None:
             runtime_env["working_dir"] = self._config.working_dir
         metadata = {RUN_KEY: self._state.name, CONFIG_KEY: self._state.config_hash}
-        self._jobs.submit(submission_id, self._entrypoint, runtime_env=runtime_env, metadata=metadata)
+        self._jobs.submit(
+            submission_id, self._entrypoint, runtime_env=runtime_env, metadata=metadata
+        )
         self._state_file.write(submitted=True)
         self._outage.end()
         self._own = submission_id
@@ -213,18 +266,25 @@ class _Supervisor:
             return
         self._written = now
 
-    # The end -------------------------------------------------------------------------------------------------------
+    # -- The end
 
     def _quit(self, decision: Quit, job: Job | None) -> Outcome:
         attempts = self._state.tally.attempts
         if decision.status == 0:
             assert job is not None
             self._report(f"finished, as {job.submission_id}")
-            return Outcome(self._state.name, 0, decision.cause, attempts, summary_of(self._log_of(job.submission_id)))
+            return Outcome(
+                self._state.name,
+                0,
+                decision.cause,
+                attempts,
+                summary_of(self._log_of(job.submission_id)),
+            )
         users_error = job is not None and job.exit_status == 2
         cause = last_message(job.message) if job is not None and users_error else decision.cause
         self._report(f"gave up: {decision.cause}" + (f": {cause}" if users_error else ""))
-        self._state_file.write(tally=AttemptHistory(attempts), **_NO_JOB)  # running the same command again starts a new count
+        # running the same command again starts a new count
+        self._state_file.write(tally=AttemptHistory(attempts), **_NO_JOB)
         return Outcome(self._state.name, decision.status, cause, attempts)
 
     def leave(self, why: str) -> None:
@@ -234,9 +294,14 @@ class _Supervisor:
             self._report(f"{why}: ending, while no job is there")
             return
         if self._config.detach_on_signal:
-            self._report(f"{why}: ending; {submission_id} goes on, and the same command follows it again")
+            self._report(
+                f"{why}: ending; {submission_id} goes on, and the same command follows it again"
+            )
             return
-        self._report(f"{why}: {submission_id} is told to save and end, which may take {span(self._stop_wait_s)}")
+        self._report(
+            f"{why}: {submission_id} is told to save and end, which may take "
+            f"{span(self._stop_wait_s)}"
+        )
         deadline_s = time.monotonic() + self._stop_wait_s + _STOP_SLACK_S
         self._state_file.write(stopping=True)
         try:
@@ -250,10 +315,12 @@ class _Supervisor:
             self._report(f"{submission_id} may go on, for its head gives no good answer ({error})")
             return
         self._end_log(job)
-        self._report(f"{submission_id} has ended; the same command resumes from its last checkpoint")
+        self._report(
+            f"{submission_id} has ended; the same command resumes from its last checkpoint"
+        )
         self._state_file.write(tally=AttemptHistory(self._state.tally.attempts), **_NO_JOB)
 
-    # The log -------------------------------------------------------------------------------------------------------
+    # -- The log
 
     def _show_log(self, submission_id: str, *, skip: int) -> None:
         self._end_log(None)
@@ -297,7 +364,9 @@ def _number(submission_id: str, name: str) -> int:
 
 
 def summary_of(log: str) -> dict[str, Any] | None:
-    """Return the summary that `rayrec train` prints last, ignoring later output of other programs, or None."""
+    """Return the summary that `rayrec train` prints last, ignoring later output of other programs,
+    or None.
+    """
     start = f"\n{log}".rfind("\n{\n")
     if start < 0:
         return None
@@ -321,7 +390,9 @@ _FIRST_REPORT_S = 15.0
 
 
 class Outage:
-    """Outage of the head until `end`. Successful probes do not end it, because a head may answer without accepting jobs."""
+    """Outage of the head until `end`. Successful probes do not end it, because a head may answer
+    without accepting jobs.
+    """
 
     def __init__(self, jobs: Jobs, policy: Policy, *, report: Callable[[str], None]) -> None:
         self._jobs, self._limit_s, self._report = jobs, policy.max_wait_s, report
@@ -330,16 +401,24 @@ class Outage:
         self._report_s = 0.0
 
     def wait(self, why: str) -> str | None:
-        """Wait until the head answers and return None, or return a cause once the policy's limit is exceeded."""
+        """Wait until the head answers and return None, or return a cause once the policy's limit is
+        exceeded.
+        """
         if self._since_s is None:
             self._since_s, self._num_probes, self._report_s = time.monotonic(), 0, _FIRST_REPORT_S
             limit = span(self._limit_s)
-            self._report(f"head lost: {self._jobs.url} gives no good answer ({why}); waiting for it, {limit} at most")
+            self._report(
+                f"head lost: {self._jobs.url} gives no good answer ({why}); waiting for it, "
+                f"{limit} at most"
+            )
         silent_s = time.monotonic() - self._since_s
         while True:
             self._num_probes += 1
             wait_s = restart_policy.pause_s(
-                self._num_probes, first_s=_FIRST_PROBE_S, longest_s=_LONGEST_PROBE_S, jitter=random.random()
+                self._num_probes,
+                first_s=_FIRST_PROBE_S,
+                longest_s=_LONGEST_PROBE_S,
+                jitter=random.random(),
             )
             time.sleep(min(wait_s, max(0.0, self._limit_s - silent_s)))
             silent_s = time.monotonic() - self._since_s
@@ -367,7 +446,7 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-# Persistent state and log, from which a supervisor's successor resumes ------------------------------------------------
+# -- Persistent state and log, from which a supervisor's successor resumes
 
 
 @dataclass(frozen=True)
@@ -376,7 +455,9 @@ class State:
 
     name: str
     config_hash: str
-    """Hash of the training configuration. Another hash means another run, even under the same name."""
+    """Hash of the training configuration. Another hash means another run, even under the same
+    name.
+    """
     tally: AttemptHistory = field(default_factory=AttemptHistory)
     submission_id: str | None = None
     submitted: bool = False
@@ -391,7 +472,11 @@ class State:
     @property
     def duration_s(self) -> float:
         """Seconds for which the current attempt was seen running."""
-        return 0.0 if self.running_since is None or self.seen is None else max(0.0, self.seen - self.running_since)
+        return (
+            0.0
+            if self.running_since is None or self.seen is None
+            else max(0.0, self.seen - self.running_since)
+        )
 
 
 def state_path(name: str) -> str:
@@ -402,13 +487,19 @@ def state_path(name: str) -> str:
 class StateFile:
     """State file and log of one supervisor, locked for exclusive use."""
 
-    def __init__(self, path: str, *, name: str, config_hash: str, note: Callable[[str], None]) -> None:
-        """Lock and read the files. Raises InputError if another supervisor uses them or the file is not a supervisor's."""
+    def __init__(
+        self, path: str, *, name: str, config_hash: str, note: Callable[[str], None]
+    ) -> None:
+        """Lock and read the files. Raises InputError if another supervisor uses them or the file is
+        not a supervisor's.
+        """
         self.path = path
         self._note = note
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         log_path, self._opened = f"{os.path.splitext(path)[0]}.log", ExitStack()
-        busy = f"{path}: another supervisor of run {name} is running. End it, or set another --state"
+        busy = (
+            f"{path}: another supervisor of run {name} is running. End it, or set another --state"
+        )
         self._opened.enter_context(storage.locked(log_path, busy))
         self._log = self._opened.enter_context(open(log_path, "a", encoding="utf-8"))  # noqa: SIM115  # closed by `close`
         before = _read_state(path)
@@ -444,4 +535,6 @@ def _read_state(path: str) -> State | None:
         fields = storage.read_json(path)
         return State(**{**fields, "tally": AttemptHistory(**fields["tally"])})
     except (TypeError, KeyError) as error:
-        raise InputError(f"{path}: must be a supervisor's state file ({error}). Delete it or set another --state") from None
+        raise InputError(
+            f"{path}: must be a supervisor's state file ({error}). Delete it or set another --state"
+        ) from None

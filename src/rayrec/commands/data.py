@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 _PREPARATION = ("", "rayrec.prepare.config:PreparationConfig")
 RecipeOptions = Annotated[
-    str | None, Argument("recipe, run or YAML file with the files, schema, preset and split; other flags override it", "RECIPE")
+    str | None,
+    Argument(
+        "recipe, run or YAML file with the files, schema, preset and split; other flags override "
+        "it",
+        "RECIPE",
+    ),
 ]
 
 
@@ -30,26 +35,43 @@ def generate(
     *,
     rows: Annotated[int, Argument("number of rows")] = 1_500_000,
     dialect: Annotated[
-        Literal["kaggle", "terabyte"], Argument("columns of Criteo Kaggle (one file) or Criteo 1TB (one file per day)")
+        Literal["kaggle", "terabyte"],
+        Argument("columns of Criteo Kaggle (one file) or Criteo 1TB (one file per day)"),
     ] = "kaggle",
     days: Annotated[int, Argument("number of days covered by the rows")] = 7,
     seed: Annotated[int, Argument("seed; equal seeds create equal bytes")] = 0,
-    drift: Annotated[int, Argument("number of days of change in clicks and categories between consecutive days; 0: none")] = 1,
+    drift: Annotated[
+        int,
+        Argument(
+            "number of days of change in clicks and categories between consecutive days; 0: none"
+        ),
+    ] = 1,
     first_date: Annotated[
-        str | None, Argument("write one folder per day, dt=2026-01-31/train.txt, from this date on", "DATE")
+        str | None,
+        Argument("write one folder per day, dt=2026-01-31/train.txt, from this date on", "DATE"),
     ] = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Write a synthetic click log with known best AUROC and logloss.
 
-    Returns the content of truth.json. The same seed creates the same bytes on any machine and number of cores. Raises
-    InputError for invalid arguments, or if `out` already contains a log."""
+    Returns the content of truth.json. The same seed creates the same bytes on any machine and
+    number of cores. Raises InputError for invalid arguments, or if `out` already contains a log.
+    """
     from rayrec.data import synthetic
 
-    progress = (lambda done, total: console.progress("generate (rows)", done, total)) if console else None
+    progress = (
+        (lambda done, total: console.progress("generate (rows)", done, total)) if console else None
+    )
     with console.preparing() if console else contextlib.nullcontext():
         return synthetic.generate(
-            out, rows=rows, dialect=dialect, days=days, seed=seed, drift=drift, first_date=first_date, progress=progress
+            out,
+            rows=rows,
+            dialect=dialect,
+            days=days,
+            seed=seed,
+            drift=drift,
+            first_date=first_date,
+            progress=progress,
         )
 
 
@@ -63,7 +85,8 @@ def fetch(
 ) -> list[dict[str, Any]]:
     """Download a published data set. Resumes partial downloads and checks each file.
 
-    See rayrec.datasets.fetch."""
+    See rayrec.datasets.fetch.
+    """
     from rayrec.datasets.fetch import fetch as run
     from rayrec.datasets.fetch import files_of
 
@@ -72,17 +95,28 @@ def fetch(
         return run(files_of(name), out, verify=verify, note=console.note, progress=console.progress)
 
 
-@command("Data", examples=("rayrec schema shop.csv --out shop.yaml", "rayrec train clicks --schema shop.yaml --data shop.csv"))
+@command(
+    "Data",
+    examples=(
+        "rayrec schema shop.csv --out shop.yaml",
+        "rayrec train clicks --schema shop.yaml --data shop.csv",
+    ),
+)
 def schema(
-    path: Annotated[str, Argument("CSV, TSV or Parquet with column names: file, glob or folder", "PATH")],
+    path: Annotated[
+        str, Argument("CSV, TSV or Parquet with column names: file, glob or folder", "PATH")
+    ],
     *,
     out: Annotated[str | None, Argument("new YAML file; default: standard output", "FILE")] = None,
-    label: Annotated[str | None, Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN")] = None,
+    label: Annotated[
+        str | None, Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN")
+    ] = None,
     console: Console | None = None,
 ) -> str | None:
     """Draft the schema of your own log from its first rows, for `rayrec train clicks --schema`.
 
-    See rayrec.prepare.schema_draft.draft. Returns the YAML text without `out`."""
+    See rayrec.prepare.schema_draft.draft. Returns the YAML text without `out`.
+    """
     from rayrec import storage
     from rayrec.prepare.schema_draft import draft
 
@@ -93,38 +127,56 @@ def schema(
     if out is None:
         return text.rstrip("\n")
     storage.write_bytes(out, text.encode())
-    _console(console).note(f"Wrote {out}. Check it, then: rayrec train clicks --schema {out} --data {path}")
+    _console(console).note(
+        f"Wrote {out}. Check it, then: rayrec train clicks --schema {out} --data {path}"
+    )
     return None
 
 
 def _show_report(report: Report) -> Shown:
     more = f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""
-    return Shown(report.to_dict(), "\n".join(report.lines()), report.failures[0] + more if report.failures else "")
+    return Shown(
+        report.to_dict(),
+        "\n".join(report.lines()),
+        report.failures[0] + more if report.failures else "",
+    )
 
 
 @command(
     "Data",
     options=[("gates", "rayrec.prepare.validate:Gates"), _PREPARATION],
     show=_show_report,
-    examples=("rayrec validate log/train.txt", "rayrec validate new.csv --schema shop.yaml --preprocessor runs/demo"),
+    examples=(
+        "rayrec validate log/train.txt",
+        "rayrec validate new.csv --schema shop.yaml --preprocessor runs/demo",
+    ),
 )
 def validate(
     path: LogPath,
     *,
-    preprocessor: Annotated[str | None, Argument("Preprocessor folder, to count unknown categories", "DIR")] = None,
+    preprocessor: Annotated[
+        str | None, Argument("Preprocessor folder, to count unknown categories", "DIR")
+    ] = None,
     gates: Gates | None = None,
     console: Console | None = None,
     **options: Any,
 ) -> Report:
-    """Report faults, missing values, label rate, categories and drift of a log. Exit status 2 if a gate fails.
+    """Report faults, missing values, label rate, categories and drift of a log. Exit status 2 if a
+    gate fails.
 
-    `options` are fields of `rayrec.PreparationConfig`. `failures` lists the failed `gates`. Raises InputError without a log."""
+    `options` are fields of `rayrec.PreparationConfig`. `failures` lists the failed `gates`. Raises
+    InputError without a log.
+    """
     from rayrec.prepare.validate import Gates as DefaultGates
     from rayrec.prepare.validate import validate as run
 
     path = _path_text(path)
     return run(
-        path, config=_preparation(options), gates=gates or DefaultGates(), preprocessor=preprocessor, console=_console(console)
+        path,
+        config=_preparation(options),
+        gates=gates or DefaultGates(),
+        preprocessor=preprocessor,
+        console=_console(console),
     )
 
 
@@ -140,7 +192,8 @@ def split(
     by: Annotated[
         By,
         Argument(
-            "rows (random), group (random values of a column), time, or last-out (the last rows of each user)",
+            "rows (random), group (random values of a column), time, or last-out (the last rows "
+            "of each user)",
             type="rayrec.prepare.split_tasks:By",
         ),
     ],
@@ -149,16 +202,24 @@ def split(
 ) -> dict[str, Any]:
     """Split a log into training, validation and test files, for split kind named_files.
 
-    An interrupted call resumes if repeated. With `by` "last-out", the last row of each user is for the test, the one before
-    it for validation. `options` are the fields of `rayrec.prepare.split.RowSplit` and of `rayrec.PreparationConfig`. Returns
-    rows, share and number of files of each part, `bad_rows`, and `rows_without_group`. Raises InputError for an unusable log,
-    a part without rows, or if `out` exists."""
+    An interrupted call resumes if repeated. With `by` "last-out", the last row of each user is for
+    the test, the one before it for validation. `options` are the fields of
+    `rayrec.prepare.split.RowSplit` and of `rayrec.PreparationConfig`. Returns rows, share and
+    number of files of each part, `bad_rows`, and `rows_without_group`. Raises InputError for an
+    unusable log, a part without rows, or if `out` exists.
+    """
     from rayrec.prepare.split import RowSplit
     from rayrec.prepare.split import split as run
 
     of_rows, rest = _split_options(options, RowSplit)
     path = _path_text(path)
-    return run(path, out=out, rows=RowSplit(by=by).updated(of_rows), config=_preparation(rest), console=_console(console))
+    return run(
+        path,
+        out=out,
+        rows=RowSplit(by=by).updated(of_rows),
+        config=_preparation(rest),
+        console=_console(console),
+    )
 
 
 @command(
@@ -177,28 +238,42 @@ def vocabulary(
     extend: Annotated[
         str | None,
         Argument(
-            "folder of an older Preprocessor, or of a run or checkpoint with one, to keep its ids, constants, schema and rules "
-            "and append new categories",
+            "folder of an older Preprocessor, or of a run or checkpoint with one, to keep its ids, "
+            "constants, schema and rules and append new categories",
             "DIR",
         ),
     ] = None,
     id_tables: Annotated[
-        str | None, Argument("folder with the ids of each column's values, as Parquet or CSV, instead of counting", "DIR")
+        str | None,
+        Argument(
+            "folder with the ids of each column's values, as Parquet or CSV, instead of counting",
+            "DIR",
+        ),
     ] = None,
     recipe: RecipeOptions = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Count the categories of a log in one pass and write the Preprocessor (schema, constants, vocabularies).
+    """Count the categories of a log in one pass and write the Preprocessor (schema, constants,
+    vocabularies).
 
-    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so on. Those of the rows and
-    rules default to the ones of `recipe` (a name, FILE.py:FUNCTION, FILE.yaml or run). Returns the hash, the counted rows, and
-    the required rows of each embedding table. Without `split`, counts all rows, so keep evaluation data out of the log. Raises
-    InputError for an unusable log or if `out` exists."""
+    `options` are the fields of `rayrec.PreparationConfig`: preset, min_count, engine, split, and so
+    on. Those of the rows and rules default to the ones of `recipe` (a name, FILE.py:FUNCTION,
+    FILE.yaml or run). Returns the hash, the counted rows, and the required rows of each embedding
+    table. Without `split`, counts all rows, so keep evaluation data out of the log. Raises
+    InputError for an unusable log or if `out` exists.
+    """
     from rayrec.prepare.preprocess import vocabulary as run
 
     path = _path_text(path)
-    return run(path, out=out, extend=extend, id_tables=id_tables, config=_preparation(options, recipe), console=_console(console))
+    return run(
+        path,
+        out=out,
+        extend=extend,
+        id_tables=id_tables,
+        config=_preparation(options, recipe),
+        console=_console(console),
+    )
 
 
 @command(
@@ -210,18 +285,25 @@ def vocabulary(
     ),
 )
 def preprocess(
-    path: Annotated[str, Argument("click log, or plain text for mds: file, glob or folder", "PATH")],
+    path: Annotated[
+        str, Argument("click log, or plain text for mds: file, glob or folder", "PATH")
+    ],
     *,
     out: NewFolder,
     format: Annotated[
         Format,
         Argument(
-            "parquet; npy (TorchRec's three arrays per file); binary (int32 rows); mds (text as token rows)",
+            "parquet; npy (TorchRec's three arrays per file); binary (int32 rows); mds (text as "
+            "token rows)",
             type="rayrec.prepare.preprocess:Format",
         ),
     ],
-    preprocessor: Annotated[str | None, Argument("Preprocessor folder; by default, categories are counted first", "DIR")] = None,
-    shuffle: Annotated[Literal["none", "full"], Argument("full shuffles the training rows over the full log")] = "none",
+    preprocessor: Annotated[
+        str | None, Argument("Preprocessor folder; by default, categories are counted first", "DIR")
+    ] = None,
+    shuffle: Annotated[
+        Literal["none", "full"], Argument("full shuffles the training rows over the full log")
+    ] = "none",
     seed: Annotated[int, Argument("seed of the shuffle")] = 0,
     recipe: RecipeOptions = None,
     console: Console | None = None,
@@ -229,9 +311,10 @@ def preprocess(
 ) -> dict[str, Any]:
     """Write a log as Parquet, npy or binary files, or text as token rows.
 
-    An interrupted call resumes if repeated. `options` and `recipe`: see `vocabulary`. For format "mds", `options` are the fields
-    of `rayrec.prepare.text.TextConfig`, files and address. Raises InputError for an unusable log or text, an unsuitable format,
-    or if `out` exists."""
+    An interrupted call resumes if repeated. `options` and `recipe`: see `vocabulary`. For format
+    "mds", `options` are the fields of `rayrec.prepare.text.TextConfig`, files and address. Raises
+    InputError for an unusable log or text, an unsuitable format, or if `out` exists.
+    """
     from rayrec.prepare.preprocess import RowOutput
     from rayrec.prepare.preprocess import preprocess as run
     from rayrec.prepare.text import TextConfig
@@ -259,23 +342,31 @@ def adopt(
     path: Annotated[
         str,
         Argument(
-            "folder with day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or day_N_sparse_multi_hot.npz; MDS shards; or a "
+            "folder with day_N_dense.npy, day_N_labels.npy, and day_N_sparse.npy or "
+            "day_N_sparse_multi_hot.npz; MDS shards; or a "
             "DLRM's state dict (.pt, .pth, .pkl, .safetensors)",
             "FOLDER",
         ),
     ],
     *,
-    out: Annotated[str | None, Argument("new folder that refers to the data; default: the folder of the data", "DIR")] = None,
+    out: Annotated[
+        str | None,
+        Argument("new folder that refers to the data; default: the folder of the data", "DIR"),
+    ] = None,
     console: Console | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Make TorchRec's arrays or MDS shards trainable without copying them, or DLRM weights a checkpoint.
+    """Make TorchRec's arrays or MDS shards trainable without copying them, or DLRM weights a
+    checkpoint.
 
-    Checks all arrays, and writes dataset.json and a Preprocessor next to them, or into the new folder `out` with links to them.
-    `options` are the fields of `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on; for
-    MDS shards, `tokenizer` is the folder of their tokenizer. Returns rows, sets, num_embeddings, modulo, bad_rows, hashes;
-    see `rayrec.prepare.adopt.adopt`. A file of weights needs `out` and `preprocessor`; see
-    `rayrec.inference.dlrm_weights.adopt_dlrm`. Raises InputError for unsuitable arrays and weights."""
+    Checks all arrays, and writes dataset.json and a Preprocessor next to them, or into the new
+    folder `out` with links to them. `options` are the fields of
+    `rayrec.prepare.adopt.AdoptionConfig`: num_embeddings_per_feature, files, split, and so on; for
+    MDS shards, `tokenizer` is the folder of their tokenizer. Returns rows, sets, num_embeddings,
+    modulo, bad_rows, hashes; see `rayrec.prepare.adopt.adopt`. A file of weights needs `out` and
+    `preprocessor`; see `rayrec.inference.dlrm_weights.adopt_dlrm`. Raises InputError for unsuitable
+    arrays and weights.
+    """
     from rayrec.prepare.adopt import AdoptionConfig
     from rayrec.prepare.adopt import adopt as run
     from rayrec.prepare.config import reject_options
@@ -286,17 +377,31 @@ def adopt(
         return run(path, out=out, config=adoption, console=_console(console))
     from rayrec.inference.dlrm_weights import adopt_dlrm
 
-    reject_options(adoption, AdoptionConfig(), "an option for arrays and shards, not for weights", but=("preprocessor",))
+    reject_options(
+        adoption,
+        AdoptionConfig(),
+        "an option for arrays and shards, not for weights",
+        but=("preprocessor",),
+    )
     if out is None or adoption.preprocessor is None:
-        raise InputError(f"{path}: needs --preprocessor DIR, with the ids of its rows, and --out DIR for the checkpoint")
-    return adopt_dlrm(path, out=out, preprocessor=adoption.preprocessor, config=named_configuration("clicks"))
+        raise InputError(
+            f"{path}: needs --preprocessor DIR, with the ids of its rows, and --out DIR for the "
+            "checkpoint"
+        )
+    return adopt_dlrm(
+        path, out=out, preprocessor=adoption.preprocessor, config=named_configuration("clicks")
+    )
 
 
 def _path_text(path: object) -> str:
     """Return a text or path object as text. Raises InputError for others, such as a DataFrame."""
     if isinstance(path, str | os.PathLike):
         return os.fspath(path)  # type: ignore[no-any-return]
-    fix = "Write its rows to a file first, such as by `to_parquet`" if hasattr(path, "columns") else "Pass text"
+    fix = (
+        "Write its rows to a file first, such as by `to_parquet`"
+        if hasattr(path, "columns")
+        else "Pass text"
+    )
     raise InputError(f"path: must be a path, got {type(path).__name__}. {fix}")
 
 
@@ -326,4 +431,9 @@ def _preparation(options: dict[str, Any], recipe: str | None = None) -> Preparat
         raise InputError(f"recipe: must train a click model, got {recipe}. Leave it out.")
     named = {name: getattr(data, name) for name in ("files", "block_bytes", "segments_per_block")}
     memory_bytes = workload.vocabulary_memory_bytes
-    return updated(RecipePreparation.of(workload.preset, schema=workload.schema, memory_bytes=memory_bytes, **named), options)
+    return updated(
+        RecipePreparation.of(
+            workload.preset, schema=workload.schema, memory_bytes=memory_bytes, **named
+        ),
+        options,
+    )

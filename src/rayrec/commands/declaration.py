@@ -1,4 +1,6 @@
-"""Command declarations: information for the command line beyond function signatures. Imports nothing heavy."""
+"""Command declarations: information for the command line beyond function signatures. Imports
+nothing heavy.
+"""
 
 import builtins
 import importlib
@@ -39,30 +41,48 @@ def table_sizes(option: str, text: str) -> tuple[int, ...]:
         return MLPERF_NUM_EMBEDDINGS
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
     if min(sizes) < 1:
-        raise InputError(f"{option}: must be mlperf or row counts of at least 1, such as 1000,200, got {text!r}")
+        raise InputError(
+            f"{option}: must be mlperf or row counts of at least 1, such as 1000,200, got {text!r}"
+        )
     return sizes
 
 
 Checkpoint = Annotated[
-    str, Argument("folder of a checkpoint, or of a run (the checkpoint in its summary, otherwise the latest)", "CHECKPOINT")
+    str,
+    Argument(
+        "folder of a checkpoint, or of a run (the checkpoint in its summary, otherwise the latest)",
+        "CHECKPOINT",
+    ),
 ]
-Checkpoints = Annotated[Sequence[str], Argument("two or more checkpoint or run folders; the first is the baseline", "CHECKPOINT")]
+Checkpoints = Annotated[
+    Sequence[str],
+    Argument("two or more checkpoint or run folders; the first is the baseline", "CHECKPOINT"),
+]
 LogPath = Annotated[str, Argument("click log: file, glob or folder", "PATH")]
 InputRows = Annotated[
-    Any, Argument("rows to score: a click log, images, text; file, glob or folder", "PATH", type="builtins:str")
+    Any,
+    Argument(
+        "rows to score: a click log, images, text; file, glob or folder",
+        "PATH",
+        type="builtins:str",
+    ),
 ]
 """Path, pandas DataFrame, pyarrow.Table or ray.data.Dataset."""
 OptionalInputRows = Annotated[
     Any,
     Argument(
-        "rows to score: a click log, images, text; file, glob or folder; default: the run's own test rows",
+        "rows to score: a click log, images, text; file, glob or folder; default: the run's own "
+        "test rows",
         "PATH",
         type="builtins:str",
     ),
 ]
 NewFolder = Annotated[str, Argument("output folder, written completely or not at all", "DIR")]
 RunFolder = Annotated[str, Argument("run folder or URL", "RUN")]
-CustomRecipe = Annotated[str | Callable[..., Any] | None, Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION")]
+CustomRecipe = Annotated[
+    str | Callable[..., Any] | None,
+    Argument("recipe of the checkpoint, if custom", "FILE.py:FUNCTION"),
+]
 CustomRecipes = Annotated[
     Sequence[str] | Sequence[Callable[..., Any]] | str | Callable[..., Any] | None,
     Argument("recipes of the checkpoints, if custom", "FILE.py:FUNCTION"),
@@ -70,8 +90,8 @@ CustomRecipes = Annotated[
 ClusterAddress = Annotated[
     str | None,
     Argument(
-        "HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this process. Default: RAY_ADDRESS, "
-        "otherwise threads of this process",
+        "HOST:PORT or auto: a running Ray cluster; local: a local Ray; none: threads of this "
+        "process. Default: RAY_ADDRESS, otherwise threads of this process",
         flag="cluster.address",
     ),
 ]
@@ -95,14 +115,20 @@ class Shown:
 
 @dataclass(frozen=True)
 class Command:
-    """Public function with its command-line declaration. Name and help are the function's name and docstring."""
+    """Public function with its command-line declaration. Name and help are the function's name and
+    docstring.
+    """
 
     function: Callable[..., Any]
     group: Group
     options: Sequence[tuple[str, str]] = ()
-    """Flag prefix and MODULE:CLASS of configurations with flags: the parameter named like the prefix, or keyword arguments."""
+    """Flag prefix and MODULE:CLASS of configurations with flags: the parameter named like the
+    prefix, or keyword arguments.
+    """
     recipe: Literal["", "first", "after --"] = ""
-    """Position of a recipe in the words of the command. Its settings become flags of the command."""
+    """Position of a recipe in the words of the command. Its settings become flags of the
+    command.
+    """
     show: Callable[[Any], Shown] = Shown
     prints: bool = False
     """Whether the function itself writes results to standard output."""
@@ -112,8 +138,9 @@ class Command:
     """Whether to pass the words after the command's name without parsing."""
     examples: Sequence[str] = ()
     runner: str = ""
-    """MODULE:FUNCTION that runs the command, from before its words are parsed: it gets a function that runs it and returns its
-    exit status, and returns the status."""
+    """MODULE:FUNCTION that runs the command, from before its words are parsed: it gets a function
+    that runs it and returns its exit status, and returns the status.
+    """
     not_flags: frozenset[str] = NOT_FLAGS
 
     @property
@@ -130,10 +157,15 @@ class Command:
         # Names imported only for type checkers are Any (see `Argument.type`).
         module = getattr(inspect.unwrap(self.function), "__globals__", {})
         names: defaultdict[str, Any] = defaultdict(lambda: Any, vars(builtins) | module)
-        named = list(inspect.signature(self.function).parameters.values())[{"": 0, "first": 1, "after --": 2}[self.recipe] :]
+        named = list(inspect.signature(self.function).parameters.values())[
+            {"": 0, "first": 1, "after --": 2}[self.recipe] :
+        ]
         objects = {prefix for prefix, _ in self.options}
         for parameter in named:
-            if parameter.name in self.not_flags | objects or parameter.kind is parameter.VAR_KEYWORD:
+            if (
+                parameter.name in self.not_flags | objects
+                or parameter.kind is parameter.VAR_KEYWORD
+            ):
                 continue
             annotation = parameter.annotation
             if isinstance(annotation, str):
@@ -160,8 +192,9 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(group: Group, **declared: Any) -> Callable[[Function], Function]:
-    """Declare a command. `declared` are the other fields of `Command`. Imports nothing. The command leaves random generators,
-    warning filters and other state of its caller's process unchanged."""
+    """Declare a command. `declared` are the other fields of `Command`. Imports nothing. The command
+    leaves random generators, warning filters and other state of its caller's process unchanged.
+    """
 
     def declare(function: Function) -> Function:
         called = preserved_process()(function)

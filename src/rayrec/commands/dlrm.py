@@ -66,7 +66,9 @@ class DLRMFlags(Config):
     mmap_mode: bool = False
     """Accepted: arrays are mapped."""
     in_memory_binary_criteo_path: str | None = None
-    """--train-data.path: arrays after `rayrec adopt`, or the output of `rayrec preprocess`. None: random data."""
+    """--train-data.path: arrays after `rayrec adopt`, or the output of `rayrec preprocess`. None:
+    random data.
+    """
     synthetic_multi_hot_criteo_path: str | None = None
     """The same, for multi-hot arrays."""
     learning_rate: Finite = 15.0
@@ -92,7 +94,9 @@ class DLRMFlags(Config):
     collect_multi_hot_freqs_stats: bool = False
     """Rejected: `rayrec validate` counts categories."""
     multi_hot_sizes: str | None = None
-    """--workload.preset.multi-hot.sizes of random data. Rejected with data, which is adopted with its bags."""
+    """--workload.preset.multi-hot.sizes of random data. Rejected with data, which is adopted with
+    its bags.
+    """
     multi_hot_distribution_type: Literal["uniform", "pareto"] | None = None
     """--workload.preset.multi-hot.distribution."""
     lr_warmup_steps: Natural = 0
@@ -119,13 +123,21 @@ class DLRMFlags(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.in_memory_binary_criteo_path and self.synthetic_multi_hot_criteo_path:
-            raise InputError("--in_memory_binary_criteo_path and --synthetic_multi_hot_criteo_path: set only one")
+            raise InputError(
+                "--in_memory_binary_criteo_path and --synthetic_multi_hot_criteo_path: set only one"
+            )
         if len(self.table_rows) != _NUM_TABLES:
-            raise InputError(f"--num_embeddings_per_feature: must be {_NUM_TABLES} numbers, got {len(self.table_rows)}")
+            raise InputError(
+                f"--num_embeddings_per_feature: must be {_NUM_TABLES} numbers, got "
+                f"{len(self.table_rows)}"
+            )
         schedule = "lost in 2022; use --lr_decay_start and --lr_decay_steps"
         with_data = {
             "limit_test_batches": "the test scores all test rows of the data; leave it out",
-            "multi_hot_sizes": "needs random data; adopt the arrays that materialize_synthetic_multihot_dataset.py made",
+            "multi_hot_sizes": (
+                "needs random data; adopt the arrays that "
+                "materialize_synthetic_multihot_dataset.py made"
+            ),
         }
         unsupported = {
             "drop_last_training_batch": "every row is trained once in each epoch; leave it out",
@@ -134,9 +146,15 @@ class DLRMFlags(Config):
             **dict.fromkeys(("change_lr", "lr_change_point", "lr_after_change_point"), schedule),
             **(with_data if self.data else {}),
         }
-        problems = [f"--{name}: {fix}" for name, fix in unsupported.items() if getattr(self, name) not in (None, False)]
+        problems = [
+            f"--{name}: {fix}"
+            for name, fix in unsupported.items()
+            if getattr(self, name) not in (None, False)
+        ]
         if self.data and self.limit_train_batches and self.epochs > 1:
-            problems.append("--limit_train_batches: would train the same batches in each epoch; set --epochs 1")
+            problems.append(
+                "--limit_train_batches: would train the same batches in each epoch; set --epochs 1"
+            )
         if problems:
             raise InputError(". ".join(problems))
 
@@ -153,12 +171,17 @@ class DLRMFlags(Config):
         text = getattr(self, name)
         sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
         if min(sizes) < 1:
-            raise InputError(f"--{name}: must be numbers of at least 1 separated by commas, such as 512,256, got {text!r}")
+            raise InputError(
+                f"--{name}: must be numbers of at least 1 separated by commas, such as 512,256, "
+                f"got {text!r}"
+            )
         return sizes
 
 
 def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, dict[str, Any]]:
-    """Return the recipe and the settings that it lacks, for a number of processes. Raises InputError for unsuitable data."""
+    """Return the recipe and the settings that it lacks, for a number of processes. Raises
+    InputError for unsuitable data.
+    """
     model: dict[str, Any] = {
         "interaction": _INTERACTIONS[flags.interaction_type],
         "embedding_dim": flags.embedding_dim,
@@ -168,11 +191,18 @@ def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[st
     if flags.interaction_type == "dcn":
         model |= {"cross_layers": flags.dcn_num_layers, "cross_low_rank": flags.dcn_low_rank_dim}
     if flags.interaction_type == "projection":
-        model |= {f"projection_{name}": flags.sizes(f"interaction_branch{n}_layer_sizes") for n, name in _BRANCHES}
+        model |= {
+            f"projection_{name}": flags.sizes(f"interaction_branch{n}_layer_sizes")
+            for n, name in _BRANCHES
+        }
     optimizer = {"kind": "adagrad", "eps": flags.eps} if flags.adagrad else {"kind": "sgd"}
     workload = {
         **{f"model.{name}": value for name, value in model.items()},
-        **{f"{part}_optimizer.{name}": value for part in ("sparse", "dense") for name, value in optimizer.items()},
+        **{
+            f"{part}_optimizer.{name}": value
+            for part in ("sparse", "dense")
+            for name, value in optimizer.items()
+        },
         "schedule.warmup_steps": flags.lr_warmup_steps,
         "schedule.decay_start_step": flags.lr_decay_start,
         "schedule.decay_steps": flags.lr_decay_steps,
@@ -185,7 +215,9 @@ def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[st
         "epochs": flags.epochs,
         "batch_size": flags.batch_size,
         "eval_batch_size": eval_batch_size,
-        "eval_rows": flags.limit_val_batches * eval_batch_size * workers if flags.data and flags.limit_val_batches else None,
+        "eval_rows": flags.limit_val_batches * eval_batch_size * workers
+        if flags.data and flags.limit_val_batches
+        else None,
         "evaluate_every": flags.validation_freq_within_epoch,
         "evaluations_per_epoch": 1,
         "early_stopping.target": flags.validation_auroc,
@@ -197,11 +229,15 @@ def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[st
         **{f"workload.{name}": value for name, value in workload.items()},
     }
     default = named_configuration(recipe)
-    return recipe, {name: value for name, value in settings.items() if value != value_at(default, name)}
+    return recipe, {
+        name: value for name, value in settings.items() if value != value_at(default, name)
+    }
 
 
 def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
-    """Return the recipe and the settings of preprocessed data. Raises InputError if its tables have other sizes."""
+    """Return the recipe and the settings of preprocessed data. Raises InputError if its tables have
+    other sizes.
+    """
     from rayrec.data.encoding.preprocessor import Preprocessor
     from rayrec.data.encoding.presets import MLPERF_NUM_EMBEDDINGS
     from rayrec.data.log_source import LogSource
@@ -209,17 +245,28 @@ def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
     path = flags.data
     assert path is not None
     if not storage.exists(path):
-        raise InputError(f"{path}: not found. Pass the folder of TorchRec's arrays, or omit it to train on random rows.")
+        raise InputError(
+            f"{path}: not found. Pass the folder of TorchRec's arrays, or omit it to train on "
+            "random rows."
+        )
     dataset = LogSource.at(path).dataset()
-    rows = "mlperf" if flags.table_rows == MLPERF_NUM_EMBEDDINGS else ",".join(map(str, flags.table_rows))
+    rows = (
+        "mlperf"
+        if flags.table_rows == MLPERF_NUM_EMBEDDINGS
+        else ",".join(map(str, flags.table_rows))
+    )
     adopt = f"`rayrec adopt {shlex.quote(path)} --num-embeddings-per-feature {rows}`"
     if dataset is None:
-        raise InputError(f"{path}: must be adopted once, which copies nothing. Run {adopt}. For a raw log: `rayrec train`.")
+        raise InputError(
+            f"{path}: must be adopted once, which copies nothing. Run {adopt}. For a raw log: "
+            "`rayrec train`."
+        )
     sizes = tuple(Preprocessor.load(dataset.preprocessor).num_embeddings)
     if sizes != flags.table_rows:
         names = ",".join(map(str, sizes))
         raise InputError(
-            f"{path}: its tables have {names} rows. Pass them as --num_embeddings_per_feature, or run {adopt} with --out NEW."
+            f"{path}: its tables have {names} rows. Pass them as --num_embeddings_per_feature, or "
+            f"run {adopt} with --out NEW."
         )
     return "mlperf_dlrm", {"train_data.path": path, "steps": flags.limit_train_batches}
 
@@ -243,12 +290,22 @@ def _of_random_data(flags: DLRMFlags, workers: int) -> tuple[str, dict[str, Any]
         preset |= {"multi_hot.sizes": flags.sizes("multi_hot_sizes")}
         preset |= {"multi_hot.distribution": flags.multi_hot_distribution_type or "uniform"}
     path = f"random:{total}:{flags.seed}" if flags.seed else f"random:{total}"
-    return recipe, {"train_data.path": path, **{f"workload.preset.{name}": value for name, value in preset.items()}}
+    return recipe, {
+        "train_data.path": path,
+        **{f"workload.preset.{name}": value for name, value in preset.items()},
+    }
 
 
 def command_line(recipe: str, settings: Mapping[str, Any]) -> str:
     """Return the command `rayrec train` with these settings, for a shell."""
-    return shlex.join(["rayrec", "train", recipe, *(word for name, value in settings.items() for word in _words(name, value))])
+    return shlex.join(
+        [
+            "rayrec",
+            "train",
+            recipe,
+            *(word for name, value in settings.items() for word in _words(name, value)),
+        ]
+    )
 
 
 def _words(name: str, value: Any) -> Iterator[str]:

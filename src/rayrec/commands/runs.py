@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 @command("Watch", prints=True, examples=("rayrec top runs/demo",))
 def top(
-    run: RunFolder, *, once: Annotated[bool, Argument("show the state and exit; default without a terminal")] = False
+    run: RunFolder,
+    *,
+    once: Annotated[bool, Argument("show the state and exit; default without a terminal")] = False,
 ) -> None:
     """Show a run in the terminal while it trains. Ctrl-C does not stop the run.
 
-    With `once`, shows the current state and returns. Raises InputError if no run is found."""
+    With `once`, shows the current state and returns. Raises InputError if no run is found.
+    """
     from rayrec.observe.console import top as show
 
     show(run, once=once)
@@ -36,17 +39,24 @@ def top(
 def report(
     *runs: Annotated[str, Argument("folders of up to eight runs", "RUN")],
     out: Annotated[
-        str | None, Argument("output file (.html) or folder; default RUN/report.html, required for several runs", "FILE")
+        str | None,
+        Argument(
+            "output file (.html) or folder; default RUN/report.html, required for several runs",
+            "FILE",
+        ),
     ] = None,
-    price_per_node_hour: Annotated[float | None, Argument("price of a node per hour, to report costs")] = None,
+    price_per_node_hour: Annotated[
+        float | None, Argument("price of a node per hour, to report costs")
+    ] = None,
     nodes: Annotated[int, Argument("number of nodes")] = 1,
     currency: Annotated[str, Argument("currency of the price")] = "USD",
 ) -> str:
     """Write an HTML report of one or several runs, finished or in progress.
 
-    The page is self-contained. Several runs are shown in columns. `out` is a file (.html) or folder; None: RUN/report.html,
-    only for a single run. With a node price in `currency`, includes the cost of the run. Returns the file's path. Raises
-    InputError if no run is found."""
+    The page is self-contained. Several runs are shown in columns. `out` is a file (.html) or
+    folder; None: RUN/report.html, only for a single run. With a node price in `currency`, includes
+    the cost of the run. Returns the file's path. Raises InputError if no run is found.
+    """
     from rayrec.observe.report import comparison
     from rayrec.observe.report import run as run_report
     from rayrec.observe.run_summary import Price
@@ -71,31 +81,44 @@ def profile(
 ) -> dict[str, Any]:
     """Record steps of a run in progress with torch.profiler, on all workers.
 
-    Requests a profile of `steps` steps (at most 200), waits for it, and returns its folder in RUN/profile. Needs only access to
-    the run's folder. Raises InputError if the run is not training, does not answer or ends before, or if a worker fails to
-    write its profile."""
+    Requests a profile of `steps` steps (at most 200), waits for it, and returns its folder in
+    RUN/profile. Needs only access to the run's folder. Raises InputError if the run is not
+    training, does not answer or ends before, or if a worker fails to write its profile.
+    """
     from rayrec import storage
     from rayrec.observe.events import read_events
     from rayrec.training.profiling import request_profile
 
     folder = storage.absolute(run)
     events = read_events(storage.join(folder, "events.jsonl"))
-    return request_profile(folder, events, steps=steps, timeout_s=timeout_s, note=_console(console).note)
+    return request_profile(
+        folder, events, steps=steps, timeout_s=timeout_s, note=_console(console).note
+    )
 
 
 @command("Watch", prints=True, raw=True, examples=("rayrec benchmark train --quick",))
-def benchmark(*arguments: Annotated[str, Argument("name of a benchmark and its flags; --help lists them", "NAME")]) -> None:
+def benchmark(
+    *arguments: Annotated[
+        str, Argument("name of a benchmark and its flags; --help lists them", "NAME")
+    ],
+) -> None:
     """Run a benchmark against other implementations. Prints one JSON object per row."""
     # Benchmarks exist only in the source tree.
     script = Path(__file__).parents[3] / "benchmarks" / "run.py"
     if not script.exists():
-        raise InputError("benchmarks not found. They require a source checkout, installed with `pip install -e .`.")
+        raise InputError(
+            "benchmarks not found. They require a source checkout, installed with `pip install -e "
+            ".`."
+        )
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
 
 @command(
-    "Watch", show=lambda report: Shown(report.to_dict(), "\n".join(report.lines()), status=0 if report.ok else 2, as_text=True)
+    "Watch",
+    show=lambda report: Shown(
+        report.to_dict(), "\n".join(report.lines()), status=0 if report.ok else 2, as_text=True
+    ),
 )
 def doctor() -> Report:
     """Check the installation and report problems with their fixes."""

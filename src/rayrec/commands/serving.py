@@ -18,25 +18,36 @@ if TYPE_CHECKING:
 @command(
     "Serve",
     options=[("", "rayrec.serve.config:ServerConfig")],
-    examples=("rayrec serve runs/demo --port 8000", "rayrec serve exports/new --swap --cluster.address auto"),
+    examples=(
+        "rayrec serve runs/demo --port 8000",
+        "rayrec serve exports/new --swap --cluster.address auto",
+    ),
     runner="rayrec.serve.shutdown:run_until_signal",
 )
 def serve(
     model: Annotated[
         str | None,
         Argument(
-            "folder of a checkpoint, a run (the checkpoint in its summary, otherwise the latest), or an export",
+            "folder of a checkpoint, a run (the checkpoint in its summary, otherwise the latest), "
+            "or an export",
             "CHECKPOINT_OR_EXPORT",
         ),
     ] = None,
     *,
-    swap: Annotated[bool, Argument("swap the model of the running server without losing requests")] = False,
+    swap: Annotated[
+        bool, Argument("swap the model of the running server without losing requests")
+    ] = False,
     rollback: Annotated[bool, Argument("restore the previous model of the running server")] = False,
     no_shadow: Annotated[bool, Argument("remove the shadow model of the running server")] = False,
-    stop: Annotated[bool, Argument("stop the running server, even if its process was killed")] = False,
+    stop: Annotated[
+        bool, Argument("stop the running server, even if its process was killed")
+    ] = False,
     cluster_address: Annotated[
         str | None,
-        Argument("HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, otherwise a local Ray", flag="cluster.address"),
+        Argument(
+            "HOST:PORT or auto: a running Ray cluster; default RAY_ADDRESS, otherwise a local Ray",
+            flag="cluster.address",
+        ),
     ] = None,
     started: Callable[[dict[str, Any]], None] | None = None,
     console: Console | None = None,
@@ -44,11 +55,14 @@ def serve(
 ) -> None:
     """Score rows over HTTP until Ctrl-C or SIGTERM, or change a running server.
 
-    See `rayrec.serve.server.serve_forever`. `swap`, `rollback`, `no_shadow`, or `shadow` without a model change the server that
-    runs on the Ray cluster at `cluster_address`, and `stop` ends it; no other options are allowed then. `options` are the
-    fields of `rayrec.serve.config.ServerConfig`.
+    See `rayrec.serve.server.serve_forever`. `swap`, `rollback`, `no_shadow`, or `shadow` without a
+    model change the server that runs on the Ray cluster at `cluster_address`, and `stop` ends it;
+    no other options are allowed then. `options` are the fields of
+    `rayrec.serve.config.ServerConfig`.
 
-    Calls `started` with a description of the served models. Raises InputError for an unusable model or address."""
+    Calls `started` with a description of the served models. Raises InputError for an unusable model
+    or address.
+    """
     from rayrec.serve import control, server
     from rayrec.serve.config import ServerConfig
 
@@ -57,11 +71,19 @@ def serve(
     actions = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
     requested = [name for name, is_set in actions.items() if is_set]
     if len(requested) > 1:
-        raise InputError(f"swap, rollback, no_shadow and stop: must be set one at a time, got {' and '.join(requested)}")
+        raise InputError(
+            "swap, rollback, no_shadow and stop: must be set one at a time, got "
+            f"{' and '.join(requested)}"
+        )
     if requested or (model is None and config.shadow):
-        changed = [name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value]
+        changed = [
+            name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value
+        ]
         if unused := [name for name in changed if requested or name != "shadow"]:
-            raise InputError(f"{(requested or ['shadow'])[0]}: changes a running server. Omit {', '.join(unused)}.")
+            raise InputError(
+                f"{(requested or ['shadow'])[0]}: changes a running server. Omit "
+                f"{', '.join(unused)}."
+            )
     if model is None:
         if rollback:
             report(control.roll_back(address=address))
@@ -76,16 +98,31 @@ def serve(
     elif swap:
         report(control.swap(model, address=address))
     else:
-        server.serve_forever(model, config=config, address=address, console=_console(console), started=report)
+        server.serve_forever(
+            model, config=config, address=address, console=_console(console), started=report
+        )
 
 
 def serving(
-    model: str, *, shadow: str | None = None, cluster_address: str | None = None, console: Console | None = None, **options: Any
+    model: str,
+    *,
+    shadow: str | None = None,
+    cluster_address: str | None = None,
+    console: Console | None = None,
+    **options: Any,
 ) -> AbstractContextManager[Server]:
     """Run a server in a context: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
 
-    The server's `url` accepts requests. `options` are fields of `rayrec.serve.config.ServeConfig`. Raises like `serve`."""
+    The server's `url` accepts requests. `options` are fields of `rayrec.serve.config.ServeConfig`.
+    Raises like `serve`.
+    """
     from rayrec.serve.config import ServeConfig
     from rayrec.serve.server import serving as run
 
-    return run(model, config=ServeConfig().updated(options), address=cluster_address, shadow=shadow, console=_console(console))
+    return run(
+        model,
+        config=ServeConfig().updated(options),
+        address=cluster_address,
+        shadow=shadow,
+        console=_console(console),
+    )

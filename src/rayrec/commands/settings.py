@@ -1,4 +1,6 @@
-"""User settings of a configuration: short names, and texts for data paths, schema files and model names."""
+"""User settings of a configuration: short names, and texts for data paths, schema files and model
+names.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,19 @@ _TEXT_METAVARS = {"Schema": "FILE", "ClickModelConfig": "NAME", "DataConfig": "P
 
 
 def text_metavar(cls: type[Config]) -> str:
-    """Return the metavar if a text may replace a configuration of this class, otherwise an empty string."""
-    return next((_TEXT_METAVARS[base.__name__] for base in cls.__mro__ if base.__name__ in _TEXT_METAVARS), "")
+    """Return the metavar if a text may replace a configuration of this class, otherwise an empty
+    string.
+    """
+    return next(
+        (_TEXT_METAVARS[base.__name__] for base in cls.__mro__ if base.__name__ in _TEXT_METAVARS),
+        "",
+    )
 
 
 def resolve_alias(config: Config, name: str) -> str | None:
-    """Return the setting with a short name, or None if the configuration lacks it, or one of several."""
+    """Return the setting with a short name, or None if the configuration lacks it, or one of
+    several.
+    """
     path = next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
     return path if all(_has(config, companion) for companion in COMPANIONS.get(name, ())) else None
 
@@ -49,7 +58,9 @@ def value_at(config: Any, path: str, *, default: Any = None) -> Any:
 
 def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings with short or dotted names (`scaling.num_workers`) to nested settings."""
-    return nest(dict(each for name, value in changes.items() for each in _expand_alias(config, name, value)))
+    return nest(
+        dict(each for name, value in changes.items() for each in _expand_alias(config, name, value))
+    )
 
 
 def _expand_alias(config: Config, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -58,28 +69,36 @@ def _expand_alias(config: Config, name: str, value: Any) -> Iterator[tuple[str, 
         return
     path = resolve_alias(config, name)
     if path is None:
-        raise InputError(f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}. Omit it.")
+        raise InputError(
+            f"{name}: recipe {getattr(config, 'recipe', '')} has no {ALIASES[name][0]}. Omit it."
+        )
     yield path, value
     for companion, fixed in COMPANIONS.get(name, {}).items():
         yield companion, value if fixed is None else fixed
 
 
 def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
-    """Update a configuration like `Config.updated`, but also accept a text for data (path), a schema (file) and a click model
-    (name, or several: `dlrm+finalnet`). Items of a configuration list are addressed by number."""
+    """Update a configuration like `Config.updated`, but also accept a text for data (path), a
+    schema (file) and a click model (name, or several: `dlrm+finalnet`). Items of a configuration
+    list are addressed by number.
+    """
     return config.updated({name: _value(config, name, value) for name, value in changes.items()})
 
 
 def _value(config: Config, name: str, value: Any) -> Any:
     current = getattr(config, name, None)
-    if isinstance(current, Config) and (isinstance(value, str) or (isinstance(value, Mapping) and TEXT in value)):
+    if isinstance(current, Config) and (
+        isinstance(value, str) or (isinstance(value, Mapping) and TEXT in value)
+    ):
         text, inner = (value, {}) if isinstance(value, str) else (value[TEXT], {**value})
         inner.pop(TEXT, None)
         return updated(_read(current, name, text), inner)
     if isinstance(value, Mapping) and isinstance(current, Config):
         return {key: _value(current, key, inner) for key, inner in value.items()}
     if isinstance(value, Mapping) and isinstance(current, tuple):
-        return tuple(updated(item, value.get(str(number), {})) for number, item in enumerate(current))
+        return tuple(
+            updated(item, value.get(str(number), {})) for number, item in enumerate(current)
+        )
     return value
 
 
@@ -93,11 +112,15 @@ def _read(current: Config, name: str, text: str) -> Config:
         return _model(current, text)
     if kind == "PATH":
         return current.updated({"path": text})
-    raise InputError(f"{name}: must be settings of {type(current).__name__}, got {text!r}. Set its fields.")
+    raise InputError(
+        f"{name}: must be settings of {type(current).__name__}, got {text!r}. Set its fields."
+    )
 
 
 def _model(current: Any, names: str) -> Config:
-    """Replace the click model by others from their names, with several as an ensemble. Keeps the common settings."""
+    """Replace the click model by others from their names, with several as an ensemble. Keeps the
+    common settings.
+    """
     from rayrec import models
     from rayrec.models.ranking.ensemble import EnsembleConfig
 
@@ -106,17 +129,26 @@ def _model(current: Any, names: str) -> Config:
         kind = models.config_class(name) if name in models.names() else None
         if kind is None:
             suggestions = difflib.get_close_matches(name, models.names(), n=1)
-            available = f". Use one of {', '.join(models.names())}, or a recipe with a custom model."
-            raise InputError(f"model: unknown model {name}" + (f", did you mean {suggestions[0]}?" if suggestions else available))
+            available = (
+                f". Use one of {', '.join(models.names())}, or a recipe with a custom model."
+            )
+            raise InputError(
+                f"model: unknown model {name}"
+                + (f", did you mean {suggestions[0]}?" if suggestions else available)
+            )
         kinds.append(kind)
-    model: Config = EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
+    model: Config = (
+        EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
+    )
     return model
 
 
 def named_configuration(text: str) -> TrainConfig:
-    """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a run, which then resumes.
+    """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a
+    run, which then resumes.
 
-    Raises InputError if there is no such recipe, file or run."""
+    Raises InputError if there is no such recipe, file or run.
+    """
     from rayrec import recipes, storage
     from rayrec.checkpoint import runs_beside
     from rayrec.imports import is_in_file
@@ -129,9 +161,14 @@ def named_configuration(text: str) -> TrainConfig:
     if "/" in text or os.path.isdir(text):
         path = storage.join(folder, "config.yaml")
         if not storage.exists(path):
-            raise InputError(f"{folder}: not a recipe, and no run (no config.yaml). {_for_data(folder)}. {runs_beside(folder)}")
+            raise InputError(
+                f"{folder}: not a recipe, and no run (no config.yaml). {_for_data(folder)}. "
+                f"{runs_beside(folder)}"
+            )
         parent, _, name = storage.absolute(folder).rpartition("/")
-        return recipes.load_config(storage.read_text(path), source=path).replace(storage_path=parent, name=name)
+        return recipes.load_config(storage.read_text(path), source=path).replace(
+            storage_path=parent, name=name
+        )
     if os.path.isfile(text):
         raise InputError(f"{text}: not a recipe. {_for_data(text)}")
     return recipes.find(text)()
@@ -142,4 +179,7 @@ def _for_data(path: str) -> str:
 
     if is_criteo_text(path):
         return f"For data: rayrec train criteo_demo --data {path}"
-    return f"For data: rayrec schema {path} --out schema.yaml, then rayrec train clicks --schema schema.yaml --data {path}"
+    return (
+        f"For data: rayrec schema {path} --out schema.yaml, then rayrec train clicks --schema "
+        f"schema.yaml --data {path}"
+    )

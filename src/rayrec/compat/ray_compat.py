@@ -14,14 +14,26 @@ from rayrec.compat import read_names, resolve
 
 if TYPE_CHECKING:
     from ray._private import internal_api, services, state
-    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray._private.authentication.authentication_token_setup import (
+        maybe_enable_token_auth_if_token_available,
+    )
     from ray._private.grpc_utils import init_grpc_channel
     from ray._raylet import PlacementGroupID
-    from ray.core.generated import common_pb2, gcs_service_pb2, gcs_service_pb2_grpc, node_manager_pb2, node_manager_pb2_grpc
+    from ray.core.generated import (
+        common_pb2,
+        gcs_service_pb2,
+        gcs_service_pb2_grpc,
+        node_manager_pb2,
+        node_manager_pb2_grpc,
+    )
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
-    from ray.data._internal.execution.backpressure_policy import ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY
-    from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+    from ray.data._internal.execution.backpressure_policy import (
+        ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+    )
+    from ray.data._internal.execution.backpressure_policy.backpressure_policy import (
+        BackpressurePolicy,
+    )
     from ray.data._internal.execution.interfaces import PhysicalOperator
     from ray.data._internal.stats import get_or_create_stats_actor
     from ray.serve._private.common import DeploymentID
@@ -33,7 +45,9 @@ if TYPE_CHECKING:
     from ray.train.v2.api import data_parallel_trainer
 
 SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Variable with a runtime environment's `worker_process_setup_hook`. Ray's own constant is slow to import."""
+"""Variable with a runtime environment's `worker_process_setup_hook`. Ray's own constant is slow to
+import.
+"""
 
 NAMES: Final = read_names("ray")
 """All private names of Ray used by rayrec, by their name in this module."""
@@ -44,7 +58,9 @@ def __getattr__(name: str) -> Any:
 
 
 def local_node() -> Any:
-    """Return the node that this process started or joined, or None if not connected. Distinguishes an own Ray from a cluster."""
+    """Return the node that this process started or joined, or None if not connected. Distinguishes
+    an own Ray from a cluster.
+    """
     from ray._private import worker
 
     return worker._global_node
@@ -52,7 +68,9 @@ def local_node() -> Any:
 
 @contextlib.contextmanager
 def job_entrypoint(command: str) -> Iterator[None]:
-    """Make `ray.init` record this command line for its job, which Ray logs and shows; by default this process's, with secrets."""
+    """Make `ray.init` record this command line for its job, which Ray logs and shows; by default
+    this process's, with secrets.
+    """
     utils: Any = importlib.import_module("ray._private.utils")
     original = utils.get_entrypoint_name
     utils.get_entrypoint_name = lambda: command
@@ -66,16 +84,21 @@ def job_entrypoint(command: str) -> Iterator[None]:
 def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]:
     """Customize a Ray that `ray.init` starts, for which `ray.init` has no settings.
 
-    Worker processes run `worker_program` instead of Ray's setup_worker.py. There is no autoscaler, which has no machines to
-    start, and no server for the dashboard and state API, which would take a tenth of the startup time. The process that forwards
-    worker output to the driver is optional. The agent listens on any free port: on the default port it would wait 3 s for another
-    Ray on this machine.
+    Worker processes run `worker_program` instead of Ray's setup_worker.py. There is no autoscaler,
+    which has no machines to start, and no server for the dashboard and state API, which would take
+    a tenth of the startup time. The process that forwards worker output to the driver is optional.
+    The agent listens on any free port: on the default port it would wait 3 s for another Ray on
+    this machine.
     """
     module: Any = importlib.import_module("ray._private.parameter")
     node: Any = importlib.import_module("ray._private.node").Node
     params, start_api_server = module.RayParams, node.start_api_server
     module.RayParams = functools.partial(
-        params, setup_worker_path=worker_program, no_monitor=True, include_log_monitor=log_monitor, dashboard_agent_listen_port=0
+        params,
+        setup_worker_path=worker_program,
+        no_monitor=True,
+        include_log_monitor=log_monitor,
+        dashboard_agent_listen_port=0,
     )
     node.start_api_server = lambda self, **settings: None
     try:
@@ -88,12 +111,16 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
 
 
 def shared_actor(name: str, actor_class: type, **arguments: Any) -> dict[str, Any]:
-    """Return deployment options for an actor shared by the replicas. Ray Serve starts it first, restarts and stops it."""
+    """Return deployment options for an actor shared by the replicas. Ray Serve starts it first,
+    restarts and stops it.
+    """
     import ray
     from ray.serve.config import DeploymentActorConfig
 
     remote: Any = ray.remote(actor_class)
-    actor = DeploymentActorConfig(name=name, actor_class=remote, init_kwargs=arguments, actor_options={"num_cpus": 0})
+    actor = DeploymentActorConfig(
+        name=name, actor_class=remote, init_kwargs=arguments, actor_options={"num_cpus": 0}
+    )
     return {"deployment_actors": [actor]}
 
 
@@ -105,18 +132,26 @@ def get_shared_actor(name: str) -> Any:
 
 
 def find_shared_actor(application: str, deployment: str, name: str) -> Any:
-    """Return the handle of a shared actor in any process. Raises ValueError if it does not exist or restarts."""
+    """Return the handle of a shared actor in any process. Raises ValueError if it does not exist or
+    restarts.
+    """
     import ray
 
     module = importlib.import_module(__name__)
-    pattern = module.get_deployment_actor_name(module.DeploymentID(deployment, application), name, code_version="*")
+    pattern = module.get_deployment_actor_name(
+        module.DeploymentID(deployment, application), name, code_version="*"
+    )
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == module.SERVE_NAMESPACE and fnmatch.fnmatchcase(actor["name"], pattern):
+        if actor["namespace"] == module.SERVE_NAMESPACE and fnmatch.fnmatchcase(
+            actor["name"], pattern
+        ):
             return ray.get_actor(actor["name"], namespace=module.SERVE_NAMESPACE)
     raise ValueError(f"{application}: no actor {name}")
 
 
 def call_replicas(handle: Any, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
     """Call a method of all active replicas, and return their results or exceptions."""
-    results: list[Any] = handle.broadcast(method, *arguments).results(timeout_s=timeout_s, return_exceptions=True)
+    results: list[Any] = handle.broadcast(method, *arguments).results(
+        timeout_s=timeout_s, return_exceptions=True
+    )
     return results

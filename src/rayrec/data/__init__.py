@@ -1,1 +1,3 @@
-"""Reads and prepares data: parsing, vocabularies, transforms, loaders and the synthetic click log."""
+"""Reads and prepares data: parsing, vocabularies, transforms, loaders and the synthetic click
+log.
+"""

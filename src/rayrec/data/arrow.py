@@ -1,5 +1,7 @@
-"""Zero-copy conversion between Arrow arrays and NumPy arrays, bytes and texts, without pyarrow's own conversions (`pa.array`,
-`to_numpy`), whose import of pandas takes longer than a small command's work."""
+"""Zero-copy conversion between Arrow arrays and NumPy arrays, bytes and texts, without pyarrow's
+own conversions (`pa.array`, `to_numpy`), whose import of pandas takes longer than a small command's
+work.
+"""
 
 import json
 import math
@@ -14,7 +16,9 @@ _SHAPES: Final = b"rayrec.shapes"
 
 
 def arrow_numbers(values: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
-    """Convert one-dimensional numbers to Arrow, sharing contiguous memory. Null if `missing` (bool, or uint8 0 or 1) is set."""
+    """Convert one-dimensional numbers to Arrow, sharing contiguous memory. Null if `missing` (bool,
+    or uint8 0 or 1) is set.
+    """
     kind, values = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
     valid = None if missing is None else pa.py_buffer(np.packbits(missing == 0, bitorder="little"))
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(values)])
@@ -24,14 +28,20 @@ def arrow_rows(values: np.ndarray) -> pa.Array:
     """Convert one number per row, or several per row as fixed-size lists."""
     if values.ndim == 1:
         return arrow_numbers(values)
-    return pa.FixedSizeListArray.from_arrays(arrow_numbers(values.reshape(-1)), math.prod(values.shape[1:]))
+    return pa.FixedSizeListArray.from_arrays(
+        arrow_numbers(values.reshape(-1)), math.prod(values.shape[1:])
+    )
 
 
 def arrow_bytes(values: Sequence[bytes]) -> pa.Array:
     """Convert values to large_binary."""
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
-    return pa.Array.from_buffers(pa.large_binary(), len(values), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))])
+    return pa.Array.from_buffers(
+        pa.large_binary(),
+        len(values),
+        [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))],
+    )
 
 
 def arrow_texts(values: Sequence[str]) -> pa.Array:
@@ -40,7 +50,9 @@ def arrow_texts(values: Sequence[str]) -> pa.Array:
 
 
 def numpy_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Convert Arrow numbers without nulls to a read-only NumPy array. Shares the memory of an array with one chunk."""
+    """Convert Arrow numbers without nulls to a read-only NumPy array. Shares the memory of an array
+    with one chunk.
+    """
     dtype = np.dtype(array.type.to_pandas_dtype())
     if isinstance(array, pa.ChunkedArray):
         parts = [numpy_of(chunk) for chunk in array.chunks]
@@ -61,7 +73,9 @@ def numpy_rows(array: pa.Array) -> np.ndarray:
 def arrays_to_table(arrays: Mapping[str, np.ndarray]) -> pa.Table:
     """Convert numeric arrays [rows, ...] to a table without copies."""
     shapes = json.dumps({name: array.shape[1:] for name, array in arrays.items()})
-    return pa.table({name: arrow_rows(array) for name, array in arrays.items()}).replace_schema_metadata({_SHAPES: shapes})
+    return pa.table(
+        {name: arrow_rows(array) for name, array in arrays.items()}
+    ).replace_schema_metadata({_SHAPES: shapes})
 
 
 def arrays_of_table(table: pa.Table) -> dict[str, np.ndarray]:

@@ -43,19 +43,26 @@ class JaggedIds:
         return self._part(expand_ranges(self.offsets()[1:] - lengths, lengths), lengths)
 
     def _part(self, ids: np.ndarray | slice, lengths: np.ndarray) -> JaggedIds:
-        return JaggedIds(self.values[ids], lengths, None if self.weights is None else self.weights[ids])
+        return JaggedIds(
+            self.values[ids], lengths, None if self.weights is None else self.weights[ids]
+        )
 
     @classmethod
     def concatenated(cls, parts: Sequence[JaggedIds]) -> JaggedIds:
         """Concatenate the rows of one or more parts, which all have weights or none."""
-        values, lengths = (np.concatenate([getattr(part, name) for part in parts]) for name in ("values", "lengths"))
+        values, lengths = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("values", "lengths")
+        )
         return cls(values, lengths, concatenate_optional([part.weights for part in parts]))
 
 
 def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the ranges starts[i], ..., starts[i] + lengths[i] - 1 concatenated, int64."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(
+        ends[-1] if len(ends) else 0, dtype=np.int64
+    )
 
 
 def concatenate_optional(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -66,7 +73,9 @@ def concatenate_optional(arrays: Sequence[np.ndarray | None]) -> np.ndarray | No
 
 
 Ids = np.ndarray | JaggedIds
-"""Ids of one sparse column: one per row [rows], a fixed number per row [rows, size], or JaggedIds."""
+"""Ids of one sparse column: one per row [rows], a fixed number per row [rows, size], or
+JaggedIds.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,15 +87,21 @@ class EncodedRows:
     ids: Sequence[Ids]
     """Ids of each sparse column, int32 or int64."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
-    """Labels by name in the order of `Schema.label_names`, NaN if missing, float32 [rows]. Empty for an unlabelled log."""
+    """Labels by name in the order of `Schema.label_names`, NaN if missing, float32 [rows]. Empty
+    for an unlabelled log.
+    """
     weights: np.ndarray | None = None
     """Row weights, float32 [rows]. None: 1 each."""
     row_numbers: np.ndarray | None = None
     """Log position of each row, int64 [rows]. None if not requested."""
     groups: np.ndarray | None = None
-    """Group key of each row (`RawBlock.group_keys`), int64 [rows]. None if the schema has no group."""
+    """Group key of each row (`RawBlock.group_keys`), int64 [rows]. None if the schema has no
+    group.
+    """
     timestamps: np.ndarray | None = None
-    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows]. None if the schema has no timestamp."""
+    """Microseconds since 1970-01-01 00:00 UTC, int64 [rows]. None if the schema has no
+    timestamp.
+    """
 
     def __len__(self) -> int:
         return len(self.dense)
@@ -98,8 +113,10 @@ class EncodedRows:
 
 
 def to_arrow(rows: EncodedRows) -> pa.Table:
-    """Convert rows to a table without copies. Columns: `dense`, fixed-size lists of float32, if any. `id_s`, integers or lists,
-    for sparse column s, `of_s`, its weights. `label:NAME`, `weight`, `row`, `group` and `time` if present."""
+    """Convert rows to a table without copies. Columns: `dense`, fixed-size lists of float32, if
+    any. `id_s`, integers or lists, for sparse column s, `of_s`, its weights. `label:NAME`,
+    `weight`, `row`, `group` and `time` if present.
+    """
     arrays: dict[str, pa.Array] = {}
     if rows.dense.shape[1]:
         arrays["dense"] = arrow_rows(rows.dense)
@@ -120,7 +137,9 @@ def to_arrow(rows: EncodedRows) -> pa.Table:
 
 
 def ids_to_arrow(ids: Ids, weights: np.ndarray | None = None) -> pa.Array:
-    """Convert the ids of one column to integers, or lists of them. `weights` replaces the ids in lists."""
+    """Convert the ids of one column to integers, or lists of them. `weights` replaces the ids in
+    lists.
+    """
     if isinstance(ids, JaggedIds):
         values = ids.values if weights is None else weights
         return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(values))
@@ -128,16 +147,31 @@ def ids_to_arrow(ids: Ids, weights: np.ndarray | None = None) -> pa.Array:
 
 
 def from_arrow(table: pa.Table) -> list[EncodedRows]:
-    """Convert a table of `to_arrow` back: one EncodedRows per chunk, with arrays that share Arrow's memory."""
+    """Convert a table of `to_arrow` back: one EncodedRows per chunk, with arrays that share Arrow's
+    memory.
+    """
     return [_from_batch(batch) for batch in table.to_batches() if batch.num_rows]
 
 
 def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    dense = numpy_rows(columns["dense"]) if "dense" in columns else np.empty((batch.num_rows, 0), np.float32)
-    ids = [ids_from_arrow(column, columns.get(f"of_{name[3:]}")) for name, column in columns.items() if name.startswith("id_")]
-    labels = {name[6:]: numpy_of(column) for name, column in columns.items() if name.startswith("label:")}
-    optional = (numpy_of(columns[name]) if name in columns else None for name in ("weight", "row", "group", "time"))
+    dense = (
+        numpy_rows(columns["dense"])
+        if "dense" in columns
+        else np.empty((batch.num_rows, 0), np.float32)
+    )
+    ids = [
+        ids_from_arrow(column, columns.get(f"of_{name[3:]}"))
+        for name, column in columns.items()
+        if name.startswith("id_")
+    ]
+    labels = {
+        name[6:]: numpy_of(column) for name, column in columns.items() if name.startswith("label:")
+    }
+    optional = (
+        numpy_of(columns[name]) if name in columns else None
+        for name in ("weight", "row", "group", "time")
+    )
     return EncodedRows(dense, ids, labels, *optional)
 
 
@@ -145,5 +179,9 @@ def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
     """Invert `ids_to_arrow`, for lists with weights given both results."""
     if pa.types.is_large_list(column.type):
         lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
-        return JaggedIds(numpy_of(column.flatten()), lengths, None if weights is None else numpy_of(weights.flatten()))
+        return JaggedIds(
+            numpy_of(column.flatten()),
+            lengths,
+            None if weights is None else numpy_of(weights.flatten()),
+        )
     return numpy_rows(column)

@@ -1,4 +1,6 @@
-"""Engines that run data tasks: the same functions over the same items, in threads or on a cluster."""
+"""Engines that run data tasks: the same functions over the same items, in threads or on a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ Tables = Generator[pa.Table, None, None]
 
 @final
 class StopToken:
-    """Stop request to the readers of one attempt in one process. Once it is set, they stop waiting for data tasks that may never
-    run. A pickled token arrives as a new one, because every worker learns of the request itself."""
+    """Stop request to the readers of one attempt in one process. Once it is set, they stop waiting
+    for data tasks that may never run. A pickled token arrives as a new one, because every worker
+    learns of the request itself.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -45,11 +49,17 @@ class StopToken:
 
 
 class Engine(Protocol):
-    """Parallel execution of one function over many items. All engines produce byte-identical results in the items' order."""
+    """Parallel execution of one function over many items. All engines produce byte-identical
+    results in the items' order.
+    """
 
-    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
-        """Run the function over the items and yield its results in their order. `function` and items are picklable; `block_bytes`
-        is the expected size of a result. Raises the InputError of a task unchanged."""
+    def run(
+        self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
+        """Run the function over the items and yield its results in their order. `function` and
+        items are picklable; `block_bytes` is the expected size of a result. Raises the InputError
+        of a task unchanged.
+        """
         ...
 
 
@@ -81,8 +91,18 @@ class StreamEngine(Engine, Protocol):
         """Token that ends the readers' waits for tasks."""
         ...
 
-    def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
-        """Run like `run`, but only `prefetch_blocks` results ahead of the reader, until it closes the generator."""
+    def stream(
+        self,
+        name: str,
+        function: Task,
+        items: Iterable[Any],
+        *,
+        block_bytes: int,
+        prefetch_blocks: int,
+    ) -> Tables:
+        """Run like `run`, but only `prefetch_blocks` results ahead of the reader, until it closes
+        the generator.
+        """
         ...
 
     def share(self, value: _Value) -> Shared[_Value]:
@@ -114,10 +134,14 @@ class TaskPlacement(Config):
     memory_bytes: int | None = None
     """Memory reserved by one task, in bytes. None reserves none."""
     max_cpus: float | None = None
-    """Maximum CPUs that all tasks of this pipeline use at once. None leaves it to Ray Data. A stream submits twice as many tasks,
-    so that no CPU waits for the next one; on idle CPUs, these run too."""
+    """Maximum CPUs that all tasks of this pipeline use at once. None leaves it to Ray Data. A
+    stream submits twice as many tasks, so that no CPU waits for the next one; on idle CPUs, these
+    run too.
+    """
     max_object_store_bytes: int | None = None
-    """Maximum object-store memory that this pipeline fills ahead of its reader, in bytes. None leaves it to Ray Data."""
+    """Maximum object-store memory that this pipeline fills ahead of its reader, in bytes. None
+    leaves it to Ray Data.
+    """
     label_selector: dict[str, str] | None = None
     """Ray node labels required of the nodes that run tasks."""
     max_outage_s: float | None = None
@@ -126,7 +150,9 @@ class TaskPlacement(Config):
 
 @dataclass(frozen=True)
 class ThreadEngine:
-    """`StreamEngine` with threads of this process, which needs no cluster: the kernels and Arrow release the GIL."""
+    """`StreamEngine` with threads of this process, which needs no cluster: the kernels and Arrow
+    release the GIL.
+    """
 
     num_threads: int
     max_outage_s: float | None = None
@@ -137,18 +163,38 @@ class ThreadEngine:
     def cpus(self) -> float:
         return float(self.num_threads)
 
-    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
-        return self.stream(name, function, items, block_bytes=block_bytes, prefetch_blocks=self.num_threads)
+    def run(
+        self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
+        return self.stream(
+            name, function, items, block_bytes=block_bytes, prefetch_blocks=self.num_threads
+        )
 
-    def stream(self, name: str, function: Task, items: Iterable[Any], *, block_bytes: int, prefetch_blocks: int) -> Tables:
-        with contextlib.nullcontext() if self.max_outage_s is None else storage.retry_timeout(self.max_outage_s):
-            return in_order(function, items, name=name, num_threads=self.num_threads, prefetch=prefetch_blocks)
+    def stream(
+        self,
+        name: str,
+        function: Task,
+        items: Iterable[Any],
+        *,
+        block_bytes: int,
+        prefetch_blocks: int,
+    ) -> Tables:
+        with (
+            contextlib.nullcontext()
+            if self.max_outage_s is None
+            else storage.retry_timeout(self.max_outage_s)
+        ):
+            return in_order(
+                function, items, name=name, num_threads=self.num_threads, prefetch=prefetch_blocks
+            )
 
     def share(self, value: _Value) -> Shared[_Value]:
         return InProcess(value)
 
 
-def grouped(items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_bytes: int, max_items: int) -> list[list[_Item]]:
+def grouped(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_bytes: int, max_items: int
+) -> list[list[_Item]]:
     """Combine consecutive items into groups of up to `max_items` items and `max_bytes` in total."""
     groups: list[list[_Item]] = []
     remaining = 0

@@ -37,19 +37,25 @@ def is_rows(data: object) -> bool:
 
 
 def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to write, those of the schema or all, and their types. Ray Data computes one row of a lazy Dataset.
-    Raises InputError, which begins with `name`, for a missing column and unusable types."""
+    """Return the columns to write, those of the schema or all, and their types. Ray Data computes
+    one row of a lazy Dataset. Raises InputError, which begins with `name`, for a missing column and
+    unusable types.
+    """
     if is_dataset(data):
         types = _types_of(data)
         numbered = [column for column in types if not isinstance(column, str)]
         if numbered:
             raise InputError(
-                f"{name}: column names must be text, got {numbered[0]!r}. Make the Dataset of frame.rename(columns=str)"
+                f"{name}: column names must be text, got {numbered[0]!r}. Make the Dataset of "
+                "frame.rename(columns=str)"
             )
         columns = _selected(list(types), schema, name)
         # Types unknown to Arrow fail when they are written.
         arrow_schema = pa.schema(
-            {column: types[column] if isinstance(types[column], pa.DataType) else pa.null() for column in columns}
+            {
+                column: types[column] if isinstance(types[column], pa.DataType) else pa.null()
+                for column in columns
+            }
         )
     else:
         columns = _selected(column_names(data), schema, name)
@@ -57,11 +63,15 @@ def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str],
     if schema is not None:
         check_types(arrow_schema, schema, path=name)
     # Text from pandas (depending on its version) and Ray Data has 32-bit or 64-bit offsets.
-    return columns, {column: str(arrow_schema.field(column).type).replace("large_", "") for column in columns}
+    return columns, {
+        column: str(arrow_schema.field(column).type).replace("large_", "") for column in columns
+    }
 
 
 def _types_of(dataset: ray.data.Dataset) -> dict[Any, Any]:
-    """Return the type of each column by name, None if unknown. Names of DataFrame blocks may be numbers."""
+    """Return the type of each column by name, None if unknown. Names of DataFrame blocks may be
+    numbers.
+    """
     schema = dataset.schema()
     if schema is None:
         return {}
@@ -101,10 +111,13 @@ def num_rows(data: Rows) -> int:
     return len(data)  # type: ignore[arg-type]
 
 
-def write_rows(data: Rows, columns: Sequence[str], target: str, write_extra: Callable[[str, int], None]) -> int:
-    """Write the columns of all rows, in order, as Parquet files into the new folder `target`, completely or not at all; a
-    Dataset at a URL directly. `write_extra(folder, rows)` is called last. Returns the number of rows. Raises InputError without
-    rows."""
+def write_rows(
+    data: Rows, columns: Sequence[str], target: str, write_extra: Callable[[str, int], None]
+) -> int:
+    """Write the columns of all rows, in order, as Parquet files into the new folder `target`,
+    completely or not at all; a Dataset at a URL directly. `write_extra(folder, rows)` is called
+    last. Returns the number of rows. Raises InputError without rows.
+    """
     if is_dataset(data):
         return _write_dataset(data.select_columns(list(columns)), target, write_extra)
     table = _table_of(data, columns)
@@ -114,15 +127,24 @@ def write_rows(data: Rows, columns: Sequence[str], target: str, write_extra: Cal
     with storage.writing_folder(target) as folder:
         for number, start in enumerate(range(0, table.num_rows, _FILE_ROWS)):
             part = table.slice(start, _FILE_ROWS)
-            pq.write_table(part, storage.join(folder, f"part-{number:06}.parquet"), row_group_size=_GROUP_ROWS)
+            pq.write_table(
+                part, storage.join(folder, f"part-{number:06}.parquet"), row_group_size=_GROUP_ROWS
+            )
         write_extra(folder, table.num_rows)
     return table.num_rows
 
 
-def _write_dataset(dataset: ray.data.Dataset, target: str, write_extra: Callable[[str, int], None]) -> int:
-    """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is ignored. A mark makes it removable
-    after a kill: Ray Data chooses the names of files."""
-    with contextlib.nullcontext(target) if storage.is_url(target) else storage.writing_folder(target) as folder:
+def _write_dataset(
+    dataset: ray.data.Dataset, target: str, write_extra: Callable[[str, int], None]
+) -> int:
+    """Write with Ray Data's tasks; at a URL directly, because a folder without a manifest is
+    ignored. A mark makes it removable after a kill: Ray Data chooses the names of files.
+    """
+    with (
+        contextlib.nullcontext(target)
+        if storage.is_url(target)
+        else storage.writing_folder(target) as folder
+    ):
         storage.make_folder(folder)
         mark = storage.join(folder, _UNFINISHED)
         storage.write_json(mark, {})
@@ -141,11 +163,13 @@ def _write_dataset(dataset: ray.data.Dataset, target: str, write_extra: Callable
 
 @contextmanager
 def paths_of(data: object, *, name: str, schema: Schema | None, folder: str) -> Iterator[str]:
-    """Yield the path of `data`: a text or path object unchanged, otherwise that of a new folder inside `folder` with its rows,
-    which is removed afterwards.
+    """Yield the path of `data`: a text or path object unchanged, otherwise that of a new folder
+    inside `folder` with its rows, which is removed afterwards.
 
-    A Dataset is read in order, whatever its option `preserve_order`. `schema` selects the columns; None keeps all. Raises
-    InputError, which begins with `name`, for other types, missing columns and unusable types."""
+    A Dataset is read in order, whatever its option `preserve_order`. `schema` selects the columns;
+    None keeps all. Raises InputError, which begins with `name`, for other types, missing columns
+    and unusable types.
+    """
     if isinstance(data, str | os.PathLike):
         yield os.fspath(data)  # type: ignore[misc]
         return
@@ -159,7 +183,9 @@ def paths_of(data: object, *, name: str, schema: Schema | None, folder: str) -> 
 
 
 def written(data: Rows, *, name: str, schema: Schema | None, folder: str) -> str:
-    """Write rows, in order, into a new folder inside `folder` and return its path. See `paths_of`."""
+    """Write rows, in order, into a new folder inside `folder` and return its path. See
+    `paths_of`.
+    """
     if is_frame(data):
         data = with_text_names(data)
     columns, _ = columns_of(data, schema, name)

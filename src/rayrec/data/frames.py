@@ -39,16 +39,22 @@ def is_dataset(data: object) -> TypeGuard[ray.data.Dataset]:
 
 
 def is_computed(dataset: ray.data.Dataset) -> bool:
-    """Return whether the rows of a Dataset are in Ray's object store, so that none of its tasks needs to run."""
+    """Return whether the rows of a Dataset are in Ray's object store, so that none of its tasks
+    needs to run.
+    """
     return isinstance(dataset, sys.modules["ray.data.dataset"].MaterializedDataset)
 
 
 @overload
-def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: ray.data.Dataset) -> ray.data.Dataset: ...
+def transform(
+    preprocessor: Preprocessor | str | os.PathLike[str], data: ray.data.Dataset
+) -> ray.data.Dataset: ...
 
 
 @overload
-def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame) -> pandas.DataFrame: ...
+def transform(
+    preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame
+) -> pandas.DataFrame: ...
 
 
 @overload
@@ -58,22 +64,27 @@ def transform(  # type: ignore[overload-cannot-match]  # To mypy, DataFrame is A
 
 
 def transform(
-    preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame | pa.Table | ray.data.Dataset
+    preprocessor: Preprocessor | str | os.PathLike[str],
+    data: pandas.DataFrame | pa.Table | ray.data.Dataset,
 ) -> pandas.DataFrame | pa.Table | ray.data.Dataset:
-    """Transform rows with the raw columns of the Preprocessor's schema, found by name, to model inputs.
+    """Transform rows with the raw columns of the Preprocessor's schema, found by name, to model
+    inputs.
 
-    The inputs are bit-identical to those of training. A DataFrame returns a DataFrame with its index, an Arrow table
-    a table, a Dataset a lazy Dataset.
+    The inputs are bit-identical to those of training. A DataFrame returns a DataFrame with its
+    index, an Arrow table a table, a Dataset a lazy Dataset.
 
-    `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result has the columns of
-    `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them, dense columns (float32), and ids of sparse
-    columns (int32, or int64 for tables of more than 2^31 rows). Lists and several hashes are lists of ids. Other columns are
-    dropped. NaN and None in a DataFrame are missing values. If a preset has constants by file, the rows belong to no known file.
+    `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result
+    has the columns of `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them,
+    dense columns (float32), and ids of sparse columns (int32, or int64 for tables of more than 2^31
+    rows). Lists and several hashes are lists of ids. Other columns are dropped. NaN and None in a
+    DataFrame are missing values. If a preset has constants by file, the rows belong to no known
+    file.
 
-    Row order is that of `data`; Ray Data keeps the order of blocks if `DataContext.execution_options.preserve_order` is set. All
-    rows are transformed, so limits on invalid rows do not apply. Raises InputError for the first invalid row, with its number
-    (from 0; in a Dataset, within its block) and column, for missing columns, unusable types, and other `data`. Ray Data raises
-    errors in the rows of a Dataset when it is consumed.
+    Row order is that of `data`; Ray Data keeps the order of blocks if
+    `DataContext.execution_options.preserve_order` is set. All rows are transformed, so limits on
+    invalid rows do not apply. Raises InputError for the first invalid row, with its number (from 0;
+    in a Dataset, within its block) and column, for missing columns, unusable types, and other
+    `data`. Ray Data raises errors in the rows of a Dataset when it is consumed.
     """
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = Preprocessor.load(os.fspath(preprocessor))
@@ -81,12 +92,16 @@ def transform(
         data = with_text_names(data)
         schema = schema_for(preprocessor.schema, list(data.columns), "DataFrame")
         columns = [name for name in schema.columns if name in data.columns]
-        inputs = transform_table(arrow_of(data[columns]), preprocessor, source="DataFrame").to_pandas()
+        inputs = transform_table(
+            arrow_of(data[columns]), preprocessor, source="DataFrame"
+        ).to_pandas()
         inputs.index = data.index
         return inputs
     if is_dataset(data):
         _ = preprocessor.slots  # Built once here, not in every task
-        task = functools.partial(transform_table, preprocessor=preprocessor, source="Dataset, in a block")
+        task = functools.partial(
+            transform_table, preprocessor=preprocessor, source="Dataset, in a block"
+        )
         return data.map_batches(task, batch_size=None, batch_format="pyarrow")
     if isinstance(data, pa.Table):
         return transform_table(data, preprocessor, source="table")
@@ -95,28 +110,46 @@ def transform(
 
 def transform_table(table: pa.Table, preprocessor: Preprocessor, *, source: str) -> pa.Table:
     """Transform raw rows as `transform` does. `source` is the source of the rows, for messages."""
-    raw, faults = parse_table(table, schema_for(preprocessor.schema, table.column_names, source), path=source)
+    raw, faults = parse_table(
+        table, schema_for(preprocessor.schema, table.column_names, source), path=source
+    )
     if faults.total:
-        count = f" ({faults.total:,} of {table.num_rows:,} rows are invalid)" if faults.total > 1 else ""
-        raise InputError(f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows")
+        count = (
+            f" ({faults.total:,} of {table.num_rows:,} rows are invalid)"
+            if faults.total > 1
+            else ""
+        )
+        raise InputError(
+            f"{faults.first[0]}{count}; fix or remove it, since transform drops no rows"
+        )
     return named_columns(preprocessor.encode(raw), preprocessor.inputs)
 
 
 def with_text_names(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Return a DataFrame whose columns have text as names: pandas numbers those of a file without a header from 0."""
-    return frame if all(isinstance(name, str) for name in frame.columns) else frame.rename(columns=str)
+    """Return a DataFrame whose columns have text as names: pandas numbers those of a file without a
+    header from 0.
+    """
+    return (
+        frame if all(isinstance(name, str) for name in frame.columns) else frame.rename(columns=str)
+    )
 
 
 def arrow_of(frame: pandas.DataFrame) -> pa.Table:
-    """Convert a DataFrame without its index; NaN and None become null. Raises InputError for a column of mixed types."""
+    """Convert a DataFrame without its index; NaN and None become null. Raises InputError for a
+    column of mixed types.
+    """
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise InputError(f"DataFrame: {' '.join(str(error).split())}; give each column one type") from None
+        raise InputError(
+            f"DataFrame: {' '.join(str(error).split())}; give each column one type"
+        ) from None
 
 
 def schema_for(schema: Schema, names: Sequence[str], source: str) -> Schema:
-    """Return the schema without the labels, weight and timestamp that the data lacks. Raises InputError for other columns."""
+    """Return the schema without the labels, weight and timestamp that the data lacks. Raises
+    InputError for other columns.
+    """
     if schema.label is not None and schema.label not in names:
         schema = schema.unlabelled()
     else:

@@ -1,7 +1,9 @@
-"""Resumable job of tasks whose output folder appears complete or not at all. The folder is written as OUT.partial. Its subfolder
-`_job` contains the job's inputs, a lock, a marker for each finished task, and data that tasks pass to later ones. At the end
-`_job` is removed and the folder gets its final name. Folders at a URL cannot be renamed: the job writes below OUT directly if its
-last file marks it as complete, else it copies the files from OUT.partial."""
+"""Resumable job of tasks whose output folder appears complete or not at all. The folder is written
+as OUT.partial. Its subfolder `_job` contains the job's inputs, a lock, a marker for each finished
+task, and data that tasks pass to later ones. At the end `_job` is removed and the folder gets its
+final name. Folders at a URL cannot be renamed: the job writes below OUT directly if its last file
+marks it as complete, else it copies the files from OUT.partial.
+"""
 
 import errno
 import logging
@@ -55,7 +57,10 @@ class JobFolder:
     def require(self) -> None:
         """Check that the task can see the folder. Raises InputError."""
         if not storage.exists(self.aid(_INPUTS)):
-            raise InputError(f"{self.path}: not visible to tasks on {os.uname().nodename}; choose an --out that all nodes share")
+            raise InputError(
+                f"{self.path}: not visible to tasks on {os.uname().nodename}; choose an --out "
+                "that all nodes share"
+            )
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
@@ -65,10 +70,15 @@ class JobFolder:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise InputError(f"{self.path}: {error.strerror}; make room there and run the same command again to resume") from None
+            raise InputError(
+                f"{self.path}: {error.strerror}; make room there and run the same command again "
+                "to resume"
+            ) from None
 
     def done(self, kind: str, number: int, result: dict[str, Any]) -> pa.Table:
-        """Mark a task as finished, and return its result, a small JSON value, as the task's table."""
+        """Mark a task as finished, and return its result, a small JSON value, as the task's
+        table.
+        """
         with self.disk_errors():
             storage.write_json(self.aid("done", _marker(kind, number)), result)
         return json_reply(result)
@@ -89,7 +99,9 @@ class ResumableJob:
 
     folder: JobFolder
     resumed: bool
-    """Whether to skip finished tasks of an earlier call, which also wrote the files that precede tasks."""
+    """Whether to skip finished tasks of an earlier call, which also wrote the files that precede
+    tasks.
+    """
 
     def finished(self, kind: str, items: Sequence[_Item]) -> dict[int, dict[str, Any]]:
         """Return the results of the finished tasks by item number."""
@@ -108,21 +120,29 @@ class ResumableJob:
         engine: Engine,
         progress: Callable[[int, int], None] = lambda done, items: None,
     ) -> Iterator[dict[str, Any]]:
-        """Run the task, which ends with `JobFolder.done`, on the unfinished items; yield all results in order. `progress`
-        receives the numbers of finished and of all items."""
+        """Run the task, which ends with `JobFolder.done`, on the unfinished items; yield all
+        results in order. `progress` receives the numbers of finished and of all items.
+        """
         finished = self.finished(kind, items)
-        tables = engine.run(kind, task, [item for item in items if item.number not in finished], block_bytes=1 << 16)
+        tables = engine.run(
+            kind, task, [item for item in items if item.number not in finished], block_bytes=1 << 16
+        )
         for done, item in enumerate(items, start=1):
             yield finished[item.number] if item.number in finished else json_of(next(tables))
             progress(done, len(items))
 
 
 @contextmanager
-def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None) -> Iterator[ResumableJob]:
-    """Create the folder `out` with the tasks run in this context; it appears on exit without an error. After an error the partial
-    folder stays for the same call to resume, unless no task is finished. `last_file` is the name of the file that the job writes
-    last. None: no file marks the folder as complete, so at a URL its files are copied sequentially, then COMPLETE. Raises
-    InputError if `out` exists, is being written, or was started with a different or unknown `job_inputs`."""
+def resumable_job(
+    out: str, job_inputs: dict[str, Any], *, last_file: str | None
+) -> Iterator[ResumableJob]:
+    """Create the folder `out` with the tasks run in this context; it appears on exit without an
+    error. After an error the partial folder stays for the same call to resume, unless no task is
+    finished. `last_file` is the name of the file that the job writes last. None: no file marks the
+    folder as complete, so at a URL its files are copied sequentially, then COMPLETE. Raises
+    InputError if `out` exists, is being written, or was started with a different or unknown
+    `job_inputs`.
+    """
     out = storage.absolute(out).rstrip("/")
     is_url, is_direct = storage.is_url(out), storage.is_url(out) and last_file is not None
     folder = JobFolder(out if is_direct else f"{out}.partial")
@@ -133,7 +153,10 @@ def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None
         if not is_url:
             with folder.disk_errors():
                 os.makedirs(folder.aid(), exist_ok=True)
-            busy = f"{folder.path}: another process is writing there; wait for it or choose another place"
+            busy = (
+                f"{folder.path}: another process is writing there; wait for it or choose another "
+                "place"
+            )
             locked.enter_context(storage.locked(folder.aid(_LOCK), busy))
         resumed = _begin(folder, job_inputs)
         try:
@@ -146,12 +169,17 @@ def resumable_job(out: str, job_inputs: dict[str, Any], *, last_file: str | None
 
 
 def _remove(path: str) -> None:
-    """Remove a folder to which ending tasks may still write. Log a warning if it cannot be removed."""
+    """Remove a folder to which ending tasks may still write. Log a warning if it cannot be
+    removed.
+    """
     failure: Exception | None = None
     for _ in range(_REMOVALS):
         try:
             storage.remove_folder(path)
-        except (OSError, InputError) as error:  # InputError: half removed, already without its marker
+        except (
+            OSError,
+            InputError,
+        ) as error:  # InputError: half removed, already without its marker
             failure = error
             time.sleep(_REMOVAL_WAIT_S)
         else:
@@ -160,16 +188,22 @@ def _remove(path: str) -> None:
 
 
 def _begin(folder: JobFolder, job_inputs: dict[str, Any]) -> bool:
-    """Return whether to resume a job with the same inputs; otherwise clear the folder and record them."""
+    """Return whether to resume a job with the same inputs; otherwise clear the folder and record
+    them.
+    """
     exists = storage.exists(folder.aid(_INPUTS))
     if not exists and set(storage.list_folder(folder.path)) - {_AIDS}:
-        raise InputError(f"{folder.path}: has files, but no {_AIDS}/{_INPUTS}, so their source is unknown; remove that folder")
+        raise InputError(
+            f"{folder.path}: has files, but no {_AIDS}/{_INPUTS}, so their source is unknown; "
+            "remove that folder"
+        )
     if exists and folder.has_finished_tasks():
         before = storage.read_json(folder.aid(_INPUTS))
         changed = [name for name, value in job_inputs.items() if before.get(name) != value]
         if changed:
             raise InputError(
-                f"{folder.path}: incomplete output of a call with a different {', '.join(changed)}; use the same values to "
+                f"{folder.path}: incomplete output of a call with a different "
+                f"{', '.join(changed)}; use the same values to "
                 "resume, or remove that folder to start over"
             )
         return True

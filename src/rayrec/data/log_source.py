@@ -24,11 +24,22 @@ from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import check_schema, open_parquet
 from rayrec.data.logs.partitions import columns_of, with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
-from rayrec.data.logs.table_log import TABLES_ONLY, column_names, file_columns, index_tables, is_table
+from rayrec.data.logs.table_log import (
+    TABLES_ONLY,
+    column_names,
+    file_columns,
+    index_tables,
+    is_table,
+)
 from rayrec.data.logs.table_parser import label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
-from rayrec.data.materialized.dataset import MANIFEST, PreprocessedDataset, open_preprocessed, open_verified
+from rayrec.data.materialized.dataset import (
+    MANIFEST,
+    PreprocessedDataset,
+    open_preprocessed,
+    open_verified,
+)
 from rayrec.schema import Schema
 from rayrec.storage.cache import GZIP_MAGIC, head_of, is_gzip, remove_older, unpack, unpacked_path
 
@@ -41,8 +52,14 @@ SNIFFED_FILES = 256
 
 
 def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[storage.File]:
-    """Return the files as splittable text. Gzip files are unpacked once to the cache folder, where older versions are removed."""
-    packed = [file for file, is_packed in zip(files, _are_gzip(files, context.engine), strict=True) if is_packed]
+    """Return the files as splittable text. Gzip files are unpacked once to the cache folder, where
+    older versions are removed.
+    """
+    packed = [
+        file
+        for file, is_packed in zip(files, _are_gzip(files, context.engine), strict=True)
+        if is_packed
+    ]
     if not packed:
         return list(files)
     assert context.cache_folder is not None
@@ -51,7 +68,9 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
     unpacked = storage.find_files(list(targets.values()))
     new = [file for file in packed if targets[file] not in unpacked]
     if new:
-        names = ", ".join(file.path for file in new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        names = ", ".join(file.path for file in new[:3]) + (
+            f" and {len(new) - 3} more" if len(new) > 3 else ""
+        )
         context.note(f"Unpacking {names} to {folder} (once, because gzip cannot be split)")
         for _ in context.engine.run("unpack", functools.partial(_unpack_task, folder=folder), new):
             pass
@@ -61,7 +80,9 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
 
 
 def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
-    """Return whether each file is gzip, by its first bytes. Data tasks check many files of a store."""
+    """Return whether each file is gzip, by its first bytes. Data tasks check many files of a
+    store.
+    """
     paths = [file.path for file in files]
     if not paths or not storage.is_url(paths[0]) or len(paths) <= SNIFFED_FILES:
         return list(storage.in_parallel(is_gzip, paths, of=paths[0] if paths else ""))
@@ -71,7 +92,9 @@ def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
 
 
 def _sniff_task(paths: Sequence[str]) -> pa.Table:
-    return pa.table({"gzip": pa.array(storage.in_parallel(is_gzip, paths, of=paths[0]), pa.bool_())})
+    return pa.table(
+        {"gzip": pa.array(storage.in_parallel(is_gzip, paths, of=paths[0]), pa.bool_())}
+    )
 
 
 def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
@@ -79,7 +102,9 @@ def _unpack_task(file: storage.File, *, folder: str) -> pa.Table:
 
 
 def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int) -> pa.Table:
-    """Index some chunks: a large one, or several small files whose requests to a store run in parallel."""
+    """Index some chunks: a large one, or several small files whose requests to a store run in
+    parallel.
+    """
     index = functools.partial(index_chunk, schema=schema, segment_bytes=segment_bytes)
     entries, total = [], Faults()
     for new, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
@@ -88,15 +113,26 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     return json_reply({"entries": entries, "faults": total.to_dict()})
 
 
-def index_log(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-    """Parse the full log once to number its rows and count its faults, at about 5 million Criteo rows/s per core. With a cache
-    folder, returns a cached index of the same files. Reports if the log was edited since it was last indexed."""
-    cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
+def index_log(
+    files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
+) -> LogIndex:
+    """Parse the full log once to number its rows and count its faults, at about 5 million Criteo
+    rows/s per core. With a cache folder, returns a cached index of the same files. Reports if the
+    log was edited since it was last indexed.
+    """
+    cache = CachedIndex.at(
+        context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
+    )
     if cached := cache.read():
         return cached
     group_bytes = max(CHUNK_BYTES, segment_bytes)
     chunks = cut(files, group_bytes)
-    groups = grouped(chunks, lambda chunk: chunk.stop - chunk.start, max_bytes=group_bytes, max_items=CHUNKS_PER_TASK)
+    groups = grouped(
+        chunks,
+        lambda chunk: chunk.stop - chunk.start,
+        max_bytes=group_bytes,
+        max_items=CHUNKS_PER_TASK,
+    )
     entries: list[SegmentEntry] = []
     faults, done, size = Faults(), 0, sum(file.size_bytes for file in files)
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
@@ -119,7 +155,9 @@ TextIndexer = Callable[..., LogIndex]
 
 @dataclass(frozen=True)
 class LogSource:
-    """Data at a path, inspected once. No other module distinguishes raw logs from preprocessed data."""
+    """Data at a path, inspected once. No other module distinguishes raw logs from preprocessed
+    data.
+    """
 
     path: str
     names: tuple[str, ...]
@@ -155,10 +193,16 @@ class LogSource:
         return self._log_files() if dataset is None else dataset.list_files()
 
     def _log_files(self) -> list[storage.File]:
-        return random_files(self.path) if self.is_random else storage.list_files(self.path, names=self.names)
+        return (
+            random_files(self.path)
+            if self.is_random
+            else storage.list_files(self.path, names=self.names)
+        )
 
     def raw_files(self) -> list[storage.File]:
-        """List the files of a raw log. Raises InputError for preprocessed data, including other programs' data."""
+        """List the files of a raw log. Raises InputError for preprocessed data, including other
+        programs' data.
+        """
         self.require_raw()
         try:
             files = self._log_files()
@@ -173,9 +217,11 @@ class LogSource:
         return files
 
     def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
-        """Return the schema with the data's `tokens` (hexadecimal for text without a header, the log's value for preprocessed
-        data) and its column order in `header`, unless the schema declares one. A `preprocessor` folder has the order of files
-        without a header. A schema with another delimiter than a tab keeps its `tokens`."""
+        """Return the schema with the data's `tokens` (hexadecimal for text without a header, the
+        log's value for preprocessed data) and its column order in `header`, unless the schema
+        declares one. A `preprocessor` folder has the order of files without a header. A schema with
+        another delimiter than a tab keeps its `tokens`.
+        """
         try:
             return self._completed(schema, preprocessor)
         except InputError:  # The next reader explains a wrong path or column
@@ -192,18 +238,31 @@ class LogSource:
             return schema if schema.header is not None else _with_header_of(stored, schema)
         if self.is_random:
             return schema.replace(tokens="hexadecimal") if has_open_tokens else schema
-        files = [file for file in storage.list_files(self.path, names=self.names) if file.size_bytes]
+        files = [
+            file for file in storage.list_files(self.path, names=self.names) if file.size_bytes
+        ]
         if files and has_open_tokens:
             schema = _with_tokens(schema, files)
-        return self._with_order(schema, files, preprocessor) if files and schema.header is None else schema
+        return (
+            self._with_order(schema, files, preprocessor)
+            if files and schema.header is None
+            else schema
+        )
 
-    def _with_order(self, schema: Schema, files: Sequence[storage.File], preprocessor: str | None) -> Schema:
+    def _with_order(
+        self, schema: Schema, files: Sequence[storage.File], preprocessor: str | None
+    ) -> Schema:
         if not is_table(files, schema):
             return schema
-        # Each file costs a request to a store, so that of very many only some are read, evenly spread.
+        # Each file costs a request to a store, so that of very many only some are read, evenly
+        # spread.
         some = files[:: -(-len(files) // _ORDER_FILES)]
         try:
-            orders = dict.fromkeys(storage.in_parallel(functools.partial(file_columns, schema=schema), some, of=self.path))
+            orders = dict.fromkeys(
+                storage.in_parallel(
+                    functools.partial(file_columns, schema=schema), some, of=self.path
+                )
+            )
         except InputError:
             if preprocessor is None:
                 raise
@@ -214,10 +273,12 @@ class LogSource:
         return schema.replace(header=header, header_row=True)
 
     def check_head(self, schema: Schema, *, max_bad_fraction: float = 0.0) -> None:
-        """Check the beginning of the data, to report mistakes early. Raises InputError. Errors: no files; only empty files; a
-        missing column in the first table; no valid line at the beginning of the first text file, with the likely cause; many
-        labels there, and more than `max_bad_fraction`, other than 0 and 1. A URL is only checked to be well-formed: reading from
-        a store twice costs more than an early message is worth."""
+        """Check the beginning of the data, to report mistakes early. Raises InputError. Errors: no
+        files; only empty files; a missing column in the first table; no valid line at the beginning
+        of the first text file, with the likely cause; many labels there, and more than
+        `max_bad_fraction`, other than 0 and 1. A URL is only checked to be well-formed: reading
+        from a store twice costs more than an early message is worth.
+        """
         if storage.is_url(self.path):
             storage.resolve(self.path)
             return
@@ -229,7 +290,9 @@ class LogSource:
             return
         first = next((file for file in files if file.size_bytes), None)
         if first is None:
-            raise InputError(f"{self.path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty")
+            raise InputError(
+                f"{self.path}: no usable rows; {'its files are' if files[1:] else 'it is'} empty"
+            )
         if is_table(files, schema):
             rows, faults = _check_table(first.path, schema)
         elif not is_gzip(first.path):
@@ -237,12 +300,16 @@ class LogSource:
         else:
             return
         wrong_labels = faults.wrong_labels(with_rule=is_table(files, schema))
-        if wrong_labels and faults.counts[LABEL_FAULT] > max(_MANY_WRONG_LABELS, max_bad_fraction) * (rows + faults.total):
+        if wrong_labels and faults.counts[LABEL_FAULT] > max(
+            _MANY_WRONG_LABELS, max_bad_fraction
+        ) * (rows + faults.total):
             raise InputError(f"{first.path}: {wrong_labels}")
 
     def is_labelled(self, schema: Schema) -> bool:
-        """Return whether the rows have the label column of `schema`, from the first conclusive file. Text without a header: from
-        the first line with the right number of columns. Without one, the log is labelled and invalid."""
+        """Return whether the rows have the label column of `schema`, from the first conclusive
+        file. Text without a header: from the first line with the right number of columns. Without
+        one, the log is labelled and invalid.
+        """
         dataset = self.dataset()
         if dataset is not None:
             return dataset.labelled
@@ -269,8 +336,10 @@ class LogSource:
         max_bad_fraction: float | None = None,
         index_text: TextIndexer = index_log,
     ) -> LogIndex:
-        """Return the index; `index_text` indexes text if no index is cached. Raises InputError if the fraction of invalid rows
-        exceeds `max_bad_fraction`; fewer are reported in a note, or in a warning if a field of the schema may make them valid."""
+        """Return the index; `index_text` indexes text if no index is cached. Raises InputError if
+        the fraction of invalid rows exceeds `max_bad_fraction`; fewer are reported in a note, or in
+        a warning if a field of the schema may make them valid.
+        """
         index = self._index(schema, segment_bytes, context, index_text)
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)
@@ -280,7 +349,9 @@ class LogSource:
                 show(f"{self.path}: skipping {index.faults.describe()}{fix and '; '}{fix}")
         return index
 
-    def _index(self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer) -> LogIndex:
+    def _index(
+        self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer
+    ) -> LogIndex:
         if self.is_preprocessed:
             return open_verified(self.path, context).index
         if self.is_random:
@@ -288,7 +359,9 @@ class LogSource:
         files = self.raw_files()
         if is_table(files, schema):
             return index_tables(files, schema, segment_bytes=segment_bytes, context=context)
-        cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
+        cache = CachedIndex.at(
+            context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
+        )
         if cached := cache.read():
             return cached
         plain = plain_files(files, context)
@@ -299,7 +372,9 @@ class LogSource:
 
 
 def _with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
-    """Return the schema with hexadecimal tokens if the files are text without a header, judged by the first."""
+    """Return the schema with hexadecimal tokens if the files are text without a header, judged by
+    the first.
+    """
     if schema.header or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
         return schema
     if is_parquet(files[0].path) or count_names(files[0].path, schema):
@@ -323,19 +398,22 @@ def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
     if arrays:
         folder = storage.folder_of(files[0].path)
         raise InputError(
-            f"{path}: has {arrays[0]}, an array of TorchRec's scripts; `rayrec adopt {folder}` checks such arrays "
-            "once and makes the folder usable, without copying them"
+            f"{path}: has {arrays[0]}, an array of TorchRec's scripts; `rayrec adopt {folder}` "
+            "checks such arrays once and makes the folder usable, without copying them"
         )
     shards = [name for name in names if re.search(r"\.mds(\.\w+)?$", name)]
     if shards:
         raise InputError(
-            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV or Parquet; export the rows to Parquet"
+            f"{path}: has {shards[0]}, an MDS shard; click logs must be text, CSV or Parquet; "
+            "export the rows to Parquet"
         )
 
 
 _HEAD_ROWS: Final = 1000
 _SAMPLED_LINES: Final = 100
-"""Lines at the beginning of a file of which one must be valid text without a header, to take it for that."""
+"""Lines at the beginning of a file of which one must be valid text without a header, to take it for
+that.
+"""
 _MANY_WRONG_LABELS: Final = 0.2
 """Fraction of wrong labels among the first rows that cannot be accidental."""
 
@@ -350,7 +428,12 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
             batch = next(parquet.iter_batches(_HEAD_ROWS, columns=stored), None)
             head = None if batch is None else pa.table(batch)
     else:
-        check_columns(columns_of(path, csv_columns(path, schema)), schema.columns, path=path, optional=schema.optional)
+        check_columns(
+            columns_of(path, csv_columns(path, schema)),
+            schema.columns,
+            path=path,
+            optional=schema.optional,
+        )
         head = next(read_csv(path, schema, read_bytes=HEAD_BYTES), None)
     head = None if head is None else with_partitions(head, path, schema)
     if label is None or head is None:
@@ -373,7 +456,9 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
 
 
 def _has_rows(lines: Sequence[bytes], schema: Schema) -> bool:
-    """Return whether some lines are text without a header, with or without a label, or with labels other than 0 and 1."""
+    """Return whether some lines are text without a header, with or without a label, or with labels
+    other than 0 and 1.
+    """
     for form in (schema, schema.unlabelled()):
         raw, faults = parse(form, b"\n".join(lines) + b"\n")
         if raw.rows or faults.wrong_labels():

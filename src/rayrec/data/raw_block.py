@@ -22,12 +22,16 @@ def number_type(schema: Schema) -> np.dtype:
 
 
 def category_type(schema: Schema) -> np.dtype:
-    """Return the dtype of a block's categories: uint32 in a log of hexadecimal tokens, else uint64."""
+    """Return the dtype of a block's categories: uint32 in a log of hexadecimal tokens, else
+    uint64.
+    """
     return np.dtype(np.uint32 if schema.tokens == "hexadecimal" else np.uint64)
 
 
 def packed_bits(missing: np.ndarray) -> np.ndarray:
-    """Pack a matrix of bool [rows, columns] into bits of uint64 [rows]; the first column is the lowest bit."""
+    """Pack a matrix of bool [rows, columns] into bits of uint64 [rows]; the first column is the
+    lowest bit.
+    """
     packed = np.zeros((len(missing), 8), np.uint8)
     bits = np.packbits(missing, axis=1, bitorder="little")
     packed[:, : bits.shape[1]] = bits
@@ -36,9 +40,11 @@ def packed_bits(missing: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RawBlock:
-    """Rows with the values of a log. Matrices have one row per log row. In a log of hexadecimal tokens they are row-major,
-    because kernels gather random rows, and `missing` has one bit per column. Other logs are read and encoded by column, so that
-    matrices are column-major, and `missing` is bool."""
+    """Rows with the values of a log. Matrices have one row per log row. In a log of hexadecimal
+    tokens they are row-major, because kernels gather random rows, and `missing` has one bit per
+    column. Other logs are read and encoded by column, so that matrices are column-major, and
+    `missing` is bool.
+    """
 
     schema: Schema
     numbers: np.ndarray
@@ -46,9 +52,13 @@ class RawBlock:
     categories: np.ndarray
     """Values of schema.singles, 0 if missing, `category_type` [rows, columns]."""
     missing: np.ndarray
-    """Mask of missing values in schema.dense, then schema.singles: bits of uint64 [rows], or bool [rows, columns]."""
+    """Mask of missing values in schema.dense, then schema.singles: bits of uint64 [rows], or bool
+    [rows, columns].
+    """
     lists: tuple[JaggedIds, ...] = ()
-    """Categories of the list columns, in the order of schema.sparse. Weights None if the column has none."""
+    """Categories of the list columns, in the order of schema.sparse. Weights None if the column has
+    none.
+    """
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Labels by name, float32 [rows], NaN where missing. Empty for an unlabelled log."""
     weights: np.ndarray | None = None
@@ -78,19 +88,35 @@ class RawBlock:
     @property
     def nbytes(self) -> int:
         """Total size of all arrays."""
-        of_lists = [array for each in self.lists for array in (each.values, each.lengths, each.weights)]
-        arrays = (self.numbers, self.categories, self.missing, *of_lists, *self.labels.values(), self.weights, self.times)
+        of_lists = [
+            array for each in self.lists for array in (each.values, each.lengths, each.weights)
+        ]
+        arrays = (
+            self.numbers,
+            self.categories,
+            self.missing,
+            *of_lists,
+            *self.labels.values(),
+            self.weights,
+            self.times,
+        )
         return sum(array.nbytes for array in arrays if array is not None)
 
     def column(self, name: str) -> np.ndarray | JaggedIds:
-        """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or lists."""
+        """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or
+        lists.
+        """
         index, first = self.schema.positions.get(name), len(self.schema.dense)
         if index is None:
-            return self.lists[[each for each in self.schema.sparse if each in self.schema.lists].index(name)]
+            return self.lists[
+                [each for each in self.schema.sparse if each in self.schema.lists].index(name)
+            ]
         return self.numbers[:, index] if index < first else self.categories[:, index - first]
 
     def is_missing(self, name: str) -> np.ndarray:
-        """Return which rows lack a value in a column of schema.dense or schema.sparse, bool [rows]."""
+        """Return which rows lack a value in a column of schema.dense or schema.sparse, bool
+        [rows].
+        """
         index = self.schema.positions.get(name)
         if index is None:
             column = self.column(name)
@@ -109,7 +135,9 @@ class RawBlock:
         return self.missing[:, None] >> bits & np.uint64(1) != 0
 
     def take(self, rows: np.ndarray) -> RawBlock:
-        """Return the given rows (int64; any, also repeated), in that order. Their files are unknown."""
+        """Return the given rows (int64; any, also repeated), in that order. Their files are
+        unknown.
+        """
         return self._selected(rows, tuple(each.take(rows) for each in self.lists), ())
 
     def cut(self, start: int, stop: int) -> RawBlock:
@@ -117,17 +145,26 @@ class RawBlock:
         if (start, stop) == (0, self.rows):
             return self
         rows = slice(start, stop)
-        files = ((path, max(low - start, 0), min(high, stop) - start) for path, low, high in self.files)
+        files = (
+            (path, max(low - start, 0), min(high, stop) - start) for path, low, high in self.files
+        )
         lists = tuple(each.cut(start, stop, each.offsets()) for each in self.lists)
         return self._selected(rows, lists, tuple(run for run in files if run[1] < run[2]))
 
     def _selected(
-        self, rows: np.ndarray | slice, lists: tuple[JaggedIds, ...], files: tuple[tuple[str, int, int], ...]
+        self,
+        rows: np.ndarray | slice,
+        lists: tuple[JaggedIds, ...],
+        files: tuple[tuple[str, int, int], ...],
     ) -> RawBlock:
         """Return the rows, with matrices in the same memory layout."""
 
         def matrix_rows(matrix: np.ndarray) -> np.ndarray:
-            return matrix[rows] if isinstance(rows, slice) or self.missing.ndim == 1 else np.take(matrix.T, rows, axis=1).T
+            return (
+                matrix[rows]
+                if isinstance(rows, slice) or self.missing.ndim == 1
+                else np.take(matrix.T, rows, axis=1).T
+            )
 
         return replace(
             self,
@@ -152,8 +189,13 @@ class RawBlock:
             np.concatenate([block.numbers for block in blocks]),
             np.concatenate([block.categories for block in blocks]),
             np.concatenate([block.missing for block in blocks]),
-            tuple(map(JaggedIds.concatenated, zip(*(block.lists for block in blocks), strict=True))),
-            {name: np.concatenate([block.labels[name] for block in blocks]) for name in blocks[0].labels},
+            tuple(
+                map(JaggedIds.concatenated, zip(*(block.lists for block in blocks), strict=True))
+            ),
+            {
+                name: np.concatenate([block.labels[name] for block in blocks])
+                for name in blocks[0].labels
+            },
             concatenate_optional([block.weights for block in blocks]),
             concatenate_optional([block.times for block in blocks]),
             tuple(
@@ -164,12 +206,16 @@ class RawBlock:
         )
 
     def group_keys(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the group keys of `rows` (int64; None: all), int64 [rows]. Values of column `schema.group` have equal keys if
-        equal, missing ones 0. Keys come from raw values, so rare categories are separate groups."""
+        """Return the group keys of `rows` (int64; None: all), int64 [rows]. Values of column
+        `schema.group` have equal keys if equal, missing ones 0. Keys come from raw values, so rare
+        categories are separate groups.
+        """
         name = self.schema.group
         assert name is not None
         categories, missing = self.column(name), self.is_missing(name)
         assert isinstance(categories, np.ndarray), "schema.group is refused for lists"
         if rows is not None:
             categories, missing = categories[rows], missing[rows]
-        return np.where(missing, np.uint64(0), mix64(categories.astype(np.uint64) + _OFFSET)).view(np.int64)
+        return np.where(missing, np.uint64(0), mix64(categories.astype(np.uint64) + _OFFSET)).view(
+            np.int64
+        )

@@ -14,7 +14,9 @@ import pyarrow as pa
 from rayrec.host_resources import this_node
 
 STAGES: Final = ("read", "parse", "encode")
-"""Bytes from storage; text or columns to raw rows; raw rows to permuted model inputs. Preprocessed rows have only read."""
+"""Bytes from storage; text or columns to raw rows; raw rows to permuted model inputs. Preprocessed
+rows have only read.
+"""
 _METADATA: Final = b"rayrec.stages"
 _local = threading.local()
 _Result = TypeVar("_Result")
@@ -30,7 +32,9 @@ class BlockTimes:
     cpu_s: Mapping[str, float]
     """Seconds by stage in which the thread computed."""
     queue_s: Mapping[str, float]
-    """Seconds by stage in which the thread was runnable without a CPU. The rest is waiting for storage."""
+    """Seconds by stage in which the thread was runnable without a CPU. The rest is waiting for
+    storage.
+    """
     done_s: float
     """Unix time at which the rows were complete."""
     node: str = ""
@@ -41,7 +45,9 @@ class BlockTimes:
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Measure the time within the context, in this thread, for the enclosing `measured`. Costs nothing noticeable without one."""
+    """Measure the time within the context, in this thread, for the enclosing `measured`. Costs
+    nothing noticeable without one.
+    """
     clock: _Clock | None = getattr(_local, "clock", None)
     if clock is None:
         yield
@@ -57,7 +63,9 @@ def stage(name: str) -> Iterator[None]:
 
 @final
 class _Clock:
-    """Clock of the current thread. Opening the kernel's file is the slowest part of a measurement, so it stays open."""
+    """Clock of the current thread. Opening the kernel's file is the slowest part of a measurement,
+    so it stays open.
+    """
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
@@ -68,7 +76,11 @@ class _Clock:
 
     def now(self) -> tuple[float, float, float]:
         """Return wall, CPU and queue seconds (0 if the kernel does not report queueing)."""
-        queue_s = 0.0 if self._schedstat is None else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+        queue_s = (
+            0.0
+            if self._schedstat is None
+            else int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+        )
         return time.perf_counter(), time.thread_time(), queue_s
 
     def close(self) -> None:
@@ -76,7 +88,9 @@ class _Clock:
             os.close(self._schedstat)
 
 
-def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) -> tuple[_Result, BlockTimes]:
+def measured(
+    make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]
+) -> tuple[_Result, BlockTimes]:
     """Call `make` and return its result with the times of its stages."""
     _local.clock = clock = _Clock()
     try:
@@ -84,13 +98,17 @@ def measured(make: Callable[[], _Result], *, rows_of: Callable[[_Result], int]) 
     finally:
         del _local.clock
         clock.close()
-    wall_s, cpu_s, queue_s = ({name: seconds[which] for name, seconds in clock.times.items()} for which in range(3))
+    wall_s, cpu_s, queue_s = (
+        {name: seconds[which] for name, seconds in clock.times.items()} for which in range(3)
+    )
     return result, BlockTimes(rows_of(result), wall_s, cpu_s, queue_s, time.time(), *this_node())
 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:
     """Return the table with the times in its metadata, for `times_of`."""
-    return table.replace_schema_metadata({**(table.schema.metadata or {}), _METADATA: json.dumps(asdict(times)).encode()})
+    return table.replace_schema_metadata(
+        {**(table.schema.metadata or {}), _METADATA: json.dumps(asdict(times)).encode()}
+    )
 
 
 def times_of(table: pa.Table) -> BlockTimes | None:
@@ -112,11 +130,15 @@ class StageTimes:
         "new_nodes",
         *(f"{name}_{kind}" for name in STAGES for kind in ("wall_s", "cpu_s", "queue_s")),
     )
-    """Values that `take` returns: CPUs of the pipeline; rows and blocks used; seconds that they waited after completion, in sum;
-    seconds of each stage. Waiting seconds per interval are the mean backlog. `new_nodes` counts additions to `nodes`."""
+    """Values that `take` returns: CPUs of the pipeline; rows and blocks used; seconds that they
+    waited after completion, in sum; seconds of each stage. Waiting seconds per interval are the
+    mean backlog. `new_nodes` counts additions to `nodes`.
+    """
 
     def __init__(self, *, cpus: float) -> None:
-        """Start with zero sums. `cpus` is the number of CPUs that may produce this worker's rows at once."""
+        """Start with zero sums. `cpus` is the number of CPUs that may produce this worker's rows at
+        once.
+        """
         self.begin_s = time.monotonic()
         self.nodes: Final[set[tuple[str, str]]] = set()
         """Nodes that made blocks; see `host_resources.this_node`."""

@@ -1,4 +1,6 @@
-"""Synthetic click log in Criteo's format with a known ground truth, to measure quality and speed anywhere."""
+"""Synthetic click log in Criteo's format with a known ground truth, to measure quality and speed
+anywhere.
+"""
 
 import contextlib
 import ctypes
@@ -14,7 +16,14 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.synthetic_law import BLOCK_ROWS, DIALECTS, NUM_DENSE, NUM_SPARSE, VERSION, GroundTruth
+from rayrec.data.synthetic_law import (
+    BLOCK_ROWS,
+    DIALECTS,
+    NUM_DENSE,
+    NUM_SPARSE,
+    VERSION,
+    GroundTruth,
+)
 from rayrec.host_resources import usable_cpus
 from rayrec.native import call
 from rayrec.storage.range_reader import in_order
@@ -26,8 +35,13 @@ def day_starts(rows: int, days: int) -> list[int]:
 
 
 def block_spans(block: int, *, starts: list[int], stop: int | None = None) -> list[tuple[int, int]]:
-    """Return the days in a block of BLOCK_ROWS rows, as (day, row count within the block), up to row `stop` of the log."""
-    first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, starts[-1] if stop is None else stop)
+    """Return the days in a block of BLOCK_ROWS rows, as (day, row count within the block), up to
+    row `stop` of the log.
+    """
+    first, last = (
+        block * BLOCK_ROWS,
+        min((block + 1) * BLOCK_ROWS, starts[-1] if stop is None else stop),
+    )
     spans = []
     for day, (start, end) in enumerate(itertools.pairwise(starts)):
         count = min(end, last) - max(start, first)
@@ -37,18 +51,25 @@ def block_spans(block: int, *, starts: list[int], stop: int | None = None) -> li
 
 
 def exact_auroc(scores: np.ndarray, labels: np.ndarray) -> float | None:
-    """Compute the probability that a click scores above a non-click, with half credit for ties. None if either class is absent.
-    Sorts float32 scores; the rest is integer arithmetic."""
+    """Compute the probability that a click scores above a non-click, with half credit for ties.
+    None if either class is absent. Sorts float32 scores; the rest is integer arithmetic.
+    """
     clicked = labels.astype(bool)
-    clicks, skips = (np.sort(scores[mask].astype(np.float32, copy=False)) for mask in (clicked, ~clicked))
+    clicks, skips = (
+        np.sort(scores[mask].astype(np.float32, copy=False)) for mask in (clicked, ~clicked)
+    )
     if not len(clicks) or not len(skips):
         return None
-    twice = int(np.searchsorted(skips, clicks).sum()) + int(np.searchsorted(skips, clicks, side="right").sum())
+    twice = int(np.searchsorted(skips, clicks).sum()) + int(
+        np.searchsorted(skips, clicks, side="right").sum()
+    )
     return twice / (2 * len(clicks) * len(skips))
 
 
 def _logloss(logits: np.ndarray, targets: np.ndarray | None) -> float:
-    """Compute the mean cross-entropy in nats, against labels, or against the true probabilities if targets is None."""
+    """Compute the mean cross-entropy in nats, against labels, or against the true probabilities if
+    targets is None.
+    """
     total = 0.0
     for start in range(0, len(logits), 1 << 20):  # Bounds the float64 copies
         part = logits[start : start + (1 << 20)].astype(np.float64)
@@ -60,22 +81,38 @@ def _logloss(logits: np.ndarray, targets: np.ndarray | None) -> float:
 def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """Compute the metrics of the true probabilities on these rows; None if undefined."""
     if not len(labels):
-        return {"rows": 0, "label_rate": None, "auroc": None, "logloss": None, "normalized_entropy": None}
+        return {
+            "rows": 0,
+            "label_rate": None,
+            "auroc": None,
+            "logloss": None,
+            "normalized_entropy": None,
+        }
     rate = int(labels.sum(dtype=np.int64)) / len(labels)
     logloss = _logloss(logits, labels)
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)) if 0 < rate < 1 else None
     auroc, normalized = exact_auroc(logits, labels), float(logloss / entropy) if entropy else None
-    return {"rows": len(labels), "label_rate": rate, "auroc": auroc, "logloss": logloss, "normalized_entropy": normalized}
+    return {
+        "rows": len(labels),
+        "label_rate": rate,
+        "auroc": auroc,
+        "logloss": logloss,
+        "normalized_entropy": normalized,
+    }
 
 
 def split_starts(dialect: str, starts: list[int]) -> tuple[int, int]:
-    """Return the first validation and test rows: halves of Kaggle's last seventh, or of the last day."""
+    """Return the first validation and test rows: halves of Kaggle's last seventh, or of the last
+    day.
+    """
     rows = starts[-1]
     validation = rows - rows // 7 if dialect == "kaggle" else starts[-2]
     return validation, rows - (rows - validation) // 2
 
 
-def _truth(plan: GroundTruth, logits: np.ndarray, labels: np.ndarray, starts: list[int]) -> dict[str, Any]:
+def _truth(
+    plan: GroundTruth, logits: np.ndarray, labels: np.ndarray, starts: list[int]
+) -> dict[str, Any]:
     overall = _quality(logits, labels)
     days_detail = []
     for day, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -83,7 +120,11 @@ def _truth(plan: GroundTruth, logits: np.ndarray, labels: np.ndarray, starts: li
         del quality["normalized_entropy"]
         days_detail.append({"day": day, **quality})
     validation, test = split_starts(plan.dialect, starts)
-    parts = {"train": (0, validation), "validation": (validation, test), "test": (test, len(labels))}
+    parts = {
+        "train": (0, validation),
+        "validation": (validation, test),
+        "test": (test, len(labels)),
+    }
     return {
         "version": VERSION,
         "rows": overall.pop("rows"),
@@ -100,12 +141,16 @@ def _truth(plan: GroundTruth, logits: np.ndarray, labels: np.ndarray, starts: li
 
 @contextlib.contextmanager
 def _new_files(folder: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield temporary paths for new files. At the end, they get their names in this order, or are removed without a trace."""
+    """Yield temporary paths for new files. At the end, they get their names in this order, or are
+    removed without a trace.
+    """
     named: list[str] = []
     made: list[str] = []
     try:
         with storage.Scratch("generate", parent=folder) as temporary:
-            paths = {name: os.path.join(temporary, str(number)) for number, name in enumerate(names)}
+            paths = {
+                name: os.path.join(temporary, str(number)) for number, name in enumerate(names)
+            }
             yield paths
             for path in paths.values():
                 storage.sync(path)
@@ -115,7 +160,9 @@ def _new_files(folder: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
                     os.makedirs(parent)
                     made.append(parent)
                 if os.path.lexists(target):  # Appeared while this log was written
-                    raise InputError(f"{target}: exists already and is never overwritten; name another folder")
+                    raise InputError(
+                        f"{target}: exists already and is never overwritten; name another folder"
+                    )
                 os.rename(path, target)
                 named.append(target)
         for parent in {folder, *map(os.path.dirname, named)}:
@@ -132,17 +179,23 @@ def _new_files(folder: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLog:
-    """Settings of a synthetic log, which determine its rows. Raises InputError for invalid values."""
+    """Settings of a synthetic log, which determine its rows. Raises InputError for invalid
+    values.
+    """
 
     rows: int
     dialect: str = "kaggle"
-    """Format. kaggle: one file train.txt, all days in order of time; terabyte: one file day_<d> per day."""
+    """Format. kaggle: one file train.txt, all days in order of time; terabyte: one file day_<d> per
+    day.
+    """
     days: int = 7
     seed: int = 0
     drift: int = 1
     """Days of change in the ground truth from one day to the next. 0: no change."""
     first_date: str | None = None
-    """First day, such as 2026-01-31, for one folder per day: dt=2026-01-31/train.txt. None: no folders."""
+    """First day, such as 2026-01-31, for one folder per day: dt=2026-01-31/train.txt. None: no
+    folders.
+    """
 
     def __post_init__(self) -> None:
         if self.dialect not in DIALECTS:
@@ -150,18 +203,27 @@ class SyntheticLog:
         for name, minimum in (("rows", 1), ("days", 1), ("seed", 0), ("drift", 0)):
             _check_number(name, getattr(self, name), minimum)
         if self.days > self.rows:
-            raise InputError(f"days: must be at most the number of rows, {self.rows}, got {self.days}")
+            raise InputError(
+                f"days: must be at most the number of rows, {self.rows}, got {self.days}"
+            )
 
     def file_names(self) -> list[str]:
-        """Return the file names, one per day or a single one. Raises InputError for invalid dates."""
+        """Return the file names, one per day or a single one. Raises InputError for invalid
+        dates.
+        """
         if self.first_date is None:
-            return ["train.txt"] if self.dialect == "kaggle" else [f"day_{day}" for day in range(self.days)]
+            return (
+                ["train.txt"]
+                if self.dialect == "kaggle"
+                else [f"day_{day}" for day in range(self.days)]
+            )
         try:
             first = datetime.date.fromisoformat(self.first_date)
             dates = [first + datetime.timedelta(day) for day in range(self.days)]
         except (ValueError, OverflowError):
             raise InputError(
-                f"first_date: must be a date such as 2026-01-31 with {self.days} days to follow, got {self.first_date!r}"
+                f"first_date: must be a date such as 2026-01-31 with {self.days} days to follow, "
+                f"got {self.first_date!r}"
             ) from None
         return [f"dt={date.isoformat()}/train.txt" for date in dates]
 
@@ -171,36 +233,58 @@ def _check_number(name: str, value: object, minimum: int) -> None:
         raise InputError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
 
 
-def _block_text(plan: GroundTruth, block: int, spans: list[tuple[int, int]], logits: np.ndarray, labels: np.ndarray) -> Any:
-    """Return the text of a block as (day, bytes) pairs, and fill the block's range of `logits` and `labels`."""
-    buffer = np.empty(sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8)
+def _block_text(
+    plan: GroundTruth,
+    block: int,
+    spans: list[tuple[int, int]],
+    logits: np.ndarray,
+    labels: np.ndarray,
+) -> Any:
+    """Return the text of a block as (day, bytes) pairs, and fill the block's range of `logits` and
+    `labels`.
+    """
+    buffer = np.empty(
+        sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8
+    )
     texts, at, row = [], 0, block * BLOCK_ROWS
     for day, rows in plan.rows(block, spans=spans):
         end = row + len(rows.labels)
         logits[row:end], labels[row:end] = rows.logits, rows.labels
-        size = format_rows(rows.labels, dense=rows.dense, tokens=rows.tokens, missing=rows.missing, out=buffer[at:])
+        size = format_rows(
+            rows.labels, dense=rows.dense, tokens=rows.tokens, missing=rows.missing, out=buffer[at:]
+        )
         texts.append((day, memoryview(buffer[at : at + size])))  # type: ignore[arg-type]
         at, row = at + size, end
     return texts
 
 
 def generate(
-    out: str, *, parallelism: int | None = None, progress: Callable[[int, int], None] | None = None, **settings: Any
+    out: str,
+    *,
+    parallelism: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Write a synthetic click log and `truth.json`, the best quality any model could reach; return it. `settings` are the fields
-    of SyntheticLog. The files appear complete or not at all, `truth.json` last. `parallelism`: threads (default: available CPUs).
-    `progress(rows done, rows)` is called after every block. Raises InputError for invalid settings and existing files."""
+    """Write a synthetic click log and `truth.json`, the best quality any model could reach; return
+    it. `settings` are the fields of SyntheticLog. The files appear complete or not at all,
+    `truth.json` last. `parallelism`: threads (default: available CPUs). `progress(rows done, rows)`
+    is called after every block. Raises InputError for invalid settings and existing files.
+    """
     out = os.fspath(out)
     if "://" in out:
         raise InputError(f"{out}: must be a local folder; generate the log there, then copy it")
     log = SyntheticLog(**settings)
-    _check_number("parallelism", num_threads := parallelism if parallelism is not None else usable_cpus(), 1)
+    _check_number(
+        "parallelism", num_threads := parallelism if parallelism is not None else usable_cpus(), 1
+    )
     if os.path.exists(out) and not os.path.isdir(out):
         raise InputError(f"{out}: must be a folder, got a file; name another folder")
     names = log.file_names()
     for name in [*names, "truth.json"]:
         if os.path.lexists(os.path.join(out, name)):
-            raise InputError(f"{out}: already has {name}, which is never overwritten; name another folder")
+            raise InputError(
+                f"{out}: already has {name}, which is never overwritten; name another folder"
+            )
     rows, plan = log.rows, GroundTruth(log.dialect, log.seed, log.drift)
     starts = day_starts(rows, log.days)
     logits, labels = np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.uint8)
@@ -211,7 +295,9 @@ def generate(
     os.makedirs(out, exist_ok=True)
     with _new_files(out, [*names, "truth.json"]) as paths:
         numbers = range(-(-rows // BLOCK_ROWS))
-        blocks = in_order(make, numbers, name="generate", num_threads=num_threads, prefetch=num_threads)
+        blocks = in_order(
+            make, numbers, name="generate", num_threads=num_threads, prefetch=num_threads
+        )
         with contextlib.closing(blocks), contextlib.ExitStack() as stack:
             current, file = -1, None
             for block, texts in enumerate(blocks):
@@ -239,11 +325,20 @@ def max_row_bytes(num_dense: int, num_sparse: int) -> int:
     return 2 + num_dense * _MAX_INTEGER_BYTES + num_sparse * _TOKEN_BYTES
 
 
-def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, missing: np.ndarray, out: np.ndarray) -> int:
-    """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; return the number of bytes written. All
-    arrays are C-contiguous: labels uint8 [rows], dense int32 [num_dense, rows], tokens uint32 [num_sparse, rows], out uint8
-    [capacity]. `missing` is uint64 [rows] with bit d for dense column d and bit num_dense + s for sparse column s. Raises
-    ValueError for an array of another type or shape, and if the text exceeds `out`."""
+def format_rows(
+    labels: np.ndarray,
+    *,
+    dense: np.ndarray,
+    tokens: np.ndarray,
+    missing: np.ndarray,
+    out: np.ndarray,
+) -> int:
+    """Write rows as `label, integers, 8-hex-digit tokens`, tab-separated, into `out`; return the
+    number of bytes written. All arrays are C-contiguous: labels uint8 [rows], dense int32
+    [num_dense, rows], tokens uint32 [num_sparse, rows], out uint8 [capacity]. `missing` is uint64
+    [rows] with bit d for dense column d and bit num_dense + s for sparse column s. Raises
+    ValueError for an array of another type or shape, and if the text exceeds `out`.
+    """
     rows, num_dense, num_sparse = len(labels), len(dense), len(tokens)
     expected = (
         ("labels", labels, np.uint8, (rows,)),
@@ -254,12 +349,20 @@ def format_rows(labels: np.ndarray, *, dense: np.ndarray, tokens: np.ndarray, mi
     )
     for name, array, kind, shape in expected:
         if array.dtype != kind or array.shape != shape or not array.flags.c_contiguous:
-            raise ValueError(f"{name}: must be C-contiguous {np.dtype(kind)} {shape}, got {array.dtype} {array.shape}")
+            raise ValueError(
+                f"{name}: must be C-contiguous {np.dtype(kind)} {shape}, got {array.dtype} "
+                f"{array.shape}"
+            )
     if not out.flags.writeable:
         raise ValueError("out: is read-only")
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
-    size = call("rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size)
+    size = call(
+        "rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size
+    )
     if size < 0:
         row_bytes = max_row_bytes(num_dense, num_sparse)
-        raise ValueError(f"out: must have room for {rows} rows of up to {row_bytes} bytes, got {out.size}, or a label exceeds 9")
+        raise ValueError(
+            f"out: must have room for {rows} rows of up to {row_bytes} bytes, got {out.size}, or "
+            "a label exceeds 9"
+        )
     return size

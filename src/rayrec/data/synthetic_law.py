@@ -1,7 +1,9 @@
-"""Distribution of a synthetic log: its columns, and the ground truth of its clicks. Every number in a row comes from one 32-bit
-draw. The upper 16 bits choose one of 65,536 equally likely slots of the column's inverse distribution. The lower 16 bits choose
-one of the neighbouring values in a slot far out in the tail. Slots also contain the value's contribution to the true logit, so a
-row costs a few table lookups per column. The constants are rounded statistics of the genuine logs."""
+"""Distribution of a synthetic log: its columns, and the ground truth of its clicks. Every number in
+a row comes from one 32-bit draw. The upper 16 bits choose one of 65,536 equally likely slots of the
+column's inverse distribution. The lower 16 bits choose one of the neighbouring values in a slot far
+out in the tail. Slots also contain the value's contribution to the true logit, so a row costs a few
+table lookups per column. The constants are rounded statistics of the genuine logs.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +41,34 @@ class LogSpec:
     negative: dict[int, list[tuple[int, float]]]
     """Dense column -> (negative value, fraction of the values), most negative first."""
     sparse: list[tuple[int, list[float], float, float]]
-    """Cardinality (at most 100,000), fractions of the top tokens, then exponent a and offset q of (rank + q)^-a."""
+    """Cardinality (at most 100,000), fractions of the top tokens, then exponent a and offset q of
+    (rank + q)^-a.
+    """
     missing: list[tuple[float, list[int]]]
     """Rate, and the columns (dense 0-12, sparse 13-38) that are empty together."""
     linked: list[list[int]]
     """Sparse columns that name the same thing, so that their common tokens occur together."""
     interacting: list[tuple[int, int]]
-    """Pairs of sparse columns with few, popular tokens. The dot product of their latent vectors adds to the logit."""
+    """Pairs of sparse columns with few, popular tokens. The dot product of their latent vectors
+    adds to the logit.
+    """
     shares: list[float]
-    """Fractions of the logit's variance for dense columns, tokens and interactions. With rarer clicks, tokens must contribute
-    less for a model to learn them from a million rows."""
+    """Fractions of the logit's variance for dense columns, tokens and interactions. With rarer
+    clicks, tokens must contribute less for a model to learn them from a million rows.
+    """
     shrinkage_rows: float
     """Occurrences in a million rows at which a token has half its column's strength."""
 
     @classmethod
     def all(cls) -> dict[str, LogSpec]:
-        """Read the constants of both logs from synthetic_law.json, which has lists for tuples and text for columns."""
+        """Read the constants of both logs from synthetic_law.json, which has lists for tuples and
+        text for columns.
+        """
         laws = packaged_json(__package__, "synthetic_law.json")
-        negative = {name: {int(column): value for column, value in law["negative"].items()} for name, law in laws.items()}
+        negative = {
+            name: {int(column): value for column, value in law["negative"].items()}
+            for name, law in laws.items()
+        }
         return {name: cls(**{**law, "negative": negative[name]}) for name, law in laws.items()}
 
 
@@ -69,7 +81,9 @@ def _hash64(values: np.ndarray, salt: int, purpose: int) -> np.ndarray:
 
 
 def _permute32(values: np.ndarray) -> np.ndarray:
-    """Apply MurmurHash3's 32-bit finalizer, a bijection, so that two tokens of a column never share a name."""
+    """Apply MurmurHash3's 32-bit finalizer, a bijection, so that two tokens of a column never share
+    a name.
+    """
     mixed = (values ^ values >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ mixed >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return mixed ^ mixed >> np.uint32(16)
@@ -86,7 +100,9 @@ def _normals(keys: np.ndarray, salt: int, purpose: int) -> np.ndarray:
 
 
 def _slots(edges: np.ndarray) -> np.ndarray:
-    """Pack slots (lowest value | width << 32) from the value at the lower edge of each slot and at the end."""
+    """Pack slots (lowest value | width << 32) from the value at the lower edge of each slot and at
+    the end.
+    """
     width = np.maximum(np.diff(edges), 1)
     assert edges.min() >= 0
     assert width.max() <= 1 << 16
@@ -98,7 +114,9 @@ class _DenseColumn:
     slots: np.ndarray
     """Packed slots, uint64 [65,536]; values are stored + 2, because -2 is the least."""
     effects: np.ndarray
-    """Logit contribution by slot, the last one for a missing value, which counts as 0, float32 [65,537]."""
+    """Logit contribution by slot, the last one for a missing value, which counts as 0, float32
+    [65,537].
+    """
 
 
 @dataclass(frozen=True)
@@ -127,8 +145,10 @@ class _DayTables:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows by column, n in all. Bit d of `missing` is dense column d, bit 13 + s sparse column s. Types: labels uint8 [n], logits
-    float32 [n], dense int32 [13, n], tokens uint32 [26, n], missing uint64 [n]."""
+    """Rows by column, n in all. Bit d of `missing` is dense column d, bit 13 + s sparse column s.
+    Types: labels uint8 [n], logits float32 [n], dense int32 [13, n], tokens uint32 [26, n], missing
+    uint64 [n].
+    """
 
     labels: np.ndarray
     logits: np.ndarray
@@ -137,7 +157,9 @@ class Rows:
     missing: np.ndarray
 
 
-def _dense_column(dialect: LogSpec, column: int, strength: float, rng: np.random.Generator) -> _DenseColumn:
+def _dense_column(
+    dialect: LogSpec, column: int, strength: float, rng: np.random.Generator
+) -> _DenseColumn:
     points = np.arange(_SLOTS + 1) / _SLOTS
     below = 0.0
     values = np.zeros(_SLOTS + 1, dtype=np.int64)
@@ -145,11 +167,14 @@ def _dense_column(dialect: LogSpec, column: int, strength: float, rng: np.random
         values[(points >= below) & (points < below + fraction)] = value
         below += fraction
     rest = points >= below
-    logarithms = np.interp((points[rest] - below) / (1 - below), _QUANTILES, np.log1p(dialect.dense[column]))
+    logarithms = np.interp(
+        (points[rest] - below) / (1 - below), _QUANTILES, np.log1p(dialect.dense[column])
+    )
     values[rest] = np.floor(np.expm1(logarithms) + 0.5)
     slots = _slots(values + 2)
     middle = values[:-1] + (np.maximum(np.diff(values), 1) - 1) / 2
-    position = np.log1p(np.maximum(np.append(middle, 0.0), 0))  # Negative and missing values act like 0
+    # Negative and missing values act like 0
+    position = np.log1p(np.maximum(np.append(middle, 0.0), 0))
     centred = (position - position[:-1].mean()) / (position[:-1].std() + 1e-9)
     slope, bump = rng.choice([-1.0, 1.0], 2) * rng.uniform([0.7, 0.2], [1.3, 0.6])
     effects = strength * (slope * np.tanh(centred / 1.5) + bump * np.exp(-0.5 * centred**2))
@@ -172,13 +197,17 @@ def _sparse_column(
     np.add.at(change, edges[:-1] + width, -1 / (_SLOTS * width))
     popularity = np.maximum(np.cumsum(change)[:-1], 0)
     seen = 1e6 * popularity
-    weight_strength = np.where(seen < 50, 0, strength * seen / (seen + shrinkage_rows)).astype(np.float32)
+    weight_strength = np.where(seen < 50, 0, strength * seen / (seen + shrinkage_rows)).astype(
+        np.float32
+    )
     return _SparseColumn(slots, bool(width.max() > 1), popularity, weight_strength, salt)
 
 
 def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token at each rank on a day, and its key. Every 8 days, a quarter of the pairs of ranks (r, r with its second
-    highest bit flipped) are swapped. Each day, 1/32 of the rare tokens are replaced. Each rank has a separate phase."""
+    """Return the token at each rank on a day, and its key. Every 8 days, a quarter of the pairs of
+    ranks (r, r with its second highest bit flipped) are swapped. Each day, 1/32 of the rare tokens
+    are replaced. Each rank has a separate phase.
+    """
     cardinality = len(column.popularity)
     ranks = np.arange(cardinality, dtype=np.int64)
     flip = np.zeros(cardinality, dtype=np.int64)
@@ -195,10 +224,14 @@ def _identities(column: _SparseColumn, day: int) -> tuple[np.ndarray, np.ndarray
 
 
 class GroundTruth:
-    """Distribution of a synthetic log, fixed by dialect, seed and drift, independent of the row count."""
+    """Distribution of a synthetic log, fixed by dialect, seed and drift, independent of the row
+    count.
+    """
 
     def __init__(self, dialect: str, seed: int, drift: int = 1) -> None:
-        """Fit the distribution. `drift` is the days of change from one day of the log to the next; 0: none."""
+        """Fit the distribution. `drift` is the days of change from one day of the log to the next;
+        0: none.
+        """
         self.dialect, self.seed, self.drift = dialect, seed, drift
         self._law = law = DIALECTS[dialect]
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
@@ -212,7 +245,10 @@ class GroundTruth:
         self._dense = [_dense_column(law, d, strengths[d], rng) for d in range(NUM_DENSE)]
         salts = rng.integers(1 << 32, 1 << 62, NUM_SPARSE)
         self._sparse = [
-            _sparse_column(law.sparse[s], strengths[NUM_DENSE + s], law.shrinkage_rows, int(salts[s])) for s in range(NUM_SPARSE)
+            _sparse_column(
+                law.sparse[s], strengths[NUM_DENSE + s], law.shrinkage_rows, int(salts[s])
+            )
+            for s in range(NUM_SPARSE)
         ]
         # Linked columns share the first one's draw.
         leader = {s: group[0] for group in law.linked for s in group}
@@ -228,9 +264,13 @@ class GroundTruth:
         self._calibrate()
 
     def _normalise(self, present: np.ndarray) -> None:
-        """Scale the three parts of the logit to their fractions of its variance (assuming independent columns)."""
+        """Scale the three parts of the logit to their fractions of its variance (assuming
+        independent columns).
+        """
         tables = self._tables(0)
-        dense = sum(present[d] * float(np.var(column.effects[:-1])) for d, column in enumerate(self._dense))
+        dense = sum(
+            present[d] * float(np.var(column.effects[:-1])) for d, column in enumerate(self._dense)
+        )
         sparse = sum(
             present[NUM_DENSE + s] * float(np.sum(column.popularity * tables.weights[s][:-1] ** 2))
             for s, column in enumerate(self._sparse)
@@ -239,22 +279,37 @@ class GroundTruth:
         for pair, (left, right) in enumerate(self._law.interacting):
             for component in range(2):
                 left_variance, right_variance = (
-                    float(np.sum(self._sparse[s].popularity * tables.latents[pair, s][component][:-1] ** 2))
+                    float(
+                        np.sum(
+                            self._sparse[s].popularity
+                            * tables.latents[pair, s][component][:-1] ** 2
+                        )
+                    )
                     for s in (left, right)
                 )
                 interaction += left_variance * right_variance
         fractions = self._law.shares
-        self._rescale((fractions[0] / dense) ** 0.5, (fractions[1] / sparse) ** 0.5, (fractions[2] / interaction) ** 0.25)
+        self._rescale(
+            (fractions[0] / dense) ** 0.5,
+            (fractions[1] / sparse) ** 0.5,
+            (fractions[2] / interaction) ** 0.25,
+        )
 
     def _rescale(self, dense: float, sparse: float, latent: float) -> None:
-        self._dense = [_DenseColumn(column.slots, column.effects * np.float32(dense)) for column in self._dense]
+        self._dense = [
+            _DenseColumn(column.slots, column.effects * np.float32(dense)) for column in self._dense
+        ]
         self._sparse_scale *= sparse
         self._latent_scale *= latent
         self._days.clear()
 
     def _calibrate(self) -> None:
-        """Set scale and bias so that day 0 has the dialect's label rate and the target AUROC, on a fixed sample."""
-        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(1,))))
+        """Set scale and bias so that day 0 has the dialect's label rate and the target AUROC, on a
+        fixed sample.
+        """
+        rng = np.random.Generator(
+            np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(1,)))
+        )
         chunks = [self._rows(self._draws(rng), 0).logits for _ in range(_CALIBRATION_CHUNKS)]
         # Means of eight neighbours represent all, so that the bisections below take milliseconds.
         shape = np.sort(np.concatenate(chunks).astype(np.float64)).reshape(-1, 8).mean(axis=1)
@@ -274,12 +329,15 @@ class GroundTruth:
             skip_below = np.cumsum(1 - click) - (1 - click) / 2
             auroc = float(np.sum(click * skip_below) / (np.sum(click) * np.sum(1 - click)))
             low, high = (scale, high) if auroc < _TARGET_AUROC else (low, scale)
-        scale = round((low + high) / 2, 4)  # Rounded: the last bits of exp may differ between machines
+        # Rounded: the last bits of exp may differ between machines
+        scale = round((low + high) / 2, 4)
         self._bias = round(bias_for(scale), 4)
         self._rescale(scale, scale, scale**0.5)
 
     def _tables(self, day: int) -> _DayTables:
-        """Return the tables of a day, built once (about 50 ms) and cached while among the eight latest."""
+        """Return the tables of a day, built once (about 50 ms) and cached while among the eight
+        latest.
+        """
         with self._lock:
             tables = self._days.get(day)
             if tables is None:
@@ -293,7 +351,9 @@ class GroundTruth:
         wobble = 0.05 * float(_normals(np.array([day]), self.seed, 0)[0]) if day else 0.0
         tokens, weights = [], []
         latents: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
-        interacting = [(pair, s) for pair, columns in enumerate(self._law.interacting) for s in columns]
+        interacting = [
+            (pair, s) for pair, columns in enumerate(self._law.interacting) for s in columns
+        ]
         for s, column in enumerate(self._sparse):
             cardinality = len(column.popularity)
             holder, keys = _identities(column, day)
@@ -307,8 +367,12 @@ class GroundTruth:
             weight[:head] = strength * _normals(keys[:head], column.salt, 3)
             # One token in 16 oscillates by a third of its strength over four weeks.
             chance = _hash64(keys[:head], column.salt, 4)
-            angle = (chance >> np.uint64(32)).astype(np.float64) * (2 * np.pi / (1 << 32)) + 2 * np.pi * day / 28
-            weight[:head] += np.where((chance & np.uint64(15)) == 0, 0.35 * strength * np.sin(angle), 0)
+            angle = (chance >> np.uint64(32)).astype(np.float64) * (
+                2 * np.pi / (1 << 32)
+            ) + 2 * np.pi * day / 28
+            weight[:head] += np.where(
+                (chance & np.uint64(15)) == 0, 0.35 * strength * np.sin(angle), 0
+            )
             weight[:-1] -= np.float32(np.sum(column.popularity * weight[:-1]))
             weights.append(weight)
             for pair in (pair for pair, member in interacting if member == s):
@@ -324,7 +388,9 @@ class GroundTruth:
         return _DayTables(self._bias + wobble, tuple(tokens), tuple(weights), latents)
 
     def _draws(self, rng: np.random.Generator) -> np.ndarray:
-        """Return uint32 [draws, chunk rows], straight from the bit generator, whose stream NumPy never changes."""
+        """Return uint32 [draws, chunk rows], straight from the bit generator, whose stream NumPy
+        never changes.
+        """
         raw = rng.bit_generator.random_raw(self._num_draws * _CHUNK_ROWS // 2)
         return raw.view(np.uint32).reshape(self._num_draws, _CHUNK_ROWS)
 
@@ -346,7 +412,9 @@ class GroundTruth:
             draw = draws[1 + d]
             slot = (draw >> high_half).astype(np.intp)
             packed = np.take(column.slots, slot, mode="clip")
-            value = (packed & low_word) + (((packed >> high_word) * (draw & low_half)) >> np.uint64(16))
+            value = (packed & low_word) + (
+                ((packed >> high_word) * (draw & low_half)) >> np.uint64(16)
+            )
             np.subtract(value.astype(np.int32), np.int32(2), out=dense[d])
             if self._missing_group[d] >= 0:
                 np.putmask(slot, empty[self._missing_group[d]], _SLOTS)
@@ -366,15 +434,25 @@ class GroundTruth:
             if s in paired:
                 ranks[s] = rank
         for pair, (left, right) in enumerate(self._law.interacting):
-            for one, other in zip(tables.latents[pair, left], tables.latents[pair, right], strict=True):
-                logits += np.take(one, ranks[left], mode="clip") * np.take(other, ranks[right], mode="clip")
+            for one, other in zip(
+                tables.latents[pair, left], tables.latents[pair, right], strict=True
+            ):
+                logits += np.take(one, ranks[left], mode="clip") * np.take(
+                    other, ranks[right], mode="clip"
+                )
         # float32 keeps 24 bits of the draw; an error of 2^-24 in the label rate is negligible.
         labels = draws[0].astype(np.float32) * np.float32(2.0**-32) * (1 + np.exp(-logits)) < 1
         return Rows(labels.view(np.uint8), logits, dense, tokens, missing)
 
-    def rows(self, block: int, *, spans: list[tuple[int, int]], skip: int = 0) -> Iterator[tuple[int, Rows]]:
-        """Yield (day, rows) of a block, in order, without its first `skip` rows. `spans` are its days as (day, row count)."""
-        rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(2, block))))
+    def rows(
+        self, block: int, *, spans: list[tuple[int, int]], skip: int = 0
+    ) -> Iterator[tuple[int, Rows]]:
+        """Yield (day, rows) of a block, in order, without its first `skip` rows. `spans` are its
+        days as (day, row count).
+        """
+        rng = np.random.Generator(
+            np.random.SFC64(np.random.SeedSequence(self.seed, spawn_key=(2, block)))
+        )
         used = _CHUNK_ROWS
         for day, count in spans:
             left = count

@@ -1,11 +1,16 @@
-"""Criteo click logs with the same columns: Kaggle Display Advertising (one file) and the 1TB logs (one file per day)."""
+"""Criteo click logs with the same columns: Kaggle Display Advertising (one file) and the 1TB logs
+(one file per day).
+"""
 
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.published_files import PUBLISHED
 from rayrec.schema import Schema
 
 SCHEMA = Schema(
-    label="label", dense=tuple(f"int_{i}" for i in range(13)), sparse=tuple(f"cat_{i}" for i in range(26)), tokens="hexadecimal"
+    label="label",
+    dense=tuple(f"int_{i}" for i in range(13)),
+    sparse=tuple(f"cat_{i}" for i in range(26)),
+    tokens="hexadecimal",
 )
 """Schema: label, 13 integers, 26 categories of 8 hexadecimal digits. Any feature may be empty."""
 

@@ -1,5 +1,7 @@
-"""Resumable HTTP download with retries, which never joins two versions of a file. Bytes go to NAME.partial. NAME.partial.json
-identifies their file version (RFC 9110: `Range` with `If-Range`), so that a later process can resume or restart."""
+"""Resumable HTTP download with retries, which never joins two versions of a file. Bytes go to
+NAME.partial. NAME.partial.json identifies their file version (RFC 9110: `Range` with `If-Range`),
+so that a later process can resume or restart.
+"""
 
 import base64
 import binascii
@@ -24,7 +26,9 @@ CHUNK_BYTES = 1 << 20
 _RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses of temporary failures."""
 _PROGRESS_BYTES = 64 << 20
-"""Number of bytes after which an attempt resets the failure count, because a long download may be cut off many times."""
+"""Number of bytes after which an attempt resets the failure count, because a long download may be
+cut off many times.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +156,18 @@ def writing_to(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}). Free space, allow writing or change --out.") from None
+        raise InputError(
+            f"{path}: cannot be written ({error.strerror}). Free space, allow writing or change "
+            "--out."
+        ) from None
 
 
 @dataclass(frozen=True)
 class Download:
-    """Download of one file to `partial`. `accept` checks the offered version and `verify` the complete file. Both raise Failed to
-    reject it. `advance` is called with the number of bytes received."""
+    """Download of one file to `partial`. `accept` checks the offered version and `verify` the
+    complete file. Both raise Failed to reject it. `advance` is called with the number of bytes
+    received.
+    """
 
     url: str
     partial: Partial
@@ -183,7 +192,8 @@ class Download:
                 except Failed as error:
                     single_request = not partial.resumed
                     partial.restart(None)
-                    # A file from several requests may be joined wrongly. One from a single request is the server's content.
+                    # A file from several requests may be joined wrongly. One from a single request
+                    # is the server's content.
                     raise Failed(str(error), final=single_request) from None
             except Failed as error:
                 failures = 1 if partial.size_bytes - before >= _PROGRESS_BYTES else failures + 1
@@ -198,7 +208,13 @@ class Download:
         # With compressed transfer, lengths, ranges and checksums would not be those of the file.
         headers = {"User-Agent": "rayrec", "Accept-Encoding": "identity"}
         old = self.partial.version
-        if usable and old and self.partial.size_bytes and old.size_bytes is not None and old.validator:
+        if (
+            usable
+            and old
+            and self.partial.size_bytes
+            and old.size_bytes is not None
+            and old.validator
+        ):
             headers |= {"Range": f"bytes={self.partial.size_bytes}-", "If-Range": old.validator}
         try:
             request = urllib.request.Request(self.url, headers=headers)
@@ -210,7 +226,11 @@ class Download:
                 raise Failed("file size changed") from None
             wait = error.headers.get("Retry-After", "")
             wait_s = float(wait) if wait.isdecimal() else 0.0
-            raise Failed(f"{error.code} {error.reason}", final=error.code not in _RETRY_STATUSES, wait_s=wait_s) from None
+            raise Failed(
+                f"{error.code} {error.reason}",
+                final=error.code not in _RETRY_STATUSES,
+                wait_s=wait_s,
+            ) from None
         except urllib.error.URLError as error:
             raise _failed(error.reason) from None
         except (http.client.HTTPException, OSError) as error:
@@ -220,10 +240,14 @@ class Download:
         partial = self.partial
         version = _version(self.url, response.headers, full=response.status == 200)
         if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):
-            raise Failed(f"response is {encoding}-encoded, although identity was requested", final=True)
+            raise Failed(
+                f"response is {encoding}-encoded, although identity was requested", final=True
+            )
         if response.status == 206:
             old = partial.version
-            content_range = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip())
+            content_range = re.fullmatch(
+                r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", "").strip()
+            )
             if old is None or content_range is None or int(content_range[1]) != partial.size_bytes:
                 partial.restart(None)
                 raise Failed("response is not the requested byte range")
@@ -255,7 +279,9 @@ def _failed(reason: Any) -> Failed:
     if isinstance(reason, TimeoutError):
         return Failed("no answer in time")
     text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-    return Failed(f"the connection failed ({text})", final=isinstance(reason, http.client.InvalidURL))
+    return Failed(
+        f"the connection failed ({text})", final=isinstance(reason, http.client.InvalidURL)
+    )
 
 
 def _version(url: str, headers: email.message.Message, *, full: bool) -> Version:
@@ -268,7 +294,9 @@ def _version(url: str, headers: email.message.Message, *, full: bool) -> Version
 
 
 def _google_md5(headers: email.message.Message) -> str | None:
-    """Parse `x-goog-hash: crc32c=…,md5=…` from one header or several. Composite objects have no md5."""
+    """Parse `x-goog-hash: crc32c=…,md5=…` from one header or several. Composite objects have no
+    md5.
+    """
     if headers.get("x-goog-stored-content-encoding", "identity") != "identity":
         return None  # The hash is of the stored bytes, which are unpacked in transfer.
     for hashes in headers.get_all("x-goog-hash", []):

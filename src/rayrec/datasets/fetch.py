@@ -19,12 +19,24 @@ from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.datasets.download import CHUNK_BYTES, Digests, Download, Failed, Partial, RetryConfig, Stopped, Version, writing_to
+from rayrec.datasets.download import (
+    CHUNK_BYTES,
+    Digests,
+    Download,
+    Failed,
+    Partial,
+    RetryConfig,
+    Stopped,
+    Version,
+    writing_to,
+)
 from rayrec.datasets.published_files import PUBLISHED, RemoteFile
 from rayrec.humanize import one_line, size_text
 
 LENGTH_TOLERANCE = 0.25
-"""Maximum relative difference from an approximate size. Allows other compression, but not truncation."""
+"""Maximum relative difference from an approximate size. Allows other compression, but not
+truncation.
+"""
 
 UNCHECKED = {
     "length": "only its length was checked: neither its publisher nor the server has a checksum",
@@ -38,13 +50,19 @@ def check_offer(file: RemoteFile, version: Version) -> None:
     if size is not None and about is not None:
         slack = 0.0 if file.size_bytes is not None else LENGTH_TOLERANCE * about
         if abs(size - about) > slack:
-            raise Failed(f"size must be {'about ' if slack else ''}{about:,} bytes as published, got {size:,}", final=True)
+            raise Failed(
+                f"size must be {'about ' if slack else ''}{about:,} bytes as published, got "
+                f"{size:,}",
+                final=True,
+            )
     if version.md5 and file.md5 and version.md5 != file.md5:
         raise Failed(f"md5 must be {file.md5} as published, got {version.md5}", final=True)
 
 
 def check_bytes(file: RemoteFile, digests: Digests, version: Version | None) -> str:
-    """Check a complete file with the best information available, and return its kind. Raises Failed on a mismatch."""
+    """Check a complete file with the best information available, and return its kind. Raises Failed
+    on a mismatch.
+    """
     size = digests.size_bytes
     if file.size_bytes is not None and size != file.size_bytes:
         raise Failed(f"size must be {file.size_bytes:,} bytes as published, got {size:,}")
@@ -57,23 +75,36 @@ def check_bytes(file: RemoteFile, digests: Digests, version: Version | None) -> 
             raise Failed(f"{name} must be {expected} {source}, got {actual}")
         if expected:
             return kind
-    has_length = file.size_bytes is not None or (version is not None and version.size_bytes is not None)
+    has_length = file.size_bytes is not None or (
+        version is not None and version.size_bytes is not None
+    )
     return "length" if has_length else "nothing"
 
 
 def check_present(
-    file: RemoteFile, folder: str, record: dict[str, Any] | None, *, verify: bool, note: Callable[[str], None]
+    file: RemoteFile,
+    folder: str,
+    record: dict[str, Any] | None,
+    *,
+    verify: bool,
+    note: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """Check a file in the folder and return its result. None if not present. Raises InputError if it is not the expected file."""
+    """Check a file in the folder and return its result. None if not present. Raises InputError if
+    it is not the expected file.
+    """
     path = os.path.join(folder, file.name)
     if not os.path.isfile(path):
         return None
     size = os.path.getsize(path)
     fix = "Remove it to fetch it again."
     if record and size != record["bytes"]:
-        raise InputError(f"{path}: size must be {record['bytes']:,} bytes as fetched, got {size:,}. {fix}")
+        raise InputError(
+            f"{path}: size must be {record['bytes']:,} bytes as fetched, got {size:,}. {fix}"
+        )
     if file.size_bytes is not None and size != file.size_bytes:
-        raise InputError(f"{path}: size must be {file.size_bytes:,} bytes as published, got {size:,}. {fix}")
+        raise InputError(
+            f"{path}: size must be {file.size_bytes:,} bytes as published, got {size:,}. {fix}"
+        )
     if record and not verify:
         return {**record, "status": "present"}
     note(f"Checking {file.name}")
@@ -81,7 +112,9 @@ def check_present(
     digests.add_file(path)
     if record:
         if digests.sha256 != record["sha256"]:
-            raise InputError(f"{path}: sha256 must be {record['sha256']} as fetched, got {digests.sha256}. {fix}")
+            raise InputError(
+                f"{path}: sha256 must be {record['sha256']} as fetched, got {digests.sha256}. {fix}"
+            )
         return {**record, "status": "present"}
     try:
         verified = check_bytes(file, digests, None)
@@ -92,7 +125,9 @@ def check_present(
     return result_of(file.name, digests, None, "present", verified)
 
 
-def result_of(name: str, digests: Digests, url: str | None, status: str, verified: str) -> dict[str, Any]:
+def result_of(
+    name: str, digests: Digests, url: str | None, status: str, verified: str
+) -> dict[str, Any]:
     """Return the entry of a file in the result of `fetch` and in its record."""
     fields = {"name": name, "bytes": digests.size_bytes, "sha256": digests.sha256}
     return {**fields, "url": url, "status": status, "verified": verified}
@@ -119,9 +154,13 @@ class _Call:
     stop: threading.Event = field(default_factory=threading.Event)
 
 
-def _extract(archive: str, members: Sequence[RemoteFile], call: _Call, *, url: str) -> list[dict[str, Any]]:
-    """Extract the wanted members of a tar file into the folder. No path in the archive is used for writing. Raises InputError if
-    the archive is damaged, or a member is missing, not a regular file, or not the published one."""
+def _extract(
+    archive: str, members: Sequence[RemoteFile], call: _Call, *, url: str
+) -> list[dict[str, Any]]:
+    """Extract the wanted members of a tar file into the folder. No path in the archive is used for
+    writing. Raises InputError if the archive is damaged, or a member is missing, not a regular
+    file, or not the published one.
+    """
     missing = {file.name: file for file in members}
     results = []
     try:
@@ -136,15 +175,23 @@ def _extract(archive: str, members: Sequence[RemoteFile], call: _Call, *, url: s
                 if not missing:
                     break
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # Disk error: gzip and bz2 set no errno.
+        # Disk error: gzip and bz2 set no errno.
+        if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise InputError(f"{archive}: damaged tar file ({one_line(error)}). Remove it to fetch it again.") from None
+        raise InputError(
+            f"{archive}: damaged tar file ({one_line(error)}). Remove it to fetch it again."
+        ) from None
     if missing:
-        raise InputError(f"{archive}: file {' and '.join(missing)} not found in it. Is {url} the published archive?")
+        raise InputError(
+            f"{archive}: file {' and '.join(missing)} not found in it. Is {url} the published "
+            "archive?"
+        )
     return results
 
 
-def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str) -> dict[str, Any]:
+def _extract_member(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str
+) -> dict[str, Any]:
     target = os.path.join(call.folder, file.name)
     require_space(call.folder, file.name, member.size)
     digests, source = Digests(), tar.extractfile(member)
@@ -162,7 +209,10 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
         try:
             verified = check_bytes(file, digests, Version(url, None, member.size, None))
         except Failed as error:
-            raise InputError(f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by hand.") from None
+            raise InputError(
+                f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by "
+                "hand."
+            ) from None
         with writing_to(target):
             os.replace(f"{target}.partial", target)
     finally:
@@ -172,7 +222,9 @@ def _extract_member(tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteF
 
 
 def files_of(name: str) -> tuple[RemoteFile, ...]:
-    """Return the files of a dataset. Raises InputError for an unknown name, with the nearest match."""
+    """Return the files of a dataset. Raises InputError for an unknown name, with the nearest
+    match.
+    """
     if name not in PUBLISHED:
         matches = difflib.get_close_matches(name, PUBLISHED, n=1)
         hint = f"did you mean '{matches[0]}'?" if matches else f"there are {', '.join(PUBLISHED)}"
@@ -181,7 +233,9 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
 
 
 RECORD = "fetched.json"
-"""Record in the folder: bytes, sha256, url and kind of check of each file. Data readers skip .json files."""
+"""Record in the folder: bytes, sha256, url and kind of check of each file. Data readers skip .json
+files.
+"""
 
 
 def fetch(
@@ -194,10 +248,12 @@ def fetch(
     progress: Callable[[str, int, int | None], None] = lambda name, done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Fetch missing files, and return name, bytes, sha256, url, status (`fetched` or `present`) and `verified` for each file.
+    """Fetch missing files, and return name, bytes, sha256, url, status (`fetched` or `present`) and
+    `verified` for each file.
 
-    A file gets its name only when it is complete and checked: by the published sha256 or md5, else by the server's checksum, else
-    by its length alone, with a note. After an interruption, the next call resumes NAME.partial.
+    A file gets its name only when it is complete and checked: by the published sha256 or md5, else
+    by the server's checksum, else by its length alone, with a note. After an interruption, the next
+    call resumes NAME.partial.
 
     Args:
         files: Files to fetch.
@@ -208,12 +264,19 @@ def fetch(
         progress: Called with a name, the bytes done and the total bytes, or None if unknown.
         note: Called with messages for the user.
 
-    Raises InputError if a file cannot be fetched, is not the published one, or does not fit on the disk.
+    Raises InputError if a file cannot be fetched, is not the published one, or does not fit on the
+    disk.
     """
     if storage.is_url(folder):
-        raise InputError(f"{folder}: must be a local folder. Choose one with --out and copy the files from there.")
+        raise InputError(
+            f"{folder}: must be a local folder. Choose one with --out and copy the files from "
+            "there."
+        )
     folder = storage.absolute(folder)
-    lock_path, busy = os.path.join(folder, ".fetch.lock"), "another fetch is writing there. Wait for it or choose another --out."
+    lock_path, busy = (
+        os.path.join(folder, ".fetch.lock"),
+        "another fetch is writing there. Wait for it or choose another --out.",
+    )
     with contextlib.ExitStack() as locked:
         with writing_to(folder):
             os.makedirs(folder, exist_ok=True)
@@ -222,7 +285,9 @@ def fetch(
         records = _Records(folder)
         results = {}
         for file in files:
-            if result := check_present(file, folder, records.read(file.name), verify=verify, note=note):
+            if result := check_present(
+                file, folder, records.read(file.name), verify=verify, note=note
+            ):
                 records.write(result)
                 results[file.name] = result
         requested: dict[str, list[RemoteFile]] = {}
@@ -236,10 +301,14 @@ def fetch(
         _check_space(folder, list(transfers.values()), partials, requested)
         for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
             note(terms)
-        call = _Call(folder, retries or RetryConfig(), _Progress(list(transfers.values()), progress), note)
+        call = _Call(
+            folder, retries or RetryConfig(), _Progress(list(transfers.values()), progress), note
+        )
 
         def run(transfer: RemoteFile) -> None:
-            for result in _transfer(transfer, requested[transfer.name], partials[transfer.name], call):
+            for result in _transfer(
+                transfer, requested[transfer.name], partials[transfer.name], call
+            ):
                 records.write(result)
                 results[result["name"]] = result
 
@@ -247,7 +316,12 @@ def fetch(
     return [results[file.name] for file in files]
 
 
-def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile], parallelism: int, stop: threading.Event) -> None:
+def _in_parallel(
+    run: Callable[[RemoteFile], None],
+    files: Sequence[RemoteFile],
+    parallelism: int,
+    stop: threading.Event,
+) -> None:
     """Run all transfers. A failure or interrupt stops the others, whose partial files stay."""
 
     def run_unless_stopped(file: RemoteFile) -> None:
@@ -266,12 +340,16 @@ def _in_parallel(run: Callable[[RemoteFile], None], files: Sequence[RemoteFile],
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
-    errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
+    errors = [
+        error for future in futures if not future.cancelled() and (error := future.exception())
+    ]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
 
 
-def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial, call: _Call) -> list[dict[str, Any]]:
+def _transfer(
+    file: RemoteFile, members: Sequence[RemoteFile], partial: Partial, call: _Call
+) -> list[dict[str, Any]]:
     """Fetch a file, or an archive whose wanted members are extracted before it is removed."""
     folder, reported, url = call.folder, call.reported, file.url
     path = os.path.join(folder, file.name)
@@ -291,11 +369,20 @@ def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial,
         verified = check_bytes(file, partial.digests, partial.version)
 
     try:
-        Download(url, partial, call.retries, accept, check, functools.partial(reported.advance, file), call.stop).run()
+        Download(
+            url,
+            partial,
+            call.retries,
+            accept,
+            check,
+            functools.partial(reported.advance, file),
+            call.stop,
+        ).run()
     except Failed as error:
         hint = f" from {file.page}" if file.page else ""
         raise InputError(
-            f"{file.name}: cannot be fetched ({url}: {error}). Try again later, or put it into {folder} by hand{hint}."
+            f"{file.name}: cannot be fetched ({url}: {error}). Try again later, or put it into "
+            f"{folder} by hand{hint}."
         ) from None
     how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f", checked by the {verified}"
     call.note(f"Fetched {file.name}, {size_text(partial.size_bytes)}{how}")
@@ -308,21 +395,34 @@ def _transfer(file: RemoteFile, members: Sequence[RemoteFile], partial: Partial,
 
 
 def _check_space(
-    folder: str, transfers: Sequence[RemoteFile], partials: dict[str, Partial], members: dict[str, list[RemoteFile]]
+    folder: str,
+    transfers: Sequence[RemoteFile],
+    partials: dict[str, Partial],
+    members: dict[str, list[RemoteFile]],
 ) -> None:
-    """Check the disk space for all known sizes. Unknown ones are checked when a server reports them."""
+    """Check the disk space for all known sizes. Unknown ones are checked when a server reports
+    them.
+    """
     needed = 0
     for file in transfers:
         needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
-        needed += sum(member.expected_bytes or 0 for member in members[file.name] if member is not file)
-    names = " and ".join(file.name for file in transfers) if len(transfers) < 3 else f"the {len(transfers)} files"
+        needed += sum(
+            member.expected_bytes or 0 for member in members[file.name] if member is not file
+        )
+    names = (
+        " and ".join(file.name for file in transfers)
+        if len(transfers) < 3
+        else f"the {len(transfers)} files"
+    )
     require_space(folder, names, needed)
 
 
 class _Progress:
     """Progress in bytes over all files."""
 
-    def __init__(self, files: Sequence[RemoteFile], progress: Callable[[str, int, int | None], None]) -> None:
+    def __init__(
+        self, files: Sequence[RemoteFile], progress: Callable[[str, int, int | None], None]
+    ) -> None:
         self._lock = threading.Lock()
         self._progress = progress
         self._done: dict[str, int] = {}
@@ -352,7 +452,9 @@ class _Records:
             self._by_name = {
                 record["name"]: record
                 for record in storage.read_json(self._path)["files"]
-                if isinstance(record["name"], str) and isinstance(record["bytes"], int) and isinstance(record["sha256"], str)
+                if isinstance(record["name"], str)
+                and isinstance(record["bytes"], int)
+                and isinstance(record["sha256"], str)
             }
 
     def read(self, name: str) -> dict[str, Any] | None:

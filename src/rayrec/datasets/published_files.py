@@ -27,7 +27,9 @@ class RemoteFile(Config):
     """License terms."""
     size_bytes: int | None = None
     about_bytes: int | None = None
-    """Approximate size to within a few percent (disk usage or rounded), if no exact size is published."""
+    """Approximate size to within a few percent (disk usage or rounded), if no exact size is
+    published.
+    """
     sha256: str | None = None
     md5: str | None = None
     unpacked_about_bytes: int | None = None
@@ -58,14 +60,18 @@ class RemoteFile(Config):
 
 
 def _published() -> dict[str, tuple[RemoteFile, ...]]:
-    """Read published_files.json, where the files of a dataset have one archive, or one folder, page and terms."""
+    """Read published_files.json, where the files of a dataset have one archive, or one folder, page
+    and terms.
+    """
     stored = packaged_json(__package__, "published_files.json")
     files: dict[str, tuple[RemoteFile, ...]] = {}
     for dataset, of in stored.items():
         archive = RemoteFile(**of["archive"]) if "archive" in of else None
         common = {"archive": archive, "page": of.get("page", ""), "terms": of.get("terms", "")}
         url = f"{of['folder']}/{{}}" if "folder" in of else ""
-        files[dataset] = tuple(RemoteFile(**file, **common, url=url.format(file["name"])) for file in of["files"])
+        files[dataset] = tuple(
+            RemoteFile(**file, **common, url=url.format(file["name"])) for file in of["files"]
+        )
     days = files["criteo_full"]
     return {"criteo_kaggle": files["criteo_kaggle"], "criteo_small": (*days[:4], days[23]), **files}
 
@@ -75,27 +81,42 @@ PUBLISHED: Final = _published()
 
 
 def require_files(
-    path: str, requested: Sequence[RemoteFile], *, fetch_name: str, note: Callable[[str], None] | None = None
+    path: str,
+    requested: Sequence[RemoteFile],
+    *,
+    fetch_name: str,
+    note: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Return one path per wanted file in a folder, plain, .gz or .parquet, in the wanted order. Notes files of an unlikely size,
-    which may be truncated, or intentional samples. Raises InputError if files are missing, with their sizes, pages and the
-    `rayrec fetch FETCH_NAME` command, or if a file is present twice, because both would be read."""
+    """Return one path per wanted file in a folder, plain, .gz or .parquet, in the wanted order.
+    Notes files of an unlikely size, which may be truncated, or intentional samples. Raises
+    InputError if files are missing, with their sizes, pages and the `rayrec fetch FETCH_NAME`
+    command, or if a file is present twice, because both would be read.
+    """
     by_name: dict[str, storage.File] = {}
     if storage.exists(path):
         with contextlib.suppress(InputError):  # An empty folder lacks all files.
             by_name = {storage.name_of(file.path): file for file in storage.list_files(path)}
-    present_files = {file: [by_name[name] for name in file.variants if name in by_name] for file in requested}
+    present_files = {
+        file: [by_name[name] for name in file.variants if name in by_name] for file in requested
+    }
     if missing := [file for file, present in present_files.items() if not present]:
-        raise InputError(f"{path}: {missing_text(missing)}. Run `rayrec fetch {fetch_name} --out {path}`.")
+        raise InputError(
+            f"{path}: {missing_text(missing)}. Run `rayrec fetch {fetch_name} --out {path}`."
+        )
     repeated = [present for present in present_files.values() if len(present) > 1]
     if repeated:
-        same = "; ".join(" and ".join(storage.name_of(file.path) for file in present) for present in repeated)
+        same = "; ".join(
+            " and ".join(storage.name_of(file.path) for file in present) for present in repeated
+        )
         raise InputError(f"{path}: found the same rows more than once ({same}). Keep one of each.")
     for file, (present,) in present_files.items():
         sizes = {file.plain_name: file.unpacked_about_bytes, file.name: file.expected_bytes}
         expected = sizes.get(storage.name_of(present.path))
         if note and expected and not 0.75 < present.size_bytes / expected < 1.25:
-            note(f"{present.path}: {size_text(present.size_bytes)}, but {size_text(expected)} are published")
+            note(
+                f"{present.path}: {size_text(present.size_bytes)}, but {size_text(expected)} are "
+                "published"
+            )
     return [present.path for (present,) in present_files.values()]
 
 
@@ -105,7 +126,10 @@ def missing_text(files: Sequence[RemoteFile]) -> str:
     if len(files) <= 5:
         names = ", ".join(f"{file.plain_name} ({_size_of((file,))})" for file in files)
     else:
-        names = f"{names_text([file.plain_name for file in files])} ({len(files)} files, {_size_of(files)})"
+        names = (
+            f"{names_text([file.plain_name for file in files])} ({len(files)} files, "
+            f"{_size_of(files)})"
+        )
     return f"missing {names}" + (f"; published at {pages}" if pages else "")
 
 
@@ -119,7 +143,10 @@ def _size_of(files: Sequence[RemoteFile]) -> str:
     elif all(file.size_bytes is not None for file in files):
         texts.append(f"{packed:,} bytes")
     else:
-        texts.append(f"about {size_text(packed)}" + (" as .gz" if all(file.name.endswith(".gz") for file in files) else ""))
+        texts.append(
+            f"about {size_text(packed)}"
+            + (" as .gz" if all(file.name.endswith(".gz") for file in files) else "")
+        )
     unpacked = _sum([file.unpacked_about_bytes for file in files])
     if unpacked is not None:
         texts.append(f"{size_text(unpacked)} unpacked")

@@ -1,4 +1,6 @@
-"""Installed distributions, import checks, machine resources and the origin of results. Does not diagnose."""
+"""Installed distributions, import checks, machine resources and the origin of results. Does not
+diagnose.
+"""
 
 import functools
 import json
@@ -24,7 +26,9 @@ FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 EXTRAS = ("spark", "language", "mlflow", "wandb", "onnx")
 """Functional extras of rayrec. The first distribution of each indicates whether it is installed."""
 UNNEEDED: dict[str, dict[str, str]] = packaged_json(__package__, "unneeded.json")
-"""Requirements in a distribution's metadata that rayrec does not need, and why. Not in the lock, and ignored by the doctor."""
+"""Requirements in a distribution's metadata that rayrec does not need, and why. Not in the lock,
+and ignored by the doctor.
+"""
 _PROBE_TIMEOUT_S = 120.0
 """Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""
 
@@ -77,30 +81,50 @@ class Machine:
 
 
 def installed_distributions() -> dict[str, Installed]:
-    """Return the distributions of this interpreter by normalized name. Of duplicates, the importable one."""
+    """Return the distributions of this interpreter by normalized name. Of duplicates, the
+    importable one.
+    """
     from packaging.utils import canonicalize_name
 
     distributions: dict[str, Installed] = {}
     for distribution in metadata.distributions():
         name, *_ = distribution.metadata.get_all("Name") or [None]
-        if name is None or canonicalize_name(name) in distributions:  # a partly removed distribution has no name
+        # a partly removed distribution has no name
+        if name is None or canonicalize_name(name) in distributions:
             continue
-        holds = canonicalize_name(name) in FBGEMM and any(path.parts[0] == "fbgemm_gpu" for path in distribution.files or ())
+        holds = canonicalize_name(name) in FBGEMM and any(
+            path.parts[0] == "fbgemm_gpu" for path in distribution.files or ()
+        )
         distributions[canonicalize_name(name)] = Installed(
-            version=distribution.version, requires=tuple(distribution.requires or ()), holds_fbgemm=holds
+            version=distribution.version,
+            requires=tuple(distribution.requires or ()),
+            holds_fbgemm=holds,
         )
     return distributions
 
 
-def probe_all(modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _PROBE_TIMEOUT_S) -> dict[str, Probe]:
-    """Import modules in separate processes: one process until a module fails, then another one for the rest."""
+def probe_all(
+    modules: Sequence[str], *, python: str = sys.executable, timeout_s: float = _PROBE_TIMEOUT_S
+) -> dict[str, Probe]:
+    """Import modules in separate processes: one process until a module fails, then another one for
+    the rest.
+    """
     probes: dict[str, Probe] = {}
     while len(probes) < len(modules):
         waiting = list(modules[len(probes) :])
         command = [python, "-c", _PROBE, *waiting]
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
-            output, error = done.stdout, _ending(done.returncode, done.stderr.decode(errors="replace"))
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+            )
+            output, error = (
+                done.stdout,
+                _ending(done.returncode, done.stderr.decode(errors="replace")),
+            )
         except subprocess.TimeoutExpired as expired:
             output, error = expired.stdout or b"", f"did not finish within {timeout_s:g} s"
         for line in output.decode(errors="replace").splitlines():
@@ -137,14 +161,27 @@ def this_machine() -> Machine:
 
 
 def _cuda_devices() -> tuple[str, ...]:
-    """Return the CUDA devices of NVIDIA's driver, or the device files if nvidia-smi is not installed."""
+    """Return the CUDA devices of NVIDIA's driver, or the device files if nvidia-smi is not
+    installed.
+    """
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return ()
-        return tuple(line.strip() for line in done.stdout.splitlines() if line.strip()) if done.returncode == 0 else ()
+        return (
+            tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+            if done.returncode == 0
+            else ()
+        )
     return tuple(str(path) for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
 
 
@@ -159,7 +196,16 @@ def kernels_fault() -> str | None:
     return None
 
 
-DISTRIBUTIONS = ("rayrec", "torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "ray", "numpy", "pyarrow")
+DISTRIBUTIONS = (
+    "rayrec",
+    "torch",
+    "torchrec",
+    "fbgemm-gpu-cpu",
+    "fbgemm-gpu",
+    "ray",
+    "numpy",
+    "pyarrow",
+)
 
 
 def versions() -> dict[str, str]:
@@ -180,9 +226,14 @@ _GIT_S = 5.0
 
 
 def origin() -> dict[str, str | None]:
-    """Return the origin of a result. `commit`: of the working directory's repository, with `+` for uncommitted changes, None
-    without one. `machine`: name, CPUs and processor. `command`: command line without secrets."""
-    host = f"{platform.node()}, {os.cpu_count()} CPUs ({platform.machine()}), {platform.system()} {platform.release()}"
+    """Return the origin of a result. `commit`: of the working directory's repository, with `+` for
+    uncommitted changes, None without one. `machine`: name, CPUs and processor. `command`: command
+    line without secrets.
+    """
+    host = (
+        f"{platform.node()}, {os.cpu_count()} CPUs ({platform.machine()}), {platform.system()} "
+        f"{platform.release()}"
+    )
     return {"commit": _commit(os.getcwd()), "machine": host, "command": command_line(sys.argv)}
 
 
@@ -192,8 +243,17 @@ def _commit(folder: str) -> str | None:
         return None
     try:
         head, changes = (
-            subprocess.run([git, "-C", folder, *arguments], capture_output=True, text=True, timeout=_GIT_S, check=True)
-            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+            subprocess.run(
+                [git, "-C", folder, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=_GIT_S,
+                check=True,
+            )
+            for arguments in (
+                ("rev-parse", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no"),
+            )
         )
     except (OSError, subprocess.SubprocessError):  # no repository, or one that git does not trust
         return None

@@ -34,7 +34,9 @@ class _ResampledConfig(ScoringConfig):
     """Settings of scoring and of metric intervals."""
 
     group: str | None = None
-    """Column such as the user, for ranking metrics within its values (GAUC, NDCG, recall). None uses the schema's, if any."""
+    """Column such as the user, for ranking metrics within its values (GAUC, NDCG, recall). None
+    uses the schema's, if any.
+    """
     confidence: float | None = None
     """Confidence level of metric intervals, such as 0.95. None omits intervals."""
     resamples: int = 1000
@@ -60,14 +62,18 @@ class EvaluationConfig(_ResampledConfig):
     ranking_k: tuple[int, ...] = ()
     """Rank k of ndcg_at_K, recall_at_K and hit_rate_at_K, with a group. Repeatable, default 10."""
     slice_by: tuple[str, ...] = ()
-    """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (training rows with its value). Repeatable."""
+    """Slice for additional metrics: day, COLUMN (its values) or frequency:COLUMN (training rows
+    with its value). Repeatable.
+    """
     slice_top: Count = 10
     """Number of the most frequent values of a column with separate slices. All others share one."""
     compare: str | None = None
     """Another click model checkpoint to compare with on the same rows."""
     baselines: tuple[Literal["prior", "logistic", "lightgbm"], ...] | None = None
-    """Baselines trained on the run's training rows to report next to the model: prior (their click rate), logistic (regression on
-    hashed categories), lightgbm (gradient-boosted trees). Without a name: prior and logistic."""
+    """Baselines trained on the run's training rows to report next to the model: prior (their click
+    rate), logistic (regression on hashed categories), lightgbm (gradient-boosted trees). Without a
+    name: prior and logistic.
+    """
     baseline_rows: Count = 1_000_000
     """Number of the last training rows to train baselines on, kept in memory."""
 
@@ -99,8 +105,10 @@ class ComparisonConfig(_ResampledConfig):
     confidence: float = 0.95
     """Confidence level of intervals."""
     baselines: tuple[Literal["prior", "logistic", "lightgbm"], ...] = ()
-    """Baselines to add, trained on the first model's training rows: prior (their click rate), logistic (regression on hashed
-    categories) and lightgbm (gradient-boosted trees on numbers and smoothed click rates)."""
+    """Baselines to add, trained on the first model's training rows: prior (their click rate),
+    logistic (regression on hashed categories) and lightgbm (gradient-boosted trees on numbers and
+    smoothed click rates).
+    """
     baseline_rows: Count = 1_000_000
     """Number of the last training rows to train baselines on, kept in memory."""
 
@@ -127,8 +135,15 @@ class ComparisonGates(Config):
 
 LARGEST_LOGIT_DIFFERENCE: Final = 1e-5
 """Maximum difference between the logits of an fp32 export and its checkpoint, on any row."""
-LARGEST_AUROC_LOSS: Final[dict[Quantization, float]] = {"fp32": 1e-4, "fp16": 1e-4, "int8": 1e-4, "int4": 2e-3}
-"""Maximum AUROC difference between an export and its checkpoint on the same rows, by quantization."""
+LARGEST_AUROC_LOSS: Final[dict[Quantization, float]] = {
+    "fp32": 1e-4,
+    "fp16": 1e-4,
+    "int8": 1e-4,
+    "int4": 2e-3,
+}
+"""Maximum AUROC difference between an export and its checkpoint on the same rows, by
+quantization.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +159,9 @@ class ExportConfig(Config):
     max_auroc_loss: Fraction | None = None
     """Maximum AUROC difference from the checkpoint. None: 0.0001, with int4 0.002."""
     ignore_parity: bool = False
-    """Whether to export even if the comparison fails, or the run's log is unreadable (random rows then). See report.json."""
+    """Whether to export even if the comparison fails, or the run's log is unreadable (random rows
+    then). See report.json.
+    """
     triton: bool = False
     """Whether to also write a model repository for Triton, in folder triton."""
 
@@ -154,4 +171,8 @@ class ExportConfig(Config):
 
     @property
     def auroc_limit(self) -> float:
-        return LARGEST_AUROC_LOSS[self.quantization] if self.max_auroc_loss is None else self.max_auroc_loss
+        return (
+            LARGEST_AUROC_LOSS[self.quantization]
+            if self.max_auroc_loss is None
+            else self.max_auroc_loss
+        )

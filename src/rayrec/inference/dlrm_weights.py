@@ -1,4 +1,6 @@
-"""Checkpoints from DLRM weights of other programs: dlrm_s_pytorch.py (also e2eAIOK's) and TorchRec's DLRM."""
+"""Checkpoints from DLRM weights of other programs: dlrm_s_pytorch.py (also e2eAIOK's) and
+TorchRec's DLRM.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from rayrec.workloads.scoring import PREFIX
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
-_V1: Final = {"table": r"emb_l\.\d+\.weight", "bottom": r"bot_l\.\d+\.(weight|bias)", "top": r"top_l\.\d+\.(weight|bias)"}
+_V1: Final = {
+    "table": r"emb_l\.\d+\.weight",
+    "bottom": r"bot_l\.\d+\.(weight|bias)",
+    "top": r"top_l\.\d+\.(weight|bias)",
+}
 _TORCHREC: Final = {
     "table": r"sparse_arch\.embedding_bag_collection\.embedding_bags\..+\.weight",
     "bottom": r"dense_arch\.model\._mlp\.\d+\._linear\.(weight|bias)",
@@ -33,14 +39,17 @@ _TORCHREC: Final = {
 
 
 def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -> dict[str, Any]:
-    """Write a DLRM's state dict (a file of torch.save or safetensors) as a checkpoint atomically into folder `out`, for scoring,
-    export and `init_from`. It has no optimizer state. Tables and layers are ordered by their names, not by their order in the
-    file; see `_tables_in_order`. Memory: twice the weights. Executes nothing in the file. Returns JSON values: `out`,
-    `interaction`, `tables` (rows of each), `preprocessor`. Raises InputError for weights of another network or other columns.
+    """Write a DLRM's state dict (a file of torch.save or safetensors) as a checkpoint atomically
+    into folder `out`, for scoring, export and `init_from`. It has no optimizer state. Tables and
+    layers are ordered by their names, not by their order in the file; see `_tables_in_order`.
+    Memory: twice the weights. Executes nothing in the file. Returns JSON values: `out`,
+    `interaction`, `tables` (rows of each), `preprocessor`. Raises InputError for weights of another
+    network or other columns.
 
     Args:
         preprocessor: Folder of the Preprocessor with the ids of the tables' rows.
-        config: Click model run whose schema and model are replaced."""
+        config: Click model run whose schema and model are replaced.
+    """
     columns = Preprocessor.load(preprocessor)
     model, weights = _converted(read_weights(path), columns, path)
     described = config.replace(workload={"schema": columns.schema, "model": model})
@@ -48,16 +57,23 @@ def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -
     tables = list(dict.fromkeys(empty.table_weights().values()))
     rows = [len(table) for table in weights["table"]]
     if rows != columns.num_embeddings or len(tables) < len(rows):
-        raise InputError(f"{path}: rows of tables must be {columns.num_embeddings}, those of {preprocessor}, got {rows}")
+        raise InputError(
+            f"{path}: rows of tables must be {columns.num_embeddings}, those of {preprocessor}, "
+            f"got {rows}"
+        )
     named = dict(zip(tables, weights["table"], strict=True))
     for part, prefix in (("bottom", "bottom_mlp"), ("top", "top_mlp")):
         for number, tensor in enumerate(weights[part]):
             named[f"{prefix}.layers.{number // 2}.{('weight', 'bias')[number % 2]}"] = tensor
     for part, name in (("down", "down"), ("up", "up"), ("cross_bias", "bias")):
-        named |= {f"interaction.{name}.{number}": tensor for number, tensor in enumerate(weights[part])}
+        named |= {
+            f"interaction.{name}.{number}": tensor for number, tensor in enumerate(weights[part])
+        }
     for name, shape in expected_weights(empty, columns).items():
         if name not in named or list(named[name].shape) != shape:
-            raise InputError(f"{path}: the weight for {name} must have shape {shape}. Save the full state_dict()")
+            raise InputError(
+                f"{path}: the weight for {name} must have shape {shape}. Save the full state_dict()"
+            )
 
     def write_extra_files(folder: str) -> None:
         storage.write_bytes(storage.join(folder, "config.yaml"), described.to_yaml().encode())
@@ -66,25 +82,41 @@ def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -
     with storage.writing_folder(out) as folder:
         tensors = {PREFIX + name: tensor.float().contiguous() for name, tensor in named.items()}
         save(folder, tensors, state={}, extra_files=write_extra_files)
-    return {"out": storage.absolute(out), "interaction": model.interaction, "tables": rows, "preprocessor": columns.hash()}
+    return {
+        "out": storage.absolute(out),
+        "interaction": model.interaction,
+        "tables": rows,
+        "preprocessor": columns.hash(),
+    }
 
 
 def _converted(
     state: dict[str, torch.Tensor], columns: Preprocessor, path: str
 ) -> tuple[DLRMConfig, dict[str, list[torch.Tensor]]]:
-    """Return the model's configuration, and its weights by part, in order. Raises InputError for another network."""
+    """Return the model's configuration, and its weights by part, in order. Raises InputError for
+    another network.
+    """
     weights = _parts_in_order(state, columns, path)
     bottom, top, tables = weights["bottom"], weights["top"], weights["table"]
     if not (bottom and top and tables) or len({table.shape[1] for table in tables}) > 1:
-        raise InputError(f"{path}: must have both MLPs and tables of one width. Save the full state_dict()")
+        raise InputError(
+            f"{path}: must have both MLPs and tables of one width. Save the full state_dict()"
+        )
     vectors, dim, width = len(tables) + 1, tables[0].shape[1], top[0].shape[1]
     crosses = len(weights["down"])
     if width != (vectors * dim if crosses else dim + vectors * (vectors - 1) // 2):
-        raise InputError(f"{path}: its top MLP takes {width} values, not those of all pairs' dot products. Train a new model")
+        raise InputError(
+            f"{path}: its top MLP takes {width} values, not those of all pairs' dot products. "
+            "Train a new model"
+        )
     if _is_v1(state):  # pairs (1, 0), (2, 0), (2, 1), ...; here (0, 1), (0, 2), ...
         first, second = torch.triu_indices(vectors, vectors, offset=1)
-        top[0] = torch.cat([top[0][:, :dim], top[0][:, dim + second * (second - 1) // 2 + first]], dim=1)
-    crossed: dict[str, Any] = {"cross_layers": crosses, "cross_low_rank": weights["down"][0].shape[0]} if crosses else {}
+        top[0] = torch.cat(
+            [top[0][:, :dim], top[0][:, dim + second * (second - 1) // 2 + first]], dim=1
+        )
+    crossed: dict[str, Any] = (
+        {"cross_layers": crosses, "cross_low_rank": weights["down"][0].shape[0]} if crosses else {}
+    )
     model = DLRMConfig(
         interaction="cross" if crosses else "dot",
         embedding_dim=dim,
@@ -100,18 +132,31 @@ def _is_v1(state: Mapping[str, torch.Tensor]) -> bool:
     return any(re.search(rf"(^|\.){_V1['table']}$", name) for name in state)
 
 
-def _parts_in_order(state: Mapping[str, torch.Tensor], columns: Preprocessor, path: str) -> dict[str, list[torch.Tensor]]:
-    """Return the weights by part: tables in the order of the columns, layers by their numbers, weight before bias. The order in
-    the file does not count: safetensors, DCP and sorted dictionaries have layer 10 before layer 2. Raises InputError."""
+def _parts_in_order(
+    state: Mapping[str, torch.Tensor], columns: Preprocessor, path: str
+) -> dict[str, list[torch.Tensor]]:
+    """Return the weights by part: tables in the order of the columns, layers by their numbers,
+    weight before bias. The order in the file does not count: safetensors, DCP and sorted
+    dictionaries have layer 10 before layer 2. Raises InputError.
+    """
     kinds = _V1 if _is_v1(state) else _TORCHREC
     names: dict[str, list[str]] = defaultdict(list)
     for name in state:
-        part = next((part for part, pattern in kinds.items() if re.search(rf"(^|\.){pattern}$", name)), None)
+        part = next(
+            (part for part, pattern in kinds.items() if re.search(rf"(^|\.){pattern}$", name)), None
+        )
         if part is None:
-            raise InputError(f"{path}: {name} is not a weight of a DLRM with dot products or crosses. Save its state_dict()")
+            raise InputError(
+                f"{path}: {name} is not a weight of a DLRM with dot products or crosses. Save its "
+                "state_dict()"
+            )
         names[part].append(name)
-    ordered = {part: sorted(each, key=_layer_order) for part, each in names.items() if part != "table"}
-    ordered["table"] = _tables_in_order({name: len(state[name]) for name in names["table"]}, columns, path)
+    ordered = {
+        part: sorted(each, key=_layer_order) for part, each in names.items() if part != "table"
+    }
+    ordered["table"] = _tables_in_order(
+        {name: len(state[name]) for name in names["table"]}, columns, path
+    )
     weights: dict[str, list[torch.Tensor]] = defaultdict(list)
     for part, each in ordered.items():
         weights[part] = [state[name] for name in each]
@@ -119,20 +164,27 @@ def _parts_in_order(state: Mapping[str, torch.Tensor], columns: Preprocessor, pa
 
 
 def _layer_order(name: str) -> tuple[list[int], bool]:
-    """Return the sort key of a layer's weight or bias: the numbers in its name, then weight before bias."""
+    """Return the sort key of a layer's weight or bias: the numbers in its name, then weight before
+    bias.
+    """
     return [int(number) for number in re.findall(r"\d+", name)], name.endswith("bias")
 
 
 def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) -> list[str]:
-    """Return the table names in the Preprocessor's column order, given the rows of each in the file's order.
+    """Return the table names in the Preprocessor's column order, given the rows of each in the
+    file's order.
 
-    Tables are ordered by the columns that they are named for (user or t_user), else by the number in their names (emb_l.10,
-    t_cat_10). Otherwise they are ordered by their rows if no two tables have equally many. The file's order is used if it is not
-    alphabetical, because then no program has sorted it. Raises InputError if none applies: tables of equal size could be
-    exchanged unnoticed."""
+    Tables are ordered by the columns that they are named for (user or t_user), else by the number
+    in their names (emb_l.10, t_cat_10). Otherwise they are ordered by their rows if no two tables
+    have equally many. The file's order is used if it is not alphabetical, because then no program
+    has sorted it. Raises InputError if none applies: tables of equal size could be exchanged
+    unnoticed.
+    """
     keys = {name: name.removesuffix(".weight").rpartition(".")[2] for name in rows}
     for prefix in ("t_", ""):
-        of_columns = {prefix + feature: number for number, feature in enumerate(columns.inputs.sparse)}
+        of_columns = {
+            prefix + feature: number for number, feature in enumerate(columns.inputs.sparse)
+        }
         if set(keys.values()) == set(of_columns):
             return sorted(rows, key=lambda name: of_columns[keys[name]])
     numbers = {name: re.search(r"^(.*?)(\d+)$", key) for name, key in keys.items()}
@@ -145,8 +197,9 @@ def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) 
     if list(rows) != sorted(rows):
         return list(rows)
     raise InputError(
-        f"{path}: cannot match the tables {_some(list(keys.values()))} with the columns {_some(columns.inputs.sparse)}. Name "
-        "each table t_COLUMN, or number them in the order of the columns"
+        f"{path}: cannot match the tables {_some(list(keys.values()))} with the columns "
+        f"{_some(columns.inputs.sparse)}. Name each table t_COLUMN, or number them in the order of "
+        "the columns"
     )
 
 

@@ -49,26 +49,33 @@ def evaluate(
     other: TrainConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Score every labelled row of an input exactly once, and compute metrics. Without a `path`, scores the held-out rows of the
-    checkpoint's run: its test rows, or its validation rows if it has no others.
+    """Score every labelled row of an input exactly once, and compute metrics. Without a `path`,
+    scores the held-out rows of the checkpoint's run: its test rows, or its validation rows if it
+    has no others.
 
-    Memory on the driver, per row: 5 bytes, 13 more with a group, 20 per slice, 100 for intervals, 200 for a comparison. `config`
-    is the configuration of the checkpoint, `other` that of `options.compare`. Raises InputError for an unusable checkpoint or
-    input, damaged weights, an input without labels, an unknown slice, and options that only click models support.
+    Memory on the driver, per row: 5 bytes, 13 more with a group, 20 per slice, 100 for intervals,
+    200 for a comparison. `config` is the configuration of the checkpoint, `other` that of
+    `options.compare`. Raises InputError for an unusable checkpoint or input, damaged weights, an
+    input without labels, an unknown slice, and options that only click models support.
 
     Returns:
-        JSON values, None if undefined (such as auroc of a single class): rows, training_rows, checkpoint, and the workload's
-        metrics and additions. `training_rows` of these rows are in the run's training set, which a line on standard error reports
-        too; None if unknown (see `rayrec.inference.training_rows`). Without a `path`, click models add `set` and `path`. Click
-        models have the metrics of `rayrec.metrics.binary.binary_metrics`, and with a group those of
-        `rayrec.metrics.ranking.ranking_metrics`.
+        JSON values, None if undefined (such as auroc of a single class): rows, training_rows,
+        checkpoint, and the workload's metrics and additions. `training_rows` of these rows are in
+        the run's training set, which a line on standard error reports too; None if unknown (see
+        `rayrec.inference.training_rows`). Without a `path`, click models add `set` and `path`.
+        Click models have the metrics of `rayrec.metrics.binary.binary_metrics`, and with a group
+        those of `rayrec.metrics.ranking.ranking_metrics`.
 
-        For click models, `options` may add `intervals` (metric -> [low, high]) and `slices` (slice_by -> slices, each with value,
-        rows and the same metrics). `compared` has the metrics of the other checkpoint and `differences`, first minus second
-        (metric -> difference, low, high, p_value, method). `baselines` has each baseline's name, trained_rows and metrics."""
+        For click models, `options` may add `intervals` (metric -> [low, high]) and `slices`
+        (slice_by -> slices, each with value, rows and the same metrics). `compared` has the metrics
+        of the other checkpoint and `differences`, first minus second (metric -> difference, low,
+        high, p_value, method). `baselines` has each baseline's name, trained_rows and metrics.
+    """
     options, console = options or EvaluationConfig(), console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
-    opened = request.open(evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k)
+    opened = request.open(
+        evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k
+    )
     if options.ranking_k or options.asks_for_more:
         _check_clicks(opened, config, options)
     rows_of_run = {"training_rows": _training_rows(opened, config, path, console)}
@@ -76,32 +83,43 @@ def evaluate(
         totals = opened.scoring.make_totals()
         for table in opened.tables(console):
             totals.update(table)
-        assert totals.rows == opened.scoring.rows, f"{totals.rows} of {opened.scoring.rows} rows were scored"
-        return json_values({**totals.compute(), "rows": totals.rows, **rows_of_run, **opened.described})
+        assert totals.rows == opened.scoring.rows, (
+            f"{totals.rows} of {opened.scoring.rows} rows were scored"
+        )
+        return json_values(
+            {**totals.compute(), "rows": totals.rows, **rows_of_run, **opened.described}
+        )
     compared: ScoringJob | None = None
     other_rows: ScoredRows | None = None
     if options.compare is not None:  # Opened before scoring, so that errors show up early
         assert other is not None
-        compared = ScoringRequest(options.compare, path, other, options, console).open(evaluating=True, spare_cpus=0)
+        compared = ScoringRequest(options.compare, path, other, options, console).open(
+            evaluating=True, spare_cpus=0
+        )
         _check_clicks(compared, other, options)
         _check_same_rows([checkpoint, options.compare], [opened, compared])
     baselines = None
     if options.baseline_kinds:
         folder = opened.checkpoint.path
-        baselines = open_baselines(config, folder, max_rows=options.baseline_rows, kinds=options.baseline_kinds)
+        baselines = open_baselines(
+            config, folder, max_rows=options.baseline_rows, kinds=options.baseline_kinds
+        )
     scored = scored_rows(opened, console, keys=options.slice_by)
     if compared is not None:
         other_rows = scored_rows(compared, console)
         if (other_rows.rows, other_rows.checksums) != (scored.rows, scored.checksums):
             raise InputError(
-                f"compare: rows of {path or 'the run'} for {options.compare} do not match {checkpoint}. Compare checkpoints with "
-                "one schema."
+                f"compare: rows of {path or 'the run'} for {options.compare} do not match "
+                f"{checkpoint}. Compare checkpoints with one schema."
             )
-    measured = _Measured(scored.logits, other_rows and other_rows.logits, scored.labels, scored.groups, options)
+    measured = _Measured(
+        scored.logits, other_rows and other_rows.logits, scored.labels, scored.groups, options
+    )
     result = {**measured.report(), **rows_of_run, **opened.described}
     if baselines is not None:
         result["baselines"] = [
-            _baseline_report(kind, baselines, opened, path, measured, console) for kind in options.baseline_kinds
+            _baseline_report(kind, baselines, opened, path, measured, console)
+            for kind in options.baseline_kinds
         ]
     if compared is not None:
         result["compared"] = {**result["compared"], **compared.described}
@@ -118,15 +136,18 @@ def evaluate(
     return json_values(result)
 
 
-def _training_rows(job: ScoringJob, config: TrainConfig, path: str | None, console: Console) -> int | None:
+def _training_rows(
+    job: ScoringJob, config: TrainConfig, path: str | None, console: Console
+) -> int | None:
     """Return how many rows of a job its model was trained on, None if unknown. Warns of any."""
     if path is None:
         return 0
     rows = count_training_rows(config, job.checkpoint.path, path)
     if rows:
         console.warn(
-            f"{job.checkpoint.path} was trained on {rows:,} of these {job.scoring.rows:,} rows, so its metrics are better than "
-            "on new rows. Leave out the path to score the run's own test rows"
+            f"{job.checkpoint.path} was trained on {rows:,} of these {job.scoring.rows:,} rows, so "
+            "its metrics are better than on new rows. Leave out the path to score the run's own "
+            "test rows"
         )
     return rows
 
@@ -136,12 +157,14 @@ def _check_same_rows(names: Sequence[str], jobs: Sequence[ScoringJob]) -> None:
     for name, job in zip(names[1:], jobs[1:], strict=True):
         if job.scoring.rows_key != jobs[0].scoring.rows_key:
             raise InputError(
-                f"{name}: its {job.scoring.set_name or 'held-out'} rows are not those of {names[0]}. Pass the path of rows that "
-                "no model was trained on"
+                f"{name}: its {job.scoring.set_name or 'held-out'} rows are not those of "
+                f"{names[0]}. Pass the path of rows that no model was trained on"
             )
 
 
-def _baseline_rows(baselines: Baselines, job: ScoringJob, path: str | None) -> Iterable[EncodedRows]:
+def _baseline_rows(
+    baselines: Baselines, job: ScoringJob, path: str | None
+) -> Iterable[EncodedRows]:
     """Return the rows of a job for its baselines."""
     if path is not None:
         return baselines.rows(path)
@@ -150,7 +173,12 @@ def _baseline_rows(baselines: Baselines, job: ScoringJob, path: str | None) -> I
 
 
 def _baseline_report(
-    kind: Kind, baselines: Baselines, job: ScoringJob, path: str | None, measured: _Measured, console: Console
+    kind: Kind,
+    baselines: Baselines,
+    job: ScoringJob,
+    path: str | None,
+    measured: _Measured,
+    console: Console,
 ) -> dict[str, Any]:
     rows = _baseline_rows(baselines, job, path)
     logits, described = score_baseline(kind, baselines, rows, measured.labels, console)
@@ -161,10 +189,12 @@ def _baseline_report(
 def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
     if not opened.scoring.is_clicks:
         names = ("slice_by", "confidence", "compare", "ranking_k", "baselines")
-        requested = [name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)]
+        requested = [
+            name for name in names if getattr(options, name) != getattr(EvaluationConfig, name)
+        ]
         raise InputError(
-            f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which {' and '.join(requested)} need. "
-            f"Remove {'it' if len(requested) == 1 else 'them'}."
+            f"{opened.checkpoint.path}: recipe {config.recipe} does not predict clicks, which "
+            f"{' and '.join(requested)} need. Remove {'it' if len(requested) == 1 else 'them'}."
         )
 
 
@@ -173,7 +203,9 @@ def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = (
     scored = ScoredRows(keys)
     for table in opened.tables(console, title=f"score step {opened.checkpoint.step:,} (rows)"):
         scored.update(table)
-    assert scored.rows == opened.scoring.rows, f"{scored.rows} of {opened.scoring.rows} rows were scored"
+    assert scored.rows == opened.scoring.rows, (
+        f"{scored.rows} of {opened.scoring.rows} rows were scored"
+    )
     return scored
 
 
@@ -196,7 +228,12 @@ class _Measured:
         metrics = binary_metrics(logits, self.labels)
         if self.groups is None:
             return metrics
-        return {**metrics, **ranking_metrics(self.groups, logits, self.labels, ks=self.options.ranking_k or DEFAULT_KS)}
+        return {
+            **metrics,
+            **ranking_metrics(
+                self.groups, logits, self.labels, ks=self.options.ranking_k or DEFAULT_KS
+            ),
+        }
 
     def report(self) -> dict[str, Any]:
         result = self._metrics(self.logits)
@@ -204,7 +241,9 @@ class _Measured:
             result["intervals"] = intervals(self.logits, self.labels, self.options.resampling)
         if self.other_logits is not None:
             both = [self.logits, self.other_logits]
-            differences = compare_models(both, self.labels, self.options.resampling).differences[0, 1]
+            differences = compare_models(both, self.labels, self.options.resampling).differences[
+                0, 1
+            ]
             result["compared"] = {
                 **self._metrics(self.other_logits),
                 "differences": {name: vars(difference) for name, difference in differences.items()},
@@ -214,7 +253,9 @@ class _Measured:
 
 @final
 class ScoredRows:
-    """Scores for a log. Memory per row: 5 bytes, 13 with groups, 4 per key (8 for numbers), and distinct texts."""
+    """Scores for a log. Memory per row: 5 bytes, 13 with groups, 4 per key (8 for numbers), and
+    distinct texts.
+    """
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._logits: list[np.ndarray] = []
@@ -237,7 +278,10 @@ class ScoredRows:
             chunks += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
         of_rows, of_labels = self.checksums
-        self.checksums = zlib.crc32(numpy_of(table.column("row")).data, of_rows), zlib.crc32(labels.data, of_labels)
+        self.checksums = (
+            zlib.crc32(numpy_of(table.column("row")).data, of_rows),
+            zlib.crc32(labels.data, of_labels),
+        )
 
     @property
     def logits(self) -> np.ndarray:
@@ -264,7 +308,9 @@ def _copied(values: pa.Array) -> pa.Array:
         dictionary = pa.array(values.dictionary.to_pylist(), values.dictionary.type)
         return pa.DictionaryArray.from_arrays(_copied(values.indices), dictionary)
     missing = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None
-    return pa.array(values.fill_null(0).to_numpy(zero_copy_only=False).copy(), values.type, mask=missing)
+    return pa.array(
+        values.fill_null(0).to_numpy(zero_copy_only=False).copy(), values.type, mask=missing
+    )
 
 
 @dataclass(frozen=True)
@@ -277,9 +323,11 @@ class RowSlice:
 
 
 def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowSlice]:
-    """Assign each row, by its value, to a slice; return nonempty ones. Memory: 12 bytes per row. day: the log's files or
-    sevenths, in order. COLUMN: the `max_values` values with most rows (of equal ones the first), then OTHER_VALUES and MISSING.
-    frequency:COLUMN: values counted in 1, 2-9, 10-99, ... rows of the vocabulary's data, unknown values, then MISSING."""
+    """Assign each row, by its value, to a slice; return nonempty ones. Memory: 12 bytes per row.
+    day: the log's files or sevenths, in order. COLUMN: the `max_values` values with most rows (of
+    equal ones the first), then OTHER_VALUES and MISSING. frequency:COLUMN: values counted in 1,
+    2-9, 10-99, ... rows of the vocabulary's data, unknown values, then MISSING.
+    """
     codes, names = _encoded(values)
     if by == DAY or by.startswith(FREQUENCY):
         return _grouped(np.where(codes < 0, len(names), codes), [*names, MISSING])
@@ -288,14 +336,19 @@ def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowS
     group_of = np.full(len(names), len(top))
     group_of[top] = np.arange(len(top))
     top_names = [names[index] for index in top.tolist()]
-    groups = np.append(group_of, len(top) + 1)[codes]  # The code -1 of missing values selects the last one
+    # The code -1 of missing values selects the last one
+    groups = np.append(group_of, len(top) + 1)[codes]
     return _grouped(groups, [*top_names, OTHER_VALUES, MISSING])
 
 
 def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
-    """Return the name index of each row, -1 if missing, int32 [rows], and the names, in their original order."""
+    """Return the name index of each row, -1 if missing, int32 [rows], and the names, in their
+    original order.
+    """
     is_dictionary = pa.types.is_dictionary(values.type)
-    encoded = (values.unify_dictionaries() if is_dictionary else values.dictionary_encode()).combine_chunks()
+    encoded = (
+        values.unify_dictionaries() if is_dictionary else values.dictionary_encode()
+    ).combine_chunks()
     if isinstance(encoded, pa.ChunkedArray):  # Without rows, there are no chunks
         encoded = pa.concat_arrays(encoded.chunks)
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
@@ -306,13 +359,28 @@ def _encoded(values: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:
 def _grouped(groups: np.ndarray, names: list[str]) -> list[RowSlice]:
     order = np.argsort(groups, kind="stable")
     ends = np.cumsum(np.bincount(groups, minlength=len(names)))
-    return [RowSlice(name, rows) for name, rows in zip(names, np.split(order, ends[:-1]), strict=True) if len(rows)]
+    return [
+        RowSlice(name, rows)
+        for name, rows in zip(names, np.split(order, ends[:-1]), strict=True)
+        if len(rows)
+    ]
 
 
 _RAW_FIELDS: Final = (
-    "label", "dense", "sparse", "tokens", "lists", "weight", "integers", "optional", "delimiter", "list_delimiter", "nan",
-    "label_rule", "missing",
-)  # fmt: skip
+    "label",
+    "dense",
+    "sparse",
+    "tokens",
+    "lists",
+    "weight",
+    "integers",
+    "optional",
+    "delimiter",
+    "list_delimiter",
+    "nan",
+    "label_rule",
+    "missing",
+)
 """Schema fields that determine the rows of a log and their columns."""
 
 
@@ -325,47 +393,75 @@ def compare(
     gates: ComparisonGates | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Score every labelled row with each of two or more click models, and compare their metrics. Without a `path`, scores the
-    held-out rows of the first model's run, which must be those of the others.
+    """Score every labelled row with each of two or more click models, and compare their metrics.
+    Without a `path`, scores the held-out rows of the first model's run, which must be those of the
+    others.
 
-    Models are scored sequentially. Each reads and parses the log and loads its weights, which `rows_per_s` includes. Memory on
-    the driver: 5 bytes per row, plus 4 per model, plus 8 with a group, and about 70 per row and model to compute intervals.
-    `configs` has the configuration of each checkpoint. Raises InputError for a single model, models without clicks, different raw
+    Models are scored sequentially. Each reads and parses the log and loads its weights, which
+    `rows_per_s` includes. Memory on the driver: 5 bytes per row, plus 4 per model, plus 8 with a
+    group, and about 70 per row and model to compute intervals. `configs` has the configuration of
+    each checkpoint. Raises InputError for a single model, models without clicks, different raw
     schemas or rows, and as in `evaluate`.
 
     Returns:
-        JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences` and `failures` (a line per
-        failed gate). `models` has the given models, then baselines, each with `name`, `checkpoint`, the metrics of
-        `rayrec.inference.evaluate.evaluate`, their `intervals`, `parameters`, the network's `multiply_adds` per row,
-        `rows_per_s`, and for baselines `trained_rows`. Given models have `training_rows` as in `evaluate`. `differences` has
-        each pair of models, `model` minus the earlier `other` (metric -> difference, low, high, p_value, method)."""
-    options, gates, console = options or ComparisonConfig(), gates or ComparisonGates(), console or Console()
+        JSON values, None if undefined: `rows`, `label_rate`, `resampling`, `models`, `differences`
+        and `failures` (a line per failed gate). `models` has the given models, then baselines, each
+        with `name`, `checkpoint`, the metrics of `rayrec.inference.evaluate.evaluate`, their
+        `intervals`, `parameters`, the network's `multiply_adds` per row, `rows_per_s`, and for
+        baselines `trained_rows`. Given models have `training_rows` as in `evaluate`. `differences`
+        has each pair of models, `model` minus the earlier `other` (metric -> difference, low, high,
+        p_value, method).
+    """
+    options, gates, console = (
+        options or ComparisonConfig(),
+        gates or ComparisonGates(),
+        console or Console(),
+    )
     if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
-        raise InputError("compare: needs at least two checkpoints, or one and --baselines, and then, if any, a labelled log")
+        raise InputError(
+            "compare: needs at least two checkpoints, or one and --baselines, and then, if any, a "
+            "labelled log"
+        )
     if len(checkpoints) < 2 and gates != ComparisonGates():
         raise InputError("compare: gates need at least two checkpoints. Add another one.")
     _check_schemas(checkpoints, configs)
-    # Opens all before scoring the first, so that errors of the last one show up before hours of scoring.
+    # Opens all before scoring the first, so that errors of the last one show up before hours of
+    # scoring.
     jobs = [
-        ScoringRequest(checkpoint, path, config, options, console).open(evaluating=True, spare_cpus=0)
+        ScoringRequest(checkpoint, path, config, options, console).open(
+            evaluating=True, spare_cpus=0
+        )
         for checkpoint, config in zip(checkpoints, configs, strict=True)
     ]
     if path is None:
         _check_same_rows(checkpoints, jobs)
-    training_rows = [_training_rows(job, config, path, console) for job, config in zip(jobs, configs, strict=True)]
+    training_rows = [
+        _training_rows(job, config, path, console)
+        for job, config in zip(jobs, configs, strict=True)
+    ]
     baselines = None
     if options.baselines:
-        baselines = open_baselines(configs[0], jobs[0].checkpoint.path, max_rows=options.baseline_rows, kinds=options.baselines)
+        baselines = open_baselines(
+            configs[0],
+            jobs[0].checkpoint.path,
+            max_rows=options.baseline_rows,
+            kinds=options.baselines,
+        )
     models: list[tuple[np.ndarray, dict[str, Any]]] = []
     labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
-    for name, job, config, trained in zip(_names(checkpoints), jobs, configs, training_rows, strict=True):
+    for name, job, config, trained in zip(
+        _names(checkpoints), jobs, configs, training_rows, strict=True
+    ):
         start = time.perf_counter()
         scored = scored_rows(job, console)
         seconds = time.perf_counter() - start
         if not models:
             labels, groups, checksums = scored.labels, scored.groups, scored.checksums
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
-            raise InputError(f"{name}: rows or labels do not match {models[0][1]['name']}. Compare models of one log.")
+            raise InputError(
+                f"{name}: rows or labels do not match {models[0][1]['name']}. Compare models of "
+                "one log."
+            )
         speed = scored.rows / seconds if seconds else math.nan
         described = {
             "name": name,
@@ -378,7 +474,9 @@ def compare(
     last = len(models) - 1
     if baselines is not None:
         models += [
-            score_baseline(kind, baselines, _baseline_rows(baselines, jobs[0], path), labels, console)
+            score_baseline(
+                kind, baselines, _baseline_rows(baselines, jobs[0], path), labels, console
+            )
             for kind in options.baselines
         ]
     return json_values(_result(models, labels, groups, options, gates, last))
@@ -388,12 +486,18 @@ def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -
     schemas = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload) or not config.workload.predicts_clicks:
-            raise InputError(f"{checkpoint}: recipe {config.recipe} does not predict clicks. Only click models can be compared.")
+            raise InputError(
+                f"{checkpoint}: recipe {config.recipe} does not predict clicks. Only click models "
+                "can be compared."
+            )
         schemas.append(config.workload.schema)
     for checkpoint, schema in zip(checkpoints[1:], schemas[1:], strict=True):
         for name in _RAW_FIELDS:
             if getattr(schema, name) != getattr(schemas[0], name):
-                raise InputError(f"{checkpoint}: schema's '{name}' does not match {checkpoints[0]}. Compare models of one log.")
+                raise InputError(
+                    f"{checkpoint}: schema's '{name}' does not match {checkpoints[0]}. Compare "
+                    "models of one log."
+                )
 
 
 def _names(checkpoints: Sequence[str]) -> list[str]:
@@ -406,23 +510,35 @@ def _names(checkpoints: Sequence[str]) -> list[str]:
 
 
 def model_cost(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
-    """Return the `parameters` of a click model's checkpoint, and the network's `multiply_adds` per row."""
+    """Return the `parameters` of a click model's checkpoint, and the network's `multiply_adds` per
+    row.
+    """
     assert isinstance(config.workload, ClickWorkload)
     parameters = sum(
         math.prod(entry["shape"])
         for tensor, entry in checkpoint.manifest()["tensors"].items()
-        if tensor.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))  # Skips index buffers
+        # Skips index buffers
+        if tensor.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))
     )
     inputs = ModelInputs.of(load_preprocessor(checkpoint.path).inputs)
     with torch.random.fork_rng(devices=[]):
         network = config.workload.model.build(inputs, precision=config.precision).eval()
-    return {"parameters": parameters, "multiply_adds": network_multiply_adds(network, inputs, config.workload.model)}
+    return {
+        "parameters": parameters,
+        "multiply_adds": network_multiply_adds(network, inputs, config.workload.model),
+    }
 
 
 def score_baseline(
-    kind: Kind, baselines: Baselines, rows: Iterable[EncodedRows], labels: np.ndarray, console: Console
+    kind: Kind,
+    baselines: Baselines,
+    rows: Iterable[EncodedRows],
+    labels: np.ndarray,
+    console: Console,
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    """Train a baseline and score rows. Return the logits, float32 [rows], and the baseline as in the `models` of `compare`."""
+    """Train a baseline and score rows. Return the logits, float32 [rows], and the baseline as in
+    the `models` of `compare`.
+    """
     console.note(f"Training {kind} on {len(baselines.train):,} rows")
     scorer = baselines.fit(kind)
     start, done = time.perf_counter(), 0
@@ -434,7 +550,9 @@ def score_baseline(
             done += len(part)
             console.progress(f"score {kind} (rows)", done, len(labels))
     seconds = time.perf_counter() - start
-    assert np.array_equal(np.concatenate(scored_labels).astype(np.uint8), labels), "rows in the order that models scored"
+    assert np.array_equal(np.concatenate(scored_labels).astype(np.uint8), labels), (
+        "rows in the order that models scored"
+    )
     described = {
         "name": kind,
         "checkpoint": None,
@@ -458,11 +576,18 @@ def _result(
     described = []
     for (logits, model), of_model in zip(models, compared.intervals, strict=True):
         ranking = {} if groups is None else gauc(groups, logits, labels)
-        described.append({**model, **binary_metrics(logits, labels), **ranking, "intervals": of_model})
+        described.append(
+            {**model, **binary_metrics(logits, labels), **ranking, "intervals": of_model}
+        )
     names = [model["name"] for model in described]
     gains = {  # 0 - x instead of -x avoids -0
         pair: {
-            name: replace(difference, difference=0 - difference.difference, low=0 - difference.high, high=0 - difference.low)
+            name: replace(
+                difference,
+                difference=0 - difference.difference,
+                low=0 - difference.high,
+                high=0 - difference.low,
+            )
             for name, difference in of_pair.items()
         }
         for pair, of_pair in compared.differences.items()
@@ -472,11 +597,17 @@ def _result(
         "label_rate": described[0]["label_rate"],
         "models": described,
         "differences": [
-            {"model": names[later], "other": names[earlier], **{name: vars(difference[name]) for name in METRICS}}
+            {
+                "model": names[later],
+                "other": names[earlier],
+                **{name: vars(difference[name]) for name in METRICS},
+            }
             for (earlier, later), difference in gains.items()
         ],
         "resampling": vars(options.resampling),
-        "failures": _failures(gates, names[0], names[last], gains[0, last]["auroc"]) if last else [],
+        "failures": _failures(gates, names[0], names[last], gains[0, last]["auroc"])
+        if last
+        else [],
     }
 
 
@@ -488,5 +619,7 @@ def _failures(gates: ComparisonGates, first: str, last: str, gain: Difference) -
     if min_gain is not None and not gain.difference >= min_gain:  # NaN fails too
         failures.append(f"gates.min_auroc_gain: {summary}, less than {min_gain}")
     if max_p_value is not None and not gain.p_value <= max_p_value:
-        failures.append(f"gates.max_p_value: {summary} with p = {gain.p_value:.3g}, more than {max_p_value}")
+        failures.append(
+            f"gates.max_p_value: {summary} with p = {gain.p_value:.3g}, more than {max_p_value}"
+        )
     return failures

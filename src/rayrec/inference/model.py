@@ -16,7 +16,12 @@ from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.manifest import is_export, open_export
-from rayrec.workloads.recsys.scorer import ClickScorer, click_settings, load_preprocessor, load_scorer
+from rayrec.workloads.recsys.scorer import (
+    ClickScorer,
+    click_settings,
+    load_preprocessor,
+    load_scorer,
+)
 from rayrec.workloads.scoring import PREFIX, Device
 
 if TYPE_CHECKING:
@@ -47,15 +52,23 @@ class ServedModel:
 
 
 def open_served(
-    path: str, *, config: TrainConfig | None = None, own: type[ClickModelConfig] | None = None, device: Device = "cpu"
+    path: str,
+    *,
+    config: TrainConfig | None = None,
+    own: type[ClickModelConfig] | None = None,
+    device: Device = "cpu",
 ) -> ServedModel:
-    """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest) or an export. Verifies every
-    checksum. Unpickles nothing and runs no code from files. Memory: the weights once. `config` None reads the checkpoint's
-    config.yaml. `own` is the config class of a network that is not one of rayrec's. Raises InputError for other models or
-    folders, damage, and folders with pickle files."""
+    """Open the click model of a checkpoint, a run (the checkpoint in its summary, else the newest)
+    or an export. Verifies every checksum. Unpickles nothing and runs no code from files. Memory:
+    the weights once. `config` None reads the checkpoint's config.yaml. `own` is the config class of
+    a network that is not one of rayrec's. Raises InputError for other models or folders, damage,
+    and folders with pickle files.
+    """
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)
-        return ServedModel(exported.preprocessor, exported.version, storage.absolute(path), "export", scorer)
+        return ServedModel(
+            exported.preprocessor, exported.version, storage.absolute(path), "export", scorer
+        )
     checkpoint = open_checkpoint(path)
     manifest = checkpoint.manifest()
     reject_pickles(checkpoint.path, manifest["files"])
@@ -67,12 +80,26 @@ def open_served(
     preprocessor = load_preprocessor(checkpoint.path)
     check_extra_files(checkpoint.path, manifest)
     model, precision = click_settings(checkpoint, config, own=own)
-    scorer = load_scorer(model, precision=precision, checkpoint=checkpoint.path, preprocessor=preprocessor, device=device)
-    return ServedModel(preprocessor, f"{version_of(checkpoint)}-{scorer.quantization}", checkpoint.path, "checkpoint", scorer)
+    scorer = load_scorer(
+        model,
+        precision=precision,
+        checkpoint=checkpoint.path,
+        preprocessor=preprocessor,
+        device=device,
+    )
+    return ServedModel(
+        preprocessor,
+        f"{version_of(checkpoint)}-{scorer.quantization}",
+        checkpoint.path,
+        "checkpoint",
+        scorer,
+    )
 
 
 def version_of(checkpoint: Checkpoint) -> str:
-    """Return an id of the checkpoint's weights: its step, and 12 hex digits of the SHA-256 over all weight checksums."""
+    """Return an id of the checkpoint's weights: its step, and 12 hex digits of the SHA-256 over all
+    weight checksums.
+    """
     sums = {
         name: [(chunk["offsets"], chunk["sizes"], chunk["sha256"]) for chunk in entry["chunks"]]
         for name, entry in checkpoint.manifest()["tensors"].items()
@@ -82,5 +109,7 @@ def version_of(checkpoint: Checkpoint) -> str:
 
 
 def source_of(path: str) -> str:
-    """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a run has no checkpoint."""
+    """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a
+    run has no checkpoint.
+    """
     return storage.absolute(path) if is_export(path) else open_checkpoint(path).path

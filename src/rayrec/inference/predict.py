@@ -31,18 +31,29 @@ if TYPE_CHECKING:
 PART_ROWS = 1 << 20
 """Rows per file, about 12 MB of click scores."""
 GROUP_ROWS = 1 << 17
-"""Rows per row group, independent of the incoming tables, so that equal rows produce equal bytes."""
+"""Rows per row group, independent of the incoming tables, so that equal rows produce equal
+bytes.
+"""
 _HEADER = struct.Struct("<QI")
 
 
 def predict(
-    checkpoint: str, path: str, *, config: TrainConfig, options: ScoringConfig | None = None, console: Console | None = None
+    checkpoint: str,
+    path: str,
+    *,
+    config: TrainConfig,
+    options: ScoringConfig | None = None,
+    console: Console | None = None,
 ) -> ray.data.Dataset:
-    """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the Dataset is read. The Dataset has
-    `row`, the int64 position over all files of the input, from 0, and the workload's columns. Click models have `score` and
-    `logit`, float32, and `label` if present. Invalid lines have a position but no prediction. Raises InputError for an unusable
-    checkpoint or input. Later damage fails the read."""
-    request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
+    """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the
+    Dataset is read. The Dataset has `row`, the int64 position over all files of the input, from 0,
+    and the workload's columns. Click models have `score` and `logit`, float32, and `label` if
+    present. Invalid lines have a position but no prediction. Raises InputError for an unusable
+    checkpoint or input. Later damage fails the read.
+    """
+    request = ScoringRequest(
+        checkpoint, path, config, options or ScoringConfig(), console or Console()
+    )
     return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
 
 
@@ -55,21 +66,32 @@ def predict_to(
     options: ScoringConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically into folder `out`. After a
-    kill, the same call resumes, and writes the same bytes. Returns rows, the workload's description of them, out, checkpoint, and
-    rows_per_s from the start of scoring to the last file. Raises InputError for an unusable checkpoint or input, damaged weights,
-    an existing `out`, and other inputs when resuming."""
-    request = ScoringRequest(checkpoint, path, config, options or ScoringConfig(), console or Console())
+    """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically
+    into folder `out`. After a kill, the same call resumes, and writes the same bytes. Returns rows,
+    the workload's description of them, out, checkpoint, and rows_per_s from the start of scoring to
+    the last file. Raises InputError for an unusable checkpoint or input, damaged weights, an
+    existing `out`, and other inputs when resuming.
+    """
+    request = ScoringRequest(
+        checkpoint, path, config, options or ScoringConfig(), console or Console()
+    )
     opened = request.open(evaluating=False, spare_cpus=0)
     start = time.monotonic()
-    with resumable_job(out, _job_inputs(opened, request), last_file=None) as job, Parts(job.folder) as parts:
+    with (
+        resumable_job(out, _job_inputs(opened, request), last_file=None) as job,
+        Parts(job.folder) as parts,
+    ):
         before = parts.rows
         if before:
-            request.console.note(f"Resuming {job.folder.path} after {before:,} of {opened.scoring.rows:,} rows")
+            request.console.note(
+                f"Resuming {job.folder.path} after {before:,} of {opened.scoring.rows:,} rows"
+            )
         if before < opened.scoring.rows:
             for table in opened.tables(request.console, first_row=before):
                 parts.write(table)
-        assert parts.rows == opened.scoring.rows, f"{parts.rows} of {opened.scoring.rows} rows were written"
+        assert parts.rows == opened.scoring.rows, (
+            f"{parts.rows} of {opened.scoring.rows} rows were written"
+        )
         parts.finish()
     return {
         "rows": parts.rows,
@@ -84,7 +106,8 @@ def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
     path = request.path
     assert path is not None
     is_folder = storage.exists(path) and storage.size_of(path) is None
-    files = storage.files_in(path, recursive=True) if is_folder else storage.list_files(path)  # Size and time reveal changes
+    # Size and time reveal changes
+    files = storage.files_in(path, recursive=True) if is_folder else storage.list_files(path)
     return {
         "checkpoint": json_hash(opened.checkpoint.manifest()),
         "input": [storage.absolute(path), *map(list, map(astuple, files))],
@@ -101,9 +124,11 @@ def _job_inputs(opened: ScoringJob, request: ScoringRequest) -> dict[str, Any]:
 
 @final
 class Parts:
-    """Writer of part-00000.parquet, part-00001.parquet, ... in a folder. A context manager, which closes the journal. It resumes
-    in a folder with files: at a URL after the last complete file, in a local folder after the last table. A file is written once
-    all its rows are complete. Until then a journal contains them."""
+    """Writer of part-00000.parquet, part-00001.parquet, ... in a folder. A context manager, which
+    closes the journal. It resumes in a folder with files: at a URL after the last complete file, in
+    a local folder after the last table. A file is written once all its rows are complete. Until
+    then a journal contains them.
+    """
 
     def __init__(self, folder: JobFolder) -> None:
         self._folder, self._exit = folder, ExitStack()
@@ -111,14 +136,18 @@ class Parts:
         self._number = next(number for number in itertools.count() if _name(number) not in names)
         """Number of the next file."""
         self._is_local = not storage.is_url(folder.path)
-        self._journal_folder = folder.aid() if self._is_local else self._exit.enter_context(storage.Scratch("journal"))
+        self._journal_folder = (
+            folder.aid() if self._is_local else self._exit.enter_context(storage.Scratch("journal"))
+        )
         os.makedirs(self._journal_folder, exist_ok=True)
         self._journal = self._new_journal()
         self.rows = self._journal.rows
         """Rows written so far, including earlier calls."""
         if self._number:  # All files but the last one are full
             filesystem, inner = storage.resolve(storage.join(folder.path, _name(self._number - 1)))
-            self.rows += (self._number - 1) * PART_ROWS + pq.read_metadata(inner, filesystem=filesystem).num_rows
+            self.rows += (self._number - 1) * PART_ROWS + pq.read_metadata(
+                inner, filesystem=filesystem
+            ).num_rows
 
     def __enter__(self) -> Parts:
         return self
@@ -173,19 +202,30 @@ def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
                 merged = pa.concat_tables(waiting)
                 if writer is None:
                     # Dictionaries only for columns with repeated values.
-                    is_float = {field.name: pa.types.is_floating(field.type) for field in merged.schema}
-                    repeating = [name for name in is_float if name == "label" or not (name == "row" or is_float[name])]
-                    writer = opened.enter_context(pq.ParquetWriter(path, merged.schema, use_dictionary=repeating))
+                    is_float = {
+                        field.name: pa.types.is_floating(field.type) for field in merged.schema
+                    }
+                    repeating = [
+                        name
+                        for name in is_float
+                        if name == "label" or not (name == "row" or is_float[name])
+                    ]
+                    writer = opened.enter_context(
+                        pq.ParquetWriter(path, merged.schema, use_dictionary=repeating)
+                    )
                 # A single chunk, because chunk boundaries would change the bytes of the file.
-                writer.write_table(merged.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
+                writer.write_table(
+                    merged.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS
+                )
                 waiting = [merged.slice(GROUP_ROWS)]
                 num_waiting = len(waiting[0])
 
 
 @final
 class _Journal:
-    """Local file of tables, readable after a kill, with byte count, CRC-32 and Arrow stream per table. An incomplete one ends
-    it."""
+    """Local file of tables, readable after a kill, with byte count, CRC-32 and Arrow stream per
+    table. An incomplete one ends it.
+    """
 
     def __init__(self, path: str) -> None:
         self.path, self.rows = path, 0

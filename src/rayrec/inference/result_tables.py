@@ -10,13 +10,25 @@ _TEXT = ("set", "path", "checkpoint", "preprocessor")
 _COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
 """Metrics of slices."""
 _COMPARED = ("other", "difference", "its interval", "p")
-_COSTS = (("parameters", "parameters"), ("multiply_adds", "multiply-adds"), ("rows_per_s", "rows/s"))
-_SPREADS, _TEST = ("auroc", "logloss", "validation"), ("difference", "low", "high", "corrected_p_value")
-SEEDS_NOTE = "Mean ± standard deviation over seeds; AUROC difference from the first row, 95% interval, p with Holm correction"
+_COSTS = (
+    ("parameters", "parameters"),
+    ("multiply_adds", "multiply-adds"),
+    ("rows_per_s", "rows/s"),
+)
+_SPREADS, _TEST = (
+    ("auroc", "logloss", "validation"),
+    ("difference", "low", "high", "corrected_p_value"),
+)
+SEEDS_NOTE = (
+    "Mean ± standard deviation over seeds; AUROC difference from the first row, 95% interval, p "
+    "with Holm correction"
+)
 
 
 def evaluation_text(result: dict[str, Any]) -> str:
-    """Format the result of `evaluate`: a line per metric with interval and comparison, then a table per slice_by."""
+    """Format the result of `evaluate`: a line per metric with interval and comparison, then a table
+    per slice_by.
+    """
     compared, intervals = result.get("compared"), result.get("intervals", {})
     rows = [["", "value", *(["interval"] if intervals else []), *(_COMPARED if compared else [])]]
     for name, value in result.items():
@@ -32,7 +44,9 @@ def evaluation_text(result: dict[str, Any]) -> str:
     lines = aligned(rows if len(rows[0]) > 2 else rows[1:])
     resampling = result.get("resampling")
     if resampling:
-        lines.append(f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples")
+        lines.append(
+            f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"
+        )
     lines += [f"{name}: {result[name]}" for name in _TEXT if name in result]
     if compared:
         lines.append(f"other checkpoint: {compared['checkpoint']}")
@@ -84,23 +98,34 @@ def comparison_text(result: dict[str, Any]) -> str:
             row.append(_number(model[name]))
             if name in ("auroc", "logloss"):
                 row.append(_interval(model["intervals"][name]))
-        rows.append(row + ["-" if model[name] is None else f"{model[name]:,.0f}" for name, _ in _COSTS])
+        rows.append(
+            row + ["-" if model[name] is None else f"{model[name]:,.0f}" for name, _ in _COSTS]
+        )
     pairs = [["difference", "auroc", "", "p", "logloss", "", "p"]]
     for pair in result["differences"]:
-        pairs.append([f"{pair['model']} less {pair['other']}", *_difference(pair["auroc"]), *_difference(pair["logloss"])])
+        pairs.append(
+            [
+                f"{pair['model']} less {pair['other']}",
+                *_difference(pair["auroc"]),
+                *_difference(pair["logloss"]),
+            ]
+        )
     resampling = result["resampling"]
     return "\n".join(
         [
             *aligned(rows),
             "",
             *aligned(pairs),
-            f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; AUROC by DeLong's test",
+            f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; "
+            "AUROC by DeLong's test",
         ]
     )
 
 
 def seeded_rows(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of a comparison over seeds (see `rayrec.tuning.search.tune`): heads, then a row per setting."""
+    """Return the cells of a comparison over seeds (see `rayrec.tuning.search.tune`): heads, then a
+    row per setting.
+    """
     costs = ("seconds", "parameters", "multiply_adds")
     rows = [["", "seeds", *_SPREADS, *costs, *_TEST]]
     for group in groups:
@@ -125,7 +150,11 @@ def _difference(difference: dict[str, Any] | None) -> list[str]:
 
 
 def _interval(ends: Sequence[float | None] | None, *, signed: bool = False) -> str:
-    return "" if ends is None or None in ends else " to ".join(_number(end, signed=signed) for end in ends)
+    return (
+        ""
+        if ends is None or None in ends
+        else " to ".join(_number(end, signed=signed) for end in ends)
+    )
 
 
 def _number(value: float | None, *, signed: bool = False) -> str:

@@ -1,4 +1,6 @@
-"""Scoring of an input with a checkpoint, by a pool of threads or Ray actors, with scores in order."""
+"""Scoring of an input with a checkpoint, by a pool of threads or Ray actors, with scores in
+order.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
     from rayrec.inference.config import ScoringConfig
 
 _PROCESS_BYTES = 1 << 30
-"""Memory of a scoring process in addition to its weights: torch, Ray, a block's rows, columns and activations."""
+"""Memory of a scoring process in addition to its weights: torch, Ray, a block's rows, columns and
+activations.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,19 @@ class Pool:
 
 
 def plan_pool(
-    nodes: Sequence[Node], *, weight_bytes: int, blocks: int, spare_cpus: int, device: Device, shared_weights: bool = False
+    nodes: Sequence[Node],
+    *,
+    weight_bytes: int,
+    blocks: int,
+    spare_cpus: int,
+    device: Device,
+    shared_weights: bool = False,
 ) -> Pool:
-    """Plan the number of scoring processes and their cores: as many processes as memory for the weights allows. Pure. Keeps
-    `spare_cpus` cores free for later stages of the caller's Dataset, if possible. With `shared_weights`, the members are threads,
-    one per core. Raises InputError if the weights fit on no node or, for "cuda", there is no GPU."""
+    """Plan the number of scoring processes and their cores: as many processes as memory for the
+    weights allows. Pure. Keeps `spare_cpus` cores free for later stages of the caller's Dataset, if
+    possible. With `shared_weights`, the members are threads, one per core. Raises InputError if the
+    weights fit on no node or, for "cuda", there is no GPU.
+    """
     if device == "cuda":
         num_gpus = int(sum(node.resources.get("GPU", 0) for node in nodes))
         if not num_gpus:
@@ -62,20 +74,30 @@ def plan_pool(
         (node,) = nodes
         if node.resources["memory"] < needed:
             raise InputError(
-                f"scoring needs {size_text(needed)} of memory for the weights, got {size_text(node.resources['memory'])} of "
-                "free memory. Free some, or use a larger machine."
+                f"scoring needs {size_text(needed)} of memory for the weights, got "
+                f"{size_text(node.resources['memory'])} of free memory. Free some, or use a larger "
+                "machine."
             )
         return Pool(max(1, min(int(node.resources["CPU"]), blocks)), 1.0, 0.0)
-    usable = [(node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed)) for node in nodes]
+    usable = [
+        (node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed))
+        for node in nodes
+    ]
     usable = [(cpus, fitting) for cpus, fitting in usable if cpus > 0 and fitting > 0]
     if not usable:
-        largest = max((node.resources.get("memory", 0) for node in nodes if node.resources.get("CPU")), default=0)
+        largest = max(
+            (node.resources.get("memory", 0) for node in nodes if node.resources.get("CPU")),
+            default=0,
+        )
         raise InputError(
-            f"scoring needs {size_text(needed)} of memory on one node with CPUs for the weights, got at most "
-            f"{size_text(largest)} from Ray. Use larger nodes."
+            f"scoring needs {size_text(needed)} of memory on one node with CPUs for the weights, "
+            f"got at most {size_text(largest)} from Ray. Use larger nodes."
         )
     # As many processes per node as fit, one per core at most.
-    cpus_each = max(math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus for cpus, fitting in usable)
+    cpus_each = max(
+        math.ceil(int(cpus) / min(fitting, int(cpus))) if cpus >= 1 else cpus
+        for cpus, fitting in usable
+    )
     num_actors = sum(int(cpus // cpus_each) for cpus, _ in usable)
     free = sum(cpus for cpus, _ in usable) - num_actors * cpus_each
     while free < spare_cpus and num_actors > 1:
@@ -89,14 +111,23 @@ def plan_pool(
 def weight_bytes(checkpoint: Checkpoint) -> int:
     """Return the size of all weights, without optimizer state."""
     tensors = checkpoint.manifest()["tensors"]
-    return sum(chunk["bytes"] for name, entry in tensors.items() if name.startswith("model.") for chunk in entry["chunks"])
+    return sum(
+        chunk["bytes"]
+        for name, entry in tensors.items()
+        if name.startswith("model.")
+        for chunk in entry["chunks"]
+    )
 
 
 @final
 class _ScoringProcess:
-    """Scoring process. Loads the model with the first block, so that a damaged model fails like a task."""
+    """Scoring process. Loads the model with the first block, so that a damaged model fails like a
+    task.
+    """
 
-    def __init__(self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int) -> None:
+    def __init__(
+        self, load: Callable[[Device], Callable[[int], pa.Table]], device: Device, threads: int
+    ) -> None:
         import torch
 
         from rayrec.layers.kernel_threads import CpuWatch
@@ -115,9 +146,13 @@ class _ScoringProcess:
         return pa.concat_tables([self._score(number.as_py()) for number in numbers.column("block")])
 
 
-def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> ray.data.Dataset:
-    """Return a lazy Dataset with the scores of each block of rows, in order, from block `first_block`. Its input, the block
-    numbers, is in the object store. No task feeds the pool, so it may use all CPUs of a cluster."""
+def scored_dataset(
+    scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0
+) -> ray.data.Dataset:
+    """Return a lazy Dataset with the scores of each block of rows, in order, from block
+    `first_block`. Its input, the block numbers, is in the object store. No task feeds the pool, so
+    it may use all CPUs of a cluster.
+    """
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext, ExecutionOptions
 
@@ -126,7 +161,9 @@ def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block:
     context.print_on_execution_start = False
     context.execution_options = ExecutionOptions(preserve_order=True)
     with DataContext.current(context):
-        blocks = [pa.table({"block": [number]}) for number in range(first_block, scoring.num_blocks)]
+        blocks = [
+            pa.table({"block": [number]}) for number in range(first_block, scoring.num_blocks)
+        ]
         return ray.data.from_blocks(blocks).map_batches(
             _ScoringProcess,
             fn_constructor_args=(scoring.load, device, max(1, int(pool.cpus_per_actor))),
@@ -138,8 +175,12 @@ def scored_dataset(scoring: Scoring, *, pool: Pool, device: Device, first_block:
         )
 
 
-def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0) -> Iterator[pa.Table]:
-    """Yield the scores of each block of rows, in order, from block `first_block`. Equal to those of Ray processes."""
+def scored_tables(
+    scoring: Scoring, *, pool: Pool, device: Device, first_block: int = 0
+) -> Iterator[pa.Table]:
+    """Yield the scores of each block of rows, in order, from block `first_block`. Equal to those of
+    Ray processes.
+    """
     import torch
 
     threads = torch.get_num_threads()
@@ -148,12 +189,19 @@ def scored_tables(scoring: Scoring, *, pool: Pool, device: Device, first_block: 
 
     def scored(number: int) -> pa.Table:
         if not hasattr(thread_state, "score"):
-            torch.set_num_threads(max(1, int(pool.cpus_per_actor)))  # Applies to operators of this thread
+            # Applies to operators of this thread
+            torch.set_num_threads(max(1, int(pool.cpus_per_actor)))
             thread_state.score = shared or scoring.load(device)
         return thread_state.score(number)
 
     try:
-        yield from in_order(scored, range(first_block, scoring.num_blocks), name="score", num_threads=pool.num_actors, prefetch=2)
+        yield from in_order(
+            scored,
+            range(first_block, scoring.num_blocks),
+            name="score",
+            num_threads=pool.num_actors,
+            prefetch=2,
+        )
     finally:
         torch.set_num_threads(threads)
 
@@ -176,19 +224,27 @@ class ScoringJob:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Description of the workload, checkpoint folder, and numbers beyond their bounds in the tables so far, if the model has
-        bounds. JSON values."""
+        """Description of the workload, checkpoint folder, and numbers beyond their bounds in the
+        tables so far, if the model has bounds. JSON values.
+        """
         clipped = {"clipped": clipping_report(self.clips.counts)} if self.scoring.bounded else {}
         return {**self.scoring.described, **clipped, "checkpoint": self.checkpoint.path}
 
     def dataset(self, first_block: int = 0) -> ray.data.Dataset:
         """Return the scores from a block on."""
         assert self.on_ray
-        pool = dataclasses.replace(self.pool, num_actors=max(1, min(self.pool.num_actors, self.scoring.num_blocks - first_block)))
+        pool = dataclasses.replace(
+            self.pool,
+            num_actors=max(1, min(self.pool.num_actors, self.scoring.num_blocks - first_block)),
+        )
         return scored_dataset(self.scoring, first_block=first_block, pool=pool, device=self.device)
 
-    def tables(self, console: Console, *, title: str = "score (rows)", first_row: int = 0) -> Iterator[pa.Table]:
-        """Yield the scores from a row on, in order, with progress on the console, and a warning if many numbers were clipped."""
+    def tables(
+        self, console: Console, *, title: str = "score (rows)", first_row: int = 0
+    ) -> Iterator[pa.Table]:
+        """Yield the scores from a row on, in order, with progress on the console, and a warning if
+        many numbers were clipped.
+        """
         first_block, begin = self.scoring.block_of(first_row)
         skip, done = first_row - begin, first_row
         with console.preparing():
@@ -202,12 +258,16 @@ class ScoringJob:
 
     def _tables(self, first_block: int) -> Iterator[pa.Table]:
         if not self.on_ray:
-            yield from scored_tables(self.scoring, first_block=first_block, pool=self.pool, device=self.device)
+            yield from scored_tables(
+                self.scoring, first_block=first_block, pool=self.pool, device=self.device
+            )
             return
         from rayrec.ingest.ray_engine import input_errors
 
         with input_errors():
-            for table in self.dataset(first_block).iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+            for table in self.dataset(first_block).iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=2
+            ):
                 assert isinstance(table, pa.Table)
                 yield table
 
@@ -232,16 +292,21 @@ class ScoringRequest:
         ranking_k: tuple[int, ...] = (),
         as_dataset: bool = False,
     ) -> ScoringJob:
-        """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`, creates a Dataset, which
-        needs Ray. Raises InputError for an unusable checkpoint or input, and damaged weights."""
+        """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`,
+        creates a Dataset, which needs Ray. Raises InputError for an unusable checkpoint or input,
+        and damaged weights.
+        """
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
-        # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its actors and their CPUs.
+        # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its
+        # actors and their CPUs.
         verify(checkpoint, "model.")
         path = self._path()
         on_ray = as_dataset or not connection.is_in_process(self.config.cluster.address)
         cpus = host_resources.usable_cpus(granted=self.config.cluster.num_cpus)
-        engine: Callable[[], StreamEngine] = cache(self._engine_on_ray if on_ray else lambda: ThreadEngine(cpus))
+        engine: Callable[[], StreamEngine] = cache(
+            self._engine_on_ray if on_ray else lambda: ThreadEngine(cpus)
+        )
         scoring = self.config.workload.open_scoring(
             ScoringContext(
                 config=self.config,
@@ -276,11 +341,20 @@ class ScoringRequest:
             return self.path
         path = self.config.workload.evaluation_data(self.config).path
         if path is None:
-            raise InputError(f"{self.checkpoint}: its config.yaml names no data with held-out rows. Pass the PATH of rows.")
-        if not (path.startswith("random:") or storage.is_url(path) or glob.glob(path) or storage.exists(path)):
             raise InputError(
-                f"{self.checkpoint}: the run's data {path} does not exist from here. Run this in the folder where it was "
-                "trained, or pass the PATH of rows that it was not trained on."
+                f"{self.checkpoint}: its config.yaml names no data with held-out rows. Pass the "
+                "PATH of rows."
+            )
+        if not (
+            path.startswith("random:")
+            or storage.is_url(path)
+            or glob.glob(path)
+            or storage.exists(path)
+        ):
+            raise InputError(
+                f"{self.checkpoint}: the run's data {path} does not exist from here. Run this in "
+                "the folder where it was trained, or pass the PATH of rows that it was not trained "
+                "on."
             )
         return path
 
@@ -297,7 +371,9 @@ class ScoringRequest:
         from rayrec.ingest.ray_engine import RayEngine
 
         cluster = self.config.cluster
-        connection.connect(cluster.address, **cluster.connection, log_to_driver=self.console.verbose)
+        connection.connect(
+            cluster.address, **cluster.connection, log_to_driver=self.console.verbose
+        )
         require_reachable((self.checkpoint, self._path()))
         cpus = sum(node.resources.get("CPU", 0.0) for node in connection.alive_nodes())
         return RayEngine(TaskPlacement(num_cpus=min(1.0, cpus)))

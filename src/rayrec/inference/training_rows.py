@@ -27,26 +27,35 @@ if TYPE_CHECKING:
     from rayrec.workloads.run_config import DataConfig
 
 MAX_ROWS: Final = 1 << 20
-"""Maximum rows that are compared one by one: of the training set, and of the rows in segments unknown to it."""
+"""Maximum rows that are compared one by one: of the training set, and of the rows in segments
+unknown to it.
+"""
 _MAX_LOG_BYTES: Final = 4 << 30
-"""Maximum bytes of a run's log to read for the comparison, unless it is the scored log, which has to be read anyway."""
+"""Maximum bytes of a run's log to read for the comparison, unless it is the scored log, which has
+to be read anyway.
+"""
 _MAX_UNSEEN_ROWS: Final = 1 << 17
 """Maximum held-out rows that show how often rows repeat."""
 _RUNS: Final = (1, 8, 64)
 """Lengths of runs of rows to compare. Longer ones are for logs in which rows repeat."""
 _EXCESS: Final = 0.05
-"""Difference between two shares of repeated rows that matters, in addition to three standard errors."""
+"""Difference between two shares of repeated rows that matters, in addition to three standard
+errors.
+"""
 
 
 def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int | None:
-    """Return how many rows of the log at `path` are in the training set of a checkpoint's run, under any path.
+    """Return how many rows of the log at `path` are in the training set of a checkpoint's run,
+    under any path.
 
-    Segments of the log are compared by checksum with those of the run's log. The rows of other segments, up to `MAX_ROWS`, are
-    compared one by one as model inputs with label: a row counts if it and its neighbours equal consecutive training rows. The
-    number of neighbours is the least with which no held-out row of the run counts, so rows that repeat at random do not. Reads
-    the run's log, so memory is some 50 bytes for each of these rows. Returns None if that is impossible: the log is missing, has
-    changed or is another one of more than `_MAX_LOG_BYTES`; or no number of neighbours separates the rows. Also for other models
-    than click models."""
+    Segments of the log are compared by checksum with those of the run's log. The rows of other
+    segments, up to `MAX_ROWS`, are compared one by one as model inputs with label: a row counts if
+    it and its neighbours equal consecutive training rows. The number of neighbours is the least
+    with which no held-out row of the run counts, so rows that repeat at random do not. Reads the
+    run's log, so memory is some 50 bytes for each of these rows. Returns None if that is
+    impossible: the log is missing, has changed or is another one of more than `_MAX_LOG_BYTES`; or
+    no number of neighbours separates the rows. Also for other models than click models.
+    """
     if not isinstance(config.workload, ClickSettings) or config.train_data.path is None:
         return None
     preprocessor = load_preprocessor(checkpoint)
@@ -56,7 +65,11 @@ def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int 
         run = _RunRows.open(config, checkpoint, preprocessor)
         if run is None:
             return None
-        scored = open_run_log(config.train_data.replace(path=path, files=()), preprocessor, cache=cache_folder(checkpoint))
+        scored = open_run_log(
+            config.train_data.replace(path=path, files=()),
+            preprocessor,
+            cache=cache_folder(checkpoint),
+        )
         matching, unknown = run.split_matching(scored)
         if not unknown:
             return matching
@@ -67,9 +80,14 @@ def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int 
 
 
 def _is_too_large(run: DataConfig, path: str) -> bool:
-    """Return whether a run's log is too large to be read for the comparison with the log at `path`."""
+    """Return whether a run's log is too large to be read for the comparison with the log at
+    `path`.
+    """
     files = LogSource.at(str(run.path), run.files).list_files()
-    return sum(file.size_bytes for file in files) > _MAX_LOG_BYTES and files != LogSource.at(path).list_files()
+    return (
+        sum(file.size_bytes for file in files) > _MAX_LOG_BYTES
+        and files != LogSource.at(path).list_files()
+    )
 
 
 @dataclass(frozen=True)
@@ -81,8 +99,12 @@ class _RunRows:
     unseen: Sequence[SegmentRange]
 
     @classmethod
-    def open(cls, config: TrainConfig, checkpoint: str, preprocessor: Preprocessor) -> _RunRows | None:
-        """Open the log of a checkpoint's run. Returns None if its files changed since the run finished."""
+    def open(
+        cls, config: TrainConfig, checkpoint: str, preprocessor: Preprocessor
+    ) -> _RunRows | None:
+        """Open the log of a checkpoint's run. Returns None if its files changed since the run
+        finished.
+        """
         workload = config.workload
         assert isinstance(workload, ClickSettings)
         path = config.train_data.path
@@ -101,7 +123,9 @@ class _RunRows:
         return cls(index, train, unseen)
 
     def split_matching(self, scored: LogIndex) -> tuple[int, list[SegmentRange]]:
-        """Return the training rows in scored segments that the run's log has as well, and the other scored segments."""
+        """Return the training rows in scored segments that the run's log has as well, and the other
+        scored segments.
+        """
         trained: dict[Any, int] = {}
         for segment in self.index.segments:
             first = max(segment.first_row, self.train[0])
@@ -117,7 +141,9 @@ class _RunRows:
                 matching += rows
         return matching, unknown
 
-    def count_repeated(self, unknown: Sequence[SegmentRange], preprocessor: Preprocessor) -> int | None:
+    def count_repeated(
+        self, unknown: Sequence[SegmentRange], preprocessor: Preprocessor
+    ) -> int | None:
         """Return how many of these rows are training rows; see `count_training_rows`."""
         num_train = self.train[1] - self.train[0]
         if num_train > MAX_ROWS or sum(part.rows for part in unknown) > MAX_ROWS:
@@ -136,7 +162,9 @@ def _has_changed(config: TrainConfig, checkpoint: str) -> bool:
 
 
 def _identity(segment: Segment) -> Any:
-    """Return the key of a segment, equal for equal rows: their checksum, or, for preprocessed and random rows, their place."""
+    """Return the key of a segment, equal for equal rows: their checksum, or, for preprocessed and
+    random rows, their place.
+    """
     if segment.checksum is None:
         return segment.path, segment.start, segment.stop
     return segment.checksum, segment.rows
@@ -148,7 +176,9 @@ def _first_rows(parts: Iterable[SegmentRange], max_rows: int) -> list[SegmentRan
     for part in parts:
         if left <= 0:
             break
-        first_parts.append(SegmentRange(part.segment, part.start, min(part.stop, part.start + left)))
+        first_parts.append(
+            SegmentRange(part.segment, part.start, min(part.stop, part.start + left))
+        )
         left -= part.rows
     return first_parts
 
@@ -161,20 +191,30 @@ def hashed(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> np.ndar
 
 
 def row_hashes(rows: EncodedRows) -> np.ndarray:
-    """Return the hash of each row's dense features, ids and labels, uint64 [rows]. Equal rows have equal hashes."""
+    """Return the hash of each row's dense features, ids and labels, uint64 [rows]. Equal rows have
+    equal hashes.
+    """
     total = np.zeros(len(rows), np.uint64)
-    columns = [rows.dense[:, number].astype(np.float32).view(np.uint32) for number in range(rows.dense.shape[1])]
-    columns += [rows.labels[name].astype(np.float32).view(np.uint32) for name in sorted(rows.labels)]
+    columns = [
+        rows.dense[:, number].astype(np.float32).view(np.uint32)
+        for number in range(rows.dense.shape[1])
+    ]
+    columns += [
+        rows.labels[name].astype(np.float32).view(np.uint32) for name in sorted(rows.labels)
+    ]
     for number, column in enumerate(columns):
         total += _salted(column, number)
     for number, ids in enumerate(rows.ids, start=len(columns)):
         if isinstance(ids, JaggedIds):
-            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_salted(ids.values, number), dtype=np.uint64)])
+            sums = np.concatenate(
+                [np.zeros(1, np.uint64), np.cumsum(_salted(ids.values, number), dtype=np.uint64)]
+            )
             offsets = ids.offsets()
             of_rows = sums[offsets[1:]] - sums[offsets[:-1]]
         else:
             of_rows = _salted(ids.reshape(len(rows), -1), number).sum(axis=1, dtype=np.uint64)
-        total += mix64(of_rows)  # Alike, because one format has bags of equal sizes as arrays, another as lists
+        # Alike, because one format has bags of equal sizes as arrays, another as lists
+        total += mix64(of_rows)
     return total
 
 
@@ -185,11 +225,13 @@ def _salted(values: np.ndarray, number: int) -> np.ndarray:
 
 
 def count_repeated(scored: np.ndarray, *, train: np.ndarray, unseen: np.ndarray) -> int | None:
-    """Return how many scored rows are training rows, given the hashes of each set's rows in order, uint64 [rows]. Pure.
+    """Return how many scored rows are training rows, given the hashes of each set's rows in order,
+    uint64 [rows]. Pure.
 
-    Rows count as members of the shortest runs (of 1, 8 or 64 consecutive rows) that are in the training rows, but never in the
-    held-out rows as well. None if even the longest are in both, or if only single rows suggest that the scored rows were drawn
-    from the training rows at random."""
+    Rows count as members of the shortest runs (of 1, 8 or 64 consecutive rows) that are in the
+    training rows, but never in the held-out rows as well. None if even the longest are in both, or
+    if only single rows suggest that the scored rows were drawn from the training rows at random.
+    """
     is_equal = np.isin(scored, train)
     if not is_equal.any():
         return 0
@@ -201,17 +243,27 @@ def count_repeated(scored: np.ndarray, *, train: np.ndarray, unseen: np.ndarray)
         starts = np.isin(run_hashes(scored, length), matching)
         if length == 1 or starts.any():
             return int(np.count_nonzero(_covered(starts, length, len(scored))))
-        return None if is_equal.mean() > accidental + _excess(accidental, len(unseen), len(scored)) else 0
+        return (
+            None
+            if is_equal.mean() > accidental + _excess(accidental, len(unseen), len(scored))
+            else 0
+        )
     return None
 
 
 def _excess(fraction: float, *sizes: int) -> float:
-    """Return the difference from a fraction of repeated rows that samples of these sizes do not have by accident."""
-    return _EXCESS + 3.0 * math.sqrt(fraction * (1.0 - fraction) * sum(1.0 / size for size in sizes if size))
+    """Return the difference from a fraction of repeated rows that samples of these sizes do not
+    have by accident.
+    """
+    return _EXCESS + 3.0 * math.sqrt(
+        fraction * (1.0 - fraction) * sum(1.0 / size for size in sizes if size)
+    )
 
 
 def run_hashes(hashes: np.ndarray, length: int) -> np.ndarray:
-    """Return a hash for each `length` (a power of two) consecutive rows, uint64 [rows - length + 1]."""
+    """Return a hash for each `length` (a power of two) consecutive rows, uint64 [rows - length +
+    1].
+    """
     size = 1
     while size < length:
         hashes = mix64(hashes[:-size]) + hashes[size:]

@@ -1,1 +1,3 @@
-"""Input pipeline of the training loop: order, stream, batches, cluster engines. Stays empty: RayDP's Python has no torch."""
+"""Input pipeline of the training loop: order, stream, batches, cluster engines. Stays empty:
+RayDP's Python has no torch.
+"""

@@ -20,7 +20,15 @@ from rayrec.data.numbered_rows import EpochRows, RowSource
 from rayrec.data.stage_times import StageTimes
 from rayrec.ingest.block_order import BatchSharding, BlockPlan, BlockRange, EpochPlan, Plans
 from rayrec.ingest.row_order import RowPlan
-from rayrec.ingest.stream import ITEM_BYTES, MappedSource, NumberedArrays, NumberedSource, Prefetcher, RowStream, TaskSource
+from rayrec.ingest.stream import (
+    ITEM_BYTES,
+    MappedSource,
+    NumberedArrays,
+    NumberedSource,
+    Prefetcher,
+    RowStream,
+    TaskSource,
+)
 from rayrec.schema import Schema
 from rayrec.trained_rows import RowNumbers
 
@@ -38,7 +46,9 @@ class BatchReader(Protocol[Plan_contra]):
     """Time per reading stage."""
 
     def batches(self, plans: Plans[Plan_contra], sharding: BatchSharding) -> Iterator[Batch]:
-        """Return one batch per step. At an epoch's end, some get fewer rows or none; `loss_weight` compensates."""
+        """Return one batch per step. At an epoch's end, some get fewer rows or none; `loss_weight`
+        compensates.
+        """
 
     def stop(self) -> None:
         """Stop reading."""
@@ -51,7 +61,9 @@ class BatchReader(Protocol[Plan_contra]):
 class ArrayBatches:
     """Batches of numbered rows, read ahead by a thread or, with an engine, by its data tasks."""
 
-    def __init__(self, source: RowSource, *, max_prefetch: int = 2, engine: StreamEngine | None = None) -> None:
+    def __init__(
+        self, source: RowSource, *, max_prefetch: int = 2, engine: StreamEngine | None = None
+    ) -> None:
         self._reader = NumberedSource(source, engine, max(1, max_prefetch))
         self._rows: RowStream | None = None
         self.stages = StageTimes(cpus=1.0 if engine is None else engine.cpus)
@@ -74,7 +86,11 @@ class ArrayBatches:
         self._reader.rows.close()
 
     def _make(
-        self, rows: Iterator[NumberedArrays], plans: Plans[RowPlan], sharding: BatchSharding, max_rows: int
+        self,
+        rows: Iterator[NumberedArrays],
+        plans: Plans[RowPlan],
+        sharding: BatchSharding,
+        max_rows: int,
     ) -> Iterator[Batch]:
         for plan, steps in plans():
             for step in range(steps):
@@ -82,12 +98,22 @@ class ArrayBatches:
                 count = len(range(sharding.rank, of_all, sharding.world_size))
                 parts = list(itertools.islice(rows, max(1, -(-count // max_rows))))
                 numbers = np.concatenate([numbers for numbers, _ in parts])
-                arrays = {name: _concatenated([arrays[name] for _, arrays in parts]) for name in parts[0][1]}
+                arrays = {
+                    name: _concatenated([arrays[name] for _, arrays in parts])
+                    for name in parts[0][1]
+                }
                 if isinstance(self._reader.rows, EpochRows):
                     self._reader.rows.check(numbers, plan.epoch, arrays)
                 # A worker without rows repeats one, with weight 0.
-                weight, counted = sharding.world_size / of_all if count else 0.0, RowNumbers(plan.epoch, numbers[:count])
-                yield Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, weight, row_numbers=counted)
+                weight, counted = (
+                    sharding.world_size / of_all if count else 0.0,
+                    RowNumbers(plan.epoch, numbers[:count]),
+                )
+                yield Batch(
+                    {name: torch.from_numpy(array) for name, array in arrays.items()},
+                    weight,
+                    row_numbers=counted,
+                )
 
 
 def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -97,7 +123,9 @@ def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _WorkerRows:
-    """Re-iterable row numbers of one worker's batches, in parts of at most `max_rows`, with their epochs."""
+    """Re-iterable row numbers of one worker's batches, in parts of at most `max_rows`, with their
+    epochs.
+    """
 
     plans: Plans[RowPlan]
     sharding: BatchSharding
@@ -142,11 +170,17 @@ def _split(windows: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.n
 class ClickBatches:
     """Batches of a click log, sliced from encoded rows."""
 
-    def __init__(self, source: TaskSource | MappedSource, inputs: Schema, *, pinned: int = 0, **slicing: Any) -> None:
-        """Configure the reader. `pinned` is the number of batches that a thread prepares in pinned memory, for asynchronous
-        copies to a GPU. 0 makes batches on `next`, in pageable memory. `slicing`: further arguments of `BatchSlicer`."""
+    def __init__(
+        self, source: TaskSource | MappedSource, inputs: Schema, *, pinned: int = 0, **slicing: Any
+    ) -> None:
+        """Configure the reader. `pinned` is the number of batches that a thread prepares in pinned
+        memory, for asynchronous copies to a GPU. 0 makes batches on `next`, in pageable memory.
+        `slicing`: further arguments of `BatchSlicer`.
+        """
         self._source, self._num_pinned = source, pinned
-        self._slicer = functools.partial(BatchSlicer, inputs=inputs, pin_constants=bool(pinned), **slicing)
+        self._slicer = functools.partial(
+            BatchSlicer, inputs=inputs, pin_constants=bool(pinned), **slicing
+        )
         self._rows: RowStream | None = None
         self._pinned: Prefetcher[Batch] | None = None
         self.stages = StageTimes(cpus=source.cpus)
@@ -156,7 +190,9 @@ class ClickBatches:
         batches = self._slice(rows, plans, sharding)
         if not self._num_pinned:
             return batches
-        self._pinned = Prefetcher((batch.pin_memory() for batch in batches), max_prefetch=self._num_pinned)
+        self._pinned = Prefetcher(
+            (batch.pin_memory() for batch in batches), max_prefetch=self._num_pinned
+        )
         return self._pinned
 
     def stop(self) -> None:
@@ -167,7 +203,9 @@ class ClickBatches:
 
     close = stop
 
-    def _slice(self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], sharding: BatchSharding) -> Iterator[Batch]:
+    def _slice(
+        self, rows: Iterator[EncodedRows], plans: Plans[BlockPlan], sharding: BatchSharding
+    ) -> Iterator[Batch]:
         slicer = self._slicer(rows=rows)
         for plan, steps in plans():
             for step in range(steps):
@@ -200,15 +238,23 @@ class BatchSlicer:
         pin_constants: bool = False,
         watch_dense: Callable[[np.ndarray], None] | None = None,
     ) -> None:
-        """Configure the slicer for a stream of encoded rows and the model's input columns. `targets` computes the first label;
-        None keeps it. `unpooled` names the sparse columns for `Batch.sequence_features`, and `tables` more keys there, with the
-        number of ids (0, 1, ...) in their first row. `pin_constants` pins lengths and offsets equal in all batches only once.
-        `watch_dense` is called with the dense features of each batch."""
+        """Configure the slicer for a stream of encoded rows and the model's input columns.
+        `targets` computes the first label; None keeps it. `unpooled` names the sparse columns for
+        `Batch.sequence_features`, and `tables` more keys there, with the number of ids (0, 1, ...)
+        in their first row. `pin_constants` pins lengths and offsets equal in all batches only once.
+        `watch_dense` is called with the dense features of each batch.
+        """
         self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
         self._watch_dense = watch_dense
-        self._num_dense, self._keys, self._labels = len(inputs.dense), inputs.sparse, inputs.label_names
+        self._num_dense, self._keys, self._labels = (
+            len(inputs.dense),
+            inputs.sparse,
+            inputs.label_names,
+        )
         self._weighted = bool(inputs.list_weights)
-        self._tables = {key: np.arange(size, dtype=np.int32) for key, size in (tables or {}).items()}
+        self._tables = {
+            key: np.arange(size, dtype=np.int32) for key, size in (tables or {}).items()
+        }
         self._unpooled = [number for number, key in enumerate(self._keys) if key in unpooled]
         self._pooled = [number for number, key in enumerate(self._keys) if key not in unpooled]
         self._current: EncodedRows | None = None
@@ -223,29 +269,46 @@ class BatchSlicer:
         while done < count:
             if self._current is None or self._used == len(self._current):
                 self._current, self._used = next(self._rows), 0
-                self._offsets = [ids.offsets() if isinstance(ids, JaggedIds) else None for ids in self._current.ids]
+                self._offsets = [
+                    ids.offsets() if isinstance(ids, JaggedIds) else None
+                    for ids in self._current.ids
+                ]
             size = min(count - done, len(self._current) - self._used)
             slices.append((self._current, self._offsets, slice(self._used, self._used + size)))
             done += size
             self._used += size
-        dense = np.concatenate([np.empty((0, self._num_dense), np.float32), *(rows.dense[part] for rows, _, part in slices)])
+        dense = np.concatenate(
+            [
+                np.empty((0, self._num_dense), np.float32),
+                *(rows.dense[part] for rows, _, part in slices),
+            ]
+        )
         if self._watch_dense is not None:
             self._watch_dense(dense)
         ids = self._ids(slices, count)
 
-        def concatenate(values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type) -> np.ndarray | None:
+        def concatenate(
+            values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type
+        ) -> np.ndarray | None:
             """Concatenate values of all slices. Returns None if the rows have no such values."""
-            parts = [values[part] for rows, _, part in slices if (values := values_of(rows)) is not None]
-            return np.concatenate(parts, dtype=dtype) if parts and len(parts) == len(slices) else None
+            parts = [
+                values[part] for rows, _, part in slices if (values := values_of(rows)) is not None
+            ]
+            return (
+                np.concatenate(parts, dtype=dtype) if parts and len(parts) == len(slices) else None
+            )
 
         labels = {}
         for name in self._labels:
             values = concatenate(lambda rows, name=name: rows.labels.get(name), np.float32)  # type: ignore[misc]
             labels[name] = np.empty(0, np.float32) if values is None else values
             assert len(labels[name]) == count, "rows without a label are refused before"
-        row_numbers = concatenate(lambda rows: rows.row_numbers, np.int64) if count else np.empty(0, np.int64)
+        row_numbers = (
+            concatenate(lambda rows: rows.row_numbers, np.int64) if count else np.empty(0, np.int64)
+        )
         if self._targets is not None and count:
-            # Per batch, because the last digits of a model's outputs depend on the batch, and batches are the same in every run.
+            # Per batch, because the last digits of a model's outputs depend on the batch, and
+            # batches are the same in every run.
             labels[self._labels[0]] = self._targets(EncodedRows(dense, ids, labels))
         return Batch(
             {DENSE: torch.from_numpy(dense)},
@@ -260,8 +323,9 @@ class BatchSlicer:
         )
 
     def _sequences(self, ids: Sequence[Ids], count: int) -> KeyedJaggedTensor | None:
-        """Return the ids of unpooled features and full tables. An empty batch gets one row of empty lists, because TorchRec
-        cannot exchange unpooled embeddings of zero rows."""
+        """Return the ids of unpooled features and full tables. An empty batch gets one row of empty
+        lists, because TorchRec cannot exchange unpooled embeddings of zero rows.
+        """
         if not self._unpooled and not self._tables:
             return None
         if not self._tables and count:
@@ -276,25 +340,35 @@ class BatchSlicer:
         keys = [*(self._keys[number] for number in self._unpooled), *self._tables]
         return sparse_features(keys, columns, max(count, 1))
 
-    def _features(self, ids: Sequence[Ids], numbers: Sequence[int], count: int) -> KeyedJaggedTensor | None:
+    def _features(
+        self, ids: Sequence[Ids], numbers: Sequence[int], count: int
+    ) -> KeyedJaggedTensor | None:
         """Return the ids of the features with these numbers."""
         if not numbers:
             return None
         if len(numbers) == len(ids):
-            features = sparse_features(self._keys, ids, count, self._constant, weighted=self._weighted)
+            features = sparse_features(
+                self._keys, ids, count, self._constant, weighted=self._weighted
+            )
             if self._pin_constants and count in self._constant:
                 lengths, offsets = self._constant[count]
-                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()  # Pinned tensors are not copied again.
+                # Pinned tensors are not copied again.
+                self._constant[count] = lengths.pin_memory(), offsets.pin_memory()
             return features
         keys = [self._keys[number] for number in numbers]
-        return sparse_features(keys, [ids[number] for number in numbers], count, weighted=self._weighted)
+        return sparse_features(
+            keys, [ids[number] for number in numbers], count, weighted=self._weighted
+        )
 
     def _ids(self, slices: Sequence[_Slice], count: int) -> Sequence[Ids]:
-        """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by column."""
+        """Concatenate the ids of the slices. Fixed-width columns share one buffer, column by
+        column.
+        """
         first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
         if any(isinstance(column, JaggedIds) for column in first):
             return [
-                _concatenate([(rows.ids[c], offsets[c], part) for rows, offsets, part in slices]) for c in range(len(self._keys))
+                _concatenate([(rows.ids[c], offsets[c], part) for rows, offsets, part in slices])
+                for c in range(len(self._keys))
             ]
         shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
         sizes = [math.prod(shape) for shape in shapes]
@@ -342,21 +416,33 @@ def sparse_features(
     *,
     weighted: bool = False,
 ) -> KeyedJaggedTensor:
-    """Build a KeyedJaggedTensor of `rows` rows. `constant` caches the lengths and offsets of fixed-width columns by row count.
-    `weighted` adds weights, 1 for columns without."""
-    sizes = [len(column.values) if isinstance(column, JaggedIds) else column.size for column in columns]
+    """Build a KeyedJaggedTensor of `rows` rows. `constant` caches the lengths and offsets of
+    fixed-width columns by row count. `weighted` adds weights, 1 for columns without.
+    """
+    sizes = [
+        len(column.values) if isinstance(column, JaggedIds) else column.size for column in columns
+    ]
     if isinstance(columns, SharedBufferColumns):
         values = columns.values
     elif isinstance(columns, np.ndarray):
         values = columns.reshape(-1)
     else:
-        flat = [column.values if isinstance(column, JaggedIds) else column.reshape(-1) for column in columns]
+        flat = [
+            column.values if isinstance(column, JaggedIds) else column.reshape(-1)
+            for column in columns
+        ]
         values = np.concatenate(flat) if flat else np.empty(0, np.int32)
     varying = any(isinstance(column, JaggedIds) for column in columns)
     constant = {} if constant is None or varying else constant
     if rows not in constant:
-        lengths = torch.from_numpy(np.concatenate([_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)]))
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64)
+        lengths = torch.from_numpy(
+            np.concatenate(
+                [_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)]
+            )
+        )
+        offsets = torch.zeros(
+            len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64
+        )
         torch.cumsum(lengths, 0, out=offsets[1:])
         constant[rows] = lengths, offsets
     lengths, offsets = constant[rows]
@@ -376,7 +462,10 @@ def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
     """Concatenate the weights of all columns, float32 [ids]."""
     of_columns = [column.weights if isinstance(column, JaggedIds) else None for column in columns]
     return np.concatenate(
-        [np.ones(size, np.float32) if weights is None else weights for weights, size in zip(of_columns, sizes, strict=True)]
+        [
+            np.ones(size, np.float32) if weights is None else weights
+            for weights, size in zip(of_columns, sizes, strict=True)
+        ]
     )
 
 

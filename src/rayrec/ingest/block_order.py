@@ -1,8 +1,10 @@
-"""Epoch orders: their interface, and the order of a click log's blocks, sharded over any number of workers. Pure functions: equal
-on every node. An epoch is a sequence of blocks. A block combines row ranges of a few random segments and permutes their rows
-together. Any node can recompute it from its number. Block ranges (row ranges of permuted blocks) are sharded round-robin and
-balanced so that shards differ by at most one row. The rest of an epoch is also a list of block ranges, which can be sharded over
-any number of workers. No array grows with the number of steps."""
+"""Epoch orders: their interface, and the order of a click log's blocks, sharded over any number of
+workers. Pure functions: equal on every node. An epoch is a sequence of blocks. A block combines row
+ranges of a few random segments and permutes their rows together. Any node can recompute it from its
+number. Block ranges (row ranges of permuted blocks) are sharded round-robin and balanced so that
+shards differ by at most one row. The rest of an epoch is also a list of block ranges, which can be
+sharded over any number of workers. No array grows with the number of steps.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ _MAX_SPANS: Final = 64
 
 
 def spread(rows: int, count: int) -> list[tuple[int, int]]:
-    """Return up to 64 ranges [start, stop) with `count` of `rows` rows in all, or all of these, evenly spread. Pure."""
+    """Return up to 64 ranges [start, stop) with `count` of `rows` rows in all, or all of these,
+    evenly spread. Pure.
+    """
     if count >= rows:
         return [(0, rows)]
     size = -(-count // _MAX_SPANS)
@@ -82,18 +86,24 @@ class EpochOrder(Protocol[PositionT, Plan_co]):
         """Row count of an epoch."""
 
     def position(self, state: dict[str, Any] | None) -> PositionT:
-        """Return the position of a stored state, or the start for None. Raises InputError if the rows or their order differ."""
+        """Return the position of a stored state, or the start for None. Raises InputError if the
+        rows or their order differ.
+        """
 
     def start(self, epoch: int) -> PositionT: ...
 
     def plan(self, position: PositionT, sharding: BatchSharding) -> Plan_co:
-        """Plan the steps from a position to the end of its epoch. Any number of workers may have reached it."""
+        """Plan the steps from a position to the end of its epoch. Any number of workers may have
+        reached it.
+        """
 
     def state(self, position: PositionT) -> dict[str, Any]:
         """Return the position as JSON values, equal on all workers."""
 
     def trained(self, position: PositionT) -> TrainedRows:
-        """Return the rows trained before a position: every row once per epoch, minus the rest of the current epoch."""
+        """Return the rows trained before a position: every row once per epoch, minus the rest of
+        the current epoch.
+        """
 
 
 @dataclass(frozen=True)
@@ -115,24 +125,37 @@ class BlockOrder:
 
     parts: tuple[SegmentRange, ...]
     shuffle: str
-    """Shuffle mode. `none` keeps the log order. `files` permutes files and keeps the order within each. `window` permutes
-    segments, and the rows of each block. `full` does the same for a log that is already fully shuffled."""
+    """Shuffle mode. `none` keeps the log order. `files` permutes files and keeps the order within
+    each. `window` permutes segments, and the rows of each block. `full` does the same for a log
+    that is already fully shuffled.
+    """
     seed: int
     segments_per_block: int
 
     def blocks(self, epoch: int) -> list[Block]:
         """Compute the blocks of one epoch."""
-        parts, size, is_mixed = self.parts, self.segments_per_block, self.shuffle in ("window", "full")
+        parts, size, is_mixed = (
+            self.parts,
+            self.segments_per_block,
+            self.shuffle in ("window", "full"),
+        )
         if self.shuffle != "none":
-            generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((self.seed, epoch))))
+            generator = np.random.Generator(
+                np.random.Philox(np.random.SeedSequence((self.seed, epoch)))
+            )
             if is_mixed:
                 parts = tuple(parts[i] for i in generator.permutation(len(parts)))
             else:
                 assert self.shuffle == "files"
                 files = sources_in_order(part.segment.path for part in parts)
-                rank = {files[i]: number for number, i in enumerate(generator.permutation(len(files)))}
+                rank = {
+                    files[i]: number for number, i in enumerate(generator.permutation(len(files)))
+                }
                 parts = tuple(sorted(parts, key=lambda part: rank[source_of(part.segment.path)]))
-        return [Block(parts[i : i + size], (self.seed, epoch, i) if is_mixed else None) for i in range(0, len(parts), size)]
+        return [
+            Block(parts[i : i + size], (self.seed, epoch, i) if is_mixed else None)
+            for i in range(0, len(parts), size)
+        ]
 
     @cached_property
     def rows(self) -> int:
@@ -145,41 +168,70 @@ class BlockOrder:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the rows and their order, as 16 hex digits. A position needs an equal hash. Files are known by names, row
-        counts and checksums of segments, not by folder: a log can be moved. Takes less than 2 s for a million parts."""
+        """Hash of the rows and their order, as 16 hex digits. A position needs an equal hash. Files
+        are known by names, row counts and checksums of segments, not by folder: a log can be moved.
+        Takes less than 2 s for a million parts.
+        """
         return self._identity(checksums=True)
 
     def _identity(self, *, checksums: bool) -> str:
-        sources = {path: source_of(path) for path in dict.fromkeys(part.segment.path for part in self.parts)}
+        sources = {
+            path: source_of(path)
+            for path in dict.fromkeys(part.segment.path for part in self.parts)
+        }
         # Shuffle mode `files` permutes files in this order.
-        files = sources_in_order(sources) if self.shuffle == "files" else list(dict.fromkeys(sources.values()))
+        files = (
+            sources_in_order(sources)
+            if self.shuffle == "files"
+            else list(dict.fromkeys(sources.values()))
+        )
         file_numbers = {file: number for number, file in enumerate(files)}
         file_of = {path: file_numbers[source] for path, source in sources.items()}
         numbers = chain.from_iterable(
-            (file_of[segment.path], segment.start, segment.stop, segment.rows, part.start, part.stop)
+            (
+                file_of[segment.path],
+                segment.start,
+                segment.stop,
+                segment.rows,
+                part.start,
+                part.stop,
+            )
             for part in self.parts
             for segment in [part.segment]
         )
         seed = None if self.shuffle == "none" else self.seed
-        digest = hashlib.sha256(repr((self.shuffle, seed, self.segments_per_block, [name for _, name in files])).encode())
+        digest = hashlib.sha256(
+            repr(
+                (self.shuffle, seed, self.segments_per_block, [name for _, name in files])
+            ).encode()
+        )
         digest.update(np.fromiter(numbers, "<i8", count=6 * len(self.parts)).tobytes())
         if checksums and any(part.segment.checksum is not None for part in self.parts):
-            sums = (-1 if part.segment.checksum is None else part.segment.checksum for part in self.parts)
+            sums = (
+                -1 if part.segment.checksum is None else part.segment.checksum
+                for part in self.parts
+            )
             digest.update(np.fromiter(sums, "<i8", count=len(self.parts)).tobytes())
         return digest.hexdigest()[:16]
 
     def position(self, state: dict[str, Any] | None) -> Position:
-        """Return the position of a stored state. Raises InputError if it belongs to another order. Accepts a position without an
-        order hash, and compares hashes without checksums for older checkpoints."""
+        """Return the position of a stored state. Raises InputError if it belongs to another order.
+        Accepts a position without an order hash, and compares hashes without checksums for older
+        checkpoints.
+        """
         if not state:
             return Position()
         position = Position.from_dict(state)
         if position.order is None:
-            _logger.warning("Checkpoint does not identify its training rows. Cannot verify that they are unchanged.")
+            _logger.warning(
+                "Checkpoint does not identify its training rows. Cannot verify that they are "
+                "unchanged."
+            )
         elif position.order != self.identity and position.order != self._identity(checksums=False):
             raise InputError(
-                "train_data: cannot resume, because the rows or their order changed (path, files, shuffle, block_bytes, "
-                "segments_per_block; seed), or the log was edited. Restore the original settings, or choose another --name."
+                "train_data: cannot resume, because the rows or their order changed (path, files, "
+                "shuffle, block_bytes, segments_per_block; seed), or the log was edited. Restore "
+                "the original settings, or choose another --name."
             )
         return position
 
@@ -194,13 +246,19 @@ class BlockOrder:
             number = bisect_right(starts, first) - 1
             while number < len(self.parts) and starts[number] < stop:
                 part, base = self.parts[number], self.parts[number].start - starts[number]
-                chosen.append(replace(part, start=max(part.start, base + first), stop=min(part.stop, base + stop)))
+                chosen.append(
+                    replace(
+                        part, start=max(part.start, base + first), stop=min(part.stop, base + stop)
+                    )
+                )
                 number += 1
         return replace(self, parts=tuple(chosen))
 
     def plan(self, position: Position, sharding: BatchSharding) -> BlockPlan:
         blocks = self.blocks(position.epoch) if position.world_size else ()
-        start = position.for_workers(blocks, world_size=sharding.world_size, batch_size=sharding.batch_size)
+        start = position.for_workers(
+            blocks, world_size=sharding.world_size, batch_size=sharding.batch_size
+        )
         return BlockPlan(self, start, sharding.rank)
 
     def state(self, position: Position) -> dict[str, Any]:
@@ -215,7 +273,11 @@ class BlockOrder:
             tally.add_ranges(all_rows, epoch=position.epoch)
             blocks = self.blocks(position.epoch)
             left = position.remaining(blocks)
-            untouched = [blocks[block_range.block] for block_range in left if block_range.rows == blocks[block_range.block].rows]
+            untouched = [
+                blocks[block_range.block]
+                for block_range in left
+                if block_range.rows == blocks[block_range.block].rows
+            ]
             ranges = merge_ranges(_numbers_of(part) for block in untouched for part in block.parts)
             tally.add_ranges(ranges, epoch=position.epoch, times=-1)
             for block_range in left:
@@ -238,10 +300,15 @@ def full_epoch(blocks: Sequence[Block]) -> list[BlockRange]:
     return [BlockRange(number, 0, block.rows) for number, block in enumerate(blocks) if block.rows]
 
 
-def shard_block_ranges(block_ranges: Sequence[BlockRange], world_size: int) -> list[list[BlockRange]]:
-    """Shard block ranges round-robin, then move rows from the ends of longer shards to shorter ones, so that sizes differ by at
-    most one row. Assigns each row exactly once. Pure."""
-    shards: list[list[BlockRange]] = [list(block_ranges[rank::world_size]) for rank in range(world_size)]
+def shard_block_ranges(
+    block_ranges: Sequence[BlockRange], world_size: int
+) -> list[list[BlockRange]]:
+    """Shard block ranges round-robin, then move rows from the ends of longer shards to shorter
+    ones, so that sizes differ by at most one row. Assigns each row exactly once. Pure.
+    """
+    shards: list[list[BlockRange]] = [
+        list(block_ranges[rank::world_size]) for rank in range(world_size)
+    ]
     total = sum(block_range.rows for block_range in block_ranges)
     targets = [total // world_size + (rank < total % world_size) for rank in range(world_size)]
     surplus: list[BlockRange] = []
@@ -280,7 +347,9 @@ def skip_rows(shard: Sequence[BlockRange], rows: int) -> list[BlockRange]:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of training in its data, between two steps. SegmentRange of checkpoints, so plain values only."""
+    """Position of training in its data, between two steps. SegmentRange of checkpoints, so plain
+    values only.
+    """
 
     epoch: int = 0
     step_in_deal: int = 0
@@ -295,38 +364,58 @@ class Position:
     """`identity` of the order. None at the start, and in old checkpoints."""
 
     def to_dict(self) -> dict[str, Any]:
-        pieces = None if self.pieces is None else [[part.block, part.start, part.stop] for part in self.pieces]
+        pieces = (
+            None
+            if self.pieces is None
+            else [[part.block, part.start, part.stop] for part in self.pieces]
+        )
         return {**vars(self), "pieces": pieces}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Position:
-        pieces = None if stored["pieces"] is None else tuple(BlockRange(*numbers) for numbers in stored["pieces"])
+        pieces = (
+            None
+            if stored["pieces"] is None
+            else tuple(BlockRange(*numbers) for numbers in stored["pieces"])
+        )
         return cls(**{**stored, "pieces": pieces})
 
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
-        """Return this position for a number of workers and a batch size. If both are unchanged, every worker keeps its rows and
-        continues with its next row. Otherwise the remaining rows of all shards are sharded again."""
+        """Return this position for a number of workers and a batch size. If both are unchanged,
+        every worker keeps its rows and continues with its next row. Otherwise the remaining rows of
+        all shards are sharded again.
+        """
         if self.world_size == world_size and self.batch_size == batch_size:
             return self
         pieces = self.pieces
         if self.world_size:
-            pieces = tuple(sorted(self.remaining(blocks), key=lambda block_range: (block_range.block, block_range.start)))
+            pieces = tuple(
+                sorted(
+                    self.remaining(blocks),
+                    key=lambda block_range: (block_range.block, block_range.start),
+                )
+            )
         return Position(self.epoch, 0, world_size, batch_size, pieces, self.order)
 
     def remaining(self, blocks: Sequence[Block]) -> list[BlockRange]:
         """Return the unused block ranges of all shards."""
         used = self.step_in_deal * self.batch_size
-        return [block_range for shard in self.shards(blocks) for block_range in skip_rows(shard, used)]
+        return [
+            block_range for shard in self.shards(blocks) for block_range in skip_rows(shard, used)
+        ]
 
     def shards(self, blocks: Sequence[Block]) -> list[list[BlockRange]]:
         """Return the shard of each worker, including rows already used."""
-        return shard_block_ranges(full_epoch(blocks) if self.pieces is None else self.pieces, self.world_size)
+        return shard_block_ranges(
+            full_epoch(blocks) if self.pieces is None else self.pieces, self.world_size
+        )
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Steps of one worker from a position to the end of its epoch. Shards differ by at most one row, larger ones first, so that
-    all counts follow from the number of sharded rows."""
+    """Steps of one worker from a position to the end of its epoch. Shards differ by at most one
+    row, larger ones first, so that all counts follow from the number of sharded rows.
+    """
 
     order: BlockOrder
     start: Position
@@ -356,7 +445,9 @@ class BlockPlan:
         """Yield the block ranges to read for the first steps."""
         blocks = self.order.blocks(self.epoch)
         left = self._worker_rows_until(steps) - self._worker_rows_until(0)
-        for block_range in skip_rows(self.start.shards(blocks)[self.rank], self._worker_rows_until(0)):
+        for block_range in skip_rows(
+            self.start.shards(blocks)[self.rank], self._worker_rows_until(0)
+        ):
             if left <= 0:
                 break
             yield blocks[block_range.block], block_range
@@ -366,13 +457,23 @@ class BlockPlan:
     def _rows(self) -> int:
         """Number of sharded rows of all workers, including steps before the start."""
         block_ranges = self.start.pieces
-        return self.order.rows if block_ranges is None else sum(block_range.rows for block_range in block_ranges)
+        return (
+            self.order.rows
+            if block_ranges is None
+            else sum(block_range.rows for block_range in block_ranges)
+        )
 
     def _worker_rows_until(self, step: int) -> int:
         min_rows, larger = divmod(self._rows, self.start.world_size)
-        return min((self.start.step_in_deal + step) * self.start.batch_size, min_rows + (self.rank < larger))
+        return min(
+            (self.start.step_in_deal + step) * self.start.batch_size,
+            min_rows + (self.rank < larger),
+        )
 
     def _sharded_rows(self, step: int) -> int:
-        workers, until = self.start.world_size, (self.start.step_in_deal + step) * self.start.batch_size
+        workers, until = (
+            self.start.world_size,
+            (self.start.step_in_deal + step) * self.start.batch_size,
+        )
         min_rows, larger = divmod(self._rows, workers)
         return larger * min(until, min_rows + 1) + (workers - larger) * min(until, min_rows)

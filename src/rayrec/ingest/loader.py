@@ -12,7 +12,9 @@ from rayrec.trained_rows import TrainedRows
 
 @final
 class Loader(Generic[PositionT, Plan]):
-    """Iterator over one worker's batches, from a position to the end of the last epoch or for `max_steps` batches."""
+    """Iterator over one worker's batches, from a position to the end of the last epoch or for
+    `max_steps` batches.
+    """
 
     def __init__(
         self,
@@ -28,7 +30,8 @@ class Loader(Generic[PositionT, Plan]):
 
         Args:
             sharding: Worker rank, world size and batch size.
-            state: `state()` of a loader with the same rows and order and any number of workers. None starts at epoch 0.
+            state: `state()` of a loader with the same rows and order and any number of workers.
+                None starts at epoch 0.
             epochs: Number of epochs. None runs for `max_steps`.
             max_steps: Maximum number of batches.
 
@@ -76,11 +79,15 @@ class Loader(Generic[PositionT, Plan]):
         return rows
 
     def trained_rows(self) -> TrainedRows:
-        """Return the rows trained at this position: every row once per epoch, minus the rest of the current epoch."""
+        """Return the rows trained at this position: every row once per epoch, minus the rest of the
+        current epoch.
+        """
         return self._order.trained(self._position())
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the batches returned so far. JSON values, equal on all workers."""
+        """Return the position after the batches returned so far. JSON values, equal on all
+        workers.
+        """
         return self._order.state(self._position())
 
     def close(self) -> None:
@@ -94,7 +101,9 @@ class Loader(Generic[PositionT, Plan]):
         return position
 
     def _at(self, batches: int) -> tuple[Plan, int]:
-        """Return the plan of the epoch after this many batches, and its number of completed steps."""
+        """Return the plan of the epoch after this many batches, and its number of completed
+        steps.
+        """
         if batches < self._first.steps:
             return self._first, batches
         epochs, step = divmod(batches - self._first.steps, max(1, self.steps_per_epoch))

@@ -1,4 +1,6 @@
-"""Epoch order of numbered rows: a pure function of seed and epoch, so that a position is two numbers."""
+"""Epoch order of numbered rows: a pure function of seed and epoch, so that a position is two
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,20 @@ class RowPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window. With one window, the order
-    equals torch's DistributedSampler: `torch.randperm(rows)`, seeded with seed + epoch. A step of all workers has `batch_size *
-    world_size` consecutive rows, of which worker r takes rows r, r + world_size, ... The rest of an epoch is a smaller step. If
-    it has fewer than two rows per worker, too few for batch normalisation, it is added to the previous step."""
+    """Row order by windows, each shuffled uniformly. Uses 8 bytes of memory per row of a window.
+    With one window, the order equals torch's DistributedSampler: `torch.randperm(rows)`, seeded
+    with seed + epoch. A step of all workers has `batch_size * world_size` consecutive rows, of
+    which worker r takes rows r, r + world_size, ... The rest of an epoch is a smaller step. If it
+    has fewer than two rows per worker, too few for batch normalisation, it is added to the previous
+    step.
+    """
 
     chunk_rows: tuple[int, ...]
     """Row count of each chunk (shard)."""
     shuffle: Literal["none", "files", "window", "full"]
-    """Shuffle mode. none: by number. files: chunks in random order. window: like files, and shuffle the rows of every
-    `chunks_per_window` chunks. full: shuffle all rows."""
+    """Shuffle mode. none: by number. files: chunks in random order. window: like files, and shuffle
+    the rows of every `chunks_per_window` chunks. full: shuffle all rows.
+    """
     seed: int
     chunks_per_window: int
     small_steps: bool = False
@@ -42,7 +48,9 @@ class RowOrder:
     data_hash: str | None = None
     """Hash of the rows, compared on resume. None skips the comparison."""
     max_rows: int | None = None
-    """Maximum number of rows, evenly spread (`spread`), for evaluation in the order `none`. None: all rows."""
+    """Maximum number of rows, evenly spread (`spread`), for evaluation in the order `none`. None:
+    all rows.
+    """
 
     @cached_property
     def rows(self) -> int:
@@ -69,8 +77,8 @@ class RowOrder:
         for name, value in self._identity.items():
             if state.get(name, value) != value:  # Older checkpoints lack some entries.
                 raise InputError(
-                    f"train_data: cannot resume, because {name} changed from {state[name]} to {value}. Restore the original "
-                    "data and order, or choose another --name."
+                    f"train_data: cannot resume, because {name} changed from {state[name]} to "
+                    f"{value}. Restore the original data and order, or choose another --name."
                 )
         return RowPosition(state["epoch"], state["offset"])
 
@@ -98,7 +106,9 @@ class RowOrder:
         identity: dict[str, Any] = {"rows": self.rows, "chunks": len(self.chunk_rows)}
         if self.data_hash is not None:
             identity["data_hash"] = self.data_hash
-        identity["chunk_rows"] = hashlib.sha256(np.array(self.chunk_rows, "<i8").tobytes()).hexdigest()[:16]
+        identity["chunk_rows"] = hashlib.sha256(
+            np.array(self.chunk_rows, "<i8").tobytes()
+        ).hexdigest()[:16]
         identity |= {"shuffle": self.shuffle, "seed": self.seed}
         if self.shuffle == "window":  # Any size that covers all chunks gives the same order.
             identity["window"] = min(self.chunks_per_window, len(self.chunk_rows))
@@ -108,16 +118,24 @@ class RowOrder:
         count = len(self.chunk_rows)
         size = count if self.shuffle == "full" else self.chunks_per_window
         order = list(range(count))
-        if self.shuffle == "files" or (self.shuffle == "window" and count > size):  # A single window is shuffled anyway.
+        # A single window is shuffled anyway.
+        if self.shuffle == "files" or (self.shuffle == "window" and count > size):
             order = torch.randperm(count, generator=_generator(self.seed + epoch)).tolist()
         return [order[start : start + size] for start in range(0, count, size)]
 
     def _numbers(self, epoch: int, window: int, chunks: list[int]) -> np.ndarray:
-        numbers = np.concatenate([self._starts[chunk] + np.arange(self.chunk_rows[chunk]) for chunk in chunks])
+        numbers = np.concatenate(
+            [self._starts[chunk] + np.arange(self.chunk_rows[chunk]) for chunk in chunks]
+        )
         if self.shuffle in ("none", "files"):
             return numbers
-        # The first window uses the generator of DistributedSampler. Other windows never share one with another epoch.
-        return numbers[torch.randperm(len(numbers), generator=_generator(self.seed + epoch + (window << 32))).numpy()]
+        # The first window uses the generator of DistributedSampler. Other windows never share one
+        # with another epoch.
+        return numbers[
+            torch.randperm(
+                len(numbers), generator=_generator(self.seed + epoch + (window << 32))
+            ).numpy()
+        ]
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -1,5 +1,6 @@
-"""Spark driver in a child process: reads jobs from standard input and runs one Spark task per item. It also runs in RayDP's
-environment, so it imports only Spark and the data layer."""
+"""Spark driver in a child process: reads jobs from standard input and runs one Spark task per item.
+It also runs in RayDP's environment, so it imports only Spark and the data layer.
+"""
 
 import functools
 import json
@@ -18,17 +19,34 @@ import pyarrow as pa
 from rayrec.config import InputError
 
 _OPENED = (
-    "java.lang", "java.lang.invoke", "java.lang.reflect", "java.io", "java.net", "java.nio", "java.math", "java.text",
-    "java.util", "java.util.concurrent", "java.util.concurrent.atomic", "sun.nio.ch", "sun.nio.cs",
-    "sun.security.action", "sun.util.calendar",
-)  # fmt: skip
+    "java.lang",
+    "java.lang.invoke",
+    "java.lang.reflect",
+    "java.io",
+    "java.net",
+    "java.nio",
+    "java.math",
+    "java.text",
+    "java.util",
+    "java.util.concurrent",
+    "java.util.concurrent.atomic",
+    "sun.nio.ch",
+    "sun.nio.cs",
+    "sun.security.action",
+    "sun.util.calendar",
+)
 """Java packages that RayDP accesses by reflection, closed by default in Java 17."""
 
 
 def run_items(
-    function: Callable[[Any], pa.Table], items: Sequence[Any], folder: str, batches: Iterator[pa.RecordBatch]
+    function: Callable[[Any], pa.Table],
+    items: Sequence[Any],
+    folder: str,
+    batches: Iterator[pa.RecordBatch],
 ) -> Iterator[pa.RecordBatch]:
-    """Run the items with the given numbers in a Spark task and write each result to a file, atomically."""
+    """Run the items with the given numbers in a Spark task and write each result to a file,
+    atomically.
+    """
     for batch in batches:
         for number in batch.column(0).to_pylist():
             path = os.path.join(folder, f"{number:06d}.arrow")
@@ -94,7 +112,9 @@ def start(job: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     builder = SparkSession.builder.appName("rayrec")
     if job["master"].startswith("sc://"):
         builder = builder.remote(job["master"])
-        conf = {name: value for name, value in conf.items() if name.startswith("spark.sql.execution")}
+        conf = {
+            name: value for name, value in conf.items() if name.startswith("spark.sql.execution")
+        }
     else:
         if job["master"].startswith("local"):
             os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
@@ -112,10 +132,16 @@ def _start_on_ray(job: dict[str, Any], conf: dict[str, str]) -> tuple[Any, Calla
 
     environment = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": os.environ["PYTHONPATH"]}
     ray.init(
-        address=job["ray_address"], log_to_driver=False, runtime_env={"env_vars": environment, "py_executable": sys.executable}
+        address=job["ray_address"],
+        log_to_driver=False,
+        runtime_env={"env_vars": environment, "py_executable": sys.executable},
     )
     session = raydp.init_spark(
-        f"rayrec-{os.getpid()}", job["executors"], job["executor_cpus"], job["executor_memory"], configs=conf
+        f"rayrec-{os.getpid()}",
+        job["executors"],
+        job["executor_cpus"],
+        job["executor_memory"],
+        configs=conf,
     )
 
     def stop() -> None:
@@ -128,7 +154,9 @@ def _start_on_ray(job: dict[str, Any], conf: dict[str, str]) -> tuple[Any, Calla
 def reason(error: BaseException) -> str:
     """Extract the line with the cause from a Spark error, without Java and Python stack traces."""
     lines = str(error).splitlines()
-    causes = [line.strip() for line in lines if re.match(r"\s*(?:[\w.]+\.)?\w*(Error|Exception): ", line)]
+    causes = [
+        line.strip() for line in lines if re.match(r"\s*(?:[\w.]+\.)?\w*(Error|Exception): ", line)
+    ]
     return (causes or lines or [type(error).__name__])[-1][:500]
 
 
@@ -157,7 +185,9 @@ def main() -> None:
         task = functools.partial(run_items, function, items, folder)
         running.set()
         try:
-            session.range(0, tasks, 1, tasks).mapInArrow(task, "id long").write.format("noop").mode("overwrite").save()
+            session.range(0, tasks, 1, tasks).mapInArrow(task, "id long").write.format("noop").mode(
+                "overwrite"
+            ).save()
         except Exception as error:
             write_error(folder, "Exception", reason(error))
             raise

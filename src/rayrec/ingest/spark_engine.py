@@ -1,4 +1,6 @@
-"""Spark engines: data tasks run by Spark from a separate driver process, and the Python environments they need."""
+"""Spark engines: data tasks run by Spark from a separate driver process, and the Python
+environments they need.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class SparkConfig(Config):
     """Settings of the engines spark and spark-on-ray."""
 
     master: str = "local[*]"
-    """Spark master (engine spark): local[N], spark://HOST:PORT, or sc://HOST:PORT for Spark Connect."""
+    """Spark master (engine spark): local[N], spark://HOST:PORT, or sc://HOST:PORT for Spark
+    Connect.
+    """
     executors: int = 1
     """Number of executors inside the Ray cluster (engine spark-on-ray)."""
     executor_cpus: int = 1
@@ -41,7 +45,9 @@ class SparkConfig(Config):
     executor_memory: str = "2g"
     """Memory per executor."""
     shared_folder: str | None = None
-    """Folder for task results, shared by this machine and all executors. None uses the cache folder, for one machine only."""
+    """Folder for task results, shared by this machine and all executors. None uses the cache
+    folder, for one machine only.
+    """
     timeout_s: float = 120.0
     """Maximum time in seconds for Spark to start, and then to finish a task."""
 
@@ -51,8 +57,10 @@ _COMPLETE = "complete"
 
 
 def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
-    """Return the interpreter of environment `name`, and create the environment below `folder` if needed. It has the distributions
-    of NAME.lock; its folder's name has their hash. Several processes may call it. Raises InputError if pip fails."""
+    """Return the interpreter of environment `name`, and create the environment below `folder` if
+    needed. It has the distributions of NAME.lock; its folder's name has their hash. Several
+    processes may call it. Raises InputError if pip fails.
+    """
     lock = resources.files("rayrec.ingest").joinpath(f"{name}.lock").read_text()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     key = hashlib.sha256(f"{sys.executable}\0{version}\0{lock}".encode()).hexdigest()[:12]
@@ -69,13 +77,27 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
         requirements = os.path.join(folder, f"{name}-{key}.txt")
         with open(requirements, "w") as file:
             file.write(lock)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+        pip = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--no-deps",
+        ]
         for command in ([sys.executable, "-m", "venv", env], [*pip, "-r", requirements]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+                lines = [
+                    line for line in done.stderr.splitlines() if line.startswith("ERROR")
+                ] or done.stderr.splitlines()
                 why = lines[0].strip() if lines else f"exit status {done.returncode}"
-                raise InputError(f"{env}: {' '.join(command[1:4])} failed ({why}). Check what pip can reach, and try again.")
+                raise InputError(
+                    f"{env}: {' '.join(command[1:4])} failed ({why}). Check what pip can reach, "
+                    "and try again."
+                )
         with open(os.path.join(env, _COMPLETE), "w"):
             pass
     return python
@@ -84,7 +106,9 @@ def environment(name: str, *, folder: str, note: Callable[[str], None]) -> str:
 _POLL_S = 0.02
 _WINDOW_BYTES = 4 << 30
 _MIN_TASKS = 64
-"""Minimum number of tasks submitted together. More are, for results of up to about _WINDOW_BYTES."""
+"""Minimum number of tasks submitted together. More are, for results of up to about
+_WINDOW_BYTES.
+"""
 _NO_EXECUTOR = "an executor may be lost, or waits for CPUs or memory in use by other jobs"
 _STOP_S = 30.0
 """Maximum time in seconds for Spark to stop before it is killed."""
@@ -92,9 +116,11 @@ _STOP_S = 30.0
 
 @dataclass
 class SparkEngine:
-    """Engine that runs data tasks on Spark. Implements `Engine`. The Spark driver is a child process (spark_driver.py), with a
-    separate JVM, separate logs and, for RayDP, a separate Python environment. Tasks write results to files in a folder shared
-    with all executors, which are read in order and removed."""
+    """Engine that runs data tasks on Spark. Implements `Engine`. The Spark driver is a child
+    process (spark_driver.py), with a separate JVM, separate logs and, for RayDP, a separate Python
+    environment. Tasks write results to files in a folder shared with all executors, which are read
+    in order and removed.
+    """
 
     process: subprocess.Popen[str]
     folder: str
@@ -106,17 +132,31 @@ class SparkEngine:
     @classmethod
     @contextmanager
     def started(
-        cls, config: SparkConfig, *, ray_address: str | None, cache_folder: str, note: Callable[[str], None]
+        cls,
+        config: SparkConfig,
+        *,
+        ray_address: str | None,
+        cache_folder: str,
+        note: Callable[[str], None],
     ) -> Iterator[SparkEngine]:
-        """Start Spark on `config.master`, or inside the Ray cluster at `ray_address`, and stop it at the end. Raises InputError
-        if Spark or Java is not installed, or Spark does not start in time."""
+        """Start Spark on `config.master`, or inside the Ray cluster at `ray_address`, and stop it
+        at the end. Raises InputError if Spark or Java is not installed, or Spark does not start in
+        time.
+        """
         if shutil.which("java") is None:
             if ray_address is not None:
-                raise InputError("engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each node, on PATH.")
+                raise InputError(
+                    "engine spark-on-ray: needs Java 17, got no java on PATH. Install it on each "
+                    "node, on PATH."
+                )
             if not os.environ.get("JAVA_HOME"):
-                raise InputError("engine: Spark needs Java 17, java not found. Install it or set JAVA_HOME.")
+                raise InputError(
+                    "engine: Spark needs Java 17, java not found. Install it or set JAVA_HOME."
+                )
         if ray_address is not None:
-            python = environment("raydp", folder=os.path.join(cache_folder, "environments"), note=note)
+            python = environment(
+                "raydp", folder=os.path.join(cache_folder, "environments"), note=note
+            )
         elif importlib.util.find_spec("pyspark") is None:
             raise InputError("engine spark: pyspark is not installed; pip install 'rayrec[spark]'")
         else:
@@ -125,7 +165,9 @@ class SparkEngine:
         os.makedirs(shared, exist_ok=True)
         with Scratch("spark", parent=shared) as folder:
             logs = _ray_logs() if ray_address is not None else None
-            engine = cls(_start(python, folder, config, ray_address), folder, config.timeout_s, logs)
+            engine = cls(
+                _start(python, folder, config, ray_address), folder, config.timeout_s, logs
+            )
             try:
                 engine._await_start()
                 yield engine
@@ -134,13 +176,16 @@ class SparkEngine:
                 raise
             engine._stop(failed=False)
 
-    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
+    def run(
+        self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
         """Submit the items in windows, because results wait on the shared disk."""
         if not items:
             return
         size = max(_MIN_TASKS, _WINDOW_BYTES // max(block_bytes, 1))
         windows = [items[start : start + size] for start in range(0, len(items), size)]
-        # Spark runs one window while the results of the previous one are read, so at most two are on the disk.
+        # Spark runs one window while the results of the previous one are read, so at most two are
+        # on the disk.
         folders = deque([self._submit(name, function, windows[0])])
         for number, window in enumerate(windows):
             if number + 1 < len(windows):
@@ -176,7 +221,9 @@ class SparkEngine:
         shutil.rmtree(folder)
 
     def _check(self, name: str, folder: str, last: float) -> float:
-        """Check the job and return the time of its last progress. Raises if it failed, ended or made no progress for too long."""
+        """Check the job and return the time of its last progress. Raises if it failed, ended or
+        made no progress for too long.
+        """
         error = os.path.join(folder, "error.json")
         if os.path.exists(error):
             with open(error) as file:
@@ -191,7 +238,8 @@ class SparkEngine:
             return time.monotonic()
         if time.monotonic() - last > self.timeout_s:
             raise InputError(
-                f"Spark, {name}: no task ended in {self.timeout_s:g} s ({self._ray_error() or _NO_EXECUTOR}). Try again, or "
+                f"Spark, {name}: no task ended in {self.timeout_s:g} s "
+                f"({self._ray_error() or _NO_EXECUTOR}). Try again, or "
                 f"increase --spark.timeout-s. Log: {self._save_log()}"
             )
         return last
@@ -202,7 +250,9 @@ class SparkEngine:
         return f"Spark's driver ended ({why}). Log: {self._save_log()}"
 
     def _ray_error(self) -> str:
-        """Return the last error logged by Ray processes of this machine since the start, with its log path. Empty if none."""
+        """Return the last error logged by Ray processes of this machine since the start, with its
+        log path. Empty if none.
+        """
         if self.logs_at_start is not None:
             for path in _ray_logs():
                 if why := _last_error(path, skip=self.logs_at_start.get(path, 0)):
@@ -227,7 +277,9 @@ class SparkEngine:
                 raise InputError(self._exit_message())
             if time.monotonic() - start_s > self.timeout_s:
                 why = self._ray_error() or "are there CPUs and memory for its executors?"
-                raise InputError(f"Spark did not start in {self.timeout_s:g} s ({why}). Log: {self._save_log()}")
+                raise InputError(
+                    f"Spark did not start in {self.timeout_s:g} s ({why}). Log: {self._save_log()}"
+                )
             time.sleep(_POLL_S)
 
     def _stop(self, *, failed: bool) -> None:
@@ -238,7 +290,8 @@ class SparkEngine:
             except subprocess.TimeoutExpired:
                 failed = True
         if failed:
-            # The whole process group, because the JVM and its Python workers are children of the driver.
+            # The whole process group, because the JVM and its Python workers are children of the
+            # driver.
             _signal(self.process, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5.0)
@@ -247,20 +300,31 @@ class SparkEngine:
 
 
 def _ray_logs() -> dict[str, int]:
-    """Return the local Ray logs that explain why a worker does not start, with their sizes in bytes."""
+    """Return the local Ray logs that explain why a worker does not start, with their sizes in
+    bytes.
+    """
     from rayrec.compat.ray_compat import local_node
 
     folder = glob.escape(local_node().get_logs_dir_path())
-    paths = (path for name in ("raylet.err", "*java-worker-*.log", "worker-*.err") for path in glob.glob(f"{folder}/{name}"))
+    paths = (
+        path
+        for name in ("raylet.err", "*java-worker-*.log", "worker-*.err")
+        for path in glob.glob(f"{folder}/{name}")
+    )
     return {path: os.path.getsize(path) for path in paths}
 
 
 def _last_error(path: str, *, skip: int = 0) -> str:
-    """Return the last line of a log with an error, after its first `skip` bytes. Empty if there is no such line."""
+    """Return the last line of a log with an error, after its first `skip` bytes. Empty if there is
+    no such line.
+    """
     with open(path, "rb") as file:
         file.seek(skip)
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip()[:300] for line in reversed(lines) if "Error" in line or "Exception" in line), "")
+    return next(
+        (line.strip()[:300] for line in reversed(lines) if "Error" in line or "Exception" in line),
+        "",
+    )
 
 
 def _modified_s(entry: os.DirEntry[str]) -> float:
@@ -275,12 +339,19 @@ def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
         os.killpg(process.pid, number)
 
 
-def _start(python: str, folder: str, config: SparkConfig, ray_address: str | None) -> subprocess.Popen[str]:
+def _start(
+    python: str, folder: str, config: SparkConfig, ray_address: str | None
+) -> subprocess.Popen[str]:
     source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     job = {**config.to_dict(), "folder": folder, "ray_address": ray_address, "source": source}
-    environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_HOME", "SPARK_CONF_DIR")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("SPARK_HOME", "SPARK_CONF_DIR")
+    }
     environment |= {
-        # In RayDP's environment, this package is only on the path, and only its data layer is needed.
+        # In RayDP's environment, this package is only on the path, and only its data layer is
+        # needed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, environment.get("PYTHONPATH")])),
         "PYSPARK_PYTHON": python,
         "PYSPARK_DRIVER_PYTHON": python,

@@ -1,4 +1,6 @@
-"""Rows in a given order, from engine tasks, mapped files or a row source, and prefetching in a thread."""
+"""Rows in a given order, from engine tasks, mapped files or a row source, and prefetching in a
+thread.
+"""
 
 import functools
 import queue
@@ -41,17 +43,25 @@ _POLL_S: Final = 0.1
 ITEM_BYTES: Final = 16 << 20
 """Maximum size of the rows that a task reads, unless a single one is larger, in bytes."""
 _CLOSE_S: Final = 10.0
-"""Maximum wait of `close` for a pending read, which may hang if storage is unavailable, in seconds."""
+"""Maximum wait of `close` for a pending read, which may hang if storage is unavailable, in
+seconds.
+"""
 
 
 @final
 class Prefetcher(Generic[T]):
-    """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`. Errors of the generator are
-    raised to the reader in order. The thread owns the generator and closes it."""
+    """Iterator over the values of a generator, of which a daemon thread prefetches at most `most`.
+    Errors of the generator are raised to the reader in order. The thread owns the generator and
+    closes it.
+    """
 
-    def __init__(self, values: Generator[T, None, None], *, max_prefetch: int, stop: StopToken | None = None) -> None:
-        """Start the thread. Once `stop` is set, iteration ends if the next value is late. It is for a generator that may wait
-        forever and cannot be interrupted, such as for data tasks on lost nodes."""
+    def __init__(
+        self, values: Generator[T, None, None], *, max_prefetch: int, stop: StopToken | None = None
+    ) -> None:
+        """Start the thread. Once `stop` is set, iteration ends if the next value is late. It is for
+        a generator that may wait forever and cannot be interrupted, such as for data tasks on lost
+        nodes.
+        """
         self._values, self._stop = values, stop
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max_prefetch)
         self._closed = threading.Event()
@@ -80,7 +90,9 @@ class Prefetcher(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop the thread. Waits for the pending value, unless that could stall a run that was asked to stop."""
+        """Stop the thread. Waits for the pending value, unless that could stall a run that was
+        asked to stop.
+        """
         self._ended = True
         self._closed.set()
         if not self._is_stopping():
@@ -121,7 +133,9 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
     """Open a block. Reads and parses raw logs immediately, and preprocessed rows on request."""
     segments, order = block.segments, block.order()
     if segments[0].is_preprocessed:
-        read = stage("read")(lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor))
+        read = stage("read")(
+            lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor)
+        )
         return LazyBlock(read, None)
     raw = read_raw(segments, preprocessor.schema if labelled else preprocessor.schema.unlabelled())
     numbers = row_numbers(segments)  # `read_raw` checks the row count of each segment.
@@ -135,7 +149,9 @@ def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = Tru
     return LazyBlock(encode, raw)
 
 
-def encode_block(block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True) -> EncodedRows:
+def encode_block(
+    block: Block, start: int, stop: int, preprocessor: Preprocessor, *, labelled: bool = True
+) -> EncodedRows:
     """Encode rows [start, stop) of a permuted block."""
     return open_block(block, preprocessor, labelled=labelled).encode(start, stop)
 
@@ -144,12 +160,16 @@ def encode_task(item: tuple[Block, int, int], *, preprocessor: Shared[Preprocess
     """Encode rows [start, stop) of a block in a data task."""
     keep_freed_memory()
     shared = preprocessor.get()
-    table, times = measured(lambda: encoded_block(item, shared), rows_of=lambda table: table.num_rows)
+    table, times = measured(
+        lambda: encoded_block(item, shared), rows_of=lambda table: table.num_rows
+    )
     return with_times(table, times)
 
 
 def encoded_block(item: tuple[Block, int, int], preprocessor: Preprocessor) -> pa.Table:
-    """Encode rows [start, stop) of a block into an Arrow table, in this process. Records stages for `measured`."""
+    """Encode rows [start, stop) of a block into an Arrow table, in this process. Records stages for
+    `measured`.
+    """
     rows = encode_block(*item, preprocessor)
     with stage("encode"):
         return to_arrow(rows)
@@ -189,13 +209,17 @@ class TaskSource:
 
     def make_locally(self, block: Block, block_range: BlockRange) -> Sequence[EncodedRows]:
         """Encode the rows of a block range in this process."""
-        return from_arrow(encoded_block((block, block_range.start, block_range.stop), self.preprocessor.get()))
+        return from_arrow(
+            encoded_block((block, block_range.start, block_range.stop), self.preprocessor.get())
+        )
 
 
 @dataclass(frozen=True)
 class MappedSource:
-    """Source of rows from local preprocessed files in MAPPED formats, read by one thread. The kernels release the GIL.
-    `in_memory` first loads the files into memory, where they stay until the process ends."""
+    """Source of rows from local preprocessed files in MAPPED formats, read by one thread. The
+    kernels release the GIL. `in_memory` first loads the files into memory, where they stay until
+    the process ends.
+    """
 
     preprocessor: Preprocessor
     in_memory: bool = False
@@ -209,11 +233,20 @@ class MappedSource:
 
     def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
         if self.in_memory:
-            files = {part.segment.path: dataset_of(part.segment) for block, _ in block_ranges for part in block.parts}
+            files = {
+                part.segment.path: dataset_of(part.segment)
+                for block, _ in block_ranges
+                for part in block.parts
+            }
             if files:  # All of one dataset.
-                next(iter(files.values()))[0].maps.load(sorted({file for _, file in files.values()}))
+                next(iter(files.values()))[0].maps.load(
+                    sorted({file for _, file in files.values()})
+                )
         for block, block_range in block_ranges:
-            rows, times = measured(functools.partial(self.make_locally, block, block_range), rows_of=lambda rows: len(rows[0]))
+            rows, times = measured(
+                functools.partial(self.make_locally, block, block_range),
+                rows_of=lambda rows: len(rows[0]),
+            )
             yield rows, times
 
     def make_locally(self, block: Block, block_range: BlockRange) -> Sequence[EncodedRows]:
@@ -224,7 +257,9 @@ class MappedSource:
 
 @dataclass(frozen=True)
 class NumberedSource:
-    """Source of numbered rows from engine tasks, or one thread. Items (row numbers, epoch) become (row numbers, arrays)."""
+    """Source of numbered rows from engine tasks, or one thread. Items (row numbers, epoch) become
+    (row numbers, arrays).
+    """
 
     rows: RowSource
     """Rows to read. With an engine, picklable, and readable by several threads."""
@@ -235,10 +270,15 @@ class NumberedSource:
     def stop(self) -> StopToken | None:
         return None if self.engine is None else self.engine.stop
 
-    def make(self, items: Iterable[NumberedItem]) -> Generator[tuple[Sequence[NumberedArrays], BlockTimes | None], None, None]:
+    def make(
+        self, items: Iterable[NumberedItem]
+    ) -> Generator[tuple[Sequence[NumberedArrays], BlockTimes | None], None, None]:
         if self.engine is None:
             for item in items:
-                yield measured(functools.partial(self.make_locally, *item), rows_of=lambda made: len(made[0][0]))
+                yield measured(
+                    functools.partial(self.make_locally, *item),
+                    rows_of=lambda made: len(made[0][0]),
+                )
             return
         pending: deque[np.ndarray] = deque()
 
@@ -248,7 +288,9 @@ class NumberedSource:
                 yield item
 
         read = functools.partial(_read_task, rows=self.engine.share(self.rows))
-        for table in self.engine.stream("rows", read, send(), block_bytes=ITEM_BYTES, prefetch_blocks=self.max_prefetch):
+        for table in self.engine.stream(
+            "rows", read, send(), block_bytes=ITEM_BYTES, prefetch_blocks=self.max_prefetch
+        ):
             yield [(pending.popleft(), arrays_of_table(table))], times_of(table)
 
     def make_locally(self, numbers: np.ndarray, epoch: int) -> Sequence[NumberedArrays]:
@@ -268,9 +310,11 @@ def _read_epoch(rows: RowSource, numbers: np.ndarray, epoch: int) -> dict[str, n
 
 @final
 class RowStream(Iterator[Any]):
-    """Iterator over the rows of items, such as block ranges, in order. The source starts immediately and runs ahead of the
-    reader. If the run is asked to stop and no rows arrive, because the nodes of the data tasks may be lost, this process makes
-    the missing rows: other workers may have trained theirs of the same step, and a checkpoint needs a complete step."""
+    """Iterator over the rows of items, such as block ranges, in order. The source starts
+    immediately and runs ahead of the reader. If the run is asked to stop and no rows arrive,
+    because the nodes of the data tasks may be lost, this process makes the missing rows: other
+    workers may have trained theirs of the same step, and a checkpoint needs a complete step.
+    """
 
     def __init__(
         self,
@@ -278,9 +322,13 @@ class RowStream(Iterator[Any]):
         items: Iterable[tuple[Any, Any]],
         account: StageTimes | None = None,
     ) -> None:
-        """Start reading. `items` must be re-iterable. `account` receives the stage times of each."""
+        """Start reading. `items` must be re-iterable. `account` receives the stage times of
+        each.
+        """
         self._source, self._items, self._account = source, items, account
-        self._prefetcher = Prefetcher(source.make(items), max_prefetch=source.max_prefetch, stop=source.stop)
+        self._prefetcher = Prefetcher(
+            source.make(items), max_prefetch=source.max_prefetch, stop=source.stop
+        )
         self._rows = self._take()
 
     def __next__(self) -> Any:

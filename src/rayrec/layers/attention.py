@@ -1,4 +1,6 @@
-"""Attention of a target over a sequence (Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018)."""
+"""Attention of a target over a sequence (Zhou et al., "Deep Interest Network for Click-Through Rate
+Prediction", KDD 2018).
+"""
 
 from collections.abc import Sequence
 from typing import final
@@ -13,8 +15,10 @@ from rayrec.layers.mlp import Dice, Precision, UninitializedLinear, compute_dtyp
 
 @final
 class AttentionPooling(nn.Module):
-    """Sum of a sequence's embeddings, weighted by a network of each embedding and the row's target. Its input is the concatenated
-    target, embedding, difference and product. The weights are not normalized, so the sum shows an interest's strength."""
+    """Sum of a sequence's embeddings, weighted by a network of each embedding and the row's target.
+    Its input is the concatenated target, embedding, difference and product. The weights are not
+    normalized, so the sum shows an interest's strength.
+    """
 
     def __init__(self, dim: int, sizes: Sequence[int], *, precision: Precision = "fp32") -> None:
         super().__init__()
@@ -28,7 +32,9 @@ class AttentionPooling(nn.Module):
         self._dtype = compute_dtype(precision)
 
     def forward(self, target: torch.Tensor, sequences: JaggedEmbeddings) -> torch.Tensor:
-        """Return the weighted sums, 0 for a row without ids, float32 [rows, dim]. `target`: float32 [rows, dim]."""
+        """Return the weighted sums, 0 for a row without ids, float32 [rows, dim]. `target`: float32
+        [rows, dim].
+        """
         hidden = self._first(self.layers[0] if len(self.layers) else self.weight, target, sequences)
         for number, activation in enumerate(self.activations):
             hidden = activation(hidden)
@@ -36,15 +42,23 @@ class AttentionPooling(nn.Module):
             layer = self.weight if last else self.layers[number + 1]
             assert isinstance(layer, UninitializedLinear)
             dtype = torch.float32 if last else self._dtype
-            hidden = functional.linear(hidden.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+            hidden = functional.linear(
+                hidden.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype)
+            )
         return sequences.sum(sequences.values * hidden.float())
 
-    def _first(self, layer: nn.Module, target: torch.Tensor, sequences: JaggedEmbeddings) -> torch.Tensor:
-        """Compute the product of the inputs with a layer's weights. Computes the target's part once per row."""
+    def _first(
+        self, layer: nn.Module, target: torch.Tensor, sequences: JaggedEmbeddings
+    ) -> torch.Tensor:
+        """Compute the product of the inputs with a layer's weights. Computes the target's part once
+        per row.
+        """
         assert isinstance(layer, UninitializedLinear)
         of_target, of_value, of_difference, of_product = layer.weight.chunk(4, dim=1)
         dtype, values = self._dtype, sequences.values
-        by_row = functional.linear(target.to(dtype), (of_target + of_difference).to(dtype), layer.bias.to(dtype))
+        by_row = functional.linear(
+            target.to(dtype), (of_target + of_difference).to(dtype), layer.bias.to(dtype)
+        )
         inputs = torch.cat([values, sequences.spread(target) * values], dim=1)
         weights = torch.cat([of_value - of_difference, of_product], dim=1)
         return functional.linear(inputs.to(dtype), weights.to(dtype)) + sequences.spread(by_row)
@@ -52,13 +66,27 @@ class AttentionPooling(nn.Module):
 
 @final
 class FieldAttention(nn.Module):
-    """Attention of each head over fields, [rows, fields, in_dim] to [rows, fields, dim], then ReLU of heads plus field. Products
-    have the precision's dtype. The softmax is float32."""
+    """Attention of each head over fields, [rows, fields, in_dim] to [rows, fields, dim], then ReLU
+    of heads plus field. Products have the precision's dtype. The softmax is float32.
+    """
 
-    def __init__(self, in_dim: int, dim: int, heads: int, *, scale: bool, dropout: float, precision: Precision = "fp32") -> None:
-        """`scale`: whether to divide scores by the square root of the head width. Projects the field if `in_dim` is not `dim`."""
+    def __init__(
+        self,
+        in_dim: int,
+        dim: int,
+        heads: int,
+        *,
+        scale: bool,
+        dropout: float,
+        precision: Precision = "fp32",
+    ) -> None:
+        """`scale`: whether to divide scores by the square root of the head width. Projects the
+        field if `in_dim` is not `dim`.
+        """
         super().__init__()
-        self.query, self.key, self.value = (xavier_linear(in_dim, dim, bias=False) for _ in range(3))
+        self.query, self.key, self.value = (
+            xavier_linear(in_dim, dim, bias=False) for _ in range(3)
+        )
         self.shortcut = xavier_linear(in_dim, dim, bias=False) if in_dim != dim else None
         self._heads, self._dropout, self._dtype = heads, dropout, compute_dtype(precision)
         self._scale = (dim // heads) ** -0.5 if scale else 1.0

@@ -1,4 +1,6 @@
-"""Cross layers, which multiply their results by the input of the first layer, with an MLP after or next to them."""
+"""Cross layers, which multiply their results by the input of the first layer, with an MLP after or
+next to them.
+"""
 
 from collections.abc import Sequence
 from typing import Literal, Unpack, final
@@ -6,18 +8,36 @@ from typing import Literal, Unpack, final
 import torch
 from torch import nn
 
-from rayrec.layers.mlp import LogitTower, Precision, Tower, TowerSettings, compute_dtype, init_values, linear_stack, xavier_linear
+from rayrec.layers.mlp import (
+    LogitTower,
+    Precision,
+    Tower,
+    TowerSettings,
+    compute_dtype,
+    init_values,
+    linear_stack,
+    xavier_linear,
+)
 
 Structure = Literal["parallel", "stacked", "stacked_parallel"]
 
 
 @final
 class CrossLayer(nn.Module):
-    """Layer x0 * (W x + b) + x for two inputs [rows, width], in the precision's dtype (Wang et al., "DCN V2", WWW 2021). With
-    `low_rank`, W is a product of two matrices of this rank. With `gated`, the product is also multiplied by sigmoid(W_g x), and
-    initial biases are uniform in [0, 1) (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023)."""
+    """Layer x0 * (W x + b) + x for two inputs [rows, width], in the precision's dtype (Wang et al.,
+    "DCN V2", WWW 2021). With `low_rank`, W is a product of two matrices of this rank. With `gated`,
+    the product is also multiplied by sigmoid(W_g x), and initial biases are uniform in [0, 1) (Wang
+    et al., "Towards Deeper, Lighter and Interpretable Cross Network", CIKM 2023).
+    """
 
-    def __init__(self, width: int, *, low_rank: int | None = None, gated: bool = False, precision: Precision = "fp32") -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        low_rank: int | None = None,
+        gated: bool = False,
+        precision: Precision = "fp32",
+    ) -> None:
         super().__init__()
         self.down = None if low_rank is None else xavier_linear(width, low_rank, bias=False)
         self.linear = xavier_linear(width if low_rank is None else low_rank, width)
@@ -30,7 +50,9 @@ class CrossLayer(nn.Module):
         """Compute the layer for `first`, x0, and `inputs`, x."""
         last = (self.linear.weight, self.linear.bias)
         parameters = last if self.down is None else (self.down.weight, None, *last)
-        factor = linear_stack(inputs, parameters, relus=(False,) * (len(parameters) // 2), dtype=self._dtype)
+        factor = linear_stack(
+            inputs, parameters, relus=(False,) * (len(parameters) // 2), dtype=self._dtype
+        )
         if self.gate is not None:
             gate = linear_stack(inputs, (self.gate.weight, None), relus=(False,), dtype=self._dtype)
             factor = factor * gate.sigmoid()
@@ -50,16 +72,24 @@ class Crosses(nn.ModuleList):
 
 @final
 class CrossMixture(nn.Module):
-    """Cross layers of low-rank experts (Wang et al., "DCN V2", WWW 2021): x <- sum over experts e of g_e(x) x0 * (U_e tanh(C_e
-    tanh(V_e x)) + b) + x. g is the softmax of a common linear gate. Shapes as in `Crosses`."""
+    """Cross layers of low-rank experts (Wang et al., "DCN V2", WWW 2021): x <- sum over experts e
+    of g_e(x) x0 * (U_e tanh(C_e tanh(V_e x)) + b) + x. g is the softmax of a common linear gate.
+    Shapes as in `Crosses`.
+    """
 
-    def __init__(self, width: int, *, layers: int, experts: int, low_rank: int, precision: Precision) -> None:
+    def __init__(
+        self, width: int, *, layers: int, experts: int, low_rank: int, precision: Precision
+    ) -> None:
         super().__init__()
 
         def matrices(rows: int, columns: int) -> nn.ParameterList:
             """Return stacked matrices of the experts of each layer, each drawn separately."""
             matrices_of_layers = [
-                [init_values(torch.empty(rows, columns), nn.init.xavier_normal_) for _ in range(experts)] for _ in range(layers)
+                [
+                    init_values(torch.empty(rows, columns), nn.init.xavier_normal_)
+                    for _ in range(experts)
+                ]
+                for _ in range(layers)
             ]
             return nn.ParameterList(torch.stack(of_layer) for of_layer in matrices_of_layers)
 
@@ -75,7 +105,9 @@ class CrossMixture(nn.Module):
             expert_weights = self.gate(crossed.float()).softmax(1).to(self._dtype)
             hidden = torch.einsum("rw,ekw->rek", crossed, down.to(self._dtype)).tanh()
             hidden = torch.einsum("rek,ejk->rej", hidden, core.to(self._dtype)).tanh()
-            mixed = torch.einsum("rej,ewj->rw", hidden * expert_weights.unsqueeze(2), up.to(self._dtype))
+            mixed = torch.einsum(
+                "rej,ewj->rw", hidden * expert_weights.unsqueeze(2), up.to(self._dtype)
+            )
             # The shares sum to 1, so the bias of the mixture equals each expert's bias.
             crossed = torch.addcmul(crossed, first, mixed + bias.to(self._dtype))
         return crossed
@@ -83,9 +115,11 @@ class CrossMixture(nn.Module):
 
 @final
 class CrossAndDeep(nn.Module):
-    """Cross layers and an MLP, [rows, width] to float32 logits [rows]. The MLP takes the output of the cross layers (stacked), or
-    the same inputs, with the logit computed from both concatenated outputs (parallel). `stacked_parallel` has both MLPs. Without
-    `mlp`, the logit is computed from the cross layers only."""
+    """Cross layers and an MLP, [rows, width] to float32 logits [rows]. The MLP takes the output of
+    the cross layers (stacked), or the same inputs, with the logit computed from both concatenated
+    outputs (parallel). `stacked_parallel` has both MLPs. Without `mlp`, the logit is computed from
+    the cross layers only.
+    """
 
     def __init__(
         self,
@@ -97,7 +131,9 @@ class CrossAndDeep(nn.Module):
         structure: Structure,
         **settings: Unpack[TowerSettings],
     ) -> None:
-        """`mlp`: layer widths of the only MLP, or of the parallel one in addition to `stacked_mlp`."""
+        """`mlp`: layer widths of the only MLP, or of the parallel one in addition to
+        `stacked_mlp`.
+        """
         super().__init__()
         self.crosses = crosses
         precision = settings.get("precision", "fp32")
@@ -117,4 +153,6 @@ class CrossAndDeep(nn.Module):
         first = inputs.to(self._dtype)
         crossed = self.crosses(first)
         crossed = crossed if self.stacked is None else self.stacked(crossed)
-        return self.last(crossed if self.deep is None else torch.cat([crossed, self.deep(first)], dim=1))
+        return self.last(
+            crossed if self.deep is None else torch.cat([crossed, self.deep(first)], dim=1)
+        )

@@ -1,6 +1,8 @@
-"""DLRM network (Naumov et al., 2019), with pairwise dot products, low-rank crosses, or a product of two projections. Sharded
-collections return features by table and worker. Each interaction reorders them (the dot product for free, by its choice of
-pairs), so the result does not depend on the plan."""
+"""DLRM network (Naumov et al., 2019), with pairwise dot products, low-rank crosses, or a product of
+two projections. Sharded collections return features by table and worker. Each interaction reorders
+them (the dot product for free, by its choice of pairs), so the result does not depend on the
+plan.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear
 
 
 class Interaction(nn.Module, ABC):
-    """Interaction of dense features [rows, dim] with the pooled embeddings of `features`, to [rows, out_features]."""
+    """Interaction of dense features [rows, dim] with the pooled embeddings of `features`, to [rows,
+    out_features].
+    """
 
     out_features: int
 
@@ -28,11 +32,15 @@ class Interaction(nn.Module, ABC):
 
     @abstractmethod
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
-        """Combine `dense` with `sparse` [rows, num_sparse * dim], which has its features in the order `order`."""
+        """Combine `dense` with `sparse` [rows, num_sparse * dim], which has its features in the
+        order `order`.
+        """
 
 
 class DotInteraction(Interaction):
-    """Dense vector and all pairwise dot products, upper triangle without diagonal (Naumov et al., DLRM, 2019)."""
+    """Dense vector and all pairwise dot products, upper triangle without diagonal (Naumov et al.,
+    DLRM, 2019).
+    """
 
     def __init__(self, features: Sequence[str], *, dim: int) -> None:
         super().__init__(features, dim=dim)
@@ -53,18 +61,28 @@ class DotInteraction(Interaction):
 
 
 class CrossInteraction(Interaction):
-    """Low-rank crosses x <- x0 * (W(Vx) + b) + x over all concatenated features (Wang et al., DCN V2, 2021)."""
+    """Low-rank crosses x <- x0 * (W(Vx) + b) + x over all concatenated features (Wang et al., DCN
+    V2, 2021).
+    """
 
     def __init__(
-        self, features: Sequence[str], *, dim: int, num_layers: int, low_rank: int, precision: Precision = "fp32"
+        self,
+        features: Sequence[str],
+        *,
+        dim: int,
+        num_layers: int,
+        low_rank: int,
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__(features, dim=dim)
         self.out_features = width = (len(features) + 1) * dim
         self.down = nn.ParameterList(
-            nn.Parameter(init_values(torch.empty(low_rank, width), nn.init.xavier_normal_)) for _ in range(num_layers)
+            nn.Parameter(init_values(torch.empty(low_rank, width), nn.init.xavier_normal_))
+            for _ in range(num_layers)
         )
         self.up = nn.ParameterList(
-            nn.Parameter(init_values(torch.empty(width, low_rank), nn.init.xavier_normal_)) for _ in range(num_layers)
+            nn.Parameter(init_values(torch.empty(width, low_rank), nn.init.xavier_normal_))
+            for _ in range(num_layers)
         )
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in range(num_layers))
         self._dtype = compute_dtype(precision)
@@ -73,14 +91,18 @@ class CrossInteraction(Interaction):
         ordered = in_feature_order(sparse, order, dim=self.dim)
         start = crossed = torch.cat([dense, ordered.to(dense.dtype)], dim=1)
         for down, up, bias in zip(self.down, self.up, self.bias, strict=True):
-            factor = linear_stack(crossed, (down, None, up, bias), relus=(False, False), dtype=self._dtype)
+            factor = linear_stack(
+                crossed, (down, None, up, bias), relus=(False, False), dtype=self._dtype
+            )
             crossed = torch.addcmul(crossed, start, factor)
         return crossed
 
 
 class ProjectionInteraction(Interaction):
-    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim, F2]. The last width of each
-    branch must be a multiple of `dim` (torchrec's InteractionProjectionArch)."""
+    """Dense vector and the products of two MLPs over all features, [rows, F1, dim] x [rows, dim,
+    F2]. The last width of each branch must be a multiple of `dim` (torchrec's
+    InteractionProjectionArch).
+    """
 
     def __init__(
         self,
@@ -101,20 +123,35 @@ class ProjectionInteraction(Interaction):
         ordered = in_feature_order(sparse, order, dim=self.dim)
         features = torch.cat([dense, ordered.to(dense.dtype)], dim=1)
         rows = dense.shape[0]
-        first = self.first_branch(features).view(rows, self.first_branch.out_features // self.dim, self.dim)
-        second = self.second_branch(features).view(rows, self.dim, self.second_branch.out_features // self.dim)
+        first = self.first_branch(features).view(
+            rows, self.first_branch.out_features // self.dim, self.dim
+        )
+        second = self.second_branch(features).view(
+            rows, self.dim, self.second_branch.out_features // self.dim
+        )
         return torch.cat([dense, torch.bmm(first, second).flatten(1)], dim=1)
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, interaction and top MLP with one logit for each label. `first_order` is added to the first logit, and takes the
-    value after the interaction's `dim` of each embedding."""
+    """Bottom MLP, interaction and top MLP with one logit for each label. `first_order` is added to
+    the first logit, and takes the value after the interaction's `dim` of each embedding.
+    """
 
     def __init__(
-        self, labels: Sequence[str], bottom_mlp: MLP, interaction: Interaction, top_mlp: MLP, first_order: FirstOrder | None
+        self,
+        labels: Sequence[str],
+        bottom_mlp: MLP,
+        interaction: Interaction,
+        top_mlp: MLP,
+        first_order: FirstOrder | None,
     ) -> None:
         super().__init__()
-        self.bottom_mlp, self.interaction, self.top_mlp, self.first_order = bottom_mlp, interaction, top_mlp, first_order
+        self.bottom_mlp, self.interaction, self.top_mlp, self.first_order = (
+            bottom_mlp,
+            interaction,
+            top_mlp,
+            first_order,
+        )
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
@@ -124,7 +161,10 @@ class DLRM(nn.Module):
             logits = self.top_mlp(self.interaction(bottom, embedded)).unbind(1)
         else:
             dim = self.interaction.dim
-            first, *rest = self.top_mlp(self.interaction(bottom, embedded.columns(slice(0, dim)))).unbind(1)
-            weights = embedded.columns(slice(dim, dim + 1)).flattened().contiguous()  # Strides decide the order of a sum
+            first, *rest = self.top_mlp(
+                self.interaction(bottom, embedded.columns(slice(0, dim)))
+            ).unbind(1)
+            # Strides decide the order of a sum
+            weights = embedded.columns(slice(dim, dim + 1)).flattened().contiguous()
             logits = (first + self.first_order.logit(dense, weights), *rest)
         return dict(zip(self._labels, logits, strict=True))

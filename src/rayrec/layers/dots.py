@@ -17,9 +17,11 @@ _ROWS_AT_ONCE: Final = 256
 
 
 def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
-    """Concatenate the dense vector and the products of all vector pairs, dtype of `dense` [rows, dim + pairs]. Pairs are (0, 1),
-    (0, 2), ..., (1, 2), ... with the dense vector first, then the features (Naumov et al., DLRM, 2019). On CPU, a kernel reads
-    and writes each value once and sums in float32. `sparse`: [rows, features * dim], with the features in `order`."""
+    """Concatenate the dense vector and the products of all vector pairs, dtype of `dense` [rows,
+    dim + pairs]. Pairs are (0, 1), (0, 2), ..., (1, 2), ... with the dense vector first, then the
+    features (Naumov et al., DLRM, 2019). On CPU, a kernel reads and writes each value once and sums
+    in float32. `sparse`: [rows, features * dim], with the features in `order`.
+    """
     if dense.is_cpu and dense.dtype in _KINDS and sparse.dtype in _KINDS:
         return _KernelDots.apply(dense, sparse, feature_positions(order))
     return _OperatorDots.apply(dense, sparse, *_indices(order, dense.shape[1], dense.device))
@@ -27,14 +29,18 @@ def pairwise_dots(dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> to
 
 class _KernelDots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]
+    ) -> torch.Tensor:
         ctx.save_for_backward(dense, sparse)
         ctx.places = positions
         return torch.ops.rayrec.pairwise_dots(dense, sparse, positions)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *torch.ops.rayrec.pairwise_dots_backward(gradients[0], *ctx.saved_tensors, ctx.places), None
+        return *torch.ops.rayrec.pairwise_dots_backward(
+            gradients[0], *ctx.saved_tensors, ctx.places
+        ), None
 
 
 class _OperatorDots(torch.autograd.Function):
@@ -42,7 +48,11 @@ class _OperatorDots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dense: torch.Tensor, sparse: torch.Tensor, pair_of: torch.Tensor, column_of: torch.Tensor
+        ctx: Any,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        pair_of: torch.Tensor,
+        column_of: torch.Tensor,
     ) -> torch.Tensor:
         rows, dim = dense.shape
         num_vectors = 1 + sparse.shape[1] // dim
@@ -58,9 +68,12 @@ class _OperatorDots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         vectors, column_of = ctx.saved_tensors
         rows, num_vectors, dim = vectors.shape
-        gradient = gradients[0].float()  # float32: gathering two-byte columns is slower, and table updates are float32
+        # float32: gathering two-byte columns is slower, and table updates are float32
+        gradient = gradients[0].float()
         # d(x_i . x_j) goes to both vectors: a symmetric gradient matrix times the vectors.
-        symmetric = torch.gather(gradient, 1, column_of.expand(rows, -1)).view(rows, num_vectors, num_vectors)
+        symmetric = torch.gather(gradient, 1, column_of.expand(rows, -1)).view(
+            rows, num_vectors, num_vectors
+        )
         symmetric.diagonal(dim1=1, dim2=2).zero_()
         result = torch.bmm(symmetric, vectors.float())
         dense_gradient = (result[:, 0] + gradient[:, :dim]).to(vectors.dtype)
@@ -70,7 +83,9 @@ class _OperatorDots(torch.autograd.Function):
 
 @lru_cache(maxsize=16)
 def _indices(order: Order, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each pair among the dot products, and the output column of each dot product."""
+    """Return the index of each pair among the dot products, and the output column of each dot
+    product.
+    """
     num_vectors = len(order) + 1
     position_of = torch.empty(num_vectors, dtype=torch.long)
     position_of[torch.tensor([0, *(feature + 1 for feature in order)])] = torch.arange(num_vectors)
@@ -91,7 +106,9 @@ class _CDots(ctypes.Structure):
     )
 
 
-def _structure(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int], *results: torch.Tensor) -> _CDots:
+def _structure(
+    dense: torch.Tensor, sparse: torch.Tensor, positions: list[int], *results: torch.Tensor
+) -> _CDots:
     array = (ctypes.c_int64 * len(positions))(*positions)  # The structure keeps it alive
     kinds = _KINDS[dense.dtype], _KINDS[sparse.dtype]
     pointers = [tensor.data_ptr() for tensor in (dense, sparse, *results)]
@@ -100,7 +117,9 @@ def _structure(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int], 
 
 def _dots(dense: torch.Tensor, sparse: torch.Tensor, positions: list[int]) -> torch.Tensor:
     dense, sparse = dense.contiguous(), sparse.contiguous()
-    output = dense.new_empty(len(dense), dense.shape[1] + len(positions) * (len(positions) + 1) // 2)
+    output = dense.new_empty(
+        len(dense), dense.shape[1] + len(positions) * (len(positions) + 1) // 2
+    )
     arguments = _structure(dense, sparse, positions, output)
     run_kernel(vectorized("rayrec_pairwise_dots"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
     return output
@@ -112,25 +131,34 @@ def _dots_backward(
     gradient, dense, sparse = gradient.contiguous(), dense.contiguous(), sparse.contiguous()
     gradients = torch.empty_like(dense), torch.empty_like(sparse)
     arguments = _structure(dense, sparse, positions, gradient, *gradients)
-    run_kernel(vectorized("rayrec_pairwise_dots_backward"), arguments, len(dense), at_once=_ROWS_AT_ONCE)
+    run_kernel(
+        vectorized("rayrec_pairwise_dots_backward"), arguments, len(dense), at_once=_ROWS_AT_ONCE
+    )
     return gradients
 
 
 # Registered as torch operators for its profiler and modes
 _OPERATORS: Final = torch.library.Library("rayrec", "FRAGMENT")
 _OPERATORS.define("pairwise_dots(Tensor dense, Tensor sparse, int[] places) -> Tensor")
-_OPERATORS.define("pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> (Tensor, Tensor)")
+_OPERATORS.define(
+    "pairwise_dots_backward(Tensor gradient, Tensor dense, Tensor sparse, int[] places) -> "
+    "(Tensor, Tensor)"
+)
 _OPERATORS.impl("pairwise_dots", _dots, "CPU")
 _OPERATORS.impl("pairwise_dots_backward", _dots_backward, "CPU")
 
 
 @register_flop_formula([torch.ops.rayrec.pairwise_dots])
 def _forward_operations(dense: Any, sparse: Any, positions: Any, *_: Any, **__: Any) -> int:
-    """Return two operations per multiply-add of the full product, as in `_OperatorDots`, on every device."""
+    """Return two operations per multiply-add of the full product, as in `_OperatorDots`, on every
+    device.
+    """
     rows, dim = dense
     return int(2 * rows * (len(positions) + 1) ** 2 * dim)
 
 
 @register_flop_formula([torch.ops.rayrec.pairwise_dots_backward])
-def _backward_operations(gradient: Any, dense: Any, sparse: Any, positions: Any, *_: Any, **__: Any) -> int:
+def _backward_operations(
+    gradient: Any, dense: Any, sparse: Any, positions: Any, *_: Any, **__: Any
+) -> int:
     return _forward_operations(dense, sparse, positions)

@@ -1,4 +1,6 @@
-"""Threads of torch's operators: native kernels run in them, and their waits are short while other processes use the CPUs."""
+"""Threads of torch's operators: native kernels run in them, and their waits are short while other
+processes use the CPUs.
+"""
 
 import ctypes
 import os
@@ -19,19 +21,25 @@ Kernel = Any
 
 @cache
 def vectorized(name: str) -> Kernel:
-    """Return the kernel's variant for this CPU, of those that `native/each_cpu.h` compiles, with torch's criterion."""
+    """Return the kernel's variant for this CPU, of those that `native/each_cpu.h` compiles, with
+    torch's criterion.
+    """
     suffix = {"AVX2": "_avx2", "AVX512": "_avx512"}.get(torch.backends.cpu.get_cpu_capability(), "")
     return getattr(library(), name + suffix)
 
 
 def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> None:
-    """Run `kernel(arguments, start, stop)` over 0 to `count`, `at_once` at a time, in as many threads as torch has.
+    """Run `kernel(arguments, start, stop)` over 0 to `count`, `at_once` at a time, in as many
+    threads as torch has.
 
-    `arguments` is a ctypes structure or array. Uses the threads of torch's OpenMP library: they stay awake for a while after an
-    operator, and other threads would take their CPUs (measured: 5 % longer DLRM steps). If torch has no OpenMP, the kernel runs
-    in the calling thread. Raises MemoryError.
+    `arguments` is a ctypes structure or array. Uses the threads of torch's OpenMP library: they
+    stay awake for a while after an operator, and other threads would take their CPUs (measured: 5 %
+    longer DLRM steps). If torch has no OpenMP, the kernel runs in the calling thread. Raises
+    MemoryError.
     """
-    work = _CWork(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(arguments), count, at_once, 0, 0)
+    work = _CWork(
+        ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(arguments), count, at_once, 0, 0
+    )
     num_threads = min(torch.get_num_threads(), -(-count // at_once))
     parallel = openmp_parallel() if num_threads > 1 else None
     if parallel is None:
@@ -58,7 +66,9 @@ def _take_part() -> Kernel:
 
 @lru_cache(maxsize=1)
 def openmp_parallel() -> Kernel | None:
-    """Return `GOMP_parallel(function, data, num_threads, flags)` of torch's OpenMP library (GNU, LLVM, Intel), or None."""
+    """Return `GOMP_parallel(function, data, num_threads, flags)` of torch's OpenMP library (GNU,
+    LLVM, Intel), or None.
+    """
     function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if function is not None:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -70,33 +80,49 @@ def openmp_parallel() -> Kernel | None:
 
 _INTERVAL_S = 0.1
 _WAITING = 0.45
-"""Minimum share of its runnable time that a thread waits for a CPU under contention. Measured on 2 cores: 0.1 at the median next
-to data tasks of the same run, and 0.5 or more next to one busy process."""
+"""Minimum share of its runnable time that a thread waits for a CPU under contention. Measured on 2
+cores: 0.1 at the median next to data tasks of the same run, and 0.5 or more next to one busy
+process.
+"""
 _CONTENDED_INTERVALS = 5
-"""Number of consecutive contended intervals before waits are shortened. Process starts of a run take fewer."""
+"""Number of consecutive contended intervals before waits are shortened. Process starts of a run
+take fewer.
+"""
 _RUNNABLE = 0.2
 """Minimum runnable share of an interval for a thread to count."""
 _MIN_SHORT_S, _MAX_SHORT_S = 1.0, 60.0
 _MAX_CPUS = 64
-"""Maximum CPU count. On larger machines, waits stay unchanged: shortening them costs an idle thread per CPU."""
+"""Maximum CPU count. On larger machines, waits stay unchanged: shortening them costs an idle thread
+per CPU.
+"""
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @final
 class CpuWatch:
-    """Thread that measures how long the operator threads of the calling thread wait for a CPU, until `close`. Between two
-    operators, the threads of GNU's OpenMP library, which torch uses on CPU, spin for some milliseconds before they sleep. This is
-    fastest on idle CPUs. If other processes use the CPUs, threads spin for a thread without a CPU, and training is up to 80 times
-    slower. During contention, waits are 3,000 times shorter, unless the environment sets them (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
-    Results are bit-identical. Without /proc/PID/task/TID/schedstat nothing is measured."""
+    """Thread that measures how long the operator threads of the calling thread wait for a CPU,
+    until `close`. Between two operators, the threads of GNU's OpenMP library, which torch uses on
+    CPU, spin for some milliseconds before they sleep. This is fastest on idle CPUs. If other
+    processes use the CPUs, threads spin for a thread without a CPU, and training is up to 80 times
+    slower. During contention, waits are 3,000 times shorter, unless the environment sets them
+    (OMP_WAIT_POLICY, GOMP_SPINCOUNT). Results are bit-identical. Without
+    /proc/PID/task/TID/schedstat nothing is measured.
+    """
 
     def __init__(self, on_contention: Callable[[float], None] = lambda waiting: None) -> None:
-        """Start the thread. It calls `on_contention` once, with the share of its runnable time that an operator thread waited."""
+        """Start the thread. It calls `on_contention` once, with the share of its runnable time that
+        an operator thread waited.
+        """
         self._on_contention: Callable[[float], None] | None = on_contention
-        self._paths: Final = [Path(f"/proc/self/task/{thread}/schedstat") for thread in _run_in_team(torch.get_num_threads())]
+        self._paths: Final = [
+            Path(f"/proc/self/task/{thread}/schedstat")
+            for thread in _run_in_team(torch.get_num_threads())
+        ]
         self._short: Final = _ShortWaits() if _can_shorten_waits(len(self._paths)) else None
         self._ended: Final = threading.Event()
-        self._thread: Final = threading.Thread(target=self._run, name="rayrec-cpu-watch", daemon=True)
+        self._thread: Final = threading.Thread(
+            target=self._run, name="rayrec-cpu-watch", daemon=True
+        )
         if self._paths and self._paths[0].exists():
             self._thread.start()
 
@@ -124,8 +150,9 @@ class CpuWatch:
 
 @final
 class WaitPolicy:
-    """Decision when to shorten waits: after half a second of contention. Then tries long waits for one interval after 1 s, and
-    during further contention after 2, 4, ... 60 s. Pure."""
+    """Decision when to shorten waits: after half a second of contention. Then tries long waits for
+    one interval after 1 s, and during further contention after 2, 4, ... 60 s. Pure.
+    """
 
     def __init__(self) -> None:
         self._contended = 0
@@ -133,7 +160,9 @@ class WaitPolicy:
         self._until_s: float | None = None
 
     def update(self, waiting: float, now_s: float) -> bool:
-        """Return whether waits are short in the next interval. `waiting`: share of the last one, from `waiting_share`."""
+        """Return whether waits are short in the next interval. `waiting`: share of the last one,
+        from `waiting_share`.
+        """
         if self._until_s is not None:
             if now_s < self._until_s:
                 return True
@@ -150,8 +179,10 @@ class WaitPolicy:
 
 
 def waiting_share(before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> float:
-    """Return the maximum share of its runnable time that a thread waited for a CPU. Ignores threads that were runnable for less
-    than a fifth of the interval. Arguments are (running, waiting) of each thread since its start, in ns. Pure."""
+    """Return the maximum share of its runnable time that a thread waited for a CPU. Ignores threads
+    that were runnable for less than a fifth of the interval. Arguments are (running, waiting) of
+    each thread since its start, in ns. Pure.
+    """
     ratios = [0.0]
     for (run_before, wait_before), (run, wait) in zip(before, now, strict=True):
         runnable = run - run_before + wait - wait_before
@@ -175,18 +206,27 @@ class _CTeam(ctypes.Structure):
 
 
 def _run_in_team(num_threads: int) -> list[int]:
-    """Start `num_threads` OpenMP threads of the calling thread and return their Linux thread ids."""
+    """Start `num_threads` OpenMP threads of the calling thread and return their Linux thread
+    ids.
+    """
     ids = (ctypes.c_int64 * num_threads)()
     team = _CTeam(ids, num_threads, 0)
     parallel = openmp_parallel()
     if parallel is None or num_threads == 1:
         return [threading.get_native_id()]
-    parallel(ctypes.cast(library().rayrec_add_thread_id, ctypes.c_void_p), ctypes.byref(team), num_threads, 0)
+    parallel(
+        ctypes.cast(library().rayrec_add_thread_id, ctypes.c_void_p),
+        ctypes.byref(team),
+        num_threads,
+        0,
+    )
     return list(ids[: team.count])
 
 
 def _can_shorten_waits(num_threads: int) -> bool:
-    """Return whether this is GNU's library, on a small enough machine, and without user settings for waits."""
+    """Return whether this is GNU's library, on a small enough machine, and without user settings
+    for waits.
+    """
     is_set = any(name in os.environ for name in _WAIT_VARIABLES)
     gnu = openmp_parallel() is not None and not hasattr(ctypes.CDLL(None), "kmp_set_blocktime")
     return num_threads > 1 and gnu and not is_set and len(os.sched_getaffinity(0)) <= _MAX_CPUS
@@ -194,8 +234,10 @@ def _can_shorten_waits(num_threads: int) -> bool:
 
 @final
 class _ShortWaits:
-    """Switch for short waits of all OpenMP threads in this process. GNU's library spins 100 instead of 300,000 times if it has
-    more threads than CPUs (`gomp_throttled_spin_count_var`). A thread of ours keeps an idle OpenMP thread per CPU."""
+    """Switch for short waits of all OpenMP threads in this process. GNU's library spins 100 instead
+    of 300,000 times if it has more threads than CPUs (`gomp_throttled_spin_count_var`). A thread of
+    ours keeps an idle OpenMP thread per CPU.
+    """
 
     def __init__(self) -> None:
         self._released: threading.Event | None = None
@@ -206,7 +248,10 @@ class _ShortWaits:
         if short and self._released is None:
             started, self._released = threading.Event(), threading.Event()
             self._keeper = threading.Thread(
-                target=_keep_team, args=(started, self._released), name="rayrec-idle-team", daemon=True
+                target=_keep_team,
+                args=(started, self._released),
+                name="rayrec-idle-team",
+                daemon=True,
             )
             self._keeper.start()
             started.wait()

@@ -1,4 +1,6 @@
-"""Embeddings of a batch, keyed by feature name, and their fields: one list of vectors with the numbers, as in FuxiCTR."""
+"""Embeddings of a batch, keyed by feature name, and their fields: one list of vectors with the
+numbers, as in FuxiCTR.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,15 @@ def feature_positions(order: Order) -> list[int]:
 
 
 def in_feature_order(values: torch.Tensor, order: Order, *, dim: int) -> torch.Tensor:
-    """Reorder embeddings [rows, num_features * dim] by feature number. No copy if they are in order."""
+    """Reorder embeddings [rows, num_features * dim] by feature number. No copy if they are in
+    order.
+    """
     if order == tuple(range(len(order))):
         return values
-    return torch.cat([values[:, position * dim : (position + 1) * dim] for position in feature_positions(order)], dim=1)
+    return torch.cat(
+        [values[:, position * dim : (position + 1) * dim] for position in feature_positions(order)],
+        dim=1,
+    )
 
 
 @final
@@ -52,9 +59,13 @@ class JaggedEmbeddings:
         return of_rows.index_select(0, self.rows)
 
     def sum(self, of_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the sum over the ids of each row, 0 without ids, [rows, width]. Default: the sum of `values`."""
+        """Return the sum over the ids of each row, 0 without ids, [rows, width]. Default: the sum
+        of `values`.
+        """
         summed = self.values if of_ids is None else of_ids
-        return summed.new_zeros(self.lengths.shape[0], summed.shape[1]).index_add(0, self.rows, summed)
+        return summed.new_zeros(self.lengths.shape[0], summed.shape[1]).index_add(
+            0, self.rows, summed
+        )
 
 
 def _absent(feature: str) -> torch.Tensor:
@@ -63,9 +74,11 @@ def _absent(feature: str) -> torch.Tensor:
 
 @final
 class KeyedEmbeddings(Mapping[str, torch.Tensor]):
-    """Embeddings of a batch: the sum of each feature's id embeddings, float32 [rows, dim], by name. `sequences` has the unpooled
-    embeddings of `ClickModelConfig.sequences`. In training, embeddings come from other workers. Their first use waits, so a
-    network that starts with dense features overlaps it with the exchange. Only `pooled_unordered` exposes the plan's order."""
+    """Embeddings of a batch: the sum of each feature's id embeddings, float32 [rows, dim], by name.
+    `sequences` has the unpooled embeddings of `ClickModelConfig.sequences`. In training, embeddings
+    come from other workers. Their first use waits, so a network that starts with dense features
+    overlaps it with the exchange. Only `pooled_unordered` exposes the plan's order.
+    """
 
     def __init__(
         self,
@@ -77,8 +90,9 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         ids: Callable[[str], torch.Tensor] = _absent,
         table: Callable[[str], torch.Tensor] = _absent,
     ) -> None:
-        """`deliver` returns features that `sequences` does not. Each is called once, on first use. `ids`, `table`: the
-        methods."""
+        """`deliver` returns features that `sequences` does not. Each is called once, on first use.
+        `ids`, `table`: the methods.
+        """
         self.features, self.dim = features, dim
         self._ids, self._table = ids, table
         self._deliver: Callable[[], Delivery] | None = deliver
@@ -97,12 +111,21 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         ids: Mapping[str, torch.Tensor] | None = None,
         tables: Mapping[str, torch.Tensor] | None = None,
     ) -> KeyedEmbeddings:
-        """Build from `values` [rows, num_features * dim], in feature order without those in `sequences`. `ids` and `tables` have
-        the results of the methods `ids` and `table` by feature."""
+        """Build from `values` [rows, num_features * dim], in feature order without those in
+        `sequences`. `ids` and `tables` have the results of the methods `ids` and `table` by
+        feature.
+        """
         unpooled = sequences or {}
         order = tuple(number for number, feature in enumerate(features) if feature not in unpooled)
         ids_of, table_of = (ids or {}).__getitem__, (tables or {}).__getitem__
-        return cls(features, dim, lambda: (values, order), sequences=lambda: unpooled, ids=ids_of, table=table_of)
+        return cls(
+            features,
+            dim,
+            lambda: (values, order),
+            sequences=lambda: unpooled,
+            ids=ids_of,
+            table=table_of,
+        )
 
     def bags(self) -> Delivery:
         """Return `pooled_unordered` without the features of `all_sequences`."""
@@ -118,13 +141,18 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         return self._sequences
 
     def pooled_unordered(self) -> Delivery:
-        """Return the embeddings in order of arrival, and that order. Only for layers whose cost, not results, depends on it."""
+        """Return the embeddings in order of arrival, and that order. Only for layers whose cost,
+        not results, depends on it.
+        """
         values, order = self.bags()
         if len(order) == len(self.features):
             return values, order
         one_by_one = self.all_sequences()
         summed = [sequences.sum() for sequences in one_by_one.values()]
-        return torch.cat([values, *summed], dim=1), (*order, *map(list(self.features).index, one_by_one))
+        return torch.cat([values, *summed], dim=1), (
+            *order,
+            *map(list(self.features).index, one_by_one),
+        )
 
     def flattened(self) -> torch.Tensor:
         """Return the embeddings in feature order, [rows, num_features * dim]."""
@@ -149,22 +177,32 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
             }
 
         dim, table = columns.stop - columns.start, lambda feature: self.table(feature)[:, columns]
-        return KeyedEmbeddings(self.features, dim, deliver, sequences=sequences, ids=self.ids, table=table)
+        return KeyedEmbeddings(
+            self.features, dim, deliver, sequences=sequences, ids=self.ids, table=table
+        )
 
     def sequences(self, feature: str) -> JaggedEmbeddings:
-        """Return a feature's unpooled embeddings. Raises KeyError unless it is in `ClickModelConfig.sequences`."""
+        """Return a feature's unpooled embeddings. Raises KeyError unless it is in
+        `ClickModelConfig.sequences`.
+        """
         return self.all_sequences()[feature]
 
     def ids(self, feature: str) -> torch.Tensor:
-        """Return a sequence feature's ids in the order of its embeddings, int64 [ids]. Raises KeyError for other features."""
+        """Return a sequence feature's ids in the order of its embeddings, int64 [ids]. Raises
+        KeyError for other features.
+        """
         return self._ids(feature)
 
     def table(self, feature: str) -> torch.Tensor:
-        """Return a full table, with gradient in training, float32 [num_embeddings, dim]. Raises KeyError for others."""
+        """Return a full table, with gradient in training, float32 [num_embeddings, dim]. Raises
+        KeyError for others.
+        """
         return self._table(feature)
 
     def has_table(self, feature: str) -> bool:
-        """Return whether `table` has the feature. With TRAINS_ON_TABLES False, only evaluations have it."""
+        """Return whether `table` has the feature. With TRAINS_ON_TABLES False, only evaluations
+        have it.
+        """
         try:
             self._table(feature)
         except KeyError:
@@ -190,34 +228,47 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
 
 
 def number_vectors(num_dense: int, dim: int) -> nn.Parameter:
-    """Return the factor vector of each number, [num_dense, dim]. Each is a layer from 1 to `dim`, Xavier normal."""
+    """Return the factor vector of each number, [num_dense, dim]. Each is a layer from 1 to `dim`,
+    Xavier normal.
+    """
     draw = partial(nn.init.normal_, std=(2 / (1 + dim)) ** 0.5)
     return nn.Parameter(init_values(torch.empty(num_dense, dim), draw))
 
 
 def fields(dense: torch.Tensor, vectors: torch.Tensor, embedded: KeyedEmbeddings) -> torch.Tensor:
-    """Return each number times its vector, then the embeddings, [rows, num_dense + num_features, dim]."""
+    """Return each number times its vector, then the embeddings, [rows, num_dense + num_features,
+    dim].
+    """
     return torch.cat([dense.unsqueeze(2) * vectors, embedded.stacked()], dim=1)
 
 
 @final
 class FieldsAndLinear(nn.Module):
-    """Field vectors of numbers and categories as in `fields`, and their linear model (FuxiCTR's LogisticRegression). The first
-    `dim` values of an embedding are the field. The next one is the category's weight in the linear model."""
+    """Field vectors of numbers and categories as in `fields`, and their linear model (FuxiCTR's
+    LogisticRegression). The first `dim` values of an embedding are the field. The next one is the
+    category's weight in the linear model.
+    """
 
     def __init__(self, num_dense: int, dim: int, *, bias: bool = True) -> None:
         """`bias`: whether the linear model has a bias, initially 0."""
         super().__init__()
         self.number_vectors = number_vectors(num_dense, dim)
         self.linear = UninitializedLinear(num_dense, 1, bias=bias)
-        init_values(self.linear.weight, nn.init.normal_)  # Each number's is a layer from 1 to 1, Xavier normal
+        # Each number's is a layer from 1 to 1, Xavier normal
+        init_values(self.linear.weight, nn.init.normal_)
         if bias:
             init_values(self.linear.bias, nn.init.zeros_)
         self._dim = dim
 
-    def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 fields [rows, num_dense + num_features, dim], and the linear model's output, float32 [rows]. Takes
-        embeddings of `rayrec.models.base.width_with_weight(dim)` values."""
+    def forward(
+        self, dense: torch.Tensor, embedded: KeyedEmbeddings
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 fields [rows, num_dense + num_features, dim], and the linear model's
+        output, float32 [rows]. Takes embeddings of `rayrec.models.base.width_with_weight(dim)`
+        values.
+        """
         stacked = embedded.stacked()
-        fields = torch.cat([dense.unsqueeze(2) * self.number_vectors, stacked[:, :, : self._dim]], dim=1)
+        fields = torch.cat(
+            [dense.unsqueeze(2) * self.number_vectors, stacked[:, :, : self._dim]], dim=1
+        )
         return fields, self.linear(dense).squeeze(1) + stacked[:, :, self._dim].sum(1)

@@ -1,6 +1,8 @@
-"""Fully connected layers as one fused autograd step, because the matrix product behind `nn.Linear` can be slow on CPUs. On CPU,
-products use oneDNN, which reaches 250 GFLOP/s per core in float32 on AMD Zen 5 (MKL: 115), and adds bias and ReLU while the
-product is in cache. Other devices use plain torch operators."""
+"""Fully connected layers as one fused autograd step, because the matrix product behind `nn.Linear`
+can be slow on CPUs. On CPU, products use oneDNN, which reaches 250 GFLOP/s per core in float32 on
+AMD Zen 5 (MKL: 115), and adds bias and ReLU while the product is in cache. Other devices use plain
+torch operators.
+"""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -22,20 +24,31 @@ _FEWEST_ROWS: Final = 2
 """Minimum row count for a variance estimate by torch's operator."""
 
 
-def relu_backward_(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set `gradient` to 0 in place where `output` is not above 0. Return it transposed, and summed over rows. Both inputs are
-    [rows, columns], float32 and contiguous, on CPU, and are read once. A product that needs the transposed gradient would copy it
-    again. The sum does not depend on the number of threads."""
+def relu_backward_(
+    gradient: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Set `gradient` to 0 in place where `output` is not above 0. Return it transposed, and summed
+    over rows. Both inputs are [rows, columns], float32 and contiguous, on CPU, and are read once. A
+    product that needs the transposed gradient would copy it again. The sum does not depend on the
+    number of threads.
+    """
     turned, sums = torch.ops.rayrec.relu_backward_(gradient, output)
     return turned, sums
 
 
-def _relu_backward(gradient: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _relu_backward(
+    gradient: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = gradient.shape
     blocks = -(-rows // _BLOCK)
     turned, sums = gradient.new_empty(columns, rows), gradient.new_zeros(blocks, columns)
     pointers = [tensor.data_ptr() for tensor in (output, gradient, turned, sums)]
-    run_kernel(vectorized("rayrec_relu_backward"), _CRelu(*pointers, rows, columns, _BLOCK), blocks, at_once=1)
+    run_kernel(
+        vectorized("rayrec_relu_backward"),
+        _CRelu(*pointers, rows, columns, _BLOCK),
+        blocks,
+        at_once=1,
+    )
     return turned, sums.sum(0)
 
 
@@ -57,7 +70,9 @@ Precision = Literal["fp32", "bf16"]
 _NARROW_OUTPUT = 8
 _NARROW_INPUT = 64
 _FEW_ROWS = 8
-"""Maximum row count for plain operators without gradient. The setup of the fused step takes 0.1 ms."""
+"""Maximum row count for plain operators without gradient. The setup of the fused step takes 0.1
+ms.
+"""
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -65,21 +80,39 @@ def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, relu: bool, fused: bool) -> torch.Tensor:
+def _linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    relu: bool,
+    fused: bool,
+) -> torch.Tensor:
     if fused and weight.shape[0] >= _NARROW_OUTPUT:
         return linear_pointwise(inputs, weight, bias, "relu" if relu else "none")
     output = functional.linear(inputs, weight, bias)
     return output.relu_() if relu else output
 
 
-def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool, input_major: bool) -> torch.Tensor:
-    """Return the weight gradient [out, in], laid out by inputs if `input_major`, as the weight is, and if this is faster."""
+def _weight_gradient(
+    gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool, input_major: bool
+) -> torch.Tensor:
+    """Return the weight gradient [out, in], laid out by inputs if `input_major`, as the weight is,
+    and if this is faster.
+    """
     if gradient.shape[1] < _NARROW_OUTPUT:
         return gradient.t() @ inputs
-    if input_major and fused and gradient.dtype == torch.float32 and inputs.shape[1] < gradient.shape[1]:
-        # oneDNN copies the transposed first factor, here the smaller one. The result needs no other layout.
+    if (
+        input_major
+        and fused
+        and gradient.dtype == torch.float32
+        and inputs.shape[1] < gradient.shape[1]
+    ):
+        # oneDNN copies the transposed first factor, here the smaller one. The result needs no other
+        # layout.
         return linear_pointwise(inputs.t(), gradient.t(), None, "none").t()
-    if inputs.shape[1] < _NARROW_INPUT:  # With few inputs, the transposed product can be three times faster
+    # With few inputs, the transposed product can be three times faster
+    if inputs.shape[1] < _NARROW_INPUT:
         if fused and gradient.dtype == torch.float32:
             return linear_pointwise(inputs.t(), gradient.t(), None, "none").t().contiguous()
         return (inputs.t() @ gradient).t().contiguous()
@@ -89,7 +122,9 @@ def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: boo
 
 
 def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool:
-    """Return whether the product for the weight's gradient would copy `gradient` to transpose it."""
+    """Return whether the product for the weight's gradient would copy `gradient` to transpose
+    it.
+    """
     wide = gradient.shape[1] >= _NARROW_OUTPUT and inputs.shape[1] >= _NARROW_INPUT
     return fused and wide and gradient.dtype == torch.float32 and gradient.is_contiguous()
 
@@ -115,10 +150,14 @@ class _LinearStack(torch.autograd.Function):
             weight, bias = parameters[2 * layer], parameters[2 * layer + 1]
             assert weight is not None
             if float_last and layer == layers - 1:
-                output = _linear(activations[-1].float(), weight, bias, relu=relus[layer], fused=fused)
+                output = _linear(
+                    activations[-1].float(), weight, bias, relu=relus[layer], fused=fused
+                )
             else:
                 low_bias = None if bias is None else bias.to(dtype)
-                output = _linear(activations[-1], weight.to(dtype), low_bias, relu=relus[layer], fused=low_fused)
+                output = _linear(
+                    activations[-1], weight.to(dtype), low_bias, relu=relus[layer], fused=low_fused
+                )
             weights.append(weight.to(dtype))
             activations.append(output)
         # The last output is needed only if a ReLU masks the gradient.
@@ -154,13 +193,19 @@ class _LinearStack(torch.autograd.Function):
                         gradient = masked(gradient, output, 0)
                     else:  # In place, because fresh memory costs as much as the arithmetic
                         masked.grad_input(gradient, output, 0, grad_input=gradient)
-                weight_gradient = _weight_gradient(gradient, inputs, fused=ctx.fused, input_major=input_major).float()
+                weight_gradient = _weight_gradient(
+                    gradient, inputs, fused=ctx.fused, input_major=input_major
+                ).float()
                 bias_gradient = gradient.sum(0).float() if wants_bias else None
             parameter_gradients[2 * layer : 2 * layer + 2] = [weight_gradient, bias_gradient]
             if layer or ctx.needs_input_grad[0]:
                 gradient, weight = gradient.to(ctx.dtype), weights[layer]
                 fused = ctx.low_fused and weight.shape[0] >= _NARROW_OUTPUT
-                gradient = linear_pointwise(gradient, weight.t(), None, "none") if fused else gradient @ weight
+                gradient = (
+                    linear_pointwise(gradient, weight.t(), None, "none")
+                    if fused
+                    else gradient @ weight
+                )
         if ctx.needs_input_grad[0]:
             input_gradient = gradient.to(ctx.input_dtype)
         return (input_gradient, None, None, None, *parameter_gradients)
@@ -174,11 +219,15 @@ def linear_stack(
     dtype: torch.dtype,
     float_last: bool = False,
 ) -> torch.Tensor:
-    """Apply a sequence of linear layers to `inputs` [rows, in_features]. `parameters` alternates float32 weights [out, in] and
-    biases (or None). Products and activations have `dtype`. With `float_last` the last product is float32, as logits need."""
-    # torch.export and torch.compile fuse themselves and need plain operators. Check them first: reading the row count would make
-    # it a constant in their result.
-    plain = torch.compiler.is_compiling() or (not torch.is_grad_enabled() and inputs.shape[0] <= _FEW_ROWS)
+    """Apply a sequence of linear layers to `inputs` [rows, in_features]. `parameters` alternates
+    float32 weights [out, in] and biases (or None). Products and activations have `dtype`. With
+    `float_last` the last product is float32, as logits need.
+    """
+    # torch.export and torch.compile fuse themselves and need plain operators. Check them first:
+    # reading the row count would make it a constant in their result.
+    plain = torch.compiler.is_compiling() or (
+        not torch.is_grad_enabled() and inputs.shape[0] <= _FEW_ROWS
+    )
     if not plain:
         return _LinearStack.apply(inputs, relus, dtype, float_last, *parameters)
     outputs = inputs.to(dtype)
@@ -187,15 +236,19 @@ def linear_stack(
         weight, bias = parameters[2 * layer], parameters[2 * layer + 1]
         assert weight is not None
         outputs = functional.linear(
-            outputs.to(layer_dtype), weight.to(layer_dtype), None if bias is None else bias.to(layer_dtype)
+            outputs.to(layer_dtype),
+            weight.to(layer_dtype),
+            None if bias is None else bias.to(layer_dtype),
         )
         outputs = outputs.relu() if relu else outputs
     return outputs
 
 
 def init_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Fill the tensor in place with `draw` and return it. Skip the meta device, which has no values, and on which random
-    operators import torch's compiler: 2 s at the start of every scoring command."""
+    """Fill the tensor in place with `draw` and return it. Skip the meta device, which has no
+    values, and on which random operators import torch's compiler: 2 s at the start of every scoring
+    command.
+    """
     return tensor if tensor.is_meta else draw(tensor)
 
 
@@ -207,9 +260,11 @@ class UninitializedLinear(nn.Linear):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, [rows, in_features] to [rows, sizes[-1]]. With `final_activation` the last layer also
-    has a ReLU, and the output has the precision's dtype. Otherwise the last layer is float32. Initial weights are N(0, sqrt(2 /
-    (in + out))) and biases N(0, sqrt(1 / out)), from torch's generator (Naumov et al., DLRM, 2019)."""
+    """Linear layers with ReLU between them, [rows, in_features] to [rows, sizes[-1]]. With
+    `final_activation` the last layer also has a ReLU, and the output has the precision's dtype.
+    Otherwise the last layer is float32. Initial weights are N(0, sqrt(2 / (in + out))) and biases
+    N(0, sqrt(1 / out)), from torch's generator (Naumov et al., DLRM, 2019).
+    """
 
     def __init__(
         self,
@@ -221,36 +276,54 @@ class MLP(nn.Module):
         dropout: float = 0.0,
         precision: Precision = "fp32",
     ) -> None:
-        """`batch_norm` and `dropout`: before and after the ReLU of each layer except the last, as in FuxiCTR's MLP_Block."""
+        """`batch_norm` and `dropout`: before and after the ReLU of each layer except the last, as
+        in FuxiCTR's MLP_Block.
+        """
         super().__init__()
         self.in_features = in_features
         self.out_features = sizes[-1] if sizes else in_features
         self.layers = nn.ModuleList()
         for out_features in sizes:
             layer = UninitializedLinear(in_features, out_features)
-            init_values(layer.weight, partial(nn.init.normal_, std=(2.0 / (in_features + out_features)) ** 0.5))
+            init_values(
+                layer.weight,
+                partial(nn.init.normal_, std=(2.0 / (in_features + out_features)) ** 0.5),
+            )
             init_values(layer.bias, partial(nn.init.normal_, std=(1.0 / out_features) ** 0.5))
             self.layers.append(layer)
             in_features = out_features
-        self.norms = nn.ModuleList(GlobalBatchNorm(size) for size in sizes[:-1]) if batch_norm else None
+        self.norms = (
+            nn.ModuleList(GlobalBatchNorm(size) for size in sizes[:-1]) if batch_norm else None
+        )
         self.final_activation, self._dropout = final_activation, dropout
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        layers, hidden = list(self.layers), inputs  # A slice of the ModuleList would be a new module in each step.
+        # A slice of the ModuleList would be a new module in each step.
+        layers, hidden = list(self.layers), inputs
         if self.norms is not None or self._dropout:
             for number, layer in enumerate(layers[:-1]):
                 hidden = self._stack(hidden, [layer], relu=self.norms is None)
                 hidden = hidden if self.norms is None else self.norms[number](hidden).relu()
                 hidden = functional.dropout(hidden, self._dropout, training=self.training)
             del layers[:-1]
-        return self._stack(hidden, layers, relu=self.final_activation, float_last=not self.final_activation)
+        return self._stack(
+            hidden, layers, relu=self.final_activation, float_last=not self.final_activation
+        )
 
-    def _stack(self, inputs: torch.Tensor, layers: list[nn.Module], *, relu: bool, float_last: bool = False) -> torch.Tensor:
-        """Apply layers. `relu`: whether the last of them has one. `float_last`: as in `linear_stack`."""
-        parameters: list[Any] = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    def _stack(
+        self, inputs: torch.Tensor, layers: list[nn.Module], *, relu: bool, float_last: bool = False
+    ) -> torch.Tensor:
+        """Apply layers. `relu`: whether the last of them has one. `float_last`: as in
+        `linear_stack`.
+        """
+        parameters: list[Any] = [
+            tensor for layer in layers for tensor in (layer.weight, layer.bias)
+        ]
         relus = (True,) * (len(layers) - 1) + (relu,)
-        return linear_stack(inputs, parameters, relus=relus, dtype=self._dtype, float_last=float_last)
+        return linear_stack(
+            inputs, parameters, relus=relus, dtype=self._dtype, float_last=float_last
+        )
 
 
 # -- batch normalization over the global batch
@@ -258,14 +331,18 @@ class MLP(nn.Module):
 
 @final
 class GlobalBatchNorm(nn.Module):
-    """Normalization by mean and variance over the rows of all workers, [rows, features] (Ioffe and Szegedy, 2015). Eval mode uses
-    the running statistics, which are equal on all workers. A worker may have no rows. Arithmetic is float32, and the output has
-    the input's dtype. torch's SyncBatchNorm does the same, but only on GPUs."""
+    """Normalization by mean and variance over the rows of all workers, [rows, features] (Ioffe and
+    Szegedy, 2015). Eval mode uses the running statistics, which are equal on all workers. A worker
+    may have no rows. Arithmetic is float32, and the output has the input's dtype. torch's
+    SyncBatchNorm does the same, but only on GPUs.
+    """
 
     running_mean: torch.Tensor
     running_var: torch.Tensor
 
-    def __init__(self, features: int, *, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
+    def __init__(
+        self, features: int, *, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True
+    ) -> None:
         """`affine`: whether to multiply each feature by a learned weight and add a learned bias."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(features)) if affine else None
@@ -280,10 +357,18 @@ class GlobalBatchNorm(nn.Module):
     def _normalized(self, inputs: torch.Tensor) -> torch.Tensor:
         if not self.training or (num_workers() == 1 and len(inputs) >= _FEWEST_ROWS):
             return nn.functional.batch_norm(
-                inputs, self.running_mean, self.running_var, self.weight, self.bias, self.training, self._momentum, self._eps
+                inputs,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training,
+                self._momentum,
+                self._eps,
             )
         ones = inputs.new_ones(1).mul_(len(inputs))
-        # Two exchanges, for the mean and then the variance around it: a difference of squares would lose digits.
+        # Two exchanges, for the mean and then the variance around it: a difference of squares would
+        # lose digits.
         count, total = all_reduce_sum(ones, inputs.sum(0))
         count = count.detach().clamp(min=1)
         mean = total / count
@@ -312,8 +397,10 @@ def xavier_linear(in_features: int, out_features: int, *, bias: bool = True) -> 
 
 @final
 class Dice(nn.Module):
-    """Activation p x + (1 - p) a x, with learned a, initially 0, and p the sigmoid of x normalized over all workers' rows.
-    Source: Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018."""
+    """Activation p x + (1 - p) a x, with learned a, initially 0, and p the sigmoid of x normalized
+    over all workers' rows. Source: Zhou et al., "Deep Interest Network for Click-Through Rate
+    Prediction", KDD 2018.
+    """
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -335,8 +422,10 @@ class TowerSettings(TypedDict, total=False):
 
 @final
 class Tower(nn.Module):
-    """Linear layers, each with batch norm, activation and dropout, [rows, in_features] to [rows, sizes[-1]]. Products and
-    activations have the precision's dtype. Without sizes, returns its input."""
+    """Linear layers, each with batch norm, activation and dropout, [rows, in_features] to [rows,
+    sizes[-1]]. Products and activations have the precision's dtype. Without sizes, returns its
+    input.
+    """
 
     def __init__(
         self,
@@ -349,7 +438,11 @@ class Tower(nn.Module):
         precision: Precision = "fp32",
     ) -> None:
         super().__init__()
-        self.layers, self.norms, self.activations = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        self.layers, self.norms, self.activations = (
+            nn.ModuleList(),
+            nn.ModuleList(),
+            nn.ModuleList(),
+        )
         for size in sizes:
             self.layers.append(xavier_linear(in_features, size))
             self.norms.append(GlobalBatchNorm(size) if batch_norm else nn.Identity())
@@ -362,8 +455,12 @@ class Tower(nn.Module):
         hidden = inputs.to(self._dtype)
         for layer, norm, activation in zip(self.layers, self.norms, self.activations, strict=True):
             assert isinstance(layer, UninitializedLinear)
-            linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
-            hidden = functional.dropout(activation(norm(linear)), self._dropout, training=self.training)
+            linear = functional.linear(
+                hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+            )
+            hidden = functional.dropout(
+                activation(norm(linear)), self._dropout, training=self.training
+            )
         return hidden
 
 
@@ -371,7 +468,9 @@ class Tower(nn.Module):
 class LogitTower(nn.Module):
     """`Tower` with a linear layer to one logit, [rows, in_features] to float32 [rows]."""
 
-    def __init__(self, in_features: int, sizes: Sequence[int], **settings: Unpack[TowerSettings]) -> None:
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], **settings: Unpack[TowerSettings]
+    ) -> None:
         super().__init__()
         self.tower = Tower(in_features, sizes, **settings)
         self.logit = xavier_linear(self.tower.out_features, 1)
@@ -382,9 +481,13 @@ class LogitTower(nn.Module):
 
 @final
 class Experts(nn.Module):
-    """Towers of equal form, [rows, in_features] to [rows, count, sizes[-1]] in the precision's dtype."""
+    """Towers of equal form, [rows, in_features] to [rows, count, sizes[-1]] in the precision's
+    dtype.
+    """
 
-    def __init__(self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]) -> None:
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]
+    ) -> None:
         super().__init__()
         self.towers = nn.ModuleList(Tower(in_features, sizes, **settings) for _ in range(count))
 
@@ -394,14 +497,20 @@ class Experts(nn.Module):
 
 @final
 class Gate(nn.Module):
-    """Weighted sum of experts' outputs, with weights from a tower, a linear layer and a softmax over the gate's input."""
+    """Weighted sum of experts' outputs, with weights from a tower, a linear layer and a softmax
+    over the gate's input.
+    """
 
-    def __init__(self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]) -> None:
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], count: int, **settings: Unpack[TowerSettings]
+    ) -> None:
         super().__init__()
         self.tower = Tower(in_features, sizes, **settings)
         self.scores = xavier_linear(self.tower.out_features, count)
 
     def forward(self, inputs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum in the experts' dtype, [rows, width]. `experts`: [rows, count, width]."""
+        """Return the weighted sum in the experts' dtype, [rows, width]. `experts`: [rows, count,
+        width].
+        """
         weights = self.scores(self.tower(inputs).float()).softmax(1).to(experts.dtype)
         return (weights.unsqueeze(1) @ experts).squeeze(1)

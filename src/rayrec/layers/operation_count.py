@@ -13,11 +13,15 @@ from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted
 _logger = logging.getLogger(__name__)
 
 
-def _attention_flop(query: Any, key: Any, value: Any, *arguments: Any, out_val: Any = None, **named: Any) -> int:
+def _attention_flop(
+    query: Any, key: Any, value: Any, *arguments: Any, out_val: Any = None, **named: Any
+) -> int:
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _linear_flop(inputs: Any, weight: Any, *arguments: Any, out_val: Any = None, **named: Any) -> int:
+def _linear_flop(
+    inputs: Any, weight: Any, *arguments: Any, out_val: Any = None, **named: Any
+) -> int:
     return 2 * math.prod(inputs.shape) * weight.shape[0]
 
 
@@ -27,8 +31,10 @@ _UNCOUNTED = uncounted_operators(_attention_flop, _linear_flop)
 
 @final
 class CountProducts(TorchDispatchMode):
-    """Mode that counts the operations of matrix products, convolutions and attention by torch's formulas. torch's FlopCounterMode
-    counts the same, but imports torch's compiler, which takes 2 s at the start of every run."""
+    """Mode that counts the operations of matrix products, convolutions and attention by torch's
+    formulas. torch's FlopCounterMode counts the same, but imports torch's compiler, which takes 2 s
+    at the start of every run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +45,9 @@ class CountProducts(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # Needs the compiler
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         packet = operator_of(function)
         count = _UNCOUNTED.get(packet) or flop_registry.get(packet)
@@ -49,7 +57,9 @@ class CountProducts(TorchDispatchMode):
 
 
 def counted(model: torch.nn.Module, forward: Callable[[], Any]) -> float | None:
-    """Return the multiply-adds of `forward()`, which calls `model`, or None, with a warning, if torch cannot count them."""
+    """Return the multiply-adds of `forward()`, which calls `model`, or None, with a warning, if
+    torch cannot count them.
+    """
     training = model.training
     model.eval()  # No random numbers and no changes of statistics
     try:

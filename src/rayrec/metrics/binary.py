@@ -1,4 +1,6 @@
-"""Exact metrics of a binary classifier over any number of rows and processes. Batch means and samples can mislead."""
+"""Exact metrics of a binary classifier over any number of rows and processes. Batch means and
+samples can mislead.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _BLOCK_ROWS: Final = 1 << 20  # float64 temporaries stay below 8 MiB each
 _SAMPLES_PER_RANK: Final = 1024  # Balances the ranks to about 0.1 % of the rows
 
 CALIBRATION_BINS: Final = 15
-"""Number of bins of the expected calibration error, as in Guo et al. 2017, "On Calibration of Modern Neural Networks"."""
+"""Number of bins of the expected calibration error, as in Guo et al. 2017, "On Calibration of
+Modern Neural Networks".
+"""
 
 Floats = npt.NDArray[np.float32]
 Labels = npt.NDArray[np.uint8]
@@ -27,12 +31,16 @@ Keys = npt.NDArray[np.uint32]
 
 
 def auroc(logits: Any, labels: Any) -> float:
-    """Return the exact area under the ROC curve, Mann-Whitney U / (positives * negatives), with ties as one half. `logits` and
-    `labels` are arrays or tensors of any shape with equal sizes. Logits are converted to float32, and labels must be 0 or 1.
-    Infinite logits are ordered. NaN raises InputError. Returns NaN for only one class."""
+    """Return the exact area under the ROC curve, Mann-Whitney U / (positives * negatives), with
+    ties as one half. `logits` and `labels` are arrays or tensors of any shape with equal sizes.
+    Logits are converted to float32, and labels must be 0 or 1. Infinite logits are ordered. NaN
+    raises InputError. Returns NaN for only one class.
+    """
     checked_logits, checked_labels = checked(logits, labels)
     negatives, positives = _sorted_keys(checked_logits, checked_labels)
-    return _area(_twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives))
+    return _area(
+        _twice_u(negatives, positives), num_positives=len(positives), num_negatives=len(negatives)
+    )
 
 
 def sigmoid(logits: npt.NDArray[Any]) -> Floats:
@@ -42,28 +50,37 @@ def sigmoid(logits: npt.NDArray[Any]) -> Floats:
 
 
 def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
-    """Return the metrics of these rows. Without rows, all except `rows` are NaN. Arguments as in `auroc`.
+    """Return the metrics of these rows. Without rows, all except `rows` are NaN. Arguments as in
+    `auroc`.
 
     - auroc: see `auroc`, NaN with only one class
     - logloss: mean binary cross entropy in nats, from float32 logits without overflow, in float64
-    - normalized_entropy: log loss divided by the entropy of the label rate, so that below 1 is better than always predicting the
-      rate. NaN with only one class, whose entropy is 0 (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at
-      Facebook", section 3)
-    - calibration: sum of probabilities divided by sum of labels, 1 if calibrated, NaN without positives (He et al. 2014)
-    - expected_calibration_error: row mean of |mean probability - label rate| of the row's bin, among CALIBRATION_BINS bins of
-      equal width, 0 if calibrated (Naeini et al. 2015)
-    - accuracy: share of rows whose label the threshold 0.5 of the probability predicts; 0.5 itself predicts 0
+    - normalized_entropy: log loss divided by the entropy of the label rate, so that below 1 is
+      better than always predicting the rate. NaN with only one class, whose entropy is 0 (He et al.
+      2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", section 3)
+    - calibration: sum of probabilities divided by sum of labels, 1 if calibrated, NaN without
+      positives (He et al. 2014)
+    - expected_calibration_error: row mean of |mean probability - label rate| of the row's bin,
+      among CALIBRATION_BINS bins of equal width, 0 if calibrated (Naeini et al. 2015)
+    - accuracy: share of rows whose label the threshold 0.5 of the probability predicts; 0.5 itself
+      predicts 0
     - rows and label_rate
     """
     checked_logits, checked_labels = checked(logits, labels)
-    return _metrics([_sums(checked_logits, checked_labels)], _twice_u(*_sorted_keys(checked_logits, checked_labels)))
+    return _metrics(
+        [_sums(checked_logits, checked_labels)],
+        _twice_u(*_sorted_keys(checked_logits, checked_labels)),
+    )
 
 
 def flat_array(values: Any) -> npt.NDArray[Any]:
-    """Convert an array or tensor to a flat NumPy array without importing torch. Copies from a device (a device sync)."""
+    """Convert an array or tensor to a flat NumPy array without importing torch. Copies from a
+    device (a device sync).
+    """
     if hasattr(values, "detach"):
         values = values.detach()
-        values = (values.float() if values.is_floating_point() else values).cpu().numpy()  # NumPy has no bfloat16
+        # NumPy has no bfloat16
+        values = (values.float() if values.is_floating_point() else values).cpu().numpy()
     return np.asarray(values).reshape(-1)
 
 
@@ -71,7 +88,9 @@ def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     """Convert as `checked`, but allow NaN."""
     flat_logits, flat_labels = flat_array(logits), flat_array(labels)
     if len(flat_logits) != len(flat_labels):
-        raise InputError(f"labels: must have one per logit, {len(flat_logits)}, got {len(flat_labels)}")
+        raise InputError(
+            f"labels: must have one per logit, {len(flat_logits)}, got {len(flat_labels)}"
+        )
     wrong = np.flatnonzero((flat_labels != 0) & (flat_labels != 1))
     if len(wrong):
         raise InputError(f"labels: must be 0 or 1, got {flat_labels[wrong[0]]} in row {wrong[0]}")
@@ -79,7 +98,9 @@ def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
 
 
 def checked(logits: Any, labels: Any) -> tuple[Floats, Labels]:
-    """Return flat float32 logits and uint8 labels. Raises InputError for unequal lengths, labels other than 0 and 1, and NaN."""
+    """Return flat float32 logits and uint8 labels. Raises InputError for unequal lengths, labels
+    other than 0 and 1, and NaN.
+    """
     flat_logits, flat_labels = converted(logits, labels)
     reject_nan(int(np.count_nonzero(np.isnan(flat_logits))), len(flat_logits))
     return flat_logits, flat_labels
@@ -89,42 +110,61 @@ def reject_nan(missing: int, rows: int) -> None:
     """Raise InputError if any logits are NaN: `missing` out of `rows`."""
     if missing:
         raise InputError(
-            f"{missing} of {rows} logits are NaN: the model diverged or its inputs contain NaN. Lower --learning-rate"
+            f"{missing} of {rows} logits are NaN: the model diverged or its inputs contain NaN. "
+            "Lower --learning-rate"
         )
 
 
-def row_losses(logits: Floats, labels: Labels) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the log loss, in nats, and the probability of each row, in float64. Supports infinite logits."""
+def row_losses(
+    logits: Floats, labels: Labels
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return the log loss, in nats, and the probability of each row, in float64. Supports infinite
+    logits.
+    """
     logit = logits.astype(np.float64)
     towards_wrong = np.where(labels == 1, -logit, logit)
     small = np.exp(-np.abs(logit))  # In (0, 1]: never overflows
-    return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (1.0 + small)
+    return np.maximum(towards_wrong, 0.0) + np.log1p(small), np.where(logit >= 0, 1.0, small) / (
+        1.0 + small
+    )
 
 
 def is_correct(logits: Any, labels: Any) -> Any:
-    """Return whether the threshold 0.5 of the probability predicts each row's label, for arrays or tensors, [rows]."""
+    """Return whether the threshold 0.5 of the probability predicts each row's label, for arrays or
+    tensors, [rows].
+    """
     return (logits > 0) == (labels > 0.5)
 
 
 def _sums(logits: Floats, labels: Labels) -> list[float]:
-    """Return the counts of rows, positives and correct rows, and the float64 sums of log loss, probability, and probability -
-    label in bins."""
+    """Return the counts of rows, positives and correct rows, and the float64 sums of log loss,
+    probability, and probability - label in bins.
+    """
     losses, probabilities, gaps, bins = [], [], [], CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         loss, probability = row_losses(logits[block], labels[block])
         losses.append(float(np.sum(loss)))
         probabilities.append(float(np.sum(probability)))
-        bin_numbers = np.minimum((probability * bins).astype(np.int64), bins - 1)  # A probability of 1 is in the last one
+        # A probability of 1 is in the last one
+        bin_numbers = np.minimum((probability * bins).astype(np.int64), bins - 1)
         gaps.append(np.bincount(bin_numbers, probability - labels[block], minlength=bins).tolist())
     sums = map(math.fsum, (losses, probabilities, *zip([0.0] * bins, *gaps, strict=True)))
-    return [len(labels), int(np.count_nonzero(labels)), int(np.count_nonzero(is_correct(logits, labels))), *sums]
+    return [
+        len(labels),
+        int(np.count_nonzero(labels)),
+        int(np.count_nonzero(is_correct(logits, labels))),
+        *sums,
+    ]
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
-    """Return sorted unsigned keys, ordered as logits, of negatives and positives, 4 bytes per row."""
+    """Return sorted unsigned keys, ordered as logits, of negatives and positives, 4 bytes per
+    row.
+    """
     bits = (logits + np.float32(0.0)).view(np.uint32)  # Adding 0 makes -0.0 and 0.0 one key
-    # Two's complement to offset binary: flip every bit of a negative number, the sign bit of a positive one.
+    # Two's complement to offset binary: flip every bit of a negative number, the sign bit of a
+    # positive one.
     flip = (bits.view(np.int32) >> 31).view(np.uint32)
     flip |= np.uint32(0x80000000)
     bits ^= flip
@@ -138,7 +178,9 @@ def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
 
 
 def _twice_u(negatives: Keys, positives: Keys) -> int:
-    """Return twice the exact Mann-Whitney U of the positives: 2 for each lower negative, 1 for each tie."""
+    """Return twice the exact Mann-Whitney U of the positives: 2 for each lower negative, 1 for each
+    tie.
+    """
     if len(positives) > len(negatives):  # Search with the smaller class
         return 2 * len(positives) * len(negatives) - _twice_u(positives, negatives)
     total = 0
@@ -152,7 +194,11 @@ def _twice_u(negatives: Keys, positives: Keys) -> int:
 
 def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
     # Dividing Python integers rounds once, however large they are.
-    return twice_u / (2 * num_positives * num_negatives) if num_positives and num_negatives else math.nan
+    return (
+        twice_u / (2 * num_positives * num_negatives)
+        if num_positives and num_negatives
+        else math.nan
+    )
 
 
 def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
@@ -161,25 +207,34 @@ def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, flo
     rows, num_positives = int(sum(rows_of_ranks)), int(sum(positives))
     rate = num_positives / rows if rows else math.nan
     mean_loss = math.fsum(losses) / rows if rows else math.nan
-    entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
+    entropy = (
+        -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
+    )
     return {
         "auroc": _area(twice_u, num_positives=num_positives, num_negatives=rows - num_positives),
         "logloss": mean_loss,
         "normalized_entropy": mean_loss / entropy,
         "calibration": math.fsum(probabilities) / num_positives if num_positives else math.nan,
-        "expected_calibration_error": math.fsum(abs(math.fsum(of_bin)) for of_bin in gaps) / rows if rows else math.nan,
+        "expected_calibration_error": math.fsum(abs(math.fsum(of_bin)) for of_bin in gaps) / rows
+        if rows
+        else math.nan,
         "accuracy": sum(correct) / rows if rows else math.nan,
         "rows": rows,
         "label_rate": rate,
     }
 
 
-def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-    """Return `binary_metrics` over the rows of all ranks, equal on every rank. Collective. Every rank of the group (default: all)
-    passes its rows, possibly none. AUROC is exact and bit-identical to one process, and float64 sums agree to about 1e-15
-    relative. Invalid rows on one rank raise InputError on every rank, so that no rank waits. A rank also needs about 12 bytes per
-    row of its share (more with very many ties). Without torch.distributed, this is the local `binary_metrics`. Method: sample
-    sort (Frazer & McKellar 1970) of the keys, one key range per rank, then rank sums per range."""
+def distributed_binary_metrics(
+    logits: Any, labels: Any, *, process_group: ProcessGroup | None = None
+) -> dict[str, float]:
+    """Return `binary_metrics` over the rows of all ranks, equal on every rank. Collective. Every
+    rank of the group (default: all) passes its rows, possibly none. AUROC is exact and
+    bit-identical to one process, and float64 sums agree to about 1e-15 relative. Invalid rows on
+    one rank raise InputError on every rank, so that no rank waits. A rank also needs about 12 bytes
+    per row of its share (more with very many ties). Without torch.distributed, this is the local
+    `binary_metrics`. Method: sample sort (Frazer & McKellar 1970) of the keys, one key range per
+    rank, then rank sums per range.
+    """
     if num_workers(process_group) == 1:
         return binary_metrics(logits, labels)
 
@@ -190,10 +245,14 @@ def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: Proce
         checked_logits, checked_labels = checked(logits, labels)
     except InputError as caught:
         error = caught
-    gathered = group.gather_floats([float(error is not None), *_sums(checked_logits, checked_labels)])
+    gathered = group.gather_floats(
+        [float(error is not None), *_sums(checked_logits, checked_labels)]
+    )
     failed = [str(rank) for rank, (flag, *_) in enumerate(gathered) if flag]
     if failed:
-        raise error or InputError(f"cannot compute metrics: invalid rows on rank {', '.join(failed)}. See its message.")
+        raise error or InputError(
+            f"cannot compute metrics: invalid rows on rank {', '.join(failed)}. See its message."
+        )
 
     of_ranks = [sums for _, *sums in gathered]
     rank_rows = [int(rows) for rows, *_ in of_ranks]
@@ -205,7 +264,9 @@ def distributed_binary_metrics(logits: Any, labels: Any, *, process_group: Proce
     return _metrics(of_ranks, twice_u)
 
 
-def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_rows: Sequence[int]) -> int:
+def _distributed_twice_u(
+    keys: tuple[Keys, Keys], *, group: Collectives, rank_rows: Sequence[int]
+) -> int:
     """Return twice U over all ranks from each rank's sorted keys (negatives, positives)."""
     # One sample per equal number of rows on all ranks, so that ranks weigh as much as their rows.
     stride = max(1, sum(rank_rows) // (group.num_ranks * _SAMPLES_PER_RANK))
@@ -214,15 +275,26 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
     samples[: len(local_samples)] = local_samples
     gathered = np.sort(np.concatenate(group.gather(samples)))
     gathered = gathered[gathered >= 0]
-    splitters = gathered[[rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]]
+    splitters = gathered[
+        [rank * len(gathered) // group.num_ranks for rank in range(1, group.num_ranks)]
+    ]
 
     # side="right" assigns a splitter and all its ties to the lower rank: no key is on two ranks.
-    cuts = [np.concatenate([[0], np.searchsorted(part, splitters.astype(np.uint32), side="right"), [len(part)]]) for part in keys]
+    cuts = [
+        np.concatenate(
+            [[0], np.searchsorted(part, splitters.astype(np.uint32), side="right"), [len(part)]]
+        )
+        for part in keys
+    ]
     send_counts = np.stack([np.diff(cut) for cut in cuts], axis=1)  # [ranks, 2]
-    receive_counts = group.exchange(send_counts.reshape(-1), [2] * group.num_ranks, [2] * group.num_ranks)
+    receive_counts = group.exchange(
+        send_counts.reshape(-1), [2] * group.num_ranks, [2] * group.num_ranks
+    )
     receive_counts = receive_counts.reshape(-1, 2)
     negatives, positives = (
-        np.sort(group.exchange(part.view(np.int32), send.tolist(), receive.tolist()).view(np.uint32))
+        np.sort(
+            group.exchange(part.view(np.int32), send.tolist(), receive.tolist()).view(np.uint32)
+        )
         for part, send, receive in zip(keys, send_counts.T, receive_counts.T, strict=True)
     )
 
@@ -237,7 +309,9 @@ def _distributed_twice_u(keys: tuple[Keys, Keys], *, group: Collectives, rank_ro
 
 @final
 class BinaryMetricsAccumulator:
-    """Accumulator of an evaluation's logits and labels, 5 bytes per row on the CPU, for exact metrics."""
+    """Accumulator of an evaluation's logits and labels, 5 bytes per row on the CPU, for exact
+    metrics.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[Floats, Labels]] = []
@@ -245,12 +319,19 @@ class BinaryMetricsAccumulator:
         """Number of rows so far on this rank."""
 
     def update(self, logits: Any, labels: Any) -> None:
-        """Append a batch: arrays or tensors of any shape, labels 0 or 1. Copies from a device (a device sync)."""
+        """Append a batch: arrays or tensors of any shape, labels 0 or 1. Copies from a device (a
+        device sync).
+        """
         new_logits, new_labels = converted(logits, labels)
         self._parts.append((new_logits.copy(), new_labels.copy()))
         self.rows += len(new_logits)
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return `distributed_binary_metrics` of all rows. Collective, but local without torch.distributed."""
-        logits, labels = map(np.concatenate, zip((np.empty(0, np.float32), np.empty(0, np.uint8)), *self._parts, strict=True))
+        """Return `distributed_binary_metrics` of all rows. Collective, but local without
+        torch.distributed.
+        """
+        logits, labels = map(
+            np.concatenate,
+            zip((np.empty(0, np.float32), np.empty(0, np.uint8)), *self._parts, strict=True),
+        )
         return distributed_binary_metrics(logits, labels, process_group=process_group)

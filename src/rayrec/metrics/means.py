@@ -1,4 +1,6 @@
-"""Metrics of an evaluation for each label, which rows may lack, and exact means of numbers and measures."""
+"""Metrics of an evaluation for each label, which rows may lack, and exact means of numbers and
+measures.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class Accumulator(Protocol):
-    """Accumulator of an evaluation's rows for metrics: over all ranks from predictions and labels, or of tables."""
+    """Accumulator of an evaluation's rows for metrics: over all ranks from predictions and labels,
+    or of tables.
+    """
 
     @property
     def rows(self) -> int:
@@ -36,10 +40,20 @@ class Accumulator(Protocol):
 
 @final
 class LabelsAccumulator:
-    """Accumulator of all labels: 5 bytes per row and binary label, with `grouped` 13 more for groups."""
+    """Accumulator of all labels: 5 bytes per row and binary label, with `grouped` 13 more for
+    groups.
+    """
 
-    def __init__(self, of_labels: Mapping[str, Accumulator], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS) -> None:
-        """`of_labels`: accumulators by label name, the main one first. `ks`: ranks k of the metrics at k, with `grouped`."""
+    def __init__(
+        self,
+        of_labels: Mapping[str, Accumulator],
+        *,
+        grouped: bool = False,
+        ks: Sequence[int] = DEFAULT_KS,
+    ) -> None:
+        """`of_labels`: accumulators by label name, the main one first. `ks`: ranks k of the metrics
+        at k, with `grouped`.
+        """
         (self._main_name, self._main), *other_labels = of_labels.items()
         self._ranking = RankingAccumulator(ks) if grouped else None
         self._others = dict(other_labels)
@@ -48,8 +62,12 @@ class LabelsAccumulator:
     def rows(self) -> int:
         return self._main.rows
 
-    def update(self, logits: Mapping[str, Any], labels: Mapping[str, Any], groups: Any = None) -> None:
-        """Append a batch: [rows] each by label name. Missing labels are NaN, except the main one. `groups`: None if no rows."""
+    def update(
+        self, logits: Mapping[str, Any], labels: Mapping[str, Any], groups: Any = None
+    ) -> None:
+        """Append a batch: [rows] each by label name. Missing labels are NaN, except the main one.
+        `groups`: None if no rows.
+        """
         main = self._main_name
         self._main.update(logits[main], labels[main])
         if self._ranking is not None and len(labels[main]):
@@ -61,13 +79,16 @@ class LabelsAccumulator:
             accumulator.update(flat_array(logits[name])[has_label], values[has_label])
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics over all ranks. Collective. Those of other labels L are `L.auroc` etc., with `L.rows` for their
-        rows."""
+        """Return the metrics over all ranks. Collective. Those of other labels L are `L.auroc`
+        etc., with `L.rows` for their rows.
+        """
         metrics = self._main.compute()
         if self._ranking is not None:
             metrics.update(self._ranking.compute())
         for name, accumulator in self._others.items():
-            metrics.update({f"{name}.{metric}": value for metric, value in accumulator.compute().items()})
+            metrics.update(
+                {f"{name}.{metric}": value for metric, value in accumulator.compute().items()}
+            )
         return metrics
 
 
@@ -84,8 +105,9 @@ class SumsAccumulator(ABC):
         self.rows += len(terms[0])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return the metrics, NaN without rows, and `rows`. Collective if distributed. Raises InputError on every rank for a
-        NaN."""
+        """Return the metrics, NaN without rows, and `rows`. Collective if distributed. Raises
+        InputError on every rank for a NaN.
+        """
         of_ranks = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
         rows, *sums = (math.fsum(values) for values in zip(*of_ranks, strict=True))
         reject_nan(int(math.isnan(sums[0])), int(rows))
@@ -114,7 +136,9 @@ class NumberAccumulator(SumsAccumulator):
 
 @final
 class CountAccumulator(SumsAccumulator):
-    """Mean Poisson `deviance` of predicted log means, and `calibration`, the total predicted mean divided by the total count."""
+    """Mean Poisson `deviance` of predicted log means, and `calibration`, the total predicted mean
+    divided by the total count.
+    """
 
     def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
         means, counts = np.exp(predicted), labels.astype(np.float64)
@@ -128,7 +152,9 @@ class CountAccumulator(SumsAccumulator):
 
 @final
 class RowMetrics:
-    """Means of measures over all workers' rows, and totals of integer measures, summed in float64."""
+    """Means of measures over all workers' rows, and totals of integer measures, summed in
+    float64.
+    """
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish
@@ -136,13 +162,17 @@ class RowMetrics:
         self._counts: set[str] = set()
 
     def update(self, output: StepOutput) -> None:
-        """Append a batch. A measure may have fewer values than others. Its mean only includes rows with a value."""
+        """Append a batch. A measure may have fewer values than others. Its mean only includes rows
+        with a value.
+        """
         import torch
 
         for name, values in output.measures.items():
             if not values.is_floating_point():
                 self._counts.add(name)
-            total = torch.stack([values.double().sum(), values.new_tensor(len(values), dtype=torch.float64)])
+            total = torch.stack(
+                [values.double().sum(), values.new_tensor(len(values), dtype=torch.float64)]
+            )
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def compute(self) -> dict[str, float]:
@@ -152,8 +182,17 @@ class RowMetrics:
         names = sorted(self._sums)
         if not names:  # On every worker
             return self._finish({})
-        of_all = torch.stack(gathered(torch.stack([self._sums[name] for name in names]))).sum(dim=0).tolist()
-        return self._finish({name: _result(name in self._counts, *of_name) for name, of_name in zip(names, of_all, strict=True)})
+        of_all = (
+            torch.stack(gathered(torch.stack([self._sums[name] for name in names])))
+            .sum(dim=0)
+            .tolist()
+        )
+        return self._finish(
+            {
+                name: _result(name in self._counts, *of_name)
+                for name, of_name in zip(names, of_all, strict=True)
+            }
+        )
 
 
 def _result(is_count: bool, total: float, rows: float) -> float:
@@ -165,7 +204,9 @@ def _result(is_count: bool, total: float, rows: float) -> float:
 
 @final
 class MeasureTotals:
-    """Means of measures over the rows with a value, summed in float64, in row order, and totals of integer measures."""
+    """Means of measures over the rows with a value, summed in float64, in row order, and totals of
+    integer measures.
+    """
 
     def __init__(self, finish: Callable[[dict[str, float]], dict[str, float]] = dict) -> None:
         self._finish = finish
@@ -179,8 +220,15 @@ class MeasureTotals:
                 values = table.column(name).drop_null().to_numpy()
                 if values.dtype.kind != "f":
                     self._counts.add(name)
-                self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array([values.sum(), len(values)])
+                self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array(
+                    [values.sum(), len(values)]
+                )
         self.rows += len(table)
 
     def compute(self) -> dict[str, float]:
-        return self._finish({name: _result(name in self._counts, *sums.tolist()) for name, sums in self._sums.items()})
+        return self._finish(
+            {
+                name: _result(name in self._counts, *sums.tolist())
+                for name, sums in self._sums.items()
+            }
+        )

@@ -1,5 +1,7 @@
-"""Metrics of row order within groups, such as the items shown to one user: GAUC, NDCG, recall, hit rate, MRR. One pass through
-rows sorted by group and score (native/ranking.c) computes them, with over 5 million rows/s on two CPUs."""
+"""Metrics of row order within groups, such as the items shown to one user: GAUC, NDCG, recall, hit
+rate, MRR. One pass through rows sorted by group and score (native/ranking.c) computes them, with
+over 5 million rows/s on two CPUs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _MAX_THREADS: Final = 4
 _ROUND_ROWS: Final = 1 << 24
 """Number of rows per sorting round, with 32 bytes each."""
 MEMORY_ROWS: Final = 1 << 25
-"""Number of rows that a RankingAccumulator keeps in memory, 13 bytes each. More rows go to a temporary file."""
+"""Number of rows that a RankingAccumulator keeps in memory, 13 bytes each. More rows go to a
+temporary file.
+"""
 _BUCKETS: Final = 256
 """Number of group partitions of the temporary file, which are read sequentially."""
 _COLUMNS: Final = 16
@@ -49,22 +53,29 @@ Rows = tuple[Groups, Floats, Labels]
 
 
 def gauc(groups: Any, logits: Any, labels: Any) -> dict[str, float]:
-    """Return the row-weighted mean of the groups' exact AUROCs, with ties as one half, and its group and row counts. `groups` are
-    int64 keys [rows]. Excludes rows with NO_GROUP and groups with one class. gauc is NaN without groups. `logits` and `labels` as
-    in `rayrec.metrics.binary.auroc`. Raises InputError as `auroc`, and for different lengths. Source: Zhou et al. 2018, "Deep
-    Interest Network for Click-Through Rate Prediction", section 6.2."""
+    """Return the row-weighted mean of the groups' exact AUROCs, with ties as one half, and its
+    group and row counts. `groups` are int64 keys [rows]. Excludes rows with NO_GROUP and groups
+    with one class. gauc is NaN without groups. `logits` and `labels` as in
+    `rayrec.metrics.binary.auroc`. Raises InputError as `auroc`, and for different lengths. Source:
+    Zhou et al. 2018, "Deep Interest Network for Click-Through Rate Prediction", section 6.2.
+    """
     metrics = ranking_metrics(groups, logits, labels)
     return {name: metrics[name] for name in ("gauc", "gauc_groups", "gauc_rows")}
 
 
-def ranking_metrics(groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] = DEFAULT_KS) -> dict[str, float]:
-    """Return `gauc` and, for each k of `ks`, `ndcg_at_K`, `recall_at_K` and `hit_rate_at_K`, then `mrr` and `ranked_groups`.
-    These are unweighted means over the `ranked_groups` groups with at least one positive. Rows of a group are ranked by falling
-    logit. NDCG: gain 1 for a positive, discount 1 / log2(rank + 1), ideal of min(k, positives) (Järvelin & Kekäläinen 2002).
-    Recall: positives within the first k divided by all positives. Hit rate: whether the first k have a positive. MRR: 1 / rank of
-    the first positive. Ties count as the expected value over all orders of the tied rows, so the input order does not matter
-    (McSherry & Najork 2008, as scikit-learn's ndcg_score). Arguments and errors as in `gauc`. Memory: 32 bytes per row for up to
-    16 million rows at a time, or one larger group."""
+def ranking_metrics(
+    groups: Any, logits: Any, labels: Any, *, ks: Sequence[int] = DEFAULT_KS
+) -> dict[str, float]:
+    """Return `gauc` and, for each k of `ks`, `ndcg_at_K`, `recall_at_K` and `hit_rate_at_K`, then
+    `mrr` and `ranked_groups`. These are unweighted means over the `ranked_groups` groups with at
+    least one positive. Rows of a group are ranked by falling logit. NDCG: gain 1 for a positive,
+    discount 1 / log2(rank + 1), ideal of min(k, positives) (Järvelin & Kekäläinen 2002). Recall:
+    positives within the first k divided by all positives. Hit rate: whether the first k have a
+    positive. MRR: 1 / rank of the first positive. Ties count as the expected value over all orders
+    of the tied rows, so the input order does not matter (McSherry & Najork 2008, as scikit-learn's
+    ndcg_score). Arguments and errors as in `gauc`. Memory: 32 bytes per row for up to 16 million
+    rows at a time, or one larger group.
+    """
     check_ks(ks)
     checked_logits, checked_labels = checked(logits, labels)
     keys = _keys(groups, len(checked_logits))
@@ -84,7 +95,11 @@ def check_ks(ks: Sequence[int]) -> None:
 
 
 def _keys(groups: Any, rows: int) -> Groups:
-    keys = np.asarray(groups.cpu() if hasattr(groups, "cpu") else groups).reshape(-1).astype(np.int64, copy=False)
+    keys = (
+        np.asarray(groups.cpu() if hasattr(groups, "cpu") else groups)
+        .reshape(-1)
+        .astype(np.int64, copy=False)
+    )
     if len(keys) != rows:
         raise InputError(f"groups: must have one per row, {rows}, got {len(keys)}")
     return keys
@@ -129,15 +144,28 @@ class _Sums:
         bits = min((count // _PART_ROWS).bit_length(), _MAX_BITS)
         starts = np.empty((1 << bits) + 1, np.int64)
         ranked = np.empty((count, 2), np.uint64)
-        call("rayrec_rank_partition", groups, logits, labels, count, ctypes.c_int32(bits), starts, ranked)
+        call(
+            "rayrec_rank_partition",
+            groups,
+            logits,
+            labels,
+            count,
+            ctypes.c_int32(bits),
+            starts,
+            ranked,
+        )
         num_threads = max(min(host_resources.usable_cpus(), _MAX_THREADS, len(starts) - 1), 1)
         turns = [range(first, len(starts) - 1, num_threads) for first in range(num_threads)]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
             for values in pool.map(lambda turn: self._summed(ranked, starts, turn), turns):
                 self._of_rounds += values
 
-    def _summed(self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range) -> list[list[float]]:
-        """Return the sums of some parts. Their order, and thus the thread count, does not affect `math.fsum`."""
+    def _summed(
+        self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range
+    ) -> list[list[float]]:
+        """Return the sums of some parts. Their order, and thus the thread count, does not affect
+        `math.fsum`.
+        """
         sizes = np.diff(starts)
         buffer = np.empty((int(sizes[turn.start :: turn.step].max(initial=0)), 2), np.uint64)
         of_ks = np.empty(2 * len(self._ks))
@@ -146,8 +174,16 @@ class _Sums:
             sums, counts = np.zeros(4 + 6 * len(self._ks)), np.zeros(3, np.int64)
             arrays = (self._ks, self._discounts, of_ks, sums, counts)
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
-            call("rayrec_rank_rows", ranked[starts[number] :], buffer, int(sizes[number]), ctypes.byref(ranking))
-            results.append([*map(float, counts.tolist()), *sums.reshape(-1, 2).sum(axis=1).tolist()])
+            call(
+                "rayrec_rank_rows",
+                ranked[starts[number] :],
+                buffer,
+                int(sizes[number]),
+                ctypes.byref(ranking),
+            )
+            results.append(
+                [*map(float, counts.tolist()), *sums.reshape(-1, 2).sum(axis=1).tolist()]
+            )
         return results
 
     def values(self) -> list[float]:
@@ -157,19 +193,33 @@ class _Sums:
 
     def metrics(self, values: Sequence[float] | None = None) -> dict[str, float]:
         """Return the metrics for added `values`. Default: the sums of this object."""
-        rows, groups, ranked, weighted, reciprocals, *of_ks = self.values() if values is None else values
+        rows, groups, ranked, weighted, reciprocals, *of_ks = (
+            self.values() if values is None else values
+        )
         gauc = weighted / rows if rows else math.nan
-        results: dict[str, float] = {"gauc": gauc, "gauc_groups": int(groups), "gauc_rows": int(rows)}
+        results: dict[str, float] = {
+            "gauc": gauc,
+            "gauc_groups": int(groups),
+            "gauc_rows": int(rows),
+        }
         for index, k in enumerate(self._ks.tolist()):
-            for name, total in zip(("ndcg", "recall", "hit_rate"), of_ks[3 * index : 3 * index + 3], strict=True):
+            for name, total in zip(
+                ("ndcg", "recall", "hit_rate"), of_ks[3 * index : 3 * index + 3], strict=True
+            ):
                 results[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
-        return {**results, "mrr": reciprocals / ranked if ranked else math.nan, "ranked_groups": int(ranked)}
+        return {
+            **results,
+            "mrr": reciprocals / ranked if ranked else math.nan,
+            "ranked_groups": int(ranked),
+        }
 
 
 @final
 class RankingAccumulator:
-    """Accumulator of an evaluation's groups, logits and labels for `ranking_metrics` over all ranks. Rows take 13 bytes each in
-    memory, up to `memory_rows`. Then all move to a temporary file, by a hash of groups, read in 256 parts."""
+    """Accumulator of an evaluation's groups, logits and labels for `ranking_metrics` over all
+    ranks. Rows take 13 bytes each in memory, up to `memory_rows`. Then all move to a temporary
+    file, by a hash of groups, read in 256 parts.
+    """
 
     def __init__(self, ks: Sequence[int] = DEFAULT_KS, *, memory_rows: int = MEMORY_ROWS) -> None:
         check_ks(ks)
@@ -183,9 +233,13 @@ class RankingAccumulator:
         self._total = 0
 
     def update(self, groups: Any, logits: Any, labels: Any) -> None:
-        """Append a batch. Copies from a device (a device sync). Raises OSError if the disk of temporary files is full."""
+        """Append a batch. Copies from a device (a device sync). Raises OSError if the disk of
+        temporary files is full.
+        """
         new_logits, new_labels = converted(logits, labels)
-        self._parts.append((_keys(groups, len(new_logits)).copy(), new_logits.copy(), new_labels.copy()))
+        self._parts.append(
+            (_keys(groups, len(new_logits)).copy(), new_logits.copy(), new_labels.copy())
+        )
         self._missing += int(np.count_nonzero(np.isnan(new_logits)))
         self._rows += len(new_logits)
         self._total += len(new_logits)
@@ -200,7 +254,11 @@ class RankingAccumulator:
             bucket_of = _buckets(groups, _BUCKETS)
             order = np.argsort(bucket_of, kind="stable")
             rows = np.empty(len(order), _ROW)
-            rows["group"], rows["logit"], rows["label"] = groups[order], logits[order], labels[order]
+            rows["group"], rows["logit"], rows["label"] = (
+                groups[order],
+                logits[order],
+                labels[order],
+            )
             self._file.write(rows.view(np.uint8).data)
             for bucket, count in enumerate(np.bincount(bucket_of, minlength=_BUCKETS).tolist()):
                 if count:
@@ -209,12 +267,16 @@ class RankingAccumulator:
         self._file.flush()
 
     def _pop_batches(self) -> Iterator[Rows]:
-        """Yield the rows in memory as joined batches, for few reads per bucket later. Frees memory on the way."""
+        """Yield the rows in memory as joined batches, for few reads per bucket later. Frees memory
+        on the way.
+        """
         remaining, self._parts, self._rows = self._parts[::-1], [], 0
         while remaining:
             batches: list[Rows] = []
             rows = 0
-            while remaining and (not batches or rows + len(remaining[-1][0]) <= self._memory_rows // 4):
+            while remaining and (
+                not batches or rows + len(remaining[-1][0]) <= self._memory_rows // 4
+            ):
                 batches.append(remaining.pop())
                 rows += len(batches[-1][0])
             yield _concatenate(batches)
@@ -232,17 +294,23 @@ class RankingAccumulator:
         return _concatenate([(spilled["group"], spilled["logit"], spilled["label"]), in_memory])
 
     def compute(self, *, process_group: ProcessGroup | None = None) -> dict[str, float]:
-        """Return the metrics over all ranks. Collective if distributed. Each group's rows go to one rank, by a hash of its key,
-        so the result equals one process except for the order of a sum. Raises InputError on every rank if any logit is NaN."""
+        """Return the metrics over all ranks. Collective if distributed. Each group's rows go to one
+        rank, by a hash of its key, so the result equals one process except for the order of a sum.
+        Raises InputError on every rank if any logit is NaN.
+        """
         sums = _Sums(self._ks)
         ranks = Collectives(process_group)
-        of_ranks = ranks.gather_floats([float(self._missing), float(self._total), float(self._file is not None)])
+        of_ranks = ranks.gather_floats(
+            [float(self._missing), float(self._total), float(self._file is not None)]
+        )
         missing, total, spilled = zip(*of_ranks, strict=True)
         reject_nan(int(sum(missing)), int(sum(total)))
         for rows in self._in_rounds(by_bucket=any(spilled)):
             for of_round in _rounds(_exchanged(rows, ranks) if ranks.num_ranks > 1 else rows):
                 sums.add(of_round)
-        return sums.metrics([math.fsum(values) for values in zip(*ranks.gather_floats(sums.values()), strict=True)])
+        return sums.metrics(
+            [math.fsum(values) for values in zip(*ranks.gather_floats(sums.values()), strict=True)]
+        )
 
     def _in_rounds(self, *, by_bucket: bool) -> Iterator[Rows]:
         """Yield the rows in equally many rounds on each rank, with complete groups."""
@@ -263,7 +331,9 @@ def _concatenate(parts: Sequence[Rows]) -> Rows:
 
 def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
     """Exchange rows between ranks. Return the rows of this rank's groups."""
-    rank_of = (rows[0].view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(ranks.num_ranks)
+    rank_of = (
+        rows[0].view(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)
+    ) % np.uint64(ranks.num_ranks)
     order = np.argsort(rank_of, kind="stable")
     send = np.bincount(rank_of.astype(np.int64), minlength=ranks.num_ranks)
     receive = ranks.exchange(send, [1] * ranks.num_ranks, [1] * ranks.num_ranks)
@@ -272,9 +342,11 @@ def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
 
 
 def candidate_logits(rows: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """Return the dot products of row and candidate vectors, float32 [rows, candidates]. Equal candidates have equal logits.
+    """Return the dot products of row and candidate vectors, float32 [rows, candidates]. Equal
+    candidates have equal logits.
 
-    BLAS adds up the last columns, which do not fill a vector register, in another order. Zeros fill it.
+    BLAS adds up the last columns, which do not fill a vector register, in another order. Zeros fill
+    it.
     """
     from torch.nn import functional
 
@@ -286,16 +358,19 @@ def candidate_logits(rows: torch.Tensor, candidates: torch.Tensor) -> torch.Tens
 def rank_measures(
     logits: torch.Tensor, target: torch.Tensor, *, k: int, has_target: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return NDCG and recall at k of each row's one relevant item among all candidates, float32 [rows] each, and the counts
-    `targets` and `unknown_targets`, int64 [rows] each.
+    """Return NDCG and recall at k of each row's one relevant item among all candidates, float32
+    [rows] each, and the counts `targets` and `unknown_targets`, int64 [rows] each.
 
-    Ties count as the expected value over all orders of the tied candidates, as in `ranking_metrics`.
+    Ties count as the expected value over all orders of the tied candidates, as in
+    `ranking_metrics`.
 
     Args:
-        logits: Scores of the candidates, float32 [rows, candidates]. A NaN ranks above the relevant item.
+        logits: Scores of the candidates, float32 [rows, candidates]. A NaN ranks above the relevant
+            item.
         target: Number of the relevant item, int64 [rows]. -1 is an unknown item, which is a miss.
         k: Rank of the metrics.
-        has_target: Whether each row has a relevant item, bool [rows]. Others get NaN. None if all have one.
+        has_target: Whether each row has a relevant item, bool [rows]. Others get NaN. None if all
+            have one.
     """
     import torch
     from torch.nn import functional
@@ -310,9 +385,13 @@ def rank_measures(
     ranks = torch.arange(1, k + 1, dtype=torch.float64, device=logits.device)
     discounts = functional.pad((1 / (ranks + 1).log2()).cumsum(0), (1, 0))
     orders = tied.clamp(min=1)
-    of_rows = {f"ndcg_at_{k}": (discounts[last] - discounts[first]) / orders, f"recall_at_{k}": (last - first).double() / orders}
+    of_rows = {
+        f"ndcg_at_{k}": (discounts[last] - discounts[first]) / orders,
+        f"recall_at_{k}": (last - first).double() / orders,
+    }
     counted = torch.ones_like(unknown) if has_target is None else has_target
     measures = {
-        name: values.masked_fill(unknown, 0.0).masked_fill(~counted, math.nan).float() for name, values in of_rows.items()
+        name: values.masked_fill(unknown, 0.0).masked_fill(~counted, math.nan).float()
+        for name, values in of_rows.items()
     }
     return {**measures, "targets": counted.long(), "unknown_targets": (counted & unknown).long()}

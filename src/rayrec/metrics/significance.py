@@ -1,4 +1,6 @@
-"""Uncertainty of a click model's metrics: bootstrap intervals, and significance tests between models on the same rows."""
+"""Uncertainty of a click model's metrics: bootstrap intervals, and significance tests between
+models on the same rows.
+"""
 
 import itertools
 import math
@@ -20,11 +22,15 @@ METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
 
 Array = npt.NDArray[np.float64]
 Placements = tuple[Array, Array]
-"""Share of the other class that each row is ordered correctly with, or its difference between models: positives, negatives."""
+"""Share of the other class that each row is ordered correctly with, or its difference between
+models: positives, negatives.
+"""
 Method = Literal["delong", "bootstrap", "seeds"]
 
 MIN_ROWS: Final = 30
-"""Minimum row count for intervals and p-values. Resampling fewer rows repeats few values and underestimates the variation."""
+"""Minimum row count for intervals and p-values. Resampling fewer rows repeats few values and
+underestimates the variation.
+"""
 MIN_CLASS_ROWS: Final = 5
 """Minimum row count of each class for intervals, except of the logloss."""
 
@@ -47,9 +53,14 @@ class Resampling:
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
-            raise InputError(f"confidence: must be between 0 and 1, such as 0.95, got {self.confidence}")
+            raise InputError(
+                f"confidence: must be between 0 and 1, such as 0.95, got {self.confidence}"
+            )
         if self.resamples < 2:
-            raise InputError(f"resamples: must be at least 2, got {self.resamples}. 1000 yield intervals of two digits.")
+            raise InputError(
+                f"resamples: must be at least 2, got {self.resamples}. 1000 yield intervals of "
+                "two digits."
+            )
 
 
 @dataclass(frozen=True)
@@ -66,17 +77,23 @@ class Difference:
 
 
 def intervals(logits: Any, labels: Any, resampling: Resampling) -> dict[str, tuple[float, float]]:
-    """Return the percentile bootstrap interval (low, high) of each of METRICS. Arguments as in `metrics.binary_metrics`. NaN for
-    undefined metrics and with too few rows (MIN_ROWS, MIN_CLASS_ROWS). A resample weights each row by a Poisson(1) number, which
-    for some hundred rows or more is equivalent to drawing rows with replacement (Chamandy et al. 2012, "Estimating Uncertainty
-    for Massive Data Streams"), and its metrics are exact. It takes 20 ns per row and core. Resamples run on all cores, limited to
-    4 GiB, 32 bytes per row each. In addition, 40 bytes per row. Method: Efron & Tibshirani 1993, chapter 13."""
+    """Return the percentile bootstrap interval (low, high) of each of METRICS. Arguments as in
+    `metrics.binary_metrics`. NaN for undefined metrics and with too few rows (MIN_ROWS,
+    MIN_CLASS_ROWS). A resample weights each row by a Poisson(1) number, which for some hundred rows
+    or more is equivalent to drawing rows with replacement (Chamandy et al. 2012, "Estimating
+    Uncertainty for Massive Data Streams"), and its metrics are exact. It takes 20 ns per row and
+    core. Resamples run on all cores, limited to 4 GiB, 32 bytes per row each. In addition, 40 bytes
+    per row. Method: Efron & Tibshirani 1993, chapter 13.
+    """
     return compare_models([logits], labels, resampling).intervals[0]
 
 
-def compare(logits: Any, other_logits: Any, labels: Any, resampling: Resampling) -> dict[str, Difference]:
-    """Compare two models on the same rows with `compare_models`. NaN for undefined metrics and, as in `intervals`, too few
-    rows."""
+def compare(
+    logits: Any, other_logits: Any, labels: Any, resampling: Resampling
+) -> dict[str, Difference]:
+    """Compare two models on the same rows with `compare_models`. NaN for undefined metrics and, as
+    in `intervals`, too few rows.
+    """
     return compare_models([logits, other_logits], labels, resampling).differences[0, 1]
 
 
@@ -91,11 +108,14 @@ class Comparison:
 
 
 def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -> Comparison:
-    """Return the intervals of each model's metrics and the significance of differences between all pairs, on the same rows.
-    `models` contains the logits of each model, [rows]. `labels` as in `metrics.binary_metrics`. AUROC uses DeLong, DeLong &
-    Clarke-Pearson 1988 ("Comparing the Areas under Two or More Correlated Receiver Operating Characteristic Curves"), computed by
-    ranks as in Sun & Xu 2014. Other metrics use the bootstrap of `intervals` with equal weights for all models, so that the
-    difficulty of rows cancels. Memory: about 70 bytes per row and model, and 32 per row and concurrent resample."""
+    """Return the intervals of each model's metrics and the significance of differences between all
+    pairs, on the same rows. `models` contains the logits of each model, [rows]. `labels` as in
+    `metrics.binary_metrics`. AUROC uses DeLong, DeLong & Clarke-Pearson 1988 ("Comparing the Areas
+    under Two or More Correlated Receiver Operating Characteristic Curves"), computed by ranks as in
+    Sun & Xu 2014. Other metrics use the bootstrap of `intervals` with equal weights for all models,
+    so that the difficulty of rows cancels. Memory: about 70 bytes per row and model, and 32 per row
+    and concurrent resample.
+    """
     checked_models = [checked(logits, labels) for logits in models]
     flat_labels = checked_models[0][1]
     sorted_models = [_Model(flat_logits, flat_labels) for flat_logits, _ in checked_models]
@@ -122,7 +142,10 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
             pair[name] = Difference(difference, low, high, _bootstrap_p_value(of_resamples), method)
         differences[one, other] = pair
     of_models = [
-        {name: _percentiles(resampled[:, index, number], resampling.confidence) for number, name in enumerate(METRICS)}
+        {
+            name: _percentiles(resampled[:, index, number], resampling.confidence)
+            for number, name in enumerate(METRICS)
+        }
         for index in range(len(sorted_models))
     ]
     return Comparison(of_models, differences)
@@ -153,7 +176,9 @@ class _Model:
     def metrics(self, weights: npt.NDArray[np.uint8]) -> Array:
         """Return METRICS of the rows with these weights. Ties count one half."""
         positives = weights[self.positives].astype(np.float64)
-        negatives_upto = np.concatenate([[0.0], np.cumsum(weights[self.negatives], dtype=np.float64)])
+        negatives_upto = np.concatenate(
+            [[0.0], np.cumsum(weights[self.negatives], dtype=np.float64)]
+        )
         num_positives, num_negatives = float(positives.sum()), float(negatives_upto[-1])
         ranks = negatives_upto[self.below] + negatives_upto[self.upto]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -167,10 +192,13 @@ class _Model:
             return np.array([auroc, logloss, logloss / entropy, calibration])
 
     def placements(self) -> Placements:
-        """Return the placements in row order: for positives the negatives below, for negatives the positives above. Ties count
-        one half."""
+        """Return the placements in row order: for positives the negatives below, for negatives the
+        positives above. Ties count one half.
+        """
         sorted_negatives, sorted_positives = self._sorted
-        of_positives = _unsorted(self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives))))
+        of_positives = _unsorted(
+            self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives)))
+        )
         below, upto = _count_below(sorted_positives, sorted_negatives)
         num_positives = max(1, len(self.positives))
         return of_positives, _unsorted(self.negatives, 1 - (below + upto) / (2 * num_positives))
@@ -181,15 +209,21 @@ def _product(first: Array, second: Array) -> np.float64:
     return np.float64(np.einsum("i,i->", first, second))
 
 
-def _sorted_rows(logits: Floats, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Floats]:
+def _sorted_rows(
+    logits: Floats, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return the rows by ascending logit, and these logits."""
     order = rows[np.argsort(logits[rows], kind="stable")]
     return order, logits[order]
 
 
-def _count_below(sorted_values: Floats, values: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _count_below(
+    sorted_values: Floats, values: Floats
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the number of `sorted_values` below, and not above, each of the sorted `values`."""
-    return np.searchsorted(sorted_values, values, side="left"), np.searchsorted(sorted_values, values, side="right")
+    return np.searchsorted(sorted_values, values, side="left"), np.searchsorted(
+        sorted_values, values, side="right"
+    )
 
 
 def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
@@ -197,7 +231,9 @@ def _unsorted(rows: npt.NDArray[np.int64], values: Array) -> Array:
 
 
 def _poisson_table() -> npt.NDArray[np.uint8]:
-    """Return Poisson(1) numbers in proportion to their probability, uint8 [65536]. Their mean is 1 within 2e-5."""
+    """Return Poisson(1) numbers in proportion to their probability, uint8 [65536]. Their mean is 1
+    within 2e-5.
+    """
     probabilities = [math.exp(-1) / math.factorial(count) for count in range(10)]
     ends = np.rint(np.cumsum(probabilities) * 65536).astype(np.int64)
     ends[-1] = 65536
@@ -205,7 +241,9 @@ def _poisson_table() -> npt.NDArray[np.uint8]:
 
 
 def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
-    """Return the metrics of each resample with equal rows for all models, float64 [resamples, models, metrics]."""
+    """Return the metrics of each resample with equal rows for all models, float64 [resamples,
+    models, metrics].
+    """
     table, rows = _poisson_table(), len(models[0].losses)
 
     def resample(number: int) -> Array:
@@ -229,7 +267,9 @@ def _percentiles(values: Array, confidence: float) -> tuple[float, float]:
 
 
 def _bootstrap_p_value(differences: Array) -> float:
-    """Return twice the share of resamples on the rarer side of 0, including the log itself (Davison & Hinkley 1997, 4.2)."""
+    """Return twice the share of resamples on the rarer side of 0, including the log itself (Davison
+    & Hinkley 1997, 4.2).
+    """
     finite = differences[np.isfinite(differences)]
     if len(finite) < len(differences) / 2:
         return math.nan
@@ -242,7 +282,9 @@ def _delong(first: Placements, second: Placements, confidence: float) -> Differe
     differences = first[0] - second[0], first[1] - second[1]
     difference, error = float(np.mean(differences[0])), math.sqrt(_row_variance(differences))
     if not error:
-        return Difference(difference, difference, difference, 1.0 if not difference else 0.0, "delong")
+        return Difference(
+            difference, difference, difference, 1.0 if not difference else 0.0, "delong"
+        )
     width = NormalDist().inv_cdf((1 + confidence) / 2) * error
     p_value = math.erfc(abs(difference) / error / math.sqrt(2))
     return Difference(difference, difference - width, difference + width, p_value, "delong")
@@ -270,45 +312,68 @@ class SeededScores:
 
     @classmethod
     def of(cls, seeds: Iterable[tuple[Any, Any]]) -> Self:
-        """Return the scores for the logits and labels of each seed, read in turn. Memory: 8 bytes per row and seed."""
+        """Return the scores for the logits and labels of each seed, read in turn. Memory: 8 bytes
+        per row and seed.
+        """
         metrics, placements = [], []
         for logits, labels in seeds:
             model = _Model(*checked(logits, labels))
             metrics.append(model.metrics(np.ones(len(model.losses), np.uint8)))
             placements.append(model.placements())
         aurocs, loglosses, *_ = np.stack(metrics, axis=1)
-        positives, negatives = (np.mean(of_class, axis=0) for of_class in zip(*placements, strict=True))
-        return cls(aurocs, loglosses, (positives, negatives), float(np.mean([_row_variance(each) for each in placements])))
+        positives, negatives = (
+            np.mean(of_class, axis=0) for of_class in zip(*placements, strict=True)
+        )
+        return cls(
+            aurocs,
+            loglosses,
+            (positives, negatives),
+            float(np.mean([_row_variance(each) for each in placements])),
+        )
 
 
 def compare_seeds(first: SeededScores, second: SeededScores, *, confidence: float) -> Difference:
-    """Compare the mean AUROC over seeds of two settings on the same rows: first minus second. NaN with one seed or too few rows.
+    """Compare the mean AUROC over seeds of two settings on the same rows: first minus second. NaN
+    with one seed or too few rows.
 
-    This is the analysis of Obuchowski & Rockette 1995 ("Hypothesis testing of diagnostic accuracy for multiple readers and
-    multiple tests"). Seeds are readers nested in settings (Hillis 2014, Statistics in Medicine 33). The variance has two parts:
-    that of both means over seeds, and DeLong's over rows, minus what the first has of it already because seeds order rows
-    differently. Degrees of freedom are Satterthwaite's. Requires scipy."""
+    This is the analysis of Obuchowski & Rockette 1995 ("Hypothesis testing of diagnostic accuracy
+    for multiple readers and multiple tests"). Seeds are readers nested in settings (Hillis 2014,
+    Statistics in Medicine 33). The variance has two parts: that of both means over seeds, and
+    DeLong's over rows, minus what the first has of it already because seeds order rows differently.
+    Degrees of freedom are Satterthwaite's. Requires scipy.
+    """
     from scipy import stats
 
     if min(len(first.aurocs), len(second.aurocs)) < 2:
         return Difference(math.nan, math.nan, math.nan, math.nan, "seeds")
-    of_rows = _row_variance((first.placements[0] - second.placements[0], first.placements[1] - second.placements[1]))
+    of_rows = _row_variance(
+        (first.placements[0] - second.placements[0], first.placements[1] - second.placements[1])
+    )
     variance = spread = 0.0
     for scores in (first, second):
-        degrees, of_seeds = len(scores.aurocs) - 1, float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs)
+        degrees, of_seeds = (
+            len(scores.aurocs) - 1,
+            float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs),
+        )
         of_rows -= (scores.row_variance - _row_variance(scores.placements)) / degrees
         variance, spread = variance + of_seeds, spread + of_seeds**2 / degrees
     variance += float(np.maximum(0, of_rows))  # NaN stays
     difference = float(np.mean(first.aurocs) - np.mean(second.aurocs))
     student = stats.t(variance**2 / spread if spread else math.inf, scale=math.sqrt(variance))
     low, high = difference + student.ppf([(1 - confidence) / 2, (1 + confidence) / 2])
-    return Difference(difference, float(low), float(high), float(2 * student.sf(abs(difference))), "seeds")
+    return Difference(
+        difference, float(low), float(high), float(2 * student.sf(abs(difference))), "seeds"
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number (Holm 1979). NaN stays and does not count. Pure."""
+    """Return p-values corrected for their number (Holm 1979). NaN stays and does not count.
+    Pure.
+    """
     values = np.asarray(p_values, np.float64)
     order, count = np.argsort(values), np.count_nonzero(~np.isnan(values))  # NaN comes last
     corrected = np.empty_like(values)
-    corrected[order] = np.minimum(1, np.maximum.accumulate(values[order] * (count - np.arange(len(values)))))
+    corrected[order] = np.minimum(
+        1, np.maximum.accumulate(values[order] * (count - np.arange(len(values))))
+    )
     return corrected.tolist()

@@ -1,4 +1,6 @@
-"""Ranking models in `ranking` and retrieval models in `retrieval`, one file each, and their common code."""
+"""Ranking models in `ranking` and retrieval models in `retrieval`, one file each, and their common
+code.
+"""
 
 import importlib
 import pkgutil
@@ -10,12 +12,16 @@ FAMILIES: Final = ("ranking", "retrieval")
 
 
 def names(*families: str) -> list[str]:
-    """Return the names of all models of the families, which are their file names. Default: all families."""
+    """Return the names of all models of the families, which are their file names. Default: all
+    families.
+    """
     return sorted(name for name, family in _families().items() if family in (families or FAMILIES))
 
 
 def config_class(name: object) -> type[Any] | None:
-    """Return a model's class from its name (`finalnet`) or stored path, None if unknown. Only imports the families' files."""
+    """Return a model's class from its name (`finalnet`) or stored path, None if unknown. Only
+    imports the families' files.
+    """
     families = _families()
     if name in families:
         module = importlib.import_module(f"{__name__}.{families[str(name)]}.{name}")

@@ -1,4 +1,6 @@
-"""Base configuration and interface of click models, for training, scoring, export, serving and planning. Imports no torch."""
+"""Base configuration and interface of click models, for training, scoring, export, serving and
+planning. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CandidateRows:
-    """Table rows of a feature's known categories, which are its candidates. The other rows are reserved: for unknown and missing
-    values."""
+    """Table rows of a feature's known categories, which are its candidates. The other rows are
+    reserved: for unknown and missing values.
+    """
 
     first: int = 0
     stop: int | None = None
@@ -42,14 +45,18 @@ class CandidateRows:
         return None if self.stop is None else self.stop - self.first - (self.gap is not None)
 
     def contains(self, ids: Any) -> Any:
-        """Return whether each id is a known category, bool [ids]. Takes and returns tensors or arrays."""
+        """Return whether each id is a known category, bool [ids]. Takes and returns tensors or
+        arrays.
+        """
         inside = ids >= self.first
         if self.stop is not None:
             inside = inside & (ids < self.stop)
         return inside if self.gap is None else inside & (ids != self.gap)
 
     def numbers(self, ids: Any) -> Any:
-        """Return the candidate number of each id, -1 for reserved rows, int64 [ids]. Takes and returns tensors or arrays."""
+        """Return the candidate number of each id, -1 for reserved rows, int64 [ids]. Takes and
+        returns tensors or arrays.
+        """
         numbers = ids - self.first
         if self.gap is not None:
             numbers = numbers - 1 * (ids > self.gap)
@@ -61,7 +68,9 @@ class CandidateRows:
         return ids if self.gap is None else ids + (ids >= self.gap)
 
     def of_table(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the candidates, [candidates, width]. Copies only a table with a gap."""
+        """Return the rows of the candidates, [candidates, width]. Copies only a table with a
+        gap.
+        """
         if self.gap is None:
             return table[self.first : self.stop]
         import torch
@@ -82,21 +91,31 @@ class ModelInputs:
     more_labels: tuple[Label, ...] = ()
     """Other labels, if the model predicts several (`ClickModelConfig.SEVERAL_LABELS`)."""
     vocabularies: tuple[str, ...] = ()
-    """Vocabulary of each feature, which determines its table. If empty, each feature has a separate one with its name."""
+    """Vocabulary of each feature, which determines its table. If empty, each feature has a separate
+    one with its name.
+    """
     weighted: bool = False
     """Whether ids have weights that multiply their embeddings before the sum."""
     lists: tuple[tuple[str, int | None], ...] = ()
     """Features with any number of ids per row, each with its maximum per row. None is unlimited."""
     aligned: tuple[tuple[str, str], ...] = ()
-    """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): equally many ids in each row."""
+    """Features of `lists` with the feature they are aligned with (`Feature.aligned_with`): equally
+    many ids in each row.
+    """
     label_kind: str = "binary"
     """Kind of the main label (`rayrec.schema.Label.kind`)."""
     candidates: tuple[tuple[str, CandidateRows], ...] = ()
-    """Table rows of known categories, by feature. Features without an entry have no reserved rows."""
+    """Table rows of known categories, by feature. Features without an entry have no reserved
+    rows.
+    """
 
     @classmethod
-    def of(cls, schema: Schema, candidates: tuple[tuple[str, CandidateRows], ...] = ()) -> ModelInputs:
-        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`), whose tables have these candidates."""
+    def of(
+        cls, schema: Schema, candidates: tuple[tuple[str, CandidateRows], ...] = ()
+    ) -> ModelInputs:
+        """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`), whose
+        tables have these candidates.
+        """
         has_main = schema.label is None and schema.labels
         return cls(
             len(schema.dense),
@@ -106,7 +125,11 @@ class ModelInputs:
             schema.vocabularies,
             bool(schema.list_weights),
             tuple((name, schema.feature(name).max_length) for name in schema.lists),
-            tuple((feature.name, feature.aligned_with) for feature in schema.features if feature.aligned_with),
+            tuple(
+                (feature.name, feature.aligned_with)
+                for feature in schema.features
+                if feature.aligned_with
+            ),
             schema.labels[0].kind if has_main else "binary",
             candidates,
         )
@@ -128,28 +151,38 @@ class ModelInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(Config):
-    """Base configuration of click models. A model is a subclass, in a file of `rayrec.models.ranking` or in user code."""
+    """Base configuration of click models. A model is a subclass, in a file of
+    `rayrec.models.ranking` or in user code.
+    """
 
     TRAINS_ON_TABLES: ClassVar[bool] = True
     """Whether `full_tables` are read in training too, instead of only in evaluations."""
     SEVERAL_LABELS: ClassVar[bool] = False
     """Whether the network predicts each of `ModelInputs.label_names`; else only the main label."""
     LABELLED: ClassVar[bool] = True
-    """Whether the loss needs a label. If False, the log may have no labels, and the network must define a loss."""
+    """Whether the loss needs a label. If False, the log may have no labels, and the network must
+    define a loss.
+    """
 
     embedding_dim: Count = 16
     """Width of every embedding."""
     embedding_penalty: float = 0.0
-    """L2 penalty on the embeddings of each trained example: half this value times the squared norm of the embeddings that the
-    network receives is added to its loss. A summed list counts as its sum. Regularizes rare categories."""
+    """L2 penalty on the embeddings of each trained example: half this value times the squared norm
+    of the embeddings that the network receives is added to its loss. A summed list counts as its
+    sum. Regularizes rare categories.
+    """
     members: Count = 1
-    """Number of networks in an ensemble, trained in parallel with separate embeddings, whose logits are averaged. Time, table
-    size and memory grow in proportion."""
+    """Number of networks in an ensemble, trained in parallel with separate embeddings, whose logits
+    are averaged. Time, table size and memory grow in proportion.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.members > 1 and not self.LABELLED:
-            raise InputError(f"{type(self).__name__}.members: must be 1 without logits to average, got {self.members}. Set it.")
+            raise InputError(
+                f"{type(self).__name__}.members: must be 1 without logits to average, got "
+                f"{self.members}. Set it."
+            )
 
     @classmethod
     def _custom_class(cls) -> str | None:
@@ -157,17 +190,26 @@ class ClickModelConfig(Config):
 
     @classmethod
     def item(cls, values: Mapping[str, Any], *, where: str) -> ClickModelConfig:
-        """Build one model of a list. `class` is the name of a rayrec model, or an imported class of user code."""
+        """Build one model of a list. `class` is the name of a rayrec model, or an imported class of
+        user code.
+        """
         name = values.get(CLASS)
         if name is None:
-            raise InputError(f"{where}{CLASS}: must name a model, got none. rayrec's are {', '.join(models.names())}.")
+            raise InputError(
+                f"{where}{CLASS}: must name a model, got none. rayrec's are "
+                f"{', '.join(models.names())}."
+            )
         model_class = models.config_class(name) or cls._imported_class(str(name))
         if model_class is None:
-            raise InputError(f"{where}{CLASS}: model {name} not found. rayrec's are {', '.join(models.names())}.")
+            raise InputError(
+                f"{where}{CLASS}: model {name} not found. rayrec's are {', '.join(models.names())}."
+            )
         return model_class().updated(values, where=where)
 
     def of_class(self, name: object) -> ClickModelConfig | None:
-        """Return the defaults of rayrec's model, or of an imported user class. The same class keeps its settings."""
+        """Return the defaults of rayrec's model, or of an imported user class. The same class keeps
+        its settings.
+        """
         cls = models.config_class(name) or ClickModelConfig._imported_class(str(name))
         return None if cls is None else self if cls is type(self) else cls.replacing(self)
 
@@ -177,7 +219,11 @@ class ClickModelConfig(Config):
         classes: list[type[ClickModelConfig]] = [cls]
         for parent in classes:
             classes += parent.__subclasses__()
-        paths = {str(each._custom_class()): each for each in classes if each.__module__.partition(".")[0] != "rayrec"}
+        paths = {
+            str(each._custom_class()): each
+            for each in classes
+            if each.__module__.partition(".")[0] != "rayrec"
+        }
         matches = {path: each for path, each in paths.items() if same_class(name, path)}
         return matches.get(name) or (next(iter(matches.values())) if len(matches) == 1 else None)
 
@@ -186,7 +232,9 @@ class ClickModelConfig(Config):
 
     @classmethod
     def replacing(cls, other: ClickModelConfig) -> Self:
-        """Return the defaults of this class with the embedding settings of the model that it replaces in a recipe."""
+        """Return the defaults of this class with the embedding settings of the model that it
+        replaces in a recipe.
+        """
         return cls().replace(**other.embedding_settings())
 
     def embedding_settings(self) -> dict[str, Any]:
@@ -194,23 +242,30 @@ class ClickModelConfig(Config):
         return {field.name: getattr(self, field.name) for field in fields(ClickModelConfig)}
 
     def needs_categories(self) -> bool:
-        """Return whether the network needs a categorical feature. False: numbers alone are enough, without any table."""
+        """Return whether the network needs a categorical feature. False: numbers alone are enough,
+        without any table.
+        """
         return True
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the features whose embeddings the network takes unpooled (`KeyedEmbeddings.sequences`). Default: none. Pure.
-        Raises InputError for inputs that the model does not support."""
+        """Return the features whose embeddings the network takes unpooled
+        (`KeyedEmbeddings.sequences`). Default: none. Pure. Raises InputError for inputs that the
+        model does not support.
+        """
         del inputs
         return ()
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the features whose full table the network reads (`KeyedEmbeddings.table`). Default: none."""
+        """Return the features whose full table the network reads (`KeyedEmbeddings.table`).
+        Default: none.
+        """
         del inputs
         return ()
 
     def candidate_feature(self, inputs: ModelInputs) -> str | None:
-        """Return the feature whose known categories the model ranks, None for models of labels. In a list, each item after the
-        first is a target. Default: None."""
+        """Return the feature whose known categories the model ranks, None for models of labels. In
+        a list, each item after the first is a target. Default: None.
+        """
         del inputs
         return None
 
@@ -223,8 +278,8 @@ class ClickModelConfig(Config):
     def score(self, metrics: Mapping[str, float]) -> float:
         """Return the value to maximize in early stopping, best checkpoint and searches.
 
-        Default: the `objective`, negative if lower is better. For an undefined AUROC, because the validation rows have only one
-        class, the negative log loss.
+        Default: the `objective`, negative if lower is better. For an undefined AUROC, because the
+        validation rows have only one class, the negative log loss.
         """
         name = self.objective(metrics)
         if name == "auroc" and not math.isfinite(metrics["auroc"]):
@@ -234,9 +289,14 @@ class ClickModelConfig(Config):
     def objective(self, metrics: Mapping[str, float]) -> str:
         """Return the name of the metric behind `score`, after a minus sign if lower is better.
 
-        Default: AUROC. For a main label that is a count or a number, the deviance or squared error. Without labels, the loss.
+        Default: AUROC. For a main label that is a count or a number, the deviance or squared error.
+        Without labels, the loss.
         """
-        return next(name for name in ("auroc", "-deviance", "-mse", "-loss") if name.removeprefix("-") in metrics)
+        return next(
+            name
+            for name in ("auroc", "-deviance", "-mse", "-loss")
+            if name.removeprefix("-") in metrics
+        )
 
     @property
     def width(self) -> int:
@@ -253,18 +313,21 @@ class ClickModelConfig(Config):
         """Build the network without its tables.
 
         Its forward(dense, embedded) takes the dense features, float32 [rows, num_dense], and
-        `rayrec.layers.keyed_embeddings.KeyedEmbeddings`. It returns a dict with the values of each of `output_heads` by name, and
-        any other values for the network's loss. A single tensor is the value of the only head. Label values are logits, float32
-        [rows]. `rows` may be 0. Initial values are drawn from torch's global generator.
+        `rayrec.layers.keyed_embeddings.KeyedEmbeddings`. It returns a dict with the values of each
+        of `output_heads` by name, and any other values for the network's loss. A single tensor is
+        the value of the only head. Label values are logits, float32 [rows]. `rows` may be 0.
+        Initial values are drawn from torch's global generator.
 
-        The default loss is the sum of the losses of the heads: binary cross entropy, squared error for a number label, and 0 for
-        a missing label. The network may have these methods:
+        The default loss is the sum of the losses of the heads: binary cross entropy, squared error
+        for a number label, and 0 for a missing label. The network may have these methods:
 
-        - loss(outputs, batch): loss of each row, float32 [rows], from the outputs of `forward` and the `rayrec.batch.Batch`,
-          before weighting and averaging. May communicate between workers. loss(outputs, labels) receives `batch.labels`.
-        - measures(outputs, batch): values that evaluations average, by name, float32 [rows]. NaN excludes a row. Integers are
-          added up instead.
-        - predict(outputs, embedded): values of the heads for inference. `forward` then need not return them.
+        - loss(outputs, batch): loss of each row, float32 [rows], from the outputs of `forward` and
+          the `rayrec.batch.Batch`, before weighting and averaging. May communicate between workers.
+          loss(outputs, labels) receives `batch.labels`.
+        - measures(outputs, batch): values that evaluations average, by name, float32 [rows]. NaN
+          excludes a row. Integers are added up instead.
+        - predict(outputs, embedded): values of the heads for inference. `forward` then need not
+          return them.
         """
 
 
@@ -296,7 +359,9 @@ class ExpertsConfig(ClickModelConfig):
     expert: SomeSizes = (512, 256, 128)
     """Layer widths of each expert."""
     gate: Sizes = ()
-    """Widths of a gate's layers before its softmax. If empty, the gate is linear, as in the paper."""
+    """Widths of a gate's layers before its softmax. If empty, the gate is linear, as in the
+    paper.
+    """
     tower: Sizes = (128, 64)
     """Layer widths of each label's tower."""
     dropout: Share = 0.0
@@ -313,23 +378,29 @@ class ExpertsConfig(ClickModelConfig):
 
 
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:
-    """Return the features with unpooled lookups in training: sequences, full tables, and features that share a table with one.
-    Raises InputError for a sequence with weights."""
+    """Return the features with unpooled lookups in training: sequences, full tables, and features
+    that share a table with one. Raises InputError for a sequence with weights.
+    """
     table_of = inputs.table_of
     sequences = tuple(dict.fromkeys((*config.sequences(inputs), *config.full_tables(inputs))))
     unknown = [name for name in sequences if name not in table_of]
-    assert not unknown, f"{type(config).__name__} names {unknown} in sequences or full_tables, which are no features"
+    assert not unknown, (
+        f"{type(config).__name__} names {unknown} in sequences or full_tables, which are no "
+        "features"
+    )
     if sequences and inputs.weighted:
         raise InputError(
-            f"{type(config).__name__}: lists with weights must be summed, got unpooled lists {', '.join(sequences)}. "
-            "Remove weights from the schema's features."
+            f"{type(config).__name__}: lists with weights must be summed, got unpooled lists "
+            f"{', '.join(sequences)}. Remove weights from the schema's features."
         )
     tables = {table_of[name] for name in sequences}
     return tuple(name for name in inputs.features if table_of[name] in tables)
 
 
 def width_with_weight(dim: int) -> int:
-    """Return the width of table rows that contain an embedding of `dim` values and a scalar. The rest is unused."""
+    """Return the width of table rows that contain an embedding of `dim` values and a scalar. The
+    rest is unused.
+    """
     return (dim // 4 + 1) * 4  # fbgemm needs a multiple of 4
 
 
@@ -343,24 +414,38 @@ class TableInit(Config):
     """Initial value distribution of embedding tables."""
 
     kind: Literal["uniform", "normal"] = "uniform"
-    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for n rows, or normal with mean 0 and standard deviation `std`."""
+    """Distribution: uniform from -sqrt(1/n) to sqrt(1/n) for n rows, or normal with mean 0 and
+    standard deviation `std`.
+    """
     std: Annotated[float, Gt(0), Lt(math.inf)] = 1e-4
     """Standard deviation of the normal distribution."""
 
 
-def stored_model(values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None) -> ClickModelConfig:
-    """Load a configuration from `ClickModelConfig.to_dict`. Only imports code of rayrec's models. `where`: file name for error
-    messages. `own`: class of a model outside rayrec. Raises InputError for an unknown class or invalid settings."""
+def stored_model(
+    values: Mapping[str, Any], *, where: str, own: type[ClickModelConfig] | None = None
+) -> ClickModelConfig:
+    """Load a configuration from `ClickModelConfig.to_dict`. Only imports code of rayrec's models.
+    `where`: file name for error messages. `own`: class of a model outside rayrec. Raises InputError
+    for an unknown class or invalid settings.
+    """
     if not isinstance(values, Mapping):
-        raise InputError(f"{where}: network must be a mapping of settings, got {str(values)[:40]!r}")
-    name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")  # Early files have no class name
+        raise InputError(
+            f"{where}: network must be a mapping of settings, got {str(values)[:40]!r}"
+        )
+    # Early files have no class name
+    name = str(values.get(CLASS) or f"{models.__name__}.ranking.dlrm.DLRMConfig")
     if own is not None and own.__qualname__.rpartition(".")[2] == name.rpartition(".")[2]:
         cls: type[ClickModelConfig] | None = own
     else:
         cls = models.config_class(name) if "." in name else None
     if cls is None:
-        raise InputError(f"{where}: network must be rayrec's, got {name}. Pass its training recipe, --recipe FILE.py:FUNCTION.")
+        raise InputError(
+            f"{where}: network must be rayrec's, got {name}. Pass its training recipe, --recipe "
+            "FILE.py:FUNCTION."
+        )
     try:
         return cls().updated(values)
     except TypeError as error:
-        raise InputError(f"{where}: {cls.__qualname__} must have a default for each field ({error})") from None
+        raise InputError(
+            f"{where}: {cls.__qualname__} must have a default for each field ({error})"
+        ) from None

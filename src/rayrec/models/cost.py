@@ -1,4 +1,6 @@
-"""Cost of a click model's network: multiply-adds per row, weights, and activation memory per row."""
+"""Cost of a click model's network: multiply-adds per row, weights, and activation memory per
+row.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -14,7 +16,9 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import network_loss
 
 _FEW_ROWS: Final = 16
-"""Row count of the batch whose memory is measured, and of its increase. The difference is the memory of the rows."""
+"""Row count of the batch whose memory is measured, and of its increase. The difference is the
+memory of the rows.
+"""
 
 
 USUAL_LENGTH: Final = 20
@@ -23,16 +27,24 @@ USUAL_LENGTH: Final = 20
 
 @torch.no_grad()
 def network_multiply_adds(
-    network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
+    network: torch.nn.Module,
+    inputs: ModelInputs,
+    config: ClickModelConfig,
+    *,
+    num_embeddings: Sequence[int] = (),
 ) -> float | None:
-    """Return the multiply-adds of the forward pass per row, or None, with a warning, if torch cannot count them. JaggedEmbeddings
-    have their maximum length (20 without max_length). Includes the loss of a network that trains on full tables.
-    `num_embeddings`: row count of each feature's table, for full tables."""
+    """Return the multiply-adds of the forward pass per row, or None, with a warning, if torch
+    cannot count them. JaggedEmbeddings have their maximum length (20 without max_length). Includes
+    the loss of a network that trains on full tables. `num_embeddings`: row count of each feature's
+    table, for full tables.
+    """
     row = _random_rows(inputs, config, 1, like=network, num_embeddings=num_embeddings)
     return counted(network, lambda: _computed(network, config, row))
 
 
-def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]) -> Any:
+def _computed(
+    network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]
+) -> Any:
     outputs = network(*rows)
     if config.LABELLED or not config.TRAINS_ON_TABLES:
         return outputs
@@ -44,11 +56,19 @@ def _computed(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[to
 def sequence_lengths(config: ClickModelConfig, inputs: ModelInputs) -> dict[str, int]:
     """Return the assumed sequence length of each feature that the model takes as a sequence."""
     max_lengths = dict(inputs.lists)
-    return {name: (max_lengths[name] or USUAL_LENGTH) if name in max_lengths else 1 for name in config.sequences(inputs)}
+    return {
+        name: (max_lengths[name] or USUAL_LENGTH) if name in max_lengths else 1
+        for name in config.sequences(inputs)
+    }
 
 
 def _random_rows(
-    inputs: ModelInputs, config: ClickModelConfig, rows: int, *, like: torch.nn.Module, num_embeddings: Sequence[int]
+    inputs: ModelInputs,
+    config: ClickModelConfig,
+    rows: int,
+    *,
+    like: torch.nn.Module,
+    num_embeddings: Sequence[int],
 ) -> tuple[torch.Tensor, KeyedEmbeddings]:
     device = next((parameter.device for parameter in like.parameters()), torch.device("cpu"))
 
@@ -57,16 +77,24 @@ def _random_rows(
 
     sequences = {
         name: JaggedEmbeddings(
-            random(rows * length, config.table_width), torch.full((rows,), length, dtype=torch.int64, device=device)
+            random(rows * length, config.table_width),
+            torch.full((rows,), length, dtype=torch.int64, device=device),
         )
         for name, length in sequence_lengths(config, inputs).items()
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
     pooled = random(rows, (len(inputs.features) - len(sequences)) * config.table_width)
-    ids = {name: of_rows.rows.new_full((len(of_rows.values),), _any_id(inputs, name)) for name, of_rows in sequences.items()}
+    ids = {
+        name: of_rows.rows.new_full((len(of_rows.values),), _any_id(inputs, name))
+        for name, of_rows in sequences.items()
+    }
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
-    tables = {name: random(rows_of[name], config.table_width) for name in config.full_tables(inputs)}
-    return dense, KeyedEmbeddings.in_order(inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables)
+    tables = {
+        name: random(rows_of[name], config.table_width) for name in config.full_tables(inputs)
+    }
+    return dense, KeyedEmbeddings.in_order(
+        inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables
+    )
 
 
 def _any_id(inputs: ModelInputs, feature: str) -> int:
@@ -74,7 +102,9 @@ def _any_id(inputs: ModelInputs, feature: str) -> int:
     return inputs.candidates_of(feature).first
 
 
-def _saved_bytes(network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]) -> int:
+def _saved_bytes(
+    network: torch.nn.Module, config: ClickModelConfig, rows: tuple[torch.Tensor, KeyedEmbeddings]
+) -> int:
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,13 +131,23 @@ class NetworkCost:
 
 
 def network_cost(
-    network: torch.nn.Module, inputs: ModelInputs, config: ClickModelConfig, *, num_embeddings: Sequence[int] = ()
+    network: torch.nn.Module,
+    inputs: ModelInputs,
+    config: ClickModelConfig,
+    *,
+    num_embeddings: Sequence[int] = (),
 ) -> NetworkCost:
-    """Measure the cost of a network without changing it. `num_embeddings`: row count of each feature's table."""
+    """Measure the cost of a network without changing it. `num_embeddings`: row count of each
+    feature's table.
+    """
     copied = copy.deepcopy(network).train()
     with torch.random.fork_rng(devices=[]):
         few, more = (
-            _saved_bytes(copied, config, _random_rows(inputs, config, count, like=network, num_embeddings=num_embeddings))
+            _saved_bytes(
+                copied,
+                config,
+                _random_rows(inputs, config, count, like=network, num_embeddings=num_embeddings),
+            )
             for count in (_FEW_ROWS, 2 * _FEW_ROWS)
         )
     return NetworkCost(

@@ -1,5 +1,6 @@
-"""Ensemble of networks with averaged logits (Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation
-using Deep Ensembles", NIPS 2017)."""
+"""Ensemble of networks with averaged logits (Lakshminarayanan et al., "Simple and Scalable
+Predictive Uncertainty Estimation using Deep Ensembles", NIPS 2017).
+"""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -17,7 +18,9 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, LabelHead, named_outputs, network_loss
 
 
-def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
+def build_network(
+    config: ClickModelConfig, inputs: ModelInputs, *, precision: Precision = "fp32"
+) -> nn.Module:
     """Build the network of a configuration, or an ensemble if it has several members."""
     if config.members == 1:
         return config.build(inputs, precision=precision)
@@ -27,10 +30,14 @@ def build_network(config: ClickModelConfig, inputs: ModelInputs, *, precision: P
 
 @final
 class Ensemble(nn.Module):
-    """Networks with the same dense features and separate parts of every embedding. The logit is the mean of their logits. Members
-    learn independently, without common gradients, from different values, so their mean is better than each of them."""
+    """Networks with the same dense features and separate parts of every embedding. The logit is the
+    mean of their logits. Members learn independently, without common gradients, from different
+    values, so their mean is better than each of them.
+    """
 
-    def __init__(self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]) -> None:
+    def __init__(
+        self, members: Sequence[nn.Module], heads: Sequence[Head], *, widths: Sequence[int]
+    ) -> None:
         """`widths`: number of values that each member takes of each embedding, in order."""
         super().__init__()
         self.members, self._heads = nn.ModuleList(members), heads
@@ -41,27 +48,48 @@ class Ensemble(nn.Module):
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the mean logits by label, and all outputs of the members for the loss."""
         of_members = [
-            named_outputs(network(dense, embedded.columns(columns)), self._heads, where=type(network).__name__)
+            named_outputs(
+                network(dense, embedded.columns(columns)), self._heads, where=type(network).__name__
+            )
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
-        outputs = {head.name: torch.stack([values[head.name] for values in of_members]).mean(0) for head in self._heads}
+        outputs = {
+            head.name: torch.stack([values[head.name] for values in of_members]).mean(0)
+            for head in self._heads
+        }
         for number, of_member in enumerate(of_members):
             outputs |= {_name(number, name): values for name, values in of_member.items()}
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the mean of the members' row losses, float32 [rows]. Its gradient is that of their sum: members learn as if
-        alone."""
+        """Return the mean of the members' row losses, float32 [rows]. Its gradient is that of their
+        sum: members learn as if alone.
+        """
         losses = []
         for number, member_loss in enumerate(self._losses):
             prefix = _name(number, "")
-            of_member = {name.removeprefix(prefix): values for name, values in outputs.items() if name.startswith(prefix)}
-            losses.append(member_loss(of_member, batch) if member_loss else self._loss_of_labels(of_member, batch))
+            of_member = {
+                name.removeprefix(prefix): values
+                for name, values in outputs.items()
+                if name.startswith(prefix)
+            }
+            losses.append(
+                member_loss(of_member, batch)
+                if member_loss
+                else self._loss_of_labels(of_member, batch)
+            )
         total = torch.stack(losses).sum(0)
         return total - total.detach() * (1 - 1 / len(losses))
 
     def _loss_of_labels(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        return reduce(add, (head.losses(outputs, batch.labels) for head in self._heads if isinstance(head, LabelHead)))
+        return reduce(
+            add,
+            (
+                head.losses(outputs, batch.labels)
+                for head in self._heads
+                if isinstance(head, LabelHead)
+            ),
+        )
 
 
 def _name(number: int, output: str) -> str:

@@ -1,4 +1,6 @@
-"""Output heads of networks: loss, columns, metrics and JSON of each kind. Does not import torch itself."""
+"""Output heads of networks: loss, columns, metrics and JSON of each kind. Does not import torch
+itself.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,22 @@ class Head(ABC):
         return ()
 
     def check(self, outputs: Outputs, *, rows: int, where: str) -> None:
-        """Check that all values are present and have the right shape and dtype. Raises InputError. Values that broadcast would
-        train without an error, and scoring would reject other dtypes only after training."""
+        """Check that all values are present and have the right shape and dtype. Raises InputError.
+        Values that broadcast would train without an error, and scoring would reject other dtypes
+        only after training.
+        """
         shape, (noun, of) = (rows, *self.shape), self.called
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             values = outputs.get(name)
             if values is None:
                 names = ", ".join(outputs) or "nothing"
-                raise InputError(f"{where}: outputs must have {noun} named after the {of}, {name}, got {names}.")
+                raise InputError(
+                    f"{where}: outputs must have {noun} named after the {of}, {name}, got {names}."
+                )
             if values.shape != shape or str(values.dtype) != f"torch.{dtype}":
                 raise InputError(
-                    f"{where}: {noun} must have shape {shape} and dtype {dtype}, got {tuple(values.shape)} and {values.dtype}."
+                    f"{where}: {noun} must have shape {shape} and dtype {dtype}, got "
+                    f"{tuple(values.shape)} and {values.dtype}."
                 )
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
@@ -92,7 +99,9 @@ class LabelHead(Head):
         """Suffix of the column names."""
         return "" if self.main else f"_{self.name}"
 
-    def losses(self, outputs: Outputs, labels: Outputs, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def losses(
+        self, outputs: Outputs, labels: Outputs, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the weighted loss of each row, 0 for rows without the label, float32 [rows]."""
         values, targets = outputs[self.name], labels[self.name]
         if not self.main:
@@ -102,7 +111,9 @@ class LabelHead(Head):
         return self._losses(values, targets, weights)
 
     @abstractmethod
-    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor: ...
+    def _losses(
+        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
         """Return the predictions for the tensor's values, float32."""
@@ -118,12 +129,18 @@ class LabelHead(Head):
 
     def answer(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
         scores = self.prediction(values[self.name])
-        return {"scores": scores, "logits": values[self.name]} if self.main else {f"score{self.suffix}": scores}
+        return (
+            {"scores": scores, "logits": values[self.name]}
+            if self.main
+            else {f"score{self.suffix}": scores}
+        )
 
     def json_schema(self) -> dict[str, Any]:
         scores = self._scores_schema()
         logits = many({"type": "number"}, self.of_logits)
-        return {"scores": scores, "logits": logits} if self.main else {f"score{self.suffix}": scores}
+        return (
+            {"scores": scores, "logits": logits} if self.main else {f"score{self.suffix}": scores}
+        )
 
     def _scores_schema(self) -> dict[str, Any]:
         return many({"type": "number"}, f"Predicted {self.name}.")
@@ -136,10 +153,14 @@ class BinaryHead(LabelHead):
     kind = "binary"
     of_logits = "Logit of the score."
 
-    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def _losses(
+        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         from torch.nn import functional
 
-        return functional.binary_cross_entropy_with_logits(values, labels, weight=weights, reduction="none")
+        return functional.binary_cross_entropy_with_logits(
+            values, labels, weight=weights, reduction="none"
+        )
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
         return sigmoid(values)
@@ -158,7 +179,9 @@ class NumberHead(LabelHead):
 
     kind = "number"
 
-    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def _losses(
+        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         losses = (values - labels).square()
         return losses if weights is None else weights * losses
 
@@ -172,7 +195,9 @@ class CountHead(LabelHead):
 
     kind = "count"
 
-    def _losses(self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    def _losses(
+        self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
         losses = values.exp() - labels * values
         return losses if weights is None else weights * losses
 
@@ -185,7 +210,9 @@ class CountHead(LabelHead):
 
 @dataclass(frozen=True)
 class VectorHead(Head):
-    """Vector of a row, such as of a user or item, in a tensor with its name, float32 [rows, width]."""
+    """Vector of a row, such as of a user or item, in a tensor with its name, float32 [rows,
+    width].
+    """
 
     kind = "vector"
 
@@ -196,14 +223,19 @@ class VectorHead(Head):
         return (self.width,)
 
     def json_schema(self) -> dict[str, Any]:
-        vector = {**many({"type": "number"}, "A vector."), "minItems": self.width, "maxItems": self.width}
+        vector = {
+            **many({"type": "number"}, "A vector."),
+            "minItems": self.width,
+            "maxItems": self.width,
+        }
         return {self.name: many(vector, f"Vectors of {self.name}.")}
 
 
 @dataclass(frozen=True)
 class ItemsHead(Head):
-    """Best categories of a feature in order: ids in a tensor with the head's name, int64, and `scores`, float32 [rows, k]
-    both."""
+    """Best categories of a feature in order: ids in a tensor with the head's name, int64, and
+    `scores`, float32 [rows, k] both.
+    """
 
     kind = "items"
     dtypes = ("int64", "float32")
@@ -221,11 +253,17 @@ class ItemsHead(Head):
         return (self.k,)
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
-        return {**super().columns(values, tokens), self.name: tokens(self.feature)[values[self.name]]}
+        return {
+            **super().columns(values, tokens),
+            self.name: tokens(self.feature)[values[self.name]],
+        }
 
     def json_schema(self) -> dict[str, Any]:
         return {
-            self.name: many(many({"type": "integer"}, f"Categories of {self.feature}."), "The best, the best first."),
+            self.name: many(
+                many({"type": "integer"}, f"Categories of {self.feature}."),
+                "The best, the best first.",
+            ),
             "scores": many(many({"type": "number"}, "Scores."), "What they were chosen by."),
         }
 
@@ -235,40 +273,56 @@ def many(of: dict[str, Any], description: str) -> dict[str, Any]:
     return {"type": "array", "items": of, "description": description}
 
 
-def label_heads(main: str, others: Sequence[Label] = (), *, kind: str = "binary") -> tuple[LabelHead, ...]:
+def label_heads(
+    main: str, others: Sequence[Label] = (), *, kind: str = "binary"
+) -> tuple[LabelHead, ...]:
     """Return the head of each label, the main one first. `kind` is for the main label."""
-    classes: dict[str, type[LabelHead]] = {head.kind: head for head in (BinaryHead, NumberHead, CountHead)}
+    classes: dict[str, type[LabelHead]] = {
+        head.kind: head for head in (BinaryHead, NumberHead, CountHead)
+    }
     return (classes[kind](main, main=True), *(classes[label.kind](label.name) for label in others))
 
 
 def labels_accumulator(
     heads: Sequence[Head], *, grouped: bool = False, ks: Sequence[int] = DEFAULT_KS
 ) -> LabelsAccumulator | None:
-    """Return the metrics of all label heads, or None. `grouped` and `ks` are for the main label (`LabelsAccumulator`)."""
+    """Return the metrics of all label heads, or None. `grouped` and `ks` are for the main label
+    (`LabelsAccumulator`).
+    """
     of_labels = {head.name: head.accumulator() for head in heads if isinstance(head, LabelHead)}
     return LabelsAccumulator(of_labels, grouped=grouped, ks=ks) if of_labels else None
 
 
 def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outputs:
-    """Return the outputs of a network by name. Raises InputError unless they are a dict or the only head's tensor."""
+    """Return the outputs of a network by name. Raises InputError unless they are a dict or the only
+    head's tensor.
+    """
     if isinstance(outputs, Mapping):
         return outputs
     if len(heads) == 1 and len(heads[0].names) == 1 and hasattr(outputs, "dtype"):
         return {heads[0].name: outputs}  # type: ignore[dict-item]
-    raise InputError(f"{where} must return a dict of logits, {{'{heads[0].name}': logits}}, got a {type(outputs).__name__}.")
+    raise InputError(
+        f"{where} must return a dict of logits, {{'{heads[0].name}': logits}}, got a "
+        f"{type(outputs).__name__}."
+    )
 
 
 def network_loss(network: Any) -> Callable[[Outputs, Batch], torch.Tensor] | None:
-    """Return the network's loss(outputs, batch), or None without one. If its second parameter is `labels`, pass the labels."""
+    """Return the network's loss(outputs, batch), or None without one. If its second parameter is
+    `labels`, pass the labels.
+    """
     loss = getattr(network, "loss", None)
     if loss is None or list(inspect.signature(loss).parameters)[1:2] != ["labels"]:
         return loss
     return lambda outputs, batch: loss(outputs, batch.labels)
 
 
-def measured(network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Return the row values that an evaluation averages: the network's measures, and `loss` if it defines one. NaN excludes a
-    row. `losses`: row losses if already computed."""
+def measured(
+    network: Any, outputs: Outputs, batch: Batch, losses: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the row values that an evaluation averages: the network's measures, and `loss` if it
+    defines one. NaN excludes a row. `losses`: row losses if already computed.
+    """
     measures, loss = getattr(network, "measures", None), network_loss(network)
     if losses is None and loss is not None:
         losses = loss(outputs, batch)

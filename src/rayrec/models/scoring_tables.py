@@ -1,4 +1,6 @@
-"""Embedding tables for scoring, optionally quantized, with one lookup for all columns of a batch."""
+"""Embedding tables for scoring, optionally quantized, with one lookup for all columns of a
+batch.
+"""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -14,7 +16,9 @@ from rayrec.config import InputError
 from rayrec.native import c_fields, call
 
 Quantization = Literal["fp32", "fp16", "int8", "int4"]
-"""Storage format of a table's values. int8 and int4 are integers with a scale and an offset per row."""
+"""Storage format of a table's values. int8 and int4 are integers with a scale and an offset per
+row.
+"""
 
 # In the order of rayrec_table_kind in kernels.h
 QUANTIZATIONS: Final[tuple[Quantization, ...]] = get_args(Quantization)
@@ -23,9 +27,11 @@ _LARGEST_HALF = 65504.0
 
 
 def table_name(feature: str) -> str:
-    """Return the unique name of a feature's embedding table as a module and in files. This is the feature's name, unless torch
-    rejects it as a module name (it is empty, has a dot, or is an attribute of ModuleDict such as `type`). Then it is `%table:`
-    and the name with % replaced by %25 and dots by %2E."""
+    """Return the unique name of a feature's embedding table as a module and in files. This is the
+    feature's name, unless torch rejects it as a module name (it is empty, has a dot, or is an
+    attribute of ModuleDict such as `type`). Then it is `%table:` and the name with % replaced by
+    %25 and dots by %2E.
+    """
     plain = feature and "." not in feature and not feature.startswith(_ESCAPED)
     if plain and not hasattr(_MODULES, feature):
         return feature
@@ -33,12 +39,16 @@ def table_name(feature: str) -> str:
 
 
 def table_weight(table: str, *, unpooled: bool = False) -> str:
-    """Return the weight name of a table, named by `table_name`, in a ClickModel. `unpooled`: whether its lookups are unpooled."""
+    """Return the weight name of a table, named by `table_name`, in a ClickModel. `unpooled`:
+    whether its lookups are unpooled.
+    """
     return f"{_SEQUENCES if unpooled else _BAGS}.{table}.weight"
 
 
 def table_of_weight(weight: str) -> str | None:
-    """Return the table of a weight name, also if the ClickModel is a submodule. None for other weights."""
+    """Return the table of a weight name, also if the ClickModel is a submodule. None for other
+    weights.
+    """
     for module in (_BAGS, _SEQUENCES):
         _, separator, table = f".{weight}".rpartition(f".{module}.")
         if separator and table.endswith(".weight"):
@@ -65,26 +75,35 @@ class RowFormat:
 
     @property
     def width(self) -> int:
-        """Number of `dtype` items per row. int8 rows have `dim` bytes and a float32 scale and offset. int4 rows have half a byte
-        per value, even ones in the low bits, and a float16 scale and offset."""
+        """Number of `dtype` items per row. int8 rows have `dim` bytes and a float32 scale and
+        offset. int4 rows have half a byte per value, even ones in the low bits, and a float16 scale
+        and offset.
+        """
         return {"int8": self.dim + 8, "int4": self.dim // 2 + 4}.get(self.quantization, self.dim)
 
     def check(self) -> None:
         """Check that rows of `dim` values have this format. Raises InputError."""
         if self.quantization == "int4" and self.dim % 2:
-            raise InputError(f"quantize: int4 needs an even embedding_dim, got {self.dim}. Choose int8 or fp16.")
+            raise InputError(
+                f"quantize: int4 needs an even embedding_dim, got {self.dim}. Choose int8 or fp16."
+            )
 
     def pack(self, rows: np.ndarray, *, table: str) -> np.ndarray:
         """Quantize float32 rows [n, dim] to `dtype` [n, width]. Returns fp32 rows unchanged.
 
-        int8 and int4 are the packed formats of PyTorch's quantized::embedding_bag_byte_prepack and embedding_bag_4bit_prepack.
-        Raises InputError for values that are not finite or overflow float16, where the format contains it.
+        int8 and int4 are the packed formats of PyTorch's quantized::embedding_bag_byte_prepack and
+        embedding_bag_4bit_prepack. Raises InputError for values that are not finite or overflow
+        float16, where the format contains it.
         """
         if self.quantization == "fp32":
             return rows
         largest = float(np.abs(rows).max(initial=0.0))
-        if not largest <= (3.4e38 if self.quantization == "int8" else _LARGEST_HALF):  # Also if it is NaN
-            raise InputError(f"table {table}: values must fit into {self.quantization}, got {largest}. Export fp32.")
+        # Also if it is NaN
+        if not largest <= (3.4e38 if self.quantization == "int8" else _LARGEST_HALF):
+            raise InputError(
+                f"table {table}: values must fit into {self.quantization}, got {largest}. Export "
+                "fp32."
+            )
         if self.quantization == "fp16":
             return rows.astype(np.float16)
         values = torch.from_numpy(np.ascontiguousarray(rows))
@@ -93,7 +112,9 @@ class RowFormat:
         return torch.ops.quantized.embedding_bag_4bit_prepack(values).numpy()
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Dequantize `dtype` rows [n, width] to float32 [n, dim] on their device, bit-identical to the CPU kernel."""
+        """Dequantize `dtype` rows [n, width] to float32 [n, dim] on their device, bit-identical to
+        the CPU kernel.
+        """
         if self.quantization in ("fp32", "fp16"):
             return rows.float()
         if self.quantization == "int8":
@@ -107,7 +128,9 @@ class RowFormat:
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
-    """Copy the part for alignment: a view with a wider dtype must start at a multiple of its size."""
+    """Copy the part for alignment: a view with a wider dtype must start at a multiple of its
+    size.
+    """
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -131,28 +154,41 @@ class Tables(ABC):
     @property
     def size_bytes(self) -> int:
         """Size of all tables. Features that share one count it once."""
-        return sum(table.nbytes for table in {table.data_ptr(): table for table in self.tensors()}.values())
+        return sum(
+            table.nbytes for table in {table.data_ptr(): table for table in self.tensors()}.values()
+        )
 
     @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tables without a copy, row_format.dtype [num_embeddings, row_format.width]. Features may share one."""
+        """Return the tables without a copy, row_format.dtype [num_embeddings, row_format.width].
+        Features may share one.
+        """
 
     @abstractmethod
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
-        """Return the weighted sum of each row's embeddings for each column with a lookup, 0 without ids, float32 [rows, lookups *
-        dim]. Thread-safe. Ids must be within their table (AssertionError)."""
+        """Return the weighted sum of each row's embeddings for each column with a lookup, 0 without
+        ids, float32 [rows, lookups * dim]. Thread-safe. Ids must be within their table
+        (AssertionError).
+        """
 
     def pool_one_each(self, ids: np.ndarray) -> torch.Tensor:
-        """Return the result of `pool` for one id per row in each column, int32 or int64 [columns, rows]."""
+        """Return the result of `pool` for one id per row in each column, int32 or int64 [columns,
+        rows].
+        """
         return self.pool([Lookup(column) for column in ids], ids.shape[1])
 
     @abstractmethod
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
-        """Return the embedding of each id of a column, float32 [ids, dim]. `ids`: C-contiguous int32 or int64. See `pool`."""
+        """Return the embedding of each id of a column, float32 [ids, dim]. `ids`: C-contiguous
+        int32 or int64. See `pool`.
+        """
 
 
 class _CLookup(ctypes.Structure):
-    _fields_ = c_fields("void* table; int64 num_embeddings row_bytes; void* ids offsets; int64 size id_bytes; void* weights")
+    _fields_ = c_fields(
+        "void* table; int64 num_embeddings row_bytes; void* ids offsets; int64 size id_bytes; "
+        "void* weights"
+    )
 
 
 @final
@@ -160,7 +196,9 @@ class HostTables(Tables):
     """Tables in main memory, with a native kernel for lookups."""
 
     def __init__(self, row_format: RowFormat, arrays: Sequence[np.ndarray]) -> None:
-        """`arrays`: row_format.dtype [num_embeddings, row_format.width] each, C-contiguous, used without a copy."""
+        """`arrays`: row_format.dtype [num_embeddings, row_format.width] each, C-contiguous, used
+        without a copy.
+        """
         super().__init__(row_format)
         for array in arrays:
             assert array.dtype == row_format.dtype
@@ -168,9 +206,13 @@ class HostTables(Tables):
             assert array.flags.c_contiguous
         self._arrays = tuple(arrays)
         self._kind = QUANTIZATIONS.index(row_format.quantization)
-        # Template that each batch copies: filling the structures field by field takes as long as a small lookup.
+        # Template that each batch copies: filling the structures field by field takes as long as a
+        # small lookup.
         self._columns = (_CLookup * len(arrays))(
-            *(_CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4, None) for a in arrays)
+            *(
+                _CLookup(a.ctypes.data, len(a), a.shape[1] * a.itemsize, None, None, 1, 4, None)
+                for a in arrays
+            )
         )
         self._columns_array = np.frombuffer(memoryview(self._columns), np.dtype(_CLookup))
 
@@ -179,7 +221,9 @@ class HostTables(Tables):
 
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
         assert len(lookups) == len(self._arrays)
-        return self._lookup({number: lookup for number, lookup in enumerate(lookups) if lookup is not None}, rows)
+        return self._lookup(
+            {number: lookup for number, lookup in enumerate(lookups) if lookup is not None}, rows
+        )
 
     def pool_one_each(self, ids: np.ndarray) -> torch.Tensor:
         assert ids.dtype in (np.int32, np.int64)
@@ -216,7 +260,15 @@ class HostTables(Tables):
     def _run(self, columns: ctypes.Array[_CLookup] | np.ndarray, rows: int) -> torch.Tensor:
         dim, kind = self.row_format.dim, ctypes.c_int32(self._kind)
         out = torch.empty(rows, len(columns) * dim)
-        bad = call("rayrec_pool_tables", columns, len(columns), rows, dim, kind, ctypes.c_void_p(out.data_ptr()))
+        bad = call(
+            "rayrec_pool_tables",
+            columns,
+            len(columns),
+            rows,
+            dim,
+            kind,
+            ctypes.c_void_p(out.data_ptr()),
+        )
         assert bad < 0, f"an id of lookup {bad} lies beyond its table's rows"
         return out
 
@@ -228,7 +280,9 @@ _CPU: Final = torch.device("cpu")
 class DeviceTables(Tables):
     """Tables on any torch device, with torch operators for lookups."""
 
-    def __init__(self, row_format: RowFormat, tables: Sequence[torch.Tensor], device: torch.device = _CPU) -> None:
+    def __init__(
+        self, row_format: RowFormat, tables: Sequence[torch.Tensor], device: torch.device = _CPU
+    ) -> None:
         """`tables`: as in HostTables, all on `device`."""
         super().__init__(row_format)
         self._tables = tuple(tables)
@@ -238,11 +292,18 @@ class DeviceTables(Tables):
         return list(self._tables)
 
     def pool(self, lookups: Sequence[Lookup | None], rows: int) -> torch.Tensor:
-        present = [(table, lookup) for table, lookup in zip(self._tables, lookups, strict=True) if lookup is not None]
+        present = [
+            (table, lookup)
+            for table, lookup in zip(self._tables, lookups, strict=True)
+            if lookup is not None
+        ]
         if not present:
             return torch.empty(rows, 0, device=self._device)
         ids = self._moved(present)
-        return torch.cat([self._column(*pair, part, rows) for pair, part in zip(present, ids, strict=True)], dim=1)
+        return torch.cat(
+            [self._column(*pair, part, rows) for pair, part in zip(present, ids, strict=True)],
+            dim=1,
+        )
 
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
         table, lookup = self._tables[column], Lookup(ids)
@@ -250,20 +311,34 @@ class DeviceTables(Tables):
         return self._column(table, lookup, moved, len(ids))
 
     def _moved(self, lookups: Sequence[tuple[torch.Tensor, Lookup]]) -> tuple[torch.Tensor, ...]:
-        """Copy the ids of all lookups to the device at once, int64 each: each copy takes as long as a small lookup."""
+        """Copy the ids of all lookups to the device at once, int64 each: each copy takes as long as
+        a small lookup.
+        """
         columns = [lookup.ids.reshape(-1) for _, lookup in lookups]
         for (table, _), ids in zip(lookups, columns, strict=True):
-            assert not ids.size or (ids.min() >= 0 and ids.max() < len(table)), "an id lies beyond its table's rows"
+            assert not ids.size or (ids.min() >= 0 and ids.max() < len(table)), (
+                "an id lies beyond its table's rows"
+            )
         together = torch.from_numpy(np.concatenate(columns, dtype=np.int64)).to(self._device)
         return together.split([ids.size for ids in columns])
 
-    def _column(self, table: torch.Tensor, lookup: Lookup, moved: torch.Tensor, rows: int) -> torch.Tensor:
+    def _column(
+        self, table: torch.Tensor, lookup: Lookup, moved: torch.Tensor, rows: int
+    ) -> torch.Tensor:
         ids = lookup.ids
         values = self.row_format.unpack(table[moved])
         if lookup.weights is not None:
             values = values * torch.from_numpy(lookup.weights).to(self._device).unsqueeze(1)
         if lookup.offsets is None:
-            return values if ids.size == rows else values.view(rows, ids.size // rows, self.row_format.dim).sum(1)
+            return (
+                values
+                if ids.size == rows
+                else values.view(rows, ids.size // rows, self.row_format.dim).sum(1)
+            )
         lengths = torch.from_numpy(np.diff(lookup.offsets)).to(self._device)
-        row_of = torch.repeat_interleave(torch.arange(rows, device=self._device), lengths, output_size=ids.size)
-        return torch.zeros(rows, self.row_format.dim, device=self._device).index_add_(0, row_of, values)
+        row_of = torch.repeat_interleave(
+            torch.arange(rows, device=self._device), lengths, output_size=ids.size
+        )
+        return torch.zeros(rows, self.row_format.dim, device=self._device).index_add_(
+            0, row_of, values
+        )

@@ -21,7 +21,13 @@ from rayrec import host_resources
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, JaggedEmbeddings, KeyedEmbeddings
-from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, table_key, unpooled_features
+from rayrec.models.base import (
+    ClickModelConfig,
+    ModelInputs,
+    TableInit,
+    table_key,
+    unpooled_features,
+)
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import Head, LabelHead, measured, named_outputs, network_loss
 from rayrec.models.scoring_tables import table_name, table_of_weight
@@ -29,9 +35,12 @@ from rayrec.models.scoring_tables import table_name, table_of_weight
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
 
-# Rows drawn from one seed. Small enough to waste little at shard edges, large enough to add no cost.
+# Rows drawn from one seed. Small enough to waste little at shard edges, large enough to add no
+# cost.
 _BLOCK_ROWS = 65_536
-_MAX_THREADS = 8  # Threads that fill one table. Each has a block in host memory, and 8 are as fast as a copy to a GPU.
+# Threads that fill one table. Each has a block in host memory, and 8 are as fast as a copy to a
+# GPU.
+_MAX_THREADS = 8
 
 
 def feature_names(num_sparse: int) -> list[str]:
@@ -46,7 +55,9 @@ def _block_seed(seed: int, table: str, block: int) -> int:
 
 @dataclass(frozen=True)
 class TableValues:
-    """Initial values of a table. Row r and column c depend only on (seed, table, r, c, table shape) and distribution."""
+    """Initial values of a table. Row r and column c depend only on (seed, table, r, c, table shape)
+    and distribution.
+    """
 
     seed: int
     table: str
@@ -55,9 +66,18 @@ class TableValues:
     start: TableInit | None = None
     """Distribution, or None for the default."""
 
-    def fill(self, part: torch.Tensor, *, row_offset: int = 0, column_offset: int = 0, threads: int | None = None) -> None:
-        """Write the initial values of one part of the table into `part`, in place. `threads`: None uses one for a table in host
-        memory, and one per CPU, up to 8, for a table on a device, which is larger."""
+    def fill(
+        self,
+        part: torch.Tensor,
+        *,
+        row_offset: int = 0,
+        column_offset: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        """Write the initial values of one part of the table into `part`, in place. `threads`: None
+        uses one for a table in host memory, and one per CPU, up to 8, for a table on a device,
+        which is larger.
+        """
         distribution = self.start or TableInit()
         bound = self.num_embeddings**-0.5
         rows, columns = part.shape
@@ -66,7 +86,10 @@ class TableValues:
         def fill_block(block: int) -> None:
             block_start = block * _BLOCK_ROWS
             block_rows = min(_BLOCK_ROWS, self.num_embeddings - block_start)
-            row, stop = max(row_offset, block_start), min(block_start + block_rows, row_offset + rows)
+            row, stop = (
+                max(row_offset, block_start),
+                min(block_start + block_rows, row_offset + rows),
+            )
             target = part[row - row_offset : stop - row_offset]
             is_plain = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
             is_direct = is_plain and target.shape == (block_rows, self.embedding_dim)
@@ -77,13 +100,22 @@ class TableValues:
             else:
                 values.uniform_(-bound, bound, generator=generator)
             if not is_direct:
-                target.copy_(values[row - block_start : stop - block_start, column_offset : column_offset + columns])
+                target.copy_(
+                    values[
+                        row - block_start : stop - block_start,
+                        column_offset : column_offset + columns,
+                    ]
+                )
 
         if not rows:
             return
         blocks = range(row_offset // _BLOCK_ROWS, (row_offset + rows - 1) // _BLOCK_ROWS + 1)
         if threads is None:
-            threads = 1 if part.device.type in ("cpu", "meta") else min(_MAX_THREADS, host_resources.usable_cpus(granted=None))
+            threads = (
+                1
+                if part.device.type in ("cpu", "meta")
+                else min(_MAX_THREADS, host_resources.usable_cpus(granted=None))
+            )
         if min(threads, len(blocks)) <= 1:
             for block in blocks:
                 fill_block(block)
@@ -93,8 +125,10 @@ class TableValues:
                 pass
 
     def fill_full_table(self, parameter: torch.Tensor) -> None:
-        """Write all initial values into a parameter that contains the full table. Skip row-wise and column-wise shards, which
-        TorchRec passes without their offsets: `initialize_shards` must follow."""
+        """Write all initial values into a parameter that contains the full table. Skip row-wise and
+        column-wise shards, which TorchRec passes without their offsets: `initialize_shards` must
+        follow.
+        """
         if tuple(parameter.shape) == (self.num_embeddings, self.embedding_dim):
             self.fill(parameter.data)
 
@@ -109,18 +143,28 @@ def build_embeddings(
     weighted: bool = False,
     start: TableInit | None = None,
 ) -> EmbeddingBagCollection:
-    """Build float32 tables, one per vocabulary, with sum pooling per feature. `num_embeddings` is the row count of each
-    feature's table. `table_of` is the vocabulary of each feature, which determines its table, or None for unnamed features with
-    separate tables. `weighted` is whether ids have weights, `start` the distribution of initial values (None: the default).
-    Tables on `meta` get values when placed by DistributedModelParallel. Raises InputError for no rows, or two sizes."""
+    """Build float32 tables, one per vocabulary, with sum pooling per feature. `num_embeddings` is
+    the row count of each feature's table. `table_of` is the vocabulary of each feature, which
+    determines its table, or None for unnamed features with separate tables. `weighted` is whether
+    ids have weights, `start` the distribution of initial values (None: the default). Tables on
+    `meta` get values when placed by DistributedModelParallel. Raises InputError for no rows, or two
+    sizes.
+    """
     names = table_of or {feature: feature for feature in feature_names(len(num_embeddings))}
-    settings = _table_settings(num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start)
+    settings = _table_settings(
+        num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start
+    )
     tables = [EmbeddingBagConfig(**of_table) for of_table in settings]
     return EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
 
 
 def _table_settings(
-    num_embeddings: Sequence[int], table_of: Mapping[str, str], *, embedding_dim: int, seed: int, start: TableInit | None
+    num_embeddings: Sequence[int],
+    table_of: Mapping[str, str],
+    *,
+    embedding_dim: int,
+    seed: int,
+    start: TableInit | None,
 ) -> list[dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
     for (feature, vocabulary), rows in zip(table_of.items(), num_embeddings, strict=True):
@@ -128,13 +172,15 @@ def _table_settings(
             tables[vocabulary]["feature_names"].append(feature)
             if tables[vocabulary]["num_embeddings"] != rows:
                 raise InputError(
-                    f"table {vocabulary}: features must have equal row counts, got {rows:,} for {feature} and "
-                    f"{tables[vocabulary]['num_embeddings']:,} for another"
+                    f"table {vocabulary}: features must have equal row counts, got {rows:,} for "
+                    f"{feature} and {tables[vocabulary]['num_embeddings']:,} for another"
                 )
             continue
         name = table_name(vocabulary)
         if rows < 1:
-            raise InputError(f"table {vocabulary}: must have at least one row, got {rows}. Check num_embeddings.")
+            raise InputError(
+                f"table {vocabulary}: must have at least one row, got {rows}. Check num_embeddings."
+            )
         tables[vocabulary] = {
             "name": name,
             "feature_names": [feature],
@@ -146,8 +192,10 @@ def _table_settings(
 
 
 def initialize_shards(model: nn.Module, *, seed: int, start: TableInit | None = None) -> None:
-    """Set the initial values of this worker's row-wise and column-wise shards. Call once after sharding `model`. Skips full
-    (table-wise) tables, which got their values on placement. `start` must match `build_embeddings`."""
+    """Set the initial values of this worker's row-wise and column-wise shards. Call once after
+    sharding `model`. Skips full (table-wise) tables, which got their values on placement. `start`
+    must match `build_embeddings`.
+    """
     for key, value in model.state_dict().items():
         table = table_of_weight(key)
         if not isinstance(value, ShardedTensor) or table is None:
@@ -166,7 +214,9 @@ _NETWORK = "head.network."
 
 
 class ClickModel(nn.Module):
-    """Network with its tables. `state_dict` has the tables under `embeddings.` and the network's without prefix, for scoring."""
+    """Network with its tables. `state_dict` has the tables under `embeddings.` and the network's
+    without prefix, for scoring.
+    """
 
     def __init__(
         self,
@@ -179,17 +229,24 @@ class ClickModel(nn.Module):
         dim: int,
         embedding_penalty: float,
     ) -> None:
-        """Build from tables with sum pooling and tables with unpooled lookups (None without any), of embedding width `dim`."""
+        """Build from tables with sum pooling and tables with unpooled lookups (None without any),
+        of embedding width `dim`.
+        """
         super().__init__()
         self.embeddings, self.sequences = embeddings, sequences
         tables = [] if sequences is None else sequences.embedding_configs()
         one_by_one = {feature for table in tables for feature in table.feature_names}
-        self.head = _Head(network, inputs, heads, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one)
+        self.head = _Head(
+            network, inputs, heads, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one
+        )
         self.register_state_dict_post_hook(_remove_network_prefix)
 
-    # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`, so it must not branch on values.
+    # TorchRec's sparse-dist pipeline traces this method, down to its tables and `head`, so it must
+    # not branch on values.
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
-        """Return the weighted loss of the batch, a scalar that is 0 without rows, and the outputs of the step."""
+        """Return the weighted loss of the batch, a scalar that is 0 without rows, and the outputs
+        of the step.
+        """
         pooled = one_by_one = None
         if isinstance(self.embeddings, EmbeddingBagCollection):
             pooled = self._pooled(batch.sparse_features)
@@ -207,8 +264,9 @@ class ClickModel(nn.Module):
         sparse_features: KeyedJaggedTensor | None,
         sequence_features: KeyedJaggedTensor | None = None,
     ) -> torch.Tensor:
-        """Return the main label's logits with unsharded tables, float32 [rows]. Takes dense features [rows, num_dense], and one
-        list of ids per row and feature as in a Batch."""
+        """Return the main label's logits with unsharded tables, float32 [rows]. Takes dense
+        features [rows, num_dense], and one list of ids per row and feature as in a Batch.
+        """
         pooled = None if self.embeddings is None else self._pooled(sparse_features)
         one_by_one = None if self.sequences is None else self._one_by_one(sequence_features)
         outputs = self.head.outputs(dense_features, pooled, one_by_one, sequence_features)
@@ -223,7 +281,8 @@ class ClickModel(nn.Module):
         assert self.embeddings is not None
         if sparse_features.stride():
             return self.embeddings(sparse_features)
-        # Unsharded collections reject a batch without rows (IndexError in KeyedJaggedTensor.to_dict).
+        # Unsharded collections reject a batch without rows (IndexError in
+        # KeyedJaggedTensor.to_dict).
         features, dim = list(sparse_features.keys()), self.head.dim
         empty = torch.zeros(0, dim * len(features), device=sparse_features.device())
         return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=empty)
@@ -235,16 +294,26 @@ class ClickModel(nn.Module):
             return self.sequences(sequence_features)
         device = sequence_features.device()
         empty = JaggedTensor(
-            values=torch.zeros(0, self.head.dim, device=device), lengths=torch.zeros(0, dtype=torch.int64, device=device)
+            values=torch.zeros(0, self.head.dim, device=device),
+            lengths=torch.zeros(0, dtype=torch.int64, device=device),
         )
         return dict.fromkeys(sequence_features.keys(), empty)
 
 
 class _Head(nn.Module):
-    """Path from pooled embeddings to the loss. TorchRec does not trace it, so networks may run any code."""
+    """Path from pooled embeddings to the loss. TorchRec does not trace it, so networks may run any
+    code.
+    """
 
     def __init__(
-        self, network: nn.Module, inputs: ModelInputs, heads: Sequence[Head], *, dim: int, penalty: float, one_by_one: set[str]
+        self,
+        network: nn.Module,
+        inputs: ModelInputs,
+        heads: Sequence[Head],
+        *,
+        dim: int,
+        penalty: float,
+        one_by_one: set[str],
     ) -> None:
         super().__init__()
         self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
@@ -254,20 +323,30 @@ class _Head(nn.Module):
         self._heads, self._labels = heads, [head for head in heads if isinstance(head, LabelHead)]
         self._loss, self._predicts = network_loss(network), hasattr(network, "predict")
         if self._loss is None and not self._labels:
-            raise InputError(f"{type(network).__name__}: must have a method loss, got none. Add loss(outputs, batch).")
+            raise InputError(
+                f"{type(network).__name__}: must have a method loss, got none. Add loss(outputs, "
+                "batch)."
+            )
 
     def forward(
-        self, batch: Batch, pooled: KeyedTensor | None, one_by_one: Mapping[str, JaggedTensor] | None
+        self,
+        batch: Batch,
+        pooled: KeyedTensor | None,
+        one_by_one: Mapping[str, JaggedTensor] | None,
     ) -> tuple[torch.Tensor, StepOutput]:
         penalty = batch.loss_weight * self._penalty
-        outputs = self.outputs(batch.tensors[DENSE], pooled, one_by_one, batch.sequence_features, penalty=penalty)
+        outputs = self.outputs(
+            batch.tensors[DENSE], pooled, one_by_one, batch.sequence_features, penalty=penalty
+        )
         loss, losses = self._summed_loss(outputs, batch)
         loss = loss * batch.loss_weight
         logits = {head.name: outputs[head.name].detach() for head in self._labels}
         measures: dict[str, torch.Tensor] = {}
         if not self.training and not self._labels:
             row_measures = measured(self.network, outputs, batch, losses)
-            measures = {name: values[~values.isnan()].detach() for name, values in row_measures.items()}
+            measures = {
+                name: values[~values.isnan()].detach() for name, values in row_measures.items()
+            }
         return loss, StepOutput(loss.detach(), logits, batch.labels, batch.groups, measures)
 
     def outputs(
@@ -280,7 +359,9 @@ class _Head(nn.Module):
         penalty: float = 0.0,
     ) -> Mapping[str, torch.Tensor]:
         """Return the outputs of the network by name."""
-        ids, unpooled = ({} if features is None else features for features in (sequence_features, one_by_one))
+        ids, unpooled = (
+            {} if features is None else features for features in (sequence_features, one_by_one)
+        )
         embedded = KeyedEmbeddings(
             self.inputs.features,
             self.dim,
@@ -296,9 +377,12 @@ class _Head(nn.Module):
                 head.check(outputs, rows=len(dense), where=where)
         return outputs
 
-    def _sequences(self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float) -> dict[str, JaggedEmbeddings]:
+    def _sequences(
+        self, one_by_one: Mapping[str, JaggedTensor], rows: int, penalty: float
+    ) -> dict[str, JaggedEmbeddings]:
         sequences = {}
-        for name in self._unpooled:  # If sharded, the first one waits for the exchange between workers
+        # If sharded, the first one waits for the exchange between workers
+        for name in self._unpooled:
             jagged = one_by_one[name]
             lengths = jagged.lengths().long()[:rows]  # A batch without rows has one of empty lists
             sequences[name] = JaggedEmbeddings(_penalised(jagged.values(), penalty), lengths)
@@ -312,15 +396,22 @@ class _Head(nn.Module):
             self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
         return _penalised(pooled.values(), penalty), self._order
 
-    def _summed_loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum of weighted row losses, and the row losses if the network defines its loss."""
+    def _summed_loss(
+        self, outputs: Mapping[str, torch.Tensor], batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum of weighted row losses, and the row losses if the network defines its
+        loss.
+        """
         if self._loss is None:
-            return reduce(add, (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels)), None
+            return reduce(
+                add,
+                (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels),
+            ), None
         losses, rows = self._loss(outputs, batch), len(batch)
         if losses.shape != (rows,):  # Such as a mean, which would make the sum below too small
             raise InputError(
-                f"{type(self.network).__name__}: loss must return unweighted row losses of shape ({rows},), "
-                f"got {tuple(losses.shape)}. Do not average them."
+                f"{type(self.network).__name__}: loss must return unweighted row losses of shape "
+                f"({rows},), got {tuple(losses.shape)}. Do not average them."
             )
         return (losses if batch.weights is None else losses * batch.weights).sum(), losses
 
@@ -330,8 +421,10 @@ def _penalised(values: torch.Tensor, penalty: float) -> torch.Tensor:
 
 
 class _Penalised(torch.autograd.Function):
-    """Identity that adds `weight` times the values to their gradient, as a loss of weight / 2 * |values|^2 would. For a summed
-    list the values are the sum, because its rows stay on the worker that owns the table."""
+    """Identity that adds `weight` times the values to their gradient, as a loss of weight / 2 *
+    |values|^2 would. For a summed list the values are the sum, because its rows stay on the worker
+    that owns the table.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: float) -> torch.Tensor:
@@ -350,7 +443,9 @@ def saved_name(name: str) -> str:
     return name.removeprefix(_NETWORK)
 
 
-def _remove_network_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+def _remove_network_prefix(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
     for name in [name for name in state if name.startswith(prefix + _NETWORK)]:
         state[prefix + saved_name(name.removeprefix(prefix))] = state.pop(name)
 
@@ -365,22 +460,35 @@ def build_click_model(
     embedding_device: str = "meta",
     start: TableInit | None = None,
 ) -> ClickModel:
-    """Build the model with its network on CPU and its tables on `embedding_device`. Tables on "meta" have no values until they
-    are sharded. "cpu" builds a full model in one process. Initial values depend only on `seed`. `num_embeddings`: row count of
-    each feature's table. `start`: initial value distribution of the tables. Raises InputError for a table without rows."""
-    unpooled, rows_of = unpooled_features(config, inputs), dict(zip(inputs.features, num_embeddings, strict=True))
+    """Build the model with its network on CPU and its tables on `embedding_device`. Tables on
+    "meta" have no values until they are sharded. "cpu" builds a full model in one process. Initial
+    values depend only on `seed`. `num_embeddings`: row count of each feature's table. `start`:
+    initial value distribution of the tables. Raises InputError for a table without rows.
+    """
+    unpooled, rows_of = (
+        unpooled_features(config, inputs),
+        dict(zip(inputs.features, num_embeddings, strict=True)),
+    )
     table_of = inputs.table_of
     of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}
     of_sequences = {feature: table_of[feature] for feature in unpooled}
     for feature in config.full_tables(inputs):
-        of_sequences[table_key(feature)], rows_of[table_key(feature)] = table_of[feature], rows_of[feature]
+        of_sequences[table_key(feature)], rows_of[table_key(feature)] = (
+            table_of[feature],
+            rows_of[feature],
+        )
     shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "start": start}
     with torch.random.fork_rng(devices=[]):
-        # Inside, because building tables on "cpu" also draws from the global generator before our values replace theirs.
+        # Inside, because building tables on "cpu" also draws from the global generator before our
+        # values replace theirs.
         embeddings = sequences = None
         if of_bags:
             sizes = [rows_of[feature] for feature in of_bags]
-            bags: dict[str, Any] = {"table_of": of_bags, "device": embedding_device, "weighted": inputs.weighted}
+            bags: dict[str, Any] = {
+                "table_of": of_bags,
+                "device": embedding_device,
+                "weighted": inputs.weighted,
+            }
             embeddings = build_embeddings(sizes, **bags, **shared)
         if of_sequences:
             sizes = [rows_of[feature] for feature in of_sequences]
@@ -390,4 +498,12 @@ def build_click_model(
         torch.manual_seed(seed)
         network = build_network(config, inputs, precision=precision)
     heads, penalty = config.output_heads(inputs), config.embedding_penalty
-    return ClickModel(embeddings, sequences, network, inputs, heads, dim=config.table_width, embedding_penalty=penalty)
+    return ClickModel(
+        embeddings,
+        sequences,
+        network,
+        inputs,
+        heads,
+        dim=config.table_width,
+        embedding_penalty=penalty,
+    )

@@ -11,12 +11,17 @@ def library() -> ctypes.CDLL:
     """Load the shared library with all kernels of kernels.h."""
     spec = importlib.util.find_spec("rayrec.native._kernels")
     if spec is None or spec.origin is None:
-        raise ImportError("rayrec's compiled kernels are missing. Install rayrec with `pip install .` or `pip install -e .`")
+        raise ImportError(
+            "rayrec's compiled kernels are missing. Install rayrec with `pip install .` or `pip "
+            "install -e .`"
+        )
     return ctypes.CDLL(spec.origin)
 
 
 def call(name: str, *arguments: Any, returns: type = ctypes.c_int64) -> int:
-    """Call a kernel with arrays (as contiguous addresses), None (NULL), int (int64), float (double) and ctypes values."""
+    """Call a kernel with arrays (as contiguous addresses), None (NULL), int (int64), float (double)
+    and ctypes values.
+    """
     function = getattr(library(), name)
     function.restype = returns
     result: int = function(*map(_converted, arguments))
@@ -30,7 +35,8 @@ def _converted(argument: Any) -> Any:
         return ctypes.c_int64(argument)
     if isinstance(argument, float):
         return ctypes.c_double(argument)
-    if (flags := getattr(argument, "flags", None)) is not None:  # An array; each look at its `ctypes` takes a microsecond
+    # An array; each look at its `ctypes` takes a microsecond
+    if (flags := getattr(argument, "flags", None)) is not None:
         assert flags.c_contiguous
         return ctypes.c_void_p(argument.ctypes.data)
     return argument
@@ -49,7 +55,9 @@ _C_TYPES = {
 
 
 def c_fields(declaration: str) -> list[tuple[str, Any]]:
-    """Return `_fields_` of a ctypes structure from a declaration such as "void* ids offsets; int64 count"."""
+    """Return `_fields_` of a ctypes structure from a declaration such as "void* ids offsets; int64
+    count".
+    """
     declared = (part.split() for part in declaration.split(";"))
     return [(name, _C_TYPES[c_type]) for c_type, *names in declared for name in names]
 
@@ -59,12 +67,18 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # From glibc's ma
 
 @lru_cache(maxsize=1)
 def keep_freed_memory() -> None:
-    """Let glibc keep and reuse the memory of freed megabyte-sized arrays for the rest of this process. By default it returns
-    their pages to the kernel, which faults every page in again for the next array. Raises the speed of training on CPU by a
-    third. Other C libraries have no `mallopt` and are left unchanged."""
+    """Let glibc keep and reuse the memory of freed megabyte-sized arrays for the rest of this
+    process. By default it returns their pages to the kernel, which faults every page in again for
+    the next array. Raises the speed of training on CPU by a third. Other C libraries have no
+    `mallopt` and are left unchanged.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
         return
-    for parameter, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 64 << 20)):
+    for parameter, value in (
+        (_M_MMAP_THRESHOLD, 32 << 20),
+        (_M_TRIM_THRESHOLD, 1 << 30),
+        (_M_TOP_PAD, 64 << 20),
+    ):
         mallopt(ctypes.c_int(parameter), ctypes.c_int(value))

@@ -11,16 +11,24 @@ from rayrec.observe.timing import PHASES, WORDS, TimeBreakdown
 
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
 _WORTH_TELLING: Final = 0.10
-"""Minimum share of time spent waiting to name it as the bottleneck. Below it, the model is the bottleneck."""
+"""Minimum share of time spent waiting to name it as the bottleneck. Below it, the model is the
+bottleneck.
+"""
 _BUSY: Final = 0.4
-"""Minimum busy share of the data CPUs to call them the limit. Ray's work on each task, large for small blocks, is not in it."""
+"""Minimum busy share of the data CPUs to call them the limit. Ray's work on each task, large for
+small blocks, is not in it.
+"""
 _WAITS_FOR_STORAGE: Final = 0.4
 """Minimum share of the data tasks' work spent waiting for storage to name storage as the cause."""
 _FULL_STORE: Final = 0.9
 _SPILLING: Final = 0.25
-"""Minimum share of data events with spilling. The object store is shared by all jobs of a node, so it spills occasionally."""
+"""Minimum share of data events with spilling. The object store is shared by all jobs of a node, so
+it spills occasionally.
+"""
 _ONE_WORKER: Final = 0.5
-"""Minimum excess of one worker over the mean in a phase to blame that worker, as a share of the waiting for other workers."""
+"""Minimum excess of one worker over the mean in a phase to blame that worker, as a share of the
+waiting for other workers.
+"""
 _CONTENDED: Final = 0.7
 _LARGEST_LIFT: Final = 4.0
 """Maximum predicted speedup. Beyond it, the model's own speed is an extrapolation."""
@@ -34,20 +42,30 @@ class Diagnosis:
     fraction: float
     """Share of time that the bottleneck takes."""
     cause: str | None
-    """Cause. For data: storage, object_store, the stage that keeps the CPUs busy (read, parse, encode), delivery (rows are
-    made in time but delivered late) or unknown. For collectives: the phase in which one worker is slower, if any."""
+    """Cause. For data: storage, object_store, the stage that keeps the CPUs busy (read, parse,
+    encode), delivery (rows are made in time but delivered late) or unknown. For collectives: the
+    phase in which one worker is slower, if any.
+    """
     text: str
     """Explanation and fix, in plain words."""
 
 
 def diagnose(run: RunSummary) -> Diagnosis | None:
-    """Diagnose a run, finished or not. None if no step was logged. Skips each start's first interval, if there are others."""
+    """Diagnose a run, finished or not. None if no step was logged. Skips each start's first
+    interval, if there are others.
+    """
     split = run.warm_time if run.warm_time.training_s else run.time
     if not split.training_s:
         return None
     fractions = split.fractions()
     # The last save and evaluation of a running run are still to come.
-    avoidable: tuple[Bottleneck, ...] = ("data", "collectives", "host_to_device", "checkpoint", "evaluation")
+    avoidable: tuple[Bottleneck, ...] = (
+        "data",
+        "collectives",
+        "host_to_device",
+        "checkpoint",
+        "evaluation",
+    )
     worst = max(avoidable, key=lambda name: fractions[name])
     fraction = fractions[worst]
     if fraction < _WORTH_TELLING:
@@ -59,9 +77,13 @@ def diagnose(run: RunSummary) -> Diagnosis | None:
     if worst == "collectives":
         return _collectives(split)
     texts = {
-        "host_to_device": "Copying batches to the device {fraction} of the time: limited by the link to the device. Use fewer "
+        "host_to_device": "Copying batches to the device {fraction} of the time: limited by the link to the "
+        "device. Use fewer "
         "dense columns or ids per row.",
-        "evaluation": "Evaluating {fraction} of the time. Use a larger --evaluate-every, or a smaller log for --eval-data.path.",
+        "evaluation": (
+            "Evaluating {fraction} of the time. Use a larger --evaluate-every, or a smaller log "
+            "for --eval-data.path."
+        ),
     }
     return Diagnosis(worst, fraction, None, texts[worst].format(fraction=_percent(fraction)))
 
@@ -83,40 +105,54 @@ def _data(side: PipelineStats | None, split: TimeBreakdown) -> Diagnosis:
     fraction = split.fractions()["data"]
 
     def diagnosis(cause: str, text: str) -> Diagnosis:
-        return Diagnosis("data", fraction, cause, f"Blocked on data {_percent(fraction)} of the time: {text}")
+        return Diagnosis(
+            "data", fraction, cause, f"Blocked on data {_percent(fraction)} of the time: {text}"
+        )
 
     if side is None or not side.stages:
         return diagnosis("unknown", "the data stages were not measured.")
     now = split.rows / split.training_s if split.training_s else 0.0
-    unblocked = now * min(_LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9))
+    unblocked = now * min(
+        _LARGEST_LIFT, split.training_s / max(split.training_s - split.times_s["data"], 1e-9)
+    )
     if side.spilling_fraction >= _SPILLING or (side.store_fill or 0.0) >= _FULL_STORE:
         return diagnosis("object_store", _store_text(side))
-    threads = [stage.name for stage in side.stages] == ["read"]  # Workers read rows in their own threads.
+    # Workers read rows in their own threads.
+    threads = [stage.name for stage in side.stages] == ["read"]
     if side.storage_fraction >= _WAITS_FOR_STORAGE and side.busy >= _BUSY / 2:
-        wait = f"waiting for storage is {_percent(side.storage_fraction)} of the data work. Use faster storage, or"
+        wait = (
+            f"waiting for storage is {_percent(side.storage_fraction)} of the data work. Use "
+            "faster storage, or"
+        )
         if threads:
             return diagnosis("storage", f"{wait} a larger --train-data.prefetch-blocks.")
         return diagnosis("storage", f"{wait} more CPUs: {_cpu_advice(side, now, unblocked)}")
     if side.busy < _BUSY:
         return diagnosis(
             "delivery",
-            f"data tasks pause {_percent(1 - side.busy)} of the time, so rows are made in time but delivered late. Use a larger "
-            "--train-data.prefetch-blocks, or smaller --train-data.block-bytes.",
+            f"data tasks pause {_percent(1 - side.busy)} of the time, so rows are made in time but "
+            "delivered late. Use a larger --train-data.prefetch-blocks, or smaller "
+            "--train-data.block-bytes.",
         )
     slowest = max(side.stages, key=lambda stage: stage.fraction)
     if threads:
         return diagnosis(
             slowest.name,
-            f"the reader thread of each worker is always busy, at {_rate(now)} in total. Use more workers, or less work per row.",
+            f"the reader thread of each worker is always busy, at {_rate(now)} in total. Use more "
+            "workers, or less work per row.",
         )
     tasks = {"read": "read", "parse": "read and parse", "encode": "parse and encode"}[slowest.name]
     starved = ""
     if side.contention < _CONTENDED:
-        starved = f" (and get only {_percent(side.contention)} of a CPU each, because other processes use them)"
+        starved = (
+            f" (and get only {_percent(side.contention)} of a CPU each, because other processes "
+            "use them)"
+        )
     return diagnosis(
         slowest.name,
-        f"the tasks that {tasks} are CPU-bound{starved}, {_percent(slowest.fraction)} of it to {slowest.name}. "
-        f"{_cpu_advice(side, now, unblocked)} `rayrec preprocess` avoids most of this work.",
+        f"the tasks that {tasks} are CPU-bound{starved}, {_percent(slowest.fraction)} of it to "
+        f"{slowest.name}. {_cpu_advice(side, now, unblocked)} `rayrec preprocess` avoids most of "
+        "this work.",
     )
 
 
@@ -132,10 +168,14 @@ def _store_text(side: PipelineStats) -> str:
     text = f"{size_text(side.spilled_bytes)} were spilled from the object store to disk"
     if side.store_fill is not None and side.store_fill >= _FULL_STORE:
         text = f"the object store is {_percent(side.store_fill)} full"
-        text += f" and {size_text(side.spilled_bytes)} were spilled to disk" if side.spilled_bytes else ""
+        text += (
+            f" and {size_text(side.spilled_bytes)} were spilled to disk"
+            if side.spilled_bytes
+            else ""
+        )
     return (
-        f"{text}. Use a larger --cluster.object-store-bytes, smaller --train-data.block-bytes or a smaller "
-        "--train-data.prefetch-blocks."
+        f"{text}. Use a larger --cluster.object-store-bytes, smaller --train-data.block-bytes or a "
+        "smaller --train-data.prefetch-blocks."
     )
 
 
@@ -145,22 +185,35 @@ def _store_text(side: PipelineStats) -> str:
 def _checkpoint_text(saves: Saves, fraction: float) -> str:
     speed = f"{size_text(saves.bytes / saves.write_s)}/s" if saves.write_s else "an unknown speed"
     late = saves.late
-    skipped = f", and {late} save{'s were' if late > 1 else ' was'} skipped during an earlier one" if late else ""
+    skipped = (
+        f", and {late} save{'s were' if late > 1 else ' was'} skipped during an earlier one"
+        if late
+        else ""
+    )
     return (
-        f"Blocked on checkpoints {_percent(fraction)} of the time: storage writes them at {speed}{skipped}. Use a larger "
-        "--checkpoint.every, or faster storage for --storage-path."
+        f"Blocked on checkpoints {_percent(fraction)} of the time: storage writes them at "
+        f"{speed}{skipped}. Use a larger --checkpoint.every, or faster storage for --storage-path."
     )
 
 
 def _collectives(split: TimeBreakdown) -> Diagnosis:
-    """Diagnose whether all workers wait for the exchange or for one slow worker, which a mean over many workers hides."""
-    fraction, fractions, slowest = split.fractions()["collectives"], split.fractions(), split.slowest_fractions()
+    """Diagnose whether all workers wait for the exchange or for one slow worker, which a mean over
+    many workers hides.
+    """
+    fraction, fractions, slowest = (
+        split.fractions()["collectives"],
+        split.fractions(),
+        split.slowest_fractions(),
+    )
     begin = f"Waiting for other workers {_percent(fraction)} of the time: "
-    slow = max((name for name in PHASES if name != "collectives"), key=lambda name: slowest[name] - fractions[name])
+    slow = max(
+        (name for name in PHASES if name != "collectives"),
+        key=lambda name: slowest[name] - fractions[name],
+    )
     if slowest[slow] - fractions[slow] < _ONE_WORKER * fraction:
         text = (
-            "exchanging ids, embeddings and gradients is slow, or some workers are slower than others. Use fewer workers "
-            "with larger batches, or a faster network."
+            "exchanging ids, embeddings and gradients is slow, or some workers are slower than "
+            "others. Use fewer workers with larger batches, or a faster network."
         )
         return Diagnosis("collectives", fraction, None, begin + text)
     remedies = {
@@ -168,8 +221,9 @@ def _collectives(split: TimeBreakdown) -> Diagnosis:
         "host_to_device": "Its link to the device is slower, or shared.",
     }
     text = (
-        f"{WORDS[slow]} takes one worker {_percent(slowest[slow])} ({_percent(fractions[slow])} on average), and the others wait "
-        f"for it. {remedies.get(slow, 'Check the processor of its node for slowness and other jobs.')}"
+        f"{WORDS[slow]} takes one worker {_percent(slowest[slow])} ({_percent(fractions[slow])} on "
+        "average), and the others wait for it. "
+        f"{remedies.get(slow, 'Check the processor of its node for slowness and other jobs.')}"
     )
     return Diagnosis("collectives", fraction, slow, begin + text)
 
@@ -180,20 +234,31 @@ def _model(run: RunSummary, split: TimeBreakdown) -> Diagnosis:
         text = f"Not limited by waiting: blocked on data {_percent(fractions['data'])} of the time."
         return Diagnosis("model", fractions["other"], None, text)
     computing = sum(fractions[name] for name in ("forward", "backward", "optimizer"))
-    parts = ", ".join(f"{name} {_percent(fractions[name])}" for name in ("forward", "backward", "optimizer"))
+    parts = ", ".join(
+        f"{name} {_percent(fractions[name])}" for name in ("forward", "backward", "optimizer")
+    )
     peak = ""
-    if run.peak_fraction and run.peak_fraction > 1:  # The peak is the fastest of a few matrix products at worker start.
+    # The peak is the fastest of a few matrix products at worker start.
+    if run.peak_fraction and run.peak_fraction > 1:
         peak = ", faster than the peak measured at the start (a lower bound for the device)"
     elif run.peak_fraction:
         peak = f", at {_percent(run.peak_fraction)} of the device's peak"
     text = (
-        f"The model computes {_percent(computing)} of the time ({parts}){peak}, and waits for data {_percent(fractions['data'])}."
+        f"The model computes {_percent(computing)} of the time ({parts}){peak}, and waits for "
+        f"data {_percent(fractions['data'])}."
     )
     if fractions["other"] >= _WORTH_TELLING:
         text += f" The other {_percent(fractions['other'])} is Python between the steps."
     side = run.data.side()
-    capacity = side.capacity_rows_per_s if side is not None and side.storage_fraction < _WAITS_FOR_STORAGE else None
+    capacity = (
+        side.capacity_rows_per_s
+        if side is not None and side.storage_fraction < _WAITS_FOR_STORAGE
+        else None
+    )
     now = split.rows / split.training_s
     if capacity is not None and capacity > now:
-        text += f" The data pipeline could deliver {number_text(round(capacity, -2))} rows/s, {capacity / now:.1f} times as many."
+        text += (
+            f" The data pipeline could deliver {number_text(round(capacity, -2))} rows/s, "
+            f"{capacity / now:.1f} times as many."
+        )
     return Diagnosis("model", computing, None, text)

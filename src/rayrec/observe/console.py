@@ -1,4 +1,6 @@
-"""Terminal output of a run: notes, preparation progress, console lines for events, the live panel, and `rayrec top`."""
+"""Terminal output of a run: notes, preparation progress, console lines for events, the live panel,
+and `rayrec top`.
+"""
 
 import os
 import signal
@@ -13,7 +15,15 @@ from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -54,18 +64,29 @@ def console_line(event: Event, *, verbose: bool = False) -> str | None:
     """Return the console line for an event, or None if it is not shown."""
     kind = event["kind"]
     if kind == "evaluate":
-        best = "".join(f"  best {name} {metric_text(event['best'][name])}" for name in event.get("best", ()) if name != "step")
+        best = "".join(
+            f"  best {name} {metric_text(event['best'][name])}"
+            for name in event.get("best", ())
+            if name != "step"
+        )
         at = f" (step {event['best']['step']:,})" if best else ""
         return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}{best}{at}"
     if kind == "early_stop":
         return f"step {event['step']:,}  {early_stop_text(event)}: stopping early"
     if kind == "warm_start":
-        amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
-        return f"starting from {event['checkpoint']}" + (f"; categories: {', '.join(amounts)}" if amounts else "")
+        amounts = [
+            f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event
+        ]
+        return f"starting from {event['checkpoint']}" + (
+            f"; categories: {', '.join(amounts)}" if amounts else ""
+        )
     if kind == "start" and event["step"]:
         return f"resuming from step {event['step']:,} with {event['world_size']} workers"
     if kind == "start" and event.get("damaged"):
-        return f"no undamaged checkpoint found (damaged: {len(event['damaged'])}): restarting from step 0"
+        return (
+            f"no undamaged checkpoint found (damaged: {len(event['damaged'])}): restarting from "
+            "step 0"
+        )
     if kind == "failure":
         return event["cause"] if event.get("last") else f"{event['cause']}: restarting"
     if kind == "checkpoint_repaired":
@@ -86,11 +107,20 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
         ("weights of", (run.final or {}).get("chosen_step"), "step {:,}".format),
         ("rows/s", last.get("rows_per_s"), lambda rate: number_text(round(rate))),
         ("blocked", last.get("blocked_fraction"), "{:.1%}".format),
-        # Above 100 % means that the peak, measured for a few hundredths of a second, was underestimated.
-        ("of peak", last.get("peak_fraction"), lambda fraction: f"{fraction:.0%}" if fraction <= 1 else "above measurement"),
+        # Above 100 % means that the peak, measured for a few hundredths of a second, was
+        # underestimated.
+        (
+            "of peak",
+            last.get("peak_fraction"),
+            lambda fraction: f"{fraction:.0%}" if fraction <= 1 else "above measurement",
+        ),
         ("learning rate", last.get("learning_rate"), "{:.3g}".format),
         ("left", None if run.ended else run.left_s(), lambda left_s: duration_text(round(left_s))),
-        ("saved", run.latest.get("checkpoint"), lambda saved: f"step {saved['step']:,} ({size_text(saved['bytes'])})"),
+        (
+            "saved",
+            run.latest.get("checkpoint"),
+            lambda saved: f"step {saved['step']:,} ({size_text(saved['bytes'])})",
+        ),
         ("restarts", len(run.restarts) or None, str),
     ]
     return [(name, text(value)) for name, value, text in formats if value is not None]
@@ -101,17 +131,23 @@ def line(run: RunSummary) -> str:
     return "  ".join(f"{name} {value}" for name, value in figures(run))
 
 
-_STYLES: Final = dict(zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True))
+_STYLES: Final = dict(
+    zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True)
+)
 _BAR_CELLS: Final = 40
 _STALE_S: Final = 60.0
 """Seconds after which the panel shows the age of the last event."""
 
 
 def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) -> RenderableType:
-    """Render a run in a few lines. `full` adds the time breakdown, data stages and bottleneck. `now_s` is in unix time."""
+    """Render a run in a few lines. `full` adds the time breakdown, data stages and bottleneck.
+    `now_s` is in unix time.
+    """
     grid = Table.grid(padding=(0, 1))
     text = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    grid.add_row(ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(text))
+    grid.add_row(
+        ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(text)
+    )
     named = Text()
     for name, value in figures(run):
         named.append(f"{name} ", style="dim").append(f"{value}   ")
@@ -122,7 +158,12 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     if full and run.latest.get("data", {}).get("stages"):
         parts.append(_data(run.latest["data"]))
     if full and len(nodes := run.nodes()) > 1:
-        parts.append(Text("   ".join(f"{node}: {', '.join(runs)}" for node, runs in nodes.items()), style="dim"))
+        parts.append(
+            Text(
+                "   ".join(f"{node}: {', '.join(runs)}" for node, runs in nodes.items()),
+                style="dim",
+            )
+        )
     diagnosis = diagnose(run) if full else None
     if diagnosis is not None:
         parts.append(Text(diagnosis.text, style="bold"))
@@ -131,8 +172,12 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
         status += f" (no events for {duration_text(round(age_s))})"
     run_event = run.latest.get("run", {})
-    title = Text(" ".join(part for part in (run_event.get("recipe"), run_event.get("name")) if part) or "run")
-    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left")
+    title = Text(
+        " ".join(part for part in (run_event.get("recipe"), run_event.get("name")) if part) or "run"
+    )
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left"
+    )
 
 
 def _split(times_s: Mapping[str, float | None]) -> RenderableType:
@@ -153,11 +198,17 @@ def _data(event: Mapping[str, Any]) -> RenderableType:
         table.add_column(head, justify="left" if head == "data" else "right")
     for stage in event["stages"]:
         rate = number_text(round(stage["rows_per_s"]))
-        table.add_row(stage["stage"], rate, f"{min(1.0, stage['busy']):.0%}", f"{min(1.0, stage['cpu_share']):.0%}")
+        table.add_row(
+            stage["stage"],
+            rate,
+            f"{min(1.0, stage['busy']):.0%}",
+            f"{min(1.0, stage['cpu_share']):.0%}",
+        )
     text = f"backlog {number_text(round(event['backlog_rows']))} rows"
     if event.get("object_store_bytes") is not None:
         text += (
-            f"   object store {size_text(event['object_store_bytes'])} of {size_text(event['object_store_limit_bytes'])}"
+            f"   object store {size_text(event['object_store_bytes'])} of "
+            f"{size_text(event['object_store_limit_bytes'])}"
             f"   spilled {size_text(event['spilled_bytes'])}"
         )
     return Group(table, Text(text, style="dim"))
@@ -167,11 +218,15 @@ def _data(event: Mapping[str, Any]) -> RenderableType:
 
 
 def top(run: str, *, once: bool = False, console: RichConsole | None = None) -> RunSummary:
-    """Show the run in a folder, local or a URL, until it ends or Ctrl-C. Without a terminal, or with `once`, show it once.
-    Returns the last shown state. Raises InputError if the folder contains no run."""
+    """Show the run in a folder, local or a URL, until it ends or Ctrl-C. Without a terminal, or
+    with `once`, show it once. Returns the last shown state. Raises InputError if the folder
+    contains no run.
+    """
     folder = storage.absolute(run).rstrip("/")
     if not storage.exists(storage.join(folder, "config.yaml")):
-        raise InputError(f"{run}: not a run folder (config.yaml not found). Set storage_path/name of a run.")
+        raise InputError(
+            f"{run}: not a run folder (config.yaml not found). Set storage_path/name of a run."
+        )
     console = console or RichConsole(highlight=False, markup=False, emoji=False)
     path, view = storage.join(folder, "events.jsonl"), RunSummary(curves=False)
     if once or not console.is_terminal:
@@ -209,9 +264,14 @@ PLAIN_INTERVAL_S = 10.0
 
 @contextmanager
 def handling_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handle` for Ctrl-C, SIGTERM and, unless it is ignored (nohup), SIGHUP of a closed terminal, in the main thread only.
-    Replaces other handlers within the context."""
-    numbers = [signal.SIGTERM, signal.SIGINT] if threading.current_thread() is threading.main_thread() else []
+    """Call `handle` for Ctrl-C, SIGTERM and, unless it is ignored (nohup), SIGHUP of a closed
+    terminal, in the main thread only. Replaces other handlers within the context.
+    """
+    numbers = (
+        [signal.SIGTERM, signal.SIGINT]
+        if threading.current_thread() is threading.main_thread()
+        else []
+    )
     if numbers and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
@@ -224,7 +284,9 @@ def handling_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 @final
 class _StandardError:
-    """Standard error as a file that never raises, for which rich would end: output to a full disk or closed pipe is lost."""
+    """Standard error as a file that never raises, for which rich would end: output to a full disk
+    or closed pipe is lost.
+    """
 
     @property
     def _stream(self) -> Any:
@@ -249,7 +311,8 @@ class _StandardError:
         try:
             use(stream)
         except BrokenPipeError:
-            # Redirect the stream to /dev/null. Otherwise Python fails to flush its buffer at exit, with status 120.
+            # Redirect the stream to /dev/null. Otherwise Python fails to flush its buffer at exit,
+            # with status 120.
             with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), stream.fileno())
         except (OSError, ValueError):  # ValueError: closed stream
@@ -262,13 +325,20 @@ class _StandardError:
 
 
 class Console:
-    """Output on standard error: live displays on a terminal, else occasional plain lines. Output errors never stop a run."""
+    """Output on standard error: live displays on a terminal, else occasional plain lines. Output
+    errors never stop a run.
+    """
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.verbose = verbose
         # Show names of columns, files and runs unchanged, without markup.
         self._out = RichConsole(
-            file=cast(IO[str], _StandardError()), quiet=quiet, highlight=False, soft_wrap=True, markup=False, emoji=False
+            file=cast(IO[str], _StandardError()),
+            quiet=quiet,
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
         )
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -316,15 +386,23 @@ class Console:
             if label not in self._tasks:
                 self._tasks[label] = self._progress.add_task(label, total=total, note=note)
             self._progress.update(self._tasks[label], completed=done, total=total, note=note)
-        elif now - self._last_line_s.get(label, start) >= PLAIN_INTERVAL_S or (total is not None and done >= total):
+        elif now - self._last_line_s.get(label, start) >= PLAIN_INTERVAL_S or (
+            total is not None and done >= total
+        ):
             self._last_line_s[label] = now
-            left = f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
+            left = (
+                f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
+            )
             of_total = f" of {number_text(total)}" if total else ""
             self.note(f"{label}: {number_text(done)}{of_total}, {note}{left}")
 
     @contextmanager
-    def training(self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]) -> Iterator[None]:
-        """Show the events of a run while it trains: a live panel on a terminal, else occasional lines."""
+    def training(
+        self, follow: Callable[[threading.Event], Iterator[dict[str, Any]]]
+    ) -> Iterator[None]:
+        """Show the events of a run while it trains: a live panel on a terminal, else occasional
+        lines.
+        """
         stop = threading.Event()
         since = time.time()
         run = RunSummary(curves=False)
@@ -351,7 +429,10 @@ class Console:
     def _show(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == "step" and not self._out.is_terminal:
             now = time.monotonic()
-            if now - self._last_line_s.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S or run.step == run.steps:
+            if (
+                now - self._last_line_s.get("train", -PLAIN_INTERVAL_S) >= PLAIN_INTERVAL_S
+                or run.step == run.steps
+            ):
                 self._last_line_s["train"] = now
                 self.note(f"train: step {run.step:,} of {run.steps:,}  {line(run)}")
         note = console_line(event, verbose=self.verbose)

@@ -89,7 +89,9 @@ class _Sums:
             self.cpu_s[name] += spent_s * stage.get("cpu_share", 0.0)
             self.queue_s[name] += spent_s * stage.get("queue_share", 0.0)
         if event.get("object_store_limit_bytes"):
-            self.fills[round(event["object_store_bytes"] / event["object_store_limit_bytes"], 3)] += 1
+            self.fills[
+                round(event["object_store_bytes"] / event["object_store_limit_bytes"], 3)
+            ] += 1
 
 
 class DataSums:
@@ -117,12 +119,16 @@ class DataSums:
         self._before = event
 
     def side(self) -> PipelineStats | None:
-        """Return the statistics, or None without data events. Skips the first event after each start, which measures startup,
-        unless no other has rows. Events without a consumed block count with their time, as the next was made in it."""
+        """Return the statistics, or None without data events. Skips the first event after each
+        start, which measures startup, unless no other has rows. Events without a consumed block
+        count with their time, as the next was made in it.
+        """
         used = self._warm if self._warm.rows else self._all
         if not used.count:
             return None
-        total_s, computed_s, queued_s = (sum(spent.values()) for spent in (used.wall_s, used.cpu_s, used.queue_s))
+        total_s, computed_s, queued_s = (
+            sum(spent.values()) for spent in (used.wall_s, used.cpu_s, used.queue_s)
+        )
         waited_s = max(0.0, used.wall_s["read"] - used.cpu_s["read"] - used.queue_s["read"])
         return PipelineStats(
             cpus=used.cpus,

@@ -1,4 +1,6 @@
-"""Events as JSON lines: writing never fails and hides secrets, and reading detects damaged lines."""
+"""Events as JSON lines: writing never fails and hides secrets, and reading detects damaged
+lines.
+"""
 
 import json
 import math
@@ -10,7 +12,8 @@ from typing import Any, Final
 
 from rayrec.config import Config, InputError
 
-INCOMPLETE_LINE: Final = "torn_line"  # Kind of the event that marks the previous line as incomplete after a crash.
+# Kind of the event that marks the previous line as incomplete after a crash.
+INCOMPLETE_LINE: Final = "torn_line"
 _SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential|signature")
 # Matches hf_token and token_file, but not tokenizer, tokens_per_s or tokens (of a text).
 _TOKEN: Final = re.compile(r"token(_|$)|.tokens$")
@@ -22,23 +25,30 @@ _ASSIGNED: Final = re.compile(r"((?:^-*|[?&])([\w.-]+)=)([^&]*)")
 """Command-line flag or URL parameter with its value."""
 _VARIABLES: Final = ("--cluster.env", "--env")
 """Flags with NAME=VALUE of environment variables."""
-_USER_OF_URL: Final = re.compile(r"(\b\w+://)[^/?#\s]+@")  # User and password, up to the last @ before path and query.
+# User and password, up to the last @ before path and query.
+_USER_OF_URL: Final = re.compile(r"(\b\w+://)[^/?#\s]+@")
 
 
 def events_in(lines: Iterable[bytes], path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file's lines. Raises InputError for any invalid line except an incomplete last one."""
+    """Yield the events of a file's lines. Raises InputError for any invalid line except an
+    incomplete last one.
+    """
     return (event for _, event in lines_and_events(lines, path))
 
 
-def lines_and_events(lines: Iterable[bytes], path: str | Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def lines_and_events(
+    lines: Iterable[bytes], path: str | Path
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield (line, event) pairs. See `events_in`."""
-    invalid: int | None = None  # Number of the first invalid line that no torn_line event has explained yet.
+    # Number of the first invalid line that no torn_line event has explained yet.
+    invalid: int | None = None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue  # Two writers may end the same incomplete line.
         event = _parsed(line)
         if event is None and not line.endswith(b"\n"):
-            return  # The line is still being written. A growing file yields its rest as the next line.
+            # The line is still being written. A growing file yields its rest as the next line.
+            return
         if event is None:
             invalid = invalid or number
         elif event["kind"] == INCOMPLETE_LINE:
@@ -70,17 +80,23 @@ def encode_event(event: Mapping[str, Any]) -> bytes:
 
 
 def redact_credentials(text: str) -> str:
-    """Replace user and password of each URL, and keys of well-known services, with ***. Library errors may contain them."""
+    """Replace user and password of each URL, and keys of well-known services, with ***. Library
+    errors may contain them.
+    """
     return _SECRET_VALUE.sub("***", _USER_OF_URL.sub(r"\1***@", text))
 
 
 def redact_secrets(text: str) -> str:
-    """Hide secrets in output of other programs: like `redact_credentials`, and also values assigned to secret names."""
+    """Hide secrets in output of other programs: like `redact_credentials`, and also values assigned
+    to secret names.
+    """
     return re.sub(r"\S+", lambda word: _hidden(word[0]), text)
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Join arguments into a shell command line, with *** for secrets of flags and URLs, and values of variables."""
+    """Join arguments into a shell command line, with *** for secrets of flags and URLs, and values
+    of variables.
+    """
     shown, follows_secret, sets_variables = [], False, False
     for argument in arguments:
         is_flag, flag = argument.startswith("-"), argument.partition("=")[0]
@@ -94,7 +110,11 @@ def command_line(arguments: Sequence[str]) -> str:
 
 def _hidden(argument: str) -> str:
     def value(match: re.Match[str]) -> str:
-        return match[1] + ("***" if _is_secret(match[2], int(match[3]) if match[3].isdecimal() else match[3]) else match[3])
+        return match[1] + (
+            "***"
+            if _is_secret(match[2], int(match[3]) if match[3].isdecimal() else match[3])
+            else match[3]
+        )
 
     return redact_credentials(_ASSIGNED.sub(value, argument))
 
@@ -110,7 +130,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Config):
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {str(key): "***" if _is_secret(str(key), item) else _plain(item) for key, item in value.items()}
+        return {
+            str(key): "***" if _is_secret(str(key), item) else _plain(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     if hasattr(value, "detach"):  # A torch tensor, without importing torch.
@@ -123,6 +146,7 @@ def _plain(value: Any) -> Any:
 def _is_secret(key: str, value: Any) -> bool:
     if value is None:
         return False  # Show that no password is set.
-    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())  # authToken: auth_token
+    # authToken: auth_token
+    words = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower())
     is_number = isinstance(value, int | float) or hasattr(value, "tolist")
     return bool(_SECRET.search(words.replace("_", "")) or (_TOKEN.search(words) and not is_number))

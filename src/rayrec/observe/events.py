@@ -1,5 +1,6 @@
-"""Append-only event file of a run, written by many processes and read by all views: JSON lines in a file, or, in an object store,
-which cannot append, small objects uploaded in the background."""
+"""Append-only event file of a run, written by many processes and read by all views: JSON lines in a
+file, or, in an object store, which cannot append, small objects uploaded in the background.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
 PART_BYTES: Final = 256 << 10
 """Size above which the next event starts a new part."""
 _INTERVAL_S: Final = 2.0
-"""Seconds between two uploads of a growing part, unless an event is urgent. Each upload sends the full part."""
+"""Seconds between two uploads of a growing part, unless an event is urgent. Each upload sends the
+full part.
+"""
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 10.0
 """Maximum seconds between two attempts during a store outage."""
 _WAITING_BYTES: Final = 16 << 20
-"""Maximum bytes of events waiting during a store outage (about 100,000 events). Later events are lost."""
+"""Maximum bytes of events waiting during a store outage (about 100,000 events). Later events are
+lost.
+"""
 CLOSE_S: Final = 10.0
 """Maximum seconds to wait for uploads when closing."""
 
@@ -53,10 +58,14 @@ class _Part:
 
 @final
 class EventUploader:
-    """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, ... `append` never waits for the store.
-    Calls `on_loss(count, cause)` when closing drops lines, and `on_outage(cause)` for each failed upload, which is retried."""
+    """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, ...
+    `append` never waits for the store. Calls `on_loss(count, cause)` when closing drops lines, and
+    `on_outage(cause)` for each failed upload, which is retried.
+    """
 
-    def __init__(self, folder: str, *, on_loss: Callable[[int, str], None], on_outage: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: str, *, on_loss: Callable[[int, str], None], on_outage: Callable[[str], None]
+    ) -> None:
         self._folder: Final = folder
         self._on_loss: Final = on_loss
         self._on_outage: Final = on_outage
@@ -74,7 +83,9 @@ class EventUploader:
         self._thread: threading.Thread | None = None
 
     def append(self, line: bytes, *, urgent: bool) -> None:
-        """Queue a line for upload: at once if urgent, else within about two seconds. Raises OSError if the line is lost."""
+        """Queue a line for upload: at once if urgent, else within about two seconds. Raises OSError
+        if the line is lost.
+        """
         if self._process != os.getpid():
             self._begin()  # After a fork: the previous lines and the thread belong to the parent.
         with self._changed:
@@ -133,21 +144,30 @@ class EventUploader:
                 changed.wait_for(lambda: self._closed or self._num_waiting())
                 if failure_wait_s:
                     pause_s = failure_wait_s
-                    changed.wait_for(lambda: self._closed or self._num_flushing, pause_s - _FIRST_WAIT_S)
+                    changed.wait_for(
+                        lambda: self._closed or self._num_flushing, pause_s - _FIRST_WAIT_S
+                    )
                     changed.wait_for(lambda: self._closed, _FIRST_WAIT_S)
                 else:
                     pause_s = max(next_s - time.monotonic(), 0.0)
-                    changed.wait_for(lambda: self._closed or self._urgent or self._num_flushing, pause_s)
+                    changed.wait_for(
+                        lambda: self._closed or self._urgent or self._num_flushing, pause_s
+                    )
                 if self._closed:
                     return
                 self._urgent = False
                 waiting = [
-                    (part, bytes(part.lines), part.num_waiting, part.waiting_bytes) for part in self._parts if part.num_waiting
+                    (part, bytes(part.lines), part.num_waiting, part.waiting_bytes)
+                    for part in self._parts
+                    if part.num_waiting
                 ]
             try:
                 for part, lines, count, size_bytes in waiting:
                     with storage.retry_timeout(0):
-                        storage.write_bytes(storage.join(self._folder, f"{self._writer}-{part.number:06d}.jsonl"), lines)
+                        storage.write_bytes(
+                            storage.join(self._folder, f"{self._writer}-{part.number:06d}.jsonl"),
+                            lines,
+                        )
                     with changed:
                         part.num_waiting -= count
                         part.waiting_bytes -= size_bytes
@@ -156,7 +176,10 @@ class EventUploader:
                         changed.notify_all()
                 failure_wait_s = 0.0
                 next_s = time.monotonic() + _INTERVAL_S
-            except (OSError, InputError) as error:  # Retry permission errors too: credentials may be renewed.
+            except (
+                OSError,
+                InputError,
+            ) as error:  # Retry permission errors too: credentials may be renewed.
                 self._on_outage(str(error))
                 failure_wait_s = min(max(2 * failure_wait_s, _FIRST_WAIT_S), _LONGEST_WAIT_S)
 
@@ -174,7 +197,9 @@ class RemoteEvents:
         return self._sizes.get(file.path) == file.size_bytes
 
     def new(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """Return the new (line, event) pairs, sorted by time. The events of each writer keep their order."""
+        """Return the new (line, event) pairs, sorted by time. The events of each writer keep their
+        order.
+        """
         new_events: list[tuple[float, bytes, dict[str, Any]]] = []
         sizes: dict[str, int] = {}
         seen: set[int] = set()
@@ -200,7 +225,9 @@ class RemoteEvents:
         return [(line, event) for _, line, event in new_events]
 
     def _changed(self) -> Iterator[str]:
-        """Yield the new and changed files, the merged file last: it contains the events of parts deleted in the meantime."""
+        """Yield the new and changed files, the merged file last: it contains the events of parts
+        deleted in the meantime.
+        """
         for file in storage.files_in(parts_folder(self._url)):
             if not self.has_read(file):
                 yield file.path
@@ -217,28 +244,36 @@ KINDS: Final[dict[str, str]] = packaged_json(__package__, "event_kinds.json")
 
 @final
 class EventWriter:
-    """Append-only writer of a JSONL event file. Any number of processes and threads may write to the same file. Local file: each
-    event is one `write` to a descriptor opened with O_APPEND, so lines never interleave on POSIX local file systems (NFS does not
-    guarantee this). If a crash or full disk left an incomplete last line, the next writer ends it and adds a `torn_line` event,
-    so that `read_events` skips it. URL RUN/events.jsonl: a background thread uploads the events as parts to RUN/events/, step
-    events within about two seconds, others at once. Events not uploaded are lost if the process is killed. `merge_events` merges
-    the parts. A failing disk or store never stops training: lost events are counted in `num_lost`, with one warning."""
+    """Append-only writer of a JSONL event file. Any number of processes and threads may write to
+    the same file. Local file: each event is one `write` to a descriptor opened with O_APPEND, so
+    lines never interleave on POSIX local file systems (NFS does not guarantee this). If a crash or
+    full disk left an incomplete last line, the next writer ends it and adds a `torn_line` event, so
+    that `read_events` skips it. URL RUN/events.jsonl: a background thread uploads the events as
+    parts to RUN/events/, step events within about two seconds, others at once. Events not uploaded
+    are lost if the process is killed. `merge_events` merges the parts. A failing disk or store
+    never stops training: lost events are counted in `num_lost`, with one warning.
+    """
 
     def __init__(self, path: str | Path) -> None:
         url = _url(path)
         self.path: Final = url or Path(path)
         self.num_lost = 0
         self._sink: Final[EventUploader | _LocalFile] = (
-            EventUploader(parts_folder(url), on_loss=self._lose, on_outage=self._wait) if url else _LocalFile(Path(path))
+            EventUploader(parts_folder(url), on_loss=self._lose, on_outage=self._wait)
+            if url
+            else _LocalFile(Path(path))
         )
         self._waited = False
         self._last_s = 0.0
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line. Converts NumPy and torch scalars and arrays to
-        numbers and lists (device tensors cause a sync), non-finite floats to null and other objects to `str`. Replaces secrets
-        with "***" at any depth: values of keys that look like a password, secret, token or access key, and texts that look like a
-        key of a well-known service. Numbers under token keys are counts and stay, and so does the key `tokens`."""
+        """Append `{"time": <unix seconds>, "kind": kind, **fields}` as one line. Converts NumPy and
+        torch scalars and arrays to numbers and lists (device tensors cause a sync), non-finite
+        floats to null and other objects to `str`. Replaces secrets with "***" at any depth: values
+        of keys that look like a password, secret, token or access key, and texts that look like a
+        key of a well-known service. Numbers under token keys are counts and stay, and so does the
+        key `tokens`.
+        """
         line = encode_event({"time": self._now(), "kind": kind, **fields})
         try:
             self._sink.append(line, urgent=kind != "step")
@@ -246,7 +281,9 @@ class EventWriter:
             self._lose(1, str(error))
 
     def flush(self, *, timeout_s: float = CLOSE_S) -> bool:
-        """Upload the queued events. Returns False if that takes longer than `timeout_s`. No-op for local files."""
+        """Upload the queued events. Returns False if that takes longer than `timeout_s`. No-op for
+        local files.
+        """
         return self._sink.flush(timeout_s)
 
     def close(self) -> None:
@@ -256,23 +293,38 @@ class EventWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _now(self) -> float:
-        """Return strictly increasing unix seconds, because readers drop equal lines as duplicates."""
-        self._last_s = max(time.time(), self._last_s + 1e-6)  # Events of two threads may share a time, but not all fields.
+        """Return strictly increasing unix seconds, because readers drop equal lines as
+        duplicates.
+        """
+        # Events of two threads may share a time, but not all fields.
+        self._last_s = max(time.time(), self._last_s + 1e-6)
         return self._last_s
 
     def _lose(self, count: int, cause: str) -> None:
         if not self.num_lost:
-            _logger.warning("Lost %d event(s) of %s: %s. Later losses are only counted.", count, self.path, cause)
+            _logger.warning(
+                "Lost %d event(s) of %s: %s. Later losses are only counted.",
+                count,
+                self.path,
+                cause,
+            )
         self.num_lost += count
 
     def _wait(self, cause: str) -> None:
         if not self._waited:
             self._waited = True
-            _logger.warning("Keeping events of %s in memory, because uploading failed: %s", self.path, cause)
+            _logger.warning(
+                "Keeping events of %s in memory, because uploading failed: %s", self.path, cause
+            )
 
 
 @final
@@ -283,7 +335,8 @@ class _LocalFile:
         self._path: Final = path
         self._descriptor: int | None = None
         self._closed = False
-        # Two threads' first lines must open the file once, and no line may go to a descriptor that `close` has freed.
+        # Two threads' first lines must open the file once, and no line may go to a descriptor that
+        # `close` has freed.
         self._lock = threading.Lock()
 
     def append(self, line: bytes, *, urgent: bool) -> None:
@@ -293,7 +346,9 @@ class _LocalFile:
                 raise OSError("the event writer is closed")
             if self._descriptor is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._descriptor = os.open(
+                    self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+                )
             if _is_incomplete(self._descriptor):
                 line = b"\n" + encode_event({"time": time.time(), "kind": INCOMPLETE_LINE}) + line
             num_bytes = os.write(self._descriptor, line)
@@ -313,15 +368,19 @@ class _LocalFile:
 
 
 def _is_incomplete(descriptor: int) -> bool:
-    """Return whether the file ends within a line. Checked before every line, because any writer may have been cut off or repaired
-    it. A line being written at this moment may look torn. The repair then only adds an empty line, which readers skip."""
+    """Return whether the file ends within a line. Checked before every line, because any writer may
+    have been cut off or repaired it. A line being written at this moment may look torn. The repair
+    then only adds an empty line, which readers skip.
+    """
     size_bytes = os.fstat(descriptor).st_size
     return size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
 
 
 def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Read the events of a file in written order, or of a URL and its parts by time, optionally of some kinds only. Skips an
-    incomplete last line. Raises InputError for any other invalid line, and for a missing file."""
+    """Read the events of a file in written order, or of a URL and its parts by time, optionally of
+    some kinds only. Skips an incomplete last line. Raises InputError for any other invalid line,
+    and for a missing file.
+    """
     url = _url(path)
     if url:
         events = [event for _, event in RemoteEvents(url).new()]
@@ -330,13 +389,17 @@ def read_events(path: str | Path, *, kinds: Collection[str] | None = None) -> li
         return [event for event in events if kinds is None or event["kind"] in kinds]
     try:
         with open(path, "rb") as file:
-            return [event for event in events_in(file, path) if kinds is None or event["kind"] in kinds]
+            return [
+                event for event in events_in(file, path) if kinds is None or event["kind"] in kinds
+            ]
     except FileNotFoundError:
         raise _no_file(path) from None
 
 
 def readable_events(path: str | Path) -> list[dict[str, Any]]:
-    """Read events leniently, for output that is better incomplete than absent: skip invalid lines and unavailable files."""
+    """Read events leniently, for output that is better incomplete than absent: skip invalid lines
+    and unavailable files.
+    """
     url = _url(path)
     files = [str(path)]
     if url:
@@ -354,35 +417,52 @@ def readable_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def metrics_dataframe(path: str | Path) -> pandas.DataFrame:
-    """Return a DataFrame with one row per logged or evaluated step. Columns: step, epoch (fractional, NaN if unknown), rows,
-    loss, rows_per_s, blocked_fraction, loss_worker_N if logged, validation_METRIC for each metric, and time_s since the run
-    began. Missing values are NaN. Steps repeated after a failure appear once, with their last values. Raises InputError as
-    `read_events` does, and if pandas is missing."""
+    """Return a DataFrame with one row per logged or evaluated step. Columns: step, epoch
+    (fractional, NaN if unknown), rows, loss, rows_per_s, blocked_fraction, loss_worker_N if logged,
+    validation_METRIC for each metric, and time_s since the run began. Missing values are NaN. Steps
+    repeated after a failure appear once, with their last values. Raises InputError as `read_events`
+    does, and if pandas is missing.
+    """
     try:
         import pandas
     except ModuleNotFoundError:
-        raise InputError("metrics_dataframe: pandas is not installed. Run `pip install pandas`.") from None
-    rows = RunSummary(read_events(path, kinds=("run", "prepared", "start", "step", "evaluate"))).curve()
+        raise InputError(
+            "metrics_dataframe: pandas is not installed. Run `pip install pandas`."
+        ) from None
+    rows = RunSummary(
+        read_events(path, kinds=("run", "prepared", "start", "step", "evaluate"))
+    ).curve()
     columns = ["step", "epoch", "rows", "loss", "rows_per_s", "blocked_fraction"]
     extra = dict.fromkeys(name for row in rows for name in row if name not in (*columns, "time_s"))
     return pandas.DataFrame(rows, columns=[*columns, *extra, "time_s"])
 
 
 def follow(
-    path: str | Path, *, stop: threading.Event, poll_s: float | None = None, idle: Callable[[], None] = lambda: None
+    path: str | Path,
+    *,
+    stop: threading.Event,
+    poll_s: float | None = None,
+    idle: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield events as they arrive, from the first. After `stop` is set, yield the rest of the file and return. Polls every
-    `poll_s` seconds (None: 0.2, or 2 for URLs) and calls `idle` before each wait. Waits for a missing file to appear, and through
-    store outages until `stop` is set. Raises InputError as `read_events` does."""
+    """Yield events as they arrive, from the first. After `stop` is set, yield the rest of the file
+    and return. Polls every `poll_s` seconds (None: 0.2, or 2 for URLs) and calls `idle` before each
+    wait. Waits for a missing file to appear, and through store outages until `stop` is set. Raises
+    InputError as `read_events` does.
+    """
     url = _url(path)
     if url:
         return _follow_url(url, stop=stop, poll_s=2.0 if poll_s is None else poll_s, idle=idle)
-    return events_in(_growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s, idle=idle), path)
+    return events_in(
+        _growing_lines(Path(path), stop=stop, poll_s=0.2 if poll_s is None else poll_s, idle=idle),
+        path,
+    )
 
 
 def merge_events(path: str | Path) -> None:
-    """Merge the event parts at a URL into one file. No-op for local files. Call it after all writers are closed: events uploaded
-    at the same time may be lost. An interrupted merge or later writers cause no duplicates, as readers drop them."""
+    """Merge the event parts at a URL into one file. No-op for local files. Call it after all
+    writers are closed: events uploaded at the same time may be lost. An interrupted merge or later
+    writers cause no duplicates, as readers drop them.
+    """
     url = _url(path)
     if not url:
         return
@@ -392,14 +472,18 @@ def merge_events(path: str | Path) -> None:
     if not storage.files_in(folder):
         return
     storage.write_bytes(url, b"".join(lines))
-    if all(remote.has_read(file) for file in storage.files_in(folder)):  # Otherwise a writer is active.
+    # Otherwise a writer is active.
+    if all(remote.has_read(file) for file in storage.files_in(folder)):
         storage.remove_folder(folder)
 
 
-def _follow_url(url: str, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[dict[str, Any]]:
+def _follow_url(
+    url: str, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
     remote = RemoteEvents(url)
     while True:
-        stopping = stop.is_set()  # Read before the parts, so that nothing written before the stop is missed.
+        # Read before the parts, so that nothing written before the stop is missed.
+        stopping = stop.is_set()
         new: list[tuple[bytes, dict[str, Any]]] = []
         try:
             with storage.retry_timeout(0):
@@ -419,14 +503,17 @@ def _url(path: str | Path) -> str | None:
     return str(path) if storage.is_url(str(path)) else None
 
 
-def _growing_lines(path: Path, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]) -> Iterator[bytes]:
+def _growing_lines(
+    path: Path, *, stop: threading.Event, poll_s: float, idle: Callable[[], None]
+) -> Iterator[bytes]:
     while not path.exists():
         if stop.wait(poll_s) and not path.exists():
             return
     with path.open("rb") as file:
         partial = b""
         while True:
-            stopping = stop.is_set()  # Read before the file, so that nothing written before the stop is missed.
+            # Read before the file, so that nothing written before the stop is missed.
+            stopping = stop.is_set()
             for chunk in file:
                 partial += chunk
                 if partial.endswith(b"\n"):

@@ -29,13 +29,18 @@ def metrics_of(evaluation: Event) -> dict[str, Any]:
 
 
 def target_text(fields: Event) -> str | None:
-    """Describe when a run reached its target, from the fields of an event or summary. None without a target."""
+    """Describe when a run reached its target, from the fields of an event or summary. None without
+    a target.
+    """
     if fields.get("target") is None:
         return None
     text = f"{fields['target_metric']} {fields['target']:g}"
     if fields["target_step"] is None:
         return f"{text} not reached"
-    needed = f"{fields['target_rows']:,} rows, {duration_text(round(fields['target_s']))} of training and evaluations"
+    needed = (
+        f"{fields['target_rows']:,} rows, {duration_text(round(fields['target_s']))} of training "
+        "and evaluations"
+    )
     return f"{text} reached at step {fields['target_step']:,} ({needed})"
 
 
@@ -50,7 +55,9 @@ class Restart:
 
     cause: str
     lost_s: float
-    """Seconds from the last sign of training before the restart to the first step logged after it."""
+    """Seconds from the last sign of training before the restart to the first step logged after
+    it.
+    """
     steps_redone: int
     """Number of logged steps that were trained again."""
 
@@ -86,7 +93,9 @@ class Attempts:
         self._alive_s: float | None = None
         """Time of the last sign of training. None if no sign is expected."""
         self._restarting: tuple[int, float] | None = None
-        """Index of the restarted attempt without a step so far, and time of the last sign of training before it."""
+        """Index of the restarted attempt without a step so far, and time of the last sign of
+        training before it.
+        """
 
     def update(self, event: Event) -> None:
         """Process the next event."""
@@ -105,7 +114,8 @@ class Attempts:
         elif kind == "failure":
             if not self._driver_begun and self.all and self.all[-1].end is None:
                 self._change(end=event["cause"])
-            # The failure of a driver comes last. The cause that ended the training before it counts.
+            # The failure of a driver comes last. The cause that ended the training before it
+            # counts.
             self._cause = (event.get("last") and self._cause) or event["cause"]
         elif kind == "stop":
             self._change(last_step=event["step"], end=f"stopped: {event['cause']}")
@@ -126,14 +136,19 @@ class Attempts:
         self._driver_begun = False
         self._change(num_workers=event.get("world_size"), first_step=event["step"])
         if self._alive_s is not None:
-            redone, cause = max(0, self._step - event["step"]), self._cause or "the workers were lost"
+            redone, cause = (
+                max(0, self._step - event["step"]),
+                self._cause or "the workers were lost",
+            )
             self._change(restart=Restart(cause, event["time"] - self._alive_s, redone))
             self._restarting = len(self.all) - 1, self._alive_s
         self._step, self._cause = event["step"], None
 
     def _append(self, event: Event, num_workers: int | None = None) -> None:
         if self.all and self.all[-1].end is None:
-            self._change(end="the driver was lost" if self._driver_begun else "the workers were lost")
+            self._change(
+                end="the driver was lost" if self._driver_begun else "the workers were lost"
+            )
         assert self._begin_s is not None
         self.all.append(Attempt(event["time"] - self._begin_s, num_workers))
         self._driver_begun = False
@@ -143,14 +158,20 @@ class Attempts:
             self.all[-1] = replace(self.all[-1], **fields)
 
     def _prolong_restart(self, event: Event, *, is_planned: bool) -> None:
-        """Extend the current restart until a step is trained, or until it fails again before that."""
+        """Extend the current restart until a step is trained, or until it fails again before
+        that.
+        """
         kind = event["kind"]
-        if self._restarting is None or not (is_planned or kind == "finish" or kind in _SIGNS_OF_LIFE):
+        if self._restarting is None or not (
+            is_planned or kind == "finish" or kind in _SIGNS_OF_LIFE
+        ):
             return
         number, alive_s = self._restarting
         restart = self.all[number].restart
         assert restart is not None
-        self.all[number] = replace(self.all[number], restart=replace(restart, lost_s=event["time"] - alive_s))
+        self.all[number] = replace(
+            self.all[number], restart=replace(restart, lost_s=event["time"] - alive_s)
+        )
         if is_planned or kind in ("start", "step", "finish"):
             self._restarting = None
 
@@ -179,7 +200,9 @@ class Price:
     def __post_init__(self) -> None:
         if self.per_node_hour < 0 or self.nodes < 1:
             actual = f"got {self.per_node_hour} and {self.nodes}"
-            raise InputError(f"price_per_node_hour and nodes: must be at least 0 and at least 1, {actual}")
+            raise InputError(
+                f"price_per_node_hour and nodes: must be at least 0 and at least 1, {actual}"
+            )
 
 
 @dataclass(frozen=True)
@@ -196,15 +219,19 @@ class Cost:
 
 
 def _nodes_of(event: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the (host, id) of each entry of an event's nodes. The id is empty without Ray, and in events of earlier versions."""
+    """Return the (host, id) of each entry of an event's nodes. The id is empty without Ray, and in
+    events of earlier versions.
+    """
     hosts = event.get("nodes", ())
     return list(zip(hosts, event.get("node_ids") or [""] * len(hosts), strict=True))
 
 
 @final
 class RunSummary:
-    """State of a run, updated with its events in time order and readable at any time. Values not reported yet are None. Without
-    `curves`, memory does not grow with the steps. Does not count measures that events of another version lack."""
+    """State of a run, updated with its events in time order and readable at any time. Values not
+    reported yet are None. Without `curves`, memory does not grow with the steps. Does not count
+    measures that events of another version lack.
+    """
 
     status = "preparing"
     ended = False
@@ -250,11 +277,15 @@ class RunSummary:
         self.latest: Final[dict[str, Event]] = {}
         """Last event of each kind."""
         self.starts: Final[list[dict[str, float]]] = []
-        """Seconds by stage of each start. The first includes the command, the others are later attempts or commands."""
+        """Seconds by stage of each start. The first includes the command, the others are later
+        attempts or commands.
+        """
         self.time: Final = TimeBreakdown()
         """Time of all steps, including repeated ones."""
         self.warm_time: Final = TimeBreakdown()
-        """Time without the first logged interval after each start, which includes startup, and its saves and evaluations."""
+        """Time without the first logged interval after each start, which includes startup, and its
+        saves and evaluations.
+        """
         self.data: Final = DataSums()
         self.saves: Final = Saves()
         self._attempts: Final = Attempts()
@@ -321,7 +352,8 @@ class RunSummary:
         self.status, self.step, self.steps = "training", step, event.get("steps")
         self.final = self._planned_steps = self._pace = self._evaluates_since_s = None
         self._logs = 0
-        self._curve = {logged: row for logged, row in self._curve.items() if logged <= step}  # Later steps are repeated.
+        # Later steps are repeated.
+        self._curve = {logged: row for logged, row in self._curve.items() if logged <= step}
         self.data.begin()
         batch_size = event.get("batch_size")
         self.global_batch_size = batch_size and batch_size * event["world_size"]
@@ -343,8 +375,13 @@ class RunSummary:
             count, total = self._peaks
             self._peaks = count + 1, total + event["peak_fraction"]
         epoch = {"epoch": rows / self.train_rows} if self.train_rows else {}
-        workers = {f"loss_worker_{rank}": worker["loss"] for rank, worker in enumerate(event.get("workers", ()))}
-        self._draw(event, {name: event[name] for name in _CURVE_FIELDS if name in event} | workers | epoch)
+        workers = {
+            f"loss_worker_{rank}": worker["loss"]
+            for rank, worker in enumerate(event.get("workers", ()))
+        }
+        self._draw(
+            event, {name: event[name] for name in _CURVE_FIELDS if name in event} | workers | epoch
+        )
 
     def _splits(self) -> tuple[TimeBreakdown, ...]:
         """Return the breakdowns that count the time after the last log."""
@@ -353,16 +390,22 @@ class RunSummary:
     def _evaluate(self, event: Event) -> None:
         since_s, self._evaluates_since_s = self._evaluates_since_s, None
         for split in self._splits():  # Events of earlier versions have no seconds.
-            split.evaluation_s += event.get("seconds", max(0.0, event["time"] - (since_s or event["time"])))
+            split.evaluation_s += event.get(
+                "seconds", max(0.0, event["time"] - (since_s or event["time"]))
+            )
         self._auroc = event.get("auroc", self._auroc)
         if event["set"] == "validation":
             self.evaluation = event
-            self._draw(event, {VALIDATION + name: value for name, value in metrics_of(event).items()})
+            self._draw(
+                event, {VALIDATION + name: value for name, value in metrics_of(event).items()}
+            )
 
     def _draw(self, event: Event, fields: Mapping[str, Any]) -> None:
         if self._curves:
             assert self._begin_s is not None
-            self._curve.setdefault(event["step"], {"step": event["step"]}).update(fields, time_s=event["time"] - self._begin_s)
+            self._curve.setdefault(event["step"], {"step": event["step"]}).update(
+                fields, time_s=event["time"] - self._begin_s
+            )
 
     def _save(self, event: Event) -> None:
         if event["kind"] == "checkpoint_late":
@@ -391,7 +434,9 @@ class RunSummary:
         elif kind == "summary":
             self.status = "finished"
             if self._planned_steps is not None and self._planned_steps > self.step:
-                self.status = f"finished, stopped early at step {self.step:,} of {self._planned_steps:,}"
+                self.status = (
+                    f"finished, stopped early at step {self.step:,} of {self._planned_steps:,}"
+                )
 
     # -- results
 
@@ -401,8 +446,9 @@ class RunSummary:
         return [attempt.restart for attempt in self.attempts if attempt.restart is not None]
 
     def nodes(self) -> dict[str, list[str]]:
-        """Return what runs on each node in the current attempt: its workers' ranks, and data tasks. Ray nodes on one host are
-        named "HOST (ID)"."""
+        """Return what runs on each node in the current attempt: its workers' ranks, and data tasks.
+        Ray nodes on one host are named "HOST (ID)".
+        """
         start = self.latest.get("start", {})
         data = self.latest.get("data_nodes", {})
         on: dict[tuple[str, str], list[str]] = {}
@@ -414,7 +460,10 @@ class RunSummary:
             for node in _nodes_of(data):
                 on.setdefault(node, []).append("data tasks")
         hosts = [host for host, _ in on]
-        return {host if hosts.count(host) == 1 else f"{host} ({node_id})": texts for (host, node_id), texts in on.items()}
+        return {
+            host if hosts.count(host) == 1 else f"{host} ({node_id})": texts
+            for (host, node_id), texts in on.items()
+        }
 
     @property
     def peak_fraction(self) -> float | None:
@@ -425,7 +474,9 @@ class RunSummary:
     def standing(self) -> str:
         """Describe the state of the run from its last events."""
         last = self.latest.get("step")
-        reached = f" at step {last['step']:,} of {last['steps']:,}" if last else " before its first step"
+        reached = (
+            f" at step {last['step']:,} of {last['steps']:,}" if last else " before its first step"
+        )
         kind = self._turn and self._turn["kind"]
         if kind in ("summary", "finish"):
             return "finished"
@@ -434,7 +485,9 @@ class RunSummary:
         return f"not finished{reached}"
 
     def left_s(self) -> float | None:
-        """Return the seconds to the last step at the pace of this attempt, with saves and evaluations. None if unknown."""
+        """Return the seconds to the last step at the pace of this attempt, with saves and
+        evaluations. None if unknown.
+        """
         if self._pace is None or self.steps is None or self.last_time_s is None:
             return None
         first_step, first_s = self._pace
@@ -443,9 +496,11 @@ class RunSummary:
         return (self.steps - self.step) * (self.last_time_s - first_s) / (self.step - first_step)
 
     def curve(self) -> list[dict[str, Any]]:
-        """Return one row per logged or evaluated step, in order. Keys: `step`, `epoch` (fractional; needs the prepared event),
-        `rows`, `loss`, `loss_worker_N` if logged, `rows_per_s`, `blocked_fraction`, `validation_METRIC` and `time_s` (since the
-        run began). Missing values have no key. Steps repeated after a failure appear once, with their last values."""
+        """Return one row per logged or evaluated step, in order. Keys: `step`, `epoch` (fractional;
+        needs the prepared event), `rows`, `loss`, `loss_worker_N` if logged, `rows_per_s`,
+        `blocked_fraction`, `validation_METRIC` and `time_s` (since the run began). Missing values
+        have no key. Steps repeated after a failure appear once, with their last values.
+        """
         return [self._curve[step] for step in sorted(self._curve)]
 
     def costs(self, *, train_s: float) -> dict[str, Any]:
@@ -457,11 +512,15 @@ class RunSummary:
             "lost_s": sum(restart.lost_s for restart in restarts),
             "steps_redone": sum(restart.steps_redone for restart in restarts),
             "checkpoint_stall_s": stall_s,
-            "checkpoint_stall_fraction": stall_s / (train_s + stall_s) if train_s + stall_s else 0.0,
+            "checkpoint_stall_fraction": stall_s / (train_s + stall_s)
+            if train_s + stall_s
+            else 0.0,
         }
 
     def cost(self, price: Price) -> Cost:
-        """Compute the cost of the time from each driver start to its last event. Idle machines between drivers do not count."""
+        """Compute the cost of the time from each driver start to its last event. Idle machines
+        between drivers do not count.
+        """
         hours = self.working_s / 3600 * price.nodes
         total, auroc = hours * price.per_node_hour, self._auroc
         last = self.latest.get("step")
@@ -470,20 +529,28 @@ class RunSummary:
             node_hours=hours,
             total=total,
             per_epoch=total / epochs if epochs else None,
-            per_auroc_point=total / ((auroc - 0.5) / _POINT) if auroc is not None and auroc > 0.5 else None,
+            per_auroc_point=total / ((auroc - 0.5) / _POINT)
+            if auroc is not None and auroc > 0.5
+            else None,
             currency=price.currency,
         )
 
     # -- epochs, in batches of all workers
 
     def rows_at(self, step: int) -> int:
-        """Return the number of rows trained after `step` steps. Counts rows, because batch sizes may differ between attempts."""
+        """Return the number of rows trained after `step` steps. Counts rows, because batch sizes
+        may differ between attempts.
+        """
         logged, rows = self._logged
         return rows + (step - logged) * (self.global_batch_size or 0)
 
     def epochs_at(self, step: int) -> float:
         """Return the number of epochs after `step` steps, with fractions."""
-        return self.rows_at(step) / self.train_rows if self.train_rows and self.global_batch_size else step / self.steps_per_epoch
+        return (
+            self.rows_at(step) / self.train_rows
+            if self.train_rows and self.global_batch_size
+            else step / self.steps_per_epoch
+        )
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch from 0, steps of it from 1) after `step` steps."""

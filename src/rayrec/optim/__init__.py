@@ -1,5 +1,17 @@
 """Optimizers of networks and tables, and their configurations."""
 
-from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer, PlateauConfig, SparseOptimizerConfig
+from rayrec.optim.config import (
+    DenseOptimizerConfig,
+    LearningRateSchedule,
+    NamedOptimizer,
+    PlateauConfig,
+    SparseOptimizerConfig,
+)
 
-__all__ = ["DenseOptimizerConfig", "LearningRateSchedule", "NamedOptimizer", "PlateauConfig", "SparseOptimizerConfig"]
+__all__ = [
+    "DenseOptimizerConfig",
+    "LearningRateSchedule",
+    "NamedOptimizer",
+    "PlateauConfig",
+    "SparseOptimizerConfig",
+]

@@ -1,4 +1,6 @@
-"""Updates of replicated tables by the rules of the fused kernels, so that results do not depend on the plan."""
+"""Updates of replicated tables by the rules of the fused kernels, so that results do not depend on
+the plan.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +18,36 @@ from rayrec.optim.table_adam import TableAdam
 _STATE = "momentum1"  # TorchRec's name for the first state of fused optimizers
 
 
-def data_parallel_optimizer(config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]) -> KeyedOptimizer:
-    """Return the optimizer of data-parallel tables by parameter name. Its state has sharded tables' names and shapes."""
+def data_parallel_optimizer(
+    config: SparseOptimizerConfig, named_parameters: Mapping[str, torch.nn.Parameter]
+) -> KeyedOptimizer:
+    """Return the optimizer of data-parallel tables by parameter name. Its state has sharded tables'
+    names and shapes.
+    """
     if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
-        rule = partial(DataParallelTableOptimizer, kind=config.kind, learning_rate=config.learning_rate, eps=config.eps)
+        rule = partial(
+            DataParallelTableOptimizer,
+            kind=config.kind,
+            learning_rate=config.learning_rate,
+            eps=config.eps,
+        )
         return KeyedOptimizerWrapper(dict(named_parameters), rule)
     return TableAdam.from_parameters(config, named_parameters)
 
 
 class DataParallelTableOptimizer(torch.optim.Optimizer):
-    """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, on dense gradients of tables [rows, columns].
-    torch's Adagrad and TorchRec's RowWiseAdagrad have other state, and compute 0 / 0 in untouched rows if eps is 0."""
+    """SGD, Adagrad and row-wise Adagrad with the arithmetic of fbgemm's kernels, on dense gradients
+    of tables [rows, columns]. torch's Adagrad and TorchRec's RowWiseAdagrad have other state, and
+    compute 0 / 0 in untouched rows if eps is 0.
+    """
 
     def __init__(
-        self, parameters: Iterable[Any], *, kind: Literal["sgd", "adagrad", "rowwise_adagrad"], learning_rate: float, eps: float
+        self,
+        parameters: Iterable[Any],
+        *,
+        kind: Literal["sgd", "adagrad", "rowwise_adagrad"],
+        learning_rate: float,
+        eps: float,
     ) -> None:
         super().__init__(parameters, {"lr": learning_rate, "eps": eps})
         self._kind = kind
@@ -37,7 +55,9 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
             for table in group["params"]:
                 if kind != "sgd":
                     shape = table.shape if kind == "adagrad" else table.shape[:1]
-                    self.state[table][_STATE] = torch.zeros(shape, dtype=torch.float32, device=table.device)
+                    self.state[table][_STATE] = torch.zeros(
+                        shape, dtype=torch.float32, device=table.device
+                    )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,7 +67,9 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
                 if table.grad is not None:
                     self._update(table, table.grad, learning_rate=group["lr"], eps=group["eps"])
 
-    def _update(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
+    def _update(
+        self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float
+    ) -> None:
         if table.is_cuda:
             self._update_all(table, gradient, learning_rate=learning_rate, eps=eps)
             return
@@ -62,33 +84,61 @@ class DataParallelTableOptimizer(torch.optim.Optimizer):
         sums = state[touched] + squares
         state[touched] = sums
         rates = learning_rate / (sums.sqrt() + eps)
-        table.index_add_(0, touched, gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)
+        table.index_add_(
+            0,
+            touched,
+            gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)),
+            alpha=-1,
+        )
 
-    def _update_all(self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float) -> None:
-        """Update without finding touched rows, for which a GPU's host would wait. Rows without a gradient stay."""
+    def _update_all(
+        self, table: torch.Tensor, gradient: torch.Tensor, *, learning_rate: float, eps: float
+    ) -> None:
+        """Update without finding touched rows, for which a GPU's host would wait. Rows without a
+        gradient stay.
+        """
         if self._kind == "sgd":
             table.add_(gradient, alpha=-learning_rate)
             return
         state = self.state[table][_STATE]
         state += gradient.square() if self._kind == "adagrad" else gradient.square().mean(dim=1)
-        rates = torch.where(state > 0, learning_rate / (state.sqrt() + eps), 0.0)  # 0 / 0 if eps is 0
+        # 0 / 0 if eps is 0
+        rates = torch.where(state > 0, learning_rate / (state.sqrt() + eps), 0.0)
         table.add_(gradient * (rates if self._kind == "adagrad" else rates.unsqueeze(1)), alpha=-1)
 
 
 class JointlyClippedOptimizer(CombinedOptimizer):
-    """Joint clipping: if the 2-norm of all gradients exceeds max_norm, multiplies them by max_norm / norm before each step,
-    equally on all workers, as torch.nn.utils.clip_grad_norm_."""
+    """Joint clipping: if the 2-norm of all gradients exceeds max_norm, multiplies them by max_norm
+    / norm before each step, equally on all workers, as torch.nn.utils.clip_grad_norm_.
+    """
 
-    def __init__(self, sharded: TableAdam, replicated: Sequence[TableAdam], network: KeyedOptimizer, *, max_norm: float) -> None:
-        """`sharded`: this worker's table parts. `replicated`: tables on every worker. `network`: weights equal on all workers."""
+    def __init__(
+        self,
+        sharded: TableAdam,
+        replicated: Sequence[TableAdam],
+        network: KeyedOptimizer,
+        *,
+        max_norm: float,
+    ) -> None:
+        """`sharded`: this worker's table parts. `replicated`: tables on every worker. `network`:
+        weights equal on all workers.
+        """
         super().__init__([sharded, *replicated, network])
-        self._sharded, self._replicated, self._network, self._max_norm = sharded, replicated, network, max_norm
+        self._sharded, self._replicated, self._network, self._max_norm = (
+            sharded,
+            replicated,
+            network,
+            max_norm,
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Clip the gradients and apply the step. Collective."""
         gradients = [
-            parameter.grad for group in self._network.param_groups for parameter in group["params"] if parameter.grad is not None
+            parameter.grad
+            for group in self._network.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
         ]
         squares = float(sum_over_workers(np.array(self._sharded.squared_norm(), np.float64)))
         squares += sum(tables.squared_norm() for tables in self._replicated)

@@ -1,4 +1,6 @@
-"""Adam for embedding tables: for all rows in each step, as torch.optim.Adam, or only for the rows with gradients."""
+"""Adam for embedding tables: for all rows in each step, as torch.optim.Adam, or only for the rows
+with gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from typing import Any, Final, final
 import torch
 from torchrec.optim.keyed import KeyedOptimizer
 
-from rayrec.compat.torch_compat import Shard, ShardedTensor, set_optimizer_in_backward, sharded_tensor, table_kernels
+from rayrec.compat.torch_compat import (
+    Shard,
+    ShardedTensor,
+    set_optimizer_in_backward,
+    sharded_tensor,
+    table_kernels,
+)
 from rayrec.layers.kernel_threads import run_kernel
 from rayrec.native import c_fields, library
 from rayrec.optim.config import SparseOptimizerConfig
@@ -30,7 +38,9 @@ class RowGradients:
 
     @classmethod
     def empty(cls, columns: int, device: torch.device) -> RowGradients:
-        return cls(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, columns, device=device))
+        return cls(
+            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, columns, device=device)
+        )
 
     @classmethod
     def from_dense(cls, gradient: torch.Tensor) -> RowGradients:
@@ -73,7 +83,9 @@ class Lookups:
     weights: torch.Tensor | None
     """Factor of each id's row, float32 [ids]."""
     gradient: torch.Tensor
-    """Output gradient, contiguous, float32: [bags, sum of the features' columns] if pooled, else [ids, columns]."""
+    """Output gradient, contiguous, float32: [bags, sum of the features' columns] if pooled, else
+    [ids, columns].
+    """
     bags: int
     """Number of bags per feature."""
     pooled: bool
@@ -89,7 +101,10 @@ class Lookups:
             RowGradients(torch.empty(size, dtype=torch.int64), torch.empty(size, table.columns))
             for size, table in zip([stop - start for start, stop in ranges], tables, strict=True)
         ]
-        pointers = [None if of is None else of.data_ptr() for of in (self.ids, self.offsets, self.weights, self.gradient)]
+        pointers = [
+            None if of is None else of.data_ptr()
+            for of in (self.ids, self.offsets, self.weights, self.gradient)
+        ]
         lookups = _CLookups(*pointers, self.bags, self.gradient.shape[1], self.pooled)
         gathered = (_CGathered * len(tables))()
         for item, table, rows in zip(gathered, tables, results, strict=True):
@@ -99,21 +114,35 @@ class Lookups:
             item.distinct, item.sums = rows.ids.data_ptr(), rows.values.data_ptr()
         run_kernel(library().rayrec_gather_row_gradients, gathered, len(tables), at_once=1)
         return [
-            RowGradients(rows.ids[: item.found], rows.values[: item.found]) for item, rows in zip(gathered, results, strict=True)
+            RowGradients(rows.ids[: item.found], rows.values[: item.found])
+            for item, rows in zip(gathered, results, strict=True)
         ]
 
-    def with_torch_ops(self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]) -> list[RowGradients]:
-        """Compute `of_tables` with torch operators, for any device. `ranges`: start and end of each table in `ids`. Groups tables
-        by width, so that the host waits for a GPU twice per width, not per table."""
+    def with_torch_ops(
+        self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]
+    ) -> list[RowGradients]:
+        """Compute `of_tables` with torch operators, for any device. `ranges`: start and end of each
+        table in `ids`. Groups tables by width, so that the host waits for a GPU twice per width,
+        not per table.
+        """
         results: dict[int, RowGradients] = {}
         for columns in dict.fromkeys(table.columns for table in tables):
             numbers = [number for number, table in enumerate(tables) if table.columns == columns]
             bases = list(accumulate((tables[number].rows for number in numbers), initial=0))
-            keys = torch.cat([self.ids[slice(*ranges[n])] + base for n, base in zip(numbers, bases, strict=False)])
-            values = torch.cat([self._values(tables[number], *ranges[number]) for number in numbers])
+            keys = torch.cat(
+                [
+                    self.ids[slice(*ranges[n])] + base
+                    for n, base in zip(numbers, bases, strict=False)
+                ]
+            )
+            values = torch.cat(
+                [self._values(tables[number], *ranges[number]) for number in numbers]
+            )
             distinct, indices = keys.unique(return_inverse=True)
             sums = values.new_zeros(len(distinct), columns).index_add_(0, indices, values)
-            starts = torch.searchsorted(distinct, torch.tensor(bases, device=distinct.device)).tolist()
+            starts = torch.searchsorted(
+                distinct, torch.tensor(bases, device=distinct.device)
+            ).tolist()
             for number, base, (start, stop) in zip(numbers, bases, pairwise(starts), strict=False):
                 results[number] = RowGradients(distinct[start:stop] - base, sums[start:stop])
         return [results[number] for number in range(len(tables))]
@@ -138,7 +167,9 @@ class RowGradientCollector:
     """Row gradients of the tables in one fbgemm kernel, instead of the kernel's update."""
 
     def __init__(self, kernel: Any) -> None:
-        """`kernel`: SplitTableBatchedEmbeddingBagsCodegen with float32 tables and no update in the backward pass."""
+        """`kernel`: SplitTableBatchedEmbeddingBagsCodegen with float32 tables and no update in the
+        backward pass.
+        """
         self._look_up: Callable[..., torch.Tensor] = kernel.forward
         self.weights: list[torch.Tensor] = kernel.split_embedding_weights()
         """Local tables or parts of the kernel, in its order, [rows, columns] each."""
@@ -146,7 +177,9 @@ class RowGradientCollector:
         columns = kernel.D_offsets.tolist()
         self._tables = [
             TableFeatures(first, number, columns[first], weights.shape[1], len(weights))
-            for first, number, weights in zip(accumulate(numbers, initial=0), numbers, self.weights, strict=False)
+            for first, number, weights in zip(
+                accumulate(numbers, initial=0), numbers, self.weights, strict=False
+            )
         ]
         self._num_features = sum(numbers)
         self._pooled = kernel.pooling_mode.name != "NONE"
@@ -155,16 +188,27 @@ class RowGradientCollector:
         kernel.forward = self._forward
 
     def _forward(
-        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        output: torch.Tensor = _LookupFunction.apply(self._anchor, self, indices, offsets, per_sample_weights)
+        output: torch.Tensor = _LookupFunction.apply(
+            self._anchor, self, indices, offsets, per_sample_weights
+        )
         return output
 
     def look_up(self, *arguments: Any) -> torch.Tensor:
         indices, offsets, weights = arguments
         return self._look_up(indices=indices, offsets=offsets, per_sample_weights=weights)
 
-    def collect(self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, gradient: torch.Tensor) -> None:
+    def collect(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        gradient: torch.Tensor,
+    ) -> None:
         """Store the row gradients of one backward pass from the gradient of the kernel's output."""
         lookups = Lookups(
             indices.long().contiguous(),
@@ -174,13 +218,17 @@ class RowGradientCollector:
             (len(offsets) - 1) // self._num_features,
             self._pooled,
         )
-        for collected, gradients in zip(self._collected, lookups.of_tables(self._tables), strict=True):
+        for collected, gradients in zip(
+            self._collected, lookups.of_tables(self._tables), strict=True
+        ):
             collected.append(gradients)
 
     def gradients(self, table: int) -> RowGradients:
         """Return the gradients of one of `weights` since `clear`."""
         weights = self.weights[table]
-        return RowGradients.sum(self._collected[table] or [RowGradients.empty(weights.shape[1], weights.device)])
+        return RowGradients.sum(
+            self._collected[table] or [RowGradients.empty(weights.shape[1], weights.device)]
+        )
 
     def clear(self) -> None:
         for collected in self._collected:
@@ -191,7 +239,9 @@ class _LookupFunction(torch.autograd.Function):
     """Kernel output that passes its gradient to a collector."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, collector: RowGradientCollector, *arguments: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, collector: RowGradientCollector, *arguments: Any
+    ) -> torch.Tensor:
         ctx.collector, ctx.arguments = collector, arguments
         return collector.look_up(*arguments)
 
@@ -206,7 +256,10 @@ class _CLookups(ctypes.Structure):
 
 
 class _CGathered(ctypes.Structure):
-    _fields_ = c_fields("void* lookup; int64 first_feature num_features column dim; void* distinct sums; int64 found")
+    _fields_ = c_fields(
+        "void* lookup; int64 first_feature num_features column dim; void* distinct sums; int64 "
+        "found"
+    )
 
 
 _VALUES_OF_A_TASK: Final = 1 << 20
@@ -248,7 +301,15 @@ class AdamStep:
 
     def structure(self) -> _CRule:
         rates = (1 - self.betas[0], self.betas[1], 1 - self.betas[1])
-        return _CRule(self.step_size, self.root_scale, self.eps, *rates, self.l2, self.keep, self.gradient_scale)
+        return _CRule(
+            self.step_size,
+            self.root_scale,
+            self.eps,
+            *rates,
+            self.l2,
+            self.keep,
+            self.gradient_scale,
+        )
 
 
 @final
@@ -256,7 +317,9 @@ class TablePart:
     """Table, or this worker's part of one, with Adam's moments."""
 
     def __init__(self, weights: torch.Tensor, gradients: Callable[[], RowGradients]) -> None:
-        """`weights`: contiguous, float32 [rows, columns], updated in place. `gradients` returns the last backward pass's."""
+        """`weights`: contiguous, float32 [rows, columns], updated in place. `gradients` returns the
+        last backward pass's.
+        """
         assert weights.is_contiguous()
         assert weights.dtype == torch.float32
         self.weights, self.gradients = weights, gradients
@@ -271,8 +334,12 @@ class TablePart:
         rule = step.structure()  # must outlive the tasks, which point into it
         _update_all(list(self.rows_to_update(rule, gradients, every_row=step.every_row)))
 
-    def rows_to_update(self, rule: _CRule, gradients: RowGradients, *, every_row: bool) -> Iterator[_CRows]:
-        """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and contiguous `gradients`."""
+    def rows_to_update(
+        self, rule: _CRule, gradients: RowGradients, *, every_row: bool
+    ) -> Iterator[_CRows]:
+        """Yield the CPU tasks of `update` for threads, in any order. They point into `rule` and
+        contiguous `gradients`.
+        """
         rows, columns = self.weights.shape
         ids, values = gradients.ids, gradients.values
         assert ids.is_contiguous()
@@ -281,19 +348,25 @@ class TablePart:
         table = (*pointers, columns, ctypes.addressof(rule))
         at_once = max(1, _VALUES_OF_A_TASK // columns)
         for start, stop in _ranges(len(ids), at_once):
-            yield _CRows(*table, ids.data_ptr(), values.data_ptr(), None, start, stop, not every_row)
+            yield _CRows(
+                *table, ids.data_ptr(), values.data_ptr(), None, start, stop, not every_row
+            )
         if every_row:
             marks = self._marked(ids)
             for start, stop in _ranges(rows, at_once):
                 yield _CRows(*table, None, None, marks.data_ptr(), start, stop, False)
 
     def update_with_torch_ops(self, step: AdamStep, gradients: RowGradients) -> None:
-        """Apply `update` with torch operators, on any device. Needs memory for the batch's rows and a limited block."""
+        """Apply `update` with torch operators, on any device. Needs memory for the batch's rows and
+        a limited block.
+        """
         ids, values = gradients.ids, gradients.values
         tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
         of_batch = [tensor[ids] for tensor in tensors]
         if step.every_row:  # As if no row had a gradient. The batch's rows are overwritten below.
-            for start, stop in _ranges(len(self.weights), max(1, _VALUES_OF_OPERATORS // self.weights.shape[1])):
+            for start, stop in _ranges(
+                len(self.weights), max(1, _VALUES_OF_OPERATORS // self.weights.shape[1])
+            ):
                 weights, mean, square = (tensor[start:stop] for tensor in tensors)
                 self._update(weights, mean, square, weights * step.l2, step)
         weights, mean, square = of_batch
@@ -304,11 +377,19 @@ class TablePart:
             tensor[ids] = rows if touched is None else torch.where(touched, rows, tensor[ids])
 
     @staticmethod
-    def _update(weights: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, gradient: torch.Tensor, step: AdamStep) -> None:
+    def _update(
+        weights: torch.Tensor,
+        mean: torch.Tensor,
+        square: torch.Tensor,
+        gradient: torch.Tensor,
+        step: AdamStep,
+    ) -> None:
         beta1, beta2 = step.betas
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weights.mul_(step.keep).addcdiv_(mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size)
+        weights.mul_(step.keep).addcdiv_(
+            mean, square.sqrt().mul_(step.root_scale).add_(step.eps), value=-step.step_size
+        )
 
     def squared_norm(self, gradients: RowGradients, *, l2: float) -> float:
         """Return the sum of squares of the gradient plus `l2` times the weights."""
@@ -316,11 +397,15 @@ class TablePart:
         squares = values.square().sum()
         if l2:
             products = (values * self.weights[gradients.ids]).sum()
-            squares += 2 * l2 * products + l2**2 * torch.linalg.vector_norm(self.weights).double().square()
+            squares += (
+                2 * l2 * products + l2**2 * torch.linalg.vector_norm(self.weights).double().square()
+            )
         return squares.item()
 
     def _marked(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return a byte per row, 1 for `ids`. Reused, because a table may have many rows and a batch few of them."""
+        """Return a byte per row, 1 for `ids`. Reused, because a table may have many rows and a
+        batch few of them.
+        """
         if self._marks is None:
             self._marks = torch.empty(len(self.weights), dtype=torch.uint8)
         self._marks.zero_()
@@ -331,14 +416,23 @@ class TablePart:
 class TableAdam(KeyedOptimizer):
     """Adam over tables with the state of torch.optim.Adam: exp_avg, exp_avg_sq and step."""
 
-    def __init__(self, config: SparseOptimizerConfig, tables: Mapping[str, tuple[Any, Sequence[TablePart]]]) -> None:
-        """`tables`: by parameter name, the parameter (a ShardedTensor or the full table) and this worker's parts of it."""
+    def __init__(
+        self, config: SparseOptimizerConfig, tables: Mapping[str, tuple[Any, Sequence[TablePart]]]
+    ) -> None:
+        """`tables`: by parameter name, the parameter (a ShardedTensor or the full table) and this
+        worker's parts of it.
+        """
         assert config.has_custom_update
         self._config = config
         self._tables = dict(tables)
-        state = {parameter: {**_moments(parameter, parts), "step": torch.zeros(())} for parameter, parts in tables.values()}
+        state = {
+            parameter: {**_moments(parameter, parts), "step": torch.zeros(())}
+            for parameter, parts in tables.values()
+        }
         parameters = {name: parameter for name, (parameter, _) in tables.items()}
-        super().__init__(parameters, state, [{"params": list(parameters.values()), "lr": config.learning_rate}])
+        super().__init__(
+            parameters, state, [{"params": list(parameters.values()), "lr": config.learning_rate}]
+        )
         self._steps: list[torch.Tensor] = [states["step"] for states in state.values()]
         self._clear: list[Callable[[], None]] = []
         self.gradient_scale = 1.0
@@ -347,7 +441,9 @@ class TableAdam(KeyedOptimizer):
 
     @classmethod
     def from_sharded(cls, config: SparseOptimizerConfig, sharded: Any) -> TableAdam:
-        """Build for the fused tables of a DistributedModelParallel, whose updates move to this optimizer."""
+        """Build for the fused tables of a DistributedModelParallel, whose updates move to this
+        optimizer.
+        """
         parts: dict[tuple[str, int, int], TablePart] = {}
         clear = []
         for kernel, keys in table_kernels(sharded):
@@ -357,14 +453,19 @@ class TableAdam(KeyedOptimizer):
                 parts[key] = TablePart(weights, partial(collector.gradients, number))
         tables: dict[str, tuple[Any, list[TablePart]]] = {}
         for name, table in sharded.fused_optimizer.params.items():
-            of_table = [(name.split(".")[-2], *shard.metadata.shard_offsets) for shard in table.local_shards()]
+            of_table = [
+                (name.split(".")[-2], *shard.metadata.shard_offsets)
+                for shard in table.local_shards()
+            ]
             tables[name] = table, [parts[key] for key in of_table]
         optimizer = cls(config, tables)
         optimizer._clear = clear
         return optimizer
 
     @classmethod
-    def from_parameters(cls, config: SparseOptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> TableAdam:
+    def from_parameters(
+        cls, config: SparseOptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]
+    ) -> TableAdam:
         """Build for replicated tables with dense gradients."""
         tables = {
             name: (parameter, [TablePart(parameter.data, partial(_dense_gradients, parameter))])
@@ -406,7 +507,9 @@ class TableAdam(KeyedOptimizer):
         gradients_of_tables, self._gradients = self._gradients or self._gathered(), None
         rules: dict[int, _CRule] = {}
         rows: list[_CRows] = []
-        for number, (_, parts), of_parts in zip(self._counted(), self._tables.values(), gradients_of_tables, strict=True):
+        for number, (_, parts), of_parts in zip(
+            self._counted(), self._tables.values(), gradients_of_tables, strict=True
+        ):
             step = self._adam_step(number, float(group["lr"]))
             for part, gradients in zip(parts, of_parts, strict=True):
                 if part.weights.is_cuda:
@@ -437,20 +540,27 @@ class TableAdam(KeyedOptimizer):
 
 
 def disable_fused_update(tables: torch.nn.Module, config: SparseOptimizerConfig) -> None:
-    """Disable the fused kernels' updates for kinds with `has_custom_update`. Call after `build`, before sharding `tables`."""
+    """Disable the fused kernels' updates for kinds with `has_custom_update`. Call after `build`,
+    before sharding `tables`.
+    """
     if config.has_custom_update:
         set_optimizer_in_backward(tables.parameters(), torch.optim.SGD, {"lr": 0.0})
 
 
 def _moments(parameter: Any, parts: Sequence[TablePart]) -> dict[str, Any]:
     """Return the moments of a table, with its shape and sharding."""
-    states = {"exp_avg": [part.exp_avg for part in parts], "exp_avg_sq": [part.exp_avg_sq for part in parts]}
+    states = {
+        "exp_avg": [part.exp_avg for part in parts],
+        "exp_avg_sq": [part.exp_avg_sq for part in parts],
+    }
     if not isinstance(parameter, ShardedTensor):
         return {name: values[0] for name, values in states.items()}
     shards = [shard.metadata for shard in parameter.local_shards()]
     return {
         name: sharded_tensor(
-            [Shard(value, metadata) for value, metadata in zip(values, shards, strict=True)], parameter.metadata(), like=parameter
+            [Shard(value, metadata) for value, metadata in zip(values, shards, strict=True)],
+            parameter.metadata(),
+            like=parameter,
         )
         for name, values in states.items()
     }
@@ -467,14 +577,23 @@ def _ranges(count: int, at_once: int) -> Iterable[tuple[int, int]]:
 
 
 def _update_all(rows: Sequence[_CRows]) -> None:
-    """Update rows of tables with the kernel, largest parts first, in as many threads as torch has."""
+    """Update rows of tables with the kernel, largest parts first, in as many threads as torch
+    has.
+    """
     by_size = sorted(rows, key=lambda part: (part.stop - part.start) * part.dim, reverse=True)
-    run_kernel(library().rayrec_update_by_adam, (_CRows * len(by_size))(*by_size), len(by_size), at_once=1)
+    run_kernel(
+        library().rayrec_update_by_adam, (_CRows * len(by_size))(*by_size), len(by_size), at_once=1
+    )
 
 
 class _CRule(ctypes.Structure):
-    _fields_ = c_fields("float step_size root_scale eps mean_rate square_keep square_rate l2 keep scale")
+    _fields_ = c_fields(
+        "float step_size root_scale eps mean_rate square_keep square_rate l2 keep scale"
+    )
 
 
 class _CRows(ctypes.Structure):
-    _fields_ = c_fields("void* weights mean square; int64 dim; void* rule ids gradients marks; int64 start stop only_nonzero")
+    _fields_ = c_fields(
+        "void* weights mean square; int64 dim; void* rule ids gradients marks; int64 start stop "
+        "only_nonzero"
+    )

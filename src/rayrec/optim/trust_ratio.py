@@ -8,12 +8,23 @@ import torch
 
 @final
 class Lamb(torch.optim.Optimizer):
-    """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2, with bias correction and phi the identity). With Adam's
-    bias-corrected moments m and v of each parameter x: u = m / (sqrt(v) + eps) + weight_decay * x, x -= lr * |x| / |u| * u. If
-    one of the norms is 0, their ratio is 1."""
+    """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2, with bias correction and phi the
+    identity). With Adam's bias-corrected moments m and v of each parameter x: u = m / (sqrt(v) +
+    eps) + weight_decay * x, x -= lr * |x| / |u| * u. If one of the norms is 0, their ratio is 1.
+    """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -26,24 +37,47 @@ class Lamb(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.zeros(())
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                    state["exp_avg"], state["exp_avg_sq"] = (
+                        torch.zeros_like(parameter),
+                        torch.zeros_like(parameter),
+                    )
                 state["step"] += 1
                 number = state["step"].item()
                 mean = state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-                square = state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                square = (
+                    state["exp_avg_sq"]
+                    .mul_(beta2)
+                    .addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                )
                 root = (square / (1 - beta2**number)).sqrt_().add_(group["eps"])
-                update = (mean / (1 - beta1**number)).div_(root).add_(parameter, alpha=group["weight_decay"])
+                update = (
+                    (mean / (1 - beta1**number))
+                    .div_(root)
+                    .add_(parameter, alpha=group["weight_decay"])
+                )
                 update.mul_(_ratio(parameter.norm(), update.norm()))
                 parameter.add_(update, alpha=-group["lr"])
 
 
 @final
 class Lars(torch.optim.Optimizer):
-    """LARS (You et al. 2017, arXiv 1708.03888). For each parameter x with gradient g: v = momentum * v + lr * r * (g +
-    weight_decay * x), x -= v, with r = trust * |x| / (|g| + weight_decay * |x|). If |x| or |g| is 0, r is 1."""
+    """LARS (You et al. 2017, arXiv 1708.03888). For each parameter x with gradient g: v = momentum
+    * v + lr * r * (g + weight_decay * x), x -= v, with r = trust * |x| / (|g| + weight_decay *
+    |x|). If |x| or |g| is 0, r is 1.
+    """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, momentum: float, weight_decay: float, trust: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        trust: float,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -54,7 +88,9 @@ class Lars(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 norm, of_gradient = parameter.norm(), parameter.grad.norm()
-                factor = torch.where(of_gradient > 0, _ratio(group["trust"] * norm, of_gradient + decay * norm), 1.0)
+                factor = torch.where(
+                    of_gradient > 0, _ratio(group["trust"] * norm, of_gradient + decay * norm), 1.0
+                )
                 update = parameter.grad.add(parameter, alpha=decay).mul_(factor * group["lr"])
                 state = self.state[parameter]
                 if not state:

@@ -42,20 +42,29 @@ class PreparationConfig(Config):
     schema: Schema = SCHEMA
     """Columns of the log. Criteo's by default."""
     files: tuple[str, ...] = ()
-    """Names of the files to read, in this order, each plain, .gz or .parquet. Empty reads all files of the folder."""
+    """Names of the files to read, in this order, each plain, .gz or .parquet. Empty reads all files
+    of the folder.
+    """
     split: Literal["none"] | Kind = "none"
-    """Which rows to hold out. Presets that count only training rows skip them. none holds out no rows."""
+    """Which rows to hold out. Presets that count only training rows skip them. none holds out no
+    rows.
+    """
     parts: SplitParts = field(default_factory=SplitParts)
     """Sizes of the parts, for --split fraction, days and named_days."""
     engine: Literal["auto", "threads", "ray", "spark", "spark-on-ray"] = "auto"
-    """Execution engine, with identical results. auto: threads of this process, or ray if an address, RAY_ADDRESS or a connection
-    of this process specifies a Ray cluster."""
+    """Execution engine, with identical results. auto: threads of this process, or ray if an
+    address, RAY_ADDRESS or a connection of this process specifies a Ray cluster.
+    """
     spark: SparkConfig = field(default_factory=SparkConfig)
     """Options of the Spark engines."""
     memory_bytes: int | None = None
-    """Memory for category counts, in bytes; more are spilled to disk. None: a quarter of the available memory."""
+    """Memory for category counts, in bytes; more are spilled to disk. None: a quarter of the
+    available memory.
+    """
     block_bytes: Annotated[int, Ge(1 << 16)] = 32 << 20
-    """Bytes per block, as in training. The same value yields the same batches from preprocessed data as from the raw log."""
+    """Bytes per block, as in training. The same value yields the same batches from preprocessed
+    data as from the raw log.
+    """
     segments_per_block: Count = 16
     """Number of log segments per block, as in training."""
     max_bad_fraction: float = 0.001
@@ -66,17 +75,24 @@ class PreparationConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.engine == "threads" and self.address is not None:
-            raise InputError("engine threads: must not be used with address, because it runs in this process")
+            raise InputError(
+                "engine threads: must not be used with address, because it runs in this process"
+            )
         check_parts(self.split, self.parts)
         if self.memory_bytes is not None and self.memory_bytes < 16 << 20:
-            raise InputError(f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least")
+            raise InputError(
+                f"memory_bytes: {self.memory_bytes} is below 16 MiB, which counting needs at least"
+            )
 
     def adapted(self, path: str, *, preprocessor: str | None = None) -> PreparationConfig:
-        """Return a copy with `tokens` and column order of a log, see `LogSource.schema`. Raises InputError for the placeholder of
-        a recipe."""
+        """Return a copy with `tokens` and column order of a log, see `LogSource.schema`. Raises
+        InputError for the placeholder of a recipe.
+        """
         if isinstance(self.schema, PlaceholderSchema):
             self.schema.reject(path)
-        return self.replace(schema=LogSource.at(path, self.files).schema(self.schema, preprocessor=preprocessor))
+        return self.replace(
+            schema=LogSource.at(path, self.files).schema(self.schema, preprocessor=preprocessor)
+        )
 
     @property
     def rules(self) -> Preset:
@@ -88,7 +104,9 @@ class PreparationConfig(Config):
             if (value := getattr(self, name)) is not None
         }
         if self.split != "none":
-            changes["split"] = Split(kind=self.split, test_first=preset.split.test_first, **vars(self.parts))
+            changes["split"] = Split(
+                kind=self.split, test_first=preset.split.test_first, **vars(self.parts)
+            )
         return preset.replace(**changes)
 
     def _named_preset(self) -> Preset:
@@ -110,20 +128,33 @@ class RecipePreparation(PreparationConfig):
     def of(cls, preset: Preset, **options: Any) -> Self:
         """Return the options for the preset of a recipe and its split."""
         split = preset.split
-        parts = SplitParts(**{field.name: getattr(split, field.name) for field in fields(SplitParts)})
-        return cls(rules_of_recipe=preset, preset=preset.name, split=split.kind, parts=parts, **options)
+        parts = SplitParts(
+            **{field.name: getattr(split, field.name) for field in fields(SplitParts)}
+        )
+        return cls(
+            rules_of_recipe=preset, preset=preset.name, split=split.kind, parts=parts, **options
+        )
 
     def _named_preset(self) -> Preset:
-        return self.rules_of_recipe if self.preset == self.rules_of_recipe.name else by_name(self.preset)
+        return (
+            self.rules_of_recipe
+            if self.preset == self.rules_of_recipe.name
+            else by_name(self.preset)
+        )
 
 
 @contextmanager
-def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()) -> Iterator[Engine]:
-    """Start the engine that `config` selects, and stop what was started. Raises InputError if the nodes of a running Ray cluster
-    cannot reach the stores of `paths`, which tasks read or write."""
+def engine(
+    config: PreparationConfig, console: Console, *, paths: Sequence[str] = ()
+) -> Iterator[Engine]:
+    """Start the engine that `config` selects, and stop what was started. Raises InputError if the
+    nodes of a running Ray cluster cannot reach the stores of `paths`, which tasks read or write.
+    """
     from rayrec.cluster import connection
 
-    if config.engine == "threads" or (config.engine == "auto" and connection.is_in_process(config.address)):
+    if config.engine == "threads" or (
+        config.engine == "auto" and connection.is_in_process(config.address)
+    ):
         yield ThreadEngine(host_resources.usable_cpus())
         return
     if config.engine in ("auto", "ray"):
@@ -138,7 +169,10 @@ def engine(config: PreparationConfig, console: Console, *, paths: Sequence[str] 
 
     address = connection.connect(config.address) if config.engine == "spark-on-ray" else None
     with SparkEngine.started(
-        config.spark, ray_address=address, cache_folder=storage.absolute(cache.folder()), note=console.note
+        config.spark,
+        ray_address=address,
+        cache_folder=storage.absolute(cache.folder()),
+        note=console.note,
     ) as spark:
         yield spark
 
@@ -152,7 +186,9 @@ def raw_index(
     labelled: bool = True,
     index_text: TextIndexer = index_log,
 ) -> LogIndex:
-    """Index a raw log, using `index_text` for text that is not in the cache. Raises InputError for an unusable log."""
+    """Index a raw log, using `index_text` for text that is not in the cache. Raises InputError for
+    an unusable log.
+    """
     source = LogSource.at(path, config.files)
     source.require_raw()
     return source.index(
@@ -165,20 +201,29 @@ def raw_index(
 
 
 def reject_options(options: object, default: object, why: str, *, but: Sequence[str] = ()) -> None:
-    """Reject options that differ from their defaults, except those in `but`, which the command reads. Raises InputError."""
+    """Reject options that differ from their defaults, except those in `but`, which the command
+    reads. Raises InputError.
+    """
     for name, value in vars(options).items():
         if name not in but and value != getattr(default, name):
             raise InputError(f"--{name.replace('_', '-')}: {why}. Remove it")
 
 
 def load_matching_preprocessor(folder: str | None, schema: Schema) -> Preprocessor | None:
-    """Load the Preprocessor in a folder, if specified. Raises InputError if its schema differs from the log's."""
+    """Load the Preprocessor in a folder, if specified. Raises InputError if its schema differs from
+    the log's.
+    """
     preprocessor = Preprocessor.load(folder) if folder else None
     if preprocessor is not None and preprocessor.schema != schema:
-        raise InputError(f"{folder}: columns must match those of the log, {schema.columns}, got {preprocessor.schema.columns}")
+        raise InputError(
+            f"{folder}: columns must match those of the log, {schema.columns}, got "
+            f"{preprocessor.schema.columns}"
+        )
     return preprocessor
 
 
 def task_context(engine: Engine, console: Console) -> TaskContext:
     """Return the task context of a command outside a run."""
-    return TaskContext(engine, storage.absolute(cache.folder()), console.note, console.progress, console.warn)
+    return TaskContext(
+        engine, storage.absolute(cache.folder()), console.note, console.progress, console.warn
+    )

@@ -46,8 +46,9 @@ def wilson_interval(hits: int, rows: int) -> tuple[float, float] | None:
 
 
 def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
-    """Return the total variation distance of two distributions given as counts, and its approximate expectation for two samples
-    of one distribution. None if either has no rows."""
+    """Return the total variation distance of two distributions given as counts, and its approximate
+    expectation for two samples of one distribution. None if either has no rows.
+    """
     n, m = int(first.sum()), int(second.sum())
     if not n or not m:
         return None
@@ -58,7 +59,9 @@ def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float
 
 
 def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
-    """Return mean and standard deviation of sign(x) ln(1 + |x|) from a row of `ColumnStats.moments`, or None without values."""
+    """Return mean and standard deviation of sign(x) ln(1 + |x|) from a row of
+    `ColumnStats.moments`, or None without values.
+    """
     if not moments[0]:
         return None
     mean, variance = mean_and_variance(moments)
@@ -66,8 +69,10 @@ def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
 
 
 def auroc_of_rates(outcomes: np.ndarray) -> float | None:
-    """Return the AUROC on held-out rows, scored by the click rate of their value among the other rows. None if few rows of a
-    label are held out. `outcomes` counts by label + 2 * held out, int64 [values, 4]."""
+    """Return the AUROC on held-out rows, scored by the click rate of their value among the other
+    rows. None if few rows of a label are held out. `outcomes` counts by label + 2 * held out, int64
+    [values, 4].
+    """
     misses, clicks, test_misses, test_clicks = outcomes.T.astype(np.float64)
     if min(test_misses.sum(), test_clicks.sum()) < _MIN_OUTCOMES or not clicks.sum():
         return None
@@ -81,18 +86,24 @@ def auroc_of_rates(outcomes: np.ndarray) -> float | None:
 
 
 def concentration(repeated: np.ndarray, distinct: int) -> dict[str, Any]:
-    """Return the values of a sparse column, and the fractions of them in its top categories and in categories that occur once.
-    `repeated`: counts of the categories that occur more than once. `distinct`: number of categories."""
+    """Return the values of a sparse column, and the fractions of them in its top categories and in
+    categories that occur once. `repeated`: counts of the categories that occur more than once.
+    `distinct`: number of categories.
+    """
     once = distinct - len(repeated)
     values = int(repeated.sum()) + once
-    largest = np.sort(np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated)[::-1]
+    largest = np.sort(
+        np.partition(repeated, len(repeated) - TOP)[-TOP:] if len(repeated) > TOP else repeated
+    )[::-1]
     top = {n: int(largest[:n].sum()) + max(0, min(n - len(largest), once)) for n in (1, 10, 100)}
     rates = {f"top_{n}_rate": fraction(rows, values) for n, rows in top.items()}
     return {"values": values, "distinct": distinct, **rates, "once_rate": fraction(once, values)}
 
 
 def top_categories(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the tokens with the largest counts, the smallest first among equal counts, uint64 [at most TOP]."""
+    """Return the tokens with the largest counts, the smallest first among equal counts, uint64 [at
+    most TOP].
+    """
     if len(tokens) > TOP:
         min_count = np.partition(counts, len(counts) - TOP)[-TOP]
         tokens, counts = tokens[counts >= min_count], counts[counts >= min_count]
@@ -108,9 +119,13 @@ def unknown_rate(tokens: np.ndarray, counts: np.ndarray, vocabulary: np.ndarray)
     return fraction(counts[~in_vocabulary].sum(), counts.sum())
 
 
-def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> float | None:
-    """Return the fraction of known values whose category shares its ID with another category of the log, by the Preprocessor's
-    own rule. `vocabulary`: the column's tokens in ID order. `tokens`: distinct tokens."""
+def collision_rate(
+    column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndarray, counts: np.ndarray
+) -> float | None:
+    """Return the fraction of known values whose category shares its ID with another category of the
+    log, by the Preprocessor's own rule. `vocabulary`: the column's tokens in ID order. `tokens`:
+    distinct tokens.
+    """
     wide = tokens.dtype == np.uint64
     schema = Schema(label=None, sparse=("column",), tokens="any" if wide else "hexadecimal")
     encoder = Preprocessor("report", schema, (), (column,), vocabulary).encoder
@@ -123,13 +138,17 @@ def collision_rate(column: SparseColumn, vocabulary: np.ndarray, tokens: np.ndar
 
 
 def duplicate_rate(hashes: np.ndarray) -> float | None:
-    """Return the fraction of rows that repeat an earlier one, given their hashes, which are sorted in place."""
+    """Return the fraction of rows that repeat an earlier one, given their hashes, which are sorted
+    in place.
+    """
     hashes.sort()
     return fraction(np.count_nonzero(hashes[1:] == hashes[:-1]), len(hashes))
 
 
 Drift = list[dict[str, tuple[float, float] | None]]
-"""Distance from the first slice with rows and its expectation for equal distributions, by column and label, for each slice."""
+"""Distance from the first slice with rows and its expectation for equal distributions, by column
+and label, for each slice.
+"""
 
 
 def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
@@ -146,14 +165,23 @@ def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
 
 
 def _max_drift(name: str, drift: Drift) -> dict[str, float | None]:
-    distance, by_chance = max((distances for slice_drift in drift if (distances := slice_drift.get(name))), default=(None, None))
+    distance, by_chance = max(
+        (distances for slice_drift in drift if (distances := slice_drift.get(name))),
+        default=(None, None),
+    )
     return {"drift": distance, "drift_by_chance": by_chance}
 
 
 def label_of(stats: ColumnStats, name: str) -> dict[str, Any]:
     rows, clicks = int(stats.rows.sum()), int(stats.clicks.sum())
     low, high = wilson_interval(clicks, rows) or (None, None)
-    return {"name": name, "clicks": clicks, "rate": fraction(clicks, rows), "low": low, "high": high}
+    return {
+        "name": name,
+        "clicks": clicks,
+        "rate": fraction(clicks, rows),
+        "low": low,
+        "high": high,
+    }
 
 
 def weight_of(stats: ColumnStats) -> dict[str, Any]:
@@ -164,13 +192,17 @@ def weight_of(stats: ColumnStats) -> dict[str, Any]:
 def _range(stats: ColumnStats, index: int) -> list[Any]:
     """Return the minimum and maximum, as ints if integral, or None without values."""
     low, high = stats.limits[index, 0], -stats.limits[index, 1]
-    return [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
+    return (
+        [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
+    )
 
 
 def dense_columns(
     stats: ColumnStats, schema: Schema, drift: Drift, rules: Sequence[DenseColumn] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Build the report of each dense column. `rules` are those of a Preprocessor, if there is one."""
+    """Build the report of each dense column. `rules` are those of a Preprocessor, if there is
+    one.
+    """
     columns: dict[str, dict[str, Any]] = {}
     for d, name in enumerate(schema.dense):
         present = int(stats.moments[d, 0])
@@ -190,7 +222,11 @@ def dense_columns(
         if rules and rules[d].lower is not None:
             columns[name]["clipped_rate"] = fraction(stats.clipped[d], present)
         filled = stats.part_limits[np.isfinite(stats.part_limits[:, d, 0]), d]
-        trend = trend_of([(low, -negated) for low, negated in filled.tolist()]) if len(filled) >= MIN_SPANS else None
+        trend = (
+            trend_of([(low, -negated) for low, negated in filled.tolist()])
+            if len(filled) >= MIN_SPANS
+            else None
+        )
         if trend is not None:
             columns[name]["trend"] = trend
     return columns
@@ -199,10 +235,14 @@ def dense_columns(
 def sparse_columns(
     stats: ColumnStats, schema: Schema, drift: Drift, counted: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Build the report of each sparse column; `counted` has the figures from its category counts."""
+    """Build the report of each sparse column; `counted` has the figures from its category
+    counts.
+    """
     return {
         name: {
-            "missing_rate": fraction(stats.missing[:, len(schema.dense) + s].sum(), stats.rows.sum()),
+            "missing_rate": fraction(
+                stats.missing[:, len(schema.dense) + s].sum(), stats.rows.sum()
+            ),
             **counted[name],
             **_max_drift(name, drift),
             "auroc": auroc_of_rates(stats.sparse_outcomes[s]) if schema.label else None,
@@ -211,14 +251,19 @@ def sparse_columns(
     }
 
 
-def slices_of(stats: ColumnStats, schema: Schema, names: Sequence[str], drift: Drift) -> list[dict[str, Any]]:
+def slices_of(
+    stats: ColumnStats, schema: Schema, names: Sequence[str], drift: Drift
+) -> list[dict[str, Any]]:
     columns = [*schema.dense, *schema.sparse]
     return [
         {
             "name": name,
             "rows": int(stats.rows[n]),
             "label_rate": fraction(stats.clicks[n], stats.rows[n]) if schema.label else None,
-            "missing_rate": {column: fraction(stats.missing[n, c], stats.rows[n]) for c, column in enumerate(columns)},
+            "missing_rate": {
+                column: fraction(stats.missing[n, c], stats.rows[n])
+                for c, column in enumerate(columns)
+            },
             "drift": {column: distances[0] for column, distances in drift[n].items() if distances},
         }
         for n, name in enumerate(names)
@@ -246,7 +291,9 @@ class Gates(Config):
     max_unknown_rate: Fraction = 1.0
     """Maximum fraction of values not in the vocabulary, in any column."""
     max_drift: Fraction = 1.0
-    """Maximum total variation distance between a file and the first one, in any column or the label: 0 equal, 1 disjoint."""
+    """Maximum total variation distance between a file and the first one, in any column or the
+    label: 0 equal, 1 disjoint.
+    """
     max_duplicate_rate: Fraction = 1.0
     """Maximum fraction of rows that repeat an earlier row in every column."""
     allow_constant_columns: bool = False
@@ -256,7 +303,8 @@ class Gates(Config):
         super().__post_init__()
         if self.min_label_rate > self.max_label_rate:
             raise InputError(
-                f"gates: min_label_rate must be at most max_label_rate {self.max_label_rate}, got {self.min_label_rate}"
+                f"gates: min_label_rate must be at most max_label_rate {self.max_label_rate}, got "
+                f"{self.min_label_rate}"
             )
 
 
@@ -297,30 +345,35 @@ def _columns(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def warnings_of(content: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each suspicious finding without a gate. `content` as in Report."""
     for name in constant_columns(content):
-        yield f"column {name} is empty or always the same: check the source, or leave it out of the schema"
+        yield (
+            f"column {name} is empty or always the same: check the source, or leave it out of the "
+            "schema"
+        )
     for name, column in _columns(content).items():
         if (column["auroc"] or 0) > SUSPICIOUS_AUROC:
             yield (
-                f"column {name} alone predicts the label with AUROC {column['auroc']:.3f} on held-out rows: leakage is "
-                "likely; see whether it is known before the click, or leave it out of the schema"
+                f"column {name} alone predicts the label with AUROC {column['auroc']:.3f} on "
+                "held-out rows: leakage is likely; see whether it is known before the click, or "
+                "leave it out of the schema"
             )
         if "trend" in column:
             yield number_warning(name, column["trend"])
         elif (column.get("clipped_rate") or 0) > MAX_CLIPPED_FRACTION:
             yield (
-                f"column {name}: {column['clipped_rate']:.1%} of its values are beyond the range of the Preprocessor's rows; "
-                "count newer rows, or declare a time as `timestamp`"
+                f"column {name}: {column['clipped_rate']:.1%} of its values are beyond the range "
+                "of the Preprocessor's rows; count newer rows, or declare a time as `timestamp`"
             )
         if (column.get("unknown_rate") or 0) >= _UNKNOWN_RATE and content["unknown_to"]:
             yield (
-                f"column {name}: {column['unknown_rate']:.1%} of its values are unknown to {content['unknown_to']}; times and "
-                "row numbers never return: leave them out of `sparse`"
+                f"column {name}: {column['unknown_rate']:.1%} of its values are unknown to "
+                f"{content['unknown_to']}; times and row numbers never return: leave them out of "
+                "`sparse`"
             )
     sampled = content["duplicates"]["sampled"]
     if sampled < 1:
         yield (
-            f"duplicate rows were looked for among {sampled:.3%} of the different rows, to limit memory; raise "
-            "--memory-bytes to look at more"
+            f"duplicate rows were looked for among {sampled:.3%} of the different rows, to limit "
+            "memory; raise --memory-bytes to look at more"
         )
 
 
@@ -329,49 +382,106 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     path, label = content["path"], content["label"]
     files = [] if content["slices_by"] == "seventh" else content["slices"]
     rates: list[_Value] = (
-        [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)] if label else []
+        [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)]
+        if label
+        else []
     )
-    missing: list[_Value] = [(column["missing_rate"], path, name) for name, column in _columns(content).items()]
-    missing += [(rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()]
-    unknown: list[_Value] = [(column.get("unknown_rate"), path, name) for name, column in _columns(content).items()]
-    drift: list[_Value] = [(rate, row["name"], name) for row in content["slices"] for name, rate in row["drift"].items()]
+    missing: list[_Value] = [
+        (column["missing_rate"], path, name) for name, column in _columns(content).items()
+    ]
+    missing += [
+        (rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()
+    ]
+    unknown: list[_Value] = [
+        (column.get("unknown_rate"), path, name) for name, column in _columns(content).items()
+    ]
+    drift: list[_Value] = [
+        (rate, row["name"], name)
+        for row in content["slices"]
+        for name, rate in row["drift"].items()
+    ]
     first = content["faults"]["first"]
     example = f" (first: {Fault(**first[0])})" if first else ""
-    wrong_labels = Faults(content["faults"]["by_kind"], labels=content["faults"].get("labels", {})).wrong_labels()
-    faulty, repeated = (content["bad_fraction"], path, None), (content["duplicates"]["rate"], path, None)
+    wrong_labels = Faults(
+        content["faults"]["by_kind"], labels=content["faults"].get("labels", {})
+    ).wrong_labels()
+    faulty, repeated = (
+        (content["bad_fraction"], path, None),
+        (content["duplicates"]["rate"], path, None),
+    )
     checks: list[tuple[str, list[_Value], str, str]] = [
-        ("max_bad_fraction", [faulty], f"{{:.3%}} of the rows are faulty{example}", wrong_labels or "fix the log"),
+        (
+            "max_bad_fraction",
+            [faulty],
+            f"{{:.3%}} of the rows are faulty{example}",
+            wrong_labels or "fix the log",
+        ),
         ("min_rows", [(content["rows"], path, None)], "{:,} good rows", "give more data"),
         ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
         ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
-        ("max_missing_rate", missing, "{:.3%} of the rows lack a value", "fix the source, leave the column out"),
-        ("max_unknown_rate", unknown, "{:.3%} of the values are unknown", "make the vocabulary from newer rows"),
-        ("max_drift", drift, "{:.4f} in total variation from the first slice", "see what changed, train on newer rows"),
+        (
+            "max_missing_rate",
+            missing,
+            "{:.3%} of the rows lack a value",
+            "fix the source, leave the column out",
+        ),
+        (
+            "max_unknown_rate",
+            unknown,
+            "{:.3%} of the values are unknown",
+            "make the vocabulary from newer rows",
+        ),
+        (
+            "max_drift",
+            drift,
+            "{:.4f} in total variation from the first slice",
+            "see what changed, train on newer rows",
+        ),
         ("max_duplicate_rate", [repeated], "{:.3%} of the rows repeat an earlier one", "drop them"),
     ]
     failures = [
-        failure for gate, values, text, fix in checks if (failure := _check(gate, getattr(gates, gate), values, text, fix))
+        failure
+        for gate, values, text, fix in checks
+        if (failure := _check(gate, getattr(gates, gate), values, text, fix))
     ]
     constant = constant_columns(content)
     if constant and not gates.allow_constant_columns:
         names = ", ".join(constant)
-        message = f"{path}: empty or always the same: {names}; leave them out, or give --gates.allow-constant-columns"
-        failures.append(Failure("allow_constant_columns", path, constant[0], len(constant), 0, message))
+        message = (
+            f"{path}: empty or always the same: {names}; leave them out, or give "
+            "--gates.allow-constant-columns"
+        )
+        failures.append(
+            Failure("allow_constant_columns", path, constant[0], len(constant), 0, message)
+        )
     return failures
 
 
-def _check(gate: str, limit: float, values: Sequence[_Value], text: str, fix: str) -> Failure | None:
+def _check(
+    gate: str, limit: float, values: Sequence[_Value], text: str, fix: str
+) -> Failure | None:
     """Return the gate's failure at its worst value, or None if it passes."""
     sign = -1 if gate.startswith("min_") else 1
-    failing = [(value, path, column) for value, path, column in values if value is not None and sign * value > sign * limit]
+    failing = [
+        (value, path, column)
+        for value, path, column in values
+        if value is not None and sign * value > sign * limit
+    ]
     if not failing:
         return None
     value, path, column = max(failing, key=lambda item: sign * item[0])
     num_more = len({column for *_, column in failing}) - 1
-    named = f", column {column}" + (f" (and {num_more} more columns)" if num_more else "") if column else ""
+    named = (
+        f", column {column}" + (f" (and {num_more} more columns)" if num_more else "")
+        if column
+        else ""
+    )
     side, change = ("below", "lower") if sign < 0 else ("above", "raise")
     shown = f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
-    message = f"{path}{named}: {text.format(value)}, {side} {gate} {shown}; {fix}, or {change} --gates.{gate.replace('_', '-')}"
+    message = (
+        f"{path}{named}: {text.format(value)}, {side} {gate} {shown}; {fix}, or {change} "
+        f"--gates.{gate.replace('_', '-')}"
+    )
     return Failure(gate, path, column, value, limit, message)
 
 
@@ -393,16 +503,28 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         failures = [vars(failure) for failure in self.failed]
-        return {**self.content, "warnings": list(self.warnings), "failures": failures, "passed": not failures}
+        return {
+            **self.content,
+            "warnings": list(self.warnings),
+            "failures": failures,
+            "passed": not failures,
+        }
 
     def tables(self) -> list[Table]:
         """Build the tables of the report, without warnings and failures."""
         content = self.content
         tables = [_table(content["path"], [], _overview(content))]
-        tables.append(_table(f"by {content['slices_by']}", _SLICE_HEADS, [_slice_row(row) for row in content["slices"]]))
+        tables.append(
+            _table(
+                f"by {content['slices_by']}",
+                _SLICE_HEADS,
+                [_slice_row(row) for row in content["slices"]],
+            )
+        )
         for kind, heads in _HEADS.items():
             rows = [
-                [name, *(_format_value(values.get(key), key) for key in heads.values())] for name, values in content[kind].items()
+                [name, *(_format_value(values.get(key), key) for key in heads.values())]
+                for name, values in content[kind].items()
             ]
             tables.append(_table(f"{kind} columns", [kind, *heads], rows))
         return [table for table in tables if table.row_count]
@@ -410,11 +532,17 @@ class Report:
     def lines(self, width: int = 120) -> list[str]:
         """Format the report as plain text."""
         out = io.StringIO()
-        console = RichConsole(file=out, width=width, highlight=False, color_system=None, markup=False, emoji=False)
+        console = RichConsole(
+            file=out, width=width, highlight=False, color_system=None, markup=False, emoji=False
+        )
         for table in self.tables():
             console.print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
-        return [*lines, *(f"warning: {text}" for text in self.warnings), *(f"failed: {text}" for text in self.failures)]
+        return [
+            *lines,
+            *(f"warning: {text}" for text in self.warnings),
+            *(f"failed: {text}" for text in self.failures),
+        ]
 
     def show(self, console: Console) -> None:
         """Write the report to standard error."""
@@ -431,7 +559,9 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> T
     table = Table(title=title, title_justify="left", show_header=bool(heads))
     for i in range(len(rows[0]) if rows else 0):
         right = bool(heads) and i > 0
-        table.add_column(heads[i] if heads else "", justify="right" if right else "left", overflow="fold")
+        table.add_column(
+            heads[i] if heads else "", justify="right" if right else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*row)
     return table
@@ -442,11 +572,21 @@ def _format_value(value: float | None, name: str = "") -> str:
         return "-"
     if name.endswith("_rate"):
         return f"{value:.2%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if abs(value) < 1e4 else f"{value:.4g}"
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.3f}"
+        if abs(value) < 1e4
+        else f"{value:.4g}"
+    )
 
 
 def _slice_row(row: dict[str, Any]) -> list[str]:
-    cells = [row["name"], _format_value(row["rows"]), _format_value(row["label_rate"], "label_rate")]
+    cells = [
+        row["name"],
+        _format_value(row["rows"]),
+        _format_value(row["label_rate"], "label_rate"),
+    ]
     for key, rates in (("missing_rate", row["missing_rate"]), ("drift", row["drift"])):
         nonzero = {name: value for name, value in rates.items() if value}
         name = max(nonzero, key=lambda name: nonzero[name], default=None)
@@ -456,18 +596,35 @@ def _slice_row(row: dict[str, Any]) -> list[str]:
 
 def _overview(content: dict[str, Any]) -> list[list[str]]:
     faults, label, duplicates = content["faults"], content["label"], content["duplicates"]
-    rows = [["rows", _format_value(content["rows"])], ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"]]
+    rows = [
+        ["rows", _format_value(content["rows"])],
+        ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"],
+    ]
     for kind, count in faults["by_kind"].items():
-        columns = ", ".join(f"{column} {n:,}" for column, n in faults["by_column"].get(kind, {}).items())
+        columns = ", ".join(
+            f"{column} {n:,}" for column, n in faults["by_column"].get(kind, {}).items()
+        )
         rows.append(["", f"{count:,} x {kind}" + (f": {columns}" if columns else "")])
     rows += [["", f"first: {Fault(**fault)}"] for fault in faults["first"][:3]]
     if label and label["rate"] is not None:
-        rows.append(["label rate", f"{label['rate']:.3%} (95%: {label['low']:.3%} to {label['high']:.3%})"])
+        rows.append(
+            ["label rate", f"{label['rate']:.3%} (95%: {label['low']:.3%} to {label['high']:.3%})"]
+        )
     if duplicates["rate"] is not None:
-        sample = "" if duplicates["sampled"] == 1 else f" (of a sample of {duplicates['rows']:,} rows)"
+        sample = (
+            "" if duplicates["sampled"] == 1 else f" (of a sample of {duplicates['rows']:,} rows)"
+        )
         rows.append(["duplicate rows", f"{duplicates['rate']:.3%}{sample}"])
     if content["weight"]:
-        rows.append(["weight", ", ".join(f"{name} {_format_value(value, name)}" for name, value in content["weight"].items())])
+        rows.append(
+            [
+                "weight",
+                ", ".join(
+                    f"{name} {_format_value(value, name)}"
+                    for name, value in content["weight"].items()
+                ),
+            ]
+        )
     if content["unknown_to"]:
         rows.append(["unknown", f"to {content['unknown_to']}"])
     return rows

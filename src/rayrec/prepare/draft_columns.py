@@ -1,4 +1,6 @@
-"""Kinds of a log's columns, judged by their names and first values: numbers, times, categories and lists."""
+"""Kinds of a log's columns, judged by their names and first values: numbers, times, categories and
+lists.
+"""
 
 import re
 from dataclasses import dataclass, replace
@@ -14,20 +16,39 @@ from rayrec.data.encoding.rules import BRACKETED
 from rayrec.data.logs import column_values as values
 from rayrec.schema import BRACKETS
 
-Kind = Literal["unusable", "constant", "row number", "binary", "time", "decimal", "integer", "text", "list"]
+Kind = Literal[
+    "unusable", "constant", "row number", "binary", "time", "decimal", "integer", "text", "list"
+]
 
-_WORDS: Final = ("NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "?", "-", "unknown")
+_WORDS: Final = (
+    "NA",
+    "N/A",
+    "#N/A",
+    "NaN",
+    "nan",
+    "null",
+    "NULL",
+    "None",
+    "\\N",
+    "?",
+    "-",
+    "unknown",
+)
 """Texts that mean a missing number."""
 NEGATIVE_MARKER: Final = "-1"
 """Number that may mean a missing one."""
 _MIN_NUMBERS: Final = 0.95
-"""Minimum fraction of numbers among a column's other values if a text is a marker of missing ones."""
+"""Minimum fraction of numbers among a column's other values if a text is a marker of missing
+ones.
+"""
 _MARKS: Final = "|;^\x01\x02\x03\x1d, "
 """Marks that may join the items of a list, the most certain first."""
 _MIN_JOINED: Final = 0.1
 """Minimum fraction of values with several items in a column of lists."""
 _MIN_WORD_LISTS: Final = 20
-"""Minimum number of different values of a list joined by blanks or commas, which also occur in names and sentences."""
+"""Minimum number of different values of a list joined by blanks or commas, which also occur in
+names and sentences.
+"""
 _MIN_RECURRENCE: Final = 3
 """Minimum mean occurrences of items in lists that differ by row."""
 _DECIMAL: Final = r"^-?[0-9]*\.[0-9]+(e[+-]?[0-9]+)?$"
@@ -47,7 +68,9 @@ class Column:
     """Values, null if missing."""
     kind: Kind
     detail: str = ""
-    """Reason for an unusable column, or the mark of its lists in text (`BRACKETS` for lists in brackets)."""
+    """Reason for an unusable column, or the mark of its lists in text (`BRACKETS` for lists in
+    brackets).
+    """
     markers: tuple[str, ...] = ()
     """Texts among numbers that mean a missing one."""
     distinct: int = 0
@@ -91,8 +114,13 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
     if column.distinct < 2:
         return replace(column, kind="constant")
     if not (status == values.REJECTED).any():
-        is_text_time = values.is_text(kind) and (values.numbers_of(array, name, make_error)[1] == values.REJECTED).any()
-        return _of_numbers(column, numbers[present], is_time=is_text_time or types.is_temporal(kind))
+        is_text_time = (
+            values.is_text(kind)
+            and (values.numbers_of(array, name, make_error)[1] == values.REJECTED).any()
+        )
+        return _of_numbers(
+            column, numbers[present], is_time=is_text_time or types.is_temporal(kind)
+        )
     times = values.times_of(array)[1]
     if (times[present] == values.VALUE).all():
         return replace(column, kind="time", is_only_timestamp=True)
@@ -136,7 +164,12 @@ def _of_numbers(column: Column, numbers: np.ndarray, *, is_time: bool) -> Column
     """Return the kind of a column of numbers or times."""
     array = column.array
     has_nan = bool(np.isnan(numbers).any())
-    column = replace(column, has_nan=has_nan, has_missing=column.has_missing or has_nan, numbers=numbers[~np.isnan(numbers)])
+    column = replace(
+        column,
+        has_nan=has_nan,
+        has_missing=column.has_missing or has_nan,
+        numbers=numbers[~np.isnan(numbers)],
+    )
     assert column.numbers is not None
     if is_time:
         return replace(column, kind="time")
@@ -147,8 +180,12 @@ def _of_numbers(column: Column, numbers: np.ndarray, *, is_time: bool) -> Column
     if _is_epoch(column):
         return replace(column, kind="time", is_epoch=True)
     steps = np.unique(np.diff(column.numbers[:1000]))
-    is_counter = len(steps) == 1 and steps[0] != 0 and bool((np.diff(column.numbers) == steps[0]).all())
-    if not column.has_missing and (is_counter or (_is_index_name(column.name) and column.distinct == len(array))):
+    is_counter = (
+        len(steps) == 1 and steps[0] != 0 and bool((np.diff(column.numbers) == steps[0]).all())
+    )
+    if not column.has_missing and (
+        is_counter or (_is_index_name(column.name) and column.distinct == len(array))
+    ):
         return replace(column, kind="row number")
     return replace(column, kind="integer")
 
@@ -175,12 +212,18 @@ def _is_epoch(column: Column) -> bool:
     return False
 
 
-def _without_markers(array: pa.Array, name: str, make_error: values.MakeError) -> tuple[pa.Array, tuple[str, ...]]:
-    """Return a column of numbers or times in text without the markers of missing ones, and these. Others are unchanged."""
+def _without_markers(
+    array: pa.Array, name: str, make_error: values.MakeError
+) -> tuple[pa.Array, tuple[str, ...]]:
+    """Return a column of numbers or times in text without the markers of missing ones, and these.
+    Others are unchanged.
+    """
     if not values.is_text(array.type):
         return array, ()
     text = pc.cast(array, pa.large_binary())
-    is_word = pc.is_in(text, value_set=pa.array([word.encode() for word in _WORDS], pa.large_binary()))
+    is_word = pc.is_in(
+        text, value_set=pa.array([word.encode() for word in _WORDS], pa.large_binary())
+    )
     if not pc.any(is_word).as_py():
         return array, ()
     plain = text.filter(pc.invert(is_word)).drop_null()
@@ -189,13 +232,16 @@ def _without_markers(array: pa.Array, name: str, make_error: values.MakeError) -
     if not len(status) or np.mean(status == values.VALUE) < _MIN_NUMBERS:
         return array, ()
     markers = {word.decode() for word in pc.unique(text.filter(is_word)).to_pylist()}
-    return pc.if_else(is_word, pa.scalar(None, text.type), text), tuple(word for word in _WORDS if word in markers)
+    return pc.if_else(is_word, pa.scalar(None, text.type), text), tuple(
+        word for word in _WORDS if word in markers
+    )
 
 
-# Lists in text --------------------------------------------------------------------------------------------------------
+# -- Lists in text
 def list_mark(array: pa.Array) -> str:
-    """Return the mark that joins the items of lists in text, or BRACKETS, or an empty text for other columns. Items recur in
-    other lists."""
+    """Return the mark that joins the items of lists in text, or BRACKETS, or an empty text for
+    other columns. Items recur in other lists.
+    """
     text = pc.cast(array, pa.large_binary()).drop_null()
     text = text.filter(pc.not_equal(text, b""))
     if _matches(array, BRACKETED, ignore_case=False):
@@ -230,7 +276,7 @@ def has_decimals(column: Column) -> bool:
     return bool(len(items)) and _matches(items, _DECIMAL)
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
+# -- Names
 _WORDS_OF_NAMES: Final[dict[str, list[str]]] = packaged_json(__package__, "column_words.json")
 """Words in the names of codes, entities with codes, amounts and times."""
 _IDS: Final = frozenset(_WORDS_OF_NAMES["ids"])
@@ -251,7 +297,9 @@ def words_of(name: str) -> list[str]:
     """Return the words of a column name in lower case."""
     if name_type(name):
         name = name.rpartition(":")[0]
-    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[^\W_]+", name)]
+    return [
+        word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[^\W_]+", name)
+    ]
 
 
 def is_id_name(name: str) -> bool:
@@ -266,7 +314,9 @@ def is_id_name(name: str) -> bool:
 def is_amount_name(name: str) -> bool:
     """Return whether a column of integers has the name of an amount."""
     words = words_of(name)
-    return not is_id_name(name) and (not _AMOUNTS.isdisjoint(words) or bool(re.fullmatch(r"i[0-9]+", "".join(words))))
+    return not is_id_name(name) and (
+        not _AMOUNTS.isdisjoint(words) or bool(re.fullmatch(r"i[0-9]+", "".join(words)))
+    )
 
 
 def _is_time_name(name: str) -> bool:
@@ -274,26 +324,41 @@ def _is_time_name(name: str) -> bool:
 
 
 def _is_index_name(name: str) -> bool:
-    return bool(re.fullmatch(r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid", name.strip()))
+    return bool(
+        re.fullmatch(r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid", name.strip())
+    )
 
 
 def time_rank(column: Column) -> tuple[bool, bool]:
-    """Return the order of columns with times by how likely they have the row's time, the most likely first."""
+    """Return the order of columns with times by how likely they have the row's time, the most
+    likely first.
+    """
     words = words_of(column.name)
-    is_named = words[-1:] == ["timestamp"] or not {"time", "timestamp", "ts", "datetime"}.isdisjoint(words)
+    is_named = words[-1:] == ["timestamp"] or not {
+        "time",
+        "timestamp",
+        "ts",
+        "datetime",
+    }.isdisjoint(words)
     return not is_named, not column.is_ordered
 
 
 _FEW, _MIN_AMOUNTS = 50, 10
-"""Maximum different integers of categories, and of an amount by name that counts as categories all the same."""
+"""Maximum different integers of categories, and of an amount by name that counts as categories all
+the same.
+"""
 _MAX_AMOUNT: Final = 2**53
 """Maximum of amounts. Larger integers are codes: as float64 numbers, neighbors are equal."""
 _CONCENTRATED, _EDGE = 0.35, 0.25
-"""Maximum part of the range with the middle half of amounts, or with the half below or above the median. Codes spread evenly."""
+"""Maximum part of the range with the middle half of amounts, or with the half below or above the
+median. Codes spread evenly.
+"""
 
 
 def is_amount(column: Column) -> bool:
-    """Return whether a column of integers has amounts, by its name, else by the shape of its values; else it has codes."""
+    """Return whether a column of integers has amounts, by its name, else by the shape of its
+    values; else it has codes.
+    """
     assert column.numbers is not None
     is_text = values.is_text(column.array.type)
     if np.abs(column.numbers).max() > _MAX_AMOUNT:
@@ -315,7 +380,10 @@ def is_concentrated(numbers: np.ndarray) -> bool:
     """Return whether numbers are unevenly spread over their range, as amounts are."""
     low, quarter, median, three_quarters, high = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1])
     spread = high - low
-    return bool(three_quarters - quarter < _CONCENTRATED * spread or min(median - low, high - median) < _EDGE * spread)
+    return bool(
+        three_quarters - quarter < _CONCENTRATED * spread
+        or min(median - low, high - median) < _EDGE * spread
+    )
 
 
 def _has_codes(array: pa.Array) -> bool:

@@ -38,13 +38,17 @@ class StatsJob:
     schema: Schema
     num_slices: int
     edges: np.ndarray
-    """Quantiles of the first slice, see `quantile_edges`, float64 [num_dense, DECILES * _FINER - 1]."""
+    """Quantiles of the first slice, see `quantile_edges`, float64 [num_dense, DECILES * _FINER -
+    1].
+    """
     top: tuple[np.ndarray, ...]
     """Most frequent categories of each sparse column, each uint64 [at most TOP]."""
     hash_shift: int = 0
     """Keeps one in 2^hash_shift of the row hashes."""
     rules: tuple[DenseColumn, ...] = ()
-    """Rules of a Preprocessor for the dense columns, whose bounds are checked. Empty without one."""
+    """Rules of a Preprocessor for the dense columns, whose bounds are checked. Empty without
+    one.
+    """
     num_rows: int = 1
     """Number of rows of the log."""
 
@@ -60,21 +64,33 @@ class ColumnStats:
     missing: np.ndarray
     """Rows without a value, int64 [num_slices, num_dense + num_sparse]."""
     dense_bins: np.ndarray
-    """Rows by decile of the first slice, then missing, int64 [num_slices, num_dense, DECILES + 1]."""
+    """Rows by decile of the first slice, then missing, int64 [num_slices, num_dense, DECILES +
+    1].
+    """
     sparse_bins: np.ndarray
-    """Values by top category, then all others, then rows without a value, int64 [num_slices, num_sparse, TOP + 2]."""
+    """Values by top category, then all others, then rows without a value, int64 [num_slices,
+    num_sparse, TOP + 2].
+    """
     signs: np.ndarray
     """Counts of negative and zero values, weight last, int64 [num_dense + 1, 2]."""
     moments: np.ndarray
-    """Moments as in Counts.dense_moments, of sign(x) ln(1 + |x|) in float64, int64 [num_dense, 4]."""
+    """Moments as in Counts.dense_moments, of sign(x) ln(1 + |x|) in float64, int64 [num_dense,
+    4].
+    """
     dense_outcomes: np.ndarray
     """Rows by fortieth and label + 2 * held out, int64 [num_dense, _DENSE_CODES, 4]."""
     sparse_outcomes: np.ndarray
-    """Rows by top category, hash group or missing, and label + 2 * held out, int64 [num_sparse, _SPARSE_CODES, 4]."""
+    """Rows by top category, hash group or missing, and label + 2 * held out, int64 [num_sparse,
+    _SPARSE_CODES, 4].
+    """
     limits: np.ndarray
-    """Minimum and negated maximum, infinite without values, weight last, float64 [num_dense + 1, 2]."""
+    """Minimum and negated maximum, infinite without values, weight last, float64 [num_dense + 1,
+    2].
+    """
     part_limits: np.ndarray
-    """Minimum and negated maximum of each sixteenth of the log, infinite without values, float64 [_NUM_PARTS, num_dense, 2]."""
+    """Minimum and negated maximum of each sixteenth of the log, infinite without values, float64
+    [_NUM_PARTS, num_dense, 2].
+    """
     clipped: np.ndarray
     """Number of values beyond the bounds of `StatsJob.rules`, int64 [num_dense]."""
     hashes: np.ndarray
@@ -82,7 +98,11 @@ class ColumnStats:
 
     @classmethod
     def empty(cls, job: StatsJob) -> ColumnStats:
-        num_dense, num_sparse, slices = len(job.schema.dense), len(job.schema.sparse), job.num_slices
+        num_dense, num_sparse, slices = (
+            len(job.schema.dense),
+            len(job.schema.sparse),
+            job.num_slices,
+        )
         return cls(
             rows=np.zeros(slices, np.int64),
             clicks=np.zeros(slices, np.int64),
@@ -105,7 +125,9 @@ class ColumnStats:
         return pa.table({name: arrow_bytes([getattr(self, name).tobytes()]) for name in names})
 
     def add(self, table: pa.Table) -> np.ndarray:
-        """Add statistics of other rows from `to_table`, except for their hashes (uint64), which are returned."""
+        """Add statistics of other rows from `to_table`, except for their hashes (uint64), which are
+        returned.
+        """
         buffers = {name: table.column(name)[0].as_buffer() for name in table.column_names}
         for name, buffer in buffers.items():
             array = getattr(self, name)
@@ -128,7 +150,9 @@ class ColumnStats:
             self._count_dense(d, values, block.is_missing(name), outcome, job, slice_number)
             self._count_order(d, values, block.is_missing(name), job, first_row)
         for s, name in enumerate(schema.sparse):
-            self._count_sparse(s, block.column(name), block.is_missing(name), outcome, job, slice_number)
+            self._count_sparse(
+                s, block.column(name), block.is_missing(name), outcome, job, slice_number
+            )
         if block.weights is not None:
             self._count_range(-1, block.weights.astype(np.float64))
         hashes = row_hashes(block)
@@ -142,14 +166,22 @@ class ColumnStats:
             self.limits[index] = np.minimum(self.limits[index], (present.min(), -present.max()))
 
     def _count_dense(
-        self, d: int, values: np.ndarray, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
+        self,
+        d: int,
+        values: np.ndarray,
+        missing: np.ndarray,
+        outcome: np.ndarray,
+        job: StatsJob,
+        number: int,
     ) -> None:
         present = values[~missing]
         self.missing[number, d] += len(values) - len(present)
         self._count_range(d, present)
         if job.rules and job.rules[d].lower is not None:
             inputs = job.rules[d].apply(present)
-            self.clipped[d] += np.count_nonzero((inputs <= job.rules[d].lower) | (inputs >= job.rules[d].upper))
+            self.clipped[d] += np.count_nonzero(
+                (inputs <= job.rules[d].lower) | (inputs >= job.rules[d].upper)
+            )
         add_logarithms(self.moments[d], np.copysign(np.log1p(np.abs(present)), present))
         codes = np.searchsorted(job.edges[d], values)
         codes[missing] = _DENSE_CODES - 1
@@ -159,18 +191,32 @@ class ColumnStats:
         self.dense_bins[number, d, :DECILES] += by_code[:-1].reshape(DECILES, _FINER).sum(axis=1)
         self.dense_bins[number, d, DECILES] += by_code[-1]
 
-    def _count_order(self, d: int, values: np.ndarray, missing: np.ndarray, job: StatsJob, first_row: int) -> None:
+    def _count_order(
+        self, d: int, values: np.ndarray, missing: np.ndarray, job: StatsJob, first_row: int
+    ) -> None:
         present = np.flatnonzero(~missing)
         if not len(present):
             return
         parts = (first_row + present) * _NUM_PARTS // job.num_rows
         starts = np.flatnonzero(np.diff(parts, prepend=-1))
         limits = self.part_limits[parts[starts], d]
-        extremes = np.stack([np.minimum.reduceat(values[present], starts), -np.maximum.reduceat(values[present], starts)], axis=1)
+        extremes = np.stack(
+            [
+                np.minimum.reduceat(values[present], starts),
+                -np.maximum.reduceat(values[present], starts),
+            ],
+            axis=1,
+        )
         self.part_limits[parts[starts], d] = np.minimum(limits, extremes)
 
     def _count_sparse(
-        self, s: int, column: np.ndarray | JaggedIds, missing: np.ndarray, outcome: np.ndarray, job: StatsJob, number: int
+        self,
+        s: int,
+        column: np.ndarray | JaggedIds,
+        missing: np.ndarray,
+        outcome: np.ndarray,
+        job: StatsJob,
+        number: int,
     ) -> None:
         tokens = (column.values if isinstance(column, JaggedIds) else column).astype(np.uint64)
         self.missing[number, len(job.schema.dense) + s] += np.count_nonzero(missing)
@@ -210,7 +256,9 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def row_hashes(block: RawBlock) -> np.ndarray:
-    """Hash all values of each row, including label and weight, with a collision probability of 2^-64, uint64 [rows]."""
+    """Hash all values of each row, including label and weight, with a collision probability of
+    2^-64, uint64 [rows].
+    """
     hashes = np.zeros(block.rows, np.uint64)
     salt = 0
 
@@ -223,7 +271,8 @@ def row_hashes(block: RawBlock) -> np.ndarray:
         np.add(hashes, mixed, out=hashes)
 
     for d, name in enumerate(block.schema.dense):
-        values = block.numbers[:, d].astype(np.float64) + 0.0  # normalizes -0.0; integers beyond 2^53 are rounded
+        # normalizes -0.0; integers beyond 2^53 are rounded
+        values = block.numbers[:, d].astype(np.float64) + 0.0
         add(values.view(np.uint64), block.is_missing(name))
     for name in block.schema.sparse:
         column, missing = block.column(name), block.is_missing(name)
@@ -233,7 +282,12 @@ def row_hashes(block: RawBlock) -> np.ndarray:
         ends = np.cumsum(column.lengths, dtype=np.int64)
         starts = ends - column.lengths
         index = np.arange(len(column.values), dtype=np.int64) - np.repeat(starts, column.lengths)
-        values = np.concatenate([[np.uint64(0)], np.cumsum(_mixed(column.values ^ _mixed(index.view(np.uint64) + _MIX[1])))])
+        values = np.concatenate(
+            [
+                [np.uint64(0)],
+                np.cumsum(_mixed(column.values ^ _mixed(index.view(np.uint64) + _MIX[1]))),
+            ]
+        )
         add(values[ends] - values[starts], missing)
     label = block.labels.get(block.schema.label or "")
     if label is not None:
@@ -244,8 +298,12 @@ def row_hashes(block: RawBlock) -> np.ndarray:
 
 
 def quantile_edges(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return quantiles of each column's present values, ascending, every _FINER-th a decile, 0 without values, float64
-    [num_dense, DECILES * _FINER - 1]."""
+    """Return quantiles of each column's present values, ascending, every _FINER-th a decile, 0
+    without values, float64 [num_dense, DECILES * _FINER - 1].
+    """
     fractions = np.arange(1, DECILES * _FINER) / (DECILES * _FINER)
-    edges = [np.quantile(x, fractions, method="inverted_cdf") if len(x) else np.zeros(len(fractions)) for x in columns]
+    edges = [
+        np.quantile(x, fractions, method="inverted_cdf") if len(x) else np.zeros(len(fractions))
+        for x in columns
+    ]
     return np.array(edges, np.float64).reshape(-1, len(fractions))

@@ -1,4 +1,6 @@
-"""Creation of a log's Preprocessor, and of preprocessed data for training, evaluation and prediction."""
+"""Creation of a log's Preprocessor, and of preprocessed data for training, evaluation and
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.materialized import writer as writing
 from rayrec.observe.console import Console
-from rayrec.prepare.config import PreparationConfig, engine, load_matching_preprocessor, raw_index, reject_options
+from rayrec.prepare.config import (
+    PreparationConfig,
+    engine,
+    load_matching_preprocessor,
+    raw_index,
+    reject_options,
+)
 from rayrec.prepare.text import TextConfig, preprocess_text
 
 if TYPE_CHECKING:
@@ -30,13 +38,22 @@ _OF_COUNTS = ("min_count", "max_num_embeddings", "token_modulo")
 
 
 def vocabulary(
-    path: str, *, out: str, extend: str | None = None, id_tables: str | None = None, config: PreparationConfig, console: Console
+    path: str,
+    *,
+    out: str,
+    extend: str | None = None,
+    id_tables: str | None = None,
+    config: PreparationConfig,
+    console: Console,
 ) -> dict[str, Any]:
-    """Count the rows of a log and write the Preprocessor atomically into folder `out`. `extend`: folder of an older Preprocessor,
-    or of a run or checkpoint with one. The new one keeps its IDs and constants, appends the log's new categories, and has its
-    schema and rules, which `config` may only repeat. `id_tables`: folder of `with_id_tables`, whose IDs replace counted ones; the
-    log is then read only for constants of numbers. Returns its hash, rows, and the rows of each embedding table. Raises
-    InputError for an unusable log, for an `extend` with another schema or other rules, or if `out` exists."""
+    """Count the rows of a log and write the Preprocessor atomically into folder `out`. `extend`:
+    folder of an older Preprocessor, or of a run or checkpoint with one. The new one keeps its IDs
+    and constants, appends the log's new categories, and has its schema and rules, which `config`
+    may only repeat. `id_tables`: folder of `with_id_tables`, whose IDs replace counted ones; the
+    log is then read only for constants of numbers. Returns its hash, rows, and the rows of each
+    embedding table. Raises InputError for an unusable log, for an `extend` with another schema or
+    other rules, or if `out` exists.
+    """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     config = config.adapted(path)
@@ -47,7 +64,9 @@ def vocabulary(
     _check_id_tables(id_tables, extend, config)
     if id_tables is not None and not (rules.dense_standardized or rules.dense_from_file_minimum):
         counts = rules.counting(config.schema).empty()
-        return _written(with_id_tables(make_preprocessor(rules, config.schema, counts), rules, id_tables), out)
+        return _written(
+            with_id_tables(make_preprocessor(rules, config.schema, counts), rules, id_tables), out
+        )
     with (
         console.preparing(),
         engine(config, console, paths=(path, *([] if extend is None else [extend]))) as running,
@@ -56,7 +75,11 @@ def vocabulary(
         index = raw_index(path, config, running, console, index_text=counting.index)
         with _counted(index, counting, config, rules, running, console) as counts:
             extension = None if old is None else extend_preprocessor(old, rules, counts)
-            preprocessor = extension.preprocessor if extension else make_preprocessor(rules, config.schema, counts)
+            preprocessor = (
+                extension.preprocessor
+                if extension
+                else make_preprocessor(rules, config.schema, counts)
+            )
     if id_tables is not None:
         preprocessor = with_id_tables(preprocessor, rules, id_tables)
     extended: dict[str, Any] = {"bad_rows": index.faults.total}
@@ -81,40 +104,58 @@ def _written(preprocessor: Preprocessor, out: str) -> dict[str, Any]:
         "profile": preprocessor.preset,  # old name
         "rows": preprocessor.constants["rows"],
         "bad_rows": 0,
-        "num_embeddings": dict(zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)),
+        "num_embeddings": dict(
+            zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, strict=True)
+        ),
     }
 
 
 def _check_id_tables(id_tables: str | None, extend: str | None, config: PreparationConfig) -> None:
     """Reject settings of counted vocabularies together with tables of IDs. Raises InputError."""
-    for name, value in {"extend": extend, **{name: getattr(config, name) for name in _OF_COUNTS}}.items():
+    for name, value in {
+        "extend": extend,
+        **{name: getattr(config, name) for name in _OF_COUNTS},
+    }.items():
         if id_tables is not None and value is not None:
-            raise InputError(f"--{name.replace('_', '-')}: an option for counted vocabularies, not for --id-tables. Remove it")
+            raise InputError(
+                f"--{name.replace('_', '-')}: an option for counted vocabularies, not for "
+                "--id-tables. Remove it"
+            )
 
 
-def _opened_to_extend(path: str, config: PreparationConfig) -> tuple[Preprocessor, PreparationConfig, Preset]:
-    """Load a Preprocessor to extend, and return it with the config for its schema, and its rules. Raises InputError for settings
-    of `config` that are neither defaults nor the Preprocessor's."""
+def _opened_to_extend(
+    path: str, config: PreparationConfig
+) -> tuple[Preprocessor, PreparationConfig, Preset]:
+    """Load a Preprocessor to extend, and return it with the config for its schema, and its rules.
+    Raises InputError for settings of `config` that are neither defaults nor the Preprocessor's.
+    """
     default = PreparationConfig()
     old = Preprocessor.load(path)
     if config.schema not in (default.schema, old.schema):
-        raise InputError(f"--extend {path}: columns must match the log's, {config.schema.columns}, got {old.schema.columns}")
+        raise InputError(
+            f"--extend {path}: columns must match the log's, {config.schema.columns}, got "
+            f"{old.schema.columns}"
+        )
     rules = rules_of(old, path)
     if config.preset not in (default.preset, old.preset):
         raise InputError(
-            f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove it, or count all again"
+            f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove "
+            "it, or count all again"
         )
     for name in _OF_COUNTS:
         if getattr(config, name) not in (None, getattr(rules, name)):
             raise InputError(
-                f"--{name.replace('_', '-')}: must be {getattr(rules, name)}, as in --extend {path}, got "
-                f"{getattr(config, name)}. Remove it, or count all days again"
+                f"--{name.replace('_', '-')}: must be {getattr(rules, name)}, as in --extend "
+                f"{path}, got {getattr(config, name)}. Remove it, or count all days again"
             )
     return old, config.replace(schema=old.schema), rules.replace(split=config.rules.split)
 
 
 def _extension_rows(extension: Extension) -> list[tuple[str, str]]:
-    rows = [(name, _amounts(old, extension.appended[name], extension.left_out[name])) for name, old in extension.existing.items()]
+    rows = [
+        (name, _amounts(old, extension.appended[name], extension.left_out[name]))
+        for name, old in extension.existing.items()
+    ]
     counts = (extension.existing, extension.appended, extension.left_out)
     return [*rows, ("total", _amounts(*(sum(count.values()) for count in counts)))]
 
@@ -125,9 +166,13 @@ def _amounts(old: int, appended: int, left_out: int) -> str:
 
 
 def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexer:
-    """Create an indexer of text logs that also counts training rows (or all rows, if the preset does)."""
+    """Create an indexer of text logs that also counts training rows (or all rows, if the preset
+    does).
+    """
     return CountingIndexer(
-        rules.counting(config.schema), lambda index: _counted_rows(index, config, rules), memory_bytes=config.memory_bytes
+        rules.counting(config.schema),
+        lambda index: _counted_rows(index, config, rules),
+        memory_bytes=config.memory_bytes,
     )
 
 
@@ -143,11 +188,18 @@ def sets_of(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, 
 
 @contextmanager
 def _counted(
-    index: LogIndex, counting: CountingIndexer, config: PreparationConfig, rules: Preset, engine: Engine, console: Console
+    index: LogIndex,
+    counting: CountingIndexer,
+    config: PreparationConfig,
+    rules: Preset,
+    engine: Engine,
+    console: Console,
 ) -> Iterator[Counts]:
     start, stop = _counted_rows(index, config, rules)
     with counting.counts(
-        index, engine=engine, progress=lambda rows: console.progress("vocabulary (rows)", rows, stop - start)
+        index,
+        engine=engine,
+        progress=lambda rows: console.progress("vocabulary (rows)", rows, stop - start),
     ) as counts:
         if spilled := counts.spilled():
             console.note(f"{spilled}; --memory-bytes sets the limit")
@@ -169,18 +221,28 @@ class RowOutput:
 
 
 def preprocess(
-    path: str, *, out: str, rows: RowOutput, config: PreparationConfig, text: TextConfig | None = None, console: Console
+    path: str,
+    *,
+    out: str,
+    rows: RowOutput,
+    config: PreparationConfig,
+    text: TextConfig | None = None,
+    console: Console,
 ) -> dict[str, Any]:
-    """Write the log's rows as model inputs atomically into folder `out`. Resumes an interrupted call. Format `mds` is for plain
-    text instead, see `rayrec.prepare.text.preprocess_text`. Raises InputError for an unusable log, a Preprocessor of another
-    schema, a format that does not support the rows, an option of another format, or if `out` exists."""
+    """Write the log's rows as model inputs atomically into folder `out`. Resumes an interrupted
+    call. Format `mds` is for plain text instead, see `rayrec.prepare.text.preprocess_text`. Raises
+    InputError for an unusable log, a Preprocessor of another schema, a format that does not support
+    the rows, an option of another format, or if `out` exists.
+    """
     text = text or TextConfig()
     if rows.format == "mds":
         why = "an option for click logs, not for --format mds"
         reject_options(config, PreparationConfig(), why, but=("address", "files"))
         reject_options(rows, RowOutput(format="mds"), why)
         return preprocess_text(path, out=out, text=text, config=config, console=console)
-    reject_options(text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}")
+    reject_options(
+        text, TextConfig(), f"an option for text (--format mds), not for --format {rows.format}"
+    )
     config = config.adapted(path, preprocessor=rows.preprocessor)
     preprocessor = load_matching_preprocessor(rows.preprocessor, config.schema)
     if preprocessor is None:
@@ -192,7 +254,10 @@ def preprocess(
     ):
         labelled = LogSource.at(path, config.files).is_labelled(config.schema)
         if not labelled and preprocessor is None:
-            raise InputError(f"{path}: must have labels to count categories. Specify a training log's --preprocessor")
+            raise InputError(
+                f"{path}: must have labels to count categories. Specify a training log's "
+                "--preprocessor"
+            )
         index_text = counting.index if preprocessor is None else index_log
         index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)
         sets = sets_of(index, config)

@@ -22,7 +22,15 @@ from rayrec.data.logs.header import head_rows, looks_like_data
 from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_parser import parse_table
-from rayrec.prepare.draft_columns import NEGATIVE_MARKER, Column, examine, has_decimals, is_amount, is_utf8, time_rank
+from rayrec.prepare.draft_columns import (
+    NEGATIVE_MARKER,
+    Column,
+    examine,
+    has_decimals,
+    is_amount,
+    is_utf8,
+    time_rank,
+)
 from rayrec.schema import BRACKETS, Schema, load_schema
 
 _ROWS, _BYTES = 100_000, 16 << 20
@@ -43,8 +51,29 @@ _LABEL = re.compile(
 _RATING = re.compile(r"rating|score|stars|grade|review|label|target|^y$")
 _FEW = 11
 """Maximum different values of a rating."""
-_POSITIVE: Final = ("yes", "y", "true", "t", "click", "clicked", "positive", "pos", "success", "good", "1", "2")
-_PAIRS: Final = ({"yes", "no"}, {"y", "n"}, {"t", "f"}, {"pos", "neg"}, {"positive", "negative"}, {"-1", "1"}, {"1", "2"})
+_POSITIVE: Final = (
+    "yes",
+    "y",
+    "true",
+    "t",
+    "click",
+    "clicked",
+    "positive",
+    "pos",
+    "success",
+    "good",
+    "1",
+    "2",
+)
+_PAIRS: Final = (
+    {"yes", "no"},
+    {"y", "n"},
+    {"t", "f"},
+    {"pos", "neg"},
+    {"positive", "negative"},
+    {"-1", "1"},
+    {"1", "2"},
+)
 """Pairs of values that are a label if they are in the first or last column."""
 _MAX_BAD_FRACTION: Final = 0.001
 """Maximum fraction of invalid rows of `rayrec train` by default."""
@@ -71,11 +100,14 @@ class _Head:
 
 
 def draft(path: str, *, label: str | None = None) -> str:
-    """Return the schema of a log as YAML text with comments on each decision, from up to 100,000 rows at its start.
-    `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are dense, codes, small integers and text are sparse,
-    lists are found by their marks, and one time of the row is its timestamp. Only constant and unreadable columns, row numbers
-    and columns that may be other labels are left out. The label is `label`, else the column named most like one: of 0 and 1, of
-    two words, or a rating. Raises InputError for a log without label, features or enough valid rows."""
+    """Return the schema of a log as YAML text with comments on each decision, from up to 100,000
+    rows at its start. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are
+    dense, codes, small integers and text are sparse, lists are found by their marks, and one time
+    of the row is its timestamp. Only constant and unreadable columns, row numbers and columns that
+    may be other labels are left out. The label is `label`, else the column named most like one: of
+    0 and 1, of two words, or a rating. Raises InputError for a log without label, features or
+    enough valid rows.
+    """
     head = _head(path)
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
@@ -94,7 +126,7 @@ def _one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
-# First rows -----------------------------------------------------------------------------------------------------------
+# -- First rows
 def _head(path: str) -> _Head:
     """Return the first rows of a log. Raises InputError without rows."""
     files = [file for file in LogSource.at(path).raw_files() if file.size_bytes]
@@ -104,14 +136,18 @@ def _head(path: str) -> _Head:
     elif files:
         head = _csv_head(files[0].path)
     if head is None or not head.table.num_rows:
-        raise InputError(f"{path}: no usable rows below column names. Add a header, or choose another file")
+        raise InputError(
+            f"{path}: no usable rows below column names. Add a header, or choose another file"
+        )
     table = _with_next_files(head, files)
     return replace(head, table=with_sampled_partitions(table, files))
 
 
 def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
-    """Return the first file's rows with those of the next files, until there are enough. Logs in many folders have small files.
-    Raises InputError for a file without the first file's columns or with other types."""
+    """Return the first file's rows with those of the next files, until there are enough. Logs in
+    many folders have small files. Raises InputError for a file without the first file's columns or
+    with other types.
+    """
     num_files = min(-(-_ENOUGH_ROWS // head.table.num_rows), _MAX_FILES)
     names = [name for name in head.table.column_names if name != FAULT]
 
@@ -124,17 +160,29 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
     tables = [head.table]
     for more in storage.in_parallel(rows_of, files[1:num_files], of=files[0].path):
         tables.extend(more)
-    if all(table.schema.equals(head.table.schema) for table in tables):  # Also with names that occur twice
+    # Also with names that occur twice
+    if all(table.schema.equals(head.table.schema) for table in tables):
         return pa.concat_tables(tables)
     try:
-        return pa.concat_tables(tables, promote_options="permissive").select(head.table.column_names)
+        return pa.concat_tables(tables, promote_options="permissive").select(
+            head.table.column_names
+        )
     except pa.ArrowException as error:
-        raise InputError(f"{files[0].path}: another file of the log has other types of columns ({error})") from None
+        raise InputError(
+            f"{files[0].path}: another file of the log has other types of columns ({error})"
+        ) from None
 
 
-def _schema_of_text(names: Sequence[str], delimiter: str, header: Sequence[str], encoding: str | None) -> Schema:
+def _schema_of_text(
+    names: Sequence[str], delimiter: str, header: Sequence[str], encoding: str | None
+) -> Schema:
     """Return a schema that reads the named columns of a CSV file as text."""
-    schema = Schema(label=None, sparse=tuple(names), delimiter=delimiter, list_delimiter=_list_delimiter(delimiter))
+    schema = Schema(
+        label=None,
+        sparse=tuple(names),
+        delimiter=delimiter,
+        list_delimiter=_list_delimiter(delimiter),
+    )
     return schema.replace(header=tuple(header) or None, encoding=encoding)
 
 
@@ -156,7 +204,9 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
         return None
     delimiter = _delimiter_of(text)
     first, *rows = list(head_rows(text, delimiter, None))
-    header = tuple(f"c{number}" for number in range(len(first))) if looks_like_data(first, rows) else ()
+    header = (
+        tuple(f"c{number}" for number in range(len(first))) if looks_like_data(first, rows) else ()
+    )
     names = header or tuple(field.strip(" \t") for field in first)
     counts = Counter(names)
     usable = [name for name, count in counts.items() if name and count == 1]
@@ -168,7 +218,11 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     if not tables:
         return None
     head = _Head(pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, encoding, unnamed)
-    return _csv_head(path, _FALLBACK_ENCODING) if encoding is None and _is_in_other_encoding(head, schema, path) else head
+    return (
+        _csv_head(path, _FALLBACK_ENCODING)
+        if encoding is None and _is_in_other_encoding(head, schema, path)
+        else head
+    )
 
 
 def _is_in_other_encoding(head: _Head, schema: Schema, path: str) -> bool:
@@ -215,7 +269,9 @@ def _list_delimiter(delimiter: str) -> str:
 
 
 def _examined(table: pa.Table, path: str, *, is_text: bool) -> dict[str, Column]:
-    """Return the columns of a table by name. Of two with one name, neither can be named in a schema."""
+    """Return the columns of a table by name. Of two with one name, neither can be named in a
+    schema.
+    """
     columns: dict[str, Column] = {}
     for name, chunks in zip(table.column_names, table.columns, strict=True):
         if name in columns:
@@ -234,14 +290,16 @@ def _examined(table: pa.Table, path: str, *, is_text: bool) -> dict[str, Column]
     return columns
 
 
-# Label --------------------------------------------------------------------------------------------------------------
+# -- Label
 @dataclass(frozen=True)
 class _Label:
     """Label of a draft."""
 
     column: Column
     rule: Mapping[str, Any] | None = None
-    """Rule of `Schema.label`, with at_least or positive. None: the column has 0 and 1, or numbers."""
+    """Rule of `Schema.label`, with at_least or positive. None: the column has 0 and 1, or
+    numbers.
+    """
     is_number: bool = False
     """Whether the label is a number to learn."""
     note: str = ""
@@ -252,14 +310,30 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     if name is not None:
         check_columns(list(columns), [name], path=path)
         return _label_from(columns[name], path)
-    usable = [column for column in columns.values() if column.kind not in ("unusable", "constant", "row number", "list")]
+    usable = [
+        column
+        for column in columns.values()
+        if column.kind not in ("unusable", "constant", "row number", "list")
+    ]
     ends = {next(iter(columns)), [*columns][-1]}
     binary = [column for column in usable if column.kind == "binary"]
-    two = [column for column in usable if column.kind in ("text", "integer", "decimal") and column.distinct == 2]
-    rated = [column for column in usable if column.kind in ("integer", "decimal") and 2 < column.distinct <= _FEW]
+    two = [
+        column
+        for column in usable
+        if column.kind in ("text", "integer", "decimal") and column.distinct == 2
+    ]
+    rated = [
+        column
+        for column in usable
+        if column.kind in ("integer", "decimal") and 2 < column.distinct <= _FEW
+    ]
 
     def named(candidates: list[Column], pattern: re.Pattern[str]) -> list[Column]:
-        return [column for column in candidates if pattern.search(column.name.lower().rpartition(":")[0] or column.name.lower())]
+        return [
+            column
+            for column in candidates
+            if pattern.search(column.name.lower().rpartition(":")[0] or column.name.lower())
+        ]
 
     candidates = [
         *named(binary, _STRONG_NAME),
@@ -273,8 +347,8 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     ]
     if not candidates:
         raise InputError(
-            f"{path}: no column of 0 and 1, of two words or of ratings for the label among {', '.join(columns)}. Add one, or "
-            "pass --label"
+            f"{path}: no column of 0 and 1, of two words or of ratings for the label among "
+            f"{', '.join(columns)}. Add one, or pass --label"
         )
     return _label_from(candidates[0], path)
 
@@ -282,7 +356,10 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
 def _texts_of(column: Column) -> list[str]:
     """Return the first distinct values of a column as text, numbers in order."""
     distinct = pc.unique(column.array.drop_null()).to_pylist()
-    texts = (value.decode("utf-8", "replace") if isinstance(value, bytes) else _plain(value) for value in distinct)
+    texts = (
+        value.decode("utf-8", "replace") if isinstance(value, bytes) else _plain(value)
+        for value in distinct
+    )
     return [text for text in distinct_labels(texts) if text]
 
 
@@ -296,7 +373,9 @@ def _is_pair(column: Column) -> bool:
 
 
 def _label_from(column: Column, path: str) -> _Label:
-    """Return how a column is learned. Raises InputError for a column with neither two values nor numbers."""
+    """Return how a column is learned. Raises InputError for a column with neither two values nor
+    numbers.
+    """
     texts = _texts_of(column) if column.kind not in ("unusable", "list") else []
     if column.kind == "binary":
         return _Label(column)
@@ -304,7 +383,9 @@ def _label_from(column: Column, path: str) -> _Label:
         positive = _positive_of(texts, column)
         other = next(text for text in texts if text != positive)
         return _Label(
-            column, {"positive": [positive]}, note=f"{column.name}: {positive} counts as 1, {other} as 0 (label.positive)."
+            column,
+            {"positive": [positive]},
+            note=f"{column.name}: {positive} counts as 1, {other} as 0 (label.positive).",
         )
     numbers = column.numbers
     if column.kind in ("integer", "decimal") and numbers is not None:
@@ -312,42 +393,67 @@ def _label_from(column: Column, path: str) -> _Label:
             return _rated(column, numbers)
         return _Label(column, is_number=True, note=f"Learns {column.name} as a number.")
     problem = Faults({LABEL_FAULT: 1}, labels={column.name: texts}).wrong_labels(with_rule=True)
-    raise InputError(f"{path}: {problem or f'column {column.name} has no two values or numbers for a label'}")
+    raise InputError(
+        f"{path}: {problem or f'column {column.name} has no two values or numbers for a label'}"
+    )
 
 
 def _positive_of(texts: Sequence[str], column: Column) -> str:
-    """Return the value of two that counts as 1: a known word, the larger number, one with > before it, or the rarer one."""
+    """Return the value of two that counts as 1: a known word, the larger number, one with > before
+    it, or the rarer one.
+    """
     if column.is_number:
         return texts[1]
     positive = [text for text in texts if text.lower() in _POSITIVE]
     positive = positive or [text for text in texts if text.startswith(">")]
     if len(positive) == 1:
         return positive[0]
-    counts = {text: pc.sum(pc.equal(pc.cast(column.array, pa.large_binary()), text.encode())).as_py() for text in texts}
+    counts = {
+        text: pc.sum(pc.equal(pc.cast(column.array, pa.large_binary()), text.encode())).as_py()
+        for text in texts
+    }
     return min(texts, key=lambda text: counts[text] or 0)
 
 
 def _rated(column: Column, numbers: np.ndarray) -> _Label:
-    """Return a label of ratings, positive from the median on, or from the number above the smallest if that is the median."""
+    """Return a label of ratings, positive from the median on, or from the number above the smallest
+    if that is the median.
+    """
     threshold = float(np.quantile(numbers, 0.5, method="higher"))
     if threshold == numbers.min():
         threshold = float(numbers[numbers > threshold].min())
     threshold = int(threshold) if threshold.is_integer() else threshold
     number = f"labels: [{{name: {column.name}, kind: number, missing: fault}}]"
-    note = f"{column.name}: {threshold} or more counts as 1 (label.at_least). To learn the number: label: null, {number}."
+    note = (
+        f"{column.name}: {threshold} or more counts as 1 (label.at_least). To learn the number: "
+        f"label: null, {number}."
+    )
     return _Label(column, {"at_least": threshold}, note=note)
 
 
-# Roles of the other columns -------------------------------------------------------------------------------------------
+# -- Roles of the other columns
 def _without_negative(columns: dict[str, Column], label: str) -> dict[str, Column]:
-    """Mark -1 as missing in all columns if it is the only negative number of those with it, and rare beside larger numbers."""
+    """Mark -1 as missing in all columns if it is the only negative number of those with it, and
+    rare beside larger numbers.
+    """
     numeric = [column for column in columns.values() if column.is_number and column.name != label]
-    with_it = [column for column in numeric if column.numbers is not None and (column.numbers == -1).any()]
+    with_it = [
+        column for column in numeric if column.numbers is not None and (column.numbers == -1).any()
+    ]
     is_marker = any(column.distinct > 3 and _is_dense(column) for column in with_it)
-    if not is_marker or any((column.numbers < 0)[column.numbers != -1].any() for column in with_it if column.numbers is not None):
+    if not is_marker or any(
+        (column.numbers < 0)[column.numbers != -1].any()
+        for column in with_it
+        if column.numbers is not None
+    ):
         return columns
     marked = {
-        column.name: replace(column, markers=(*column.markers, NEGATIVE_MARKER), numbers=_other_numbers(column), has_missing=True)
+        column.name: replace(
+            column,
+            markers=(*column.markers, NEGATIVE_MARKER),
+            numbers=_other_numbers(column),
+            has_missing=True,
+        )
         for column in with_it
     }
     return columns | marked
@@ -373,7 +479,10 @@ class _Plan:
     def of(cls, columns: Mapping[str, Column], label: _Label) -> "_Plan":
         features = [column for column in columns.values() if column.name != label.column.name]
         left_out: dict[str, str] = {}
-        times = sorted((column for column in features if column.kind == "time" and not column.has_missing), key=time_rank)
+        times = sorted(
+            (column for column in features if column.kind == "time" and not column.has_missing),
+            key=time_rank,
+        )
         timestamp = times[0].name if times else None
         dense: list[str] = []
         sparse: list[str] = []
@@ -410,11 +519,13 @@ def _reason(column: Column) -> str:
         return "row number"
     if column.kind == "list" and column.detail and has_decimals(column):
         return "lists of decimals"
-    is_two = column.kind == "binary" or (column.distinct == 2 and column.kind == "text" and _is_pair(column))
+    is_two = column.kind == "binary" or (
+        column.distinct == 2 and column.kind == "text" and _is_pair(column)
+    )
     return "may be another label" if is_two and _LABEL.search(column.name.lower()) else ""
 
 
-# Text of the draft ----------------------------------------------------------------------------------------------------
+# -- Text of the draft
 def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> str:
     name = label.column.name
     fields: dict[str, Any] = {
@@ -423,7 +534,11 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),
         "lists": list(plan.lists),
-        "features": [{"name": each, "list_delimiter": columns[each].detail} for each in plan.lists if _needs_mark(columns[each])],
+        "features": [
+            {"name": each, "list_delimiter": columns[each].detail}
+            for each in plan.lists
+            if _needs_mark(columns[each])
+        ],
         "timestamp": plan.timestamp or "",
         "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
         "delimiter": head.delimiter.strip(",\t"),
@@ -432,8 +547,12 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "missing": list(_markers(columns)),
         "nan": "missing" if any(columns[each].has_nan for each in plan.dense) else "",
     }
-    fields = {key: value for key, value in fields.items() if value or key in ("label", "dense", "sparse")}
-    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    fields = {
+        key: value for key, value in fields.items() if value or key in ("label", "dense", "sparse")
+    }
+    return yaml.safe_dump(
+        fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+    )
 
 
 def _needs_mark(column: Column) -> bool:
@@ -448,9 +567,15 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
     """Return a sentence on each decision that a person may want to change."""
     notes = [f"Drafted from {head.table.num_rows:,} rows."]
     if head.header:
-        notes.append("The file has no header: the columns are named by their position. Rename them here (header and below).")
+        notes.append(
+            "The file has no header: the columns are named by their position. Rename them here "
+            "(header and below)."
+        )
     if head.encoding:
-        notes.append(f"The file is not UTF-8 and was read as {head.encoding}. Name its encoding if letters are wrong.")
+        notes.append(
+            f"The file is not UTF-8 and was read as {head.encoding}. Name its encoding if letters "
+            "are wrong."
+        )
     notes += [label.note] if label.note else []
     amounts = [name for name in plan.dense if columns[name].kind == "integer"]
     codes = [name for name in plan.sparse if columns[name].kind == "integer"]
@@ -464,7 +589,11 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
         notes[-1] = f"{plan.timestamp} is the row's time, and the only input of the model."
     times = [name for name in plan.dense if columns[name].kind == "time" and name != plan.timestamp]
     notes += [f"Times as numbers of seconds: {', '.join(times)}."] if times else []
-    joined = [f"{name} at {columns[name].detail!r}" for name in plan.lists if columns[name].detail not in ("", BRACKETS)]
+    joined = [
+        f"{name} at {columns[name].detail!r}"
+        for name in plan.lists
+        if columns[name].detail not in ("", BRACKETS)
+    ]
     notes += [f"Lists, split: {', '.join(joined)}."] if joined else []
     notes += _marker_notes(columns)
     reasons = {**dict(head.unnamed), **plan.left_out}
@@ -478,9 +607,14 @@ def _marker_notes(columns: Mapping[str, Column]) -> list[str]:
     if not markers:
         return []
     names = ", ".join(column.name for column in columns.values() if column.markers)
-    notes = [f"Missing among numbers: {', '.join(markers)} in {names}. They count as missing in all columns."]
+    notes = [
+        f"Missing among numbers: {', '.join(markers)} in {names}. They count as missing in all "
+        "columns."
+    ]
     uncertain = [marker for marker in markers if marker in (NEGATIVE_MARKER, "unknown")]
-    notes += [f"Remove {' and '.join(uncertain)} from missing if they are values."] if uncertain else []
+    notes += (
+        [f"Remove {' and '.join(uncertain)} from missing if they are values."] if uncertain else []
+    )
     return notes
 
 
@@ -489,7 +623,8 @@ def _check(text: str, head: _Head, path: str) -> None:
     fields = yaml.safe_load(text)
     if not fields["dense"] and not fields["sparse"]:
         raise InputError(
-            f"{path}: no column to learn from beside the label; {text.partition('# Left out: ')[2].partition(chr(10))[0]}"
+            f"{path}: no column to learn from beside the label; "
+            f"{text.partition('# Left out: ')[2].partition(chr(10))[0]}"
         )
     try:
         schema = load_schema(text, "draft")
@@ -500,7 +635,10 @@ def _check(text: str, head: _Head, path: str) -> None:
         fix = faults.text_fix()
         raise InputError(f"{path}: {faults.describe()}; fix the log{f', or {fix}' if fix else ''}")
     if raw.rows < _MIN_ROWS:
-        raise InputError(f"{path}: {raw.rows} rows are too few to train, validate and test; at least {_MIN_ROWS} are needed")
+        raise InputError(
+            f"{path}: {raw.rows} rows are too few to train, validate and test; at least "
+            f"{_MIN_ROWS} are needed"
+        )
     labels = raw.labels.get(schema.label or "")
     if labels is not None and len(np.unique(labels)) < 2:
         raise InputError(f"{path}: all {raw.rows} rows have one label; choose another with --label")

@@ -1,5 +1,7 @@
-"""Split of a log into files of training, validation and test rows, for parts that are not row ranges. A resumable job, whose last
-file is split.json. The bytes depend on log and options, not on the engine or its parallelism."""
+"""Split of a log into files of training, validation and test rows, for parts that are not row
+ranges. A resumable job, whose last file is split.json. The bytes depend on log and options, not on
+the engine or its parallelism.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,15 @@ from rayrec.data.logs.table_log import is_table
 from rayrec.observe.console import Console
 from rayrec.prepare import split_tasks
 from rayrec.prepare.config import PreparationConfig, engine, raw_index, reject_options
-from rayrec.prepare.split_tasks import PARTS, By, DigitTask, SplitJob, SplitTask, UsersTask, key_path
+from rayrec.prepare.split_tasks import (
+    PARTS,
+    By,
+    DigitTask,
+    SplitJob,
+    SplitTask,
+    UsersTask,
+    key_path,
+)
 from rayrec.schema import Schema
 
 MANIFEST: Final = "split.json"
@@ -36,7 +46,16 @@ _MIN_TASK_BYTES, _MAX_TASK_BYTES, _TARGET_TASKS = 32 << 20, 512 << 20, 256
 _PARTITION_BYTES: Final = 64 << 20
 """Log bytes per partition of the users. There are at most _MAX_PARTITIONS."""
 _MAX_PARTITIONS: Final = 256
-_READS: Final = ("address", "files", "engine", "spark", "schema", "max_bad_fraction", "block_bytes", "segments_per_block")
+_READS: Final = (
+    "address",
+    "files",
+    "engine",
+    "spark",
+    "schema",
+    "max_bad_fraction",
+    "block_bytes",
+    "segments_per_block",
+)
 """Fields of PreparationConfig used by a split."""
 
 
@@ -48,8 +67,10 @@ class RowSplit(Config):
     """Assignment of rows to parts."""
 
     by: By
-    """Criterion. rows: random rows. group: random values of a column, such as users, with all their rows. time: latest rows.
-    last-out: last row of each user for the test, the one before it for validation."""
+    """Criterion. rows: random rows. group: random values of a column, such as users, with all their
+    rows. time: latest rows. last-out: last row of each user for the test, the one before it for
+    validation.
+    """
     validation: Part = 0.1
     """Fraction of rows (by group: of values) for validation. Not for last-out."""
     test: Share = 0.1
@@ -57,7 +78,9 @@ class RowSplit(Config):
     seed: int = 0
     """Random seed for rows and group."""
     group: str | None = None
-    """Column of the group or user, for group and last-out: a sparse column. None: the schema's group."""
+    """Column of the group or user, for group and last-out: a sparse column. None: the schema's
+    group.
+    """
     timestamp: str | None = None
     """Column of the time, for time and last-out. None: the schema's timestamp."""
     validation_from: str | None = None
@@ -68,7 +91,9 @@ class RowSplit(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.validation + self.test >= 1:
-            raise InputError(f"split: validation {self.validation} and test {self.test} must be below 1 together")
+            raise InputError(
+                f"split: validation {self.validation} and test {self.test} must be below 1 together"
+            )
         unread = {
             "rows": ("group", "timestamp", "validation_from", "test_from"),
             "group": ("timestamp", "validation_from", "test_from"),
@@ -83,7 +108,8 @@ class RowSplit(Config):
         starts = self.starts
         if starts is not None and starts[1] is not None and starts[0] >= starts[1]:
             raise InputError(
-                f"split by time: test_from must be after validation_from={self.validation_from}, got {self.test_from}"
+                f"split by time: test_from must be after validation_from={self.validation_from}, "
+                f"got {self.test_from}"
             )
 
     @property
@@ -95,26 +121,41 @@ class RowSplit(Config):
         return split_tasks.time_of(self.validation_from, "validation_from"), test
 
     def columns_of(self, schema: Schema) -> Schema:
-        """Return the schema with the columns that the split reads. Raises InputError for an unusable column."""
+        """Return the schema with the columns that the split reads. Raises InputError for an
+        unusable column.
+        """
         if self.by in ("group", "last-out"):
             schema = schema.replace(group=self.group or schema.group)
             if schema.group is None:
-                raise InputError(f"split by {self.by}: column not specified. Use --group with one of the sparse columns")
+                raise InputError(
+                    f"split by {self.by}: column not specified. Use --group with one of the "
+                    "sparse columns"
+                )
         if self.by in ("time", "last-out"):
             name = self.timestamp or schema.timestamp
             if name is None:
-                raise InputError(f"split by {self.by}: column of the time not specified. Use --timestamp")
+                raise InputError(
+                    f"split by {self.by}: column of the time not specified. Use --timestamp"
+                )
             if schema.tokens != "any":
-                raise InputError(f"split by {self.by}: log must have a time column: CSV or Parquet, --schema with tokens: any")
+                raise InputError(
+                    f"split by {self.by}: log must have a time column: CSV or Parquet, --schema "
+                    "with tokens: any"
+                )
             schema = schema.replace(timestamp=name)
         return schema
 
 
-def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Write the valid rows of a raw log atomically into folder `out`, as files train-*, validation-* and test-* for the split
-    kind `named_files`. Resumes an interrupted call. Text stays text, Parquet stays Parquet with all columns, and CSV becomes
-    Parquet with text fields. Rows keep bytes and, within a part, order. Returns split.json: rows, fraction and files of each
-    part, invalid rows, and those without a group. Raises InputError for an unusable log, an empty part, or if `out` exists."""
+def split(
+    path: str, *, out: str, rows: RowSplit, config: PreparationConfig, console: Console
+) -> dict[str, Any]:
+    """Write the valid rows of a raw log atomically into folder `out`, as files train-*,
+    validation-* and test-* for the split kind `named_files`. Resumes an interrupted call. Text
+    stays text, Parquet stays Parquet with all columns, and CSV becomes Parquet with text fields.
+    Rows keep bytes and, within a part, order. Returns split.json: rows, fraction and files of each
+    part, invalid rows, and those without a group. Raises InputError for an unusable log, an empty
+    part, or if `out` exists.
+    """
     reject_options(config, PreparationConfig(), "not an option of a split", but=_READS)
     out = storage.absolute(out).rstrip("/")
     source = LogSource.at(path, config.files)
@@ -136,7 +177,9 @@ def split(path: str, *, out: str, rows: RowSplit, config: PreparationConfig, con
     ):
         if running.resumed:
             console.note(f"Resuming {running.folder.path}")
-        work = _Work(path, rows, config.replace(schema=schema), files, running, data_engine, console)
+        work = _Work(
+            path, rows, config.replace(schema=schema), files, running, data_engine, console
+        )
         result = work.finish(work.write(work.choose(work.tasks())))
     return {"out": out, **result}
 
@@ -160,27 +203,44 @@ class _Work:
         size_bytes = sum(file.size_bytes for file in files)
         self.task_bytes = min(max(size_bytes // _TARGET_TASKS, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
-        test, holdout = (int(fraction * 2**64) for fraction in (rows.test, rows.test + rows.validation))
-        self.job = SplitJob(running.folder, config.schema, rows.by, rows.seed, thresholds=(test, holdout), partitions=partitions)
+        test, holdout = (
+            int(fraction * 2**64) for fraction in (rows.test, rows.test + rows.validation)
+        )
+        self.job = SplitJob(
+            running.folder,
+            config.schema,
+            rows.by,
+            rows.seed,
+            thresholds=(test, holdout),
+            partitions=partitions,
+        )
         self.index = LogIndex((), Faults())
         self.missing = 0
 
     def tasks(self) -> list[SplitTask]:
-        """Return the tasks, with the number of their valid rows. Raises InputError for a log with too many invalid rows."""
+        """Return the tasks, with the number of their valid rows. Raises InputError for a log with
+        too many invalid rows.
+        """
         if not is_table(self.files, self.config.schema):
             labelled = LogSource.at(self.path, self.config.files).is_labelled(self.config.schema)
             if not labelled:
                 self.job = replace(self.job, schema=self.config.schema.unlabelled())
-            self.index = raw_index(self.path, self.config, self.engine, self.console, labelled=labelled)
+            self.index = raw_index(
+                self.path, self.config, self.engine, self.console, labelled=labelled
+            )
             return split_tasks.text_tasks(self.index.segments, self.task_bytes)
         tasks, markers = self._examined(split_tasks.table_tasks(self.files, self._cuts()))
         faults, first = Faults(), dict.fromkeys((file.path for file in self.files), 0)
         for task, marker in zip(tasks, markers, strict=True):
             of_task = Faults.from_dict(marker["faults"])
-            of_task.first = [replace(fault, row=(fault.row or 0) + first[task.file]) for fault in of_task.first]
+            of_task.first = [
+                replace(fault, row=(fault.row or 0) + first[task.file]) for fault in of_task.first
+            ]
             faults.add(of_task)
             first[task.file] += marker["lines"]
-        entries = [(task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, markers, strict=True)]
+        entries = [
+            (task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, markers, strict=True)
+        ]
         self.index = LogIndex(numbered(entries, "table"), faults)
         self.index.check(self.config.max_bad_fraction, self.path)
         if faults.total:
@@ -192,22 +252,37 @@ class _Work:
             replace(task, first_row=segment.first_row, rows=segment.rows)
             for task, segment in zip(tasks, self.index.segments, strict=True)
         ]
-        return self._marked(tasks, [marker["sizes"] for marker in markers]) if self.rows.by == "last-out" else tasks
+        return (
+            self._marked(tasks, [marker["sizes"] for marker in markers])
+            if self.rows.by == "last-out"
+            else tasks
+        )
 
     def _cuts(self) -> list[list[tuple[int, int]]]:
         """Return the row ranges of each table, from an earlier call if there was one."""
         path = self.running.folder.aid("cuts.json")
         if storage.exists(path):
             return storage.read_json(path)
-        groups = [self.files[start : start + _CUT_FILES] for start in range(0, len(self.files), _CUT_FILES)]
-        cut = functools.partial(split_tasks.cut_files, task_bytes=self.task_bytes, schema=self.config.schema)
-        cuts = [of_file for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16) for of_file in json_of(table)]
+        groups = [
+            self.files[start : start + _CUT_FILES]
+            for start in range(0, len(self.files), _CUT_FILES)
+        ]
+        cut = functools.partial(
+            split_tasks.cut_files, task_bytes=self.task_bytes, schema=self.config.schema
+        )
+        cuts = [
+            of_file
+            for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16)
+            for of_file in json_of(table)
+        ]
         with self.running.folder.disk_errors():
             storage.write_json(path, cuts)
         return cuts
 
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
-        """Return the results of `examine` and the tasks, adjusted to start at the end of the previous one in the same file."""
+        """Return the results of `examine` and the tasks, adjusted to start at the end of the
+        previous one in the same file.
+        """
         task = functools.partial(split_tasks.examine, job=self.job)
         markers = list(self._run("examine", task, tasks))
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
@@ -215,13 +290,16 @@ class _Work:
                 continue
             start = markers[number - 1]["end"]
             tasks[number] = replace(item, start=start, is_row_start=True)
-            if markers[number]["start"] != start:  # the line break at the cut was within a quoted field
+            # the line break at the cut was within a quoted field
+            if markers[number]["start"] != start:
                 (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
                 markers[number] = json_of(table)
         return tasks, markers
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
-        """Return the tasks with the positions of their users' last rows. `sizes`: event counts by task, chunk and partition."""
+        """Return the tasks with the positions of their users' last rows. `sizes`: event counts by
+        task, chunk and partition.
+        """
         starts = tuple(task.first_row for task in tasks)
         events: list[list[tuple[str, int, int, int]]] = [[] for _ in range(self.job.partitions)]
         for task, chunks in zip(tasks, sizes, strict=True):
@@ -229,13 +307,23 @@ class _Work:
             for chunk in chunks:
                 for of_partition, count in zip(events, chunk, strict=True):
                     if count:
-                        of_partition.append((key_path(self.job.folder, "keys", task.number), begin, count, task.first_row))
+                        of_partition.append(
+                            (
+                                key_path(self.job.folder, "keys", task.number),
+                                begin,
+                                count,
+                                task.first_row,
+                            )
+                        )
                     begin += count
         users = [UsersTask(number, tuple(each), starts) for number, each in enumerate(events)]
-        markers = self._run("marks", functools.partial(split_tasks.mark_last, folder=self.job.folder), users)
+        markers = self._run(
+            "marks", functools.partial(split_tasks.mark_last, folder=self.job.folder), users
+        )
         edges = [marker["edges"] for marker in markers]
         return [
-            replace(task, marks=tuple((of[index], of[index + 1] - of[index]) for of in edges)) for index, task in enumerate(tasks)
+            replace(task, marks=tuple((of[index], of[index + 1] - of[index]) for of in edges))
+            for index, task in enumerate(tasks)
         ]
 
     def choose(self, tasks: list[SplitTask]) -> list[SplitTask]:
@@ -245,24 +333,39 @@ class _Work:
         total = sum(task.rows for task in tasks)
         starts = self.rows.starts
         if starts is None:
-            test, holdout = (round(total * fraction) for fraction in (self.rows.test, self.rows.test + self.rows.validation))
-            positions = [min(total - holdout, total - 1), *([min(total - test, total - 1)] if test else [])]
+            test, holdout = (
+                round(total * fraction)
+                for fraction in (self.rows.test, self.rows.test + self.rows.validation)
+            )
+            positions = [
+                min(total - holdout, total - 1),
+                *([min(total - test, total - 1)] if test else []),
+            ]
             times = self._times(tasks, positions)
             starts = times[0], times[1] if test else None
         self.job = replace(self.job, times=starts)
         return tasks
 
     def _times(self, tasks: Sequence[SplitTask], positions: Sequence[int]) -> list[int]:
-        """Return the times at these positions in time order, counted from 0, by a radix search with 16 bits per pass."""
+        """Return the times at these positions in time order, counted from 0, by a radix search with
+        16 bits per pass.
+        """
         prefixes, remaining = [0] * len(positions), list(positions)
         for shift in (48, 32, 16, 0):
             items = [
-                DigitTask(key_path(self.job.folder, "keys", task.number), task.rows, tuple(prefixes), shift)
+                DigitTask(
+                    key_path(self.job.folder, "keys", task.number),
+                    task.rows,
+                    tuple(prefixes),
+                    shift,
+                )
                 for task in tasks
                 if task.rows
             ]
             counts = np.zeros((len(positions), 1 << 16), np.int64)
-            for table in self.engine.run("times", split_tasks.count_digits, items, block_bytes=len(positions) << 19):
+            for table in self.engine.run(
+                "times", split_tasks.count_digits, items, block_bytes=len(positions) << 19
+            ):
                 counts += numpy_of(table.column("counts")).reshape(counts.shape)
             for number, of_prefix in enumerate(np.cumsum(counts, axis=1)):
                 digit = int(np.searchsorted(of_prefix, remaining[number], side="right"))
@@ -285,27 +388,45 @@ class _Work:
             }
             for name, count in zip(PARTS, rows.tolist(), strict=True)
         }
-        empty = [name for name, part in parts.items() if not part["rows"] and not (name == "test" and self._no_test)]
+        empty = [
+            name
+            for name, part in parts.items()
+            if not part["rows"] and not (name == "test" and self._no_test)
+        ]
         if empty:
             storage.remove_folder(self.running.folder.path)
-            raise InputError(f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}. Choose other parts")
+            raise InputError(
+                f"{self.path}: split by {self.rows.by} leaves no rows for {' and '.join(empty)}. "
+                "Choose other parts"
+            )
         return {name: part for name, part in parts.items() if part["rows"]}
 
     @property
     def _no_test(self) -> bool:
         by_fractions = self.rows.by != "last-out" and self.rows.validation_from is None
-        return self.rows.test == 0 if by_fractions else self.rows.by == "time" and self.rows.test_from is None
+        return (
+            self.rows.test == 0
+            if by_fractions
+            else self.rows.by == "time" and self.rows.test_from is None
+        )
 
     def finish(self, parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         counts = {"by": self.rows.by, "rows": self.index.rows, "bad_rows": self.index.faults.total}
-        grouped = {"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}
+        grouped = (
+            {"rows_without_group": self.missing} if self.rows.by in ("group", "last-out") else {}
+        )
         result = {**counts, "parts": parts, **grouped}
         manifest = {**result, "options": self.rows.to_dict(), "version": VERSION}
         folder = self.running.folder
         with folder.disk_errors():
             storage.write_json(storage.join(folder.path, MANIFEST), manifest)
-        return {**result, "parts": {name: {**part, "files": len(part["files"])} for name, part in parts.items()}}
+        return {
+            **result,
+            "parts": {name: {**part, "files": len(part["files"])} for name, part in parts.items()},
+        }
 
-    def _run(self, kind: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]) -> Iterator[dict[str, Any]]:
+    def _run(
+        self, kind: str, task: Callable[[_Item], pa.Table], items: Sequence[_Item]
+    ) -> Iterator[dict[str, Any]]:
         report = functools.partial(self.console.progress, f"{kind} (parts of the log)")
         return self.running.run(kind, task, items, self.engine, report)

@@ -1,5 +1,7 @@
-"""Tasks of `rayrec split`: examine a log range, choose the last rows of users, write its rows by part. Each task leaves a marker,
-so that an interrupted job resumes, and files that depend only on the log and the options."""
+"""Tasks of `rayrec split`: examine a log range, choose the last rows of users, write its rows by
+part. Each task leaves a marker, so that an interrupted job resumes, and files that depend only on
+the log and the options.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from rayrec.data.arrow import json_reply
 from rayrec.data.encoding.counts import filled
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.content import is_parquet
-from rayrec.data.logs.csv_reader import FAULT, CsvRange, check_columns, csv_columns, read_csv, row_start
+from rayrec.data.logs.csv_reader import (
+    FAULT,
+    CsvRange,
+    check_columns,
+    csv_columns,
+    read_csv,
+    row_start,
+)
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import open_parquet
@@ -56,7 +65,9 @@ class Keys:
     """Key file of a task: times, or events in chunks, each sorted by partition."""
 
     def __init__(self, path: str, opened: ExitStack, *, partitions: int | None) -> None:
-        """Create the file. `partitions`: number of partitions of the users. None stores times only."""
+        """Create the file. `partitions`: number of partitions of the users. None stores times
+        only.
+        """
         self._partitions = partitions
         path = opened.enter_context(storage.writing(path))
         self._file = opened.enter_context(open(path, "wb"))  # noqa: SIM115  closed with the others
@@ -84,7 +95,9 @@ class Keys:
         events = np.concatenate([np.empty(0, EVENT), *self._waiting])
         self._waiting, self._rows = [], 0
         if len(events) and self._partitions is not None:
-            partition_of = (mix64(events["user"].view(np.uint64)) % np.uint64(self._partitions)).astype(np.intp)
+            partition_of = (
+                mix64(events["user"].view(np.uint64)) % np.uint64(self._partitions)
+            ).astype(np.intp)
             self._file.write(events[np.argsort(partition_of, kind="stable")].view(np.uint8).data)
             self.sizes.append(np.bincount(partition_of, minlength=self._partitions).tolist())
 
@@ -119,8 +132,14 @@ def count_digits(task: DigitTask) -> pa.Table:
         times = read_array(task.path, np.dtype(np.int64), start, min(CHUNK_ROWS, task.rows - start))
         bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # preserves the order of the times
         for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
-            selected = bits if task.shift == 48 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
-            of_prefix += np.bincount((selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF, minlength=1 << 16)
+            selected = (
+                bits
+                if task.shift == 48
+                else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
+            )
+            of_prefix += np.bincount(
+                (selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF, minlength=1 << 16
+            )
     return pa.table({"counts": counts.reshape(-1)})
 
 
@@ -136,7 +155,9 @@ class UsersTask:
 
 
 def mark_last(task: UsersTask, *, folder: JobFolder) -> pa.Table:
-    """Write the marks of each user's last row (test) and second last row (validation), sorted by row."""
+    """Write the marks of each user's last row (test) and second last row (validation), sorted by
+    row.
+    """
     keep_freed_memory()
     folder.require()
     chunks = [np.empty(0, EVENT)]
@@ -149,12 +170,18 @@ def mark_last(task: UsersTask, *, folder: JobFolder) -> pa.Table:
     edges = np.searchsorted(marks["row"], [*task.starts, np.iinfo(np.int64).max]).tolist()
     with folder.disk_errors():
         storage.write_bytes(key_path(folder, "marks", task.number), marks.view(np.uint8).data)
-        return folder.done("marks", task.number, {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)})
+        return folder.done(
+            "marks",
+            task.number,
+            {"edges": edges, "users": len(np.unique(events["user"])), "marks": len(marks)},
+        )
 
 
 def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
-    """Return the marks (MARK) sorted by row: the last row of users with at least two rows is for the test, and the second last
-    row of users with at least three rows for validation. At equal times, the larger row is later. Pure."""
+    """Return the marks (MARK) sorted by row: the last row of users with at least two rows is for
+    the test, and the second last row of users with at least three rows for validation. At equal
+    times, the larger row is later. Pure.
+    """
     order = np.lexsort((rows, times, users))
     users, rows = users[order], rows[order]
     ends = np.flatnonzero(np.append(users[1:] != users[:-1], True)[: len(users)])
@@ -181,9 +208,13 @@ class SplitTask:
     file: str = ""
     start: int = 0
     stop: int = 0
-    """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full CSV file."""
+    """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full
+    CSV file.
+    """
     is_row_start: bool = True
-    """Whether `start` is the start of a row. If not, the task starts at the next line, which may be in a quoted field."""
+    """Whether `start` is the start of a row. If not, the task starts at the next line, which may be
+    in a quoted field.
+    """
     first_row: int = 0
     """Index of its first valid row in the log. 0 until the log is examined."""
     rows: int = 0
@@ -201,9 +232,13 @@ class SplitJob:
     by: By
     seed: int
     thresholds: tuple[int, int] = (0, 0)
-    """Hash limits for rows and group: values below the first are for the test, below the second for validation."""
+    """Hash limits for rows and group: values below the first are for the test, below the second for
+    validation.
+    """
     times: tuple[int, int | None] = (0, None)
-    """Start of validation and test in microseconds, for time. None for the test creates no test part."""
+    """Start of validation and test in microseconds, for time. None for the test creates no test
+    part.
+    """
     partitions: int = 1
     """Number of partitions of the users, for last-out."""
 
@@ -214,7 +249,9 @@ class SplitJob:
 
 
 class Tables:
-    """All rows of a table's range, also invalid, with all columns of file and partitions. CSV has text columns and FAULT."""
+    """All rows of a table's range, also invalid, with all columns of file and partitions. CSV has
+    text columns and FAULT.
+    """
 
     def __init__(self, task: SplitTask, schema: Schema) -> None:
         self._task, self._schema = task, schema
@@ -229,10 +266,15 @@ class Tables:
         task, schema = self._task, self._schema
         with open_parquet(task.file) as parquet:
             check_columns(
-                columns_of(task.file, parquet.schema_arrow.names), schema.columns, path=task.file, optional=schema.optional
+                columns_of(task.file, parquet.schema_arrow.names),
+                schema.columns,
+                path=task.file,
+                optional=schema.optional,
             )
             groups = list(range(task.start, task.stop))
-            for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, use_threads=False):
+            for batch in parquet.iter_batches(
+                batch_size=BATCH_ROWS, row_groups=groups, use_threads=False
+            ):
                 yield pa.Table.from_batches([batch])
 
     def _of_csv(self) -> Iterator[pa.Table]:
@@ -260,7 +302,9 @@ def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
 
 
 def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
-    """Count valid rows and faults in a table's range, and write the keys for `time` and `last-out`. Numbers rows from 0."""
+    """Count valid rows and faults in a table's range, and write the keys for `time` and `last-out`.
+    Numbers rows from 0.
+    """
     job.begin()
     if not task.is_row_start:
         task = replace(task, start=row_start(task.file, task.start), is_row_start=True)
@@ -282,12 +326,21 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
             rows += raw.rows
         if keys is not None:
             keys.flush()
-    counts = {"rows": rows, "missing": missing, "faults": faults.to_dict(), "sizes": [] if keys is None else keys.sizes}
-    return job.folder.done("examine", task.number, {**counts, "lines": first, "start": task.start, "end": tables.end})
+    counts = {
+        "rows": rows,
+        "missing": missing,
+        "faults": faults.to_dict(),
+        "sizes": [] if keys is None else keys.sizes,
+    }
+    return job.folder.done(
+        "examine", task.number, {**counts, "lines": first, "start": task.start, "end": tables.end}
+    )
 
 
 def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
-    """Return the part of each value, as an index into PARTS, by a hash of the value and the seed."""
+    """Return the part of each value, as an index into PARTS, by a hash of the value and the
+    seed.
+    """
     seed = mix64(np.array([job.seed], np.int64).view(np.uint64) + np.uint64(GOLDEN))
     hashes = mix64(mix64(values + seed) ^ seed)
     test, holdout = (np.uint64(threshold) for threshold in job.thresholds)
@@ -303,7 +356,9 @@ class _Chooser:
         if job.by == "last-out":
             for number, (start, count) in enumerate(task.marks):
                 if count:
-                    marks.append(read_array(key_path(job.folder, "marks", number), MARK, start, count))
+                    marks.append(
+                        read_array(key_path(job.folder, "marks", number), MARK, start, count)
+                    )
         self._marks = np.sort(np.concatenate(marks), order="row")
 
     def __call__(self, raw: RawBlock) -> npt.NDArray[np.uint8]:
@@ -346,8 +401,14 @@ def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
                     writer.add(name, data, selected)
         writer.finish()
     if rows.sum() != task.rows:
-        raise InputError(f"{task.file or task.segments[0].path}: changed during the split. Split it again")
-    return job.folder.done("write", task.number, {"rows": rows.tolist(), "files": list(writer.files), "missing": missing})
+        raise InputError(
+            f"{task.file or task.segments[0].path}: changed during the split. Split it again"
+        )
+    return job.folder.done(
+        "write",
+        task.number,
+        {"rows": rows.tolist(), "files": list(writer.files), "missing": missing},
+    )
 
 
 @dataclass(frozen=True)
@@ -376,15 +437,22 @@ def _as_text(table: pa.Table, path: str) -> pa.Table:
     if FAULT not in table.column_names:
         return table
     table = table.drop_columns([FAULT])
-    kinds = [pa.field(each.name, pa.large_string()) if pa.types.is_large_binary(each.type) else each for each in table.schema]
+    kinds = [
+        pa.field(each.name, pa.large_string()) if pa.types.is_large_binary(each.type) else each
+        for each in table.schema
+    ]
     try:
         return table.cast(pa.schema(kinds))
     except pa.ArrowInvalid:
-        raise InputError(f"{path}: must be UTF-8. Convert the file, for example with iconv") from None
+        raise InputError(
+            f"{path}: must be UTF-8. Convert the file, for example with iconv"
+        ) from None
 
 
 class _PartFiles:
-    """Output files of a range, one for each part with rows: text, or Parquet in row groups of about GROUP_BYTES."""
+    """Output files of a range, one for each part with rows: text, or Parquet in row groups of about
+    GROUP_BYTES.
+    """
 
     def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
         self._number, self._folder, self._opened = task.number, job.folder.path, opened
@@ -401,7 +469,9 @@ class _PartFiles:
         if sum(table.nbytes for table in waiting) >= GROUP_BYTES:
             self._write_waiting(part)
 
-    def _write_lines(self, part: str, text: npt.NDArray[np.uint8], starts: Numbers, stops: Numbers) -> None:
+    def _write_lines(
+        self, part: str, text: npt.NDArray[np.uint8], starts: Numbers, stops: Numbers
+    ) -> None:
         file = self._file(f"{part}-{self._number:05d}.txt", partial(open, mode="wb"))
         # Adjacent lines of one part are written together.
         breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
@@ -414,8 +484,12 @@ class _PartFiles:
 
     def _write_waiting(self, part: str) -> None:
         table = pa.concat_tables(self._waiting.pop(part)).combine_chunks()
-        file = self._file(f"{part}-{self._number:05d}.parquet", partial(pq.ParquetWriter, schema=table.schema))
-        file.write_table(table, row_group_size=max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1))
+        file = self._file(
+            f"{part}-{self._number:05d}.parquet", partial(pq.ParquetWriter, schema=table.schema)
+        )
+        file.write_table(
+            table, row_group_size=max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1)
+        )
 
     def _file(self, name: str, create: Callable[[str], Any]) -> Any:
         if name not in self.files:
@@ -430,27 +504,39 @@ class _PartFiles:
 
 
 def time_of(text: str, name: str) -> int:
-    """Parse an ISO 8601 date or time into microseconds since 1970, in UTC by default. Raises InputError for other text."""
+    """Parse an ISO 8601 date or time into microseconds since 1970, in UTC by default. Raises
+    InputError for other text.
+    """
     for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us")):
         try:
             return int(pc.cast(pa.array([text]), kind).cast(pa.int64())[0].as_py())
         except pa.ArrowInvalid:
             continue
-    raise InputError(f"{name}: must be an ISO 8601 date or time, such as 2026-01-31 or 2026-01-31T12:00, got {text}")
+    raise InputError(
+        f"{name}: must be an ISO 8601 date or time, such as 2026-01-31 or 2026-01-31T12:00, got "
+        f"{text}"
+    )
 
 
 def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     """Group adjacent text segments into tasks of about `task_bytes`."""
     groups = filled(segments, [segment.stop - segment.start for segment in segments], task_bytes)
     return [
-        SplitTask(number, tuple(group), first_row=group[0].first_row, rows=sum(segment.rows for segment in group))
+        SplitTask(
+            number,
+            tuple(group),
+            first_row=group[0].first_row,
+            rows=sum(segment.rows for segment in group),
+        )
         for number, group in enumerate(groups)
     ]
 
 
 def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema) -> pa.Table:
-    """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file. Opens files in parallel. Line
-    ends are found in UTF-8 only, so that files in another encoding stay whole."""
+    """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file.
+    Opens files in parallel. Line ends are found in UTF-8 only, so that files in another encoding
+    stay whole.
+    """
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
         if not is_parquet(file.path):
@@ -459,17 +545,31 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
             edges = [file.size_bytes * number // count for number in range(count + 1)]
             return [(0, 0)] if is_full else list(pairwise(edges))
         with open_parquet(file.path) as parquet:
-            sizes = [parquet.metadata.row_group(i).total_byte_size for i in range(parquet.metadata.num_row_groups)]
+            sizes = [
+                parquet.metadata.row_group(i).total_byte_size
+                for i in range(parquet.metadata.num_row_groups)
+            ]
         return list(pairwise(accumulate(map(len, filled(sizes, sizes, task_bytes)), initial=0)))
 
     return json_reply(list(storage.in_parallel(cut, files, of=files[0].path)))
 
 
-def table_tasks(files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]) -> list[SplitTask]:
+def table_tasks(
+    files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]
+) -> list[SplitTask]:
     """Return a task for each range of each file."""
     tasks: list[SplitTask] = []
     for file, ranges in zip(files, cuts, strict=True):
-        is_csv = ranges[-1:] and ranges[-1][1] == file.size_bytes  # Row groups have more than a byte
+        # Row groups have more than a byte
+        is_csv = ranges[-1:] and ranges[-1][1] == file.size_bytes
         for start, stop in ranges:
-            tasks.append(SplitTask(len(tasks), file=file.path, start=start, stop=stop, is_row_start=not (is_csv and start)))
+            tasks.append(
+                SplitTask(
+                    len(tasks),
+                    file=file.path,
+                    start=start,
+                    stop=stop,
+                    is_row_start=not (is_csv and start),
+                )
+            )
     return tasks

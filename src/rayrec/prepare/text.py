@@ -1,5 +1,7 @@
-"""Conversion of plain text into token rows in MDS shards, with a tokenizer: training data for language models. Runs as a
-resumable job, whose last file is manifest.json. The bytes depend only on the text and the options, not on the engine."""
+"""Conversion of plain text into token rows in MDS shards, with a tokenizer: training data for
+language models. Runs as a resumable job, whose last file is manifest.json. The bytes depend only on
+the text and the options, not on the engine.
+"""
 
 import functools
 import hashlib
@@ -37,7 +39,9 @@ from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, task_context
 
 BPE_SAMPLE_BYTES = 256 << 20
-"""Maximum training text for learning a BPE, spread over all of it. Its distinct words are kept in memory."""
+"""Maximum training text for learning a BPE, spread over all of it. Its distinct words are kept in
+memory.
+"""
 DEFAULT_VOCABULARY_SIZE = 1024
 """Default BPE size: few IDs, for small texts and models."""
 
@@ -47,7 +51,9 @@ class TextConfig(Config):
     """Options for converting text into token rows."""
 
     tokenizer: str = "bytes_bpe"
-    """Local folder of a HuggingFace tokenizer, bytes_bpe (learned from the training text), or characters (one token each)."""
+    """Local folder of a HuggingFace tokenizer, bytes_bpe (learned from the training text), or
+    characters (one token each).
+    """
     vocabulary_size: Annotated[int, Ge(MIN_BPE_SIZE)] | None = None
     """Vocabulary size of bytes_bpe. None: 1024."""
     block_size: Annotated[int, Ge(2)] = 128
@@ -62,26 +68,43 @@ class TextConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vocabulary_size is not None and self.tokenizer != "bytes_bpe":
-            raise InputError(f"vocabulary_size: must be used with tokenizer bytes_bpe only, got {self.tokenizer}")
+            raise InputError(
+                f"vocabulary_size: must be used with tokenizer bytes_bpe only, got {self.tokenizer}"
+            )
 
 
-def preprocess_text(path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console) -> dict[str, Any]:
-    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows to folder `out`, atomically. Resumable.
-    Reads only `files` and engine options of `config`. Returns the sets of the manifest, bytes and seconds. Raises InputError for
-    text that is not UTF-8 or shorter than a row, an unusable tokenizer, or if `out` exists."""
+def preprocess_text(
+    path: str, *, out: str, text: TextConfig, config: PreparationConfig, console: Console
+) -> dict[str, Any]:
+    """Write text (UTF-8; file, glob or folder, also gzip, local or a URL) as token rows to folder
+    `out`, atomically. Resumable. Reads only `files` and engine options of `config`. Returns the
+    sets of the manifest, bytes and seconds. Raises InputError for text that is not UTF-8 or shorter
+    than a row, an unusable tokenizer, or if `out` exists.
+    """
     start_s = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")
-    existing_files = None if text.tokenizer in ("bytes_bpe", "characters") else _load_tokenizer(text.tokenizer)
+    existing_files = (
+        None if text.tokenizer in ("bytes_bpe", "characters") else _load_tokenizer(text.tokenizer)
+    )
     if text_blocks.sets_of_shards(path):
         raise InputError(
-            f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} --tokenizer DIR` for "
-            "shards of tokens. Write a column of text into a file first, one document per line"
+            f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} "
+            "--tokenizer DIR` for shards of tokens. Write a column of text into a file first, one "
+            "document per line"
         )
     files = storage.list_files(path, names=config.files)
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
-    options = {**text.to_dict(), "tokenizer": hash_of(existing_files) if existing_files else text.tokenizer}
-    job_inputs = {"version": text_blocks.VERSION, "format": text_blocks.FORMAT, "text": hash_of(identity), **options}
+    options = {
+        **text.to_dict(),
+        "tokenizer": hash_of(existing_files) if existing_files else text.tokenizer,
+    }
+    job_inputs = {
+        "version": text_blocks.VERSION,
+        "format": text_blocks.FORMAT,
+        "text": hash_of(identity),
+        **options,
+    }
     with (
         resumable_job(out, job_inputs, last_file=text_blocks.MANIFEST) as running,
         console.preparing(),
@@ -90,19 +113,37 @@ def preprocess_text(path: str, *, out: str, text: TextConfig, config: Preparatio
         if running.resumed:
             console.note(f"Resuming {running.folder.path}")
         plain = plain_files(files, task_context(data_engine, console))
-        sources = [Source(local.path, file.path, local.size_bytes) for file, local in zip(files, plain, strict=True)]
+        sources = [
+            Source(local.path, file.path, local.size_bytes)
+            for file, local in zip(files, plain, strict=True)
+        ]
         work = _Work(text, existing_files, sources, running, data_engine, console)
         manifest = work.finish(files, work.write_shards(work.tokenize()))
     size_bytes = sum(described["bytes"] for described in manifest["sets"].values())
-    names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "tokens_left_out", "hash")
+    names = (
+        "format",
+        "block_size",
+        "vocabulary_size",
+        "tokenizer",
+        "end_token",
+        "sets",
+        "tokens_left_out",
+        "hash",
+    )
     seconds = time.perf_counter() - start_s
-    return {"out": out, **{name: manifest[name] for name in names}, "bytes": size_bytes, "seconds": seconds}
+    return {
+        "out": out,
+        **{name: manifest[name] for name in names},
+        "bytes": size_bytes,
+        "seconds": seconds,
+    }
 
 
 def _load_tokenizer(folder: str) -> Files:
     if not os.path.isdir(os.path.expanduser(folder)):
         raise InputError(
-            f"tokenizer: {folder} not found. Use bytes_bpe, characters or a local HuggingFace tokenizer's folder, not a hub name"
+            f"tokenizer: {folder} not found. Use bytes_bpe, characters or a local HuggingFace "
+            "tokenizer's folder, not a hub name"
         )
     files = read_tokenizer(os.path.expanduser(folder))
     TextTokenizer(files, folder)
@@ -123,7 +164,9 @@ class _Work:
         console: Console,
     ) -> None:
         self.text, self.running, self.engine, self.console = text, running, engine, console
-        self.parts = text_blocks.parts_of(sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes)
+        self.parts = text_blocks.parts_of(
+            sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes
+        )
         if not self.parts:
             raise InputError(f"{sources[0].name}: contains no text")
         folder = storage.join(running.folder.path, "tokenizer")
@@ -151,35 +194,61 @@ class _Work:
     def tokenize(self) -> dict[int, int]:
         """Tokenize all parts and return their token counts."""
         report = functools.partial(self.console.progress, "tokenize (parts of the text)")
-        results = self.running.run("tokenize", functools.partial(tokenize, job=self.job), self.parts, self.engine, report)
-        return {part.number: of_part["tokens"] for part, of_part in zip(self.parts, results, strict=True)}
+        results = self.running.run(
+            "tokenize", functools.partial(tokenize, job=self.job), self.parts, self.engine, report
+        )
+        return {
+            part.number: of_part["tokens"]
+            for part, of_part in zip(self.parts, results, strict=True)
+        }
 
     def write_shards(self, tokens_of: dict[int, int]) -> dict[str, dict[str, Any]]:
-        """Write the shards. Return the manifest entry of each set, and its index entries as `shards`."""
+        """Write the shards. Return the manifest entry of each set, and its index entries as
+        `shards`.
+        """
         block_size = self.text.block_size
         sets: dict[str, dict[str, Any]] = {}
         row_bytes = block_size * self.tokenizer.dtype.itemsize + 4  # 4 for its offset
         shards: list[ShardTask] = []
         for name in dict.fromkeys(part.set for part in self.parts):
-            counts = [(part.number, tokens_of[part.number]) for part in self.parts if part.set == name]
+            counts = [
+                (part.number, tokens_of[part.number]) for part in self.parts if part.set == name
+            ]
             total = sum(count for _, count in counts)
             rows_per_shard = max(1, self.text.shard_bytes // row_bytes)
-            planned = plan_shards(name, counts, block_size=block_size, rows_per_shard=rows_per_shard, first=len(shards))
+            planned = plan_shards(
+                name,
+                counts,
+                block_size=block_size,
+                rows_per_shard=rows_per_shard,
+                first=len(shards),
+            )
             if not planned:
                 raise InputError(
-                    f"{self.parts[0].name}: the {name} text has {total:,} tokens, less than one row of {block_size}. Use more "
-                    "text, or another --validation-fraction or --block-size"
+                    f"{self.parts[0].name}: the {name} text has {total:,} tokens, less than one "
+                    f"row of {block_size}. Use more text, or another --validation-fraction or "
+                    "--block-size"
                 )
             shards += planned
             rows, left_out = divmod(total, block_size)
-            sets[name] = {"blocks": rows, "tokens": rows * block_size, "tokens_left_out": left_out, "bytes": 0, "shards": []}
+            sets[name] = {
+                "blocks": rows,
+                "tokens": rows * block_size,
+                "tokens_left_out": left_out,
+                "bytes": 0,
+                "shards": [],
+            }
         report = functools.partial(self.console.progress, "write (shards)")
-        for result in self.running.run("write", functools.partial(write_shard, job=self.job), shards, self.engine, report):
+        for result in self.running.run(
+            "write", functools.partial(write_shard, job=self.job), shards, self.engine, report
+        ):
             sets[result["set"]]["bytes"] += result["info"]["raw_data"]["bytes"]
             sets[result["set"]]["shards"].append(result["info"])
         return sets
 
-    def finish(self, files: Sequence[storage.File], sets: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def finish(
+        self, files: Sequence[storage.File], sets: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
         """Write the indexes and the manifest. Return the manifest."""
         from rayrec.data.text import mds
 
@@ -187,7 +256,11 @@ class _Work:
         manifest = {
             "format": text_blocks.FORMAT,
             "version": text_blocks.VERSION,
-            **{name: value for name, value in self.text.to_dict().items() if name not in ("tokenizer", "vocabulary_size")},
+            **{
+                name: value
+                for name, value in self.text.to_dict().items()
+                if name not in ("tokenizer", "vocabulary_size")
+            },
             "vocabulary_size": self.tokenizer.vocabulary_size,
             "tokenizer": self.tokenizer.hash,
             "end_token": self.tokenizer.end_token,
@@ -252,7 +325,9 @@ def _loaded(folder: str, tokenizer_hash: str) -> TextTokenizer:
 
 def find_characters(part: TextPart) -> pa.Table:
     """Return the distinct characters of a part, and its size in bytes."""
-    return pa.table({"characters": ["".join(sorted(set(read_part(part))))], "bytes": [part.stop - part.start]})
+    return pa.table(
+        {"characters": ["".join(sorted(set(read_part(part))))], "bytes": [part.stop - part.start]}
+    )
 
 
 def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:
@@ -268,10 +343,17 @@ def tokenize(part: TextPart, *, job: TextJob) -> pa.Table:
 
 
 def plan_shards(
-    name: str, tokens_of_parts: Sequence[tuple[int, int]], *, block_size: int, rows_per_shard: int, first: int = 0
+    name: str,
+    tokens_of_parts: Sequence[tuple[int, int]],
+    *,
+    block_size: int,
+    rows_per_shard: int,
+    first: int = 0,
 ) -> list[ShardTask]:
-    """Plan the shards of a set, given (part, token count) in order. Each has `rows_per_shard` rows, the last one fewer. Drops
-    tokens that do not fill a row. `first`: number of the first task. Pure."""
+    """Plan the shards of a set, given (part, token count) in order. Each has `rows_per_shard` rows,
+    the last one fewer. Drops tokens that do not fill a row. `first`: number of the first task.
+    Pure.
+    """
     rows = sum(tokens for _, tokens in tokens_of_parts) // block_size
     waiting = [(part, 0, tokens) for part, tokens in reversed(tokens_of_parts)]
     shards: list[ShardTask] = []
@@ -286,7 +368,9 @@ def plan_shards(
             if count < left:
                 waiting.append((part, start + count, left - count))
             needed -= count
-        shards.append(ShardTask(first + len(shards), name, f"shard.{len(shards):05d}.mds", tuple(ranges)))
+        shards.append(
+            ShardTask(first + len(shards), name, f"shard.{len(shards):05d}.mds", tuple(ranges))
+        )
     return shards
 
 
@@ -303,5 +387,7 @@ def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
         assert read_bytes == len(target), job.tokens(part)
         done += count
     with job.folder.disk_errors():
-        info = mds.write_shard(tokens.reshape(-1, job.block_size), storage.join(job.folder.path, shard.set, shard.file))
+        info = mds.write_shard(
+            tokens.reshape(-1, job.block_size), storage.join(job.folder.path, shard.set, shard.file)
+        )
     return job.folder.done("write", shard.number, {"set": shard.set, "info": info})

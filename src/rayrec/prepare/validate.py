@@ -25,7 +25,12 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.native import keep_freed_memory
 from rayrec.observe.console import Console
 from rayrec.prepare import data_report
-from rayrec.prepare.config import PreparationConfig, engine, load_matching_preprocessor, task_context
+from rayrec.prepare.config import (
+    PreparationConfig,
+    engine,
+    load_matching_preprocessor,
+    task_context,
+)
 from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
 from rayrec.prepare.log_statistics import ColumnStats, StatsJob, quantile_edges
 from rayrec.schema import Schema
@@ -54,12 +59,15 @@ def examine_categories(
     engine: Engine,
     progress: Callable[[str, int, int | None], None],
 ) -> Categories:
-    """Count the categories of the full log and, without a Preprocessor, of its last slice: the difference is the past's
-    vocabulary. Memory is bounded as for `rayrec vocabulary`, except for the categories of one column at a time."""
+    """Count the categories of the full log and, without a Preprocessor, of its last slice: the
+    difference is the past's vocabulary. Memory is bounded as for `rayrec vocabulary`, except for
+    the categories of one column at a time.
+    """
     buckets = preprocessor is not None and preprocessor.integer_buckets
     # Count each column separately, even if columns share a vocabulary.
     job = replace(RAYREC.counting(config.schema.unshared()), derivation=Derivation(buckets=buckets))
-    shift = len(config.schema.dense) if buckets else 0  # dense columns come first among the counted columns
+    # dense columns come first among the counted columns
+    shift = len(config.schema.dense) if buckets else 0
 
     def count(start: int, label: str) -> Counts:
         return count_log(
@@ -79,41 +87,64 @@ def examine_categories(
             for s, name in enumerate(config.schema.sparse):
                 columns[name].update(_category_rates(preprocessor, counts, shift + s))
             names = config.schema.dense if buckets else ()
-            dense_unknown = {name: _category_rates(preprocessor, counts, d)["unknown_rate"] for d, name in enumerate(names)}
+            dense_unknown = {
+                name: _category_rates(preprocessor, counts, d)["unknown_rate"]
+                for d, name in enumerate(names)
+            }
             return Categories(columns, dense_unknown, f"Preprocessor {preprocessor.hash()}", top)
         if not past:
             return Categories(columns, {}, None, top)
         last = next(slice_.name for slice_ in slices if slice_.start == past and slice_.stop > past)
         with count(past, f"categories of {last} (rows)") as latest:
             for s, name in enumerate(config.schema.sparse):
-                columns[name]["unknown_rate"] = _unknown_to_the_past(counts, latest, s, config.rules)
-    vocabulary = f"what comes before {last}, categories seen {config.rules.min_count} times or more (rates are of {last})"
+                columns[name]["unknown_rate"] = _unknown_to_the_past(
+                    counts, latest, s, config.rules
+                )
+    vocabulary = (
+        f"what comes before {last}, categories seen {config.rules.min_count} times or more (rates "
+        f"are of {last})"
+    )
     return Categories(columns, {}, vocabulary, top)
 
 
 def _column(counts: Counts, number: int) -> tuple[dict[str, Any], np.ndarray]:
     tokens, amounts, _ = counts.frequent_tokens(number, 2)
-    column = {**data_report.concentration(amounts, counts.num_distinct(number)), "unknown_rate": None}
+    column = {
+        **data_report.concentration(amounts, counts.num_distinct(number)),
+        "unknown_rate": None,
+    }
     return column, data_report.top_categories(tokens, amounts)
 
 
-def _merge_categories(tokens: np.ndarray, amounts: np.ndarray, modulo: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _merge_categories(
+    tokens: np.ndarray, amounts: np.ndarray, modulo: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens in ascending order, after an optional modulo, and their counts."""
     tokens, amounts, _ = merged(tokens % tokens.dtype.type(modulo) if modulo else tokens, amounts)
     return tokens, amounts
 
 
-def _unknown_to_the_past(counts: Counts, latest: Counts, number: int, rules: Preset) -> float | None:
-    """Return the fraction of the latest values whose category occurred fewer than min_count times before."""
+def _unknown_to_the_past(
+    counts: Counts, latest: Counts, number: int, rules: Preset
+) -> float | None:
+    """Return the fraction of the latest values whose category occurred fewer than min_count times
+    before.
+    """
     tokens, amounts = _merge_categories(*latest.frequent_tokens(number)[:2], rules.token_modulo)
     # Fewer occurrences than min_count plus one cannot matter, unless the modulo merges categories.
     counted = counts.frequent_tokens(number, 1 if rules.token_modulo else rules.min_count + 1)
     all_tokens, all_amounts = _merge_categories(*counted[:2], rules.token_modulo)
-    both, latest_index, index = np.intersect1d(tokens, all_tokens, assume_unique=True, return_indices=True)
-    return data_report.unknown_rate(tokens, amounts, both[all_amounts[index] - amounts[latest_index] >= rules.min_count])
+    both, latest_index, index = np.intersect1d(
+        tokens, all_tokens, assume_unique=True, return_indices=True
+    )
+    return data_report.unknown_rate(
+        tokens, amounts, both[all_amounts[index] - amounts[latest_index] >= rules.min_count]
+    )
 
 
-def _category_rates(preprocessor: Preprocessor, counts: Counts, number: int) -> dict[str, float | None]:
+def _category_rates(
+    preprocessor: Preprocessor, counts: Counts, number: int
+) -> dict[str, float | None]:
     """Return the unknown and collision rates of a Preprocessor's column."""
     column = preprocessor.sparse[number]
     tokens, amounts, _ = counts.frequent_tokens(number)
@@ -152,7 +183,9 @@ def _stats_task(batches: Sequence[Batch], *, job: StatsJob) -> pa.Table:
     keep_freed_memory()
     stats = ColumnStats.empty(job)
     for number, parts in batches:
-        stats.count(_read(parts, job.schema), job, number, parts[0].segment.first_row + parts[0].start)
+        stats.count(
+            _read(parts, job.schema), job, number, parts[0].segment.first_row + parts[0].start
+        )
     return stats.to_table()
 
 
@@ -169,35 +202,53 @@ def _faults_task(segments: Sequence[Segment], *, schema: Schema) -> pa.Table:
     counter = Counter[tuple[str, str]]()
     for segment in segments:
         size = segment.stop - segment.start
-        faults = TextParser(schema, max_rows_in(schema, size)).parse(read_text(segment), size, max_faults=size)
+        faults = TextParser(schema, max_rows_in(schema, size)).parse(
+            read_text(segment), size, max_faults=size
+        )
         counter.update((fault.kind, fault.column) for fault in faults.first)
     return json_reply([[*key, rows] for key, rows in counter.items()])
 
 
 def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.ndarray:
-    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row numbers only."""
+    """Return quantiles of up to _EDGE_ROWS rows, evenly spread over the first slice. Depends on row
+    numbers only.
+    """
     rows = first.stop - first.start
     ranges = [(first.start, first.stop)]
     if rows > _EDGE_ROWS:
         length = _EDGE_ROWS // _EDGE_RANGES
-        starts = [first.start + (rows - length) * i // (_EDGE_RANGES - 1) for i in range(_EDGE_RANGES)]
+        starts = [
+            first.start + (rows - length) * i // (_EDGE_RANGES - 1) for i in range(_EDGE_RANGES)
+        ]
         ranges = [(start, start + length) for start in starts]
-    items = [tuple(index.parts(*row_range)) for row_range in ranges] if rows and schema.dense else []
+    items = (
+        [tuple(index.parts(*row_range)) for row_range in ranges] if rows and schema.dense else []
+    )
     tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
     values = [
-        np.concatenate([numpy_of(table.column(name).drop_null()) for table in tables]) if tables else np.zeros(0)
+        np.concatenate([numpy_of(table.column(name).drop_null()) for table in tables])
+        if tables
+        else np.zeros(0)
         for name in schema.dense
     ]
     return quantile_edges(values)
 
 
 def _count_stats(
-    index: LogIndex, job: StatsJob, slices: Sequence[Slice], engine: Engine, progress: Callable[[int], None]
+    index: LogIndex,
+    job: StatsJob,
+    slices: Sequence[Slice],
+    engine: Engine,
+    progress: Callable[[int], None],
 ) -> tuple[ColumnStats, np.ndarray]:
     limit = max(1, min(_TASK_ROWS, index.rows // 8))
-    sized = functools.partial(grouped, size_of=lambda part: part.rows, max_bytes=min(limit, _READ_ROWS), max_items=limit)
+    sized = functools.partial(
+        grouped, size_of=lambda part: part.rows, max_bytes=min(limit, _READ_ROWS), max_items=limit
+    )
     of_slices = [list(index.parts(slice_.start, slice_.stop)) for slice_ in slices]
-    batches: list[Batch] = [(n, tuple(parts)) for n, of_slice in enumerate(of_slices) for parts in sized(of_slice)]
+    batches: list[Batch] = [
+        (n, tuple(parts)) for n, of_slice in enumerate(of_slices) for parts in sized(of_slice)
+    ]
     tasks = filled(batches, [sum(part.rows for part in parts) for _, parts in batches], limit)
     total = ColumnStats.empty(job)
     hashes = [np.zeros(0, np.uint64)]
@@ -208,12 +259,16 @@ def _count_stats(
 
 
 def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, dict[str, int]]:
-    """Count rejected lines by kind and column. For tables only the first few, because their index has no more."""
+    """Count rejected lines by kind and column. For tables only the first few, because their index
+    has no more.
+    """
     counter = Counter[tuple[str, str]]()
     if index.faults.total and index.format == "text":
         size = max(1, len(index.segments) // 64)
         items = [index.segments[i : i + size] for i in range(0, len(index.segments), size)]
-        for table in engine.run("faults", functools.partial(_faults_task, schema=schema), items, block_bytes=1 << 16):
+        for table in engine.run(
+            "faults", functools.partial(_faults_task, schema=schema), items, block_bytes=1 << 16
+        ):
             counter.update({(kind, column): rows for kind, column, rows in json_of(table)})
     else:
         counter.update((fault.kind, fault.column) for fault in index.faults.first)
@@ -225,20 +280,37 @@ def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[s
 
 
 def validate(
-    path: str, *, config: PreparationConfig, gates: Gates | None = None, preprocessor: str | None = None, console: Console
+    path: str,
+    *,
+    config: PreparationConfig,
+    gates: Gates | None = None,
+    preprocessor: str | None = None,
+    console: Console,
 ) -> Report:
-    """Validate a raw log; see docs/validate.md. Failed gates are in the report and raise no error. Checks categories against the
-    Preprocessor in a folder, or else the categories of the last file (of a single file, its last seventh) against a vocabulary of
-    all earlier rows. Raises InputError for an unusable log or a Preprocessor of another schema."""
+    """Validate a raw log; see docs/validate.md. Failed gates are in the report and raise no error.
+    Checks categories against the Preprocessor in a folder, or else the categories of the last file
+    (of a single file, its last seventh) against a vocabulary of all earlier rows. Raises InputError
+    for an unusable log or a Preprocessor of another schema.
+    """
     gates = gates or Gates()
     source = LogSource.at(path, config.files)
     source.require_raw()
     config = config.adapted(path, preprocessor=preprocessor)
     existing = load_matching_preprocessor(preprocessor, config.schema)
     with console.preparing(), engine(config, console, paths=(path,)) as running:
-        index = source.index(config.schema, segment_bytes=config.segment_bytes, context=task_context(running, console))
+        index = source.index(
+            config.schema,
+            segment_bytes=config.segment_bytes,
+            context=task_context(running, console),
+        )
         return examine(
-            index, path=path, config=config, gates=gates, preprocessor=existing, engine=running, progress=console.progress
+            index,
+            path=path,
+            config=config,
+            gates=gates,
+            preprocessor=existing,
+            engine=running,
+            progress=console.progress,
         )
 
 
@@ -252,21 +324,36 @@ def examine(
     engine: Engine,
     progress: Callable[[str, int, int | None], None],
 ) -> Report:
-    """Build the report of an indexed log, in two passes over its rows, and another over its text if there are invalid lines.
-    Depends on the rows only, not on how the log is divided."""
+    """Build the report of an indexed log, in two passes over its rows, and another over its text if
+    there are invalid lines. Depends on the rows only, not on how the log is divided.
+    """
     if gates.max_bad_fraction is None:
         gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
     slices_by, slices = slices_of(index)
-    categories = examine_categories(index, slices, config=config, preprocessor=preprocessor, engine=engine, progress=progress)
+    categories = examine_categories(
+        index, slices, config=config, preprocessor=preprocessor, engine=engine, progress=progress
+    )
     first = next((slice_ for slice_ in slices if slice_.stop > slice_.start), Slice("", 0, 0))
     # One in 2^shift row hashes, stored twice while they are collected, fits the memory.
-    shift = max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length()) if index.rows else 0
+    shift = (
+        max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length())
+        if index.rows
+        else 0
+    )
     edges = _edges(index, first, config.schema, engine)
     rules = () if preprocessor is None else preprocessor.dense
     job = StatsJob(
-        config.schema, num_slices=len(slices), edges=edges, top=categories.top, hash_shift=shift, rules=rules, num_rows=index.rows
+        config.schema,
+        num_slices=len(slices),
+        edges=edges,
+        top=categories.top,
+        hash_shift=shift,
+        rules=rules,
+        num_rows=index.rows,
     )
-    stats, hashes = _count_stats(index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows))
+    stats, hashes = _count_stats(
+        index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows)
+    )
     schema = config.schema
     drift = data_report.drift_of(stats, schema)
     dense = data_report.dense_columns(stats, schema, drift, rules)
@@ -290,7 +377,11 @@ def examine(
         "sparse": data_report.sparse_columns(stats, schema, drift, categories.columns),
         "slices_by": slices_by,
         "unknown_to": categories.unknown_to,
-        "duplicates": {"rate": data_report.duplicate_rate(hashes), "rows": len(hashes), "sampled": 1 / (1 << job.hash_shift)},
+        "duplicates": {
+            "rate": data_report.duplicate_rate(hashes),
+            "rows": len(hashes),
+            "sampled": 1 / (1 << job.hash_shift),
+        },
         "gates": gates.to_dict(),
     }
     return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))

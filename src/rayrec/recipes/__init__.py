@@ -1,4 +1,6 @@
-"""Recipes: functions that return a complete run configuration. Files in this folder are discovered automatically."""
+"""Recipes: functions that return a complete run configuration. Files in this folder are discovered
+automatically.
+"""
 
 import difflib
 import importlib
@@ -35,18 +37,26 @@ def __getattr__(name: str) -> Recipe:
     raise AttributeError(f"module 'rayrec.recipes' has no recipe '{name}'")
 
 
-def load_config(text: str, *, recipe: Recipe | Sequence[Recipe] | None = None, source: str = "config") -> TrainConfig:
-    """Load a configuration from YAML text as written by `TrainConfig.to_yaml`, or a part of it. The recipe it names supplies all
-    classes and defaults. The text supplies plain values only. `recipe` is a recipe defined outside rayrec, or several to choose
-    from. `source` is named in errors. Raises InputError for invalid YAML, an unknown or different recipe, and invalid fields."""
+def load_config(
+    text: str, *, recipe: Recipe | Sequence[Recipe] | None = None, source: str = "config"
+) -> TrainConfig:
+    """Load a configuration from YAML text as written by `TrainConfig.to_yaml`, or a part of it. The
+    recipe it names supplies all classes and defaults. The text supplies plain values only. `recipe`
+    is a recipe defined outside rayrec, or several to choose from. `source` is named in errors.
+    Raises InputError for invalid YAML, an unknown or different recipe, and invalid fields.
+    """
     import yaml
 
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
-        raise InputError(f"{source}: not YAML ({one_line(error)}). `rayrec config RECIPE` prints a valid file.") from None
+        raise InputError(
+            f"{source}: not YAML ({one_line(error)}). `rayrec config RECIPE` prints a valid file."
+        ) from None
     if not isinstance(values, dict) or "recipe" not in values:
-        raise InputError(f"{source}: must name a recipe. Add a line `recipe: NAME` with one of {', '.join(ALL)}.")
+        raise InputError(
+            f"{source}: must name a recipe. Add a line `recipe: NAME` with one of {', '.join(ALL)}."
+        )
     for field in values:
         if not isinstance(field, str):
             raise InputError(f"{source}: field names must be strings, got {field!r}")
@@ -63,7 +73,9 @@ def load_config(text: str, *, recipe: Recipe | Sequence[Recipe] | None = None, s
 
 
 def find(name: str) -> Recipe:
-    """Return the recipe of a name, or of FILE.py:FUNCTION, a user function without arguments. Raises InputError if not found."""
+    """Return the recipe of a name, or of FILE.py:FUNCTION, a user function without arguments.
+    Raises InputError if not found.
+    """
     return function_in_file(name, returns=TrainConfig) if is_in_file(name) else _built_in(name)
 
 
@@ -72,4 +84,6 @@ def _built_in(name: object, *, where: str = "") -> Recipe:
         return ALL[name]
     close_matches = difflib.get_close_matches(str(name), ALL, n=1)
     hint = f"did you mean '{close_matches[0]}'? " if close_matches else ""
-    raise InputError(f"{where}no recipe {name!r}; {hint}Use one of {', '.join(ALL)}, or FILE.py:FUNCTION.")
+    raise InputError(
+        f"{where}no recipe {name!r}; {hint}Use one of {', '.join(ALL)}, or FILE.py:FUNCTION."
+    )

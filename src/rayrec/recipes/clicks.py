@@ -21,7 +21,9 @@ PLACEHOLDER_OF_LISTS = PlaceholderSchema(
 
 
 def clicks(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> TrainConfig:
-    """Train a DLRM with cross layers on your own log (CSV or Parquet) with columns from a schema file: --schema FILE."""
+    """Train a DLRM with cross layers on your own log (CSV or Parquet) with columns from a schema
+    file: --schema FILE.
+    """
     model = DLRMConfig(
         interaction="cross",
         embedding_dim=16,
@@ -33,16 +35,24 @@ def clicks(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> Train
     )
     tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005)
     config = adam_config("clicks", path, RAYREC, model, tables, schema=read_schema(schema))
-    # On a small log, a network that overfits still ranks well when its probabilities are already too extreme.
-    return config.replace(epochs=3, batch_size=1024, min_steps_per_epoch=512, workload={"best_metric": "logloss"})
+    # On a small log, a network that overfits still ranks well when its probabilities are already
+    # too extreme.
+    return config.replace(
+        epochs=3, batch_size=1024, min_steps_per_epoch=512, workload={"best_metric": "logloss"}
+    )
 
 
 def clicks_din(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LISTS) -> TrainConfig:
     """Train DIN on your own log, with a list of earlier items in its schema file: --schema FILE."""
     from rayrec.models.ranking.din import DINConfig
 
-    workload = {"model": DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64)), "dense_optimizer": {"learning_rate": 0.003}}
-    return clicks(path, schema).replace(recipe="clicks_din", workload=workload, min_steps_per_epoch=128)
+    workload = {
+        "model": DINConfig(embedding_dim=16, attention=(64,), mlp=(128, 64)),
+        "dense_optimizer": {"learning_rate": 0.003},
+    }
+    return clicks(path, schema).replace(
+        recipe="clicks_din", workload=workload, min_steps_per_epoch=128
+    )
 
 
 RECIPES = (clicks, clicks_din)

@@ -23,8 +23,11 @@ def next_item(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LIS
 
     tables = SparseOptimizerConfig(kind="adam", learning_rate=0.001)
     preset = RAYREC.replace(min_count=1)  # A separate id for each training item
-    config = adam_config("next_item", path, preset, SASRecConfig(), tables, schema=read_schema(schema))
-    # At the full rate, NDCG@10 varies by a tenth from epoch to epoch, and early stopping selects such an epoch.
+    config = adam_config(
+        "next_item", path, preset, SASRecConfig(), tables, schema=read_schema(schema)
+    )
+    # At the full rate, NDCG@10 varies by a tenth from epoch to epoch, and early stopping selects
+    # such an epoch.
     schedule = LearningRateSchedule(decay_fraction=0.6, decay="cosine")
     workload = {"table_start": TableInit(kind="normal", std=0.02), "schedule": schedule}
     rounds = {"epochs": 30, "batch_size": 128, "eval_batch_size": 256, "evaluations_per_epoch": 1}
@@ -35,8 +38,17 @@ def two_tower(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> Tr
     """Train user and item vectors on rows of a user and a chosen item: --schema FILE."""
     from rayrec.models.retrieval.two_tower import TwoTowerConfig
 
-    workload = {"model": TwoTowerConfig(), "sparse_optimizer": {"kind": "sparse_adam"}, "schedule": LearningRateSchedule()}
-    larger = {"epochs": 20, "batch_size": 1024, "eval_batch_size": 1024, "early_stopping": {"patience": 3}}
+    workload = {
+        "model": TwoTowerConfig(),
+        "sparse_optimizer": {"kind": "sparse_adam"},
+        "schedule": LearningRateSchedule(),
+    }
+    larger = {
+        "epochs": 20,
+        "batch_size": 1024,
+        "eval_batch_size": 1024,
+        "early_stopping": {"patience": 3},
+    }
     return next_item(path, schema).replace(recipe="two_tower", workload=workload, **larger)
 
 

@@ -1,4 +1,6 @@
-"""HTTP application on Starlette: an ASGI callable that depends neither on Ray nor on the HTTP server."""
+"""HTTP application on Starlette: an ASGI callable that depends neither on Ray nor on the HTTP
+server.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,15 @@ SCORE: Final = "/v1/score"
 
 
 def _response(
-    content: bytes, status: int = 200, *, media_type: str = "application/json", headers: Mapping[str, str] | None = None
+    content: bytes,
+    status: int = 200,
+    *,
+    media_type: str = "application/json",
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    return Response(content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type)
+    return Response(
+        content, status, {"x-content-type-options": "nosniff", **(headers or {})}, media_type
+    )
 
 
 @final
@@ -61,7 +69,9 @@ class ScoringApp:
         token_digest: bytes | None = None,
         collect: Callable[[], Awaitable[Snapshot]] | None = None,
     ) -> None:
-        """`token_digest` is the SHA-256 of the bearer token. `collect` returns the counters of all replicas, if several."""
+        """`token_digest` is the SHA-256 of the bearer token. `collect` returns the counters of all
+        replicas, if several.
+        """
         self._models, self._counters, self._config = models, counters, config
         self._token_digest, self._collect = token_digest, collect
         self.held_bytes = 0
@@ -103,9 +113,14 @@ class ScoringApp:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if offers_upgrade:
-                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                    message = {
+                        **message,
+                        "headers": [*message["headers"], (b"connection", b"close")],
+                    }
                 route = scope.get("route")
-                self._counters.requests.labels(route.path if route else "other", message["status"]).inc()
+                self._counters.requests.labels(
+                    route.path if route else "other", message["status"]
+                ).inc()
             await send(message)
 
         await self._app(scope, receive, counted)
@@ -115,9 +130,14 @@ class ScoringApp:
         if scope["type"] == "http":
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
-                raise RequestError(400, f"a request must have one header Host, got {len(hosts)}", headers=_CLOSE)
+                raise RequestError(
+                    400, f"a request must have one header Host, got {len(hosts)}", headers=_CLOSE
+                )
             if hosts and not self._config.is_allowed_host(hosts[0]):
-                message = f"host {shorten(hosts[0])} is not allowed; add it to the server's --allowed-hosts (allowed_hosts)"
+                message = (
+                    f"host {shorten(hosts[0])} is not allowed; add it to the server's "
+                    "--allowed-hosts (allowed_hosts)"
+                )
                 raise RequestError(421, message)
         await self._router(scope, receive, send)
 
@@ -130,7 +150,9 @@ class ScoringApp:
         digest = hashlib.sha256(token.encode("latin-1").strip()).digest()
         if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._token_digest):
             challenge = {"www-authenticate": "Bearer"}
-            raise RequestError(401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge)
+            raise RequestError(
+                401, "a bearer token is needed: Authorization: Bearer TOKEN", headers=challenge
+            )
 
     async def _unrouted(self, request: Request, error: Exception) -> Response:
         """Return the error for an unknown path or a wrong method."""
@@ -138,9 +160,15 @@ class ScoringApp:
         if error.status_code == 405:
             route = request.scope["route"]
             allowed = sorted(route.methods)
-            error = RequestError(405, f"{route.path} accepts only {' and '.join(allowed)}", headers={"allow": ", ".join(allowed)})
+            error = RequestError(
+                405,
+                f"{route.path} accepts only {' and '.join(allowed)}",
+                headers={"allow": ", ".join(allowed)},
+            )
         else:
-            error = RequestError(404, f"path not found; paths are {', '.join(route.path for route in self._routes)}")
+            error = RequestError(
+                404, f"path not found; paths are {', '.join(route.path for route in self._routes)}"
+            )
         return await _error_response(request, error)
 
     # -- paths
@@ -159,26 +187,39 @@ class ScoringApp:
             content = await self._read(request, deadline_s, take=lambda chunk: take(weigh(chunk)))
             start = time.perf_counter()
             try:
-                opened = partial(open_body, content, **form, schema=schema, max_rows=self._config.max_rows)
+                opened = partial(
+                    open_body, content, **form, schema=schema, max_rows=self._config.max_rows
+                )
                 # Parsing a large body would block the event loop.
-                body = await loop.run_in_executor(None, opened) if len(content) > _INLINE_BYTES else opened()
+                body = (
+                    await loop.run_in_executor(None, opened)
+                    if len(content) > _INLINE_BYTES
+                    else opened()
+                )
                 async with asyncio.timeout_at(deadline_s):
                     answer = await self._batcher.submit(body)
                 return _response(answer.to_json(columns=with_columns))
             except TimeoutError:
-                raise RequestError(504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows") from None
+                raise RequestError(
+                    504, f"not scored within {self._config.time_limit_s:g} s; send fewer rows"
+                ) from None
             finally:
                 self._counters.request_seconds.observe(time.perf_counter() - start)
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves memory for one request until the context ends. It raises RequestError at a limit."""
+        """Yield a function that reserves memory for one request until the context ends. It raises
+        RequestError at a limit.
+        """
         reserved = 0
 
         def take(num_bytes: int) -> None:
             nonlocal reserved
             if reserved + num_bytes > self.max_held_bytes:
-                message = f"the rows take more than {self.max_held_bytes} bytes of memory; send them in several requests"
+                message = (
+                    f"the rows take more than {self.max_held_bytes} bytes of memory; send them in "
+                    "several requests"
+                )
                 raise RequestError(413, message, headers=_CLOSE)
             if self.held_bytes + num_bytes > self.max_held_bytes:
                 raise RequestError(503, "too much memory is in use; retry later", headers=_LATER)
@@ -190,10 +231,16 @@ class ScoringApp:
         finally:
             self.held_bytes -= reserved
 
-    async def _read(self, request: Request, deadline_s: float, *, take: Callable[[bytes], None]) -> bytes:
-        """Read the request body, limited by received bytes, regardless of the announced length. Calls `take` with each chunk."""
+    async def _read(
+        self, request: Request, deadline_s: float, *, take: Callable[[bytes], None]
+    ) -> bytes:
+        """Read the request body, limited by received bytes, regardless of the announced length.
+        Calls `take` with each chunk.
+        """
         max_bytes = self._config.max_body_bytes
-        too_large = RequestError(413, f"more than {max_bytes} bytes; send the rows in several requests", headers=_CLOSE)
+        too_large = RequestError(
+            413, f"more than {max_bytes} bytes; send the rows in several requests", headers=_CLOSE
+        )
         announced = request.headers.get("content-length", "")
         chunks = request.stream()
         if announced.isdecimal() and int(announced[:20]) > max_bytes:
@@ -213,7 +260,9 @@ class ScoringApp:
                     take(chunk)
             return b"".join(parts)
         except TimeoutError:
-            raise RequestError(408, "the request was not complete in time", headers=_CLOSE) from None
+            raise RequestError(
+                408, "the request was not complete in time", headers=_CLOSE
+            ) from None
 
     async def _health(self, request: Request) -> Response:
         version = self._models.model.version if self._models.ready else None
@@ -224,11 +273,16 @@ class ScoringApp:
             raise _NOT_READY
         await self._announcement()
         model = self._models.model
-        return _response(orjson.dumps({"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}))
+        return _response(
+            orjson.dumps(
+                {"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}
+            )
+        )
 
     async def _announcement(self) -> None:
-        """Wait until the command has printed the server's address: a moment for a client that has read it. No other client finds
-        the server ready before."""
+        """Wait until the command has printed the server's address: a moment for a client that has
+        read it. No other client finds the server ready before.
+        """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _ANNOUNCEMENT_S
         while not self._models.announced:
@@ -245,7 +299,9 @@ class ScoringApp:
         self._check_token(request)
         model = self._models.model
         if self._document[0] is not model:
-            content = orjson.dumps(document(model, config=self._config, with_token=self._token_digest is not None))
+            content = orjson.dumps(
+                document(model, config=self._config, with_token=self._token_digest is not None)
+            )
             self._document = (model, content)
         return _response(self._document[1])
 
@@ -266,15 +322,18 @@ class ScoringApp:
 
 @functools.cache
 def _read_page() -> tuple[bytes, Mapping[str, str]]:
-    """Return the page at /, which needs no other file, and headers that allow only its inline style and script."""
+    """Return the page at /, which needs no other file, and headers that allow only its inline style
+    and script.
+    """
     content = resources.files(__package__).joinpath("try.html").read_bytes()
     hashes = {
         tag: base64.b64encode(hashlib.sha256(text).digest()).decode()
         for tag, text in re.findall(rb"<(style|script)>(.*?)</\1>", content, re.DOTALL)
     }
     policy = (
-        f"default-src 'none'; style-src 'sha256-{hashes[b'style']}'; script-src 'sha256-{hashes[b'script']}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; style-src 'sha256-{hashes[b'style']}'; script-src "
+        f"'sha256-{hashes[b'script']}'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )
     return content, {"content-security-policy": policy, "referrer-policy": "no-referrer"}
 
@@ -284,22 +343,28 @@ _LATER: Final = {**_CLOSE, "retry-after": "1"}
 _INLINE_BYTES: Final = 1 << 20
 _DRAIN_S: Final = 1.0
 _DRAIN_FACTOR: Final = 4
-"""Maximum bytes read of a body that is too large, relative to the largest body. The listener ends at twice that."""
+"""Maximum bytes read of a body that is too large, relative to the largest body. The listener ends
+at twice that.
+"""
 _ANNOUNCEMENT_S: Final = 2.0
 _ANNOUNCEMENT_POLL_S: Final = 0.01
 _NOT_READY: Final = RequestError(503, "no model is loaded yet", headers={"retry-after": "1"})
 
 
 def json_memory(text: bytes, *, schema: Schema) -> int:
-    """Estimate the maximum memory of JSON text until it is answered, in bytes. Parsed by CPython, an object with one member takes
-    232 bytes, a list with one item 80, a short string or number up to 16 per byte. A category in a list takes up to 64 more when
-    it becomes a token and an id. The row limit bounds all other memory."""
+    """Estimate the maximum memory of JSON text until it is answered, in bytes. Parsed by CPython,
+    an object with one member takes 232 bytes, a list with one item 80, a short string or number up
+    to 16 per byte. A category in a list takes up to 64 more when it becomes a token and an id. The
+    row limit bounds all other memory.
+    """
     num_bytes = 16 * len(text) + 232 * count_byte(text, ord("{")) + 80 * count_byte(text, ord("["))
     return num_bytes + 64 * count_byte(text, ord(",")) if schema.lists else num_bytes
 
 
 def text_memory(text: bytes, *, schema: Schema) -> int:
-    """Estimate the maximum memory of TSV or CSV: 8 bytes per byte, and 40 more per category in a list."""
+    """Estimate the maximum memory of TSV or CSV: 8 bytes per byte, and 40 more per category in a
+    list.
+    """
     num_bytes = 8 * len(text)
     marks = set("".join(schema.list_mark(name).replace(BRACKETS, ", ") for name in schema.lists))
     return num_bytes + 40 * sum(text.count(mark.encode()) for mark in marks)
@@ -316,18 +381,26 @@ async def _drain(chunks: AsyncIterator[bytes], max_bytes: int) -> None:
 
 
 def _form(request: Request) -> dict[str, Any]:
-    """Return the body format and, if specified by the client, whether CSV has a header (RFC 4180) and lines have a label."""
-    media_type, *parameters = (part.strip() for part in request.headers.get("content-type", "").lower().split(";"))
+    """Return the body format and, if specified by the client, whether CSV has a header (RFC 4180)
+    and lines have a label.
+    """
+    media_type, *parameters = (
+        part.strip() for part in request.headers.get("content-type", "").lower().split(";")
+    )
     if media_type not in FORMATS:
         raise RequestError(415, f"the content type must be one of {', '.join(FORMATS)}")
     form: dict[str, Any] = {"format": FORMATS[media_type]}
-    valid_parameters = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[FORMATS[media_type]]
+    valid_parameters = {"json": (), "tsv": ("label",), "csv": ("header", "label")}[
+        FORMATS[media_type]
+    ]
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         value = value.strip('"')
         if name in valid_parameters:
             if value not in ("present", "absent"):
-                raise RequestError(415, f"the parameter {name} of {media_type} must be present or absent")
+                raise RequestError(
+                    415, f"the parameter {name} of {media_type} must be present or absent"
+                )
             form[name] = value == "present"
         if name == "charset" and value not in ("utf-8", "utf8", "us-ascii"):
             raise RequestError(415, "the charset must be utf-8")
@@ -352,9 +425,13 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Log the cause of an unexpected error, which the answer does not show. The server continues."""
+    """Log the cause of an unexpected error, which the answer does not show. The server
+    continues.
+    """
     _log.error("Request failed", exc_info=error)
-    return await _error_response(request, RequestError(500, "the request failed; the server's log has the cause"))
+    return await _error_response(
+        request, RequestError(500, "the request failed; the server's log has the cause")
+    )
 
 
 async def _disconnected(request: Request, error: Exception) -> Any:

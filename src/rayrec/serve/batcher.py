@@ -1,5 +1,7 @@
-"""Dynamic batching without delay: requests that arrive while the model is busy form the next batch. Small batches are scored in
-the event loop, because a round trip to a thread takes longer than scoring."""
+"""Dynamic batching without delay: requests that arrive while the model is busy form the next batch.
+Small batches are scored in the event loop, because a round trip to a thread takes longer than
+scoring.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,21 @@ class _Job:
 class Batcher:
     """Request queue that feeds the model in order. Use it from one event loop."""
 
-    def __init__(self, score: Callable[[Sequence[RequestBody]], Outcomes], config: ServeConfig) -> None:
-        """`score` returns one answer per body and is called by one thread at a time. Batches of a single body have no limits."""
-        self._score, self._max_batch_rows, self._max_batch_bytes = score, config.max_batch_rows, config.max_batch_bytes
-        self._max_waiting_rows, self._max_waiting_requests = config.max_waiting_rows, config.max_waiting_requests
+    def __init__(
+        self, score: Callable[[Sequence[RequestBody]], Outcomes], config: ServeConfig
+    ) -> None:
+        """`score` returns one answer per body and is called by one thread at a time. Batches of a
+        single body have no limits.
+        """
+        self._score, self._max_batch_rows, self._max_batch_bytes = (
+            score,
+            config.max_batch_rows,
+            config.max_batch_bytes,
+        )
+        self._max_waiting_rows, self._max_waiting_requests = (
+            config.max_waiting_rows,
+            config.max_waiting_requests,
+        )
         self._waiting: deque[_Job] = deque()
         self._at_work = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
@@ -51,10 +64,15 @@ class Batcher:
         return len(self._waiting)
 
     async def submit(self, body: RequestBody) -> ScoreResponse:
-        """Score a body. Raises RequestError if `score` rejects it or the queue is full. Cancel to stop waiting."""
+        """Score a body. Raises RequestError if `score` rejects it or the queue is full. Cancel to
+        stop waiting.
+        """
         too_many = len(self._waiting) >= self._max_waiting_requests
-        # An empty queue accepts a body larger than the limit, which would never be scored otherwise.
-        if too_many or (self._waiting and self.waiting_rows + body.num_rows > self._max_waiting_rows):
+        # An empty queue accepts a body larger than the limit, which would never be scored
+        # otherwise.
+        if too_many or (
+            self._waiting and self.waiting_rows + body.num_rows > self._max_waiting_rows
+        ):
             raise RequestError(503, "too many rows are waiting; retry later", headers=_RETRY)
         job = _Job(body, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
@@ -75,7 +93,10 @@ class Batcher:
         """Score waiting batches until none is left or one runs in the thread."""
         while jobs := self._next():
             bodies = [job.body for job in jobs]
-            num_rows, num_bytes = sum(body.num_rows for body in bodies), sum(body.num_bytes for body in bodies)
+            num_rows, num_bytes = (
+                sum(body.num_rows for body in bodies),
+                sum(body.num_bytes for body in bodies),
+            )
             if num_rows > INLINE_ROWS or num_bytes > INLINE_BYTES:
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))
@@ -101,7 +122,11 @@ class Batcher:
 
     def _finish(self, jobs: list[_Job], done: asyncio.Future[Outcomes]) -> None:
         self._begin()  # First, so that the thread has work while answers are written
-        error = RequestError(503, "the server is stopping", headers=_RETRY) if done.cancelled() else done.exception()
+        error = (
+            RequestError(503, "the server is stopping", headers=_RETRY)
+            if done.cancelled()
+            else done.exception()
+        )
         _answer(jobs, error or done.result())
 
     def close(self) -> None:

@@ -30,11 +30,15 @@ class ServeConfig(Config):
     port: Annotated[int, Ge(1), Le(65535)] = 8000
     """Port to listen at."""
     allowed_hosts: tuple[str, ...] = ()
-    """Additional server names in the header Host, such as api.example.org or *.example.org. * allows any. Loopback names and
-    `host` are always allowed, and any IP address if `host` is 0.0.0.0."""
+    """Additional server names in the header Host, such as api.example.org or *.example.org. *
+    allows any. Loopback names and `host` are always allowed, and any IP address if `host` is
+    0.0.0.0.
+    """
     ingress: Literal["auto", "serve", "direct"] = "auto"
-    """Route of requests to the replicas. serve: Ray Serve's proxies; direct: replicas listen themselves, which is many times as
-    fast; auto: direct on a private local Ray, serve on a cluster."""
+    """Route of requests to the replicas. serve: Ray Serve's proxies; direct: replicas listen
+    themselves, which is many times as fast; auto: direct on a private local Ray, serve on a
+    cluster.
+    """
     replicas: Count = 1
     """Number of processes, each with a copy of the model."""
     cpus_per_replica: Positive = 1.0
@@ -54,10 +58,14 @@ class ServeConfig(Config):
     max_waiting_requests: Count = 512
     """Maximum waiting requests per replica. More are answered with 503."""
     max_held_bytes: Count = 1 << 30
-    """Maximum memory of unanswered requests per replica, in bytes (8 to 80 times their length, most for lists of categories).
-    Beyond it the answer is 503, or 413 if one request alone exceeds it."""
+    """Maximum memory of unanswered requests per replica, in bytes (8 to 80 times their length, most
+    for lists of categories). Beyond it the answer is 503, or 413 if one request alone exceeds
+    it.
+    """
     time_limit_s: Positive = 10.0
-    """Maximum seconds from a request's first byte to its answer. Late requests are answered with 408 if incomplete, else 504."""
+    """Maximum seconds from a request's first byte to its answer. Late requests are answered with
+    408 if incomplete, else 504.
+    """
     token_file: str | None = None
     """File with the bearer token that requests must have."""
     token_env: str | None = None
@@ -69,14 +77,22 @@ class ServeConfig(Config):
         super().__post_init__()
         for name in self.allowed_hosts:
             if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|[0-9A-Fa-f]*(:[0-9A-Fa-f.]*){2,}", name):
-                raise InputError(f"allowed_hosts: must be names without scheme and port, such as api.example.org, got {name!r}")
+                raise InputError(
+                    "allowed_hosts: must be names without scheme and port, such as "
+                    f"api.example.org, got {name!r}"
+                )
         if self.recipe is not None and not is_in_file(self.recipe):
-            raise InputError(f"recipe: must be FILE.py:FUNCTION, got {self.recipe!r}. Leave it out for rayrec's models.")
+            raise InputError(
+                f"recipe: must be FILE.py:FUNCTION, got {self.recipe!r}. Leave it out for "
+                "rayrec's models."
+            )
         if self.token_file and self.token_env:
             raise InputError("token_file: must not be set together with token_env")
 
     def token_digest(self) -> bytes | None:
-        """Return the SHA-256 of the bearer token, None without one. Raises InputError if it is configured but empty."""
+        """Return the SHA-256 of the bearer token, None without one. Raises InputError if it is
+        configured but empty.
+        """
         if self.token_file:
             token = storage.read_bytes(self.token_file).strip()
             source = self.token_file
@@ -86,11 +102,16 @@ class ServeConfig(Config):
         else:
             return None
         if not token:
-            raise InputError(f"{source}: token not found. Store one there, such as the output of `openssl rand -hex 32`.")
+            raise InputError(
+                f"{source}: token not found. Store one there, such as the output of `openssl rand "
+                "-hex 32`."
+            )
         return hashlib.sha256(token).digest()
 
     def is_allowed_host(self, value: str) -> bool:
-        """Return whether the header Host names this server. Rejecting other names prevents DNS rebinding by web pages."""
+        """Return whether the header Host names this server. Rejecting other names prevents DNS
+        rebinding by web pages.
+        """
         match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]*)?", value.lower())
         if match is None:
             return False

@@ -1,6 +1,8 @@
-"""Model changes of a running server: all replicas load the new model, then all switch to it, or the change is rejected. The
-process that requests a change calls all replicas at once. No model answers before every replica has loaded it. The register, an
-actor of the deployment, stores the accepted state. Replicas report to it every two seconds, so that new ones catch up."""
+"""Model changes of a running server: all replicas load the new model, then all switch to it, or the
+change is rejected. The process that requests a change calls all replicas at once. No model answers
+before every replica has loaded it. The register, an actor of the deployment, stores the accepted
+state. Replicas report to it every two seconds, so that new ones catch up.
+"""
 
 from __future__ import annotations  # Evaluated ones would be pickled with Register, and need rayrec
 
@@ -35,9 +37,11 @@ _MAX_FAILURES: Final = 8
 
 @final
 class Register:
-    """Actor with the desired and actual models of all replicas, and the counters of replicas that are gone. After a failure Ray
-    Serve starts another, which recovers the desired models from the replicas' reports. Ray Serve sends its code to processes that
-    may not have rayrec, so it uses nothing of rayrec at module level."""
+    """Actor with the desired and actual models of all replicas, and the counters of replicas that
+    are gone. After a failure Ray Serve starts another, which recovers the desired models from the
+    replicas' reports. Ray Serve sends its code to processes that may not have rayrec, so it uses
+    nothing of rayrec at module level.
+    """
 
     def __init__(self, started_serve: bool = False) -> None:
         """`started_serve` is whether Ray Serve was started for this server and ends with it."""
@@ -53,15 +57,25 @@ class Register:
         """Replica that applies a new application configuration."""
 
     def report(
-        self, replica: str, newest: DesiredState, status: Status, snapshot: Snapshot, configured: ConfiguredModels | None
+        self,
+        replica: str,
+        newest: DesiredState,
+        status: Status,
+        snapshot: Snapshot,
+        configured: ConfiguredModels | None,
     ) -> tuple[DesiredState, bool]:
-        """Record a replica's status and its newest known models. Returns the desired models, and whether this replica must apply
-        `configured`, its application configuration, to all."""
+        """Record a replica's status and its newest known models. Returns the desired models, and
+        whether this replica must apply `configured`, its application configuration, to all.
+        """
         self.count(replica, snapshot)
         self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
         self._forget()
         desired = self._wanted
-        if desired is None or newest.rank > desired.rank or (desired.schema is None and newest.configured != desired.configured):
+        if (
+            desired is None
+            or newest.rank > desired.rank
+            or (desired.schema is None and newest.configured != desired.configured)
+        ):
             desired = newest
         if desired.schema is None and status.model == desired.model:
             desired = replace(desired, schema=status.schema)
@@ -82,7 +96,9 @@ class Register:
         return self._wanted if self._wanted and self._wanted.schema else None
 
     def accept(self, new: DesiredState, before: int) -> bool:
-        """Accept a change based on the one with the serial `before`. Returns False if another change came since then."""
+        """Accept a change based on the one with the serial `before`. Returns False if another
+        change came since then.
+        """
         if self._wanted is None or self._wanted.serial not in (before, new.serial):
             return False
         self._wanted, self._leader = new, ""
@@ -100,7 +116,9 @@ class Register:
         self._gone.pop(replica, None)
 
     def collect(self, replica: str, snapshot: Snapshot) -> Snapshot:
-        """Return the summed counters of all replicas, past ones included, after an update by the calling replica."""
+        """Return the summed counters of all replicas, past ones included, after an update by the
+        calling replica.
+        """
         from rayrec.serve.counters import sum_snapshots
 
         self.count(replica, snapshot)
@@ -108,14 +126,22 @@ class Register:
         return sum_snapshots([*self._gone.values(), *self._snapshots.values()])
 
     def waiting(self, new: DesiredState) -> tuple[list[str], str]:
-        """Return the replicas that lack the models, and the cause if one of them cannot load them, else an empty string."""
+        """Return the replicas that lack the models, and the cause if one of them cannot load them,
+        else an empty string.
+        """
         self._forget()
         if self._wanted and self._wanted.serial > new.serial:  # A later change replaced this one
             return [], ""
         missing = [
-            (name, status) for name, status in self._statuses.items() if (status.model, status.shadow) != (new.model, new.shadow)
+            (name, status)
+            for name, status in self._statuses.items()
+            if (status.model, status.shadow) != (new.model, new.shadow)
         ]
-        causes = [status.cause for _, status in missing if status.failed and status.failed in (new.model, new.shadow)]
+        causes = [
+            status.cause
+            for _, status in missing
+            if status.failed and status.failed in (new.model, new.shadow)
+        ]
         return [name for name, _ in missing], (causes or [""])[0]
 
     def serving(self) -> list[str]:
@@ -124,7 +150,9 @@ class Register:
         return [name for name, status in self._statuses.items() if status.model]
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON values: desired models, served models by replica, causes of failures by change."""
+        """Return JSON values: desired models, served models by replica, causes of failures by
+        change.
+        """
         self._forget()
         desired = self._wanted
         return {
@@ -159,14 +187,26 @@ class Register:
 def swap_model(desired: DesiredState, path: str) -> DesiredState:
     """Return the desired models after a swap of the main model."""
     serial = _next(desired)
-    return replace(desired, serial=serial, model=ModelSource(serial, path), previous=desired.model, is_rollback=False)
+    return replace(
+        desired,
+        serial=serial,
+        model=ModelSource(serial, path),
+        previous=desired.model,
+        is_rollback=False,
+    )
 
 
 def revert_model(desired: DesiredState) -> DesiredState:
     """Return the desired models with the previous main model. Raises InputError without one."""
     if desired.previous is None:
         raise InputError("rollback: this server has had no other model since it started")
-    return replace(desired, serial=_next(desired), model=desired.previous, previous=desired.model, is_rollback=True)
+    return replace(
+        desired,
+        serial=_next(desired),
+        model=desired.previous,
+        previous=desired.model,
+        is_rollback=True,
+    )
 
 
 def change_shadow(desired: DesiredState, path: str | None) -> DesiredState:
@@ -176,7 +216,9 @@ def change_shadow(desired: DesiredState, path: str | None) -> DesiredState:
 
 
 def apply_configuration(desired: DesiredState, configured: ConfiguredModels) -> DesiredState:
-    """Return the desired models after a change of the application's configuration. Unchanged fields keep swapped models."""
+    """Return the desired models after a change of the application's configuration. Unchanged fields
+    keep swapped models.
+    """
     before = desired.configured or ConfiguredModels("")
     new = replace(desired, serial=_next(desired), configured=configured)
     path = source_of(configured.model)
@@ -210,12 +252,18 @@ class Control:
     """Client of a running server's register and replicas."""
 
     def __init__(self, application: str, find_register: Callable[[], Any] | None = None) -> None:
-        """`find_register` returns the register's actor or raises ValueError. None searches the cluster."""
+        """`find_register` returns the register's actor or raises ValueError. None searches the
+        cluster.
+        """
         self._application, self._register = application, None
-        self._find = find_register or partial(ray_compat.find_shared_actor, application, APPLICATION, REGISTER)
+        self._find = find_register or partial(
+            ray_compat.find_shared_actor, application, APPLICATION, REGISTER
+        )
 
     def call_register(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
-        """Call a method of the register, and retry while Ray Serve restarts it. Raises InputError if the server was stopped."""
+        """Call a method of the register, and retry while Ray Serve restarts it. Raises InputError
+        if the server was stopped.
+        """
         import ray
         from ray import serve
 
@@ -233,12 +281,17 @@ class Control:
                     raise
                 time.sleep(0.2)
 
-    def change(self, changed: Callable[[DesiredState], DesiredState], *, timeout_s: float = CHANGE_S) -> dict[str, Any]:
-        """Change the models from the current to the state that `changed` returns. Returns `describe` after all have switched.
-        Raises InputError if a replica cannot load a new model. All replicas keep their models then."""
+    def change(
+        self, changed: Callable[[DesiredState], DesiredState], *, timeout_s: float = CHANGE_S
+    ) -> dict[str, Any]:
+        """Change the models from the current to the state that `changed` returns. Returns
+        `describe` after all have switched. Raises InputError if a replica cannot load a new model.
+        All replicas keep their models then.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            while (desired := self.call_register("desired")) is None:  # The first model is being loaded, or the register restarts
+            # The first model is being loaded, or the register restarts
+            while (desired := self.call_register("desired")) is None:
                 _wait(deadline_s, timeout_s)
             new = changed(desired)
             try:
@@ -247,7 +300,9 @@ class Control:
                     break
             except BaseException as error:
                 rejected = new.shadow if new.model == desired.model else new.model
-                self._reject(new, rejected, cause=str(error) if isinstance(error, InputError) else "")
+                self._reject(
+                    new, rejected, cause=str(error) if isinstance(error, InputError) else ""
+                )
                 if isinstance(error, InputError):
                     raise InputError(f"{error} (the current model stays)") from None
                 raise
@@ -262,8 +317,10 @@ class Control:
             _wait(deadline_s, timeout_s)
 
     def _reject(self, new: DesiredState, rejected: ModelSource | None, *, cause: str) -> None:
-        """Free the memory of models that are not accepted and record the cause, if any. Ignores errors: the caller raises the
-        error of the change, which such an error, often its consequence, must neither hide nor delay."""
+        """Free the memory of models that are not accepted and record the cause, if any. Ignores
+        errors: the caller raises the error of the change, which such an error, often its
+        consequence, must neither hide nor delay.
+        """
         with contextlib.suppress(Exception):
             self._call("drop", new, deadline_s=time.monotonic() + _REJECT_S)
         if cause:
@@ -271,7 +328,9 @@ class Control:
                 self.call_register("fail", rejected, cause, timeout_s=_REJECT_S)
 
     def _load(self, new: DesiredState, deadline_s: float, timeout_s: float) -> None:
-        """Make every replica load the models. Repeats the call until it has reached all serving replicas."""
+        """Make every replica load the models. Repeats the call until it has reached all serving
+        replicas.
+        """
         while True:
             results = self._call("load", new, deadline_s=deadline_s)
             if causes := [cause for _, cause in results if cause]:
@@ -280,32 +339,47 @@ class Control:
                 return
             _wait(deadline_s, timeout_s)
 
-    def _call(self, method: str, desired: DesiredState, *, deadline_s: float) -> list[tuple[str, str]]:
-        """Call a method of all running replicas. Returns (replica name, cause of failure or empty). Ignores failed replicas: Ray
-        Serve starts new ones, which load the accepted models."""
+    def _call(
+        self, method: str, desired: DesiredState, *, deadline_s: float
+    ) -> list[tuple[str, str]]:
+        """Call a method of all running replicas. Returns (replica name, cause of failure or empty).
+        Ignores failed replicas: Ray Serve starts new ones, which load the accepted models.
+        """
         import ray
         from ray import serve
 
         server = serve.get_app_handle(self._application)
-        results = ray_compat.call_replicas(server, method, desired, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        results = ray_compat.call_replicas(
+            server, method, desired, timeout_s=max(0.0, deadline_s - time.monotonic())
+        )
         for result in results:
             if isinstance(result, TimeoutError):
-                raise InputError(f"{method}: a replica did not answer in time. See the server's /metrics.")
-            if isinstance(result, BaseException) and not isinstance(result, ray.exceptions.RayActorError):
+                raise InputError(
+                    f"{method}: a replica did not answer in time. See the server's /metrics."
+                )
+            if isinstance(result, BaseException) and not isinstance(
+                result, ray.exceptions.RayActorError
+            ):
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
 
 def _without_other_failures(description: dict[str, Any], new: DesiredState) -> dict[str, Any]:
-    """Return the description with failures to load the models of one change only, not of earlier ones."""
+    """Return the description with failures to load the models of one change only, not of earlier
+    ones.
+    """
     serials = {str(source.serial) for source in (new.model, new.shadow) if source is not None}
-    failures = {serial: cause for serial, cause in description["failures"].items() if serial in serials}
+    failures = {
+        serial: cause for serial, cause in description["failures"].items() if serial in serials
+    }
     return {**description, "failures": failures}
 
 
 def _wait(deadline_s: float, timeout_s: float) -> None:
     if time.monotonic() > deadline_s:
-        raise InputError(f"not all replicas have switched within {timeout_s:g} s. See the server's /metrics.")
+        raise InputError(
+            f"not all replicas have switched within {timeout_s:g} s. See the server's /metrics."
+        )
     time.sleep(0.1)
 
 
@@ -313,8 +387,10 @@ def _wait(deadline_s: float, timeout_s: float) -> None:
 
 
 def swap(path: str, *, address: str | None) -> dict[str, Any]:
-    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves once all replicas do. Raises
-    InputError if no server runs, or if the model cannot be loaded or has other columns. The old model stays then."""
+    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves
+    once all replicas do. Raises InputError if no server runs, or if the model cannot be loaded or
+    has other columns. The old model stays then.
+    """
     source = source_of(path)
     return _changed(address, lambda desired: swap_model(desired, source))
 
@@ -325,13 +401,17 @@ def roll_back(*, address: str | None) -> dict[str, Any]:
 
 
 def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
-    """Set or, with None, remove the shadow model of a cluster's server, which scores every row too."""
+    """Set or, with None, remove the shadow model of a cluster's server, which scores every row
+    too.
+    """
     source = source_of(path) if path else None
     return _changed(address, lambda desired: change_shadow(desired, source), version="shadow")
 
 
 def stop(*, address: str | None) -> dict[str, Any]:
-    """Stop a cluster's server after it has answered its requests, even if its own process was killed. Returns what it served."""
+    """Stop a cluster's server after it has answered its requests, even if its own process was
+    killed. Returns what it served.
+    """
     with _reached(address) as server:
         description = dict(server.call_register("describe"))
         end(started_serve=server.call_register("started_serve"))
@@ -347,7 +427,9 @@ def end(*, started_serve: bool) -> None:
         serve.shutdown()
 
 
-def _changed(address: str | None, changed: Callable[[DesiredState], DesiredState], *, version: str = "model") -> dict[str, Any]:
+def _changed(
+    address: str | None, changed: Callable[[DesiredState], DesiredState], *, version: str = "model"
+) -> dict[str, Any]:
     with _reached(address) as server:
         description = server.change(changed)
         versions = [replica[version] for replica in description["replicas"].values()]
@@ -363,7 +445,10 @@ def _reached(address: str | None) -> Iterator[Control]:
     was_connected = ray.is_initialized()
     address = address or os.environ.get("RAY_ADDRESS")
     if address in (None, "", "local") and not was_connected:
-        raise InputError("cluster.address: needed to find the server. Use the address that `rayrec serve` printed.")
+        raise InputError(
+            "cluster.address: needed to find the server. Use the address that `rayrec serve` "
+            "printed."
+        )
     if not was_connected:
         quieten()
     connection.connect(address)
@@ -377,7 +462,9 @@ def _reached(address: str | None) -> Iterator[Control]:
 
 
 def quieten() -> None:
-    """Send Ray Serve's logs to its files only. Call it before Ray starts, whose processes inherit the setting."""
+    """Send Ray Serve's logs to its files only. Call it before Ray starts, whose processes inherit
+    the setting.
+    """
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)

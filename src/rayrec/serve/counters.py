@@ -41,23 +41,44 @@ class Counters:
         histogram: Callable[..., Histogram] = partial(Histogram, **common)
         models = "Replicas that serve a model, by its version and Preprocessor."
         self.replicas = gauge("replicas", models, ["model", "preprocessor"])
-        self.requests = counter("requests_total", "Answered requests, by path and status.", ["path", "status"])
+        self.requests = counter(
+            "requests_total", "Answered requests, by path and status.", ["path", "status"]
+        )
         seconds = "From the last byte of a scoring request to its answer."
         self.request_seconds = histogram("request_seconds", seconds, buckets=SECONDS)
         self.rows = counter("rows_total", "Scored rows, by the version of the model.", ["model"])
-        self.batch_rows = histogram("batch_rows", "Rows the model scored in one batch.", buckets=ROWS)
-        self.forward_seconds = histogram("forward_seconds", "Reading, encoding and scoring of one batch.", buckets=SECONDS)
+        self.batch_rows = histogram(
+            "batch_rows", "Rows the model scored in one batch.", buckets=ROWS
+        )
+        self.forward_seconds = histogram(
+            "forward_seconds", "Reading, encoding and scoring of one batch.", buckets=SECONDS
+        )
         self.waiting_rows = gauge("waiting_rows", "Rows that wait for the model.")
         self.waiting_requests = gauge("waiting_requests", "Requests that wait for the model.")
-        self.unknown = counter("unknown_total", "Categories that the vocabulary does not contain, by column.", ["column"])
-        self.numbers = counter("numbers_total", "Numbers of columns with bounds, by column.", ["column"])
+        self.unknown = counter(
+            "unknown_total",
+            "Categories that the vocabulary does not contain, by column.",
+            ["column"],
+        )
+        self.numbers = counter(
+            "numbers_total", "Numbers of columns with bounds, by column.", ["column"]
+        )
         help_text = "Numbers beyond the range of the training rows, used as its end, by column."
         self.clipped = counter("clipped_total", help_text, ["column"])
-        swaps = "Model changes of replicas: done (swapped), rolled_back, or failed (a model could not be loaded)."
+        swaps = (
+            "Model changes of replicas: done (swapped), rolled_back, or failed (a model could not "
+            "be loaded)."
+        )
         self.swaps = counter("swaps_total", swaps, ["outcome"])
-        self.shadow_rows = counter("shadow_rows_total", "Rows scored with the shadow model too, by its version.", ["model"])
-        self.shadow_dropped_rows = counter("shadow_dropped_rows_total", "Rows the shadow model was too slow for.")
-        self.shadow_failures = counter("shadow_failures_total", "Batches the shadow model failed at.")
+        self.shadow_rows = counter(
+            "shadow_rows_total", "Rows scored with the shadow model too, by its version.", ["model"]
+        )
+        self.shadow_dropped_rows = counter(
+            "shadow_dropped_rows_total", "Rows the shadow model was too slow for."
+        )
+        self.shadow_failures = counter(
+            "shadow_failures_total", "Batches the shadow model failed at."
+        )
         self.shadow_score_difference = _BulkHistogram(
             "rayrec_serve_shadow_score_difference",
             "|score of the shadow model - score in the answer|, one for each row.",
@@ -68,7 +89,9 @@ class Counters:
     def snapshot(self) -> Snapshot:
         families = tuple(self._registry.collect())
         for family in families:  # Creation times cannot be summed over replicas
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
         return Snapshot(families)
 
 
@@ -83,8 +106,12 @@ class _BulkHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, values: np.ndarray) -> None:
-        """Count values, float64 [any shape]. NaN counts as above all bounds and is left out of the sum."""
-        counts = np.bincount(np.searchsorted(self._bounds, values.ravel()), minlength=len(self._counts))
+        """Count values, float64 [any shape]. NaN counts as above all bounds and is left out of the
+        sum.
+        """
+        counts = np.bincount(
+            np.searchsorted(self._bounds, values.ravel()), minlength=len(self._counts)
+        )
         total = float(np.nansum(values))
         with self._lock:
             self._counts += counts

@@ -1,4 +1,6 @@
-"""Ray Serve deployment of the HTTP application, for `rayrec serve`, `serve run` or a Serve configuration file."""
+"""Ray Serve deployment of the HTTP application, for `rayrec serve`, `serve run` or a Serve
+configuration file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from rayrec.imports import function_in_file
 from rayrec.inference.model import ServedModel, source_of
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import WILDCARDS, ServeConfig
-from rayrec.serve.control import APPLICATION, CALL_S, REGISTER, Control, Register, apply_configuration, keep_models
+from rayrec.serve.control import (
+    APPLICATION,
+    CALL_S,
+    REGISTER,
+    Control,
+    Register,
+    apply_configuration,
+    keep_models,
+)
 from rayrec.serve.counters import Counters
 from rayrec.serve.listener import Listener
 from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, ReplicaModels
@@ -35,7 +45,9 @@ _log = logging.getLogger(__name__)
 _ANSWER_S: Final = 5.0
 """Maximum seconds for the register to answer."""
 _SPARE_REQUESTS: Final = 64
-"""Maximum concurrent requests in addition to waiting ones, for batches being scored and for other paths."""
+"""Maximum concurrent requests in addition to waiting ones, for batches being scored and for other
+paths.
+"""
 
 
 def make_application(
@@ -48,9 +60,11 @@ def make_application(
     started_serve: bool = False,
     announced: bool = True,
 ) -> Application:
-    """Build the application for `serve.run`. It loads `model`, which `user_config` can change later. `autoscaling`, Ray Serve's
-    autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve was started for it. Unless `announced`,
-    `rayrec.serve.control.announce` makes it ready."""
+    """Build the application for `serve.run`. It loads `model`, which `user_config` can change
+    later. `autoscaling`, Ray Serve's autoscaling_config, replaces `config.replicas`.
+    `started_serve`: whether Ray Serve was started for it. Unless `announced`,
+    `rayrec.serve.control.announce` makes it ready.
+    """
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -61,7 +75,10 @@ def make_application(
         num_replicas=config.replicas if autoscaling is None else None,
         autoscaling_config=None if autoscaling is None else dict(autoscaling),
         user_config={"model": model, "shadow": shadow},
-        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": 1 if config.device == "cuda" else 0},
+        ray_actor_options={
+            "num_cpus": config.cpus_per_replica,
+            "num_gpus": 1 if config.device == "cuda" else 0,
+        },
         # Larger than the application's own limits, which answer with a clear message.
         max_ongoing_requests=2 * max_requests,
         max_queued_requests=2 * max_requests,
@@ -76,13 +93,18 @@ def make_application(
 
 
 def custom_network_class(recipe: str | None) -> type[ClickModelConfig] | None:
-    """Return the config class of a custom network from its recipe FILE.py:FUNCTION, None without a recipe. Ships the file to
-    the replicas. Raises InputError if the recipe does not train a click model."""
+    """Return the config class of a custom network from its recipe FILE.py:FUNCTION, None without a
+    recipe. Ships the file to the replicas. Raises InputError if the recipe does not train a click
+    model.
+    """
     if recipe is None:
         return None
     config = function_in_file(recipe, returns=TrainConfig)()
     if not isinstance(config.workload, ClickWorkload):
-        raise InputError(f"recipe: {recipe} does not train a click model. Only click and retrieval models can be served.")
+        raise InputError(
+            f"recipe: {recipe} does not train a click model. Only click and retrieval models can "
+            "be served."
+        )
     connection.ship_code(config)
     return type(config.workload.model)
 
@@ -129,17 +151,25 @@ class _Replica:
         return self._scoring
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Apply a configuration. Ray Serve calls it before a replica takes requests, and on changes. The first call loads the
-        model, and raises if it cannot. Later calls return immediately, because Ray Serve sends no requests meanwhile: after the
-        next report one replica changes all replicas, as `--swap` does."""
+        """Apply a configuration. Ray Serve calls it before a replica takes requests, and on
+        changes. The first call loads the model, and raises if it cannot. Later calls return
+        immediately, because Ray Serve sends no requests meanwhile: after the next report one
+        replica changes all replicas, as `--swap` does.
+        """
         self._configured = configured = read_user_config(user_config)
         if self._models.desired is None:
             await self._begin(configured)
 
     async def _begin(self, configured: ConfiguredModels) -> None:
         model = ModelSource(0, await asyncio.to_thread(source_of, configured.model))
-        shadow = ModelSource(0, await asyncio.to_thread(source_of, configured.shadow)) if configured.shadow else None
-        self._models.set_desired(DesiredState(0, model, shadow=shadow, configured=configured, announced=self._announced))
+        shadow = (
+            ModelSource(0, await asyncio.to_thread(source_of, configured.shadow))
+            if configured.shadow
+            else None
+        )
+        self._models.set_desired(
+            DesiredState(0, model, shadow=shadow, configured=configured, announced=self._announced)
+        )
         await self._report(timeout_s=CALL_S)
         while self._models.incomplete:
             cause = await asyncio.to_thread(self._models.switch)
@@ -148,13 +178,17 @@ class _Replica:
                 raise InputError(cause)
 
     async def check_health(self) -> None:
-        """Report to the register, and apply its answer. Ray Serve calls it every 2 s and replaces a replica that raises."""
+        """Report to the register, and apply its answer. Ray Serve calls it every 2 s and replaces a
+        replica that raises.
+        """
         if not self._models.ready:
             raise RuntimeError("no model is loaded")
         await self._report()
 
     async def load(self, desired: DesiredState) -> tuple[str, str]:
-        """Return the replica name and the result of `ReplicaModels.load`. `switch` and `drop` do the same."""
+        """Return the replica name and the result of `ReplicaModels.load`. `switch` and `drop` do
+        the same.
+        """
         return self._name, await asyncio.to_thread(self._models.load, desired)
 
     async def switch(self, desired: DesiredState) -> tuple[str, str]:
@@ -167,13 +201,25 @@ class _Replica:
         await asyncio.to_thread(self._models.drop, rejected)
         return self._name, ""
 
-    async def _call_register(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
-        return await asyncio.to_thread(self._control.call_register, method, *arguments, timeout_s=timeout_s)
+    async def _call_register(
+        self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S
+    ) -> Any:
+        return await asyncio.to_thread(
+            self._control.call_register, method, *arguments, timeout_s=timeout_s
+        )
 
     async def _report(self, *, timeout_s: float = _ANSWER_S) -> None:
-        """Report the status to the register, and start a thread to load missing models. Keep the models if it does not answer."""
+        """Report the status to the register, and start a thread to load missing models. Keep the
+        models if it does not answer.
+        """
         models = self._models
-        state = self._name, models.desired, models.status(), self._scoring.snapshot(), self._configured
+        state = (
+            self._name,
+            models.desired,
+            models.status(),
+            self._scoring.snapshot(),
+            self._configured,
+        )
         try:
             desired, leads = await self._call_register("report", *state, timeout_s=timeout_s)
             models.set_desired(desired)
@@ -182,14 +228,19 @@ class _Replica:
             self._silent = False
         except Exception as error:
             if not self._silent:
-                _log.warning("Keeping the model of this replica, because the register does not answer (%s)", error)
+                _log.warning(
+                    "Keeping the model of this replica, because the register does not answer (%s)",
+                    error,
+                )
             self._silent = True
             return
         if models.ready and (leads or models.incomplete) and self._mending.acquire(blocking=False):
             threading.Thread(target=self._mend, args=(leads,), name="models", daemon=True).start()
 
     def _mend(self, leads: bool) -> None:
-        """Load missing models. The leading replica applies the application's configuration to all."""
+        """Load missing models. The leading replica applies the application's configuration to
+        all.
+        """
         configured = self._configured
         try:
             if not leads:
@@ -217,7 +268,13 @@ class _ListeningReplica(_Replica):
         await super().reconfigure(user_config)
         if self._listener is None:
             config = self._config
-            listen = partial(Listener, self._scoring, host=config.host, port=config.port, max_body_bytes=config.max_body_bytes)
+            listen = partial(
+                Listener,
+                self._scoring,
+                host=config.host,
+                port=config.port,
+                max_body_bytes=config.max_body_bytes,
+            )
             self._listener = await asyncio.to_thread(listen, end_s=config.time_limit_s + 1)
 
     async def check_health(self) -> None:
@@ -234,7 +291,9 @@ class _ListeningReplica(_Replica):
 
 
 def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
-    """Parse Ray Serve's `user_config`. Raises InputError unless it has a model and at most a shadow model."""
+    """Parse Ray Serve's `user_config`. Raises InputError unless it has a model and at most a shadow
+    model.
+    """
     unknown = sorted(user_config.keys() - {"model", "shadow"})
     model, shadow = user_config.get("model"), user_config.get("shadow")
     if unknown:
@@ -242,7 +301,9 @@ def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
     if not isinstance(model, str) or not model:
         raise InputError("user_config: model must be the path of a checkpoint, a run or an export")
     if shadow is not None and not isinstance(shadow, str):
-        raise InputError("user_config: shadow must be the path of a checkpoint, a run or an export, or null")
+        raise InputError(
+            "user_config: shadow must be the path of a checkpoint, a run or an export, or null"
+        )
     return ConfiguredModels(model, shadow)
 
 
@@ -260,18 +321,33 @@ def build_application(args: Mapping[str, Any]) -> Application:
         config = config.replace(ingress="serve")
     if autoscaling is not None:
         if not isinstance(autoscaling, Mapping):
-            raise InputError("autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}")
+            raise InputError(
+                "autoscaling: must be a mapping, such as {min_replicas: 1, max_replicas: 8}"
+            )
         if "replicas" in values:
-            raise InputError("autoscaling: must not be set together with replicas. Set its min_replicas and max_replicas.")
+            raise InputError(
+                "autoscaling: must not be set together with replicas. Set its min_replicas and "
+                "max_replicas."
+            )
         if config.ingress == "direct":
-            raise InputError("autoscaling: Ray Serve does not see the requests of the direct ingress. Leave ingress out.")
+            raise InputError(
+                "autoscaling: Ray Serve does not see the requests of the direct ingress. Leave "
+                "ingress out."
+            )
     if config.ingress == "serve":
         for name in ("host", "port"):
             if name in values:
-                raise InputError(f"{name}: Ray Serve's proxies listen. Set it in http_options of the Serve configuration file.")
+                raise InputError(
+                    f"{name}: Ray Serve's proxies listen. Set it in http_options of the Serve "
+                    "configuration file."
+                )
         config = config.replace(host=WILDCARDS[0])  # Set by http_options
     return make_application(
-        config, token_digest=config.token_digest(), model=configured.model, shadow=configured.shadow, autoscaling=autoscaling
+        config,
+        token_digest=config.token_digest(),
+        model=configured.model,
+        shadow=configured.shadow,
+        autoscaling=autoscaling,
     )
 
 

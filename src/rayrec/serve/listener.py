@@ -39,27 +39,45 @@ _MAX_CONNECTIONS: Final = 8192
 _KEEP_ALIVE_S: Final = 90.0
 """Maximum silence of a connection while no answer is due, in seconds."""
 _ENDING_S: Final = 0.5
-"""Grace period of idle connections when the listener ends, in seconds. Requests that arrive in it are answered."""
+"""Grace period of idle connections when the listener ends, in seconds. Requests that arrive in it
+are answered.
+"""
 
 _UNAVAILABLE: Final = Response(
-    RequestError(503, "the server starts or ends").body(), 503, {"retry-after": "1", "connection": "close"}, "application/json"
+    RequestError(503, "the server starts or ends").body(),
+    503,
+    {"retry-after": "1", "connection": "close"},
+    "application/json",
 )
 
 
 @final
 class Listener:
-    """HTTP server in a separate thread. Several processes of a machine may share a port: the kernel distributes connections."""
+    """HTTP server in a separate thread. Several processes of a machine may share a port: the kernel
+    distributes connections.
+    """
 
     def __init__(
-        self, app: ScoringApp, *, host: str, port: int, max_body_bytes: int, end_s: float, keep_alive_s: float = _KEEP_ALIVE_S
+        self,
+        app: ScoringApp,
+        *,
+        host: str,
+        port: int,
+        max_body_bytes: int,
+        end_s: float,
+        keep_alive_s: float = _KEEP_ALIVE_S,
     ) -> None:
-        """Start to listen. Rejects a multiple of `max_body_bytes`, the application's own limit. `close` grants requests in flight
-        `end_s` seconds. Raises InputError if it cannot listen at the address."""
+        """Start to listen. Rejects a multiple of `max_body_bytes`, the application's own limit.
+        `close` grants requests in flight `end_s` seconds. Raises InputError if it cannot listen at
+        the address.
+        """
         max_request_bytes = MAX_HEAD_BYTES + _WIRE_FACTOR * max_body_bytes
         self._end_s = end_s
         self._socket = bind(host, port, shared=True)
         self._socket.listen(_BACKLOG)
-        bounded: Any = partial(_BoundedProtocol, max_request_bytes=max_request_bytes, keep_alive_s=keep_alive_s)
+        bounded: Any = partial(
+            _BoundedProtocol, max_request_bytes=max_request_bytes, keep_alive_s=keep_alive_s
+        )
         settings = uvicorn.Config(
             app,
             http=bounded,
@@ -73,7 +91,9 @@ class Listener:
             limit_concurrency=_MAX_CONNECTIONS,
         )
         self._server = uvicorn.Server(settings)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="http", daemon=True
+        )
         self._thread.start()
         deadline_s = time.monotonic() + _START_S
         while not self._server.started:
@@ -93,8 +113,10 @@ class Listener:
 
 @contextlib.contextmanager
 def lock_port(host: str, port: int) -> Iterator[None]:
-    """Lock a port of this machine for one server, whose replicas may share it. Raises InputError if the port is taken. The lock
-    is an abstract Unix socket, which belongs to a network namespace, as ports do, and ends with its process."""
+    """Lock a port of this machine for one server, whose replicas may share it. Raises InputError if
+    the port is taken. The lock is an abstract Unix socket, which belongs to a network namespace, as
+    ports do, and ends with its process.
+    """
     with socket.socket(socket.AF_UNIX) as lock:
         name = f"\0rayrec-serve-{port}"
         try:
@@ -111,13 +133,17 @@ def _pid_at(name: str) -> int | None:
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
         client.setblocking(False)
         client.connect(name)
-        pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+        pid: int = struct.unpack(
+            "3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )[0]
         return pid or None
     return None
 
 
 def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Bind a socket, which may share its address if `shared`. Raises InputError if the address is taken."""
+    """Bind a socket, which may share its address if `shared`. Raises InputError if the address is
+    taken.
+    """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
@@ -126,7 +152,11 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     except OSError as error:
         bound.close()
         connections = psutil.net_connections("tcp") if error.errno == errno.EADDRINUSE else ()
-        listeners = (one.pid for one in connections if one.status == psutil.CONN_LISTEN and one.laddr.port == port)
+        listeners = (
+            one.pid
+            for one in connections
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        )
         raise _cannot_listen(host, port, error, next(filter(None, listeners), None)) from None
     return bound
 
@@ -135,23 +165,32 @@ def _cannot_listen(host: str, port: int, error: OSError, pid: int | None) -> Inp
     owner = ""
     with contextlib.suppress(psutil.Error):
         owner = f", by process {pid} ({psutil.Process(pid).name()})" if pid else ""
-    return InputError(f"{host}:{port}: cannot listen there ({error.strerror}{owner}). Choose another --port or --host.")
+    return InputError(
+        f"{host}:{port}: cannot listen there ({error.strerror}{owner}). Choose another --port or "
+        "--host."
+    )
 
 
 def bound_proxy() -> None:
-    """Make `_BoundedProtocol` uvicorn's default. Ray Serve calls this in each HTTP proxy before the proxy listens."""
+    """Make `_BoundedProtocol` uvicorn's default. Ray Serve calls this in each HTTP proxy before the
+    proxy listens.
+    """
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:_BoundedProtocol"
 
 
 def sole_proxy() -> list[Middleware]:
-    """Set up a proxy whose only application is rayrec's, at /. A missing application is starting or ending."""
+    """Set up a proxy whose only application is rayrec's, at /. A missing application is starting or
+    ending.
+    """
     bound_proxy()
     return [Middleware(_RetryLater)]
 
 
 @final
 class _RetryLater:
-    """Middleware that turns a proxy's 404 without an application into 503, because clients do not retry after 404."""
+    """Middleware that turns a proxy's 404 without an application into 503, because clients do not
+    retry after 404.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -162,7 +201,8 @@ class _RetryLater:
         async def answer(message: Message) -> None:
             nonlocal replaced
             if message["type"] == "http.response.start" and message["status"] == 404:
-                replaced = all(name != b"x-content-type-options" for name, _ in message["headers"])  # rayrec's have it
+                # rayrec's have it
+                replaced = all(name != b"x-content-type-options" for name, _ in message["headers"])
                 if replaced:
                     await _UNAVAILABLE(scope, receive, send)
             if not replaced:
@@ -173,10 +213,18 @@ class _RetryLater:
 
 @final
 class _BoundedProtocol(HttpToolsProtocol):
-    """HTTP protocol that limits the bytes of a request, and silence while no answer is due. Declines upgrade offers: parses the
-    request again without the offer, because the parser does not expect a body after it."""
+    """HTTP protocol that limits the bytes of a request, and silence while no answer is due.
+    Declines upgrade offers: parses the request again without the offer, because the parser does not
+    expect a body after it.
+    """
 
-    def __init__(self, *arguments: Any, max_request_bytes: int = sys.maxsize, keep_alive_s: float = _KEEP_ALIVE_S, **named: Any):
+    def __init__(
+        self,
+        *arguments: Any,
+        max_request_bytes: int = sys.maxsize,
+        keep_alive_s: float = _KEEP_ALIVE_S,
+        **named: Any,
+    ):
         super().__init__(*arguments, **named)
         self.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
         self._max_request_bytes = max_request_bytes
@@ -228,17 +276,24 @@ class _BoundedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 break
             except httptools.HttpParserUpgrade as offer:
-                data, self._head_without_upgrade = self._head_without_upgrade + data[offer.args[0] :], b""
+                data, self._head_without_upgrade = (
+                    self._head_without_upgrade + data[offer.args[0] :],
+                    b"",
+                )
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return
         self._limit_silence()
 
     def _limit_silence(self) -> None:
-        """Close the connection after a silence, unless an answer is due. Uvicorn limits only the silence after an answer."""
+        """Close the connection after a silence, unless an answer is due. Uvicorn limits only the
+        silence after an answer.
+        """
         self._unset_keepalive_if_required()
         if not self._answer_due:
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def shutdown(self) -> None:
         self._ending = True

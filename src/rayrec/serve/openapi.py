@@ -1,4 +1,6 @@
-"""OpenAPI document of a server, with the type of each column (https://spec.openapis.org/oas/v3.1.0)."""
+"""OpenAPI document of a server, with the type of each column
+(https://spec.openapis.org/oas/v3.1.0).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _MISSING = "Absent or null: missing."
 
 
 def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> dict[str, Any]:
-    """Return the document as JSON values: openapi.json, completed for a model. `with_token`: whether requests need a token."""
+    """Return the document as JSON values: openapi.json, completed for a model. `with_token`:
+    whether requests need a token.
+    """
     schema = model.preprocessor.schema
     result: dict[str, Any] = packaged_json(__package__, "openapi.json")
     score, metrics = result["paths"]["/v1/score"]["post"], result["paths"]["/metrics"]["get"]
@@ -29,7 +33,9 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
     result["info"]["version"] = versions()["rayrec"]
     score["requestBody"]["content"] = _contents(schema, example_row(model.preprocessor), config)
     answers["Row"]["properties"] = _columns(schema)
-    fields = {name: field for head in model.scorer.heads for name, field in head.json_schema().items()}
+    fields = {
+        name: field for head in model.scorer.heads for name, field in head.json_schema().items()
+    }
     answers["Scores"]["properties"] = {**fields, **answers["Scores"]["properties"]}
     answers["Scores"]["required"] = [*fields, *answers["Scores"]["required"]]
     if not with_token:
@@ -54,19 +60,44 @@ def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
 
 def _columns(schema: Schema) -> dict[str, Any]:
     if schema.tokens == "hexadecimal":
-        dense: dict[str, Any] = {"type": ["integer", "null"], "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
-        # Limits the length too, because in some regex dialects $ also matches before a final line end.
-        token: dict[str, Any] = {"type": ["string", "null"], "pattern": "^([0-9a-fA-F]{8})?$", "maxLength": 8}
+        dense: dict[str, Any] = {
+            "type": ["integer", "null"],
+            "minimum": -MAX_INTEGER,
+            "maximum": MAX_INTEGER,
+        }
+        # Limits the length too, because in some regex dialects $ also matches before a final line
+        # end.
+        token: dict[str, Any] = {
+            "type": ["string", "null"],
+            "pattern": "^([0-9a-fA-F]{8})?$",
+            "maxLength": 8,
+        }
         token["description"] = f"A category: 8 hexadecimal digits. {_MISSING}"
     else:
-        dense = {"type": ["number", "boolean", "null"], "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
-        token = {"type": ["string", "integer", "boolean", "null"], "minimum": -(2**63), "maximum": 2**64 - 1}
+        dense = {
+            "type": ["number", "boolean", "null"],
+            "minimum": -MAX_NUMBER,
+            "maximum": MAX_NUMBER,
+        }
+        token = {
+            "type": ["string", "integer", "boolean", "null"],
+            "minimum": -(2**63),
+            "maximum": 2**64 - 1,
+        }
         token["description"] = f"A category. {_MISSING}"
     dense["description"] = _MISSING
     ignored = {"description": "Ignored."}
     scored = schema.unlabelled().columns
-    categories = {"type": ["array", "null"], "items": token, "description": f"Any number of categories. {_MISSING}"}
-    weights = {"type": ["array", "null"], "items": dense, "description": "A weight for each category of a list."}
+    categories = {
+        "type": ["array", "null"],
+        "items": token,
+        "description": f"Any number of categories. {_MISSING}",
+    }
+    weights = {
+        "type": ["array", "null"],
+        "items": dense,
+        "description": "A weight for each category of a list.",
+    }
     return {
         **{name: ignored for name in schema.columns if name not in scored},
         **dict.fromkeys(schema.dense, dense),
@@ -77,8 +108,18 @@ def _columns(schema: Schema) -> dict[str, Any]:
 
 def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> dict[str, Any]:
     """Return the accepted media types of a scoring request."""
-    rows = {"type": "array", "minItems": 1, "maxItems": config.max_rows, "items": {"$ref": "#/components/schemas/Row"}}
-    body = {"type": "object", "required": ["rows"], "properties": {"rows": rows}, "additionalProperties": False}
+    rows = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": config.max_rows,
+        "items": {"$ref": "#/components/schemas/Row"},
+    }
+    body = {
+        "type": "object",
+        "required": ["rows"],
+        "properties": {"rows": rows},
+        "additionalProperties": False,
+    }
     content: dict[str, Any] = {"application/json": {"schema": body, "example": {"rows": [example]}}}
     texts = {"text/tab-separated-values": "\t"}
     if schema.tokens != "hexadecimal":
@@ -86,7 +127,9 @@ def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> d
     for media_type, delimiter in texts.items():
         described = _described_lines(schema, delimiter)
         if described and delimiter != schema.list_delimiter:
-            content[media_type] = {"schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}}
+            content[media_type] = {
+                "schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}
+            }
     return content
 
 
@@ -98,11 +141,20 @@ def _described_lines(schema: Schema, delimiter: str) -> str:
         described = "A header with the names of the columns, in any order, then a line a row."
     else:
         full, bare = schema.line_forms[0], schema.line_forms[-1]
-        header = "without a header" if delimiter == "\t" else "behind a header or none (header=present or absent)"
-        described = f"A line a row, {header}. Without one, its columns are those of the training log, in this order: "
+        header = (
+            "without a header"
+            if delimiter == "\t"
+            else "behind a header or none (header=present or absent)"
+        )
+        described = (
+            f"A line a row, {header}. Without one, its columns are those of the training log, in "
+            "this order: "
+        )
         described += f"{delimiter.join(bare)}."
         if full != bare:
-            described += f" Or with labels, weight and time, which are ignored: {delimiter.join(full)}."
+            described += (
+                f" Or with labels, weight and time, which are ignored: {delimiter.join(full)}."
+            )
             described += " The parameter label=present or label=absent says which."
     if schema.lists:
         marks = {schema.list_mark(name): None for name in schema.lists}

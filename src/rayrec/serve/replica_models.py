@@ -1,4 +1,6 @@
-"""Models of a replica: joint scoring of requests, the response to each, and switches to other models meanwhile."""
+"""Models of a replica: joint scoring of requests, the response to each, and switches to other
+models meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class ScoreResponse:
     preprocessor: str
 
     def to_json(self, *, columns: bool) -> bytes:
-        """Return the response body. `columns` adds the names of the columns with unknown categories, row by row."""
+        """Return the response body. `columns` adds the names of the columns with unknown
+        categories, row by row.
+        """
         fields: dict[str, Any] = {
             **self.fields,
             "unknown": self.unknown.sum(axis=1, dtype=np.int32),
@@ -54,7 +58,9 @@ class ScoreResponse:
             "preprocessor": self.preprocessor,
         }
         if columns:
-            fields["unknown_columns"] = [[self.columns[i] for i in np.flatnonzero(row).tolist()] for row in self.unknown]
+            fields["unknown_columns"] = [
+                [self.columns[i] for i in np.flatnonzero(row).tolist()] for row in self.unknown
+            ]
         return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -71,18 +77,32 @@ class BatchScorer:
         self._tokens = functools.cache(functools.partial(tokens_by_id, model.preprocessor))
         self._counters = counters
 
-    def answer(self, bodies: Sequence[RequestBody]) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
-        """Return one answer per body, the rows of all valid bodies, and the values of their main head, such as logits."""
+    def answer(
+        self, bodies: Sequence[RequestBody]
+    ) -> tuple[list[ScoreResponse | RequestError], RawBlock, np.ndarray]:
+        """Return one answer per body, the rows of all valid bodies, and the values of their main
+        head, such as logits.
+        """
         start = time.perf_counter()
         raw, outcomes = self._reader.read(bodies)
         if not raw.rows:
-            return [outcome for outcome in outcomes if isinstance(outcome, RequestError)], raw, np.empty(0, np.float32)
+            return (
+                [outcome for outcome in outcomes if isinstance(outcome, RequestError)],
+                raw,
+                np.empty(0, np.float32),
+            )
         encoded = self.model.preprocessor.encode(raw)
         heads, values = self.model.scorer.heads, self.model.scorer.predict(encoded)
-        fields = {name: field for head in heads for name, field in head.answer(values, self._tokens).items()}
+        fields = {
+            name: field
+            for head in heads
+            for name, field in head.answer(values, self._tokens).items()
+        }
         unknown = self._unknown.count(raw, encoded)
         answers = [self._answer(outcome, fields, unknown) for outcome in outcomes]
-        self._count(raw.rows, unknown, self._clips.count(encoded.dense), time.perf_counter() - start)
+        self._count(
+            raw.rows, unknown, self._clips.count(encoded.dense), time.perf_counter() - start
+        )
         return answers, raw, values[heads[0].name]
 
     def score(self, raw: RawBlock) -> np.ndarray:
@@ -97,16 +117,26 @@ class BatchScorer:
             self.model.scorer.predict(encoded)
             self._unknown.count(raw, encoded)
 
-    def _answer(self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray) -> ScoreResponse | RequestError:
+    def _answer(
+        self, outcome: Outcome, fields: Mapping[str, np.ndarray], unknown: np.ndarray
+    ) -> ScoreResponse | RequestError:
         if isinstance(outcome, RequestError):
             return outcome
         body_fields = {name: np.ascontiguousarray(field[outcome]) for name, field in fields.items()}
         for field in body_fields.values():
             if np.count_nonzero(np.isfinite(field)) < field.size:  # In 0.5 µs; `all` takes 2 µs
                 row = int(np.isfinite(field).reshape(len(field), -1).all(axis=1).argmin())
-                return RequestError(422, f"row {row} has no finite score; its numbers are too large", row=row)
+                return RequestError(
+                    422, f"row {row} has no finite score; its numbers are too large", row=row
+                )
         body_unknown = np.ascontiguousarray(unknown[outcome])
-        return ScoreResponse(body_fields, body_unknown, self._columns, self.model.version, self.model.preprocessor_hash)
+        return ScoreResponse(
+            body_fields,
+            body_unknown,
+            self._columns,
+            self.model.version,
+            self.model.preprocessor_hash,
+        )
 
     def _count(self, rows: int, unknown: np.ndarray, numbers: np.ndarray, seconds: float) -> None:
         self._counters.rows.labels(self.model.version).inc(rows)
@@ -115,15 +145,22 @@ class BatchScorer:
         of_columns = unknown.sum(axis=0)
         for column in np.flatnonzero(of_columns).tolist():
             self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
-        for (all_values, all_clipped), (values, clipped) in zip(self._clip_counters, numbers.tolist(), strict=True):
+        for (all_values, all_clipped), (values, clipped) in zip(
+            self._clip_counters, numbers.tolist(), strict=True
+        ):
             all_values.inc(values)
             if clipped:
                 all_clipped.inc(clipped)
 
     @functools.cached_property
     def _clip_counters(self) -> list[tuple[Counter, Counter]]:
-        """Counters of values and of clipped values, by column. Found once, since each look takes 2 µs."""
-        return [(self._counters.numbers.labels(name), self._counters.clipped.labels(name)) for name in self._clips.names]
+        """Counters of values and of clipped values, by column. Found once, since each look takes 2
+        µs.
+        """
+        return [
+            (self._counters.numbers.labels(name), self._counters.clipped.labels(name))
+            for name in self._clips.names
+        ]
 
 
 _log = logging.getLogger(__name__)
@@ -172,7 +209,9 @@ class DesiredState:
     schema: Schema | None = None
     """Schema of the requests. None until a replica serves the first model."""
     announced: bool = True
-    """Whether the command that started the server has printed its address. Until then the server does not report to be ready."""
+    """Whether the command that started the server has printed its address. Until then the server
+    does not report to be ready.
+    """
 
     @property
     def rank(self) -> tuple[int, bool]:
@@ -198,7 +237,9 @@ class Status:
 
 @final
 class ReplicaModels:
-    """Models of a replica: serving, standby and shadow. Changes run one at a time and do not block requests."""
+    """Models of a replica: serving, standby and shadow. Changes run one at a time and do not block
+    requests.
+    """
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or export, such as `open_served`."""
@@ -236,7 +277,9 @@ class ReplicaModels:
         return answers
 
     def load(self, desired: DesiredState) -> str:
-        """Load missing models as standby and shadow, without a switch. Returns why one cannot be served, else an empty string."""
+        """Load missing models as standby and shadow, without a switch. Returns why one cannot be
+        served, else an empty string.
+        """
         with self._changing:
             return self._load(desired) or self._load_shadow(desired)
 
@@ -246,7 +289,9 @@ class ReplicaModels:
             self.desired = desired
 
     def switch(self) -> str:
-        """Switch to the desired models, after loading missing ones. Returns why one cannot be served, else an empty string."""
+        """Switch to the desired models, after loading missing ones. Returns why one cannot be
+        served, else an empty string.
+        """
         with self._changing:
             desired = self.desired
             assert desired is not None
@@ -259,7 +304,9 @@ class ReplicaModels:
                 self._counters.replicas.clear()
                 self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
                 if before:
-                    self._counters.swaps.labels("rolled_back" if desired.is_rollback else "done").inc()
+                    self._counters.swaps.labels(
+                        "rolled_back" if desired.is_rollback else "done"
+                    ).inc()
             self._drop_standby(keep=desired.previous)
             return self._load_shadow(desired)
 
@@ -355,30 +402,41 @@ class ReplicaModels:
 def _require_columns(model: ServedModel, schema: Schema) -> None:
     new, old = model.preprocessor.schema, schema
     values = new.to_dict()
-    changed = [name for name, value in old.to_dict().items() if value != values[name] and not name.startswith("header")]
-    # A model without an order rejects lines without a header, which clients notice. With another order it would read them wrong.
+    changed = [
+        name
+        for name, value in old.to_dict().items()
+        if value != values[name] and not name.startswith("header")
+    ]
+    # A model without an order rejects lines without a header, which clients notice. With another
+    # order it would read them wrong.
     if old.line_forms and new.line_forms and _scored_lines(old) != _scored_lines(new):
         changed.append("header")
     if changed:
         raise InputError(
-            f"{model.source}: rows do not match the served model (schemas differ in {', '.join(changed)}), so clients would "
-            "have to change. Serve it at another port."
+            f"{model.source}: rows do not match the served model (schemas differ in "
+            f"{', '.join(changed)}), so clients would have to change. Serve it at another port."
         )
 
 
 def _scored_lines(schema: Schema) -> list[list[str]]:
-    """Return the columns that are read from each field of a line without a header, empty if none."""
+    """Return the columns that are read from each field of a line without a header, empty if
+    none.
+    """
     scored = schema.unlabelled().columns
     return [[name if name in scored else "" for name in form] for form in schema.line_forms]
 
 
 @final
 class Shadow:
-    """Background scoring of answered rows with another model. Counts score differences, and drops rows when it is too slow."""
+    """Background scoring of answered rows with another model. Counts score differences, and drops
+    rows when it is too slow.
+    """
 
     def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
         self._answerer, self._counters = answerer, counters
-        self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
+        self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(
+            _SHADOW_BATCHES
+        )
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
@@ -424,4 +482,6 @@ class Shadow:
                 self._counters.shadow_failures.inc()
                 continue
             self._counters.shadow_rows.labels(self.version).inc(len(logits))
-            self._counters.shadow_score_difference.observe(np.abs(scores - sigmoid(logits)).astype(np.float64))
+            self._counters.shadow_score_difference.observe(
+                np.abs(scores - sigmoid(logits)).astype(np.float64)
+            )

@@ -1,4 +1,6 @@
-"""Request body before parsing its rows (format, number of rows), and the error that clients receive."""
+"""Request body before parsing its rows (format, number of rows), and the error that clients
+receive.
+"""
 
 import contextlib
 import json
@@ -14,7 +16,11 @@ from rayrec.data.logs.header import quoted_text, split_fields
 from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv"]
-FORMATS: dict[str, Format] = {"application/json": "json", "text/tab-separated-values": "tsv", "text/csv": "csv"}
+FORMATS: dict[str, Format] = {
+    "application/json": "json",
+    "text/tab-separated-values": "tsv",
+    "text/csv": "csv",
+}
 """Accepted formats by media type."""
 
 _NONE: Final[Mapping[str, str]] = {}
@@ -27,13 +33,27 @@ class RequestError(Exception):
     """Error answer to a request: HTTP status and message."""
 
     def __init__(
-        self, status: int, message: str, *, row: int | None = None, field: str | None = None, headers: Mapping[str, str] = _NONE
+        self,
+        status: int,
+        message: str,
+        *,
+        row: int | None = None,
+        field: str | None = None,
+        headers: Mapping[str, str] = _NONE,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.row, self.field, self.headers = status, message, row, field, headers
+        self.status, self.message, self.row, self.field, self.headers = (
+            status,
+            message,
+            row,
+            field,
+            headers,
+        )
 
     def body(self) -> bytes:
-        return orjson.dumps({"error": {"message": self.message, "row": self.row, "field": self.field}})
+        return orjson.dumps(
+            {"error": {"message": self.message, "row": self.row, "field": self.field}}
+        )
 
 
 @dataclass(frozen=True)
@@ -58,19 +78,28 @@ class RequestBody:
 
 
 def count_byte(text: bytes, value: int) -> int:
-    """Count a frequent byte. In long text, NumPy is eight times as fast as `bytes.count`, but it releases the GIL, which other
-    threads may keep for a while."""
-    return text.count(value) if len(text) < 4096 else int(np.count_nonzero(np.frombuffer(text, np.uint8) == value))
+    """Count a frequent byte. In long text, NumPy is eight times as fast as `bytes.count`, but it
+    releases the GIL, which other threads may keep for a while.
+    """
+    return (
+        text.count(value)
+        if len(text) < 4096
+        else int(np.count_nonzero(np.frombuffer(text, np.uint8) == value))
+    )
 
 
 def delimiter_of(format: Format, schema: Schema) -> str:
-    """Return the column delimiter of a text format. Of CSV, the schema's unless it is the default, a tab."""
+    """Return the column delimiter of a text format. Of CSV, the schema's unless it is the default,
+    a tab.
+    """
     return "\t" if format == "tsv" else schema.delimiter.replace("\t", ",")
 
 
 def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
-    """Return the column delimiter of a text. Files of a schema with the default may have semicolons, so CSV rows may too. They
-    do if semicolons, and not commas, divide the first row into the columns of a line or a header, or into more fields."""
+    """Return the column delimiter of a text. Files of a schema with the default may have
+    semicolons, so CSV rows may too. They do if semicolons, and not commas, divide the first row
+    into the columns of a line or a header, or into more fields.
+    """
     delimiter = delimiter_of(format, schema)
     if format != "csv" or schema.delimiter != "\t" or schema.list_delimiter == ";":
         return delimiter
@@ -84,11 +113,16 @@ def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
 def first_fields(text: bytes, delimiter: str, escape: str | None) -> list[str]:
     """Return the fields of the first row, without surrounding blanks."""
     end, _ = next(row_ends(text, delimiter, escape), (len(text), len(text)))
-    return [field.strip(" \t") for field in split_fields(text[:end].decode("utf-8", "replace"), delimiter, escape)]
+    return [
+        field.strip(" \t")
+        for field in split_fields(text[:end].decode("utf-8", "replace"), delimiter, escape)
+    ]
 
 
 def row_ends(text: bytes, delimiter: str, escape: str | None = None) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each line end (\\n, \\r\\n or \\r) that ends a row. Skips those in quoted fields."""
+    """Yield start and stop of each line end (\\n, \\r\\n or \\r) that ends a row. Skips those in
+    quoted fields.
+    """
     if b'"' not in text:
         yield from (match.span() for match in _LINE_END.finditer(text))
         return
@@ -97,14 +131,23 @@ def row_ends(text: bytes, delimiter: str, escape: str | None = None) -> Iterator
 
 
 def open_body(
-    content: bytes, format: Format, *, schema: Schema, max_rows: int, header: bool | None = None, label: bool | None = None
+    content: bytes,
+    format: Format,
+    *,
+    schema: Schema,
+    max_rows: int,
+    header: bool | None = None,
+    label: bool | None = None,
 ) -> RequestBody:
-    """Check the body's outline and count its rows. Raises RequestError if it is not a request or has too many rows."""
+    """Check the body's outline and count its rows. Raises RequestError if it is not a request or
+    has too many rows.
+    """
     text = content.removeprefix(_BYTE_ORDER_MARK)
     if format == "json":
         body = _open_json(text)
     else:
-        if len(schema.dense) + len(schema.sparse) != 1:  # With one column, an empty line at the end is a row
+        # With one column, an empty line at the end is a row
+        if len(schema.dense) + len(schema.sparse) != 1:
             text = text.rstrip(b"\r\n")
         delimiter = _delimiter_in(text, format, schema)
         if b'"' in text and schema.tokens == "any":
@@ -112,13 +155,25 @@ def open_body(
         else:
             ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
         num_rows = ends + (bool(text) and not text.endswith((b"\n", b"\r")))
-        body = RequestBody(format, num_rows, len(content), text=text, delimiter=delimiter, header=header, label=label)
+        body = RequestBody(
+            format,
+            num_rows,
+            len(content),
+            text=text,
+            delimiter=delimiter,
+            header=header,
+            label=label,
+        )
     if not body.num_rows:
-        raise RequestError(400, "the request has no rows", field="rows" if format == "json" else None)
+        raise RequestError(
+            400, "the request has no rows", field="rows" if format == "json" else None
+        )
     lines = max_rows + (format == "csv" and header is not False)  # One line may be a header
     if body.num_rows > lines:
         raise RequestError(
-            413, f"{body.num_rows} rows in one request, more than the limit of {max_rows}; send them in several requests"
+            413,
+            f"{body.num_rows} rows in one request, more than the limit of {max_rows}; send them "
+            "in several requests",
         )
     return body
 
@@ -132,24 +187,33 @@ def _open_json(content: bytes) -> RequestBody:
         raise RequestError(400, 'a JSON request must be an object, {"rows": [{...}, ...]}')
     for name in parsed:
         if name != "rows":
-            raise RequestError(400, f"unknown field {shorten(name)}; the only field is rows", field=shorten(name))
+            raise RequestError(
+                400, f"unknown field {shorten(name)}; the only field is rows", field=shorten(name)
+            )
     if type(parsed.get("rows")) is not list:
         raise RequestError(400, "rows must be a list of objects", field="rows")
     rows = parsed["rows"]
     members = 1 + sum(len(row) for row in rows if type(row) is dict)
-    if count_byte(content, ord(":")) != members and _JSON_STRING.sub(b"", content).count(b":") != members:
+    if (
+        count_byte(content, ord(":")) != members
+        and _JSON_STRING.sub(b"", content).count(b":") != members
+    ):
         _reject_repeated_names(content)
     return RequestBody("json", len(rows), len(content), rows=rows)
 
 
 def _reject_repeated_names(content: bytes) -> None:
-    """Raise RequestError for an object with a repeated name. Objects nested too deep for this are rejected later."""
+    """Raise RequestError for an object with a repeated name. Objects nested too deep for this are
+    rejected later.
+    """
 
     def check(pairs: list[tuple[str, Any]]) -> None:
         names = set[str]()
         for name, _ in pairs:
             if name in names:
-                raise RequestError(400, f"{shorten(name)} occurs twice in one object", field=shorten(name))
+                raise RequestError(
+                    400, f"{shorten(name)} occurs twice in one object", field=shorten(name)
+                )
             names.add(name)
 
     with contextlib.suppress(RecursionError):

@@ -17,7 +17,14 @@ from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
 from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
-from rayrec.serve.requests import RequestBody, RequestError, count_byte, first_fields, row_ends, shorten
+from rayrec.serve.requests import (
+    RequestBody,
+    RequestError,
+    count_byte,
+    first_fields,
+    row_ends,
+    shorten,
+)
 
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
@@ -38,7 +45,9 @@ class RowReader(ABC):
 
     @abstractmethod
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
-        """Return the concatenated rows of valid bodies, without labels, and the outcome of each body."""
+        """Return the concatenated rows of valid bodies, without labels, and the outcome of each
+        body.
+        """
 
     def _check_names(self, row: Any, number: int) -> None:
         if type(row) is not dict:
@@ -46,25 +55,48 @@ class RowReader(ABC):
         if row.keys() <= self._known:
             return
         unknown = next(name for name in row if name not in self._known)
-        raise RequestError(400, f"row {number} has an unknown column {shorten(unknown)}", row=number, field=shorten(unknown))
+        raise RequestError(
+            400,
+            f"row {number} has an unknown column {shorten(unknown)}",
+            row=number,
+            field=shorten(unknown),
+        )
 
     def _line_columns(self, body: RequestBody, num_fields: int) -> tuple[str, ...]:
-        """Return the column names of a line without a header: all of the training log, or those without the ignored ones. Raises
-        RequestError if their order is unknown, or if the number of fields fits no kind of line, or not the client's kind."""
+        """Return the column names of a line without a header: all of the training log, or those
+        without the ignored ones. Raises RequestError if their order is unknown, or if the number of
+        fields fits no kind of line, or not the client's kind.
+        """
         forms = self._with_label.line_forms
         if not forms:
-            raise RequestError(400, f"rows without a header have no known order of columns, since {self._why_no_order()}", row=0)
+            raise RequestError(
+                400,
+                "rows without a header have no known order of columns, since "
+                f"{self._why_no_order()}",
+                row=0,
+            )
         full, bare = forms[0], forms[-1]
         allowed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
         columns = next((form for form in allowed if len(form) == num_fields), None)
         if columns is None:
             ignored = [name for name in full if name not in bare]
-            also = f", or {len(full)} with {' and '.join(ignored)}" if body.label is None and ignored else ""
-            raise RequestError(400, f"row 0 has {num_fields} columns; {len(allowed[0])} are needed{also}", row=0)
+            also = (
+                f", or {len(full)} with {' and '.join(ignored)}"
+                if body.label is None and ignored
+                else ""
+            )
+            raise RequestError(
+                400, f"row 0 has {num_fields} columns; {len(allowed[0])} are needed{also}", row=0
+            )
         for name in self.schema.columns:
             if name not in columns and name not in self.schema.optional:
                 reason = "which the training log's lines lack (its folders have it)"
-                raise RequestError(400, f"a row needs column {name}, {reason}; send application/json", row=0, field=name)
+                raise RequestError(
+                    400,
+                    f"a row needs column {name}, {reason}; send application/json",
+                    row=0,
+                    field=name,
+                )
         return columns
 
     def _why_no_order(self) -> str:
@@ -80,7 +112,9 @@ class RowReader(ABC):
 
 @final
 class HexadecimalReader(RowReader):
-    """Reader for schemas with hexadecimal tokens. The native parser reads text, and JSON rows as lines of text."""
+    """Reader for schemas with hexadecimal tokens. The native parser reads text, and JSON rows as
+    lines of text.
+    """
 
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parser = TextParser(self.schema, sum(body.num_rows for body in bodies))
@@ -89,13 +123,18 @@ class HexadecimalReader(RowReader):
             start = parser.rows
             try:
                 if body.format == "csv":
-                    raise RequestError(415, "rows of this model must be application/json or text/tab-separated-values")
+                    raise RequestError(
+                        415,
+                        "rows of this model must be application/json or text/tab-separated-values",
+                    )
                 if body.rows is not None:
                     self._parse(parser, self._lines(body.rows), labelled=True)
                 else:
                     num_fields = 1 + body.text.partition(b"\n")[0].count(b"\t")
                     columns = self._line_columns(body, num_fields)
-                    if columns[-len(self.schema.columns) :] == self.schema.columns and num_fields <= 1 + len(self.schema.columns):
+                    if columns[
+                        -len(self.schema.columns) :
+                    ] == self.schema.columns and num_fields <= 1 + len(self.schema.columns):
                         self._parse(parser, body.text, labelled=columns != self.schema.columns)
                     else:
                         self._parse(parser, self._reordered(body.text, columns), labelled=False)
@@ -116,34 +155,51 @@ class HexadecimalReader(RowReader):
             raise _row_error(fault, text.count(b"\n", 0, fault.byte or 0))
 
     def _reordered(self, text: bytes, columns: Sequence[str]) -> bytes:
-        """Return lines with the columns of the schema, from lines of a log with other columns or another order."""
+        """Return lines with the columns of the schema, from lines of a log with other columns or
+        another order.
+        """
         _reject_empty_lines(text, "\t")
-        table = read_csv_text(text, self.schema, delimiter="\t", columns=columns, path="the request")
+        table = read_csv_text(
+            text, self.schema, delimiter="\t", columns=columns, path="the request"
+        )
         wrong = np.flatnonzero(table.column(FAULT).to_numpy())
         if len(wrong):
             row = int(wrong[0])
-            raise RequestError(400, f"row {row} has not the {len(columns)} columns of row 0", row=row)
+            raise RequestError(
+                400, f"row {row} has not the {len(columns)} columns of row 0", row=row
+            )
         absent = pa.array([b""] * table.num_rows, pa.large_binary())
-        values = [table.column(name).combine_chunks() if name in table.column_names else absent for name in self.schema.columns]
+        values = [
+            table.column(name).combine_chunks() if name in table.column_names else absent
+            for name in self.schema.columns
+        ]
         lines = pc.binary_join_element_wise(*values, pa.scalar(b"\t", pa.large_binary()))
         joined = pa.LargeListArray.from_arrays(pa.array([0, len(lines)], pa.int64()), lines)
         return pc.binary_join(joined, pa.scalar(b"\n", pa.large_binary()))[0].as_py()
 
     def _lines(self, rows: list[Any]) -> bytes:
-        """Return JSON rows as labelled lines. Raises RequestError for values that lines cannot have; the parser checks others."""
+        """Return JSON rows as labelled lines. Raises RequestError for values that lines cannot
+        have; the parser checks others.
+        """
         dense, sparse = self.schema.dense, self.schema.sparse
         lines = []
         for number, row in enumerate(rows):
             self._check_names(row, number)
             fields = [
-                "" if value is None else str(value) if type(value) is int else self._integer_text(row, number, value)
+                ""
+                if value is None
+                else str(value)
+                if type(value) is int
+                else self._integer_text(row, number, value)
                 for value in map(row.get, dense)
             ]
             fields += ["" if value is None else value for value in map(row.get, sparse)]
             try:
                 lines.append("0\t" + "\t".join(fields))
             except TypeError:
-                raise _hexadecimal_error(next(n for n in sparse if not isinstance(row.get(n), str | None)), number) from None
+                raise _hexadecimal_error(
+                    next(n for n in sparse if not isinstance(row.get(n), str | None)), number
+                ) from None
         text = "\n".join(lines).encode()
         ends = [count_byte(text, byte) for byte in b"\t\n\r"]
         if ends != [len(rows) * (len(dense) + len(sparse)), len(rows) - 1, 0]:
@@ -156,20 +212,29 @@ class HexadecimalReader(RowReader):
         return text
 
     def _integer_text(self, row: dict[str, Any], number: int, value: Any) -> str:
-        if type(value) is float and value.is_integer() and abs(value) <= MAX_INTEGER:  # In JSON, 3.0 is an integer
+        # In JSON, 3.0 is an integer
+        if type(value) is float and value.is_integer() and abs(value) <= MAX_INTEGER:
             return str(int(value))
         name = next(name for name in self.schema.dense if row.get(name) is value)
-        wrong = "has more than 18 digits" if type(value) is float and value.is_integer() else f"is {_kind(value)}, not an integer"
+        wrong = (
+            "has more than 18 digits"
+            if type(value) is float and value.is_integer()
+            else f"is {_kind(value)}, not an integer"
+        )
         raise RequestError(400, f"row {number}: {name} {wrong}", row=number, field=name)
 
 
 def _hexadecimal_error(name: str, number: int) -> RequestError:
-    return RequestError(400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name)
+    return RequestError(
+        400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name
+    )
 
 
 @final
 class AnyReader(RowReader):
-    """Reader for schemas with any tokens. Converts JSON and text to Arrow columns, as for log files."""
+    """Reader for schemas with any tokens. Converts JSON and text to Arrow columns, as for log
+    files.
+    """
 
     def read(self, bodies: Sequence[RequestBody]) -> tuple[RawBlock, list[Outcome]]:
         parts: list[RawBlock] = []
@@ -177,7 +242,10 @@ class AnyReader(RowReader):
         rows = 0
         for body in bodies:
             try:
-                raw, faults = parse_table(self._table(body.rows) if body.rows is not None else self._split(body), self.schema)
+                raw, faults = parse_table(
+                    self._table(body.rows) if body.rows is not None else self._split(body),
+                    self.schema,
+                )
                 if faults.total:
                     raise _row_error(faults.first[0], faults.first[0].row or 0)
                 outcomes.append(slice(rows, rows + raw.rows))
@@ -195,12 +263,16 @@ class AnyReader(RowReader):
         arrays: dict[str, pa.Array] = {}
         for name in self.schema.columns:
             is_number = name in self.schema.dense or name in self.schema.list_weights
-            item_of, kind = (self._number, pa.float64()) if is_number else (_token_text, pa.large_string())
+            item_of, kind = (
+                (self._number, pa.float64()) if is_number else (_token_text, pa.large_string())
+            )
             values: Iterator[Any] = (row.get(name) for row in rows)
             if name in self.schema.lists or name in self.schema.list_weights:
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
-                arrays[name] = pa.array([item_of(value, name, number) for number, value in enumerate(values)], kind)
+                arrays[name] = pa.array(
+                    [item_of(value, name, number) for number, value in enumerate(values)], kind
+                )
         return pa.table(arrays)
 
     def _number(self, value: Any, name: str, row: int) -> float | None:
@@ -211,37 +283,57 @@ class AnyReader(RowReader):
     _other_format = ", or text/csv with a header"
 
     def _split(self, body: RequestBody) -> pa.Table:
-        """Parse text: TSV without a header, CSV with one if its first line is the columns' names."""
+        """Parse text: TSV without a header, CSV with one if its first line is the columns'
+        names.
+        """
         if body.delimiter == self.schema.list_delimiter:
-            raise RequestError(415, "columns and lists have the same delimiter in this format; send application/json")
+            raise RequestError(
+                415,
+                "columns and lists have the same delimiter in this format; send application/json",
+            )
         if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
         text, names = body.text, first_fields(body.text, body.delimiter, self.schema.escape)
         if self._has_header(body, names):
             columns: Sequence[str] = names
-            _, start = next(row_ends(text, body.delimiter, self.schema.escape), (len(text), len(text)))
+            _, start = next(
+                row_ends(text, body.delimiter, self.schema.escape), (len(text), len(text))
+            )
             text = text[start:]
         else:
             columns = self._line_columns(body, len(names))
         if not text:
             raise RequestError(400, "the request has no rows")
         _reject_empty_lines(text, body.delimiter, self.schema.escape)
-        return read_csv_text(text, self.schema, delimiter=body.delimiter, columns=columns, path="the request")
+        return read_csv_text(
+            text, self.schema, delimiter=body.delimiter, columns=columns, path="the request"
+        )
 
     def _has_header(self, body: RequestBody, names: list[str]) -> bool:
-        """Return whether the first line is a header: as the client specifies, else whether it has all columns' names, in any
-        order. Raises RequestError if it is invalid, as with names that the log lacks, or if the format has no header."""
+        """Return whether the first line is a header: as the client specifies, else whether it has
+        all columns' names, in any order. Raises RequestError if it is invalid, as with names that
+        the log lacks, or if the format has no header.
+        """
         accepted = {*self._known, *(self.schema.header or ())}
         names_columns = set(self.schema.columns) <= set(names)
         if not (names_columns if body.header is None else body.header):
             return False
         if body.format == "tsv":
-            raise RequestError(400, "row 0 names columns; text/tab-separated-values has no header, text/csv may have one", row=0)
+            raise RequestError(
+                400,
+                "row 0 names columns; text/tab-separated-values has no header, text/csv may have "
+                "one",
+                row=0,
+            )
         for name in names:
             if name not in accepted:
-                raise RequestError(400, f"the header has an unknown column {shorten(name)}", field=shorten(name))
+                raise RequestError(
+                    400, f"the header has an unknown column {shorten(name)}", field=shorten(name)
+                )
             if names.count(name) > 1 and name in self._known:
-                raise RequestError(400, f"the header names {name} {names.count(name)} times", field=name)
+                raise RequestError(
+                    400, f"the header names {name} {names.count(name)} times", field=name
+                )
         for name in self.schema.columns:
             if name not in names:
                 raise RequestError(400, f"the header does not name {name}", field=name)
@@ -263,45 +355,70 @@ def _number(value: Any, name: str, row: int) -> float | None:
     if type(value) is str and (seconds := seconds_of(value)) is not None:
         return seconds
     if type(value) not in (int, float, bool):
-        raise RequestError(400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name)
+        raise RequestError(
+            400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name
+        )
     if not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise RequestError(400, f"row {row}: {name} is beyond 10^18", row=row, field=name)
     return float(value)
 
 
 def _token_text(value: Any, name: str, number: int) -> str | None:
-    """Return a category as text. Integers become their digits, true and false 1 and 0, as in files."""
+    """Return a category as text. Integers become their digits, true and false 1 and 0, as in
+    files.
+    """
     if value is None or type(value) is str:
         return value
-    if type(value) is float and value.is_integer() and abs(value) < 2**53:  # Larger ones are rounded
+    # Larger ones are rounded
+    if type(value) is float and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     if type(value) in (int, bool):
         return str(int(value))  # orjson reads integers beyond 64 bits as floats
     if type(value) is float and not -(2.0**63) < value < 2.0**64:
         why = "beyond 64 bits; send its digits as a string"
         raise RequestError(400, f"row {number}: {name} is a number {why}", row=number, field=name)
-    kind = "a number from 2^53 on that is written as a float" if type(value) is float and abs(value) >= 2**53 else _kind(value)
-    raise RequestError(400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name)
+    kind = (
+        "a number from 2^53 on that is written as a float"
+        if type(value) is float and abs(value) >= 2**53
+        else _kind(value)
+    )
+    raise RequestError(
+        400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name
+    )
 
 
-def _lists(values: Iterator[Any], name: str, item_of: Callable[[Any, str, int], Any]) -> list[list[Any] | None]:
+def _lists(
+    values: Iterator[Any], name: str, item_of: Callable[[Any, str, int], Any]
+) -> list[list[Any] | None]:
     """Convert the items of lists with `item_of` (item, name, row)."""
     lists: list[list[Any] | None] = []
     for number, value in enumerate(values):
         if value is not None and type(value) is not list:
-            raise RequestError(400, f"row {number}: {name} is {_kind(value)}, not a list", row=number, field=name)
+            raise RequestError(
+                400, f"row {number}: {name} is {_kind(value)}, not a list", row=number, field=name
+            )
         lists.append(None if value is None else [item_of(item, name, number) for item in value])
     return lists
 
 
 def _row_error(fault: Fault, row: int) -> RequestError:
     location = f" in column {fault.column}" if fault.column else ""
-    return RequestError(400, f"row {row}: {fault.kind}{location}", row=row, field=fault.column or None)
+    return RequestError(
+        400, f"row {row}: {fault.kind}{location}", row=row, field=fault.column or None
+    )
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number that is not an integer" if type(value) is float else "a number")
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+    }
+    return names.get(
+        type(value), "a number that is not an integer" if type(value) is float else "a number"
+    )
 
 
 def make_reader(schema: Schema) -> RowReader:

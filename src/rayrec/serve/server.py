@@ -1,4 +1,6 @@
-"""Lifecycle of a server: start, watch, follow a run, and stop after answering all received requests."""
+"""Lifecycle of a server: start, watch, follow a run, and stop after answering all received
+requests.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ _MAX_RESPONSE_BYTES: Final = 1 << 16
 _POLL_EVERY_S: Final = 1.0
 _FOLLOW_EVERY_S: Final = 5.0
 _STOPPER_S: Final = 5.0
-"""Seconds that a server keeps its Ray after another process, still connected to it, stopped the server."""
+"""Seconds that a server keeps its Ray after another process, still connected to it, stopped the
+server.
+"""
 _STORE_S: Final = 5.0
 """Maximum seconds to wait for unavailable storage when following a run."""
 _ATTEMPTS: Final = 4
@@ -59,17 +63,29 @@ class Server:
 
     def describe(self) -> dict[str, Any]:
         """Return JSON values: URL, cluster address and models."""
-        return {"url": self.url, "cluster_address": self.address, **self.control.call_register("describe", timeout_s=_DESCRIBE_S)}
+        return {
+            "url": self.url,
+            "cluster_address": self.address,
+            **self.control.call_register("describe", timeout_s=_DESCRIBE_S),
+        }
 
 
 @contextlib.contextmanager
 def serving(
-    path: str, *, config: ServeConfig, address: str | None, shadow: str | None = None, console: Console, is_command: bool = False
+    path: str,
+    *,
+    config: ServeConfig,
+    address: str | None,
+    shadow: str | None = None,
+    console: Console,
+    is_command: bool = False,
 ) -> Iterator[Server]:
-    """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address` (None: RAY_ADDRESS, else a
-    local Ray). Answers requests in flight before it exits. `is_command` removes `config.token_env` from the environment, leaves a
-    local Ray to the end of the command, and the announcement to it. Raises InputError for an unusable model or address, and if
-    the cluster or port already has a server."""
+    """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address`
+    (None: RAY_ADDRESS, else a local Ray). Answers requests in flight before it exits. `is_command`
+    removes `config.token_env` from the environment, leaves a local Ray to the end of the command,
+    and the announcement to it. Raises InputError for an unusable model or address, and if the
+    cluster or port already has a server.
+    """
     digest = config.token_digest()
     if is_command and config.token_env:
         del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
@@ -77,12 +93,19 @@ def serving(
     shadow = source_of(shadow) if shadow else None
     custom_network_class(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
-        console.note(f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file or --token-env.")
+        console.note(
+            f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file "
+            "or --token-env."
+        )
     quieten()
     import ray
     from ray import serve
 
-    private_ray = not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS")) in (None, "", "local")
+    private_ray = not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS")) in (
+        None,
+        "",
+        "local",
+    )
     command = command_end() if is_command else None
     ends_with_process = private_ray and command is not None
     with contextlib.ExitStack() as resources:
@@ -92,20 +115,25 @@ def serving(
                 os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
         if command is not None:
             command.owns_ray = private_ray
-        reached = resources.enter_context(_connected(address, console, ends_with_process=ends_with_process))
+        reached = resources.enter_context(
+            _connected(address, console, ends_with_process=ends_with_process)
+        )
         instance = find_instance(APPLICATION)
-        # A server left one without applications and proxies behind, whose proxies cannot be enabled later.
+        # A server left one without applications and proxies behind, whose proxies cannot be enabled
+        # later.
         fresh = instance is None or not (instance.applications or instance.with_proxies)
         if instance is not None and APPLICATION in instance.applications:
             raise InputError(
-                f"{reached}: this Ray cluster already runs a `rayrec serve`. Change its model (--swap) or stop it (--stop), both "
-                f"with --cluster.address {reached}"
+                f"{reached}: this Ray cluster already runs a `rayrec serve`. Change its model "
+                f"(--swap) or stop it (--stop), both with --cluster.address {reached}"
             )
         ends_serve = fresh and not private_ray  # A private Ray ends anyway
         requested = config
         config = settle(config, instance, private_ray=private_ray)
         if (requested.host, requested.port) != (config.host, config.port):
-            console.note(f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}")
+            console.note(
+                f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}"
+            )
         if not private_ray and (fresh or config.ingress == "direct"):
             resources.enter_context(lock_port(config.host, config.port))
         if fresh and instance is not None:
@@ -134,7 +162,9 @@ def serving(
 
 @contextlib.contextmanager
 def _connected(address: str | None, console: Console, *, ends_with_process: bool) -> Iterator[str]:
-    """Yield the address of the connected Ray, and disconnect unless it was connected before or `ends_with_process`."""
+    """Yield the address of the connected Ray, and disconnect unless it was connected before or
+    `ends_with_process`.
+    """
     import ray
 
     was_connected = ray.is_initialized()
@@ -154,7 +184,9 @@ def _end_ignoring_errors(*, started_serve: bool) -> None:
 
 
 def _deploy(config: ServeConfig, make: Callable[[], Application], control: Control) -> str:
-    """Deploy the application and return its URL. Raises InputError if no replica can load the model, or none answers."""
+    """Deploy the application and return its URL. Raises InputError if no replica can load the
+    model, or none answers.
+    """
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
@@ -163,7 +195,8 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
     # The proxies' timeout is a fallback, longer than the application's.
     proxies = {"request_timeout_s": 2 * config.time_limit_s + 5, "keep_alive_timeout_s": 90}
     location = "HeadOnly" if config.host in LOOPBACK else "EveryNode"
-    logging.disable(logging.INFO)  # Ray Serve logs its start with a logger that it configures itself
+    # Ray Serve logs its start with a logger that it configures itself
+    logging.disable(logging.INFO)
     try:
         serve.start(
             proxy_location="Disabled" if direct else location,
@@ -180,12 +213,14 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
         if cause:
             raise InputError(cause) from None
         raise InputError(
-            f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}. Its logs are in "
-            f"{connection.session_logs()}/serve."
+            f"Ray Serve did not start the server: {' '.join(str(error).split())[:500]}. Its logs "
+            f"are in {connection.session_logs()}/serve."
         ) from None
     instance = find_instance(APPLICATION)
     assert instance is not None
-    return first_answering(urls(config, instance), versions=_versions(control.call_register("describe")))
+    return first_answering(
+        urls(config, instance), versions=_versions(control.call_register("describe"))
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +256,9 @@ def find_instance(application: str) -> ServeInstance | None:
         host=options.get("host") or "127.0.0.1",
         port=options.get("port") or 8000,
         proxy_ips=_distinct(details["proxies"].values()),
-        replica_ips=_distinct([replica for deployment in deployments.values() for replica in deployment["replicas"]]),
+        replica_ips=_distinct(
+            [replica for deployment in deployments.values() for replica in deployment["replicas"]]
+        ),
         applications=tuple(details["applications"]),
     )
 
@@ -230,24 +267,31 @@ def _distinct(actors: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(actor["node_ip"] for actor in actors if actor.get("node_ip")))
 
 
-def settle(config: ServeConfig, instance: ServeInstance | None, *, private_ray: bool) -> ServeConfig:
-    """Resolve the ingress, and set the address of running proxies. Pure. auto becomes direct on a private local Ray and with a
-    Ray Serve that runs without proxies, else serve. Raises InputError if the running Ray Serve conflicts with `config`."""
-    running = instance if instance is not None and instance.applications else None  # An idle one is restarted
+def settle(
+    config: ServeConfig, instance: ServeInstance | None, *, private_ray: bool
+) -> ServeConfig:
+    """Resolve the ingress, and set the address of running proxies. Pure. auto becomes direct on a
+    private local Ray and with a Ray Serve that runs without proxies, else serve. Raises InputError
+    if the running Ray Serve conflicts with `config`.
+    """
+    # An idle one is restarted
+    running = instance if instance is not None and instance.applications else None
     if config.ingress == "auto":
         direct = private_ray or (running is not None and not running.with_proxies)
         config = config.replace(ingress="direct" if direct else "serve")
     if config.ingress == "serve":
         if running is not None and not running.with_proxies:
             raise InputError(
-                f"ingress: Ray Serve runs on this cluster without HTTP proxies, for {', '.join(running.applications)}. Use "
-                "--ingress direct, or stop Ray Serve (`serve shutdown`) and retry."
+                "ingress: Ray Serve runs on this cluster without HTTP proxies, for "
+                f"{', '.join(running.applications)}. Use --ingress direct, or stop Ray Serve "
+                "(`serve shutdown`) and retry."
             )
         if instance is not None and instance.with_proxies:
             config = config.replace(host=instance.host, port=instance.port)
     elif instance is not None and instance.with_proxies and instance.port == config.port:
         raise InputError(
-            f"port: Ray Serve's HTTP proxies listen at {config.port} on this cluster. Choose another --port, or --ingress serve."
+            f"port: Ray Serve's HTTP proxies listen at {config.port} on this cluster. Choose "
+            "another --port, or --ingress serve."
         )
     return config
 
@@ -260,9 +304,14 @@ def urls(config: ServeConfig, instance: ServeInstance) -> list[str]:
     return [f"http://{f'[{host}]' if ':' in host else host}:{config.port}" for host in hosts]
 
 
-def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S) -> str:
-    """Return the first URL whose server has loaded one of these model versions. Raises InputError after a timeout."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # Ignores the environment's proxies
+def first_answering(
+    candidates: Sequence[str], *, versions: Sequence[str], timeout_s: float = _ANSWER_S
+) -> str:
+    """Return the first URL whose server has loaded one of these model versions. Raises InputError
+    after a timeout.
+    """
+    # Ignores the environment's proxies
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline_s = time.monotonic() + timeout_s
     while True:
         problem = "no replica or proxy has an address"
@@ -279,23 +328,40 @@ def first_answering(candidates: Sequence[str], *, versions: Sequence[str], timeo
             tried = " or ".join(candidates) or "any node"
             local = any(f"//{host}" in tried for host in LOOPBACK)
             hint = "; reaching it from another machine needs --host 0.0.0.0" if local else ""
-            raise InputError(f"ingress: the server started but does not answer at {tried} ({problem}){hint}. Stopped it.")
+            raise InputError(
+                f"ingress: the server started but does not answer at {tried} ({problem}){hint}. "
+                "Stopped it."
+            )
         time.sleep(0.2)
 
 
 def serve_forever(
-    path: str, *, config: ServerConfig, address: str | None, console: Console, started: Callable[[dict[str, Any]], None]
+    path: str,
+    *,
+    config: ServerConfig,
+    address: str | None,
+    console: Console,
+    started: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP, then answer requests in flight (`rayrec.serve.shutdown`). With `config.follow`,
-    `path` is a run, and the server switches to its newest or best checkpoints. Calls `started` when it accepts requests. Removes
-    the variable `config.token_env` from the environment."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP, then answer requests in flight
+    (`rayrec.serve.shutdown`). With `config.follow`, `path` is a run, and the server switches to its
+    newest or best checkpoints. Calls `started` when it accepts requests. Removes the variable
+    `config.token_env` from the environment.
+    """
     first = path
     if config.follow != "no":
         if storage.exists(storage.join(path, "manifest.json")):
             raise InputError(f"follow: must be a run's folder, got checkpoint or export {path}")
         first = choose(path, config.follow) or open_checkpoint(path).path
     with (
-        serving(first, config=config, address=address, shadow=config.shadow, console=console, is_command=True) as server,
+        serving(
+            first,
+            config=config,
+            address=address,
+            shadow=config.shadow,
+            console=console,
+            is_command=True,
+        ) as server,
         _stop_request() as stop,
     ):
         stop.begin_serving()
@@ -316,7 +382,9 @@ def serve_forever(
 
 
 def _announced(control: Control) -> bool:
-    """Make the server report that it is ready. Returns False if a lost head, register or replica prevents that for now."""
+    """Make the server report that it is ready. Returns False if a lost head, register or replica
+    prevents that for now.
+    """
     import ray
 
     try:
@@ -328,8 +396,10 @@ def _announced(control: Control) -> bool:
 
 @contextlib.contextmanager
 def _stop_request() -> Iterator[StopRequest]:
-    """Yield the stop request of the command, or else of a program that uses rayrec's functions, which only this context's signals
-    stop (in the main thread only). KeyboardInterrupt ends the server of a program at once."""
+    """Yield the stop request of the command, or else of a program that uses rayrec's functions,
+    which only this context's signals stop (in the main thread only). KeyboardInterrupt ends the
+    server of a program at once.
+    """
     command = command_end()
     if command is not None:
         yield command.stop
@@ -339,12 +409,15 @@ def _stop_request() -> Iterator[StopRequest]:
         raise KeyboardInterrupt(reason)
 
     stop = StopRequest(interrupt)
-    with handling_signals(lambda number, frame: stop.receive(number)):  # After Ray has started, which sets handlers
+    # After Ray has started, which sets handlers
+    with handling_signals(lambda number, frame: stop.receive(number)):
         yield stop
 
 
 class _Watch:
-    """Watcher of a running server and of the followed run. The server keeps its models while storage or head is unavailable."""
+    """Watcher of a running server and of the followed run. The server keeps its models while
+    storage or head is unavailable.
+    """
 
     def __init__(self, server: Server, console: Console) -> None:
         self._server, self._console = server, console
@@ -353,7 +426,9 @@ class _Watch:
         self._failures: dict[str, str] = {}
         self._skipped = set[str]()
         self._attempts = {self._served: (_ATTEMPTS, 0.0)}
-        """Attempts to switch to each checkpoint of the followed run, and the earliest time of the next."""
+        """Attempts to switch to each checkpoint of the followed run, and the earliest time of the
+        next.
+        """
         self._changing = ThreadPoolExecutor(1, thread_name_prefix="follow")
         self._change: tuple[str, Future[Any]] | None = None
         """Checkpoint that the server is switching to."""
@@ -376,7 +451,11 @@ class _Watch:
         if versions != self._versions:
             lost = f"nothing. If {description['model']} is gone, set another model with --swap"
             self._console.note(f"Serving {', '.join(versions) or lost}")
-        self._versions, self._failures, self._served = versions, dict(description["failures"]), description["model"]
+        self._versions, self._failures, self._served = (
+            versions,
+            dict(description["failures"]),
+            description["model"],
+        )
         return True
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:
@@ -398,9 +477,19 @@ class _Watch:
             with storage.retry_timeout(_STORE_S):
                 newest = choose(run, which, skipped=self._note_skipped)
             number, due_s = self._attempts.get(newest or "", (0, 0.0))
-            if newest and newest != self._served and number < _ATTEMPTS and time.monotonic() >= due_s:
+            if (
+                newest
+                and newest != self._served
+                and number < _ATTEMPTS
+                and time.monotonic() >= due_s
+            ):
                 self._attempts[newest] = number + 1, time.monotonic() + _RETRY_S * 2 ** (number + 1)
-                self._change = newest, self._changing.submit(self._server.control.change, partial(swap_model, path=newest))
+                self._change = (
+                    newest,
+                    self._changing.submit(
+                        self._server.control.change, partial(swap_model, path=newest)
+                    ),
+                )
             self._trouble = ""
         except Exception as error:  # Storage or the cluster's head is unavailable
             if str(error) != self._trouble:
@@ -414,14 +503,26 @@ class _Watch:
 
 
 def _versions(description: dict[str, Any]) -> list[str]:
-    return sorted({version for replica in description["replicas"].values() for version in replica.values() if version})
+    return sorted(
+        {
+            version
+            for replica in description["replicas"].values()
+            for version in replica.values()
+            if version
+        }
+    )
 
 
 def choose(
-    run: str, which: Literal["newest", "best"], *, skipped: Callable[[InputError], None] = lambda error: None
+    run: str,
+    which: Literal["newest", "best"],
+    *,
+    skipped: Callable[[InputError], None] = lambda error: None,
 ) -> str | None:
-    """Return the absolute folder of a run's newest checkpoint, or of the one with the best evaluation score (the later of equal
-    ones). None if there is none yet. Calls `skipped` with the error of each damaged or incompatible checkpoint."""
+    """Return the absolute folder of a run's newest checkpoint, or of the one with the best
+    evaluation score (the later of equal ones). None if there is none yet. Calls `skipped` with the
+    error of each damaged or incompatible checkpoint.
+    """
     scored: list[tuple[float, str]] = []
     for checkpoint in reversed(committed(storage.absolute(run))):
         try:
@@ -436,4 +537,5 @@ def choose(
             return checkpoint.path
         if manifest["score"] is not None:
             scored.append((manifest["score"], checkpoint.path))
-    return max(scored, key=lambda entry: entry[0])[1] if scored else None  # The first, so the newest of equal scores
+    # The first, so the newest of equal scores
+    return max(scored, key=lambda entry: entry[0])[1] if scored else None

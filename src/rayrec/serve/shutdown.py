@@ -14,9 +14,13 @@ from typing import Final, Literal, NoReturn, final
 from rayrec.cluster.process_end import child_processes, end_with_children, stop_signals
 
 STOPPED: Final = 143
-"""Exit status if a signal ended the command before it was ready, or before all requests in flight were answered."""
+"""Exit status if a signal ended the command before it was ready, or before all requests in flight
+were answered.
+"""
 DRAIN_S: Final = 4.0
-"""Maximum seconds to answer requests in flight. Supervisors kill what has not ended a few seconds after their signal."""
+"""Maximum seconds to answer requests in flight. Supervisors kill what has not ended a few seconds
+after their signal.
+"""
 _WITHDRAW_S: Final = 3.0
 """Maximum seconds to withdraw an unfinished server from a running cluster."""
 _STDERR: Final = 2
@@ -24,7 +28,8 @@ _STDERR: Final = 2
 
 # starting: a signal ends the command at once, with `STOPPED`.
 # serving: a signal makes it stopping. It answers requests in flight, then ends with 0.
-# stopping: a second signal, or the end of `DRAIN_S` after the first, ends it at once, with `STOPPED`.
+# stopping: a second signal, or the end of `DRAIN_S` after the first, ends it at once, with
+# `STOPPED`.
 
 
 @final
@@ -40,7 +45,8 @@ class StopRequest:
 
     def begin_serving(self) -> None:
         """Answer requests in flight from now on before a signal ends the command."""
-        # No lock: only this thread leaves "starting", and a signal that comes before ends the command.
+        # No lock: only this thread leaves "starting", and a signal that comes before ends the
+        # command.
         self._state = "serving"
 
     def receive(self, number: int) -> None:
@@ -55,7 +61,9 @@ class StopRequest:
 
     def expire(self) -> None:
         """End the command, whose requests in flight have not been answered in time."""
-        self._end(f"stopped without the answers to requests in flight, which took more than {DRAIN_S:g} s")
+        self._end(
+            f"stopped without the answers to requests in flight, which took more than {DRAIN_S:g} s"
+        )
 
 
 @final
@@ -63,7 +71,9 @@ class CommandEnd:
     """Signals and end of a process that runs nothing but a server's command."""
 
     def __init__(self) -> None:
-        """Receive the signals of this process from now on. Call it in the main thread, before any thread starts."""
+        """Receive the signals of this process from now on. Call it in the main thread, before any
+        thread starts.
+        """
         self.stop = StopRequest(self._end_now)
         self.withdraw: Callable[[], object] | None = None
         """Function that removes an unfinished server from a running cluster."""
@@ -73,11 +83,13 @@ class CommandEnd:
         """Children of a shell that has become this process."""
         self._numbers = stop_signals()
         self._ending = self._closed = False
-        # Blocked in all threads and processes that are started from now on. Ray's C++ handlers would print a stack and abort.
-        # Ray's processes, which get signals to a process group or, from systemd, to a control group, would end before the server
-        # has answered its requests. So only the thread below receives signals.
+        # Blocked in all threads and processes that are started from now on. Ray's C++ handlers
+        # would print a stack and abort. Ray's processes, which get signals to a process group or,
+        # from systemd, to a control group, would end before the server has answered its requests.
+        # So only the thread below receives signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
-        # A thread, because the main thread may be in a call that takes long, or that never returns if Ray's head is lost.
+        # A thread, because the main thread may be in a call that takes long, or that never returns
+        # if Ray's head is lost.
         self._thread = threading.Thread(target=self._receive, name="signals", daemon=True)
         self._thread.start()
 
@@ -87,11 +99,14 @@ class CommandEnd:
             threading.Event().wait()
 
     def finish(self, status: int) -> int:
-        """Return the exit status of the command, or end this process with it if there is a local Ray."""
+        """Return the exit status of the command, or end this process with it if there is a local
+        Ray.
+        """
         self.hold()
         if self.owns_ray:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError, AttributeError):  # Closed, or its reader is gone
+                # Closed, or its reader is gone
+                with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
             end_with_children(status, spared=self._before)
         return status
@@ -103,7 +118,8 @@ class CommandEnd:
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, signal.SIGTERM)  # Wakes the thread
         self._thread.join()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)  # `rayrec.__main__` may have blocked them, too
+        # `rayrec.__main__` may have blocked them, too
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
 
     def _receive(self) -> None:
         """Pass on signals, and expire the first that lets the server answer its requests."""
@@ -138,11 +154,15 @@ def _write_line(text: str) -> None:
 
 
 _command_end: CommandEnd | None = None
-"""End of the command that this process runs. There is one at most, because signals are sent to processes."""
+"""End of the command that this process runs. There is one at most, because signals are sent to
+processes.
+"""
 
 
 def command_end() -> CommandEnd | None:
-    """Return the end of the command that this process runs. None if a program uses rayrec's functions."""
+    """Return the end of the command that this process runs. None if a program uses rayrec's
+    functions.
+    """
     return _command_end
 
 

@@ -1,4 +1,6 @@
-"""Communication volume of a click model's workers per step, and the rows/s that their links support."""
+"""Communication volume of a click model's workers per step, and the rows/s that their links
+support.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +44,9 @@ class Lookup:
 
 
 class ExchangeBytes:
-    """Payload bytes of one exchange in a step. Workers are numbered by rank. A node has consecutive ranks."""
+    """Payload bytes of one exchange in a step. Workers are numbered by rank. A node has consecutive
+    ranks.
+    """
 
     def __init__(self, num_workers: int, workers_per_node: int) -> None:
         self._nodes = [rank // workers_per_node for rank in range(num_workers)]
@@ -54,9 +58,12 @@ class ExchangeBytes:
         """Bytes from each node to other nodes."""
         self.received_between = [0.0] * len(self._sizes)
 
-    def add_all_to_all(self, rank_bytes: Sequence[float], *, to_owner: bool, inside: bool = True) -> None:
-        """Add an exchange in which each worker receives `rank_bytes[rank]` from each other `rank`, or sends them with `to_owner`.
-        Without `inside`, only counts workers in other nodes."""
+    def add_all_to_all(
+        self, rank_bytes: Sequence[float], *, to_owner: bool, inside: bool = True
+    ) -> None:
+        """Add an exchange in which each worker receives `rank_bytes[rank]` from each other `rank`,
+        or sends them with `to_owner`. Without `inside`, only counts workers in other nodes.
+        """
         workers, total = len(self._nodes), sum(rank_bytes)
         of_node = [0.0] * len(self._sizes)
         for node, size in zip(self._nodes, rank_bytes, strict=True):
@@ -73,7 +80,9 @@ class ExchangeBytes:
             inward[rank] += of_node[node] - rank_bytes[rank]
 
     def add_ring(self, size: float) -> None:
-        """Add an exchange in which each worker sends `size` bytes to the next one, and the last one to the first."""
+        """Add an exchange in which each worker sends `size` bytes to the next one, and the last one
+        to the first.
+        """
         workers = len(self._nodes)
         for rank in range(workers if workers > 1 else 0):
             other = (rank + 1) % workers
@@ -86,7 +95,9 @@ class ExchangeBytes:
                 self.received_between[other_node] += size
 
     def add_rings_inside(self, size: float, ranks: Sequence[int]) -> None:
-        """Add an exchange in which each of `ranks`, all in one node, sends `size` bytes to the next one."""
+        """Add an exchange in which each of `ranks`, all in one node, sends `size` bytes to the next
+        one.
+        """
         for rank in ranks:
             self.sent_inside[rank] += size
             self.received_inside[rank] += size
@@ -97,7 +108,9 @@ class ExchangeBytes:
         if links.network_gbit is not None:
             duration = max(*self.sent_between, *self.received_between) * 8e-9 / links.network_gbit
         if links.inside_gbit is not None:
-            duration = max(duration, max(*self.sent_inside, *self.received_inside) * 8e-9 / links.inside_gbit)
+            duration = max(
+                duration, max(*self.sent_inside, *self.received_inside) * 8e-9 / links.inside_gbit
+            )
         return duration
 
 
@@ -110,54 +123,73 @@ class CommunicationVolume:
     flows: Mapping[Exchange, ExchangeBytes]
 
     def bytes_per_row(self, *names: Exchange) -> tuple[float, float]:
-        """Return the bytes that all workers send per row (inside nodes, between nodes) in the named exchanges. Default: all."""
+        """Return the bytes that all workers send per row (inside nodes, between nodes) in the named
+        exchanges. Default: all.
+        """
         flows = [self.flows[name] for name in names or self.flows]
-        return sum(sum(flow.sent_inside) for flow in flows) / self.rows, sum(sum(flow.sent_between) for flow in flows) / self.rows
+        return sum(sum(flow.sent_inside) for flow in flows) / self.rows, sum(
+            sum(flow.sent_between) for flow in flows
+        ) / self.rows
 
     def rows_per_s(self, links: LinkBandwidth) -> float | None:
-        """Return the maximum rows/s of all workers, if only exchanges took time, or None without limit."""
+        """Return the maximum rows/s of all workers, if only exchanges took time, or None without
+        limit.
+        """
         seconds = self._seconds(links)
         return self.rows / seconds if seconds else None
 
-    def limit(self, model_rows_per_s: float, links: LinkBandwidth) -> tuple[float, Literal["model", "network"]]:
-        """Return the rows/s of all workers, given the rate with unlimited links, and the larger part of the step time. Assumes no
-        overlap between computation and exchange: a step needs embeddings before its network computes, and sends their gradients
-        and the gradients of the first layers after it."""
+    def limit(
+        self, model_rows_per_s: float, links: LinkBandwidth
+    ) -> tuple[float, Literal["model", "network"]]:
+        """Return the rows/s of all workers, given the rate with unlimited links, and the larger
+        part of the step time. Assumes no overlap between computation and exchange: a step needs
+        embeddings before its network computes, and sends their gradients and the gradients of the
+        first layers after it.
+        """
         computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links)
-        return self.rows / (computed_s + exchanged_s), "model" if computed_s >= exchanged_s else "network"
+        return self.rows / (
+            computed_s + exchanged_s
+        ), "model" if computed_s >= exchanged_s else "network"
 
     def _seconds(self, links: LinkBandwidth) -> float:
         """Return the duration of a step's exchanges, sequentially."""
         return sum(flow.seconds(links) for flow in self.flows.values())
 
     def text(self, links: LinkBandwidth, model_rows_per_s: float | None = None) -> str:
-        """Return a summary: bytes per row, the links' rows/s and, if the model's speed is given, the training rate."""
+        """Return a summary: bytes per row, the links' rows/s and, if the model's speed is given,
+        the training rate.
+        """
         if len(self.flows["ids"].sent_inside) == 1:
             return "One worker exchanges nothing."
         inside, between = self.bytes_per_row()
-        parts = [f"{size_text(sum(self.bytes_per_row(name)))} {_NAMES[name]}" for name in self.flows]
+        parts = [
+            f"{size_text(sum(self.bytes_per_row(name)))} {_NAMES[name]}" for name in self.flows
+        ]
         lines = [
-            f"Workers send {size_text(inside + between)} a row ({', '.join(parts)}): {size_text(inside)} inside nodes, "
-            f"{size_text(between)} between them."
+            f"Workers send {size_text(inside + between)} a row ({', '.join(parts)}): "
+            f"{size_text(inside)} inside nodes, {size_text(between)} between them."
         ]
         rate_limit = self.rows_per_s(links)
         if rate_limit is not None:
             bandwidths = {"network_gbit": links.network_gbit, "inside_gbit": links.inside_gbit}
-            named = ", ".join(f"{name}={value:g}" for name, value in bandwidths.items() if value is not None)
+            named = ", ".join(
+                f"{name}={value:g}" for name, value in bandwidths.items() if value is not None
+            )
             lines.append(f"  {'network':8} {estimate_text(rate_limit)} rows/s in all, by {named}")
             if model_rows_per_s is not None:
                 rate, limit = self.limit(model_rows_per_s, links)
                 lines.append(
-                    f"About {estimate_text(rate)} rows/s of the {estimate_text(model_rows_per_s)} that GPUs of gpu_rows_per_s "
-                    f"would train; the {limit} takes more of a step."
+                    f"About {estimate_text(rate)} rows/s of the {estimate_text(model_rows_per_s)} "
+                    f"that GPUs of gpu_rows_per_s would train; the {limit} takes more of a step."
                 )
         if links.network_gbit is None and between:
             rates = ", ".join(
-                f"{gbit:g} Gbit/s {estimate_text(self.rows / self._seconds(LinkBandwidth(gbit)))}" for gbit in _EXAMPLES_GBIT
+                f"{gbit:g} Gbit/s {estimate_text(self.rows / self._seconds(LinkBandwidth(gbit)))}"
+                for gbit in _EXAMPLES_GBIT
             )
             lines.append(
-                "The network between nodes is taken for no limit; network_gbit=N in --cluster gives each node's link. Links "
-                f"carry, rows/s in all: {rates}."
+                "The network between nodes is taken for no limit; network_gbit=N in --cluster "
+                f"gives each node's link. Links carry, rows/s in all: {rates}."
             )
         return "\n".join(lines)
 
@@ -173,12 +205,21 @@ def estimate_communication(
     exchange_bytes: int = FLOAT_BYTES,
     id_bytes: int = 4,
 ) -> CommunicationVolume:
-    """Estimate the communication of a step with `batch_size` rows per worker. Pure. `lookups`: of each table's features.
-    `dense_weights`: weight count of the replicated part. `exchange_bytes`: size of an exchanged value of an embedding or its
-    gradient; other gradients are float32. Sums over workers use a ring, as in gloo and NCCL. Assumes an even distribution of ids
-    over the parts of a row_wise table. Excludes batch norm sums and message sizes, some kB per step."""
-    flows: dict[Exchange, ExchangeBytes] = {name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES}
-    ids, forward, backward, shared = flows["ids"], flows["embeddings"], flows["gradients"], flows["all_reduce"]
+    """Estimate the communication of a step with `batch_size` rows per worker. Pure. `lookups`: of
+    each table's features. `dense_weights`: weight count of the replicated part. `exchange_bytes`:
+    size of an exchanged value of an embedding or its gradient; other gradients are float32. Sums
+    over workers use a ring, as in gloo and NCCL. Assumes an even distribution of ids over the parts
+    of a row_wise table. Excludes batch norm sums and message sizes, some kB per step.
+    """
+    flows: dict[Exchange, ExchangeBytes] = {
+        name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES
+    }
+    ids, forward, backward, shared = (
+        flows["ids"],
+        flows["embeddings"],
+        flows["gradients"],
+        flows["all_reduce"],
+    )
     ring_factor = 2 * (num_workers - 1) / num_workers
     shared.add_ring(ring_factor * dense_weights * FLOAT_BYTES)
     for table in tables:
@@ -187,10 +228,17 @@ def estimate_communication(
             shared.add_ring(ring_factor * table.gradient_bytes)
             continue
         ranks = sorted(table.bytes_of_rank)
-        parts = len(ranks) if table.sharding_type in ("row_wise", "table_row_wise") else 1  # Parts of a row's ids
+        # Parts of a row's ids
+        parts = len(ranks) if table.sharding_type in ("row_wise", "table_row_wise") else 1
         # Every part gets lengths
-        id_bytes_of_row = sum(_LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted) for one in features)
-        ids.add_all_to_all(_of_ranks(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)), to_owner=True)
+        id_bytes_of_row = sum(
+            _LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted)
+            for one in features
+        )
+        ids.add_all_to_all(
+            _of_ranks(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)),
+            to_owner=True,
+        )
         pooled = sum(one.pooled for one in features) * dim
         vectors = pooled + sum(one.ids for one in features if not one.pooled) * dim
         if table.sharding_type == "row_wise" and pooled:
@@ -202,10 +250,18 @@ def estimate_communication(
             for flow in (forward, backward):
                 flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
         vector_bytes = _of_ranks(
-            num_workers, {rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()}
+            num_workers,
+            {
+                rank: vectors * size / table.total_bytes
+                for rank, size in table.bytes_of_rank.items()
+            },
         )
-        forward.add_all_to_all(vector_bytes, to_owner=False, inside=table.sharding_type != "table_row_wise")
-        backward.add_all_to_all(vector_bytes, to_owner=True, inside=table.sharding_type != "table_row_wise")
+        forward.add_all_to_all(
+            vector_bytes, to_owner=False, inside=table.sharding_type != "table_row_wise"
+        )
+        backward.add_all_to_all(
+            vector_bytes, to_owner=True, inside=table.sharding_type != "table_row_wise"
+        )
     return CommunicationVolume(num_workers * batch_size, flows)
 
 

@@ -33,10 +33,14 @@ class TablePlacement:
     bytes_of_rank: dict[int, int]
     """Size of weights and optimizer state on each rank with a part of the table."""
     device_share: float = 1.0
-    """Fraction of these bytes in a rank's GPU. The rest is in host memory (`ShardingConfig.uvm_caching`)."""
+    """Fraction of these bytes in a rank's GPU. The rest is in host memory
+    (`ShardingConfig.uvm_caching`).
+    """
 
     def host_bytes(self, rank: int) -> int:
-        """Return the host memory of the table on `rank`, in bytes: the full size if the GPU only has a cache of it."""
+        """Return the host memory of the table on `rank`, in bytes: the full size if the GPU only
+        has a cache of it.
+        """
         return self.bytes_of_rank.get(rank, 0) if self.device_share < 1 else 0
 
     def device_bytes(self, rank: int) -> int:
@@ -49,12 +53,22 @@ class TablePlacement:
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the full table's gradient, in bytes, on each rank of a data_parallel table. 0 for other tables."""
-        return self.num_embeddings * self.embedding_dim * FLOAT_BYTES if self.sharding_type == "data_parallel" else 0
+        """Size of the full table's gradient, in bytes, on each rank of a data_parallel table. 0 for
+        other tables.
+        """
+        return (
+            self.num_embeddings * self.embedding_dim * FLOAT_BYTES
+            if self.sharding_type == "data_parallel"
+            else 0
+        )
 
 
-def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> list[TablePlacement]:
-    """Return all tables of `plan`, sorted by name, with their size on each rank. `model` must be unsharded."""
+def placements(
+    plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes
+) -> list[TablePlacement]:
+    """Return all tables of `plan`, sorted by name, with their size on each rank. `model` must be
+    unsharded.
+    """
     tables = tables_of(model)
     result = []
     for module_plan in plan.plan.values():
@@ -66,7 +80,9 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
             else:
                 for shard in sharding.sharding_spec.shards:
                     shard_rows, shard_columns = shard.shard_sizes
-                    bytes_of_rank[shard.placement.rank()] += table_bytes(shard_rows, shard_columns, state_bytes)
+                    bytes_of_rank[shard.placement.rank()] += table_bytes(
+                        shard_rows, shard_columns, state_bytes
+                    )
             result.append(
                 TablePlacement(
                     table=table,
@@ -74,7 +90,9 @@ def placements(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes)
                     embedding_dim=dim,
                     sharding_type=sharding.sharding_type,
                     bytes_of_rank=dict(bytes_of_rank),
-                    device_share=sharding.cache_params.load_factor if sharding.compute_kernel == _CACHED_KERNEL else 1.0,
+                    device_share=sharding.cache_params.load_factor
+                    if sharding.compute_kernel == _CACHED_KERNEL
+                    else 1.0,
                 )
             )
     return sorted(result, key=lambda placement: _natural(placement.table))
@@ -91,7 +109,9 @@ def data_parallel_tables(plan: ShardingPlan) -> list[str]:
 
 
 def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -> str:
-    """Format the plan: one line per table (rows, dim, sharding, ranks, bytes), the size of all, and each worker's total."""
+    """Format the plan: one line per table (rows, dim, sharding, ranks, bytes), the size of all, and
+    each worker's total.
+    """
     rows = placements(plan, model, state_bytes=state_bytes)
     head = ("table", "rows", "dim", "sharding", "ranks", "weights + optimizer")
     lines = [
@@ -99,7 +119,8 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
             row.table,
             f"{row.num_embeddings:,}",
             str(row.embedding_dim),
-            row.sharding_type + (f", {row.device_share:.0%} cached" if row.device_share < 1 else ""),
+            row.sharding_type
+            + (f", {row.device_share:.0%} cached" if row.device_share < 1 else ""),
             _ranges(sorted(row.bytes_of_rank)),
             readable(row.total_bytes),
         )
@@ -110,11 +131,14 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
         for rank, size in row.bytes_of_rank.items():
             sizes[rank].append(size)
     workers = [
-        f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, {readable(sum(of_rank))}"
+        f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, "
+        f"{readable(sum(of_rank))}"
         for rank, of_rank in sorted(sizes.items())
     ]
     weight_bytes = sum(row.num_embeddings * row.embedding_dim for row in rows) * FLOAT_BYTES
-    total_size = f"{weight_bytes / 2**30:,.2f} GiB" if weight_bytes >= 2**30 else readable(weight_bytes)
+    total_size = (
+        f"{weight_bytes / 2**30:,.2f} GiB" if weight_bytes >= 2**30 else readable(weight_bytes)
+    )
     total = f"all tables: {total_size} without optimizer state"
     return "\n".join([*aligned([head, *lines], left={0, 3, 4}), total, *workers])
 
@@ -126,9 +150,15 @@ def tables_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     tables: dict[str, tuple[int, int]] = {}
     for module in model.modules():
         if isinstance(module, EmbeddingBagCollection):
-            tables |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_bag_configs()}
+            tables |= {
+                table.name: (table.num_embeddings, table.embedding_dim)
+                for table in module.embedding_bag_configs()
+            }
         elif isinstance(module, EmbeddingCollection):
-            tables |= {table.name: (table.num_embeddings, table.embedding_dim) for table in module.embedding_configs()}
+            tables |= {
+                table.name: (table.num_embeddings, table.embedding_dim)
+                for table in module.embedding_configs()
+            }
     return tables
 
 
@@ -185,7 +215,12 @@ class WorkerMemory:
     """Tables in host memory (`ShardingConfig.uvm_caching`)."""
 
     def host_bytes(self, device: str) -> int:
-        return self.checkpoint + self.process + self.host_tables + (self._trained if device == "cpu" else 0)
+        return (
+            self.checkpoint
+            + self.process
+            + self.host_tables
+            + (self._trained if device == "cpu" else 0)
+        )
 
     def device_bytes(self, device: str) -> int:
         return 0 if device == "cpu" else self._trained
@@ -198,7 +233,11 @@ class WorkerMemory:
         """Format the memory in one line."""
         trained = (
             f"tables with optimizer state {size_text(self.tables)}, "
-            + (f"gradients of data_parallel tables {size_text(self.gradients)}, " if self.gradients else "")
+            + (
+                f"gradients of data_parallel tables {size_text(self.gradients)}, "
+                if self.gradients
+                else ""
+            )
             + f"dense part {size_text(self.dense)}, a batch {size_text(self.batches)}"
         )
         host = (
@@ -215,11 +254,20 @@ class WorkerMemory:
 
 
 def worker_memories(
-    rows: Sequence[TablePlacement], *, dense_weights: int, dense_state_bytes: int, batch_bytes: int, world_size: int
+    rows: Sequence[TablePlacement],
+    *,
+    dense_weights: int,
+    dense_state_bytes: int,
+    batch_bytes: int,
+    world_size: int,
 ) -> list[WorkerMemory]:
-    """Return each worker's memory, by rank, for tables `rows`, a network with its optimizer state, and `batch_bytes` per step."""
+    """Return each worker's memory, by rank, for tables `rows`, a network with its optimizer state,
+    and `batch_bytes` per step.
+    """
     # Replicated on all ranks, but saved by one
-    data_parallel_bytes = sum(row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel")
+    data_parallel_bytes = sum(
+        row.bytes_of_rank[0] for row in rows if row.sharding_type == "data_parallel"
+    )
     dense_saved = dense_weights * FLOAT_BYTES + dense_state_bytes
     sharded = [row for row in rows if row.sharding_type != "data_parallel"]
     return [
@@ -228,7 +276,8 @@ def worker_memories(
             gradients=sum(row.gradient_bytes for row in rows),
             dense=dense_weights * FLOAT_BYTES + dense_saved,
             batches=batch_bytes,
-            checkpoint=sum(row.bytes_of_rank.get(rank, 0) for row in sharded) + (data_parallel_bytes + dense_saved) // world_size,
+            checkpoint=sum(row.bytes_of_rank.get(rank, 0) for row in sharded)
+            + (data_parallel_bytes + dense_saved) // world_size,
             host_tables=sum(row.host_bytes(rank) for row in rows),
         )
         for rank in range(world_size)

@@ -12,18 +12,28 @@ from annotated_types import Ge, MinLen, MultipleOf
 
 from rayrec.bounds import Part, Share
 from rayrec.config import Config, InputError
-from rayrec.sharding.placement import StateBytes, TablePlacement, placements, readable, table_bytes, tables_of
+from rayrec.sharding.placement import (
+    StateBytes,
+    TablePlacement,
+    placements,
+    readable,
+    table_bytes,
+    tables_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
     from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingPlan
 
-ShardingType = Literal["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"]
+ShardingType = Literal[
+    "table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "data_parallel"
+]
 
 _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_parallel"}
 _UNSPLIT = {"table_wise", "data_parallel"}  # On one worker, always in full
 _BY_ROWS = {"row_wise", "table_row_wise"}
-_OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}  # Unsupported by TorchRec, or wrong (data_parallel): all others
+# Unsupported by TorchRec, or wrong (data_parallel): all others
+_OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds one process group per node, all of equal size
 _UNKNOWN_BYTES = 2**50  # More than any tables need
 
@@ -33,18 +43,26 @@ class ShardingConfig(Config):
     """Sharding of embedding tables over the workers."""
 
     sharding_types: Annotated[tuple[ShardingType, ...], MinLen(1)] = ("table_wise", "row_wise")
-    """Allowed table layouts. Ignores those that a device does not support (row_wise and table_row_wise on CPU). With column_wise,
-    row-wise Adagrad has one state per row and part, so the plan changes results. With data_parallel, every worker stores the full
-    table and its gradient, for small tables."""
+    """Allowed table layouts. Ignores those that a device does not support (row_wise and
+    table_row_wise on CPU). With column_wise, row-wise Adagrad has one state per row and part, so
+    the plan changes results. With data_parallel, every worker stores the full table and its
+    gradient, for small tables.
+    """
     min_column_width: Annotated[int, Ge(4), MultipleOf(4)] = 32
     """Minimum width of column_wise table parts, a multiple of 4."""
     reserved_fraction: Share = 0.15
-    """Fraction of each worker's memory that is reserved for the dense model, activations and batches in flight."""
+    """Fraction of each worker's memory that is reserved for the dense model, activations and
+    batches in flight.
+    """
     exchange_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but round. No bf16 on CPU."""
+    """Dtype for exchanges of embeddings and their gradients. fp16 and bf16 halve the traffic but
+    round. No bf16 on CPU.
+    """
     uvm_caching: bool = False
-    """Whether to store tables that exceed GPU memory in host memory, with a GPU cache of recently used rows (fbgemm's UVM
-    caching). Lookups outside the cache are slower. Not for sparse_optimizer.kind adam, adamw and sparse_adam."""
+    """Whether to store tables that exceed GPU memory in host memory, with a GPU cache of recently
+    used rows (fbgemm's UVM caching). Lookups outside the cache are slower. Not for
+    sparse_optimizer.kind adam, adamw and sparse_adam.
+    """
     uvm_cache_fraction: Part = 0.1
     """Fraction of such a table's rows that fit into its cache."""
     optimizer_floats_per_row: int = 1
@@ -54,8 +72,9 @@ class ShardingConfig(Config):
 def embedding_sharders(
     config: ShardingConfig | None = None, *, device: Literal["cpu", "cuda"] = "cpu"
 ) -> list[ModuleSharder[Any]]:
-    """Return the sharders of embeddings for planner and DistributedModelParallel. Raises InputError for an unsupported
-    precision."""
+    """Return the sharders of embeddings for planner and DistributedModelParallel. Raises InputError
+    for an unsupported precision.
+    """
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -64,7 +83,8 @@ def embedding_sharders(
     # The default replaces an id outside its table by 0 and trains on that row.
     fused_params: dict[str, Any] = {"bounds_check_mode": BoundsCheckMode.FATAL}
     if config is not None and config.uvm_caching and device == "cuda":
-        fused_params["uvm_host_mapped"] = True  # Pinned host memory. CUDA's managed memory may move to the GPU and fill it.
+        # Pinned host memory. CUDA's managed memory may move to the GPU and fill it.
+        fused_params["uvm_host_mapped"] = True
     return [
         EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
         EmbeddingCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs),
@@ -77,10 +97,16 @@ def _exchange_codecs(precision: str, device: str) -> dict[str, QuantizedCommCode
     if (precision, device) == ("bf16", "cpu"):
         raise InputError("ShardingConfig.exchange_precision: must be fp16 or fp32 on CPU, got bf16")
     import torch
-    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+    from torchrec.distributed.fbgemm_qcomm_codec import (
+        CommType,
+        QCommsConfig,
+        get_qcomm_codecs_registry,
+    )
 
     kind = CommType(precision)
-    return get_qcomm_codecs_registry(QCommsConfig(forward_precision=kind, backward_precision=kind), device=torch.device(device))
+    return get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=kind, backward_precision=kind), device=torch.device(device)
+    )
 
 
 @dataclass(frozen=True)
@@ -90,28 +116,45 @@ class Site:
     world_size: int
     device: Literal["cpu", "cuda"]
     memory_bytes: int
-    """Available memory of one worker: its share of host memory on "cpu", its device's memory on "cuda"."""
+    """Available memory of one worker: its share of host memory on "cpu", its device's memory on
+    "cuda".
+    """
     host_memory_bytes: int | None = None
     """Share of host memory of one worker on "cuda". None if unknown, which disables its check."""
     nodes: Sequence[str] | None = None
     """Node of each rank. None for a single node."""
     devices: Sequence[str] | None = None
-    """Device of each rank with index, such as cuda:3. None for TorchRec's default, the rank within its node."""
+    """Device of each rank with index, such as cuda:3. None for TorchRec's default, the rank within
+    its node.
+    """
 
 
 def plan_sharding(
-    model: nn.Module, site: Site, *, batch_size: int, config: ShardingConfig | None = None, state_bytes: StateBytes
+    model: nn.Module,
+    site: Site,
+    *,
+    batch_size: int,
+    config: ShardingConfig | None = None,
+    state_bytes: StateBytes,
 ) -> ShardingPlan:
-    """Plan the sharding of the tables in `model`, a ClickModel on the meta device, over the workers of `site`. One rank must plan
-    for all, because TorchRec breaks ties by workers per node, which can differ between ranks. A checkpoint's copy needs as much
-    host memory as the tables and their state. On "cpu" it gets half of the usable memory, and on "cuda" the tables are limited to
-    `site.host_memory_bytes`. `model` should have its sparse optimizer applied, which determines the state size for TorchRec, as
-    `state_bytes` for our checks. `batch_size` is per worker. The fused optimizer does not update `data_parallel_tables`. Raises
-    InputError if the tables do not fit, or if no allowed sharding type works with these workers."""
+    """Plan the sharding of the tables in `model`, a ClickModel on the meta device, over the workers
+    of `site`. One rank must plan for all, because TorchRec breaks ties by workers per node, which
+    can differ between ranks. A checkpoint's copy needs as much host memory as the tables and their
+    state. On "cpu" it gets half of the usable memory, and on "cuda" the tables are limited to
+    `site.host_memory_bytes`. `model` should have its sparse optimizer applied, which determines the
+    state size for TorchRec, as `state_bytes` for our checks. `batch_size` is per worker. The fused
+    optimizer does not update `data_parallel_tables`. Raises InputError if the tables do not fit, or
+    if no allowed sharding type works with these workers.
+    """
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-    from torchrec.distributed.planner.types import KernelConfig, PlannerError, TopologyFactory, TrainerConfig
+    from torchrec.distributed.planner.types import (
+        KernelConfig,
+        PlannerError,
+        TopologyFactory,
+        TrainerConfig,
+    )
     from torchrec.distributed.types import CacheParams
     from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -123,7 +166,8 @@ def plan_sharding(
     one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
     if one_by_one and not _OF_SEQUENCES & set(allowed):
         raise InputError(
-            f"ShardingConfig.sharding_types: must have a type for sequences ({', '.join(sorted(one_by_one))}) on {device}, got "
+            "ShardingConfig.sharding_types: must have a type for sequences "
+            f"({', '.join(sorted(one_by_one))}) on {device}, got "
             f"{', '.join(config.sharding_types)}. Add table_wise."
         )
     cached = config.uvm_caching and device == "cuda"
@@ -131,34 +175,45 @@ def plan_sharding(
     host_limit = _host_memory_limit(config, site.host_memory_bytes) if cached else None
     sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
     total_limit = (
-        limit if host_limit is None else _MemoryLimit(limit.size_bytes + host_limit.size_bytes, f"{limit}, and {host_limit}")
+        limit
+        if host_limit is None
+        else _MemoryLimit(limit.size_bytes + host_limit.size_bytes, f"{limit}, and {host_limit}")
     )
     _check_table_memory(tables, sizes, allowed, world_size=site.world_size, limit=total_limit)
     kernels = [EmbeddingComputeKernel.FUSED.value]
     if cached:
         kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
     if "data_parallel" in allowed:
-        kernels.append(EmbeddingComputeKernel.DENSE.value)  # TorchRec offers it only for this sharding type
+        # TorchRec offers it only for this sharding type
+        kernels.append(EmbeddingComputeKernel.DENSE.value)
     constraints = {
         name: ParameterConstraints(
-            sharding_types=[kind for kind in allowed if name not in one_by_one or kind in _OF_SEQUENCES],
+            sharding_types=[
+                kind for kind in allowed if name not in one_by_one or kind in _OF_SEQUENCES
+            ],
             compute_kernels=kernels,
             min_partition=min(config.min_column_width, dim),
             cache_params=CacheParams(load_factor=config.uvm_cache_fraction) if cached else None,
         )
         for name, (_, dim) in tables.items()
     }
-    host_bytes = host_limit.size_bytes if host_limit else site.host_memory_bytes or site.memory_bytes
+    host_bytes = (
+        host_limit.size_bytes if host_limit else site.host_memory_bytes or site.memory_bytes
+    )
     on_gpu = {"hbm_cap_bytes": limit.size_bytes, "ddr_cap_bytes": host_bytes}
     capacity = {"ddr_cap_bytes": limit.size_bytes} if device == "cpu" else on_gpu
     planner = EmbeddingShardingPlanner(
         topology=TopologyFactory.create_topology(
-            # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only estimates traffic with it.
-            trainer_config=TrainerConfig(world_size=site.world_size, local_world_size=math.gcd(*per_node), **capacity),
+            # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only
+            # estimates traffic with it.
+            trainer_config=TrainerConfig(
+                world_size=site.world_size, local_world_size=math.gcd(*per_node), **capacity
+            ),
             kernel_config=KernelConfig(compute_device=device),
         ),
         batch_size=batch_size,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),  # Reserved above, also for host memory
+        # Reserved above, also for host memory
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         constraints=constraints,
         debug=False,
         stats=[],
@@ -167,16 +222,21 @@ def plan_sharding(
         plan = planner.plan(model, embedding_sharders(config, device=device))
     except PlannerError as error:
         need = readable(sum(sizes.values()))
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise InputError(
-            f"sharding: no plan found for {len(tables)} tables ({need}) on {site.world_size} workers with {total_limit} each for "
-            f"tables, in addition to batches of {batch_size} rows ({reason}). Use more workers or memory, a smaller "
-            "batch_size or embedding_dim, or a higher min_count."
+            f"sharding: no plan found for {len(tables)} tables ({need}) on {site.world_size} "
+            f"workers with {total_limit} each for tables, in addition to batches of {batch_size} "
+            f"rows ({reason}). Use more workers or memory, a smaller batch_size or embedding_dim, "
+            "or a higher min_count."
         ) from error
     rows = placements(plan, model, state_bytes=state_bytes)
     _check_gradient_memory(rows, device=device, limit=limit)
     if cached and site.host_memory_bytes is not None:
-        _check_host_memory(rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction)))
+        _check_host_memory(
+            rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction))
+        )
     if site.devices is not None:
         _set_devices(plan, site.devices)
     return plan
@@ -198,14 +258,21 @@ def _table_memory_limit(config: ShardingConfig, site: Site) -> _MemoryLimit:
     reserved = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))
     if site.device == "cpu":
-        return _MemoryLimit(usable // 2, f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for checkpoints")
+        return _MemoryLimit(
+            usable // 2,
+            f"{readable(site.memory_bytes)} are free, {reserved}, half of the rest for checkpoints",
+        )
     limit = _MemoryLimit(usable, f"of its device's {readable(site.memory_bytes)}, {reserved}")
     if site.host_memory_bytes is None or config.uvm_caching:
         return limit
     host = int(site.host_memory_bytes * (1 - config.reserved_fraction))
     if host >= usable:
         return limit
-    return _MemoryLimit(host, f"{readable(site.host_memory_bytes)} of host memory, {reserved}, for a checkpoint's copy of them")
+    return _MemoryLimit(
+        host,
+        f"{readable(site.host_memory_bytes)} of host memory, {reserved}, for a checkpoint's copy "
+        "of them",
+    )
 
 
 def _host_memory_limit(config: ShardingConfig, host_memory_bytes: int | None) -> _MemoryLimit:
@@ -213,7 +280,10 @@ def _host_memory_limit(config: ShardingConfig, host_memory_bytes: int | None) ->
     if host_memory_bytes is None:
         return _MemoryLimit(_UNKNOWN_BYTES, "of host memory, whose size is not known")
     usable = int(host_memory_bytes * (1 - config.reserved_fraction))
-    return _MemoryLimit(usable // 2, f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy")
+    return _MemoryLimit(
+        usable // 2,
+        f"of host memory, half of {readable(usable)}, whose other half is for a checkpoint's copy",
+    )
 
 
 def _check_host_memory(rows: list[TablePlacement], *, host_bytes: int) -> None:
@@ -223,9 +293,10 @@ def _check_host_memory(rows: list[TablePlacement], *, host_bytes: int) -> None:
         copy = sum(row.bytes_of_rank.get(rank, 0) for row in rows)
         if cached and cached + copy > host_bytes:
             raise InputError(
-                f"sharding: worker {rank} needs {readable(cached + copy)} of host memory, {readable(cached)} for tables "
-                f"(uvm_caching) and {readable(copy)} for a checkpoint's copy of all its tables, but has "
-                f"{readable(host_bytes)}. Use more workers or memory, a smaller embedding_dim, or a higher min_count."
+                f"sharding: worker {rank} needs {readable(cached + copy)} of host memory, "
+                f"{readable(cached)} for tables (uvm_caching) and {readable(copy)} for a "
+                f"checkpoint's copy of all its tables, but has {readable(host_bytes)}. Use more "
+                "workers or memory, a smaller embedding_dim, or a higher min_count."
             )
 
 
@@ -237,42 +308,56 @@ def _check_gradient_memory(rows: list[TablePlacement], *, device: str, limit: _M
         copies = 2 if device == "cpu" else 1  # With a checkpoint's copy
         if gradients and copies * table_size + gradients > copies * limit.size_bytes:
             raise InputError(
-                f"sharding: data_parallel tables need {readable(table_size)} on worker {rank}, {readable(gradients)} for their "
-                f"gradients, but it has {limit} for tables. Remove data_parallel from ShardingConfig.sharding_types."
+                f"sharding: data_parallel tables need {readable(table_size)} on worker {rank}, "
+                f"{readable(gradients)} for their gradients, but it has {limit} for tables. Remove "
+                "data_parallel from ShardingConfig.sharding_types."
             )
 
 
 def workers_per_node(nodes: Sequence[str]) -> list[int]:
-    """Return the worker count of each node in rank order, from the node of each rank. Nodes with nonconsecutive ranks count
-    several times, because TorchRec assumes consecutive ranks in a node."""
+    """Return the worker count of each node in rank order, from the node of each rank. Nodes with
+    nonconsecutive ranks count several times, because TorchRec assumes consecutive ranks in a
+    node.
+    """
     return [len(list(ranks)) for _, ranks in groupby(nodes)]
 
 
-def _allowed_types(config: ShardingConfig, *, device: str, per_node: list[int]) -> list[ShardingType]:
-    allowed = [kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES]
+def _allowed_types(
+    config: ShardingConfig, *, device: str, per_node: list[int]
+) -> list[ShardingType]:
+    allowed = [
+        kind for kind in config.sharding_types if device != "cpu" or kind in _CPU_SHARDING_TYPES
+    ]
     if not allowed:
         raise InputError(
-            f"ShardingConfig.sharding_types: no support on CPU for {', '.join(config.sharding_types)}. Add table_wise."
+            "ShardingConfig.sharding_types: no support on CPU for "
+            f"{', '.join(config.sharding_types)}. Add table_wise."
         )
-    if per_node == [1] and "table_wise" in allowed:  # No worker to share rows with, and sorting ids by part takes time
+    # No worker to share rows with, and sorting ids by part takes time
+    if per_node == [1] and "table_wise" in allowed:
         allowed = [kind for kind in allowed if kind not in _BY_ROWS]
     if len(set(per_node)) > 1:
         allowed = [kind for kind in allowed if kind not in _WITHIN_NODES]
         if not allowed:
             raise InputError(
-                f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} needs equally many workers on each node, got "
-                f"{', '.join(map(str, per_node))}. Add table_wise or row_wise."
+                f"ShardingConfig.sharding_types: {', '.join(config.sharding_types)} needs equally "
+                f"many workers on each node, got {', '.join(map(str, per_node))}. Add table_wise "
+                "or row_wise."
             )
     return allowed
 
 
 def _set_devices(plan: ShardingPlan, devices: Sequence[str]) -> None:
-    """Set the devices of the ranks in a plan. TorchRec assumes the rank within nodes of equal size."""
+    """Set the devices of the ranks in a plan. TorchRec assumes the rank within nodes of equal
+    size.
+    """
     from rayrec.compat.torch_compat import remote_device
 
     for module_plan in plan.plan.values():
         for sharding in module_plan.values():
-            for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+            for shard in (
+                sharding.sharding_spec.shards if sharding.sharding_spec is not None else ()
+            ):
                 rank = shard.placement.rank()
                 shard.placement = remote_device(f"rank:{rank}/{devices[rank]}")
 
@@ -288,20 +373,21 @@ def _check_table_memory(
     usable_bytes, total = limit.size_bytes, sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
-            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has {limit}. "
-            "Add table_wise to ShardingConfig.sharding_types."
+            f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has "
+            f"{limit}. Add table_wise to ShardingConfig.sharding_types."
         )
     if total > usable_bytes * world_size:
         raise InputError(
-            f"sharding: {len(tables)} tables need {readable(total)} (weights and optimizer state), but {world_size} "
-            f"workers have {limit} each, {readable(usable_bytes * world_size)} in all. "
-            f"Use at least {-(-total // max(usable_bytes, 1))} workers, a smaller embedding_dim, or a higher min_count."
+            f"sharding: {len(tables)} tables need {readable(total)} (weights and optimizer state), "
+            f"but {world_size} workers have {limit} each, {readable(usable_bytes * world_size)} in "
+            f"all. Use at least {-(-total // max(usable_bytes, 1))} workers, a smaller "
+            "embedding_dim, or a higher min_count."
         )
     largest = max(sizes, key=sizes.__getitem__, default=None)
     if largest is not None and set(allowed) <= _UNSPLIT and sizes[largest] > usable_bytes:
         rows, dim = tables[largest]
         raise InputError(
-            f"sharding: table {largest} ({rows:,} rows x {dim}) needs {readable(sizes[largest])} on one worker, "
-            f"which has {limit}. Use more memory, or add row_wise (GPUs) or column_wise (changes row-wise Adagrad) to "
-            "ShardingConfig.sharding_types."
+            f"sharding: table {largest} ({rows:,} rows x {dim}) needs {readable(sizes[largest])} "
+            f"on one worker, which has {limit}. Use more memory, or add row_wise (GPUs) or "
+            "column_wise (changes row-wise Adagrad) to ShardingConfig.sharding_types."
         )

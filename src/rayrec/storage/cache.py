@@ -1,4 +1,6 @@
-"""Cache folder for files fetched from a store, shared by all processes of a node, and for decompressed gzip files."""
+"""Cache folder for files fetched from a store, shared by all processes of a node, and for
+decompressed gzip files.
+"""
 
 import fcntl
 import glob
@@ -18,15 +20,18 @@ from rayrec.storage.files import PARTIAL
 MIN_FILES: Final = 4
 """Minimum number of files that a limited cache must fit: some in use, some in transfer."""
 KEY_DIGITS = 10
-"""Number of hex digits that identify the source in a cache key of 16. The others identify its version."""
+"""Number of hex digits that identify the source in a cache key of 16. The others identify its
+version.
+"""
 GZIP_MAGIC = b"\x1f\x8b"
 GUNZIP_BYTES = 8 << 20
 """Maximum bytes from one decompression step."""
 
 
 def folder(of_run: str | None = None) -> str:
-    """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else ~/.cache/rayrec. Raises
-    InputError without a home directory."""
+    """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else
+    ~/.cache/rayrec. Raises InputError without a home directory.
+    """
     path = os.environ.get("RAYREC_CACHE")
     if path:
         return path
@@ -37,32 +42,51 @@ def folder(of_run: str | None = None) -> str:
 
 @final
 class ShardCache:
-    """Cache of one store folder, in a local folder that all processes of the node share. Uses file locks on open descriptors,
-    which end with their process however it ends. A process that maps a file keeps a shared lock on it, through `in_use`. Eviction
-    removes unlocked files only, least recently used first."""
+    """Cache of one store folder, in a local folder that all processes of the node share. Uses file
+    locks on open descriptors, which end with their process however it ends. A process that maps a
+    file keeps a shared lock on it, through `in_use`. Eviction removes unlocked files only, least
+    recently used first.
+    """
 
     def __init__(
-        self, source: str, *, index: bytes, sizes_bytes: Mapping[str, int], folder: str, limit_bytes: int | None = None
+        self,
+        source: str,
+        *,
+        index: bytes,
+        sizes_bytes: Mapping[str, int],
+        folder: str,
+        limit_bytes: int | None = None,
     ) -> None:
-        """Create a cache for URL `source` in `folder`. `index` identifies the version. Raises InputError for too low a limit."""
+        """Create a cache for URL `source` in `folder`. `index` identifies the version. Raises
+        InputError for too low a limit.
+        """
         largest = max(sizes_bytes.values())
         if limit_bytes is not None and limit_bytes < MIN_FILES * largest:
             raise InputError(
-                f"{source}: cache_bytes {limit_bytes:,} is too small for shards of up to {largest:,}. Use at least "
-                f"{MIN_FILES * largest:,} bytes, or prepare smaller shards"
+                f"{source}: cache_bytes {limit_bytes:,} is too small for shards of up to "
+                f"{largest:,}. Use at least {MIN_FILES * largest:,} bytes, or prepare smaller "
+                "shards"
             )
         key = hashlib.sha256(source.encode() + b"\0" + index).hexdigest()[:16]
         self.folder = os.path.join(storage.absolute(folder), key)
         self._source, self._sizes_bytes, self._limit_bytes = source, sizes_bytes, limit_bytes
         os.makedirs(os.path.join(self.folder, ".locks"), exist_ok=True)
 
-    def fetch(self, name: str, check: Callable[[str], None], read: Callable[[], Iterable[bytes]] | None = None) -> int:
-        """Fetch a file, unless another process has meanwhile, and return the number of fetched bytes. An error of `check`, called
-        with the local path, keeps the file invisible. `read` None reads it from the store. Raises InputError if the store has no
-        such file, OSError if it is unavailable for too long."""
+    def fetch(
+        self,
+        name: str,
+        check: Callable[[str], None],
+        read: Callable[[], Iterable[bytes]] | None = None,
+    ) -> int:
+        """Fetch a file, unless another process has meanwhile, and return the number of fetched
+        bytes. An error of `check`, called with the local path, keeps the file invisible. `read`
+        None reads it from the store. Raises InputError if the store has no such file, OSError if it
+        is unavailable for too long.
+        """
         target = os.path.join(self.folder, name)
         locks = os.path.join(self.folder, ".locks")
-        with storage.locked(os.path.join(locks, f"{name}.lock")):  # no shard is named "room", the other lock
+        # no shard is named "room", the other lock
+        with storage.locked(os.path.join(locks, f"{name}.lock")):
             if os.path.exists(target):
                 return 0
             # Left over from a killed process, because the lock was free.
@@ -74,7 +98,9 @@ class ShardCache:
                         self._evict(self._sizes_bytes[name], self._limit_bytes)
                     file = open(local, "wb")  # noqa: SIM115  counted by other processes from now on
                 with file:
-                    for data in read() if read else storage.read_stream(storage.join(self._source, name)):
+                    for data in (
+                        read() if read else storage.read_stream(storage.join(self._source, name))
+                    ):
                         file.write(data)
                 check(local)
             return self._sizes_bytes[name]
@@ -90,7 +116,8 @@ class ShardCache:
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
                 name = PARTIAL.sub("", entry.name)
-                total_bytes += self._sizes_bytes.get(name, 0)  # files in transfer count with their full size
+                # files in transfer count with their full size
+                total_bytes += self._sizes_bytes.get(name, 0)
                 if entry.name == name and name in self._sizes_bytes:
                     cached.append((entry.stat().st_mtime_ns, name))
         for _, name in sorted(cached):
@@ -101,7 +128,9 @@ class ShardCache:
 
 
 def in_use(descriptor: int) -> bool:
-    """Lock an open cache file against eviction until its descriptor and maps are closed. Return False if already evicted."""
+    """Lock an open cache file against eviction until its descriptor and maps are closed. Return
+    False if already evicted.
+    """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return os.fstat(descriptor).st_nlink > 0
@@ -120,13 +149,17 @@ def _remove_unused(path: str) -> bool:
 
 
 def version_key(source: object, version: object) -> str:
-    """Return 16 hex digits that name a derived file: KEY_DIGITS for the source, the others for its version."""
+    """Return 16 hex digits that name a derived file: KEY_DIGITS for the source, the others for its
+    version.
+    """
     digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (source, version)]
     return digests[0][:KEY_DIGITS] + digests[1][: 16 - KEY_DIGITS]
 
 
 def remove_older(folder: str, current: Iterable[str]) -> None:
-    """Remove files derived from older versions of the sources of the `current` names from a folder; see `version_key`."""
+    """Remove files derived from older versions of the sources of the `current` names from a folder;
+    see `version_key`.
+    """
     current = {name[:16] for name in current}
     sources = {name[:KEY_DIGITS] for name in current}
     for name in storage.list_folder(folder) if sources else []:
@@ -141,7 +174,9 @@ def head_of(path: str, size_bytes: int) -> bytes:
     try:
         num_read = storage.read_into(path, 0, head)
     except (PermissionError, IsADirectoryError) as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}). Check its permissions"
+        ) from None
     return head[:num_read].tobytes()
 
 
@@ -150,14 +185,18 @@ def is_gzip(path: str) -> bool:
 
 
 def unpacked_path(file: storage.File, folder: str) -> str:
-    """Return the cache path of a decompressed gzip file, which depends on the file's path, size and time."""
+    """Return the cache path of a decompressed gzip file, which depends on the file's path, size and
+    time.
+    """
     key = version_key(file.path, (file.size_bytes, file.modified_ns))
     return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
 
 
 def unpack(file: storage.File, folder: str) -> storage.File:
-    """Decompress a gzip file once, so that it can be split and read from any row. Atomic, and idempotent. A URL target is
-    streamed and needs no local disk. Raises InputError for a damaged file or a full disk."""
+    """Decompress a gzip file once, so that it can be split and read from any row. Atomic, and
+    idempotent. A URL target is streamed and needs no local disk. Raises InputError for a damaged
+    file or a full disk.
+    """
     target = unpacked_path(file, folder)
     if not storage.exists(target):
         try:
@@ -165,7 +204,9 @@ def unpack(file: storage.File, folder: str) -> storage.File:
         except OSError as error:
             if error.errno is None:  # an unavailable store
                 raise
-            raise InputError(f"{target}: {file.path} cannot be decompressed there ({error.strerror})") from None
+            raise InputError(
+                f"{target}: {file.path} cannot be decompressed there ({error.strerror})"
+            ) from None
     return storage.find_files([target])[target]
 
 
@@ -179,7 +220,9 @@ def _decompressed(path: str) -> Iterator[bytes]:
 
 
 def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress gzip data into pieces of at most GUNZIP_BYTES. Raises zlib.error for damaged data, EOFError if truncated."""
+    """Decompress gzip data into pieces of at most GUNZIP_BYTES. Raises zlib.error for damaged data,
+    EOFError if truncated.
+    """
     engine = zlib.decompressobj(wbits=31)
     is_started = False
     for data in chunks:
@@ -193,7 +236,9 @@ def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
             if content := engine.decompress(data, GUNZIP_BYTES):
                 yield content
             data = engine.unused_data if engine.eof else engine.unconsumed_tail
-        while not engine.eof and (content := engine.decompress(b"", GUNZIP_BYTES) if is_started else b""):
+        while not engine.eof and (
+            content := engine.decompress(b"", GUNZIP_BYTES) if is_started else b""
+        ):
             yield content
     if not engine.eof:
         raise EOFError

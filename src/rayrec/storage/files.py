@@ -1,4 +1,6 @@
-"""Single files by path or URL: existence, reading, atomic writing. Temporary folders, removed even if the process is killed."""
+"""Single files by path or URL: existence, reading, atomic writing. Temporary folders, removed even
+if the process is killed.
+"""
 
 import ctypes
 import errno
@@ -36,7 +38,9 @@ _MAX_JSON_BYTES: Final = 1 << 30
 PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """Matches the suffix added by `partial_of`."""
 _MAX_QUEUED_BYTES: Final = 64 << 20
-"""Bytes queued for upload before a flush. pyarrow's queue is unbounded and would fill the memory."""
+"""Bytes queued for upload before a flush. pyarrow's queue is unbounded and would fill the
+memory.
+"""
 _LARGEST_COPY_BYTES: Final = 5 << 30
 """Largest file that S3 can copy in one request."""
 _COPIES_ANY_SIZE: Final = {"gs", "gcs", "az", "abfs", "abfss"}
@@ -44,12 +48,20 @@ _SECTION_BYTES: Final = 32 << 20
 """Part size of uploads to Azure, kept in memory until the store has it."""
 _STAGED: Final = {"az", "abfs", "abfss"}
 """Stores in which an object is visible before it is complete."""
-_NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""Errors if hard links are impossible: other file system, no support, too many links, or a removed file."""
+_NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+}
+"""Errors if hard links are impossible: other file system, no support, too many links, or a removed
+file.
+"""
 
 
 def partial_of(path: str) -> str:
-    """Return a new temporary name in the same folder, which is left behind if the process is killed."""
+    """Return a new temporary name in the same folder, which is left behind if the process is
+    killed.
+    """
     return f"{path}.{uuid.uuid4().hex}.partial"
 
 
@@ -68,7 +80,9 @@ def info_of(path: str) -> arrow_fs.FileInfo:
 
     def get_info(filesystem: arrow_fs.FileSystem, inner: str) -> arrow_fs.FileInfo:
         info = filesystem.get_file_info(inner)
-        if info.type != arrow_fs.FileType.NotFound or not isinstance(filesystem, arrow_fs.AzureFileSystem):
+        if info.type != arrow_fs.FileType.NotFound or not isinstance(
+            filesystem, arrow_fs.AzureFileSystem
+        ):
             return info
         # pyarrow checks only the first name with this prefix, and "run-1/" sorts before "run/".
         inside = filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
@@ -85,14 +99,18 @@ def missing(path: str, problem: str = "no such file") -> InputError:
 
 
 def read_into(path: str, start: int, buffer: np.ndarray) -> int:
-    """Read bytes from `start` into a uint8 array and return their number. Thread-safe. Raises InputError without the file."""
+    """Read bytes from `start` into a uint8 array and return their number. Thread-safe. Raises
+    InputError without the file.
+    """
     local = local_path(path)
     try:
         if local is None:
             return read_url(path, start, buffer)
         with open(local, "rb", buffering=0) as file:
             view, done = memoryview(buffer.data), 0
-            while done < len(view) and (count := os.preadv(file.fileno(), [view[done:]], start + done)):
+            while done < len(view) and (
+                count := os.preadv(file.fileno(), [view[done:]], start + done)
+            ):
                 done += count
             return done
     except FileNotFoundError:
@@ -100,7 +118,9 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
 
 
 def read_stream(path: str) -> Iterator[bytes]:
-    """Yield a file's bytes in pieces of some MiB, resuming after a store outage. Raises InputError if the file does not exist."""
+    """Yield a file's bytes in pieces of some MiB, resuming after a store outage. Raises InputError
+    if the file does not exist.
+    """
     file: NativeFile | None = None
     position = 0
 
@@ -132,10 +152,16 @@ def read_bytes(path: str) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """Read a UTF-8 file without its byte order mark, or a pipe, such as a shell's `<(...)`, which can be read once. Raises
-    InputError if it does not exist or has another encoding."""
+    """Read a UTF-8 file without its byte order mark, or a pipe, such as a shell's `<(...)`, which
+    can be read once. Raises InputError if it does not exist or has another encoding.
+    """
     local = local_path(path)
-    is_special = local is not None and os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local)
+    is_special = (
+        local is not None
+        and os.path.exists(local)
+        and not os.path.isfile(local)
+        and not os.path.isdir(local)
+    )
     try:
         if local is not None and is_special:  # `read_bytes` seeks, which a pipe cannot
             with open(local, "rb") as file:
@@ -146,7 +172,9 @@ def read_text(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Read a JSON file. Raises InputError if it is absent, damaged, a pipe or device, over 1 GiB, or nested too deeply."""
+    """Read a JSON file. Raises InputError if it is absent, damaged, a pipe or device, over 1 GiB,
+    or nested too deeply.
+    """
     local = local_path(path)
     if local is not None and os.path.exists(local) and not os.path.isfile(local):
         raise InputError(f"{path}: damaged, not a regular file")
@@ -164,12 +192,15 @@ def read_json(path: str) -> Any:
 
 
 def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a file atomically from pieces, and return its size in bytes. A piece may be overwritten once the next one is
-    requested. A URL needs no local disk, and at most about 100 MiB of memory. S3 accepts 10,000 parts of 10 MiB, which is 97 GiB;
-    after an error or crash, uploaded parts stay in the store, hidden, until its rule for incomplete uploads removes them. In
-    Azure the file is first NAME.*.partial, which the store then copies, and which stays after a crash. Raises the errors of
-    `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long (`OUTAGE_S` to twice that),
-    and InputError if a store rejects the request for a reason that the user can fix."""
+    """Write a file atomically from pieces, and return its size in bytes. A piece may be overwritten
+    once the next one is requested. A URL needs no local disk, and at most about 100 MiB of memory.
+    S3 accepts 10,000 parts of 10 MiB, which is 97 GiB; after an error or crash, uploaded parts stay
+    in the store, hidden, until its rule for incomplete uploads removes them. In Azure the file is
+    first NAME.*.partial, which the store then copies, and which stays after a crash. Raises the
+    errors of `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable
+    for too long (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a
+    reason that the user can fix.
+    """
     local = local_path(path)
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb") as file:
@@ -222,7 +253,9 @@ def json_text(value: Any) -> str:
 
 @contextmanager
 def writing(path: str) -> Iterator[str]:
-    """Yield a local path to write to, and move or upload the file to `path` atomically if there was no error."""
+    """Yield a local path to write to, and move or upload the file to `path` atomically if there was
+    no error.
+    """
     target = local_path(path)
     if target is not None:
         with _appearing(target) as temporary:
@@ -235,7 +268,9 @@ def writing(path: str) -> Iterator[str]:
 
 
 def copy_file(source: str, target: str) -> None:
-    """Copy a file, within an object store without downloading it. Raises InputError if it does not exist."""
+    """Copy a file, within an object store without downloading it. Raises InputError if it does not
+    exist.
+    """
     size = size_of(source)
     if size is None:
         raise missing(source)
@@ -244,9 +279,11 @@ def copy_file(source: str, target: str) -> None:
 
 
 def clone_file(source: str, target: str) -> bool:
-    """Copy a file without reading it: by a hard link, or by a copy within an object store. Returns False, without a change, if
-    storage does not support that or `source` does not exist. Linked files share their bytes: a program that writes to one in
-    place changes both. All functions of this module replace the file instead, which leaves the other unchanged."""
+    """Copy a file without reading it: by a hard link, or by a copy within an object store. Returns
+    False, without a change, if storage does not support that or `source` does not exist. Linked
+    files share their bytes: a program that writes to one in place changes both. All functions of
+    this module replace the file instead, which leaves the other unchanged.
+    """
     local_source, local_target = local_path(source), local_path(target)
     if local_source is not None and local_target is not None:
         return _linked(local_source, local_target)
@@ -266,7 +303,9 @@ def _linked(source: str, target: str) -> bool:
 
 
 def _copied_by_store(source: str, target: str, size: int) -> bool:
-    if not same_store(source, target) or (size > _LARGEST_COPY_BYTES and scheme_of(source) not in _COPIES_ANY_SIZE):
+    if not same_store(source, target) or (
+        size > _LARGEST_COPY_BYTES and scheme_of(source) not in _COPIES_ANY_SIZE
+    ):
         return False
     _, inner = resolve(source)
     with_retries(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
@@ -274,8 +313,14 @@ def _copied_by_store(source: str, target: str, size: int) -> bool:
 
 
 def same_store(source: str, target: str) -> bool:
-    """Return whether an object store can copy between two paths: they have the same endpoint or account."""
-    return in_object_store(source) and in_object_store(target) and location_of(source).store() == location_of(target).store()
+    """Return whether an object store can copy between two paths: they have the same endpoint or
+    account.
+    """
+    return (
+        in_object_store(source)
+        and in_object_store(target)
+        and location_of(source).store() == location_of(target).store()
+    )
 
 
 def remove_file(path: str) -> None:
@@ -286,8 +331,9 @@ def remove_file(path: str) -> None:
 
 @contextmanager
 def locked(path: str, busy: str | None = None) -> Iterator[None]:
-    """Lock a local file, which is created. The system releases the lock however the process ends. If another process has it,
-    raises InputError with the text `busy`, or waits without one."""
+    """Lock a local file, which is created. The system releases the lock however the process ends.
+    If another process has it, raises InputError with the text `busy`, or waits without one.
+    """
     with open(path, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
@@ -298,8 +344,9 @@ def locked(path: str, busy: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def _appearing(target: str) -> Iterator[str]:
-    """Yield a temporary path next to `target`, then sync and rename it. Removes it after an error, and if both were already links
-    to the same file, which a rename leaves unchanged."""
+    """Yield a temporary path next to `target`, then sync and rename it. Removes it after an error,
+    and if both were already links to the same file, which a rename leaves unchanged.
+    """
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
     temporary = partial_of(target)
@@ -324,7 +371,8 @@ def sync(path: str) -> None:
 
 def _bytes_of(data: bytes | memoryview | bytearray) -> memoryview:
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # memoryviews with a 0 in their shape cannot be cast
+    # memoryviews with a 0 in their shape cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _cut(data: bytes | memoryview | bytearray) -> Iterator[memoryview]:
@@ -342,7 +390,9 @@ def _fill(stream: NativeFile, data: bytearray) -> None:
 
 
 def _staged(path: str, chunks: Iterable[bytes | memoryview]) -> int:
-    """Append pieces to a temporary object, section by section, which the store then copies to `path`."""
+    """Append pieces to a temporary object, section by section, which the store then copies to
+    `path`.
+    """
     temporary = partial_of(path)
     section = bytearray()
     sent_bytes = 0
@@ -364,7 +414,9 @@ def _staged(path: str, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def _append(path: str, start: int, data: bytearray) -> int:
-    """Append bytes to an object of size `start`, and return its new size. A retry first checks if the bytes have arrived."""
+    """Append bytes to an object of size `start`, and return its new size. A retry first checks if
+    the bytes have arrived.
+    """
     end = start + len(data)
     failed = False
 
@@ -385,7 +437,9 @@ def _append(path: str, start: int, data: bytearray) -> int:
 
 
 def _upload(path: str, chunks: Iterable[bytes | memoryview | bytearray]) -> int:
-    """Upload pieces as one object. Cannot restart, unlike `_sent`, so it relies on the filesystem's own retries."""
+    """Upload pieces as one object. Cannot restart, unlike `_sent`, so it relies on the filesystem's
+    own retries.
+    """
     filesystem, inner = resolve(path)
     info_of(path)  # waits during an outage, because a failed stream keeps its memory
     with _explaining(path):
@@ -424,24 +478,34 @@ def _explaining(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
-        raise explained(path, error, waited_s=time.monotonic() - start, hint=endpoint_hint(path)) from None
+        raise explained(
+            path, error, waited_s=time.monotonic() - start, hint=endpoint_hint(path)
+        ) from None
 
 
 def _abandon(stream: NativeFile) -> None:
-    """Leak an output stream: closing it, as its destructor does, would complete a half-written file, and pyarrow cannot abort it.
-    Leaks up to 10 MiB, so no stream is created during a known outage."""
+    """Leak an output stream: closing it, as its destructor does, would complete a half-written
+    file, and pyarrow cannot abort it. Leaks up to 10 MiB, so no stream is created during a known
+    outage.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
 
 
 _PREFIX: Final = f"rayrec-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
-"""Prefix of this machine's folders: locks on a shared file system are not visible to other machines."""
+"""Prefix of this machine's folders: locks on a shared file system are not visible to other
+machines.
+"""
 
 
 class Scratch:
-    """Empty private folder, removed by `close`, or after a kill by a later process with a folder in the same place."""
+    """Empty private folder, removed by `close`, or after a kill by a later process with a folder in
+    the same place.
+    """
 
     def __init__(self, purpose: str, *, parent: str | None = None) -> None:
-        """Create the folder in `parent`, an existing folder. None selects the temporary directory."""
+        """Create the folder in `parent`, an existing folder. None selects the temporary
+        directory.
+        """
         parent = parent or tempfile.gettempdir()
         _remove_abandoned(parent)
         self._lock: int | None = None
@@ -449,9 +513,14 @@ class Scratch:
             self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=parent)
             try:
                 self._lock = _lock_folder(self.path)
-            except (FileNotFoundError, BlockingIOError):  # another process is removing it as abandoned
+            except (
+                FileNotFoundError,
+                BlockingIOError,
+            ):  # another process is removing it as abandoned
                 continue
-            except OSError:  # a file system without locks, on which no process considers it abandoned
+            except (
+                OSError
+            ):  # a file system without locks, on which no process considers it abandoned
                 return
             if os.path.exists(self.path):
                 return

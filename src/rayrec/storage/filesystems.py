@@ -30,7 +30,9 @@ _LOCATIONS: Final[dict[str, Callable[[str], StoreLocation]]] = {
     "abfs": AzureLocation.of,
     "abfss": AzureLocation.of,
 }
-SENT_SETTINGS: Final = S3Location.sent_settings + GcsLocation.sent_settings + AzureLocation.sent_settings
+SENT_SETTINGS: Final = (
+    S3Location.sent_settings + GcsLocation.sent_settings + AzureLocation.sent_settings
+)
 """Environment variables for stores that are valid on other machines: none is a file path."""
 
 
@@ -40,14 +42,17 @@ def location_of(path: str) -> StoreLocation:
 
 
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
-    """Return the filesystem of a path, and the path within it. Raises InputError for an unsupported URL. It retries with doubling
-    delays while a store is unavailable: S3 and Google Cloud Storage for at least `OUTAGE_S`, Azure for about 6 s."""
+    """Return the filesystem of a path, and the path within it. Raises InputError for an unsupported
+    URL. It retries with doubling delays while a store is unavailable: S3 and Google Cloud Storage
+    for at least `OUTAGE_S`, Azure for about 6 s.
+    """
     return retry(path, lambda: _resolve(path, patient=True), hint=lambda: endpoint_hint(path))
 
 
 def with_retries(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result]) -> _Result:
-    """Call a function with the filesystem of a path and the path within it, and return its result. Retries while a URL's store is
-    unavailable, so the function must be idempotent; see `retry`."""
+    """Call a function with the filesystem of a path and the path within it, and return its result.
+    Retries while a URL's store is unavailable, so the function must be idempotent; see `retry`.
+    """
     local = local_path(path)
     if local is not None:
         return call(arrow_fs.LocalFileSystem(), local)
@@ -92,12 +97,19 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
         _reach(location.address())
         return _connected(location, patient=patient), location.inner
     if scheme_of(path) not in _OTHER_SCHEMES:
-        supported = ", ".join(f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES)))
-        raise InputError(f"{bucket_of(path)}: scheme is not supported ({supported}). Use a path or a URL such as s3://bucket/key")
+        supported = ", ".join(
+            f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES))
+        )
+        raise InputError(
+            f"{bucket_of(path)}: scheme is not supported ({supported}). Use a path or a URL such "
+            "as s3://bucket/key"
+        )
     try:
         return arrow_fs.FileSystem.from_uri(path)
     except (ValueError, OSError) as error:
-        raise InputError(f"{path}: cannot be opened ({error}). Use a local path or a URL such as s3://bucket/key") from None
+        raise InputError(
+            f"{path}: cannot be opened ({error}). Use a local path or a URL such as s3://bucket/key"
+        ) from None
 
 
 def _connected(location: StoreLocation, *, patient: bool) -> arrow_fs.FileSystem:
@@ -114,13 +126,19 @@ def _connected(location: StoreLocation, *, patient: bool) -> arrow_fs.FileSystem
 
 
 def _reach(address: tuple[str, int] | None) -> None:
-    """Check that an address accepts connections, unless it did before and has not failed since. Raises a transient OSError after
-    a few seconds, because the libraries of some stores would wait for minutes."""
+    """Check that an address accepts connections, unless it did before and has not failed since.
+    Raises a transient OSError after a few seconds, because the libraries of some stores would wait
+    for minutes.
+    """
     if address is None or address in _reached or {"http", "https", "all"} & getproxies().keys():
         return
     try:
         socket.create_connection(address, _CONNECT_S).close()
     except OSError as error:
-        cause = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        cause = (
+            "no answer"
+            if isinstance(error, TimeoutError)
+            else (error.strerror or str(error)).lower()
+        )
         raise OSError(f"cannot connect to {address[0]}:{address[1]}: {cause}") from None
     _reached.add(address)

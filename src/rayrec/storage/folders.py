@@ -37,13 +37,17 @@ PARTITION: Final = re.compile(r"[^=/]+=[^/]*")
 """Hive partition: a folder KEY=VALUE, whose rows all have that value in column KEY."""
 JOB_FOLDER: Final = "_job"
 """Name of a job's own folder in its output. Also marks the folders beside it as a job's."""
-_RAYREC_NAME: Final = re.compile(rf".+\.partial|step_\d+|checkpoint-\d+|{JOB_FOLDER}|offline-run-.+|[0-9a-f]{{16}}(-.*)?")
+_RAYREC_NAME: Final = re.compile(
+    rf".+\.partial|step_\d+|checkpoint-\d+|{JOB_FOLDER}|offline-run-.+|[0-9a-f]{{16}}(-.*)?"
+)
 """Names of folders that only rayrec writes. Others need a marker to be removed."""
 _MARKER: Final = re.compile(
     rf"{JOB_FOLDER}|(manifest|preprocessor|written|unfinished)\.json|part-\d{{6}}\.parquet|.*tokens\.npy.*"
     r"|data_\d{5,}[-.].*|.+-\d{6}\.jsonl|events\.jsonl|encode\.py|(tables|dense)\.safetensors|dense\.pt2"
 )
-"""Names in rayrec's folders: jobs, data, Preprocessors, checkpoints, event parts, runs and exports, finished or not."""
+"""Names in rayrec's folders: jobs, data, Preprocessors, checkpoints, event parts, runs and exports,
+finished or not.
+"""
 _LISTED_FILES: Final = 8
 """Number of files in one folder from which a listing is cheaper than single requests."""
 _NUM_COPIES: Final = 8
@@ -65,12 +69,15 @@ def _file(info: arrow_fs.FileInfo, path: str) -> File:
 
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
-    """Return the files of a path, glob or folder, in natural order (day_2 before day_10). If the path is a folder, `names`
-    selects files, in that order, with or without an extension such as .gz. Lists the first level of a folder, and folders named
-    KEY=VALUE (Hive partitions) below it. In a glob, local or URL, `*`, `?` and `[...]` match within one name and `**` matches any
-    number of folders; matching folders named KEY=VALUE are replaced by their files. Skips names that start with `.` or `_` or end
-    in `.json` or `.partial`. Raises InputError if no file is found, if one of `names` is missing or ambiguous, and for Delta,
-    Iceberg and Hudi tables, and paths inside them."""
+    """Return the files of a path, glob or folder, in natural order (day_2 before day_10). If the
+    path is a folder, `names` selects files, in that order, with or without an extension such as
+    .gz. Lists the first level of a folder, and folders named KEY=VALUE (Hive partitions) below it.
+    In a glob, local or URL, `*`, `?` and `[...]` match within one name and `**` matches any number
+    of folders; matching folders named KEY=VALUE are replaced by their files. Skips names that start
+    with `.` or `_` or end in `.json` or `.partial`. Raises InputError if no file is found, if one
+    of `names` is missing or ambiguous, and for Delta, Iceberg and Hudi tables, and paths inside
+    them.
+    """
     info = info_of(path)
     files = _list_files(path, info)
     reject_enclosing_tables(path, [file.path for file in files])
@@ -82,7 +89,11 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
         matching = [file for file in files if pattern.fullmatch(name_of(file.path))]
         if len(matching) != 1:
             duplicates = " and ".join(name_of(file.path) for file in matching)
-            problem = f"contains {duplicates}. Keep one of them" if matching else f"{name}, {name}.gz or {name}.parquet not found"
+            problem = (
+                f"contains {duplicates}. Keep one of them"
+                if matching
+                else f"{name}, {name}.gz or {name}.parquet not found"
+            )
             raise InputError(f"{path}: {problem}")
         selected += matching
     return selected
@@ -105,12 +116,16 @@ def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
 
 
 def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
-    """List an Azure folder recursively, with parallel requests for each level. pyarrow would send them sequentially."""
+    """List an Azure folder recursively, with parallel requests for each level. pyarrow would send
+    them sequentially.
+    """
     infos, folders = [], [path]
     while folders:
         level = [info for of_folder in in_parallel(_infos, folders, of=path) for info in of_folder]
         infos += level
-        folders = [url_of(info.path, path) for info in level if info.type == arrow_fs.FileType.Directory]
+        folders = [
+            url_of(info.path, path) for info in level if info.type == arrow_fs.FileType.Directory
+        ]
     return infos
 
 
@@ -131,10 +146,18 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
     if not files:
         is_json = any(info.base_name.endswith((".json", ".jsonl")) for info in infos)
         fix = (
-            "; its JSON files are not read: write them as Parquet (ray.data.read_json(...).write_parquet(OUT))" if is_json else ""
+            "; its JSON files are not read: write them as Parquet "
+            "(ray.data.read_json(...).write_parquet(OUT))"
+            if is_json
+            else ""
         )
         raise InputError(f"{path}: contains no data files{fix}")
-    return sorted(files, key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)])
+    return sorted(
+        files,
+        key=lambda file: [
+            int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file.path)
+        ],
+    )
 
 
 def _is_data(info: arrow_fs.FileInfo) -> bool:
@@ -146,24 +169,35 @@ def _is_data(info: arrow_fs.FileInfo) -> bool:
 
 
 def _is_partition(info: arrow_fs.FileInfo) -> bool:
-    return info.type == arrow_fs.FileType.Directory and PARTITION.fullmatch(info.base_name) is not None
+    return (
+        info.type == arrow_fs.FileType.Directory and PARTITION.fullmatch(info.base_name) is not None
+    )
 
 
 def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
-    """List the first level of a folder, and the folders named KEY=VALUE below it, in at most two requests."""
+    """List the first level of a folder, and the folders named KEY=VALUE below it, in at most two
+    requests.
+    """
     infos = _infos(url_of(inner, path))
     reject_listed_tables(path, inner, infos)
     if not any(map(_is_partition, infos)):
         return infos
     infos = _infos(url_of(inner, path), recursive=True)
     reject_listed_tables(path, inner, infos)
-    return [info for info in infos if all(map(PARTITION.fullmatch, posixpath.relpath(info.path, inner).split("/")[:-1]))]
+    return [
+        info
+        for info in infos
+        if all(map(PARTITION.fullmatch, posixpath.relpath(info.path, inner).split("/")[:-1]))
+    ]
 
 
 def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """Expand a glob. `inner` is the path within the filesystem of `path`."""
     if not is_url(path):
-        return [arrow_fs.LocalFileSystem().get_file_info(match) for match in local_glob.glob(inner, recursive=True)]
+        return [
+            arrow_fs.LocalFileSystem().get_file_info(match)
+            for match in local_glob.glob(inner, recursive=True)
+        ]
     names = inner.split("/")
     first = next(number for number, name in enumerate(names) if _GLOB.search(name))
     folders = ["/".join(names[:first])]
@@ -172,24 +206,35 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
         return [info for info in infos if _matches(info.path.split("/"), names)]
     for number in range(first, len(names)):  # one request per folder, parallel on each level
         listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
-        infos = [info for of_folder in listed for info in of_folder if _matches([info.base_name], [names[number]])]
+        infos = [
+            info
+            for of_folder in listed
+            for info in of_folder
+            if _matches([info.base_name], [names[number]])
+        ]
         folders = [info.path for info in infos if info.type == arrow_fs.FileType.Directory]
     return infos
 
 
 def _matches(parts: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether a path, split at its slashes, matches a glob. Wildcards do not match a dot at the start of a name."""
+    """Return whether a path, split at its slashes, matches a glob. Wildcards do not match a dot at
+    the start of a name.
+    """
     if not parts or not names:
         return not parts and not names
     rest, part, name = parts[1:], parts[0], names[0]
     hidden = part.startswith(".") and name[:1] in ("*", "?", "[")
     if name == "**":
-        return _matches(parts, names[1:]) or (not hidden and (_matches(rest, names) or _matches(rest, names[1:])))
+        return _matches(parts, names[1:]) or (
+            not hidden and (_matches(rest, names) or _matches(rest, names[1:]))
+        )
     return not hidden and fnmatchcase(part, name) and _matches(rest, names[1:])
 
 
 def find_files(paths: Sequence[str]) -> dict[str, File]:
-    """Return the existing files among `paths`, by path. Lists folders with many of them once, with parallel requests."""
+    """Return the existing files among `paths`, by path. Lists folders with many of them once, with
+    parallel requests.
+    """
     by_folder: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
         by_folder.setdefault(folder_of(path), []).append(path)
@@ -199,14 +244,24 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
             infos = {path: info_of(path) for path in by_folder[folder]}
         else:
             listed = {info.base_name: info for info in _infos(folder)}
-            infos = {path: listed[name] for path in by_folder[folder] if (name := name_of(path)) in listed}
+            infos = {
+                path: listed[name]
+                for path in by_folder[folder]
+                if (name := name_of(path)) in listed
+            }
         return [
-            File(path, info.size or 0, info.mtime_ns or 0) for path, info in infos.items() if info.type == arrow_fs.FileType.File
+            File(path, info.size or 0, info.mtime_ns or 0)
+            for path, info in infos.items()
+            if info.type == arrow_fs.FileType.File
         ]
 
     if not by_folder:
         return {}
-    return {file.path: file for files in in_parallel(find_in, list(by_folder), of=paths[0]) for file in files}
+    return {
+        file.path: file
+        for files in in_parallel(find_in, list(by_folder), of=paths[0])
+        for file in files
+    }
 
 
 def list_folder(path: str) -> list[str]:
@@ -220,21 +275,30 @@ def list_folder(path: str) -> list[str]:
 
 
 def files_in(path: str, *, recursive: bool = False) -> list[File]:
-    """Return all files in a folder, or also in its subfolders, sorted by path, or [] if it does not exist."""
+    """Return all files in a folder, or also in its subfolders, sorted by path, or [] if it does not
+    exist.
+    """
     infos = _infos(path, recursive=recursive)
-    return sorted((_file(info, path) for info in infos if info.type == arrow_fs.FileType.File), key=lambda file: file.path)
+    return sorted(
+        (_file(info, path) for info in infos if info.type == arrow_fs.FileType.File),
+        key=lambda file: file.path,
+    )
 
 
 def make_folder(path: str) -> None:
-    """Create a folder and its parents. Does nothing in an object store, where folders exist through their files."""
+    """Create a folder and its parents. Does nothing in an object store, where folders exist through
+    their files.
+    """
     if not in_object_store(path):
         with_retries(path, lambda filesystem, inner: filesystem.create_dir(inner, recursive=True))
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder of rayrec recursively if it exists. Its parent remains, even if empty, in S3 and Azure as well as locally.
-    Raises InputError for file system roots, buckets, the home and working directories, and their parents, and for a folder whose
-    name and contents are not rayrec's."""
+    """Remove a folder of rayrec recursively if it exists. Its parent remains, even if empty, in S3
+    and Azure as well as locally. Raises InputError for file system roots, buckets, the home and
+    working directories, and their parents, and for a folder whose name and contents are not
+    rayrec's.
+    """
     if info_of(path).type == arrow_fs.FileType.Directory:
         _check_removable(path)
         _remove(path)
@@ -246,27 +310,45 @@ def _remove(path: str) -> None:
 
 
 def _check_removable(path: str) -> None:
-    """Check that a folder may be removed. A wrong path from a bug must not remove the files of users or of the system."""
+    """Check that a folder may be removed. A wrong path from a bug must not remove the files of
+    users or of the system.
+    """
     local = local_path(path)
     fix = "Remove it yourself if it is not needed, or choose another place"
     if local is None:
-        is_protected = not posixpath.basename(split_options(path)[0].rstrip("/")) or path.rstrip("/") == bucket_of(path)
+        is_protected = not posixpath.basename(split_options(path)[0].rstrip("/")) or path.rstrip(
+            "/"
+        ) == bucket_of(path)
     else:
         resolved = os.path.realpath(local)
         used = [os.path.realpath(folder) for folder in (os.path.expanduser("~"), os.getcwd())]
         is_protected = any(os.path.commonpath([resolved, folder]) == resolved for folder in used)
     if is_protected:
-        raise InputError(f"{path}: not removed, because it is or contains the home or working directory, or is a root. {fix}")
+        raise InputError(
+            f"{path}: not removed, because it is or contains the home or working directory, or is "
+            f"a root. {fix}"
+        )
     body = split_options(path)[0].rstrip("/")
-    if _RAYREC_NAME.fullmatch(posixpath.basename(body)) or posixpath.basename(posixpath.dirname(body)) == JOB_FOLDER:
+    if (
+        _RAYREC_NAME.fullmatch(posixpath.basename(body))
+        or posixpath.basename(posixpath.dirname(body)) == JOB_FOLDER
+    ):
         return
     names = list_folder(path)
-    if names and not any(map(_MARKER.fullmatch, names)) and JOB_FOLDER not in list_folder(folder_of(path)):
-        raise InputError(f"{path}: not removed, because rayrec did not write it: it contains {names[0]}. {fix}")
+    if (
+        names
+        and not any(map(_MARKER.fullmatch, names))
+        and JOB_FOLDER not in list_folder(folder_of(path))
+    ):
+        raise InputError(
+            f"{path}: not removed, because rayrec did not write it: it contains {names[0]}. {fix}"
+        )
 
 
 def copy_files(source: str, target: str) -> None:
-    """Copy files of a folder and its subfolders into another, made if missing. Raises InputError if it does not exist."""
+    """Copy files of a folder and its subfolders into another, made if missing. Raises InputError if
+    it does not exist.
+    """
     info = info_of(source)
     if info.type != arrow_fs.FileType.Directory:
         raise missing(source, "no such folder")
@@ -276,7 +358,9 @@ def copy_files(source: str, target: str) -> None:
     for item in infos:
         if item.type == arrow_fs.FileType.Directory:
             make_folder(join(target, names[item.path]))
-    _copy(source, target, [names[item.path] for item in infos if item.type == arrow_fs.FileType.File])
+    _copy(
+        source, target, [names[item.path] for item in infos if item.type == arrow_fs.FileType.File]
+    )
 
 
 def _copy(source: str, target: str, names: Sequence[str]) -> None:
@@ -289,9 +373,11 @@ def _copy(source: str, target: str, names: Sequence[str]) -> None:
 
 @contextmanager
 def writing_folder(path: str) -> Iterator[str]:
-    """Yield a local folder to fill, then move or upload it to `path` if there was no error. Atomic for a local path. URLs have no
-    rename: files appear one by one, each atomically, with top-level *.json (manifests) last. After an error all are removed, but
-    a killed process leaves some. Raises InputError if `path` already exists."""
+    """Yield a local folder to fill, then move or upload it to `path` if there was no error. Atomic
+    for a local path. URLs have no rename: files appear one by one, each atomically, with top-level
+    *.json (manifests) last. After an error all are removed, but a killed process leaves some.
+    Raises InputError if `path` already exists.
+    """
     if exists(path):
         raise InputError(f"{path}: exists already; remove it or choose another place")
     target = local_path(path)
@@ -316,7 +402,11 @@ def writing_folder(path: str) -> Iterator[str]:
 
 
 def _send(folder: str, target: str) -> None:
-    names = sorted(os.path.relpath(os.path.join(inside, name), folder) for inside, _, names in os.walk(folder) for name in names)
+    names = sorted(
+        os.path.relpath(os.path.join(inside, name), folder)
+        for inside, _, names in os.walk(folder)
+        for name in names
+    )
     is_last = [posixpath.dirname(name) == "" and name.endswith(".json") for name in names]
     try:
         _copy(folder, target, [name for name, last in zip(names, is_last, strict=True) if not last])

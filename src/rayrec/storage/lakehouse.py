@@ -1,4 +1,6 @@
-"""Folders of table formats (Delta, Iceberg, Hudi), whose data files also have removed and replaced rows."""
+"""Folders of table formats (Delta, Iceberg, Hudi), whose data files also have removed and replaced
+rows.
+"""
 
 import posixpath
 import re
@@ -12,12 +14,22 @@ from rayrec.config import InputError
 from rayrec.storage.files import info_of
 from rayrec.storage.filesystems import with_retries
 from rayrec.storage.range_reader import in_parallel
-from rayrec.storage.urls import bucket_of, folder_of, join, local_path, name_of, split_options, url_of
+from rayrec.storage.urls import (
+    bucket_of,
+    folder_of,
+    join,
+    local_path,
+    name_of,
+    split_options,
+    url_of,
+)
 
 _DATA_FILES: Final = (".parquet", ".orc", ".avro")
 """Endings of the data files of all three formats."""
 _LOGS: Final = {"_delta_log": "Delta", ".hoodie": "Hudi"}
-"""Folders that make their parent a table. In Iceberg, it is `_METADATA` if it has files *.metadata.json."""
+"""Folders that make their parent a table. In Iceberg, it is `_METADATA` if it has files
+*.metadata.json.
+"""
 _METADATA: Final = "metadata"
 _READERS: Final = {
     "Delta": 'ray.data.read_delta("{0}")',
@@ -25,16 +37,21 @@ _READERS: Final = {
     "Iceberg": "ray.data.read_iceberg(table_identifier=..., catalog_kwargs=...)",
 }
 _INNER: Final = re.compile(r"[^=/]+=[^/]*|data|[0-9a-f-]+")
-"""Names of folders inside tables: partitions, Iceberg's data folder with its hashes, and dates of Hudi."""
-_LISTED: Final = re.compile(r"((?:[^=/]+=[^/]*/)*)(?:(_delta_log|\.hoodie)(?:/.*)?|(metadata)|metadata/[^/]+\.metadata\.json)")
+"""Names of folders inside tables: partitions, Iceberg's data folder with its hashes, and dates of
+Hudi.
+"""
+_LISTED: Final = re.compile(
+    r"((?:[^=/]+=[^/]*/)*)(?:(_delta_log|\.hoodie)(?:/.*)?|(metadata)|metadata/[^/]+\.metadata\.json)"
+)
 """Path of a table's own files in a listing: its folder, a partition or nothing, and its log."""
 _SAMPLED: Final = 16
 """Maximum number of folders of a glob that are checked, spread evenly."""
 
 
 def reject_listed_tables(path: str, inner: str, infos: Iterable[arrow_fs.FileInfo]) -> None:
-    """Check that the listed folder `inner`, in the filesystem of `path`, is not a table, nor a partition below it. Raises
-    InputError."""
+    """Check that the listed folder `inner`, in the filesystem of `path`, is not a table, nor a
+    partition below it. Raises InputError.
+    """
     for info in infos:
         match = _LISTED.fullmatch(posixpath.relpath(info.path, inner))
         if match:
@@ -45,9 +62,10 @@ def reject_listed_tables(path: str, inner: str, infos: Iterable[arrow_fs.FileInf
 
 
 def reject_enclosing_tables(path: str, files: Sequence[str]) -> None:
-    """Check that `path`, with these files, is not within a table. Files whose names are not those of tables' data files need no
-    check. Looks at all folders above a local path. At a URL, where each look is a request, only above folders that are named as
-    in tables. Raises InputError."""
+    """Check that `path`, with these files, is not within a table. Files whose names are not those
+    of tables' data files need no check. Looks at all folders above a local path. At a URL, where
+    each look is a request, only above folders that are named as in tables. Raises InputError.
+    """
     if not any(name_of(file).endswith(_DATA_FILES) for file in files):
         return
     inside = sorted(set(map(folder_of, files)))
@@ -64,7 +82,9 @@ def _upwards(folder: str) -> list[str]:
     if local is not None:
         return [local, *map(str, PurePath(local).parents)]
     folders = [folder]
-    while folder != bucket_of(folder) + split_options(folder)[1] and _INNER.fullmatch(name_of(folder)):
+    while folder != bucket_of(folder) + split_options(folder)[1] and _INNER.fullmatch(
+        name_of(folder)
+    ):
         folder = folder_of(folder)
         folders.append(folder)
     return folders
@@ -77,17 +97,25 @@ def _format_of(folder: str) -> str | None:
             return kind
 
     def names(filesystem: arrow_fs.FileSystem, inner: str) -> list[str]:
-        return [info.base_name for info in filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))]
+        return [
+            info.base_name
+            for info in filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
+        ]
 
     metadata = join(folder, _METADATA)
     if info_of(metadata).type != arrow_fs.FileType.Directory:
         return None
-    return "Iceberg" if any(name.endswith(".metadata.json") for name in with_retries(metadata, names)) else None
+    return (
+        "Iceberg"
+        if any(name.endswith(".metadata.json") for name in with_retries(metadata, names))
+        else None
+    )
 
 
 def _rejected(path: str, kind: str, table: str) -> InputError:
     shown = f"the {kind} table {table}" if table != path.rstrip("/") else f"this {kind} table"
     return InputError(
-        f"{path}: cannot read {shown} as plain files, which also have removed and replaced rows. Write its current rows as "
-        f"Parquet, or pass {_READERS[kind].format(table)} to rayrec.train(config, data=...)"
+        f"{path}: cannot read {shown} as plain files, which also have removed and replaced rows. "
+        f"Write its current rows as Parquet, or pass {_READERS[kind].format(table)} to "
+        "rayrec.train(config, data=...)"
     )

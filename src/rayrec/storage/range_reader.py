@@ -27,20 +27,33 @@ _files: OrderedDict[tuple[int, str], tuple[arrow_fs.FileSystem, NativeFile]] = O
 _lock = threading.Lock()
 
 
-def in_parallel(function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str) -> Iterator[_Result]:
-    """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a URL, else sequentially. Calls
-    run in copies of the caller's context (see `retry_timeout`), and are cancelled if the caller stops or one raises."""
+def in_parallel(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str
+) -> Iterator[_Result]:
+    """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a
+    URL, else sequentially. Calls run in copies of the caller's context (see `retry_timeout`), and
+    are cancelled if the caller stops or one raises.
+    """
     if not is_url(of) or len(items) < 2:
         yield from map(function, items)
     else:
-        yield from in_order(function, items, name="store", num_threads=min(NUM_REQUESTS, len(items)), prefetch=0)
+        yield from in_order(
+            function, items, name="store", num_threads=min(NUM_REQUESTS, len(items)), prefetch=0
+        )
 
 
 def in_order(
-    function: Callable[[_Item], _Result], items: Iterable[_Item], *, name: str, num_threads: int, prefetch: int
+    function: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    *,
+    name: str,
+    num_threads: int,
+    prefetch: int,
 ) -> Generator[_Result, None, None]:
-    """Yield the function's values for the items in order, computed by threads in copies of the context. Raises in order. At most
-    `num_threads` + `prefetch` values exist or are in progress, in addition to the reader's current one."""
+    """Yield the function's values for the items in order, computed by threads in copies of the
+    context. Raises in order. At most `num_threads` + `prefetch` values exist or are in progress, in
+    addition to the reader's current one.
+    """
     context = copy_context()
 
     def results() -> Generator[_Result, None, None]:
@@ -60,8 +73,10 @@ def in_order(
 
 
 def read_url(path: str, start: int, buffer: np.ndarray) -> int:
-    """Read bytes from `start` into a uint8 array with one GET request, and return their number. Thread-safe. Opens each file,
-    with a HEAD request, once per process. Raises FileNotFoundError."""
+    """Read bytes from `start` into a uint8 array with one GET request, and return their number.
+    Thread-safe. Opens each file, with a HEAD request, once per process. Raises
+    FileNotFoundError.
+    """
 
     def read(filesystem: arrow_fs.FileSystem, inner: str) -> int:
         key = id(filesystem), inner
@@ -76,7 +91,8 @@ def read_url(path: str, start: int, buffer: np.ndarray) -> int:
                 count = _read_at(_opened(filesystem, inner), start, buffer)
         except OSError:
             _forget(key)
-            _opened(filesystem, inner)  # raises FileNotFoundError if the file was removed since it was opened
+            # raises FileNotFoundError if the file was removed since it was opened
+            _opened(filesystem, inner)
             raise
         return count
 

@@ -10,8 +10,14 @@ from urllib.parse import parse_qsl, unquote
 from rayrec.config import InputError
 
 _URL: Final = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
-_OBJECT_STORES: Final = {"s3": "an S3", "gs": "a Google Cloud Storage", "gcs": "a Google Cloud Storage", "az": "an Azure",
-                         "abfs": "an Azure", "abfss": "an Azure"}  # fmt: skip
+_OBJECT_STORES: Final = {
+    "s3": "an S3",
+    "gs": "a Google Cloud Storage",
+    "gcs": "a Google Cloud Storage",
+    "az": "an Azure",
+    "abfs": "an Azure",
+    "abfss": "an Azure",
+}
 
 
 def is_url(path: str) -> bool:
@@ -29,8 +35,9 @@ def in_object_store(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return a path that is valid for all processes on this machine. URLs are returned unchanged. Raises InputError for ~ if this
-    user has no home directory."""
+    """Return a path that is valid for all processes on this machine. URLs are returned unchanged.
+    Raises InputError for ~ if this user has no home directory.
+    """
     if is_url(path):
         return path
     if path == "~" or path.startswith("~/"):
@@ -39,19 +46,22 @@ def absolute(path: str) -> str:
 
 
 def home() -> str:
-    """Return the home directory. Raises InputError if HOME is not set and the system's list of users has no directory for this
-    user, as in a container with the user of another machine."""
+    """Return the home directory. Raises InputError if HOME is not set and the system's list of
+    users has no directory for this user, as in a container with the user of another machine.
+    """
     folder = os.path.expanduser("~")
     if folder == "~":
         raise InputError(
-            f"HOME: not set, and the system has no home directory for user {os.getuid()}. Set HOME to a folder that "
-            "this user can write"
+            f"HOME: not set, and the system has no home directory for user {os.getuid()}. Set HOME "
+            "to a folder that this user can write"
         )
     return folder
 
 
 def local_path(path: str) -> str | None:
-    """Return the absolute path on this machine's file systems, also for file:// URLs. None for other URLs."""
+    """Return the absolute path on this machine's file systems, also for file:// URLs. None for
+    other URLs.
+    """
     if path.startswith("file:///"):
         return unquote(path.removeprefix("file://"))
     return None if is_url(path) else absolute(path)
@@ -75,7 +85,9 @@ def name_of(path: str) -> str:
 
 
 def folder_names(path: str) -> list[str]:
-    """Return the names of the folders above a file, the outermost first, without options; of a file:// URL as on the disk."""
+    """Return the names of the folders above a file, the outermost first, without options; of a
+    file:// URL as on the disk.
+    """
     body = unquote(path) if scheme_of(path) == "file" else split_options(path)[0]
     return posixpath.dirname(body).split("/")
 
@@ -86,20 +98,26 @@ def bucket_of(path: str) -> str:
 
 
 def url_of(inner: str, path: str) -> str:
-    """Convert a path within the filesystem of `path` into a path or URL, with the scheme, account and options of `path`."""
+    """Convert a path within the filesystem of `path` into a path or URL, with the scheme, account
+    and options of `path`.
+    """
     if not is_url(path):
         return inner
     if not in_object_store(path):
-        inner = inner.replace("%", "%25") if scheme_of(path) == "file" else inner  # `local_path` decodes it
+        # `local_path` decodes it
+        inner = inner.replace("%", "%25") if scheme_of(path) == "file" else inner
         return path[: path.index("://") + 3] + inner
     within = inner.partition("/")[2]
     return bucket_of(path) + (f"/{within}" if within else "") + split_options(path)[1]
 
 
 def split_options(path: str) -> tuple[str, str]:
-    """Split an object store's URL into its body and its options, with their question mark. Other paths have the options ""."""
+    """Split an object store's URL into its body and its options, with their question mark. Other
+    paths have the options "".
+    """
     body, question, query = path.rpartition("?")
-    if not in_object_store(path) or not question or not re.match(r"\w+=", query):  # the ? belongs to a glob
+    # the ? belongs to a glob
+    if not in_object_store(path) or not question or not re.match(r"\w+=", query):
         return path, ""
     return body, question + query
 
@@ -110,5 +128,8 @@ def options_of(path: str, supported: Sequence[str]) -> dict[str, str]:
     unknown = sorted(options.keys() - set(supported))
     if unknown:
         hint = f"there are {', '.join(supported)}" if supported else "it has none"
-        raise InputError(f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[scheme_of(path)]} URL; {hint}")
+        raise InputError(
+            f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[scheme_of(path)]} URL; "
+            f"{hint}"
+        )
     return options

@@ -1,4 +1,6 @@
-"""Training data from a DataFrame, Arrow table or Dataset, written once as Parquet into the run folder and read from there."""
+"""Training data from a DataFrame, Arrow table or Dataset, written once as Parquet into the run
+folder and read from there.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,23 @@ MANIFEST = "written.json"
 
 
 def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> TrainConfig:
-    """Return the configuration of a run in `folder` that reads the `given` data (keys "train_data" and "eval_data") from the
-    output of `write`. Raises InputError if a path is set as well, for other data types, and a recipe without tables."""
+    """Return the configuration of a run in `folder` that reads the `given` data (keys "train_data"
+    and "eval_data") from the output of `write`. Raises InputError if a path is set as well, for
+    other data types, and a recipe without tables.
+    """
     for field, data in tables.items():
         if not is_rows(data):
             raise InputError(f"{field}: must be {DATA_TYPES}, got {type(data).__name__}")
         schema = config.workload.table_schema
         if schema is None:
-            raise InputError(f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path")
+            raise InputError(
+                f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path"
+            )
         target, path = _folder_of(folder, field), getattr(config, field).path
         if path not in (None, target):
-            raise InputError(f"{field}: cannot use both data and {field}.path {path}. Set one of them")
+            raise InputError(
+                f"{field}: cannot use both data and {field}.path {path}. Set one of them"
+            )
         config = config.updated({field: {"path": target, "files": ()}})
         if field == "train_data" and schema.header is None and schema.tokens == "any":
             # The files written below have the schema's order, in which nobody writes lines.
@@ -38,11 +46,20 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> 
     return config
 
 
-def write(config: TrainConfig, folder: str, tables: Mapping[str, Rows], *, resumes: bool, note: Callable[[str], None]) -> None:
-    """Write the columns of the workload's schema in row order; each table completely or not at all. If the run `resumes`,
-    existing output is reused, and InputError is raised if the given data has a different number of rows, or different columns or
-    types. A Dataset is not computed for this comparison. Also raises InputError for data without rows, and for a column that
-    is missing or of an unusable type."""
+def write(
+    config: TrainConfig,
+    folder: str,
+    tables: Mapping[str, Rows],
+    *,
+    resumes: bool,
+    note: Callable[[str], None],
+) -> None:
+    """Write the columns of the workload's schema in row order; each table completely or not at all.
+    If the run `resumes`, existing output is reused, and InputError is raised if the given data has
+    a different number of rows, or different columns or types. A Dataset is not computed for this
+    comparison. Also raises InputError for data without rows, and for a column that is missing or of
+    an unusable type.
+    """
     schema = config.workload.table_schema
     for field, data in tables.items():
         assert schema is not None
@@ -58,8 +75,14 @@ def write(config: TrainConfig, folder: str, tables: Mapping[str, Rows], *, resum
         storage.remove_folder(target)
         rows = write_rows(data, columns, target, functools.partial(_write_manifest, columns=types))
         if is_dataset(data) and not data.context.execution_options.preserve_order:
-            note(f"preserve_order of Ray Data is off, so the order of row blocks may have changed in {target}")
-        note(f"Wrote {rows:,} rows to {target} as Parquet (once); the run reads its {field} from there")
+            note(
+                "preserve_order of Ray Data is off, so the order of row blocks may have changed "
+                f"in {target}"
+            )
+        note(
+            f"Wrote {rows:,} rows to {target} as Parquet (once); the run reads its {field} from "
+            "there"
+        )
 
 
 def _folder_of(folder: str, field: str) -> str:
@@ -70,9 +93,12 @@ def _write_manifest(folder: str, rows: int, *, columns: dict[str, str]) -> None:
     storage.write_json(storage.join(folder, MANIFEST), {"rows": rows, "columns": columns})
 
 
-def _compare(stored: dict[str, Any], data: Rows, schema: Schema, field: str, *, target: str) -> None:
-    """Raise InputError if the given data is not the stored one. A Dataset may take hours to compute again, so it is compared by
-    what Ray Data knows of it."""
+def _compare(
+    stored: dict[str, Any], data: Rows, schema: Schema, field: str, *, target: str
+) -> None:
+    """Raise InputError if the given data is not the stored one. A Dataset may take hours to compute
+    again, so it is compared by what Ray Data knows of it.
+    """
     current: dict[str, Any] = {}
     if not is_dataset(data) or data.schema(fetch_if_missing=False) is not None:
         current["columns"] = columns_of(data, schema, field)[1]
@@ -81,4 +107,7 @@ def _compare(stored: dict[str, Any], data: Rows, schema: Schema, field: str, *, 
     for name, new in current.items():
         old = stored[name]
         if old != new:
-            raise InputError(f"{target}: the run started with other data ({name}: {old} -> {new}). Use the same, or another name")
+            raise InputError(
+                f"{target}: the run started with other data ({name}: {old} -> {new}). Use the "
+                "same, or another name"
+            )

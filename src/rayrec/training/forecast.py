@@ -1,4 +1,6 @@
-"""Forecast of a recipe's training speed on a cluster, its bottleneck, and the CPUs that keep its devices busy."""
+"""Forecast of a recipe's training speed on a cluster, its bottleneck, and the CPUs that keep its
+devices busy.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class ClusterShape:
     network_gbit: float | None = None
     """Bandwidth between nodes in Gbit/s per node and direction. None for no limit."""
     inside_gbit: float | None = None
-    """Bandwidth between the workers of a node in Gbit/s per worker and direction. None for no limit."""
+    """Bandwidth between the workers of a node in Gbit/s per worker and direction. None for no
+    limit.
+    """
 
     @classmethod
     def parse(cls, text: str) -> ClusterShape:
@@ -65,15 +69,25 @@ class ClusterShape:
                 values[name] = -1.0
             if name not in cls.__dataclass_fields__ or not 0 <= values[name] < math.inf:
                 raise InputError(
-                    f"--cluster: must be {'=N, '.join(cls.__dataclass_fields__)}=N, such as cpus=16,gpus=1,nodes=2, got {part!r}"
+                    f"--cluster: must be {'=N, '.join(cls.__dataclass_fields__)}=N, such as "
+                    f"cpus=16,gpus=1,nodes=2, got {part!r}"
                 )
         if not values.get("cpus") or values.get("nodes", 1) < 1:
-            raise InputError(f"--cluster: must have cpus=N, of each node, and at least one node, got {text!r}")
-        gpus, nodes, cpu_nodes = values.get("gpus", 0.0), int(values.get("nodes", 1)), int(values.get("cpu_nodes", 0))
+            raise InputError(
+                f"--cluster: must have cpus=N, of each node, and at least one node, got {text!r}"
+            )
+        gpus, nodes, cpu_nodes = (
+            values.get("gpus", 0.0),
+            int(values.get("nodes", 1)),
+            int(values.get("cpu_nodes", 0)),
+        )
         options = {name: values.get(name) for name in _OPTIONAL}
         for name, value in options.items():
             if value == 0 or (value and name.startswith("gpu_") and not gpus):
-                raise InputError(f"--cluster: {name} must be more than 0, and gpu_ fields need gpus=N, got {text!r}")
+                raise InputError(
+                    f"--cluster: {name} must be more than 0, and gpu_ fields need gpus=N, got "
+                    f"{text!r}"
+                )
         if not gpus:  # all nodes are then equal
             nodes, cpu_nodes = nodes + cpu_nodes, 0
         return cls(values["cpus"], gpus, nodes, cpu_nodes, **options)
@@ -127,7 +141,9 @@ class Forecast:
 
     @property
     def bottleneck(self) -> Limit:
-        """Limiting resource: the model, the network between workers, data tasks, or CPUs shared by workers and data tasks."""
+        """Limiting resource: the model, the network between workers, data tasks, or CPUs shared by
+        workers and data tasks.
+        """
         return self._limits()[0][1]
 
     def _limits(self) -> list[tuple[float, Limit]]:
@@ -143,16 +159,25 @@ class Forecast:
     def text(self) -> str:
         measured_speed, shape = self.measured_speed, self.shape
         nodes_text = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
-        nodes_text += f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
+        nodes_text += (
+            f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
+        )
         nodes_text += f", {shape.cpu_nodes} more without" if shape.cpu_nodes else ""
-        lines = [measured_speed.plan, "", f"On {nodes_text}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs."]
+        lines = [
+            measured_speed.plan,
+            "",
+            f"On {nodes_text}: {self.num_workers} workers; data tasks get {self.data_cpus:g} CPUs.",
+        ]
         for name, wall_s in measured_speed.stage_wall_s.items():
             lines.append(f"  {name:8} {estimate_text(1 / wall_s)} rows/s a CPU")
         lines.append(f"  {'data':8} {estimate_text(self.data_rows_per_s)} rows/s in all")
         note = ", by gpu_rows_per_s: given, not measured" if measured_speed.given else ""
         lines.append(f"  {'model':8} {estimate_text(self.model_rows_per_s)} rows/s in all{note}")
         if self.cpu_rows_per_s is not None:
-            lines.append(f"  {'CPUs':8} {estimate_text(self.cpu_rows_per_s)} rows/s, all work on a row counted")
+            lines.append(
+                f"  {'CPUs':8} {estimate_text(self.cpu_rows_per_s)} rows/s, all work on a row "
+                "counted"
+            )
         if measured_speed.traffic is not None:
             lines.append(measured_speed.traffic.text(shape.links))
         why = {
@@ -162,27 +187,33 @@ class Forecast:
             "cpus": "the CPUs, which workers and data tasks share",
         }
         lines.append(
-            f"About {estimate_text(self.rows_per_s)} rows/s, limited by {why[self.bottleneck]}; an epoch of about "
-            f"{estimate_text(measured_speed.rows)} rows takes {duration_text(measured_speed.rows / self.rows_per_s)}."
+            f"About {estimate_text(self.rows_per_s)} rows/s, limited by {why[self.bottleneck]}; an "
+            f"epoch of about {estimate_text(measured_speed.rows)} rows takes "
+            f"{duration_text(measured_speed.rows / self.rows_per_s)}."
         )
         if self.cpus_per_gpu is not None:
             nodes = math.ceil(self.cpus_per_gpu / shape.cpus)
             lines.append(
-                f"{math.ceil(self.cpus_per_gpu)} CPUs for data tasks keep one GPU busy: {nodes} CPU "
-                f"node{'s' if nodes > 1 else ''} of this size a GPU."
+                f"{math.ceil(self.cpus_per_gpu)} CPUs for data tasks keep one GPU busy: {nodes} "
+                f"CPU node{'s' if nodes > 1 else ''} of this size a GPU."
             )
-        lines.append(f"Tables and their optimizer state: {size_text(max(measured_speed.worker_bytes))} on the worker with most.")
+        lines.append(
+            f"Tables and their optimizer state: {size_text(max(measured_speed.worker_bytes))} on "
+            "the worker with most."
+        )
         if measured_speed.sampled_vocabulary:
             lines.append(
-                "The tables are those of a slice of the log, and smaller than they will be: `rayrec vocabulary` and "
-                "--workload.preprocessor DIR give real ones."
+                "The tables are those of a slice of the log, and smaller than they will be: "
+                "`rayrec vocabulary` and --workload.preprocessor DIR give real ones."
             )
         return "\n".join([*lines, *measured_speed.notes])
 
 
 def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
-    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the cluster. Raises InputError if the
-    recipe does not fit, has no log, or needs a GPU of unknown speed and none is here to measure."""
+    """Measure a slice of the recipe's stages on this machine (some 20 s) and extrapolate to the
+    cluster. Raises InputError if the recipe does not fit, has no log, or needs a GPU of unknown
+    speed and none is here to measure.
+    """
     config.workload.check(config)
     config, allocation = _layout_on(config, shape)
     if config.scaling.use_gpu:
@@ -192,8 +223,8 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
 
             if not torch.cuda.is_available():
                 raise InputError(
-                    "plan: no GPU found on this machine to measure the model. Run it on a node with a GPU, set gpu_rows_per_s=N "
-                    "in --cluster, or omit gpus there"
+                    "plan: no GPU found on this machine to measure the model. Run it on a node "
+                    "with a GPU, set gpu_rows_per_s=N in --cluster, or omit gpus there"
                 )
     else:
         # Two workers show the cost of an exchange
@@ -206,7 +237,9 @@ def forecast(config: TrainConfig, shape: ClusterShape) -> Forecast:
         cuda=config.scaling.use_gpu,
         train=train_locally,
     )
-    return extrapolate(measured_speed, shape, allocation, threads_per_worker=config.scaling.threads_per_worker)
+    return extrapolate(
+        measured_speed, shape, allocation, threads_per_worker=config.scaling.threads_per_worker
+    )
 
 
 def train_locally(
@@ -217,7 +250,10 @@ def train_locally(
     results = processes.Queue()
     with storage.Scratch("speed-probe") as folder:
         arguments = (f"file://{folder}/rendezvous", config, rows, workers, threads, cuda, results)
-        started = [processes.Process(target=_train_rank, args=(rank, *arguments), daemon=True) for rank in range(workers)]
+        started = [
+            processes.Process(target=_train_rank, args=(rank, *arguments), daemon=True)
+            for rank in range(workers)
+        ]
         # As Ray does; torch gets its own number later.
         with temporary_environment({"OMP_NUM_THREADS": "1"}):
             for process in started:
@@ -230,7 +266,10 @@ def train_locally(
                     measured.append(results.get(timeout=1.0))
                     continue
                 if time.monotonic() > deadline_s or any(process.exitcode for process in started):
-                    raise InputError("plan: cannot train on this machine. Run `rayrec train` with --steps 20 to see the error")
+                    raise InputError(
+                        "plan: cannot train on this machine. Run `rayrec train` with --steps 20 "
+                        "to see the error"
+                    )
         finally:
             for process in started:
                 process.join(timeout=10 if len(measured) == workers else 0)
@@ -239,7 +278,14 @@ def train_locally(
 
 
 def _train_rank(
-    rank: int, rendezvous: str, config: TrainConfig, rows: TrainingRows, workers: int, threads: int, cuda: bool, results: Any
+    rank: int,
+    rendezvous: str,
+    config: TrainConfig,
+    rows: TrainingRows,
+    workers: int,
+    threads: int,
+    cuda: bool,
+    results: Any,
 ) -> None:
     import torch
 
@@ -254,7 +300,9 @@ def _train_rank(
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     use_device(device)  # NCCL's collectives of objects use the current device
     arguments = group_arguments(device, timeout_s=_TIMEOUT_S)
-    torch.distributed.init_process_group(init_method=rendezvous, rank=rank, world_size=workers, **arguments)
+    torch.distributed.init_process_group(
+        init_method=rendezvous, rank=rank, world_size=workers, **arguments
+    )
     config = config.replace(log_every=_STEPS_AT_ONCE)
     setup, batches = rows.set_up(WorkerContext(config, rank, workers, device, ThreadEngine(1)))
     measured = _MeasuredSteps()
@@ -275,7 +323,9 @@ def _train_rank(
 
 @final
 class _MeasuredSteps:
-    """Log and stop signal of a loop that skips the first steps, measures the next ones, and then stops."""
+    """Log and stop signal of a loop that skips the first steps, measures the next ones, and then
+    stops.
+    """
 
     def __init__(self) -> None:
         self.rows, self.seconds, self.cpu_s = 0, 0.0, 0.0
@@ -287,10 +337,14 @@ class _MeasuredSteps:
         now = (fields["rows"], time.perf_counter(), time.process_time())
         if self._since is None:
             self._since = now
-        self.rows, self.seconds, self.cpu_s = (after - before for after, before in zip(now, self._since, strict=True))
+        self.rows, self.seconds, self.cpu_s = (
+            after - before for after, before in zip(now, self._since, strict=True)
+        )
 
     def poll(self) -> tuple[bool, bool]:
-        return self._since is not None and time.perf_counter() - self._since[1] >= _MEASURED_S, False
+        return self._since is not None and time.perf_counter() - self._since[
+            1
+        ] >= _MEASURED_S, False
 
     def preempted(self) -> bool:
         return False
@@ -329,8 +383,9 @@ class _ReadyBatches:
 
 
 def plan_for(config: TrainConfig, shape: ClusterShape, *, tables: Sequence[int] | None) -> str:
-    """Return the sharding plan of `tables` (rows of each; None: the Preprocessor's or preset's) on a cluster, without reading or
-    measuring. Raises InputError if they do not fit."""
+    """Return the sharding plan of `tables` (rows of each; None: the Preprocessor's or preset's) on
+    a cluster, without reading or measuring. Raises InputError if they do not fit.
+    """
     config, allocation = _layout_on(config, shape)
     return config.workload.plan(config, target=shape.target(allocation.num_workers), tables=tables)
 
@@ -343,17 +398,33 @@ def _layout_on(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, L
 
 
 def extrapolate(
-    measured_speed: MeasuredSpeed, shape: ClusterShape, allocation: Layout, *, threads_per_worker: int | None
+    measured_speed: MeasuredSpeed,
+    shape: ClusterShape,
+    allocation: Layout,
+    *,
+    threads_per_worker: int | None,
 ) -> Forecast:
-    """Extrapolate local measurements to a cluster with equally fast CPUs or GPUs and the links of its shape. Pure."""
+    """Extrapolate local measurements to a cluster with equally fast CPUs or GPUs and the links of
+    its shape. Pure.
+    """
     workers = allocation.num_workers
     if measured_speed.device == "cuda":
         model = measured_speed.rows_per_s * workers / measured_speed.num_workers
     else:
         # Assumes that speed scales with threads, in one process or several.
-        threads = threads_per_worker or max(1, int(shape.cpus) // max(1, -(-workers // shape.nodes)))
-        model = measured_speed.rows_per_s * workers * threads / (measured_speed.num_workers * measured_speed.threads_per_worker)
-    task_s, task_cpu_s = sum(measured_speed.stage_wall_s.values()), sum(measured_speed.stage_cpu_s.values())
+        threads = threads_per_worker or max(
+            1, int(shape.cpus) // max(1, -(-workers // shape.nodes))
+        )
+        model = (
+            measured_speed.rows_per_s
+            * workers
+            * threads
+            / (measured_speed.num_workers * measured_speed.threads_per_worker)
+        )
+    task_s, task_cpu_s = (
+        sum(measured_speed.stage_wall_s.values()),
+        sum(measured_speed.stage_cpu_s.values()),
+    )
     placement = allocation.per_worker
     cpus_per_worker = placement.max_cpus or placement.num_cpus
     tasks = max(1, math.floor(cpus_per_worker / placement.num_cpus + 1e-9))

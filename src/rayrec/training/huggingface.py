@@ -1,12 +1,15 @@
-"""Training loop with HuggingFace's Trainer: Trainer makes the steps, and rayrec does everything around them. Trainer cannot run
-inside rayrec's loop, because `train()` returns only after training and allows other work between steps only in callbacks. So
-control is inverted: a callback reports the end of each step to `loop.iterate_segments`, which decides when to evaluate, save and
-stop, just as rayrec's loop reports the end of each segment.
+"""Training loop with HuggingFace's Trainer: Trainer makes the steps, and rayrec does everything
+around them. Trainer cannot run inside rayrec's loop, because `train()` returns only after training
+and allows other work between steps only in callbacks. So control is inverted: a callback reports
+the end of each step to `loop.iterate_segments`, which decides when to evaluate, save and stop, just
+as rayrec's loop reports the end of each segment.
 
-Shared with rayrec's loop are these decisions, the row order and position, the wrapped model (DDP or FSDP2), the loss arithmetic,
-the optimizer, learning rates, seeds, evaluation, checkpoints and events. Trainer provides the order of passes, accumulation,
-clipping and the optimizer step, through accelerate. Its data loading, wrapping, evaluation, logging and checkpoints are disabled,
-and it writes no file."""
+Shared with rayrec's loop are these decisions, the row order and position, the wrapped model (DDP or
+FSDP2), the loss arithmetic, the optimizer, learning rates, seeds, evaluation, checkpoints and
+events. Trainer provides the order of passes, accumulation, clipping and the optimizer step, through
+accelerate. Its data loading, wrapping, evaluation, logging and checkpoints are disabled, and it
+writes no file.
+"""
 
 import contextlib
 import tempfile
@@ -16,7 +19,14 @@ from typing import Any, final
 
 import torch
 from torch import distributed
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from rayrec.batch import Batch, StepOutput
 from rayrec.config import InputError
@@ -49,10 +59,15 @@ def run(training: Training) -> bool:
     device, options = _pipeline(setup).device, workload.trainer_options()
     parts = _Parts(batches, workload.accumulate, options.get("data_collator"))
     with _as_it_is(device):
-        arguments = _arguments(workload, device, steps=account.total, **options.get("arguments", {}))
-        trainer = _Trainer(setup, parts, losses, args=arguments, callbacks=[steps, *options.get("callbacks", ())])
+        arguments = _arguments(
+            workload, device, steps=account.total, **options.get("arguments", {})
+        )
+        trainer = _Trainer(
+            setup, parts, losses, args=arguments, callbacks=[steps, *options.get("callbacks", ())]
+        )
     trainer.remove_callback(PrinterCallback)
-    optimizer, clock = setup.optimizer.optimizer, setup.clock  # accelerate makes the optimizer's steps
+    # accelerate makes the optimizer's steps
+    optimizer, clock = setup.optimizer.optimizer, setup.clock
     hooks = [
         optimizer.register_step_pre_hook(lambda *_: enter_phase(clock, "optimizer")),
         optimizer.register_step_post_hook(lambda *_: enter_phase(clock, OTHER)),
@@ -63,7 +78,10 @@ def run(training: Training) -> bool:
         for hook in hooks:
             hook.remove()
     if not steps.ended:
-        raise InputError(f"trainer_options: a callback ended training at step {progress.step}. Use steps or early_stopping")
+        raise InputError(
+            f"trainer_options: a callback ended training at step {progress.step}. Use steps or "
+            "early_stopping"
+        )
     return steps.finished
 
 
@@ -72,17 +90,23 @@ def _pipeline(setup: WorkerSetup) -> RowPipeline:
     return setup.pipeline
 
 
-def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: int, **options: Any) -> TrainingArguments:
-    """Return Trainer's arguments with all its features off that rayrec provides, and the workload's own options."""
+def _arguments(
+    workload: DataParallelWorkload, device: torch.device, *, steps: int, **options: Any
+) -> TrainingArguments:
+    """Return Trainer's arguments with all its features off that rayrec provides, and the workload's
+    own options.
+    """
     return TrainingArguments(
         output_dir=tempfile.gettempdir(),  # required, but nothing is written
         max_steps=steps,
         gradient_accumulation_steps=workload.accumulate,
         max_grad_norm=workload.optimizer.max_gradient_norm or 0.0,  # 0 never clips
         use_cpu=device.type == "cpu",
-        ddp_backend=distributed.get_backend() if distributed.is_initialized() else None,  # uses the existing group
+        # uses the existing group
+        ddp_backend=distributed.get_backend() if distributed.is_initialized() else None,
         average_tokens_across_devices=False,
-        logging_nan_inf_filter=False,  # would synchronize every step; losses are checked when they are logged
+        # would synchronize every step; losses are checked when they are logged
+        logging_nan_inf_filter=False,
         eval_strategy="no",
         logging_strategy="no",
         save_strategy="no",
@@ -94,7 +118,9 @@ def _arguments(workload: DataParallelWorkload, device: torch.device, *, steps: i
 
 @contextlib.contextmanager
 def _as_it_is(device: torch.device) -> Iterator[None]:
-    """Keep rayrec's device and thread count while accelerate sets up the process. It reads the device from a variable."""
+    """Keep rayrec's device and thread count while accelerate sets up the process. It reads the
+    device from a variable.
+    """
     threads = torch.get_num_threads()
     try:
         with temporary_environment({"ACCELERATE_TORCH_DEVICE": str(device)}):
@@ -127,7 +153,12 @@ class _Wrapped(torch.nn.Module):
         self._pipeline = _pipeline(setup)
 
     def forward(self, part: Mapping[str, Any]) -> torch.Tensor:
-        return self._pipeline.loss(Batch({name: value for name, value in part.items() if name != LOSS_WEIGHT}, part[LOSS_WEIGHT]))
+        return self._pipeline.loss(
+            Batch(
+                {name: value for name, value in part.items() if name != LOSS_WEIGHT},
+                part[LOSS_WEIGHT],
+            )
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -139,9 +170,16 @@ class _Wrapped(torch.nn.Module):
 
 @final
 class _Parts:
-    """Data loader for Trainer: batches in `accumulate` parts. Has no length, so Trainer uses `max_steps` and sees one epoch."""
+    """Data loader for Trainer: batches in `accumulate` parts. Has no length, so Trainer uses
+    `max_steps` and sees one epoch.
+    """
 
-    def __init__(self, batches: Batches, accumulate: int, collate: Callable[[Sequence[Any]], Mapping[str, Any]] | None) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        accumulate: int,
+        collate: Callable[[Sequence[Any]], Mapping[str, Any]] | None,
+    ) -> None:
         self._batches, self._accumulate, self._collate = batches, accumulate, collate
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -150,7 +188,10 @@ class _Parts:
                 if self._collate is None:
                     yield {**part.tensors, LOSS_WEIGHT: part.loss_weight}
                     continue
-                rows = [{name: tensor[row] for name, tensor in part.tensors.items()} for row in range(len(part))]
+                rows = [
+                    {name: tensor[row] for name, tensor in part.tensors.items()}
+                    for row in range(len(part))
+                ]
                 tensors = dict(self._collate(rows))
                 scale = len(rows) / len(next(iter(tensors.values())))  # it may pack rows
                 yield {**tensors, LOSS_WEIGHT: part.loss_weight * scale}
@@ -160,20 +201,25 @@ class _Parts:
 class _Trainer(Trainer):
     """Trainer with rayrec's batches, wrapped model, loss and optimizer."""
 
-    def __init__(self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], **named: Any) -> None:
+    def __init__(
+        self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], **named: Any
+    ) -> None:
         self._setup, self._parts, self._losses = setup, parts, losses
         optimizer = setup.optimizer.optimizer
         super().__init__(model=setup.model, optimizers=(optimizer, _Rates(optimizer)), **named)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # Otherwise accelerate reloads the optimizer state and replaces the tensors that checkpoints save.
+        # Otherwise accelerate reloads the optimizer state and replaces the tensors that checkpoints
+        # save.
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing: the model, possibly sharded, is already there."""
 
-    def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
+    def _wrap_model(
+        self, model: torch.nn.Module, training: bool = True, dataloader: Any = None
+    ) -> torch.nn.Module:
         return _Wrapped(self._setup)
 
     def get_train_dataloader(self) -> Any:
@@ -199,7 +245,8 @@ class _Trainer(Trainer):
     ) -> torch.Tensor:
         loss = model(inputs)
         self._losses.append(loss.detach())
-        # Trainer divides by the number of parts, but our losses of parts already add up to the batch mean.
+        # Trainer divides by the number of parts, but our losses of parts already add up to the
+        # batch mean.
         return loss * self.current_gradient_accumulation_steps
 
 
@@ -218,14 +265,20 @@ class _Steps(TrainerCallback):
     finished: bool = False
     ended: bool = False
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         state.global_step = self.progress.step
         self.account.begin()
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.setup.begin_step(self.progress.step, self.account.total)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         loss = torch.stack(self.losses).sum()
         self.losses.clear()
         # Trainer pulls no batch ahead, so a segment can end after any step.

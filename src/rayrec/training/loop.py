@@ -1,4 +1,6 @@
-"""Training loop. Runs in segments, between which no batch is in flight, so that all pulled batches are trained."""
+"""Training loop. Runs in segments, between which no batch is in flight, so that all pulled batches
+are trained.
+"""
 
 import math
 import time
@@ -11,7 +13,15 @@ from typing import Any
 import torch
 
 from rayrec.collectives import over_workers
-from rayrec.training.progress import Cut, StopSignal, Training, judge, lower_on_plateau, meet_target, target_fields
+from rayrec.training.progress import (
+    Cut,
+    StopSignal,
+    Training,
+    judge,
+    lower_on_plateau,
+    meet_target,
+    target_fields,
+)
 from rayrec.training.step_log import Batches, StepAccounting
 from rayrec.workloads.base import WorkerSetup
 from rayrec.workloads.step_timer import StepTimer
@@ -31,8 +41,12 @@ class SegmentEnd:
     save: bool
 
 
-def next_segment_end(step: int, end: int, *, evaluate_every: int, save_every: int | None) -> SegmentEnd:
-    """Return the segment's end from `step`. Without save interval, each evaluation saves; the run's end does both. Pure."""
+def next_segment_end(
+    step: int, end: int, *, evaluate_every: int, save_every: int | None
+) -> SegmentEnd:
+    """Return the segment's end from `step`. Without save interval, each evaluation saves; the run's
+    end does both. Pure.
+    """
     steps_left = [evaluate_every - step % evaluate_every, end - step]
     if save_every is not None:
         steps_left.append(save_every - step % save_every)
@@ -48,13 +62,19 @@ def evaluation_interval(steps_per_epoch: int, evaluations_per_epoch: float) -> i
 
 
 def last_step(total: int, fraction: float | None) -> int:
-    """Return the first step at which `fraction` (None: all) of a run's `total` steps is done. Pure."""
-    return total if fraction is None else min(total, max(1, math.ceil(total * fraction - _ROUNDING)))
+    """Return the first step at which `fraction` (None: all) of a run's `total` steps is done.
+    Pure.
+    """
+    return (
+        total if fraction is None else min(total, max(1, math.ceil(total * fraction - _ROUNDING)))
+    )
 
 
 def run(training: Training) -> bool:
-    """Train until the loader ends, the step limit, or early stopping. Returns False if it saved and ended before, after a stop
-    request or at the share `pause_at` of its steps. Raises InputError if the loss is not finite."""
+    """Train until the loader ends, the step limit, or early stopping. Returns False if it saved and
+    ended before, after a stop request or at the share `pause_at` of its steps. Raises InputError if
+    the loss is not finite.
+    """
     course, account = iterate_segments(training), StepAccounting(training)
     cut: Cut | None = None
     while True:
@@ -81,18 +101,32 @@ def _train(training: Training, account: StepAccounting, stop: int) -> Cut:
 
 
 def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
-    """Evaluate, save and stop early between the segments of any loop. Yields the step to train up to; a segment may end earlier
-    if a save cannot wait. Receives the reason for that. Returns the result of `run`. A stop ends an evaluation between two
-    batches; the next attempt repeats the evaluation. The step to pause at is evaluated and saved. Unless it is a regular
-    evaluation, early stopping and `plateau` ignore it, so that pauses do not change the result of a run."""
-    config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
+    """Evaluate, save and stop early between the segments of any loop. Yields the step to train up
+    to; a segment may end earlier if a save cannot wait. Receives the reason for that. Returns the
+    result of `run`. A stop ends an evaluation between two batches; the next attempt repeats the
+    evaluation. The step to pause at is evaluated and saved. Unless it is a regular evaluation,
+    early stopping and `plateau` ignore it, so that pauses do not change the result of a run.
+    """
+    config, setup, loader, progress = (
+        training.config,
+        training.setup,
+        training.loader,
+        training.progress,
+    )
     patience, target = config.early_stopping.patience, config.early_stopping.target
     if progress.target != target:
-        progress.target, progress.target_step, progress.target_rows, progress.target_s = target, None, None, None
+        progress.target, progress.target_step, progress.target_rows, progress.target_s = (
+            target,
+            None,
+            None,
+            None,
+        )
     if 0 < patience <= progress.since_best or progress.target_step is not None:
         return True  # stopped early in an earlier attempt
     total = progress.step + loader.steps
-    evaluate_every = config.evaluate_every or evaluation_interval(loader.steps_per_epoch, config.evaluations_per_epoch)
+    evaluate_every = config.evaluate_every or evaluation_interval(
+        loader.steps_per_epoch, config.evaluations_per_epoch
+    )
     end = last_step(total, training.pause_at)
     setup.model.train()
     saved_step = progress.step  # neither the start nor the restored checkpoint needs a save
@@ -108,7 +142,12 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
         if not progress.evaluation_due:
             if progress.step >= end:
                 return end == total
-            boundary = next_segment_end(progress.step, end, evaluate_every=evaluate_every, save_every=config.checkpoint.every)
+            boundary = next_segment_end(
+                progress.step,
+                end,
+                evaluate_every=evaluate_every,
+                save_every=config.checkpoint.every,
+            )
             cut = yield boundary.step
             setup.clock.stop()
             reached = progress.step == boundary.step
@@ -123,7 +162,9 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
         if progress.evaluation_due:
             watch = EvaluationWatch(
                 training.stop_signal,
-                save=None if saved_step == progress.step else partial(save_now, needed=True, complete=False),
+                save=None
+                if saved_step == progress.step
+                else partial(save_now, needed=True, complete=False),
                 save_after_s=_EVALUATION_GRACE_FRACTION * config.failure.grace_s,
             )
             is_regular = progress.step != end or end == total or progress.step % evaluate_every == 0
@@ -139,16 +180,22 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
         best = bool(patience) and progress.best_step == progress.step
         last = ends or progress.step == end
         if save_due or last or best:
-            # Needed after a save without a score: the score would be lost if that save is still in progress.
+            # Needed after a save without a score: the score would be lost if that save is still in
+            # progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if ends:
             best_fields = {"best_step": progress.best_step, "best_score": progress.best}
-            training.log("early_stop", {"step": progress.step, **best_fields, **target_fields(progress, config.workload)})
+            training.log(
+                "early_stop",
+                {"step": progress.step, **best_fields, **target_fields(progress, config.workload)},
+            )
             return True
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:
-    """Run the pipeline to its end, so that it has no batch in flight. The iterator must be exhausted."""
+    """Run the pipeline to its end, so that it has no batch in flight. The iterator must be
+    exhausted.
+    """
     try:
         pipeline.progress(batches)
     except StopIteration:
@@ -158,18 +205,26 @@ def drain(pipeline: Any, batches: Iterator[Any]) -> None:
 
 
 class EvaluationWatch:
-    """Polls between the batches of one evaluation. Ends it after a stop request, and saves its step if it takes long or a node of
-    the run is about to be preempted. Decisions use numbers shared by all workers, so that all decide alike at the same batch."""
+    """Polls between the batches of one evaluation. Ends it after a stop request, and saves its step
+    if it takes long or a node of the run is about to be preempted. Decisions use numbers shared by
+    all workers, so that all decide alike at the same batch.
+    """
 
-    def __init__(self, stop_signal: StopSignal, *, save: Callable[[], None] | None, save_after_s: float) -> None:
-        """Start the watch. `save`: collective save of the evaluated step after `save_after_s` seconds, or None."""
+    def __init__(
+        self, stop_signal: StopSignal, *, save: Callable[[], None] | None, save_after_s: float
+    ) -> None:
+        """Start the watch. `save`: collective save of the evaluated step after `save_after_s`
+        seconds, or None.
+        """
         self._stop_signal, self._save, self._save_after_s = stop_signal, save, save_after_s
         self._start_s = time.perf_counter()
         self._batches, self._poll_at = 0, 1
         self.saved = False
 
     def stopped(self) -> bool:
-        """Return whether to end, after each batch. Collective if a poll is due: after 1, 2, 4, ..., then every 2 s."""
+        """Return whether to end, after each batch. Collective if a poll is due: after 1, 2, 4, ...,
+        then every 2 s.
+        """
         self._batches += 1
         if self._batches < self._poll_at:
             return False
@@ -177,9 +232,15 @@ class EvaluationWatch:
         (elapsed_s, *_), (_, stop_requested, poll) = over_workers(
             time.perf_counter() - self._start_s, self._stop_signal.urgent(), preemption_poll
         )
-        self._poll_at += max(1, min(int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6)), self._batches))
+        self._poll_at += max(
+            1, min(int(_EVALUATION_POLL_S * self._batches / max(elapsed_s, 1e-6)), self._batches)
+        )
         preempted = bool(poll) and self._stop_signal.preempted()
-        if self._save is not None and not stop_requested and (preempted or elapsed_s >= self._save_after_s):
+        if (
+            self._save is not None
+            and not stop_requested
+            and (preempted or elapsed_s >= self._save_after_s)
+        ):
             self._save()
             self._save, self.saved = None, True
         return bool(stop_requested)
@@ -187,12 +248,21 @@ class EvaluationWatch:
 
 @torch.no_grad()
 def evaluate(
-    setup: WorkerSetup, name: str, watch: EvaluationWatch | None = None, *, max_rows: int | None = None
+    setup: WorkerSetup,
+    name: str,
+    watch: EvaluationWatch | None = None,
+    *,
+    max_rows: int | None = None,
 ) -> dict[str, float] | None:
-    """Score each row of an evaluation set once, or `max_rows`; return the metrics, or None if `watch` ended it; collective."""
+    """Score each row of an evaluation set once, or `max_rows`; return the metrics, or None if
+    `watch` ended it; collective.
+    """
     setup.model.eval()
     batches_of = setup.eval_batches[name]
-    metrics, source = setup.make_metrics(), batches_of() if max_rows is None else batches_of(max_rows)
+    metrics, source = (
+        setup.make_metrics(),
+        batches_of() if max_rows is None else batches_of(max_rows),
+    )
     batches, stopped = Batches(source, StepTimer()), False
     try:
         while True:
@@ -211,15 +281,21 @@ def evaluate(
 
 
 def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bool) -> float | None:
-    """Evaluate the current step and record the result; if regular, for early stopping and `plateau`. Returns the score, None if
-    not regular. Does nothing if `watch` ended the evaluation."""
+    """Evaluate the current step and record the result; if regular, for early stopping and
+    `plateau`. Returns the score, None if not regular. Does nothing if `watch` ended the
+    evaluation.
+    """
     config, progress = training.config, training.progress
     start_s = time.perf_counter()
     metrics = evaluate(training.setup, "validation", watch, max_rows=config.eval_rows)
     if metrics is None:
         return None
     _, (seconds,) = over_workers(time.perf_counter() - start_s)
-    progress.evaluation_due, progress.metrics, progress.evaluation_s = False, metrics, progress.evaluation_s + seconds
+    progress.evaluation_due, progress.metrics, progress.evaluation_s = (
+        False,
+        metrics,
+        progress.evaluation_s + seconds,
+    )
     score, lowered = None, False
     if is_regular:
         score = config.workload.score(metrics)
@@ -233,5 +309,7 @@ def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bo
     event = {"step": progress.step, "set": "validation", "counted": is_regular, "seconds": seconds}
     training.log("evaluate", {**event, **metrics, **best})
     if lowered:
-        training.log("plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale})
+        training.log(
+            "plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale}
+        )
     return score

@@ -1,4 +1,6 @@
-"""Profiles of a running run, requested by a file in its folder that the driver finds and sends to the workers."""
+"""Profiles of a running run, requested by a file in its folder that the driver finds and sends to
+the workers.
+"""
 
 import contextlib
 import logging
@@ -23,14 +25,21 @@ _REQUEST: Final = "request.json"
 _POLL_S: Final = 1.0
 _URL_POLL_S: Final = 10.0
 _LEAD_S: Final = 3.0
-"""Seconds, after a poll, for a request to reach all workers, so that they begin at the same step."""
+"""Seconds, after a poll, for a request to reach all workers, so that they begin at the same
+step.
+"""
 _WRITING_S: Final = 10.0
 """Seconds for workers to write their recordings after the attempt has ended."""
 _JOIN_S: Final = 5.0
 """Maximum wait for a closed thread, in seconds, which may be in a call to unavailable storage."""
 _KINETO: Final = "KINETO_"
 
-_ENDS: Final = {"finish": "finished", "stop": "stopped", "failure": "failed", "run": "another driver began"}
+_ENDS: Final = {
+    "finish": "finished",
+    "stop": "stopped",
+    "failure": "failed",
+    "run": "another driver began",
+}
 """Event kinds after which an attempt trains no more."""
 
 _logger = logging.getLogger(__name__)
@@ -51,25 +60,33 @@ def profile_folder(folder: str) -> str:
     return storage.join(folder, "profile")
 
 
-def worker_variables(environment: Mapping[str, str], *, network_interface: str | None = None) -> dict[str, str]:
-    """Return the environment variables that workers need before they import torch; may be empty. They are the driver's KINETO_*
-    variables (with KINETO_USE_DAEMON Kineto registers with dynolog's daemon), and the network interface for gloo and NCCL."""
+def worker_variables(
+    environment: Mapping[str, str], *, network_interface: str | None = None
+) -> dict[str, str]:
+    """Return the environment variables that workers need before they import torch; may be empty.
+    They are the driver's KINETO_* variables (with KINETO_USE_DAEMON Kineto registers with dynolog's
+    daemon), and the network interface for gloo and NCCL.
+    """
     variables = {}
     if environment.get("KINETO_USE_DAEMON"):
-        variables.update({name: value for name, value in environment.items() if name.startswith(_KINETO)})
+        variables.update(
+            {name: value for name, value in environment.items() if name.startswith(_KINETO)}
+        )
     if network_interface is not None:
         variables.update(GLOO_SOCKET_IFNAME=network_interface, NCCL_SOCKET_IFNAME=network_interface)
     return variables
 
 
-# Driver --------------------------------------------------------------------------------------------------------------
+# -- Driver
 
 
 @contextlib.contextmanager
 def watched_requests(folder: str, channel: ControlChannel) -> Iterator[None]:
     """Pass profile requests from the run's folder to `channel` within the context."""
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -100,7 +117,10 @@ def _window(request: Any) -> Window:
         window = Window(str(request["name"]), int(request["first"]), int(request["end"]))
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(f"not a profile request ({error!r})") from None
-    if not re.fullmatch(r"[\w-]+", window.name) or not 0 < window.end - window.first <= MAX_PROFILED_STEPS:
+    if (
+        not re.fullmatch(r"[\w-]+", window.name)
+        or not 0 < window.end - window.first <= MAX_PROFILED_STEPS
+    ):
         raise InputError(f"not a profile request: {request!r}")
     return window
 
@@ -109,16 +129,26 @@ def _poll_s(folder: str) -> float:
     return _URL_POLL_S if storage.is_url(folder) else _POLL_S
 
 
-# Requests ------------------------------------------------------------------------------------------------------------
+# -- Requests
 
 
 def request_profile(
-    folder: str, events: list[dict[str, Any]], *, steps: int, note: Callable[[str], None], timeout_s: float
+    folder: str,
+    events: list[dict[str, Any]],
+    *,
+    steps: int,
+    note: Callable[[str], None],
+    timeout_s: float,
 ) -> dict[str, Any]:
-    """Request a profile from the run in `folder` with these `events` and wait until all workers have written it. Raises
-    InputError if the run does not answer, ends before, or a worker fails to write it."""
+    """Request a profile from the run in `folder` with these `events` and wait until all workers
+    have written it. Raises InputError if the run does not answer, ends before, or a worker fails to
+    write it.
+    """
     if not 1 <= steps <= MAX_PROFILED_STEPS:
-        raise InputError(f"steps: must be between 1 and {MAX_PROFILED_STEPS}, which fit into memory, got {steps:,}")
+        raise InputError(
+            f"steps: must be between 1 and {MAX_PROFILED_STEPS}, which fit into memory, got "
+            f"{steps:,}"
+        )
     start = _running(folder, events)
     first, goal = _first_step(events, lead_s=_LEAD_S + _poll_s(folder))
     first = max(0, min(first, goal - steps))
@@ -142,7 +172,11 @@ def request_profile(
                 heard = not _is_pending(request, window)
                 raise InputError(
                     f"{folder}: no profile after {timeout_s:.0f} s. "
-                    + ("Training is slow, or has ended; see its events" if heard else "The run has no running driver")
+                    + (
+                        "Training is slow, or has ended; see its events"
+                        if heard
+                        else "The run has no running driver"
+                    )
                 )
             time.sleep(_POLL_S)
     finally:
@@ -154,22 +188,32 @@ def request_profile(
 
 
 def _is_pending(request: str, window: Window) -> bool:
-    """Return whether the request has not been taken yet. The file may contain another process's request."""
+    """Return whether the request has not been taken yet. The file may contain another process's
+    request.
+    """
     try:
         return storage.exists(request) and storage.read_json(request) == asdict(window)
     except (InputError, FileNotFoundError):  # taken between the two calls
         return False
 
 
-def _watch_failures(folder: str, name: str, since_s: float, failures: list[str], ended: threading.Event) -> None:
-    """Append to `failures` what workers report about this profile, and the end of their attempt after `since_s`."""
-    with contextlib.suppress(InputError, OSError):  # damaged or unreachable events: the caller has a timeout
+def _watch_failures(
+    folder: str, name: str, since_s: float, failures: list[str], ended: threading.Event
+) -> None:
+    """Append to `failures` what workers report about this profile, and the end of their attempt
+    after `since_s`.
+    """
+    # damaged or unreachable events: the caller has a timeout
+    with contextlib.suppress(InputError, OSError):
         for event in follow(storage.join(folder, "events.jsonl"), stop=ended):
             if event["kind"] == "profile_failed" and event["name"] == name:
                 failures.append(f"worker {event['rank']}: {event['cause']}")
             elif event["kind"] in _ENDS and event["time"] > since_s:
                 ended.wait(_WRITING_S)
-                failures.append(f"training ended before the profile was complete ({event.get('cause', _ENDS[event['kind']])})")
+                failures.append(
+                    "training ended before the profile was complete "
+                    f"({event.get('cause', _ENDS[event['kind']])})"
+                )
 
 
 def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,10 +227,14 @@ def _running(folder: str, events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _first_step(events: list[dict[str, Any]], *, lead_s: float) -> tuple[int, int]:
-    """Return (the expected step in `lead_s` seconds at the latest speed, the run's last step). Pure."""
+    """Return (the expected step in `lead_s` seconds at the latest speed, the run's last step).
+    Pure.
+    """
     logs = [event for event in events if event["kind"] in ("start", "step")]
     last = logs[-1]
     sooner = logs[-2] if len(logs) > 1 else last
     elapsed_s = last["time"] - sooner["time"]
     rate = max(0.0, (last["step"] - sooner["step"]) / elapsed_s) if elapsed_s > 0 else 0.0
-    return last["step"] + math.ceil(rate * (max(0.0, time.time() - last["time"]) + lead_s)), last["steps"]
+    return last["step"] + math.ceil(rate * (max(0.0, time.time() - last["time"]) + lead_s)), last[
+        "steps"
+    ]

@@ -16,7 +16,9 @@ from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.workloads.base import TrainConfig, TrainLoader, WorkerSetup, Workload
 
 FirstStep = Callable[[float, float], None]
-"""Callback after an attempt's first step, with the seconds waited for batches by then and those since the attempt began."""
+"""Callback after an attempt's first step, with the seconds waited for batches by then and those
+since the attempt began.
+"""
 Cut = Literal["none", "save", "stop"]
 """Event in a segment: none, a save that cannot wait, or a request to save and end."""
 
@@ -37,11 +39,15 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     since_best: int = 0
-    """Evaluations since the last one that improved by more than `early_stopping.min_improvement`."""
+    """Evaluations since the last one that improved by more than
+    `early_stopping.min_improvement`.
+    """
     last_improvement: float | None = None
     """Score of that evaluation, the reference for the next ones."""
     learning_rate_scale: float = 1.0
-    """Factor of the schedule's learning rates, lowered when evaluations stop improving (`plateau`)."""
+    """Factor of the schedule's learning rates, lowered when evaluations stop improving
+    (`plateau`).
+    """
     plateau_reference: float | None = None
     """Score of the last evaluation that improved by more than `plateau.min_improvement`."""
     plateau_evaluations: int = 0
@@ -59,35 +65,60 @@ class Progress:
     evaluation_due: bool = False
     """Whether this step has yet to be evaluated, because the run was asked to stop here."""
     trained: TrainedRows | None = field(default_factory=TrainedRows)
-    """Rows trained by this worker in this attempt, on worker 0 also in earlier ones. None if a batch did not provide its rows."""
+    """Rows trained by this worker in this attempt, on worker 0 also in earlier ones. None if a
+    batch did not provide its rows.
+    """
 
     def state(self) -> dict[str, Any]:
         """Return JSON values for a checkpoint, equal on all workers; collective."""
         trained = self.trained_by_all()
-        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trained"}
+        plain = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "trained"
+        }
         return {**plain, "trained": trained and trained.to_dict()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, rank: int) -> Progress:
-        """Restore the result of `state`. Checkpoints of earlier versions have no `trained`; a NaN metric is stored as null."""
+        """Restore the result of `state`. Checkpoints of earlier versions have no `trained`; a NaN
+        metric is stored as null.
+        """
         stored = state.get("trained")
-        trained = None if stored is None else TrainedRows.from_dict(stored) if rank == 0 else TrainedRows()
+        trained = (
+            None
+            if stored is None
+            else TrainedRows.from_dict(stored)
+            if rank == 0
+            else TrainedRows()
+        )
         metrics = {
-            name: {metric: math.nan if value is None else value for metric, value in state[name].items()}
+            name: {
+                metric: math.nan if value is None else value
+                for metric, value in state[name].items()
+            }
             for name in ("metrics", "best_metrics")
             if name in state
         }
         return cls(**{**state, **metrics, "trained": trained})
 
     def trained_by_all(self) -> TrainedRows | None:
-        """Return the rows trained by all workers, or None if a batch did not provide its rows; collective."""
+        """Return the rows trained by all workers, or None if a batch did not provide its rows;
+        collective.
+        """
         _, (unknown,) = over_workers(float(self.trained is None))
         if unknown or self.trained is None:
             return None
         # Sent as bytes and added here, modulo 2^64.
-        checksums = torch.frombuffer(bytearray(np.array(self.trained.checksums, "<u8").tobytes()), dtype=torch.uint8)
-        pairs = (np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist() for each in gathered(checksums))
-        return TrainedRows.total(sum_over_workers(self.trained.counts.copy()), ((first, second) for first, second in pairs))
+        checksums = torch.frombuffer(
+            bytearray(np.array(self.trained.checksums, "<u8").tobytes()), dtype=torch.uint8
+        )
+        pairs = (
+            np.frombuffer(each.cpu().numpy().tobytes(), "<u8").tolist()
+            for each in gathered(checksums)
+        )
+        return TrainedRows.total(
+            sum_over_workers(self.trained.counts.copy()),
+            ((first, second) for first, second in pairs),
+        )
 
     def count(self, rows: RowNumbers | None) -> None:
         if rows is None:
@@ -100,21 +131,35 @@ class StopSignal(Protocol):
     """Reasons for an early save."""
 
     def poll(self) -> tuple[bool, bool]:
-        """Return (whether a stop was requested or a node is to go, whether to poll for preemption notices); cheap, local."""
+        """Return (whether a stop was requested or a node is to go, whether to poll for preemption
+        notices); cheap, local.
+        """
 
     def preempted(self) -> bool:
-        """Return whether to save because of a new preemption notice for a worker's node; collective."""
+        """Return whether to save because of a new preemption notice for a worker's node;
+        collective.
+        """
 
     def urgent(self) -> bool:
-        """Return whether this worker was asked to stop for a reason that cannot wait for the end of an evaluation; local."""
+        """Return whether this worker was asked to stop for a reason that cannot wait for the end of
+        an evaluation; local.
+        """
 
 
 class Save(Protocol):
     def __call__(
-        self, progress: Progress, loader_state: dict[str, Any], *, score: float | None, needed: bool, complete: bool
+        self,
+        progress: Progress,
+        loader_state: dict[str, Any],
+        *,
+        score: float | None,
+        needed: bool,
+        complete: bool,
     ) -> None:
-        """Save `progress` and the loader state. `score` is None if these weights were not evaluated. `needed`: whether to save
-        even if the previous save is late. `complete`: whether to return only when the checkpoint is in storage."""
+        """Save `progress` and the loader state. `score` is None if these weights were not
+        evaluated. `needed`: whether to save even if the previous save is late. `complete`: whether
+        to return only when the checkpoint is in storage.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,28 +180,42 @@ class Training:
 
 
 def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
-    """Record an evaluation score for early stopping. As in Keras and Lightning, patience counts from the last evaluation that
-    beat the reference by more than `min_improvement`. Smaller improvements do not move the reference, so several of them add up.
-    The best score is the maximum; of equal scores the latest counts, as in checkpoint retention."""
+    """Record an evaluation score for early stopping. As in Keras and Lightning, patience counts
+    from the last evaluation that beat the reference by more than `min_improvement`. Smaller
+    improvements do not move the reference, so several of them add up. The best score is the
+    maximum; of equal scores the latest counts, as in checkpoint retention.
+    """
     reference = progress.best if progress.last_improvement is None else progress.last_improvement
     if reference is None or score > reference + min_improvement:
         progress.since_best, progress.last_improvement = 0, score
     else:
         progress.since_best += 1
     if progress.best is None or score >= progress.best:
-        progress.best, progress.best_step, progress.best_metrics = score, progress.step, progress.metrics
+        progress.best, progress.best_step, progress.best_metrics = (
+            score,
+            progress.step,
+            progress.metrics,
+        )
 
 
 def meet_target(progress: Progress, workload: Workload) -> None:
-    """Record that an evaluation reached the target, if it is the first. An undefined metric does not."""
+    """Record that an evaluation reached the target, if it is the first. An undefined metric does
+    not.
+    """
     _, value, sign = workload.target_value(progress.metrics)
-    if progress.target is not None and progress.target_step is None and sign * value >= sign * progress.target:
+    if (
+        progress.target is not None
+        and progress.target_step is None
+        and sign * value >= sign * progress.target
+    ):
         progress.target_step, progress.target_rows = progress.step, progress.rows
         progress.target_s = progress.train_s + progress.evaluation_s
 
 
 def target_fields(progress: Progress, workload: Workload) -> dict[str, Any]:
-    """Return event fields on the target: value, metric, and step, rows and seconds until reached, or None. Empty without one."""
+    """Return event fields on the target: value, metric, and step, rows and seconds until reached,
+    or None. Empty without one.
+    """
     if progress.target is None or not progress.metrics:
         return {}
     metric, *_ = workload.target_value(progress.metrics)
@@ -168,7 +227,10 @@ def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -
     """Record an evaluation score. Returns whether the learning rates were lowered."""
     if not plateau.patience:
         return False
-    if progress.plateau_reference is None or score > progress.plateau_reference + plateau.min_improvement:
+    if (
+        progress.plateau_reference is None
+        or score > progress.plateau_reference + plateau.min_improvement
+    ):
         progress.plateau_reference, progress.plateau_evaluations = score, 0
         return False
     progress.plateau_evaluations += 1
@@ -179,7 +241,9 @@ def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -
     return True
 
 
-def with_lowered_rates(setup: WorkerSetup, progress: Progress, plateau: PlateauConfig) -> Callable[[int, int], None]:
+def with_lowered_rates(
+    setup: WorkerSetup, progress: Progress, plateau: PlateauConfig
+) -> Callable[[int, int], None]:
     """Return `setup.begin_step` extended by the learning rate factor of `progress`."""
     begin_step = setup.begin_step
 
@@ -187,6 +251,8 @@ def with_lowered_rates(setup: WorkerSetup, progress: Progress, plateau: PlateauC
         begin_step(step, total)
         if progress.learning_rate_scale != 1.0:
             for group in setup.optimizer.param_groups:
-                group["lr"] = plateau.learning_rate(float(group["lr"]), scale=progress.learning_rate_scale)
+                group["lr"] = plateau.learning_rate(
+                    float(group["lr"]), scale=progress.learning_rate_scale
+                )
 
     return begin

@@ -38,12 +38,15 @@ class CheckpointPath(str):
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Yield a local folder with the checkpoint: its own, or a copy of one at a URL that is removed afterwards."""
+        """Yield a local folder with the checkpoint: its own, or a copy of one at a URL that is
+        removed afterwards.
+        """
         if not storage.is_url(self):
             yield str(self)
             return
         with storage.Scratch("checkpoint") as parent:
-            yield self.to_directory(storage.join(parent, storage.name_of(self)))  # readers need the name, such as step_00001000
+            # readers need the name, such as step_00001000
+            yield self.to_directory(storage.join(parent, storage.name_of(self)))
 
     def to_directory(self, path: str | None = None) -> str:
         """Copy the checkpoint to a local folder and return it. None creates a temporary folder."""
@@ -87,24 +90,45 @@ class Result:
 
     @property
     def best_checkpoints(self) -> list[tuple[CheckpointPath, dict[str, float]]]:
-        """Kept checkpoints, oldest first, with the validation metrics of their step, empty if it was not evaluated."""
+        """Kept checkpoints, oldest first, with the validation metrics of their step, empty if it
+        was not evaluated.
+        """
         events = readable_events(self._events)
-        metrics = {event["step"]: metrics_of(event) for event in events if series(event) == ("evaluate", "validation")}
-        return [(CheckpointPath(saved.path), metrics.get(saved.step, {})) for saved in committed(self.folder)]
+        metrics = {
+            event["step"]: metrics_of(event)
+            for event in events
+            if series(event) == ("evaluate", "validation")
+        }
+        return [
+            (CheckpointPath(saved.path), metrics.get(saved.step, {}))
+            for saved in committed(self.folder)
+        ]
 
     def get_best_checkpoint(self, metric: str, mode: str) -> CheckpointPath:
-        """Return the checkpoint with the best metric. `mode` is min or max. Raises InputError for another mode or metric."""
+        """Return the checkpoint with the best metric. `mode` is min or max. Raises InputError for
+        another mode or metric.
+        """
         if mode not in ("min", "max"):
             raise InputError(f"mode: must be min or max, got {mode!r}")
         pairs = self.best_checkpoints
-        values = {checkpoint: metrics[metric] for checkpoint, metrics in pairs if metrics.get(metric) is not None}
+        values = {
+            checkpoint: metrics[metric]
+            for checkpoint, metrics in pairs
+            if metrics.get(metric) is not None
+        }
         if not values:
             names = dict.fromkeys(name for _, metrics in pairs for name in metrics)
             raise InputError(f"metric: must be one of {', '.join(names)}, got {metric!r}")
-        return min(values, key=values.__getitem__) if mode == "min" else max(values, key=values.__getitem__)
+        return (
+            min(values, key=values.__getitem__)
+            if mode == "min"
+            else max(values, key=values.__getitem__)
+        )
 
     def to_ray(self) -> ray.train.Result:
-        """Return a `ray.train.Result`, for code that checks the class. Imports Ray without starting it."""
+        """Return a `ray.train.Result`, for code that checks the class. Imports Ray without starting
+        it.
+        """
         import ray.train
 
         def of_ray(checkpoint: CheckpointPath) -> ray.train.Checkpoint:
@@ -116,7 +140,9 @@ class Result:
             error=self.error,
             path=self.path,
             metrics_dataframe=self.metrics_dataframe,
-            best_checkpoints=[(of_ray(checkpoint), metrics) for checkpoint, metrics in self.best_checkpoints],
+            best_checkpoints=[
+                (of_ray(checkpoint), metrics) for checkpoint, metrics in self.best_checkpoints
+            ],
             _storage_filesystem=self.filesystem,
         )
 
@@ -132,16 +158,26 @@ class Result:
     def _repr_html_(self) -> str:
         """Return the table of `rayrec train`, for a notebook."""
         rows = summary_rows(self.summary, folder=self.folder)
-        cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
+        cells = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>"
+            for name, text in rows
+        )
         return f"<table>{cells}</table>"
 
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
     """Return the table shown after a finished run."""
     metrics, target = summary["metrics"], target_text(summary)
-    rows = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float) and name != "label_rate"]
+    rows = [
+        (name, f"{value:.4f}")
+        for name, value in metrics.items()
+        if isinstance(value, float) and name != "label_rate"
+    ]
     if summary.get("share_of_best_auroc") is not None:
-        reached = f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible {summary['best_auroc']:.4f}"
+        reached = (
+            f"{summary['share_of_best_auroc']:.1%} of the way from 0.5 to the best possible "
+            f"{summary['best_auroc']:.4f}"
+        )
         rows.append(("auroc reached", reached))
     if summary.get("metrics_set") == "validation":
         rows.append(("metrics of", "the validation rows, because no rows are held out for a test"))
@@ -150,11 +186,19 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
         *([("target", target)] if target else []),
         ("rows/s in training", f"{summary['rows_per_s']:,.0f}"),
         ("blocked on data", f"{summary['blocked_fraction']:.1%}"),
-        ("rows trained", f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with preparation"),
+        (
+            "rows trained",
+            f"{summary['rows']:,} in {summary['steps']:,} steps; {summary['wall_s']:.0f} s with "
+            "preparation",
+        ),
         *([("faulty rows left out", f"{summary['bad_rows']:,}")] if "bad_rows" in summary else []),
         *([("where the time went", summary["verdict"])] if summary.get("verdict") else []),
         ("checkpoint", summary["checkpoint"]),
         ("run", folder),
         ("report", f"{folder}/report.html"),
-        *([("next", f"rayrec serve {shlex.quote(folder)}  # or evaluate, predict, export")] if "auroc" in metrics else []),
+        *(
+            [("next", f"rayrec serve {shlex.quote(folder)}  # or evaluate, predict, export")]
+            if "auroc" in metrics
+            else []
+        ),
     ]

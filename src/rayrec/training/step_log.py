@@ -1,4 +1,6 @@
-"""Step accounting of a worker: rows, losses, times, data pipeline statistics and peak device speed."""
+"""Step accounting of a worker: rows, losses, times, data pipeline statistics and peak device
+speed.
+"""
 
 import logging
 import math
@@ -23,9 +25,13 @@ from rayrec.training.progress import Cut, Training
 from rayrec.workloads.step_timer import StepTimer
 
 _MEMORY_FIELDS = ("memory_bytes", "device_memory_bytes")
-"""Fields of a step event: largest resident memory per worker, and peak GPU memory for tensors since the last log."""
+"""Fields of a step event: largest resident memory per worker, and peak GPU memory for tensors since
+the last log.
+"""
 _POLL_S = 5.0
-"""Seconds between two polls for reasons to save, rounded to full steps. They reduce the time left of `failure.grace_s`."""
+"""Seconds between two polls for reasons to save, rounded to full steps. They reduce the time left
+of `failure.grace_s`.
+"""
 _PREEMPTED_POLL_S = 1.0
 """The same after a preemption notice; it determines how long before the deadline the run ends."""
 _MAX_LOSS: Final = 1e9
@@ -34,14 +40,18 @@ TRAINING_COST = 3
 """Cost of a step in forward passes: the backward pass has two products for each forward product."""
 
 _MIN_EVENT_S: Final = 1.0
-"""Minimum seconds between two events: a block lasts for many steps, so most intervals between two logs have no new block."""
+"""Minimum seconds between two events: a block lasts for many steps, so most intervals between two
+logs have no new block.
+"""
 _MAX_EVENT_S: Final = 10.0
 """Seconds after which an event is logged even without a new block."""
 
 
 @final
 class DataStats:
-    """Sums of all workers' StageAccounts. One instance per worker; all workers make the same calls."""
+    """Sums of all workers' StageAccounts. One instance per worker; all workers make the same
+    calls.
+    """
 
     def __init__(self, loader: Any) -> None:
         """Read `loader.stages`; loaders without it are not reported."""
@@ -50,10 +60,14 @@ class DataStats:
         self._sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
 
     def take(self) -> list[float]:
-        """Return this worker's numbers since the last call, equally many on each worker, to be averaged for `log_means`."""
+        """Return this worker's numbers since the last call, equally many on each worker, to be
+        averaged for `log_means`.
+        """
         return [] if self._account is None else self._account.take()
 
-    def log_means(self, means: Sequence[float], *, step: int, log: Callable[[str, dict[str, Any]], None]) -> None:
+    def log_means(
+        self, means: Sequence[float], *, step: int, log: Callable[[str, dict[str, Any]], None]
+    ) -> None:
         """Log a data event if one is due."""
         if self._account is None:
             return
@@ -73,9 +87,11 @@ class DataStats:
 
 
 def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
-    """Return the fields of a data event from the sums of all workers' StageAccounts over `seconds`. Pure. For each stage:
-    `rows_per_s`, if all CPUs did only this stage; `busy`, its share of the CPUs' time; `cpu_share` and `queue_share`, the shares
-    of its own time in which it computed and waited for a CPU (the rest waits for storage). The backlog is a mean over time."""
+    """Return the fields of a data event from the sums of all workers' StageAccounts over `seconds`.
+    Pure. For each stage: `rows_per_s`, if all CPUs did only this stage; `busy`, its share of the
+    CPUs' time; `cpu_share` and `queue_share`, the shares of its own time in which it computed and
+    waited for a CPU (the rest waits for storage). The backlog is a mean over time.
+    """
     cpus, rows = sums["cpus"], sums["rows"]
     stages = [
         {
@@ -103,13 +119,17 @@ def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
 
 
 _WINDOW_S: Final = 0.04
-"""Duration of a CPU measurement. It suffices for a core's clock to rise, and must not delay a worker's start."""
+"""Duration of a CPU measurement. It suffices for a core's clock to rise, and must not delay a
+worker's start.
+"""
 
 _logger = logging.getLogger(__name__)
 
 
 def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> float:
-    """Return `multiply_adds_per_s`, or 0 with a warning if the measurement fails, which must not stop training."""
+    """Return `multiply_adds_per_s`, or 0 with a warning if the measurement fails, which must not
+    stop training.
+    """
     try:
         return multiply_adds_per_s(device, precision=precision)
     except Exception as error:  # kernels and allocators raise various errors
@@ -118,8 +138,9 @@ def multiply_adds_per_s_or_zero(device: torch.device, *, precision: str) -> floa
 
 
 def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
-    """Measure the fastest matrix product in torch for this device and precision ("fp32" or "bf16"), with the current number of
-    threads. Raises torch's error if no product works."""
+    """Measure the fastest matrix product in torch for this device and precision ("fp32" or "bf16"),
+    with the current number of threads. Raises torch's error if no product works.
+    """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
         return _of_cuda(device, dtype)
@@ -140,7 +161,9 @@ def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
     for number, product in enumerate(products, start=1):
         try:
             times_s.append(_shortest_s(product))
-        except Exception as error:  # e.g. another torch's private operation, a dtype without CPU product
+        except (
+            Exception
+        ) as error:  # e.g. another torch's private operation, a dtype without CPU product
             if number == len(products) and not times_s:
                 raise
             _logger.info("Skipping an unsupported matrix product (%s)", error)
@@ -171,7 +194,9 @@ def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Batches:
-    """Batches of one segment. Counts them, keeps their rows until they are trained, sums the waiting time, and can end early."""
+    """Batches of one segment. Counts them, keeps their rows until they are trained, sums the
+    waiting time, and can end early.
+    """
 
     def __init__(self, source: Iterator[Any], clock: StepTimer) -> None:
         self._source, self._clock = source, clock
@@ -194,7 +219,9 @@ class Batches:
         return batch
 
     def trained(self) -> RowNumbers | None:
-        """Return the rows of the oldest untrained batch, or None if unknown. Pipelines train in the order in which they pull."""
+        """Return the rows of the oldest untrained batch, or None if unknown. Pipelines train in the
+        order in which they pull.
+        """
         return self._in_flight.popleft()
 
     def end(self) -> None:
@@ -203,15 +230,30 @@ class Batches:
 
 
 class StepAccounting:
-    """Accounting and logging of steps, rows, losses and time; detects reasons to end a segment early."""
+    """Accounting and logging of steps, rows, losses and time; detects reasons to end a segment
+    early.
+    """
 
     def __init__(self, training: Training) -> None:
-        config, setup, loader, progress = training.config, training.setup, training.loader, training.progress
+        config, setup, loader, progress = (
+            training.config,
+            training.setup,
+            training.loader,
+            training.progress,
+        )
         self._config, self._loader, self._progress = config, loader, progress
         self._by_worker = config.observe.by_worker
         self._first_step_done = training.first_step
-        self._clock, self._cost, self._peak = setup.clock, setup.multiply_adds_per_row, setup.peak_multiply_adds_per_s
-        self._log, self._stop_signal, self._optimizer = training.log, training.stop_signal, setup.optimizer
+        self._clock, self._cost, self._peak = (
+            setup.clock,
+            setup.multiply_adds_per_row,
+            setup.peak_multiply_adds_per_s,
+        )
+        self._log, self._stop_signal, self._optimizer = (
+            training.log,
+            training.stop_signal,
+            setup.optimizer,
+        )
         self._data = DataStats(loader) if config.observe.times else None
         self._first_step, self._rows_before = progress.step, progress.rows
         self._count_correct = setup.count_correct if config.observe.accuracy else None
@@ -221,7 +263,9 @@ class StepAccounting:
         self._num_rows = 0
         """Rows trained by this worker since the last log."""
         self._next_poll_step = progress.step + 1
-        """Step of the next poll for reasons to save. The first step takes longest, so its time predicts nothing."""
+        """Step of the next poll for reasons to save. The first step takes longest, so its time
+        predicts nothing.
+        """
         self._poll_s = _POLL_S
         self._first_loss: float | None = None
         self._is_diverging = False
@@ -234,7 +278,9 @@ class StepAccounting:
         self._clock.start()
 
     def count(self, output: StepOutput, batches: Batches, *, stop: int) -> bool:
-        """Count a step and return whether the segment must end before `stop`. Collective if a log or a poll is due."""
+        """Count a step and return whether the segment must end before `stop`. Collective if a log
+        or a poll is due.
+        """
         if self._first_step_done is not None:
             self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
             self._first_step_done = None
@@ -254,8 +300,20 @@ class StepAccounting:
         now_s = time.perf_counter()
         times_s = self._clock.read()
         memory = [host_resources.resident_bytes(), *_device_bytes()]
-        values = [loss_mean, batches.blocked_s, now_s - self._start_s, self._num_rows, correct, *times_s.values(), *memory]
-        workers = Collectives(None).gather_floats([loss_mean, self._num_rows, correct]) if self._by_worker else []
+        values = [
+            loss_mean,
+            batches.blocked_s,
+            now_s - self._start_s,
+            self._num_rows,
+            correct,
+            *times_s.values(),
+            *memory,
+        ]
+        workers = (
+            Collectives(None).gather_floats([loss_mean, self._num_rows, correct])
+            if self._by_worker
+            else []
+        )
         data = self._data.take() if self._data else []
         means, maxima = over_workers(*values, *data, *self._stop_signal.poll())
         *_, stop_requested, poll_preemption = maxima
@@ -264,15 +322,25 @@ class StepAccounting:
         max_memory = maxima[len(values) - len(memory) : len(values)]
         self._log_steps(means, times_s, times_max_s, max_memory, workers)
         if self._data:
-            self._data.log_means(means[len(values) : len(values) + len(data)], step=progress.step, log=self._log)
+            self._data.log_means(
+                means[len(values) : len(values) + len(data)], step=progress.step, log=self._log
+            )
         self._schedule_poll(elapsed_s=means[2])
-        self._losses, self._correct, self._start_s, self._num_rows, batches.blocked_s = [], [], now_s, 0, 0.0
+        self._losses, self._correct, self._start_s, self._num_rows, batches.blocked_s = (
+            [],
+            [],
+            now_s,
+            0,
+            0.0,
+        )
         if due:
             self._handle_stop_request(stop_requested, poll_preemption)
         return progress.step < stop and self.cut != "none"
 
     def _mean_loss(self) -> float:
-        """Return the mean of this worker's losses since the last log, weighted by each step's rows of all workers."""
+        """Return the mean of this worker's losses since the last log, weighted by each step's rows
+        of all workers.
+        """
         losses, done = torch.stack(self._losses), self._progress.step - self._first_step
         rows_until = [self._loader.rows(step) for step in range(done - len(self._losses), done + 1)]
         rows = [stop - start for start, stop in pairwise(rows_until)]
@@ -287,7 +355,9 @@ class StepAccounting:
         return {"loss": loss, **accuracy}
 
     def _poll(self) -> bool:
-        """Poll between logs; return whether the cut changed; collective. Exchanges three numbers. NCCL waits for the device."""
+        """Poll between logs; return whether the cut changed; collective. Exchanges three numbers.
+        NCCL waits for the device.
+        """
         (elapsed_s, *_), (_, stop_requested, poll_preemption) = over_workers(
             time.perf_counter() - self._start_s, *self._stop_signal.poll()
         )
@@ -297,11 +367,15 @@ class StepAccounting:
         return self.cut != before
 
     def _schedule_poll(self, elapsed_s: float) -> None:
-        """Schedule the next poll from numbers shared by all workers: the mean step time since the last log. The interval never
-        exceeds the attempt's number of steps so far, because its first steps are not representative."""
+        """Schedule the next poll from numbers shared by all workers: the mean step time since the
+        last log. The interval never exceeds the attempt's number of steps so far, because its first
+        steps are not representative.
+        """
         step_s = elapsed_s / len(self._losses)
         so_far = self._progress.step - self._first_step
-        self._next_poll_step = self._progress.step + max(1, min(int(self._poll_s / max(step_s, 1e-6)), so_far))
+        self._next_poll_step = self._progress.step + max(
+            1, min(int(self._poll_s / max(step_s, 1e-6)), so_far)
+        )
 
     def _handle_stop_request(self, stop_requested: float, poll_preemption: float) -> None:
         if stop_requested:
@@ -321,7 +395,11 @@ class StepAccounting:
         progress, (loss, blocked_s, elapsed_s, num_rows, correct) = self._progress, means[:5]
         elapsed_s = sum(times_s.values()) or elapsed_s
         if progress.trained is None:  # count as the loader reports
-            rows = self._rows_before + self._loader.rows(progress.step - self._first_step) - progress.rows
+            rows = (
+                self._rows_before
+                + self._loader.rows(progress.step - self._first_step)
+                - progress.rows
+            )
         else:
             rows = round(num_rows * num_workers())
         progress.rows += rows
@@ -335,7 +413,11 @@ class StepAccounting:
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
             "learning_rate": max(learning_rates(self._optimizer), default=0.0),
-            **{name: int(size) for name, size in zip(_MEMORY_FIELDS, max_memory, strict=False) if size},
+            **{
+                name: int(size)
+                for name, size in zip(_MEMORY_FIELDS, max_memory, strict=False)
+                if size
+            },
         }
         if workers:
             fields["workers"] = [self._learned(*worker) for worker in workers]
@@ -350,17 +432,24 @@ class StepAccounting:
                 fields["peak_fraction"] = done / self._peak
         self._log("step", fields)
         if not math.isfinite(loss):
-            raise InputError(f"the loss is {loss} at step {progress.step}. Lower the learning rates (--learning-rate)")
+            raise InputError(
+                f"the loss is {loss} at step {progress.step}. Lower the learning rates "
+                "(--learning-rate)"
+            )
         if self._first_loss is None:
             self._first_loss = loss
         if not self._is_diverging and diverges(loss, first=self._first_loss):
             self._is_diverging = True
-            self._log("diverging", {name: fields[name] for name in ("step", "loss", "learning_rate")})
+            self._log(
+                "diverging", {name: fields[name] for name in ("step", "loss", "learning_rate")}
+            )
 
 
 def diverges(loss: float, *, first: float) -> bool:
-    """Return whether a finite loss shows that training diverges, given the attempt's first logged one. Losses of regressions have
-    any unit, so the limit is relative to the first, or beyond any that a model starts with."""
+    """Return whether a finite loss shows that training diverges, given the attempt's first logged
+    one. Losses of regressions have any unit, so the limit is relative to the first, or beyond any
+    that a model starts with.
+    """
     return loss > 1000.0 * max(first, 1.0) or loss > _MAX_LOSS
 
 

@@ -1,4 +1,6 @@
-"""Profiler that records full steps of a worker with torch.profiler and writes standard trace files."""
+"""Profiler that records full steps of a worker with torch.profiler and writes standard trace
+files.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ _logger = logging.getLogger(__name__)
 
 @final
 class StepProfiler:
-    """Profiler of one worker. Without a request, a step costs two comparisons. A thread writes each recording to
-    FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or chrome://tracing), so that training continues, but
-    shares Python's interpreter lock. It calls `written(window)` or `failed(window, cause)`; the training thread may also call
-    `failed`. No error of the profiler reaches training."""
+    """Profiler of one worker. Without a request, a step costs two comparisons. A thread writes each
+    recording to FOLDER/NAME/rank_N/trace.json.gz (Chrome's trace format, for Perfetto or
+    chrome://tracing), so that training continues, but shares Python's interpreter lock. It calls
+    `written(window)` or `failed(window, cause)`; the training thread may also call `failed`. No
+    error of the profiler reaches training.
+    """
 
     def __init__(
         self,
@@ -54,8 +58,9 @@ class StepProfiler:
         self._writers: list[threading.Thread] = []
 
     def request(self, window: Window) -> None:
-        """Record these steps, 200 at most, or equally many from the next step if they are past. Any thread may call it. Only the
-        last request waits; the one before is reported as failed."""
+        """Record these steps, 200 at most, or equally many from the next step if they are past. Any
+        thread may call it. Only the last request waits; the one before is reported as failed.
+        """
         before, self._requested = self._requested, window
         if before is not None:
             self._failed(before, "another profile was requested before this one began")
@@ -72,10 +77,14 @@ class StepProfiler:
             self._begin(self._requested, step)
 
     def close(self) -> None:
-        """End an active recording and wait until all recordings are written. A waiting request fails."""
+        """End an active recording and wait until all recordings are written. A waiting request
+        fails.
+        """
         waiting, self._requested = self._requested, None
         if waiting is not None:
-            self._failed(waiting, f"training ended, or was interrupted, before step {waiting.first + 1:,}")
+            self._failed(
+                waiting, f"training ended, or was interrupted, before step {waiting.first + 1:,}"
+            )
         if self._active is not None:
             self._finish(self._active)
         for writer in self._writers:
@@ -84,11 +93,17 @@ class StepProfiler:
     def _begin(self, window: Window, step: int) -> None:
         self._requested = None
         if window.end - window.first > MAX_PROFILED_STEPS:
-            self._failed(window, f"{window.end - window.first:,} steps; at most {MAX_PROFILED_STEPS} fit into memory")
+            self._failed(
+                window,
+                f"{window.end - window.first:,} steps; at most {MAX_PROFILED_STEPS} fit into "
+                "memory",
+            )
             return
         end = window.end if step < window.end else step + window.end - window.first
         try:
-            recording = _Recording(window, end, self._device, memory=self._memory, stack=self._stack)
+            recording = _Recording(
+                window, end, self._device, memory=self._memory, stack=self._stack
+            )
         except Exception as error:  # e.g. another profiler in this process, such as dynolog's
             self._failed(window, str(error))
             return
@@ -106,7 +121,9 @@ class StepProfiler:
 
     def _finish(self, recording: _Recording) -> None:
         self._active = None
-        writer = threading.Thread(target=self._write, args=(recording,), name="profile", daemon=True)
+        writer = threading.Thread(
+            target=self._write, args=(recording,), name="profile", daemon=True
+        )
         try:
             recording.stop()
             writer.start()
@@ -120,7 +137,9 @@ class StepProfiler:
         try:
             with storage.retry_timeout(_PATIENCE_S), storage.writing_folder(target) as folder:
                 recording.write(folder)
-        except Exception as error:  # e.g. a full disk or an unavailable store; must not fail the run
+        except (
+            Exception
+        ) as error:  # e.g. a full disk or an unavailable store; must not fail the run
             _logger.warning("%s: not written (%s)", target, error)
             self._failed(recording.window, str(error))
         else:
@@ -129,7 +148,9 @@ class StepProfiler:
 
 @final
 class _Recording:
-    def __init__(self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool) -> None:
+    def __init__(
+        self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool
+    ) -> None:
         self.window, self.end = window, end
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
@@ -151,9 +172,14 @@ class _Recording:
 
 
 def make_profiler(
-    worker: WorkerContext, folder: str, channel: ControlChannel, log: Callable[[str, dict[str, Any]], None]
+    worker: WorkerContext,
+    folder: str,
+    channel: ControlChannel,
+    log: Callable[[str, dict[str, Any]], None],
 ) -> StepProfiler:
-    """Return a worker's profiler for the configured window and requests from `channel`. Rank 0 logs profiles, all log errors."""
+    """Return a worker's profiler for the configured window and requests from `channel`. Rank 0 logs
+    profiles, all log errors.
+    """
     config = worker.config.profile
     target = profile_folder(folder)
     events_path = storage.join(folder, "events.jsonl")
@@ -185,14 +211,17 @@ def make_profiler(
     steps = config.window()
     if steps is not None:
         window = Window(f"step_{steps[0]:08d}", *steps)
-        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):  # recorded by an earlier attempt
+        # recorded by an earlier attempt
+        if not storage.exists(storage.join(target, window.name, f"rank_{worker.rank}")):
             profiler.request(window)
 
     channel.subscribe(lambda request: profiler.request(Window(**request)))
     return profiler
 
 
-def profiled(begin_step: Callable[[int, int], None], profiler: StepProfiler) -> Callable[[int, int], None]:
+def profiled(
+    begin_step: Callable[[int, int], None], profiler: StepProfiler
+) -> Callable[[int, int], None]:
     """Return `WorkerSetup.begin_step` extended by the profiler."""
 
     def begin(step: int, total: int) -> None:

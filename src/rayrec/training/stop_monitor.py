@@ -13,13 +13,17 @@ from rayrec.observe.console import handling_signals
 from rayrec.workloads.run_config import FailureConfig
 
 _running: Final[set["Signals"]] = set()
-"""Contexts of all runs of this process. Only the main thread's gets signals, and passes them to the others."""
+"""Contexts of all runs of this process. Only the main thread's gets signals, and passes them to the
+others.
+"""
 
 
 class Signals:
-    """Context in which SIGTERM and SIGHUP raise SystemExit(143) and Ctrl-C KeyboardInterrupt. In `deferred` the first signal is
-    only noted, and the second raises. Only the main thread gets signals; contexts of other threads note the first one. An ignored
-    SIGHUP (nohup) stays ignored. `stop_event`, set by another thread, counts as a noted SIGTERM."""
+    """Context in which SIGTERM and SIGHUP raise SystemExit(143) and Ctrl-C KeyboardInterrupt. In
+    `deferred` the first signal is only noted, and the second raises. Only the main thread gets
+    signals; contexts of other threads note the first one. An ignored SIGHUP (nohup) stays ignored.
+    `stop_event`, set by another thread, counts as a noted SIGTERM.
+    """
 
     def __init__(self, stop_event: threading.Event | None = None) -> None:
         self._stop_event = stop_event or threading.Event()
@@ -75,7 +79,9 @@ _MARGIN_S: Final = 2.0
 
 @final
 class GracePeriod:
-    """Time to save after a stop request: failure.grace_s, restarted by polls with new bytes, failure.max_grace_s in all."""
+    """Time to save after a stop request: failure.grace_s, restarted by polls with new bytes,
+    failure.max_grace_s in all.
+    """
 
     def __init__(self, failure: FailureConfig, *, now_s: float) -> None:
         self._grace_s = failure.grace_s
@@ -84,7 +90,9 @@ class GracePeriod:
         self._saved_bytes: int | None = None
 
     def expired(self, now_s: float, *, saved_bytes: int) -> bool:
-        """Return whether to stop waiting for the workers. `saved_bytes`: by all saves of the attempt so far."""
+        """Return whether to stop waiting for the workers. `saved_bytes`: by all saves of the
+        attempt so far.
+        """
         if self._saved_bytes is not None and saved_bytes > self._saved_bytes:
             self._deadline_s = now_s + self._grace_s
         self._saved_bytes = saved_bytes
@@ -94,14 +102,17 @@ class GracePeriod:
 def unsaved_cause(cause: str | None, failure: FailureConfig) -> str:
     """Describe a stop, for `cause`, whose `GracePeriod` expired. Pure."""
     return (
-        f"{cause}, and the last checkpoint made no progress for failure.grace_s ({failure.grace_s:.0f} s) or took longer than "
+        f"{cause}, and the last checkpoint made no progress for failure.grace_s "
+        f"({failure.grace_s:.0f} s) or took longer than "
         f"failure.max_grace_s ({failure.max_grace_s:.0f} s)"
     )
 
 
 def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float:
-    """Return the latest time to save and end before a preemption at `deadline_s`. Pure. `write_s`: duration of the last save.
-    `between_s`: interval between two clock readings, which a step may lengthen."""
+    """Return the latest time to save and end before a preemption at `deadline_s`. Pure. `write_s`:
+    duration of the last save. `between_s`: interval between two clock readings, which a step may
+    lengthen.
+    """
     return deadline_s - (_WRITE_MARGIN * write_s + 2 * between_s + _MARGIN_S)
 
 
@@ -109,7 +120,9 @@ ProfileRequest = dict[str, Any]
 
 
 class ControlChannel(Protocol):
-    """Messages of one attempt's driver and workers. Picklable for worker processes. Raises OSError if unreachable."""
+    """Messages of one attempt's driver and workers. Picklable for worker processes. Raises OSError
+    if unreachable.
+    """
 
     def stop_reason(self) -> str | None:
         """Return the driver's first reason to stop, or None."""
@@ -133,7 +146,9 @@ _RANKS_POLL_S = 5.0
 _JOIN_S: Final = 5.0
 """Maximum wait for a closed thread, in seconds, which may be in a call to a lost driver."""
 PREEMPTION_POLL_S = 5.0
-"""Interval between two preemption polls, in seconds. All workers poll Ray Train together and wait for each other."""
+"""Interval between two preemption polls, in seconds. All workers poll Ray Train together and wait
+for each other.
+"""
 
 
 class PreemptionInfo(Protocol):
@@ -144,8 +159,10 @@ class PreemptionInfo(Protocol):
 
 
 class StopMonitor:
-    """Stop detection of a worker; implements `rayrec.training.progress.StopSignal`. Only worker 0 acts on channel and clock, so
-    that all workers act at the same step. Other workers also read the channel, so as not to wait for data tasks forever."""
+    """Stop detection of a worker; implements `rayrec.training.progress.StopSignal`. Only worker 0
+    acts on channel and clock, so that all workers act at the same step. Other workers also read the
+    channel, so as not to wait for data tasks forever.
+    """
 
     def __init__(
         self,
@@ -155,8 +172,9 @@ class StopMonitor:
         stop: StopToken | None = None,
         preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     ) -> None:
-        """Start polling. `stop` is set after a request, for the worker's readers. `preemption` returns the current preemption
-        notice. Without a channel, no stop can be requested."""
+        """Start polling. `stop` is set after a request, for the worker's readers. `preemption`
+        returns the current preemption notice. Without a channel, no stop can be requested.
+        """
         self.cause: str | None = None
         self._preemption, self._stop = preemption, stop or StopToken()
         self.write_s: Callable[[], float] = lambda: 0.0
@@ -169,7 +187,9 @@ class StopMonitor:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if channel is not None:
-            self._thread = threading.Thread(target=self._poll, args=(channel,), name="stop-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._poll, args=(channel,), name="stop-watch", daemon=True
+            )
             self._thread.start()
 
     def begin(self) -> None:
@@ -195,7 +215,9 @@ class StopMonitor:
         if not self._first:
             return self.cause is not None, False
         if self._deadline_s is not None and self.cause in (None, MORE_WORKERS):
-            last_s = last_save_s(self._deadline_s, write_s=self.write_s(), between_s=self._between_s)
+            last_s = last_save_s(
+                self._deadline_s, write_s=self.write_s(), between_s=self._between_s
+            )
             if time.time() >= last_s:
                 self.cause = NODE_PREEMPTED
         return self.cause is not None, now_s - self._polled_preemption_s >= PREEMPTION_POLL_S
@@ -221,8 +243,12 @@ class StopMonitor:
 
 
 @contextlib.contextmanager
-def report_saves(channel: ControlChannel, saved_bytes: Callable[[], int], *, rank: int) -> Iterator[None]:
-    """Report the growing number of bytes written by a worker's saves, in a thread, within the context."""
+def report_saves(
+    channel: ControlChannel, saved_bytes: Callable[[], int], *, rank: int
+) -> Iterator[None]:
+    """Report the growing number of bytes written by a worker's saves, in a thread, within the
+    context.
+    """
     closed = threading.Event()
 
     def report() -> None:

@@ -1,4 +1,6 @@
-"""Driver of a run: connects to the cluster, prepares the data, starts the workers and reports the result."""
+"""Driver of a run: connects to the cluster, prepares the data, starts the workers and reports the
+result.
+"""
 
 from __future__ import annotations
 
@@ -50,50 +52,81 @@ def train(
     stopwatch: Stopwatch | None = None,
     stop: threading.Event | None = None,
 ) -> Result:
-    """Train a recipe. Uses Ray if `config.cluster.address`, this process's connection or RAY_ADDRESS names a cluster; else trains
-    in this process with one worker, or on a local Ray with several. In processes started by torchrun (RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set) each process is one worker without Ray, and all must call this function. In this process,
-    the worker and data tasks are threads, and an error of the workload is raised unchanged. On Ray, failed workers are restarted,
-    up to `config.failure.max_failures` times in a row.
+    """Train a recipe. Uses Ray if `config.cluster.address`, this process's connection or
+    RAY_ADDRESS names a cluster; else trains in this process with one worker, or on a local Ray with
+    several. In processes started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are
+    set) each process is one worker without Ray, and all must call this function. In this process,
+    the worker and data tasks are threads, and an error of the workload is raised unchanged. On Ray,
+    failed workers are restarted, up to `config.failure.max_failures` times in a row.
 
-    A second call with the same storage_path and name resumes from the latest valid checkpoint. A finished run is not trained
-    again, unless for more steps or epochs, and raises InputError if its data changed. The first SIGTERM or Ctrl-C (in the main
-    thread) saves a checkpoint before SystemExit(143) or KeyboardInterrupt is raised; `stop`, set by another thread, acts like
-    SIGTERM. Raises InputError if the user can fix the problem. `stopwatch` starts with the command. None starts it with this
-    call.
+    A second call with the same storage_path and name resumes from the latest valid checkpoint. A
+    finished run is not trained again, unless for more steps or epochs, and raises InputError if its
+    data changed. The first SIGTERM or Ctrl-C (in the main thread) saves a checkpoint before
+    SystemExit(143) or KeyboardInterrupt is raised; `stop`, set by another thread, acts like
+    SIGTERM. Raises InputError if the user can fix the problem. `stopwatch` starts with the command.
+    None starts it with this call.
 
-    For a click model, `data` and `eval_data` may replace `train_data.path` and `eval_data.path`: a pandas DataFrame, a
-    `pyarrow.Table` or a `ray.data.Dataset` with the columns of its schema. Before anything starts, these columns are
-    written once, atomically, as Parquet into the run's folder (`data/train`, `data/eval`) and read from there. Thus the run
-    can resume at its exact position even without the original data. The row order of a DataFrame is kept, and NaN and None
-    are missing values. Ray Data's tasks write a Dataset, in its order if `DataContext.execution_options.preserve_order` is
-    set. Without `eval_data` the last rows are held out by default.
+    For a click model, `data` and `eval_data` may replace `train_data.path` and `eval_data.path`: a
+    pandas DataFrame, a `pyarrow.Table` or a `ray.data.Dataset` with the columns of its schema.
+    Before anything starts, these columns are written once, atomically, as Parquet into the run's
+    folder (`data/train`, `data/eval`) and read from there. Thus the run can resume at its exact
+    position even without the original data. The row order of a DataFrame is kept, and NaN and None
+    are missing values. Ray Data's tasks write a Dataset, in its order if
+    `DataContext.execution_options.preserve_order` is set. Without `eval_data` the last rows are
+    held out by default.
 
-    A resumed run uses the written data. It raises InputError if columns, types or the row count differ, as far as they are
-    known without computing a Dataset, but does not detect changed values. A run without a saved step writes its data again."""
+    A resumed run uses the written data. It raises InputError if columns, types or the row count
+    differ, as far as they are known without computing a Dataset, but does not detect changed
+    values. A run without a saved step writes its data again.
+    """
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
-    tables = {name: table for name, table in (("train_data", data), ("eval_data", eval_data)) if table is not None}
-    drive = functools.partial(_drive, tables=tables, console=console, stopwatch=stopwatch, stop=stop)
+    tables = {
+        name: table
+        for name, table in (("train_data", data), ("eval_data", eval_data))
+        if table is not None
+    }
+    drive = functools.partial(
+        _drive, tables=tables, console=console, stopwatch=stopwatch, stop=stop
+    )
     torchrun = TorchrunEnv.from_environment()
     with preserved_process():
-        result = drive(config, launcher_of) if torchrun is None else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
+        result = (
+            drive(config, launcher_of)
+            if torchrun is None
+            else _drive_torchrun(fitted(config, torchrun), torchrun, drive)
+        )
     assert result is not None, "only `train_until` pauses a run"
     return result
 
 
 def train_until(
-    config: TrainConfig, fraction: float, *, console: Console | None = None, stop: threading.Event | None = None
+    config: TrainConfig,
+    fraction: float,
+    *,
+    console: Console | None = None,
+    stop: threading.Event | None = None,
 ) -> Result | None:
-    """Train a run in this process as `train` does, but only until `fraction`, in (0, 1], of its steps are done. Returns None if
-    it paused there, after an evaluation and a save; the next call resumes from it. Otherwise returns the finished run. Learning
-    rates and row order are those for the full run, so pauses do not change the final weights."""
+    """Train a run in this process as `train` does, but only until `fraction`, in (0, 1], of its
+    steps are done. Returns None if it paused there, after an evaluation and a save; the next call
+    resumes from it. Otherwise returns the finished run. Learning rates and row order are those for
+    the full run, so pauses do not change the final weights.
+    """
     launcher = functools.partial(ProcessLauncher, pause_at=fraction)
     with preserved_process():
-        return _drive(config, launcher, tables={}, console=console or Console(), stopwatch=Stopwatch(), stop=stop)
+        return _drive(
+            config,
+            launcher,
+            tables={},
+            console=console or Console(),
+            stopwatch=Stopwatch(),
+            stop=stop,
+        )
 
 
 def launcher_of(config: TrainConfig) -> Launcher:
-    """Return the launcher for the configuration and environment. Raises InputError for contradictory settings."""
+    """Return the launcher for the configuration and environment. Raises InputError for
+    contradictory settings.
+    """
     if trains_in_process(config):
         return ProcessLauncher(config)
     storage.home()  # Ray Train cannot be imported without one.
@@ -103,7 +136,9 @@ def launcher_of(config: TrainConfig) -> Launcher:
 
 
 def trains_in_process(config: TrainConfig) -> bool:
-    """Return whether the run needs no Ray: one worker, no Ray-only settings, no address. Raises InputError if these conflict."""
+    """Return whether the run needs no Ray: one worker, no Ray-only settings, no address. Raises
+    InputError if these conflict.
+    """
     requires_ray = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
         "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
@@ -111,12 +146,16 @@ def trains_in_process(config: TrainConfig) -> bool:
     }
     reasons = [reason for reason, is_set in requires_ray.items() if is_set]
     if config.cluster.address == IN_PROCESS and reasons:
-        raise InputError(f"{reasons[0]}: needs Ray, but --cluster.address is {IN_PROCESS}. Omit one of the two")
+        raise InputError(
+            f"{reasons[0]}: needs Ray, but --cluster.address is {IN_PROCESS}. Omit one of the two"
+        )
     return not reasons and is_in_process(config.cluster.address)
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Check the settings that are independent of the data, such as a storage path that cannot be a folder. Raises InputError."""
+    """Check the settings that are independent of the data, such as a storage path that cannot be a
+    folder. Raises InputError.
+    """
     config.workload.check(config)
     config.trackers.check(os.environ)
     if storage.is_url(config.storage_path):
@@ -128,11 +167,16 @@ def check_settings(config: TrainConfig) -> None:
     if not os.path.isdir(existing):
         raise InputError(f"storage_path: must be a folder, got the file {existing}")
     if not os.access(existing, os.W_OK):
-        raise InputError(f"storage_path: cannot write to {existing}. Choose another folder or change its permissions")
+        raise InputError(
+            f"storage_path: cannot write to {existing}. Choose another folder or change its "
+            "permissions"
+        )
 
 
 def preflight(config: TrainConfig) -> None:
-    """Check that the data is readable and this machine, if no cluster is configured, has room. Raises InputError."""
+    """Check that the data is readable and this machine, if no cluster is configured, has room.
+    Raises InputError.
+    """
     config.workload.check_data(config)
     if TorchrunEnv.from_environment() is not None:  # its processes are already running
         return
@@ -145,9 +189,13 @@ def preflight(config: TrainConfig) -> None:
 
 
 def _drive_torchrun(
-    config: TrainConfig, torchrun: TorchrunEnv, drive: Callable[[TrainConfig, Callable[[TrainConfig], Launcher]], Result | None]
+    config: TrainConfig,
+    torchrun: TorchrunEnv,
+    drive: Callable[[TrainConfig, Callable[[TrainConfig], Launcher]], Result | None],
 ) -> Result | None:
-    """Train as one of several processes, of which rank 0 drives the run. Returns the same result in all of them."""
+    """Train as one of several processes, of which rank 0 drives the run. Returns the same result in
+    all of them.
+    """
     from rayrec.training.launchers.process_worker import StoreRendezvous, end, train_other
 
     with contextlib.closing(StoreRendezvous.join(torchrun)) as rendezvous:
@@ -161,7 +209,13 @@ def _drive_torchrun(
             result = drive(config, functools.partial(ProcessLauncher, rendezvous=rendezvous))
             how = vars(result)
         except BaseException as error:
-            status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, InputError) else 1
+            status = (
+                130
+                if isinstance(error, KeyboardInterrupt)
+                else 2
+                if isinstance(error, InputError)
+                else 1
+            )
             how = {"status": error.code if isinstance(error, SystemExit) else status}
             raise
         finally:
@@ -208,7 +262,11 @@ def _drive(
         events_path = storage.join(folder, "events.jsonl")
         with (
             _finalize_run(folder, note=console.note),
-            tracking(config.trackers.build(folder, config) | launcher.trackers(), events_path, note=console.note),
+            tracking(
+                config.trackers.build(folder, config) | launcher.trackers(),
+                events_path,
+                note=console.note,
+            ),
             EventWriter(events_path) as events,
             _record_failure(events, signals, launcher),
         ):
@@ -219,15 +277,25 @@ def _drive(
                 config_hash=run_hash(config),
                 versions=versions(),
                 **origin(),
-                changed={change.field: [change.old, change.new] for change in (*changes.accepted, *changes.rejected)},
+                changed={
+                    change.field: [change.old, change.new]
+                    for change in (*changes.accepted, *changes.rejected)
+                },
             )
             stopwatch.lap("folder")
             with console.preparing(), storage.retry_timeout(patience_s):
-                data = listed_data(config)  # listed before reading, so that files modified meanwhile count as changed
+                # listed before reading, so that files modified meanwhile count as changed
+                data = listed_data(config)
                 engine = launcher.engine(layout, max_outage_s=patience_s)
-                context = RunContext(config, folder, engine, console.note, console.progress, stopwatch, console.warn)
+                context = RunContext(
+                    config, folder, engine, console.note, console.progress, stopwatch, console.warn
+                )
                 prepared = config.workload.prepare(context)
-            events.write("prepared", seconds=time.monotonic() - started_s, **config.workload.summarize(prepared, {}))
+            events.write(
+                "prepared",
+                seconds=time.monotonic() - started_s,
+                **config.workload.summarize(prepared, {}),
+            )
             stopwatch.lap("prepare")
             with storage.retry_timeout(patience_s):
                 start = None if init is None else _warm_start(context, prepared, init, events)
@@ -237,13 +305,22 @@ def _drive(
                     _write_config(folder, config)
             with console.training(lambda stopped: follow(events_path, stop=stopped)):
                 finish = launcher.run(
-                    PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start), Driver(events, signals, console.note)
+                    PreparedRun(config, folder, prepared, layout, stopwatch.last_s, start),
+                    Driver(events, signals, console.note),
                 )
             with storage.retry_timeout(config.failure.max_outage_s):
                 result = (
                     None
                     if finish is None
-                    else summarize(config, folder, prepared, finish, events=events, note=console.note, data=data)
+                    else summarize(
+                        config,
+                        folder,
+                        prepared,
+                        finish,
+                        events=events,
+                        note=console.note,
+                        data=data,
+                    )
                 )
         if result or signals.cause is None:
             return result
@@ -253,7 +330,9 @@ def _drive(
 
 
 @contextlib.contextmanager
-def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopwatch) -> Iterator[Launcher]:
+def _connected(
+    launcher: Launcher, root: str, console: Console, stopwatch: Stopwatch
+) -> Iterator[Launcher]:
     stopwatch.lap("imports")
     try:
         launcher.connect(root, console)
@@ -265,15 +344,18 @@ def _connected(launcher: Launcher, root: str, console: Console, stopwatch: Stopw
 
 def _stopped_text(folder: str) -> str:
     checkpoint = latest(folder)
-    resumed_from = f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
+    resumed_from = (
+        f"step {checkpoint.step:,}" if checkpoint else "its start, because there is no checkpoint"
+    )
     return f"{folder}: stopped; the same command resumes from {resumed_from}"
 
 
 def _checked(
     config: TrainConfig, folder: str, tables: Mapping[str, Rows], note: Callable[[str], None]
 ) -> tuple[TrainConfig, Changes]:
-    """Return the configuration with the paths of given data, after writing it, and the changes from an earlier start. Raises
-    InputError for invalid settings and data before anything is written."""
+    """Return the configuration with the paths of given data, after writing it, and the changes from
+    an earlier start. Raises InputError for invalid settings and data before anything is written.
+    """
     config = dataframe_input.with_paths(config, folder, tables)
     config = config.workload.adapted(config)
     check_settings(config)
@@ -284,7 +366,9 @@ def _checked(
 
 
 def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
-    """Return the checkpoint of `init_from`, None without, or if the run has one. Raises InputError if incomplete."""
+    """Return the checkpoint of `init_from`, None without, or if the run has one. Raises InputError
+    if incomplete.
+    """
     if config.init_from is None or latest(folder) is not None:
         return None
     checkpoint = open_checkpoint(config.init_from)
@@ -292,8 +376,12 @@ def _start_checkpoint(config: TrainConfig, folder: str) -> Checkpoint | None:
     return checkpoint
 
 
-def _warm_start(context: RunContext, prepared: Any, checkpoint: Checkpoint, events: EventWriter) -> WarmStart:
-    """Return the workers' input for a warm start, and report it. Raises InputError if the checkpoint does not fit."""
+def _warm_start(
+    context: RunContext, prepared: Any, checkpoint: Checkpoint, events: EventWriter
+) -> WarmStart:
+    """Return the workers' input for a warm start, and report it. Raises InputError if the
+    checkpoint does not fit.
+    """
     start = context.config.workload.warm_start(context, prepared, checkpoint)
     context.stopwatch.lap("warm_start")
     event = {"checkpoint": start.checkpoint, **start.report}
@@ -308,15 +396,22 @@ def _record_failure(events: EventWriter, signals: Signals, launcher: Launcher) -
     try:
         yield
     except BaseException as error:
-        interrupted = isinstance(error, (SystemExit, KeyboardInterrupt)) and signals.cause is not None
-        events.write("failure", cause=f"ended by {signals.cause}" if interrupted else launcher.cause_of(error), last=True)
+        interrupted = (
+            isinstance(error, (SystemExit, KeyboardInterrupt)) and signals.cause is not None
+        )
+        events.write(
+            "failure",
+            cause=f"ended by {signals.cause}" if interrupted else launcher.cause_of(error),
+            last=True,
+        )
         raise
 
 
 @contextlib.contextmanager
 def _finalize_run(folder: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Merge the run's events into one file and write its report, however it ends; errors are noted. Waits little after a
-    failure."""
+    """Merge the run's events into one file and write its report, however it ends; errors are noted.
+    Waits little after a failure.
+    """
     patience_s = min(_PATIENCE_S, storage.outage_s())
     try:
         yield
@@ -336,7 +431,9 @@ def _write_config(folder: str, config: TrainConfig) -> None:
 
 
 def _events(events_path: str, *, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the run's events. Damaged ones are skipped with a note, because a finished run must still get its summary."""
+    """Return the run's events. Damaged ones are skipped with a note, because a finished run must
+    still get its summary.
+    """
     try:
         return read_events(events_path)
     except (InputError, OSError) as error:
@@ -354,8 +451,9 @@ def summarize(
     note: Callable[[str], None],
     data: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Write the summary of a finished run, and its event. `finish`: the workers' last report. `data`: result of `data_versions`.
-    `epochs` and `wall_s` include all attempts and drivers."""
+    """Write the summary of a finished run, and its event. `finish`: the workers' last report.
+    `data`: result of `data_versions`. `epochs` and `wall_s` include all attempts and drivers.
+    """
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     diagnosis = diagnose(run)
     of_workload = config.workload.summarize(prepared, finish["metrics"])
@@ -389,7 +487,8 @@ def summarize(
     }
     if summary["rows_lost"] or summary["rows_repeated"]:
         note(
-            f"{folder}: {summary['rows_lost']:,} rows of the log were not trained and {summary['rows_repeated']:,} were trained "
+            f"{folder}: {summary['rows_lost']:,} rows of the log were not trained and "
+            f"{summary['rows_repeated']:,} were trained "
             "more than once per epoch. Do not use the weights, and report this"
         )
     storage.write_json(storage.join(folder, SUMMARY), summary)

@@ -41,7 +41,13 @@ from rayrec.observe.timing import Stopwatch
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.progress import Progress, StopSignal, Training, target_fields, with_lowered_rates
+from rayrec.training.progress import (
+    Progress,
+    StopSignal,
+    Training,
+    target_fields,
+    with_lowered_rates,
+)
 from rayrec.training.step_log import multiply_adds_per_s_or_zero
 from rayrec.training.step_profiler import make_profiler, profiled
 from rayrec.training.stop_monitor import RESUMES, PreemptionInfo, StopMonitor, report_saves
@@ -62,9 +68,11 @@ def run_worker(
     preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     object_store: Callable[[], Mapping[str, int]] = dict,
 ) -> dict[str, Any]:
-    """Train as one worker of an attempt, in its process group. Returns the driver's input, or {"stopped": cause}. `preemption`
-    returns the current preemption notice, and `object_store` the usage of Ray's object store, for data events. `stopwatch` times
-    the stages since the driver began the attempt."""
+    """Train as one worker of an attempt, in its process group. Returns the driver's input, or
+    {"stopped": cause}. `preemption` returns the current preemption notice, and `object_store` the
+    usage of Ray's object store, for data events. `stopwatch` times the stages since the driver
+    began the attempt.
+    """
     config, folder = attempt.config, attempt.folder
     keep_freed_memory()
     if worker.device.type == "cpu":
@@ -73,10 +81,17 @@ def run_worker(
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
     with contextlib.ExitStack() as stack:
-        # Entered in this order, so that an error of any later part ends the threads and files of those before it.
+        # Entered in this order, so that an error of any later part ends the threads and files of
+        # those before it.
         stack.enter_context(contextlib.closing(CpuWatch(partial(_log_contention, folder, worker))))
-        events = stack.enter_context(EventWriter(storage.join(folder, "events.jsonl"))) if worker.rank == 0 else None
-        monitor = StopMonitor(attempt.channel, rank=worker.rank, stop=stop_token(worker), preemption=preemption)
+        events = (
+            stack.enter_context(EventWriter(storage.join(folder, "events.jsonl")))
+            if worker.rank == 0
+            else None
+        )
+        monitor = StopMonitor(
+            attempt.channel, rank=worker.rank, stop=stop_token(worker), preemption=preemption
+        )
         stack.enter_context(contextlib.closing(monitor))
 
         def log(kind: str, fields: dict[str, Any]) -> None:
@@ -94,20 +109,27 @@ def stop_token(worker: WorkerContext) -> StopToken | None:
 def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
     """Log, on any rank, that other processes use the CPUs of its node."""
     with EventWriter(storage.join(folder, "events.jsonl")) as events:
-        events.write("cpu_contention", rank=worker.rank, node=platform.node(), waiting_share=waiting)
+        events.write(
+            "cpu_contention", rank=worker.rank, node=platform.node(), waiting_share=waiting
+        )
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Set whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32 (torch's default: only convolutions)."""
+    """Set whether fp32 matrix products and convolutions on NVIDIA GPUs may use TF32 (torch's
+    default: only convolutions).
+    """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
-    """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by cpus_per_worker, else
-    `node_cpus`, the worker's share of its node. Pure."""
+    """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by
+    cpus_per_worker, else `node_cpus`, the worker's share of its node. Pure.
+    """
     reserved = None if scaling.cpus_per_worker is None else int(scaling.cpus_per_worker)
-    return scaling.threads_per_worker or max(1, node_cpus if reserved is None else min(node_cpus, reserved))
+    return scaling.threads_per_worker or max(
+        1, node_cpus if reserved is None else min(node_cpus, reserved)
+    )
 
 
 @final
@@ -115,9 +137,19 @@ class WorkerRun:
     """Part of one worker in an attempt: it resumes, trains and tests."""
 
     def __init__(
-        self, worker: WorkerContext, attempt: AttemptContext, log: Log, monitor: StopMonitor, stopwatch: Stopwatch
+        self,
+        worker: WorkerContext,
+        attempt: AttemptContext,
+        log: Log,
+        monitor: StopMonitor,
+        stopwatch: Stopwatch,
     ) -> None:
-        self._worker, self._attempt, self._monitor, self._stopwatch = worker, attempt, monitor, stopwatch
+        self._worker, self._attempt, self._monitor, self._stopwatch = (
+            worker,
+            attempt,
+            monitor,
+            stopwatch,
+        )
         self._log_event = log
         self._damaged: set[int] = set()
         self._evaluated_step: int | None = None
@@ -126,7 +158,8 @@ class WorkerRun:
     def run(self) -> dict[str, Any]:
         """Return the driver's input, or {"stopped": cause}; collective."""
         attempt = self._attempt
-        with contextlib.ExitStack() as stack:  # ends before the final test: data tasks and saves take its CPUs and memory
+        # ends before the final test: data tasks and saves take its CPUs and memory
+        with contextlib.ExitStack() as stack:
             training = self._begin(stack)
             with time_collective_waits(training.setup.clock), self._memory_errors(training.setup):
                 is_finished = _loop(attempt.config)(training)
@@ -146,26 +179,44 @@ class WorkerRun:
         return memory_errors(setup.described, rank=self._worker.rank, device=self._worker.device)
 
     def _begin(self, stack: contextlib.ExitStack) -> Training:
-        """Restore or start the run, and enter its loader, saver, profiler and reporting thread in `stack`."""
-        config, folder, worker, attempt = self._attempt.config, self._attempt.folder, self._worker, self._attempt
+        """Restore or start the run, and enter its loader, saver, profiler and reporting thread in
+        `stack`.
+        """
+        config, folder, worker, attempt = (
+            self._attempt.config,
+            self._attempt.folder,
+            self._worker,
+            self._attempt,
+        )
         peak = _measured_peak(worker, self._stopwatch) if config.observe.times else 0.0
-        with storage.retry_timeout(config.failure.max_outage_s):  # a start may wait as long as a save
+        # a start may wait as long as a save
+        with storage.retry_timeout(config.failure.max_outage_s):
             check_shared(attempt.storage_token, Communicator.all())
             # Retries like saves: a full disk may have room again.
             lease = (
-                retry_write(partial(acquire_lease, folder), path=folder, max_outage_s=config.failure.max_outage_s)
+                retry_write(
+                    partial(acquire_lease, folder),
+                    path=folder,
+                    max_outage_s=config.failure.max_outage_s,
+                )
                 if worker.rank == 0
                 else None
             )
             candidates = _Candidates(attempt, self._log_event, self._damaged)
-            checkpoint, setup, loader, progress = _resume(worker, attempt, candidates, self._stopwatch, stack)
+            checkpoint, setup, loader, progress = _resume(
+                worker, attempt, candidates, self._stopwatch, stack
+            )
         self._monitor.begin()
         if config.observe.times:
             setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
         saver = Saver(
             folder,
             lease=lease,
-            retention=Retention(config.checkpoint.num_to_keep, config.checkpoint.keep_best, config.checkpoint.keep_every),
+            retention=Retention(
+                config.checkpoint.num_to_keep,
+                config.checkpoint.keep_best,
+                config.checkpoint.keep_every,
+            ),
             extra_files=_extra_files(attempt) if lease else {},
             max_outage_s=config.failure.max_outage_s,
             log=saver_log(folder, self._log_event, grace_s=config.failure.grace_s),
@@ -173,7 +224,9 @@ class WorkerRun:
         )
         self._saver = stack.enter_context(contextlib.closing(saver))
         self._monitor.write_s = lambda: saver.write_s
-        stack.enter_context(report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank))
+        stack.enter_context(
+            report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
+        )
         profiler = make_profiler(worker, folder, attempt.channel, self._log_event)
         stack.enter_context(contextlib.closing(profiler))
         setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
@@ -226,11 +279,20 @@ class WorkerRun:
         complete: bool,
     ) -> None:
         saver = self._saver
-        state = {"progress": progress.state(), "loader": loader_state, "recipe": self._attempt.config.recipe}
+        state = {
+            "progress": progress.state(),
+            "loader": loader_state,
+            "recipe": self._attempt.config.recipe,
+        }
         if needed:
             saver.wait()
-        if not saver.begin(progress.step, all_tensors(setup.model, setup.optimizer), state=state, score=score):
-            self._log_event("checkpoint_late", {"step": progress.step, "cause": "the previous save is not complete"})
+        if not saver.begin(
+            progress.step, all_tensors(setup.model, setup.optimizer), state=state, score=score
+        ):
+            self._log_event(
+                "checkpoint_late",
+                {"step": progress.step, "cause": "the previous save is not complete"},
+            )
         if complete:
             saver.wait()
 
@@ -251,12 +313,20 @@ def _measured_peak(worker: WorkerContext, stopwatch: Stopwatch) -> float:
 
 
 def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
-    log("start_up", {"process": "worker", "stages": {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s}})
+    log(
+        "start_up",
+        {
+            "process": "worker",
+            "stages": {"first_batch": blocked_s, "first_step": elapsed_s - blocked_s},
+        },
+    )
 
 
 def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
-    """Return the log of a run's Saver. The first checkpoint of an attempt removes the summary of a finished run that is now
-    trained longer. The first save that takes longer than `grace_s` is reported."""
+    """Return the log of a run's Saver. The first checkpoint of an attempt removes the summary of a
+    finished run that is now trained longer. The first save that takes longer than `grace_s` is
+    reported.
+    """
     first, quick = True, True
 
     def log_save(kind: str, fields: dict[str, Any]) -> None:
@@ -270,13 +340,18 @@ def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
                 first = False
         if quick and fields["write_s"] > grace_s:
             quick = False
-            log("checkpoint_slow", {"step": fields["step"], "write_s": fields["write_s"], "grace_s": grace_s})
+            log(
+                "checkpoint_slow",
+                {"step": fields["step"], "write_s": fields["write_s"], "grace_s": grace_s},
+            )
 
     return log_save
 
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:
-    """Return the sum of all workers' peaks, or None if one is unknown (0). Collective, so all workers must call it."""
+    """Return the sum of all workers' peaks, or None if one is unknown (0). Collective, so all
+    workers must call it.
+    """
     (mean, _), (_, missing) = over_workers(peak, float(peak == 0.0))
     return None if missing else mean * world_size
 
@@ -290,25 +365,35 @@ def _loop(config: TrainConfig) -> Callable[[Training], bool]:
 
 
 class _Candidates:
-    """Checkpoints to resume from, without those found damaged. Rank 0 adds the steps of skipped ones to `damaged`."""
+    """Checkpoints to resume from, without those found damaged. Rank 0 adds the steps of skipped
+    ones to `damaged`.
+    """
 
     def __init__(self, attempt: AttemptContext, log: Log, damaged: set[int]) -> None:
         self._attempt, self._log, self._damaged = attempt, log, damaged
         self._skipped: dict[str, DamagedError] = {}
 
     def latest(self) -> Checkpoint | None:
-        """Return the latest valid checkpoint; collective. Raises UnreadableError if the only ones left cannot be read."""
+        """Return the latest valid checkpoint; collective. Raises UnreadableError if the only ones
+        left cannot be read.
+        """
         checkpoint = latest_valid_checkpoint(
-            self._attempt.folder, log=self._log_damaged, exclude=self._skipped.keys(), repair=self.repair
+            self._attempt.folder,
+            log=self._log_damaged,
+            exclude=self._skipped.keys(),
+            repair=self.repair,
         )
-        unreadable = [error for error in self._skipped.values() if isinstance(error, UnreadableError)]
+        unreadable = [
+            error for error in self._skipped.values() if isinstance(error, UnreadableError)
+        ]
         if checkpoint is None and unreadable:
             raise unreadable[0].without_another()  # It may be undamaged
         return checkpoint
 
     def skip(self, checkpoint: Checkpoint, error: DamagedError) -> None:
         self._log_damaged("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-        self._skipped[checkpoint.path] = type(error)(str(error))  # without the stack frames, which reference the model
+        # without the stack frames, which reference the model
+        self._skipped[checkpoint.path] = type(error)(str(error))
 
     def repair(self, checkpoint: Checkpoint) -> bool:
         return _repaired(checkpoint, self._attempt, self._log)
@@ -319,10 +404,15 @@ class _Candidates:
 
 
 def _resume(
-    worker: WorkerContext, attempt: AttemptContext, candidates: _Candidates, stopwatch: Stopwatch, stack: contextlib.ExitStack
+    worker: WorkerContext,
+    attempt: AttemptContext,
+    candidates: _Candidates,
+    stopwatch: Stopwatch,
+    stack: contextlib.ExitStack,
 ) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
-    """Restore the latest valid checkpoint, or start a run; collective. The loader is entered in `stack` before it starts
-    threads."""
+    """Restore the latest valid checkpoint, or start a run; collective. The loader is entered in
+    `stack` before it starts threads.
+    """
     config = worker.config
     stopwatch.lap("storage")
     repaired: set[str] = set()
@@ -374,14 +464,17 @@ def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
     """Load the weights and optimizer state that a new run starts with; collective."""
     if attempt.warm_start is None:
         raise InputError(
-            f"{attempt.folder}: no undamaged checkpoint is left. The run would start again from init_from. Choose another --name"
+            f"{attempt.folder}: no undamaged checkpoint is left. The run would start again from "
+            "init_from. Choose another --name"
         )
     start = attempt.warm_start
     start_from(Checkpoint(start.checkpoint), start.tables.get(), setup.model, setup.optimizer)
 
 
 def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool:
-    """Rewrite damaged files next to the weights from this run's copies, on rank 0. Returns whether there were any."""
+    """Rewrite damaged files next to the weights from this run's copies, on rank 0. Returns whether
+    there were any.
+    """
     names = repair(checkpoint.path, _extra_files(attempt))
     if names:
         log("checkpoint_repaired", {"path": checkpoint.path, "files": names})
@@ -389,16 +482,23 @@ def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool
 
 
 def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read the state on rank 0 for all workers, so that all resume from or skip the same checkpoint."""
+    """Read the state on rank 0 for all workers, so that all resume from or skip the same
+    checkpoint.
+    """
     return Communicator.all().run_on_rank0(lambda: checkpoint.manifest()["state"])
 
 
 def _extra_files(attempt: AttemptContext) -> dict[str, bytes | str]:
     config = attempt.config
-    return {"config.yaml": config.to_yaml().encode(), **config.workload.checkpoint_files(attempt.prepared)}
+    return {
+        "config.yaml": config.to_yaml().encode(),
+        **config.workload.checkpoint_files(attempt.prepared),
+    }
 
 
-def _restore_best(best: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log) -> None:
+def _restore_best(
+    best: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log
+) -> None:
     try:
         restore_model(best, model)
     except DamagedError:
@@ -408,7 +508,9 @@ def _restore_best(best: Checkpoint, model: torch.nn.Module, attempt: AttemptCont
 
 
 def accounted(progress: Progress, expected: TrainedRows) -> dict[str, int | None]:
-    """Return `rows_lost` and `rows_repeated`, trained relative to expected rows, or None if they were not counted; collective."""
+    """Return `rows_lost` and `rows_repeated`, trained relative to expected rows, or None if they
+    were not counted; collective.
+    """
     trained = progress.trained_by_all()
     lost, repeated = (None, None) if trained is None else trained.lost_and_repeated(expected)
     return {"rows_lost": lost, "rows_repeated": repeated}
@@ -424,10 +526,13 @@ def finish(
     log: Log,
     stop_signal: StopSignal,
 ) -> dict[str, Any] | None:
-    """Run the final test with the weights to use (with early stopping, the best ones) and report the result; collective. Returns
-    None after a stop request during an evaluation: everything is saved by then, and the next attempt starts here. `metrics` are
-    computed on the test rows, or without these, on the validation rows. `evaluated_step`: step of the weights that this process
-    evaluated last, or None. With `eval_rows`, computes `validation` again, on all rows. Raises InputError for damaged weights."""
+    """Run the final test with the weights to use (with early stopping, the best ones) and report
+    the result; collective. Returns None after a stop request during an evaluation: everything is
+    saved by then, and the next attempt starts here. `metrics` are computed on the test rows, or
+    without these, on the validation rows. `evaluated_step`: step of the weights that this process
+    evaluated last, or None. With `eval_rows`, computes `validation` again, on all rows. Raises
+    InputError for damaged weights.
+    """
     config = attempt.config
     step, validation = progress.step, progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:
@@ -437,7 +542,10 @@ def finish(
         try:
             _restore_best(best, setup.model, attempt, log)
         except DamagedError as error:
-            raise InputError(f"{error}. These were the best weights of the run. Train it again under another --name") from None
+            raise InputError(
+                f"{error}. These were the best weights of the run. Train it again under another "
+                "--name"
+            ) from None
     names = [name for name in setup.eval_batches if name != "validation"]
     if config.eval_rows is not None:
         names.insert(0, "validation")
@@ -446,13 +554,18 @@ def finish(
     tested: dict[str, dict[str, float]] = {}
     for name in names:
         start_s = time.perf_counter()
-        metrics = loop.evaluate(setup, name, loop.EvaluationWatch(stop_signal, save=None, save_after_s=0.0))
+        metrics = loop.evaluate(
+            setup, name, loop.EvaluationWatch(stop_signal, save=None, save_after_s=0.0)
+        )
         if metrics is None:
             return None
         tested[name] = metrics
         if name == "validation" and config.eval_rows is not None:
             validation, seconds = metrics, time.perf_counter() - start_s
-            log("evaluate", {"step": step, "set": name, "counted": False, "seconds": seconds, **metrics})
+            log(
+                "evaluate",
+                {"step": step, "set": name, "counted": False, "seconds": seconds, **metrics},
+            )
     result = {
         "step": progress.step,
         "rows": progress.rows,

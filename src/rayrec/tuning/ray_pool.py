@@ -30,11 +30,17 @@ _NODES_POLL_S: Final = 10.0
 
 
 @contextlib.contextmanager
-def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console) -> Iterator[RayPool]:
-    """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises InputError if none fits."""
+def ray_pool(
+    cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console
+) -> Iterator[RayPool]:
+    """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises
+    InputError if none fits.
+    """
     connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose)
     with Signals() as signals, signals.deferred():
-        pool = RayPool(options, signals, max_failures=config.failure.max_failures, note=console.note)
+        pool = RayPool(
+            options, signals, max_failures=config.failure.max_failures, note=console.note
+        )
         try:
             yield pool
         finally:
@@ -43,8 +49,10 @@ def ray_pool(cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *
 
 @final
 class RayPool:
-    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room for, kept until the end. If a
-    process is killed (out of memory, node loss), its trial resumes in another, up to `max_failures` times (-1: any)."""
+    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many processes as the cluster has room
+    for, kept until the end. If a process is killed (out of memory, node loss), its trial resumes in
+    another, up to `max_failures` times (-1: any).
+    """
 
     def __init__(
         self,
@@ -55,7 +63,12 @@ class RayPool:
         note: Callable[[str], Any],
         train: Callable[..., None] = train_part,
     ) -> None:
-        self._options, self._signals, self._max_failures, self._train = options, signals, max_failures, train
+        self._options, self._signals, self._max_failures, self._train = (
+            options,
+            signals,
+            max_failures,
+            train,
+        )
         self._note = note
         self._queue: deque[Job] = deque()
         self._num_kills: Counter[int] = Counter()
@@ -68,8 +81,8 @@ class RayPool:
         self._num_fitting, self._polled_s = 0, -_NODES_POLL_S
         if not self._capacity():
             raise InputError(
-                f"tune: no node has {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} GPUs for a trial. Lower "
-                "--tune.cpus-per-trial or --tune.gpus-per-trial."
+                f"tune: no node has {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} "
+                "GPUs for a trial. Lower --tune.cpus-per-trial or --tune.gpus-per-trial."
             )
 
     def submit(self, job: Job) -> None:
@@ -99,26 +112,52 @@ class RayPool:
 
     def close(self) -> None:
         """Kill all processes."""
-        for process in [*self._idle, *self._starting.values(), *(process for process, _ in self._busy.values())]:
+        for process in [
+            *self._idle,
+            *self._starting.values(),
+            *(process for process, _ in self._busy.values()),
+        ]:
             ray.kill(process)
 
     def _start_processes(self) -> None:
         num_processes = len(self._idle) + len(self._starting) + len(self._busy)
-        for _ in range(min(self._capacity() - num_processes, len(self._queue) - len(self._idle) - len(self._starting))):
+        for _ in range(
+            min(
+                self._capacity() - num_processes,
+                len(self._queue) - len(self._idle) - len(self._starting),
+            )
+        ):
             process = _Process.options(  # type: ignore[attr-defined]  # an actor's class
-                num_cpus=self._options.cpus_per_trial, num_gpus=self._options.gpus_per_trial, max_concurrency=2
+                num_cpus=self._options.cpus_per_trial,
+                num_gpus=self._options.gpus_per_trial,
+                max_concurrency=2,
             ).remote(self._train)
             self._starting[process.ready.remote()] = process
 
     def _capacity(self) -> int:
-        """Return the number of processes that fit on the cluster, ignoring resources in use by other jobs."""
+        """Return the number of processes that fit on the cluster, ignoring resources in use by
+        other jobs.
+        """
         if time.monotonic() - self._polled_s >= _NODES_POLL_S:
-            self._polled_s, cpus, gpus = time.monotonic(), self._options.cpus_per_trial, self._options.gpus_per_trial
-            self._num_fitting = sum(_num_fitting(node.resources, cpus=cpus, gpus=gpus) for node in connection.alive_nodes())
-        return self._num_fitting if self._options.concurrent is None else min(self._num_fitting, self._options.concurrent)
+            self._polled_s, cpus, gpus = (
+                time.monotonic(),
+                self._options.cpus_per_trial,
+                self._options.gpus_per_trial,
+            )
+            self._num_fitting = sum(
+                _num_fitting(node.resources, cpus=cpus, gpus=gpus)
+                for node in connection.alive_nodes()
+            )
+        return (
+            self._num_fitting
+            if self._options.concurrent is None
+            else min(self._num_fitting, self._options.concurrent)
+        )
 
     def _take(self, reference: Any) -> Job | None:
-        """Process a completed call. Returns its job, or None if a process has started or the job is retried."""
+        """Process a completed call. Returns its job, or None if a process has started or the job is
+        retried.
+        """
         starting = self._starting.pop(reference, None)
         process, job = (starting, None) if starting is not None else self._busy.pop(reference)
         try:
@@ -135,7 +174,11 @@ class RayPool:
                 return None  # Another process replaces it.
             self._num_kills[job.number] += 1
             if 0 <= self._max_failures < self._num_kills[job.number]:
-                failed(job, f"process killed {self._num_kills[job.number]} times ({type(error).__name__})", can_retry=True)
+                failed(
+                    job,
+                    f"process killed {self._num_kills[job.number]} times ({type(error).__name__})",
+                    can_retry=True,
+                )
                 return job
             self._queue.appendleft(job)
             return None
@@ -144,7 +187,9 @@ class RayPool:
         return job
 
     def _stop(self) -> None:
-        """Stop all running trials after they save. They take at most `failure.max_grace_s` seconds."""
+        """Stop all running trials after they save. They take at most `failure.max_grace_s`
+        seconds.
+        """
         for process, _ in self._busy.values():
             process.stop.remote()
         if self._busy:
@@ -171,4 +216,13 @@ class _Process:
 
 def _num_fitting(resources: dict[str, float], *, cpus: int, gpus: float) -> int:
     """Return the number of trials that fit on a node with these resources."""
-    return int(min([resources.get(name, 0.0) / each for name, each in (("CPU", cpus), ("GPU", gpus)) if each]) + 1e-9)
+    return int(
+        min(
+            [
+                resources.get(name, 0.0) / each
+                for name, each in (("CPU", cpus), ("GPU", gpus))
+                if each
+            ]
+        )
+        + 1e-9
+    )

@@ -1,4 +1,6 @@
-"""Hyperparameter search: prepare the data once, train the trials, select the best one, test it, and report on all."""
+"""Hyperparameter search: prepare the data once, train the trials, select the best one, test it, and
+report on all.
+"""
 
 import contextlib
 import dataclasses
@@ -26,7 +28,14 @@ from rayrec.inference.config import ComparisonConfig, ScoringConfig
 from rayrec.inference.evaluate import ScoredRows, model_cost, score_baseline
 from rayrec.inference.result_tables import SEEDS_NOTE, seeded_rows
 from rayrec.inference.scoring import ScoringRequest
-from rayrec.metrics.significance import METRICS, Resampling, SeededScores, compare_models, compare_seeds, holm
+from rayrec.metrics.significance import (
+    METRICS,
+    Resampling,
+    SeededScores,
+    compare_models,
+    compare_seeds,
+    holm,
+)
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
@@ -34,7 +43,16 @@ from rayrec.observe.report.page import Section, charts, document, join_parts, pa
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training.trainer import check_settings, preflight
 from rayrec.tuning.space import Space, TuneConfig, with_values
-from rayrec.tuning.trials import InProcessPool, Pool, TrialState, cost, folder_of, run_waves, validations_in, wave_fractions
+from rayrec.tuning.trials import (
+    InProcessPool,
+    Pool,
+    TrialState,
+    cost,
+    folder_of,
+    run_waves,
+    validations_in,
+    wave_fractions,
+)
 from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.recsys.baselines import PACKAGES, open_baselines
 from rayrec.workloads.recsys.settings import Prepared
@@ -63,42 +81,64 @@ class Trial:
     curve: tuple[tuple[int, float], ...]
     """(step, metric) of each validation."""
     best: float | None
-    """Metric of the selected weights: of the last validation, or of the best one with early stopping."""
+    """Metric of the selected weights: of the last validation, or of the best one with early
+    stopping.
+    """
     checkpoint: str | None
     """Selected checkpoint. None if the trial is not finished."""
 
 
 def tune(
-    config: TrainConfig, space: Space, *, options: TuneConfig | None = None, console: Console | None = None
+    config: TrainConfig,
+    space: Space,
+    *,
+    options: TuneConfig | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
     """Search the settings of a click recipe for the best trial.
 
-    The log is indexed, counted and preprocessed once, into `FOLDER/data`. Each trial trains on that in one Ray process, or with
-    `cluster.address` none sequentially in this process. `rayrec.tuning.trials` selects the trials to continue. FOLDER is
-    storage_path/name. The same call again resumes the search. The result does not depend on timing. Raises InputError before
+    The log is indexed, counted and preprocessed once, into `FOLDER/data`. Each trial trains on that
+    in one Ray process, or with `cluster.address` none sequentially in this process.
+    `rayrec.tuning.trials` selects the trials to continue. FOLDER is storage_path/name. The same
+    call again resumes the search. The result does not depend on timing. Raises InputError before
     anything starts, for an invalid recipe, space or data; later, if no trial finished.
 
     Returns:
-        Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for `rayrec train --config`),
-        `trials` (one dict each), `compared` (test-set differences of the best trial minus the recipe's settings, with
-        intervals and p-values; None if the recipe's settings are best, or with several seeds), `validation_rows`, `test_rows`,
-        `trained_share` (trained rows, relative to training all trials to their end), and `groups`. With several seeds, `groups`
-        has a dict per setting, the recipe's own first, and per baseline: test metrics, cost, and difference from the first."""
+        Plain JSON: `folder`, `best` (number, values, validation metric), `best_config` (a file for
+        `rayrec train --config`), `trials` (one dict each), `compared` (test-set differences of the
+        best trial minus the recipe's settings, with intervals and p-values; None if the recipe's
+        settings are best, or with several seeds), `validation_rows`, `test_rows`, `trained_share`
+        (trained rows, relative to training all trials to their end), and `groups`. With several
+        seeds, `groups` has a dict per setting, the recipe's own first, and per baseline: test
+        metrics, cost, and difference from the first.
+    """
     options, console = options or TuneConfig(), console or Console()
-    config = config.replace(name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    config = config.replace(
+        name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     workload = config.workload
     if not isinstance(workload, ClickWorkload) or not workload.predicts_clicks:
         raise InputError(f"tune: requires a click model, and recipe {config.recipe} is not one")
-    if config.eval_data.path is not None or LogSource.at(config.train_data.path or "").is_preprocessed:
-        raise InputError("tune: requires one raw log, split into training, validation and test rows. Omit --eval-data.path.")
+    if (
+        config.eval_data.path is not None
+        or LogSource.at(config.train_data.path or "").is_preprocessed
+    ):
+        raise InputError(
+            "tune: requires one raw log, split into training, validation and test rows. Omit "
+            "--eval-data.path."
+        )
     if options.baselines and options.seeds == 1:
-        raise InputError("tune.baselines: require several seeds, got tune.seeds 1. Add --tune.seeds 3.")
+        raise InputError(
+            "tune.baselines: require several seeds, got tune.seeds 1. Add --tune.seeds 3."
+        )
     if options.seeds > 1:
         require("scipy", *(PACKAGES[kind] for kind in options.baselines), extra="baselines")
     folder = storage.join(storage.absolute(config.storage_path), str(config.name))
     space.check(config)
     check_settings(config)
-    preflight(config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS}))
+    preflight(
+        config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS})
+    )
     all_values = space.seeded_trials(config, options)
     for values in all_values:
         check_settings(with_values(config, values))
@@ -107,21 +147,30 @@ def tune(
     _check_same(folder, config, space, options)
     prepared, data = _prepare(config, folder, console)
     if options.seeds > 1 and "test" not in prepared.sets:
-        raise InputError("tune.seeds: settings are compared on test rows, and the split has none. Choose another split.")
+        raise InputError(
+            "tune.seeds: settings are compared on test rows, and the split has none. Choose "
+            "another split."
+        )
     configs = [
         with_values(config, values).replace(
             name=f"trial_{number:04d}",
             storage_path=storage.join(folder, _TRIALS),
             train_data={"path": data, "files": ()},
-            workload={"schema": {"group": None}},  # Preprocessed rows contain no raw values to group by.
+            # Preprocessed rows contain no raw values to group by.
+            workload={"schema": {"group": None}},
             scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
             cluster=ClusterConfig(address=connection.IN_PROCESS, num_cpus=options.cpus_per_trial),
         )
         for number, values in enumerate(all_values)
     ]
     states = _train(configs, config.cluster, options, console)
-    trials = [_trial(number, all_values[number], configs[number], states[number], options) for number in states]
-    return _conclude(config, configs, trials, prepared, folder=folder, options=options, console=console)
+    trials = [
+        _trial(number, all_values[number], configs[number], states[number], options)
+        for number in states
+    ]
+    return _conclude(
+        config, configs, trials, prepared, folder=folder, options=options, console=console
+    )
 
 
 def _train(
@@ -131,7 +180,9 @@ def _train(
 
         @functools.cache
         def pool() -> Pool:
-            console.note(f"Training {cost(len(configs), options):.1%} of all steps of {len(configs)} trials")
+            console.note(
+                f"Training {cost(len(configs), options):.1%} of all steps of {len(configs)} trials"
+            )
             if cluster.address == connection.IN_PROCESS:
                 return InProcessPool()
             from rayrec.tuning.ray_pool import ray_pool
@@ -148,15 +199,26 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
     searched = {
         "config": config.replace(cluster=ClusterConfig()).to_dict(),
         "space": space.plain(),
-        "options": {name: value for name, value in options.to_dict().items() if name not in ("concurrent", "baselines")},
+        "options": {
+            name: value
+            for name, value in options.to_dict().items()
+            if name not in ("concurrent", "baselines")
+        },
         "waves": wave_fractions(options),
     }
     path = storage.join(folder, SEARCH)
     if storage.exists(path):
         before = storage.read_json(path)
-        changed = [name for name in searched if before.get(name) != json.loads(storage.json_text(searched[name]))]
+        changed = [
+            name
+            for name in searched
+            if before.get(name) != json.loads(storage.json_text(searched[name]))
+        ]
         if changed:
-            raise InputError(f"{folder}: has a search with a different {' and '.join(changed)}. Use the same, or another --name.")
+            raise InputError(
+                f"{folder}: has a search with a different {' and '.join(changed)}. Use the same, "
+                "or another --name."
+            )
         return
     storage.make_folder(folder)
     storage.write_json(path, searched)
@@ -164,7 +226,8 @@ def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneCon
 
 def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:
     """Return the preparation and the path of the preprocessed rows, created by the first call."""
-    config = config.workload.adapted(config)  # As `train` does, so that the Preprocessor stores the log's order of columns
+    # As `train` does, so that the Preprocessor stores the log's order of columns
+    config = config.workload.adapted(config)
     workload = config.workload
     assert isinstance(workload, ClickWorkload)
     assert config.train_data.path is not None
@@ -173,10 +236,13 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
     storage.make_folder(path)
     with console.preparing():
         engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
-        context = RunContext(config, path, engine, console.note, console.progress, warn=console.warn)
+        context = RunContext(
+            config, path, engine, console.note, console.progress, warn=console.warn
+        )
         prepared = workload.prepare(context)
         if not LogSource.at(data).is_preprocessed:
-            quiet = dataclasses.replace(context, note=lambda text: None)  # The log's faults are already reported.
+            # The log's faults are already reported.
+            quiet = dataclasses.replace(context, note=lambda text: None)
             index = workload.open_index(config.train_data, quiet, index_text=index_log)
             preprocessor = prepared.preprocessor.get()
             preprocess(
@@ -193,7 +259,13 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
     return prepared, data
 
 
-def _trial(number: int, values: Mapping[str, Any], config: TrainConfig, trial_state: TrialState, options: TuneConfig) -> Trial:
+def _trial(
+    number: int,
+    values: Mapping[str, Any],
+    config: TrainConfig,
+    trial_state: TrialState,
+    options: TuneConfig,
+) -> Trial:
     """Read the results of a trial from its folder."""
     folder = folder_of(config)
     path, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
@@ -226,33 +298,53 @@ def _conclude(
     options: TuneConfig,
     console: Console,
 ) -> dict[str, Any]:
-    """Select the best trial, test it against the recipe's own settings, and write the result files."""
+    """Select the best trial, test it against the recipe's own settings, and write the result
+    files.
+    """
     sign = -1.0 if options.metric == "auroc" else 1.0
     ranked = sorted(trials, key=lambda trial: math.inf if trial.best is None else sign * trial.best)
-    finished = [trial for trial in ranked if trial.checkpoint is not None and trial.best is not None]
+    finished = [
+        trial for trial in ranked if trial.checkpoint is not None and trial.best is not None
+    ]
     if not finished:
         errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
-        raise InputError(f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})")
+        raise InputError(
+            f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})"
+        )
     best, baseline = finished[0], trials[0]
     compared, groups = None, _groups(configs, trials, options, console) if options.seeds > 1 else []
     if not groups and best.number and baseline.checkpoint is not None and "test" in prepared.sets:
-        scored = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in (best, baseline)]
-        differences = compare_models([rows.logits for rows in scored], scored[0].labels, Resampling()).differences[0, 1]
+        scored = [
+            _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
+            for trial in (best, baseline)
+        ]
+        differences = compare_models(
+            [rows.logits for rows in scored], scored[0].labels, Resampling()
+        ).differences[0, 1]
         compared = {metric: vars(differences[metric]) for metric in METRICS}
     started = [trial for trial in trials if trial.share]
     full_rows = sum(trial.rows / trial.share for trial in started)
     winner = with_values(config, best.values).replace(name=None)
-    settings = ", ".join(f"{field}: {value}" for field, value in best.values.items()) or "the recipe's own settings"
+    settings = (
+        ", ".join(f"{field}: {value}" for field, value in best.values.items())
+        or "the recipe's own settings"
+    )
     head = (
         f"# The best of a search: {settings}\n"
-        f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation rows, on which it was chosen\n"
+        f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation "
+        "rows, on which it was chosen\n"
     )
     best_config = storage.join(folder, "best.yaml")
     storage.write_bytes(best_config, (head + winner.to_yaml()).encode())
     result = {
         "folder": folder,
         "metric": options.metric,
-        "best": {"number": best.number, "values": dict(best.values), options.metric: best.best, "checkpoint": best.checkpoint},
+        "best": {
+            "number": best.number,
+            "values": dict(best.values),
+            options.metric: best.best,
+            "checkpoint": best.checkpoint,
+        },
         "best_config": best_config,
         "validation_rows": prepared.sets["validation"].rows,
         "test_rows": prepared.sets["test"].rows if "test" in prepared.sets else 0,
@@ -275,7 +367,9 @@ def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> 
     path = str(config.train_data.path)
     first, stop = open_preprocessed(path).sets["test"]
     count = stop - first
-    job = ScoringRequest(checkpoint, path, config, ScoringConfig(), console).open(evaluating=True, spare_cpus=0)
+    job = ScoringRequest(checkpoint, path, config, ScoringConfig(), console).open(
+        evaluating=True, spare_cpus=0
+    )
     test_rows = ScoredRows()
     for part in job.tables(console, title="score test rows", first_row=first):
         test_rows.update(part.slice(0, count - test_rows.rows))
@@ -291,43 +385,73 @@ def _groups(
     groups: list[dict[str, Any]] = []
     scores: list[SeededScores] = []
     for start in range(0, len(trials), options.seeds):
-        finished = [trial for trial in trials[start : start + options.seeds] if trial.checkpoint is not None]
+        finished = [
+            trial for trial in trials[start : start + options.seeds] if trial.checkpoint is not None
+        ]
         if not finished:
             continue
-        rows = [_score_test_rows(configs[trial.number], str(trial.checkpoint), console) for trial in finished]
+        rows = [
+            _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
+            for trial in finished
+        ]
         labels, checkpoint = rows[0].labels, open_checkpoint(str(finished[0].checkpoint))
         scores.append(SeededScores.of((scored.logits, scored.labels) for scored in rows))
-        name = ", ".join(_value(value) for field, value in finished[0].values.items() if field != "seed")
-        group: dict[str, Any] = {"name": name or "recipe", "trials": [trial.number for trial in finished], "seeds": len(finished)}
+        name = ", ".join(
+            _value(value) for field, value in finished[0].values.items() if field != "seed"
+        )
+        group: dict[str, Any] = {
+            "name": name or "recipe",
+            "trials": [trial.number for trial in finished],
+            "seeds": len(finished),
+        }
         group |= {"seconds": statistics.fmean(trial.seconds for trial in finished)}
-        group |= _spread("validation", [math.nan if trial.best is None else trial.best for trial in finished])
+        group |= _spread(
+            "validation", [math.nan if trial.best is None else trial.best for trial in finished]
+        )
         groups.append(group | model_cost(checkpoint, configs[start]))
     if options.baselines:
         path, max_rows = str(configs[0].train_data.path), ComparisonConfig.baseline_rows
-        baselines = open_baselines(configs[0], checkpoint.path, max_rows=max_rows, kinds=options.baselines)
+        baselines = open_baselines(
+            configs[0], checkpoint.path, max_rows=max_rows, kinds=options.baselines
+        )
         for kind in options.baselines:
             test_rows = baselines.rows(path, *open_preprocessed(path).sets["test"])
             logits, described = score_baseline(kind, baselines, test_rows, labels, console)
-            scores.append(SeededScores.of([(logits, labels)] * 2))  # Another seed would yield the same model.
+            # Another seed would yield the same model.
+            scores.append(SeededScores.of([(logits, labels)] * 2))
             groups.append(described)
     for group, of_group in zip(groups, scores, strict=True):
         seeds = group.get("seeds", 1)  # A baseline was trained once, whatever its copies above
-        group |= _spread("auroc", of_group.aurocs.tolist()[:seeds]) | _spread("logloss", of_group.loglosses.tolist()[:seeds])
-    tests = [compare_seeds(of_group, scores[0], confidence=Resampling.confidence) for of_group in scores[1:]]
-    for group, test, p_value in zip(groups[1:], tests, holm([test.p_value for test in tests]), strict=True):
+        group |= _spread("auroc", of_group.aurocs.tolist()[:seeds]) | _spread(
+            "logloss", of_group.loglosses.tolist()[:seeds]
+        )
+    tests = [
+        compare_seeds(of_group, scores[0], confidence=Resampling.confidence)
+        for of_group in scores[1:]
+    ]
+    for group, test, p_value in zip(
+        groups[1:], tests, holm([test.p_value for test in tests]), strict=True
+    ):
         group |= {**vars(test), "corrected_p_value": p_value}
     return groups
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return mean and standard deviation over seeds, NaN for one."""
-    return {name: statistics.fmean(values), f"{name}_std": statistics.stdev(values) if len(values) > 1 else math.nan}
+    return {
+        name: statistics.fmean(values),
+        f"{name}_std": statistics.stdev(values) if len(values) > 1 else math.nan,
+    }
 
 
 def table_text(result: Mapping[str, Any]) -> str:
-    """Format one line per trial, the best first, notes on the best one, and with several seeds one line per setting."""
+    """Format one line per trial, the best first, notes on the best one, and with several seeds one
+    line per setting.
+    """
     heads, rows = _rows(result)
-    comparison = ["", *aligned(seeded_rows(result["groups"])), SEEDS_NOTE] if result["groups"] else []
+    comparison = (
+        ["", *aligned(seeded_rows(result["groups"])), SEEDS_NOTE] if result["groups"] else []
+    )
     return "\n".join([*aligned([heads, *rows], left=()), *_notes(result), *comparison])
 
 
@@ -335,9 +459,16 @@ def render(name: str, result: Mapping[str, Any]) -> str:
     """Render the page of a search."""
     heads, rows = _rows(result)
     groups = seeded_rows(result["groups"])
-    comparison = [table(groups[0], groups[1:], name="Comparison"), paragraph(SEEDS_NOTE)] if result["groups"] else []
+    comparison = (
+        [table(groups[0], groups[1:], name="Comparison"), paragraph(SEEDS_NOTE)]
+        if result["groups"]
+        else []
+    )
     best = sorted(result["trials"], key=lambda trial: trial["number"] != result["best"]["number"])
-    lines = [Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]]) for trial in best[:NUM_SERIES]]
+    lines = [
+        Line(f"trial {trial['number']}", [tuple(point) for point in trial["curve"]])
+        for trial in best[:NUM_SERIES]
+    ]
     fields = dict.fromkeys(field for trial in result["trials"] for field in trial["values"])
     return document(
         f"Search {name}",
@@ -345,7 +476,10 @@ def render(name: str, result: Mapping[str, Any]) -> str:
             Section("Comparison", join_parts(comparison)),
             Section("Best", join_parts([paragraph(text) for text in _notes(result)])),
             Section("Trials", table(heads, rows, name="Trials", unfolded=True)),
-            Section("Curves", charts([line_chart(f"Validation {result['metric']}", lines, x_label="step")])),
+            Section(
+                "Curves",
+                charts([line_chart(f"Validation {result['metric']}", lines, x_label="step")]),
+            ),
             Section("Settings", charts([_scatter(result, field) for field in fields])),
         ),
         wide=True,
@@ -356,29 +490,49 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     best, metric = result["best"], result["metric"]
     values = ", ".join(f"{field} {_value(value)}" for field, value in best["values"].items())
     notes = [
-        f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on {result['validation_rows']:,} validation rows "
-        f"(optimistic, because these rows selected it). {values or 'It has the settings of the recipe.'}"
+        f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on "
+        f"{result['validation_rows']:,} validation rows "
+        "(optimistic, because these rows selected it). "
+        f"{values or 'It has the settings of the recipe.'}"
     ]
     if result["trained_share"] is not None and result["trained_share"] < 1:
-        notes.append(f"Trained {result['trained_share']:.1%} of the rows of these trials: weak trials were stopped early.")
+        notes.append(
+            f"Trained {result['trained_share']:.1%} of the rows of these trials: weak trials were "
+            "stopped early."
+        )
     compared = result["compared"]
     if compared is not None:
         auroc = compared["auroc"]
         notes.append(
-            f"On {result['test_rows']:,} test rows, its AUROC differs by {auroc['difference']:+.5f} from the recipe's own "
+            f"On {result['test_rows']:,} test rows, its AUROC differs by "
+            f"{auroc['difference']:+.5f} from the recipe's own "
             f"settings ({auroc['low']:+.5f} to {auroc['high']:+.5f}, p = {auroc['p_value']:.3g})."
             if None not in auroc.values()
-            else f"{result['test_rows']:,} test rows are too few for a comparison with the recipe's own settings."
+            else (
+                f"{result['test_rows']:,} test rows are too few for a comparison with the "
+                "recipe's own settings."
+            )
         )
     return notes
 
 
 def _rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     fields = dict.fromkeys(field for trial in result["trials"] for field in trial["values"])
-    heads = ["trial", *(field.rpartition(".")[2] for field in fields), result["metric"], "step", "rows", "seconds", "state"]
+    heads = [
+        "trial",
+        *(field.rpartition(".")[2] for field in fields),
+        result["metric"],
+        "step",
+        "rows",
+        "seconds",
+        "state",
+    ]
     rows = []
     for trial in result["trials"]:
-        settings = [_value(trial["values"][field]) if field in trial["values"] else "recipe" for field in fields]
+        settings = [
+            _value(trial["values"][field]) if field in trial["values"] else "recipe"
+            for field in fields
+        ]
         best = "-" if trial["best"] is None else f"{trial['best']:.5f}"
         measured = [best, f"{trial['step']:,}", f"{trial['rows']:,}", f"{trial['seconds']:.0f}"]
         rows.append([str(trial["number"]), *settings, *measured, trial["error"] or trial["state"]])
@@ -392,7 +546,9 @@ def _scatter(result: Mapping[str, Any], field: str) -> Any:
         for trial in result["trials"]
         if isinstance(trial["values"].get(field), int | float) and trial["best"] is not None
     ]
-    return line_chart(f"{result['metric']} by {field}", [Line(result["metric"], sorted(points))], x_label=field)
+    return line_chart(
+        f"{result['metric']} by {field}", [Line(result["metric"], sorted(points))], x_label=field
+    )
 
 
 def _value(value: Any) -> str:

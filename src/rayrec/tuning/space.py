@@ -54,9 +54,14 @@ class Space:
 
     @classmethod
     def of(cls, values: object, *, source: str) -> Space:
-        """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError, naming `source`."""
+        """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError,
+        naming `source`.
+        """
         if not isinstance(values, Mapping) or not values:
-            raise InputError(f"{source}: must map fields to values, such as workload.model.dropout: {{uniform: [0, 0.5]}}")
+            raise InputError(
+                f"{source}: must map fields to values, such as workload.model.dropout: {{uniform: "
+                f"[0, 0.5]}}"
+            )
         return cls(tuple(_domain(str(field), spec, source) for field, spec in values.items()))
 
     @classmethod
@@ -75,7 +80,9 @@ class Space:
         return {domain.field: {domain.kind: list(domain.values)} for domain in self.domains}
 
     def check(self, config: TrainConfig) -> None:
-        """Check that all fields may be searched and that the configuration accepts their values. Raises InputError."""
+        """Check that all fields may be searched and that the configuration accepts their values.
+        Raises InputError.
+        """
         for domain in self.domains:
             for shared, why in _SHARED.items():
                 if domain.field == shared or domain.field.startswith(f"{shared}."):
@@ -84,8 +91,10 @@ class Space:
                 with_values(config, {domain.field: value})
 
     def trials(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Return the values of each trial by field; the first is empty, for the recipe's own settings. Combines each grid point
-        with as many draws of the other fields as `count` allows, at least one. Without these, uses each grid point once. Pure."""
+        """Return the values of each trial by field; the first is empty, for the recipe's own
+        settings. Combines each grid point with as many draws of the other fields as `count` allows,
+        at least one. Without these, uses each grid point once. Pure.
+        """
         grids = [domain for domain in self.domains if domain.kind == "grid"]
         random_domains = [domain for domain in self.domains if domain.kind != "grid"]
         combinations = [
@@ -98,18 +107,29 @@ class Space:
         for _ in range(draws):
             for combination in combinations:
                 sample = {domain.field: domain.draw(rng) for domain in random_domains}
-                trials.append({domain.field: {**combination, **sample}[domain.field] for domain in self.domains})
+                trials.append(
+                    {
+                        domain.field: {**combination, **sample}[domain.field]
+                        for domain in self.domains
+                    }
+                )
         return trials
 
     def seeded_trials(self, config: TrainConfig, options: TuneConfig) -> list[dict[str, Any]]:
-        """Return the values of `trials`. With several seeds, each has all of them, and the recipe's own settings occur once."""
+        """Return the values of `trials`. With several seeds, each has all of them, and the recipe's
+        own settings occur once.
+        """
         trials = self.trials(options.trials, options.seed)
         if options.seeds == 1:
             return trials
         same = [values for values in trials if with_values(config, values) == config]
         settings = [same[-1], *(values for values in trials if values not in same)]
         seeds = range(options.seeds)
-        return [{**values, "seed": with_values(config, values).seed + seed} for values in settings for seed in seeds]
+        return [
+            {**values, "seed": with_values(config, values).seed + seed}
+            for values in settings
+            for seed in seeds
+        ]
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -141,7 +161,9 @@ def _numbers(value: Any) -> Any:
 
 def _check_range(label: str, kind: str, values: Sequence[Any]) -> None:
     number_type = int if kind == "integers" else int | float
-    fits = len(values) == 2 and all(isinstance(value, number_type) and not isinstance(value, bool) for value in values)
+    fits = len(values) == 2 and all(
+        isinstance(value, number_type) and not isinstance(value, bool) for value in values
+    )
     if not fits or not values[0] < values[1] or not all(math.isfinite(value) for value in values):
         numbers = "integers" if kind == "integers" else "numbers"
         raise InputError(f"{label}: must be two {numbers} (minimum, maximum), got {list(values)}")
@@ -154,18 +176,25 @@ class TuneConfig(Config):
     """Settings of a search: number of trials, selection, and resources per trial."""
 
     trials: Count = 20
-    """Number of trials of different settings, including the recipe's own. Ignored if all domains are grids."""
+    """Number of trials of different settings, including the recipe's own. Ignored if all domains
+    are grids.
+    """
     seeds: Count = 1
-    """Number of seeds to train each setting with. Several train all trials to the end, and compare settings on test rows."""
+    """Number of seeds to train each setting with. Several train all trials to the end, and compare
+    settings on test rows.
+    """
     metric: Literal["auroc", "logloss"] = "auroc"
     """Validation metric that selects the best trial."""
     seed: int = 0
     """Seed of the drawn values."""
     stop_early: bool = True
-    """Whether to stop weak trials early (successive halving): train all for a few steps and only the best for longer. The
-    recipe's own settings are always trained to the end."""
+    """Whether to stop weak trials early (successive halving): train all for a few steps and only
+    the best for longer. The recipe's own settings are always trained to the end.
+    """
     keep_fraction: Annotated[float, Gt(0), Le(0.5)] = 1 / 3
-    """Share of trials to continue after each part. By default, trials are compared after 1/27, 1/9 and 1/3 of their steps."""
+    """Share of trials to continue after each part. By default, trials are compared after 1/27, 1/9
+    and 1/3 of their steps.
+    """
     cpus_per_trial: Count = 1
     """Number of threads per trial."""
     gpus_per_trial: Amount = 0.0
@@ -173,4 +202,6 @@ class TuneConfig(Config):
     concurrent: Count | None = None
     """Maximum number of concurrent trials. None: as many as fit."""
     baselines: tuple[Literal["lightgbm", "logistic"], ...] = ()
-    """Baselines to compare settings with (see `rayrec compare`), trained on at most the last million training rows."""
+    """Baselines to compare settings with (see `rayrec compare`), trained on at most the last
+    million training rows.
+    """

@@ -1,4 +1,6 @@
-"""Shared interface of all workloads: run configuration, and the parts a workload supplies to the training loop."""
+"""Shared interface of all workloads: run configuration, and the parts a workload supplies to the
+training loop.
+"""
 
 from __future__ import annotations
 
@@ -62,41 +64,54 @@ class TrainConfig(Config):
     epochs: Count = 1
     """Number of epochs over the training rows."""
     batch_size: Count | None = None
-    """Rows per worker and step, by default 2048. The global batch is this times the number of workers. None with
-    `global_batch_size`."""
+    """Rows per worker and step, by default 2048. The global batch is this times the number of
+    workers. None with `global_batch_size`.
+    """
     global_batch_size: Count | None = None
-    """Rows per step over all workers, instead of `batch_size`. Each worker takes an equal share, and the number of workers does
-    not change it. None uses `batch_size`."""
+    """Rows per step over all workers, instead of `batch_size`. Each worker takes an equal share,
+    and the number of workers does not change it. None uses `batch_size`.
+    """
     min_steps_per_epoch: Count = 1
     """Minimum number of steps per epoch. Batches are made smaller on small data to reach it."""
     eval_batch_size: Count = 8192
     """Rows per worker and evaluation batch."""
     eval_rows: Count | None = None
-    """Maximum rows of an evaluation during training, evenly spread over the validation rows and always the same. The last
-    evaluation, of the selected weights, and the final test use all rows. None always uses all."""
+    """Maximum rows of an evaluation during training, evenly spread over the validation rows and
+    always the same. The last evaluation, of the selected weights, and the final test use all rows.
+    None always uses all.
+    """
     evaluate_every: Count | None = None
     """How often to evaluate, in steps. None uses `evaluations_per_epoch`."""
     evaluations_per_epoch: Rate = 4
-    """Evaluations per epoch if `evaluate_every` is not set. 0.5 evaluates after every second epoch. The interval is rounded up
-    to whole steps."""
+    """Evaluations per epoch if `evaluate_every` is not set. 0.5 evaluates after every second epoch.
+    The interval is rounded up to whole steps.
+    """
     log_every: Count = 20
     """How often to log progress, in steps."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute precision of the dense part. Weights, optimizers and embeddings are always fp32."""
     tf32: bool = False
-    """Whether to use TF32 on NVIDIA GPUs for fp32 matrix products and convolutions: faster but less exact (10-bit mantissa)."""
+    """Whether to use TF32 on NVIDIA GPUs for fp32 matrix products and convolutions: faster but less
+    exact (10-bit mantissa).
+    """
     loop: Literal["rayrec", "huggingface"] = "rayrec"
-    """Training loop: rayrec's own or, for language models, HuggingFace's Trainer. Everything else is the same."""
+    """Training loop: rayrec's own or, for language models, HuggingFace's Trainer. Everything else
+    is the same.
+    """
     seed: int = 0
     """Random seed for initial weights and row order."""
     init_from: str | None = None
-    """Run or checkpoint, local or a URL, that supplies weights and optimizer state of a new run. None initializes by `seed`."""
+    """Run or checkpoint, local or a URL, that supplies weights and optimizer state of a new run.
+    None initializes by `seed`.
+    """
     max_bad_fraction: Fraction = 0.001
     """Maximum fraction of invalid lines in a log. The run fails above it."""
     storage_path: str = "runs"
     """Storage folder for runs, local or a URL. Every node must reach it."""
     name: str | None = None
-    """Run name: up to 128 letters, digits, '.', '_' and '-'. An existing name resumes its run. None: recipe name and time."""
+    """Run name: up to 128 letters, digits, '.', '_' and '-'. An existing name resumes its run.
+    None: recipe name and time.
+    """
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     """Number and resources of training workers."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -119,32 +134,57 @@ class TrainConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         # It becomes a single folder in the storage path.
-        if self.name is not None and not (re.fullmatch(r"\w[\w.-]*", self.name) and len(self.name) <= MAX_NAME_LETTERS):
+        if self.name is not None and not (
+            re.fullmatch(r"\w[\w.-]*", self.name) and len(self.name) <= MAX_NAME_LETTERS
+        ):
             raise InputError(
-                f"name: must have 1 to {MAX_NAME_LETTERS} letters, digits, '.', '_' and '-', and start with a letter, a digit or "
-                f"'_', got {self.name!r}"
+                f"name: must have 1 to {MAX_NAME_LETTERS} letters, digits, '.', '_' and '-', and "
+                f"start with a letter, a digit or '_', got {self.name!r}"
             )
         if self.eval_data.shuffle != "none":
-            raise InputError(f"eval_data.shuffle: must be 'none', as evaluation reads in order, got {self.eval_data.shuffle!r}")
+            raise InputError(
+                "eval_data.shuffle: must be 'none', as evaluation reads in order, got "
+                f"{self.eval_data.shuffle!r}"
+            )
         if self.batch_size is None and self.global_batch_size is None:
             object.__setattr__(self, "batch_size", _BATCH_SIZE)
         rows, workers = self.global_batch_size, self.scaling.max_workers
         if rows is not None and self.batch_size is not None:
-            raise InputError(f"batch_size and global_batch_size: set only one, got {self.batch_size} and {rows}")
+            raise InputError(
+                f"batch_size and global_batch_size: set only one, got {self.batch_size} and {rows}"
+            )
         if rows is not None and rows % workers:
             multiple = -(-rows // workers) * workers
-            raise InputError(f"global_batch_size: must be a multiple of the {workers} workers, got {rows}. Use {multiple}.")
+            raise InputError(
+                f"global_batch_size: must be a multiple of the {workers} workers, got {rows}. Use "
+                f"{multiple}."
+            )
         if rows is not None and self.scaling.batch_policy == "per_worker":
-            raise InputError("scaling.batch_policy: must be global with global_batch_size, got per_worker. Set one of the two.")
+            raise InputError(
+                "scaling.batch_policy: must be global with global_batch_size, got per_worker. Set "
+                "one of the two."
+            )
         if self.loop not in self.workload.LOOPS:
-            raise InputError(f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got {self.loop}")
+            raise InputError(
+                f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got "
+                f"{self.loop}"
+            )
         if self.eval_rows is not None and not self.workload.SHORT_EVALUATIONS:
-            raise InputError(f"eval_rows: recipe {self.recipe} can only evaluate all rows, got {self.eval_rows}. Leave it out.")
+            raise InputError(
+                f"eval_rows: recipe {self.recipe} can only evaluate all rows, got "
+                f"{self.eval_rows}. Leave it out."
+            )
         if self.early_stopping.patience and not self.checkpoint.keep_best:
-            raise InputError("checkpoint.keep_best: must be at least 1, because early stopping uses the best weights, got 0")
+            raise InputError(
+                "checkpoint.keep_best: must be at least 1, because early stopping uses the best "
+                "weights, got 0"
+            )
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
-        for name, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        for name, other in (
+            ("batch_size", "global_batch_size"),
+            ("global_batch_size", "batch_size"),
+        ):
             if changes.get(name) is not None and other not in changes:
                 changes = {**changes, other: None}
         return super().updated(changes, where=where)
@@ -165,8 +205,14 @@ class TrainConfig(Config):
     def effective_batch_size(self, *, rows: int, world_size: int) -> int:
         """Return the rows per worker and step for a given epoch size."""
         max_workers = self.scaling.max_workers
-        per_worker = max(1, min(self.worker_batch_size, rows // (max_workers * self.min_steps_per_epoch)))
-        return per_worker if self.scaling.batch_policy == "per_worker" else -(-per_worker * max_workers // world_size)
+        per_worker = max(
+            1, min(self.worker_batch_size, rows // (max_workers * self.min_steps_per_epoch))
+        )
+        return (
+            per_worker
+            if self.scaling.batch_policy == "per_worker"
+            else -(-per_worker * max_workers // world_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -199,7 +245,9 @@ class WorkerContext:
     engine: StreamEngine
     """Engine for data tasks of this worker's pipeline."""
     node: str = ""
-    """Host name. Workers with the same name share memory. Tests use it to simulate unequal hosts."""
+    """Host name. Workers with the same name share memory. Tests use it to simulate unequal
+    hosts.
+    """
     cpus: int = 1
     """CPUs of the host that this worker may use, the default number of operator threads."""
     object_store_bytes: int = 0
@@ -208,7 +256,9 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Worker input for starting a new run from the weights and optimizer state of another run. Picklable."""
+    """Worker input for starting a new run from the weights and optimizer state of another run.
+    Picklable.
+    """
 
     checkpoint: str
     """Checkpoint folder of the other run."""
@@ -242,12 +292,16 @@ class ScoringContext:
     counts_clipped: bool = False
     """Whether tables tell which numbers are beyond their bounds (`Scoring.bounded`)."""
     evaluation_rows: bool = False
-    """Whether `path` is that of `Workload.evaluation_data`, of which only the run's held-out rows are scored."""
+    """Whether `path` is that of `Workload.evaluation_data`, of which only the run's held-out rows
+    are scored.
+    """
 
 
 class TrainLoader(Protocol):
-    """Training batches of one worker, from a position to the end of the last epoch. Batches have an attribute `row_numbers`
-    (`rayrec.trained_rows.RowNumbers`). Without it, lost rows cannot be detected."""
+    """Training batches of one worker, from a position to the end of the last epoch. Batches have an
+    attribute `row_numbers` (`rayrec.trained_rows.RowNumbers`). Without it, lost rows cannot be
+    detected.
+    """
 
     @property
     def steps(self) -> int:
@@ -267,11 +321,14 @@ class TrainLoader(Protocol):
         """Return the rows of all workers in the first `batches` batches."""
 
     def trained_rows(self) -> TrainedRows:
-        """Return the rows that the run must have trained at the current position, with any number of workers, computed from the
-        data. They are compared with the trained rows."""
+        """Return the rows that the run must have trained at the current position, with any number
+        of workers, computed from the data. They are compared with the trained rows.
+        """
 
     def state(self) -> dict[str, Any]:
-        """Return the position after the batches returned so far, as JSON values, equal on all workers."""
+        """Return the position after the batches returned so far, as JSON values, equal on all
+        workers.
+        """
 
     def close(self) -> None: ...
 
@@ -293,26 +350,39 @@ class WorkerSetup:
     optimizer: Any
     """KeyedOptimizer or NamedOptimizer of all parameters without a fused update."""
     pipeline: TrainPipeline
-    """Pipeline that trains the model, or scores with it in eval mode. `progress` returns an output with a scalar `loss`."""
+    """Pipeline that trains the model, or scores with it in eval mode. `progress` returns an output
+    with a scalar `loss`.
+    """
     begin_step: Callable[[int, int], None]
-    """Callback before each step, with the step (from 0) and the total steps. Sets learning rates and random seeds."""
+    """Callback before each step, with the step (from 0) and the total steps. Sets learning rates
+    and random seeds.
+    """
     eval_batches: dict[str, Callable[..., Iterator[Any]]]
-    """Evaluation sets by name. Each call returns this worker's batches: every row once over all workers, equally many batches on
-    each. With `Workload.SHORT_EVALUATIONS`, the argument is the maximum number of rows (`rayrec.ingest.block_order.spread`)."""
+    """Evaluation sets by name. Each call returns this worker's batches: every row once over all
+    workers, equally many batches on each. With `Workload.SHORT_EVALUATIONS`, the argument is the
+    maximum number of rows (`rayrec.ingest.block_order.spread`).
+    """
     make_metrics: Callable[[], Metrics]
     described: dict[str, Any]
     """Description of the model for reports: tables, sharding, sizes."""
     clock: StepTimer
     """Timer of step phases, driven by the pipeline, model and optimizer."""
     multiply_adds_per_row: float | None = None
-    """Multiply-adds in one row's forward pass (products, convolutions), or None if unknown. Training takes three times that."""
+    """Multiply-adds in one row's forward pass (products, convolutions), or None if unknown.
+    Training takes three times that.
+    """
     peak_multiply_adds_per_s: float | None = None
-    """Peak multiply-adds per second of all devices together in a matrix product, or None if not measured."""
+    """Peak multiply-adds per second of all devices together in a matrix product, or None if not
+    measured.
+    """
     count_correct: Callable[[Any], torch.Tensor] | None = None
-    """Count the rows of a training step's output whose label the threshold 0.5 predicts, on its device. None without clicks."""
+    """Count the rows of a training step's output whose label the threshold 0.5 predicts, on its
+    device. None without clicks.
+    """
     make_samples: Callable[[], list[dict[str, Any]]] = list
-    """Create sample outputs of the final weights for reports, as JSON values. A `warning` among them is shown to the user.
-    Collective."""
+    """Create sample outputs of the final weights for reports, as JSON values. A `warning` among
+    them is shown to the user. Collective.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,11 +392,15 @@ class Workload(Config, abc.ABC):
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec",)
     """Supported values of `TrainConfig.loop`."""
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ()
-    """Modules needed by workers but not by `prepare`. In-process runs import them while data is prepared."""
+    """Modules needed by workers but not by `prepare`. In-process runs import them while data is
+    prepared.
+    """
     SHORT_EVALUATIONS: ClassVar[bool] = False
     """Whether `WorkerSetup.eval_batches` take a maximum number of rows."""
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ()
-    """Fields or dotted groups of fields that may change when a run resumes, because they do not affect later steps."""
+    """Fields or dotted groups of fields that may change when a run resumes, because they do not
+    affect later steps.
+    """
 
     @property
     def table_schema(self) -> Schema | None:
@@ -334,7 +408,9 @@ class Workload(Config, abc.ABC):
         return None
 
     def evaluation_data(self, config: TrainConfig) -> DataConfig:
-        """Return the data with the run's held-out rows, of which `open_scoring` takes no others. Its path may be None."""
+        """Return the data with the run's held-out rows, of which `open_scoring` takes no others.
+        Its path may be None.
+        """
         return config.eval_data
 
     @abc.abstractmethod
@@ -342,83 +418,141 @@ class Workload(Config, abc.ABC):
         """Return a finite validation score for the metrics. Higher is better."""
 
     def objective(self, metrics: Mapping[str, float]) -> str:
-        """Return the name of the metric behind `score`, after a minus sign if lower is better. Default: "", the score itself."""
+        """Return the name of the metric behind `score`, after a minus sign if lower is better.
+        Default: "", the score itself.
+        """
         return ""
 
     def objective_value(self, metrics: dict[str, float]) -> tuple[str, float, int]:
-        """Return the metric behind `score`: its name, its value, and 1 if higher is better, else -1."""
+        """Return the metric behind `score`: its name, its value, and 1 if higher is better, else
+        -1.
+        """
         name = self.objective(metrics)
         value = metrics[name.removeprefix("-")] if name else self.score(metrics)
         return name.removeprefix("-") or "score", value, -1 if name.startswith("-") else 1
 
     def target_value(self, metrics: dict[str, float]) -> tuple[str, float, int]:
-        """Return the metric of `early_stopping.target`, as `objective_value` does. Default: the same."""
+        """Return the metric of `early_stopping.target`, as `objective_value` does. Default: the
+        same.
+        """
         return self.objective_value(metrics)
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration adapted to its data, such as adopted columns. Runs on the driver first. Reads little."""
+        """Return the configuration adapted to its data, such as adopted columns. Runs on the driver
+        first. Reads little.
+        """
         return config
 
     def check(self, config: TrainConfig) -> None:
-        """Check for missing requirements on the driver before anything starts. Raises InputError."""
+        """Check for missing requirements on the driver before anything starts. Raises
+        InputError.
+        """
 
     def check_data(self, config: TrainConfig) -> None:
-        """Check on the driver, before Ray starts, that the data can be used. Reads little. Raises InputError."""
+        """Check on the driver, before Ray starts, that the data can be used. Reads little. Raises
+        InputError.
+        """
         for data in (config.train_data, config.eval_data):
             if data.path is not None and storage.is_url(data.path):
                 storage.resolve(data.path)
-            elif data.path is not None and not os.path.exists(data.path) and not re.search(r"[*?\[,]", data.path):
+            elif (
+                data.path is not None
+                and not os.path.exists(data.path)
+                and not re.search(r"[*?\[,]", data.path)
+            ):
                 raise InputError(f"{data.path}: no such file or folder")
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        """List the files of a data path, or the named files in a folder. Reads no data. Names, sizes and times identify the data
-        of a finished run. Raises InputError for a path without files."""
+        """List the files of a data path, or the named files in a folder. Reads no data. Names,
+        sizes and times identify the data of a finished run. Raises InputError for a path without
+        files.
+        """
         return storage.list_files(path, names=names)
 
     @abc.abstractmethod
     def prepare(self, context: RunContext) -> Any:
-        """Prepare the shared input of all workers on the driver, picklable. Raises InputError for unusable input."""
+        """Prepare the shared input of all workers on the driver, picklable. Raises InputError for
+        unusable input.
+        """
 
     def discard(self, folder: str) -> None:
-        """Remove files that `prepare` stored in a run folder, when a run without checkpoints restarts with changed settings."""
+        """Remove files that `prepare` stored in a run folder, when a run without checkpoints
+        restarts with changed settings.
+        """
 
     def warm_start(self, context: RunContext, prepared: Any, checkpoint: Checkpoint) -> WarmStart:
-        """Prepare starting a new run from a checkpoint of another run. Runs on the driver after `prepare` and reads no weights.
-        Raises InputError for an incompatible checkpoint."""
-        raise InputError(f"init_from: recipe {context.config.recipe} cannot start from another run. Leave it out.")
+        """Prepare starting a new run from a checkpoint of another run. Runs on the driver after
+        `prepare` and reads no weights. Raises InputError for an incompatible checkpoint.
+        """
+        raise InputError(
+            f"init_from: recipe {context.config.recipe} cannot start from another run. Leave it "
+            "out."
+        )
 
     @abc.abstractmethod
-    def make_loader(self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int) -> TrainLoader:
-        """Return the training data of a worker from a stored position (None: the start), after `step` completed steps."""
+    def make_loader(
+        self, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    ) -> TrainLoader:
+        """Return the training data of a worker from a stored position (None: the start), after
+        `step` completed steps.
+        """
 
     @abc.abstractmethod
     def set_up(self, context: WorkerContext, prepared: Any) -> WorkerSetup:
         """Set up training on a worker, after its process group is initialized."""
 
-    def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
-        """Describe the sharding over the workers of `target` (None: this machine) without starting anything. `tables` has the row
-        counts of the tables if known without data. Raises InputError if the model does not fit."""
-        raise InputError(f"plan: {type(self).__name__} is not sharded. Each worker has the full model.")
+    def plan(
+        self,
+        config: TrainConfig,
+        *,
+        target: Target | None = None,
+        tables: Sequence[int] | None = None,
+    ) -> str:
+        """Describe the sharding over the workers of `target` (None: this machine) without starting
+        anything. `tables` has the row counts of the tables if known without data. Raises InputError
+        if the model does not fit.
+        """
+        raise InputError(
+            f"plan: {type(self).__name__} is not sharded. Each worker has the full model."
+        )
 
     def probe_speed(
-        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
+        self,
+        config: TrainConfig,
+        *,
+        target: Target,
+        local_workers: int,
+        cuda: bool,
+        train: LocalTrainer,
     ) -> MeasuredSpeed:
-        """Measure a slice of the stages here, training with `local_workers` of the target's by `train`. May raise InputError."""
-        raise InputError(f"plan: recipe {config.recipe} cannot be measured before training. Only click models can.")
+        """Measure a slice of the stages here, training with `local_workers` of the target's by
+        `train`. May raise InputError.
+        """
+        raise InputError(
+            f"plan: recipe {config.recipe} cannot be measured before training. Only click models "
+            "can."
+        )
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
-        """Return extra files of a checkpoint on rank 0, by name: the content, or the path of a file constant during the run."""
+        """Return extra files of a checkpoint on rank 0, by name: the content, or the path of a file
+        constant during the run.
+        """
         return {}
 
     def open_scoring(self, context: ScoringContext) -> Scoring:
-        """Open the rows of a path for scoring with a checkpoint. Raises InputError for an unusable path, missing labels if they
-        are needed, and a checkpoint of another model."""
+        """Open the rows of a path for scoring with a checkpoint. Raises InputError for an unusable
+        path, missing labels if they are needed, and a checkpoint of another model.
+        """
         raise InputError(f"{context.checkpoint}: recipe {context.config.recipe} cannot score rows")
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Export the model of a checkpoint into the empty folder `out` in a format for other tools. Return a report as JSON
-        values. Raises InputError if the model cannot be exported."""
-        raise InputError(f"{checkpoint}: recipe {config.recipe} cannot be exported. Use `rayrec predict` to score with it.")
+        """Export the model of a checkpoint into the empty folder `out` in a format for other tools.
+        Return a report as JSON values. Raises InputError if the model cannot be exported.
+        """
+        raise InputError(
+            f"{checkpoint}: recipe {config.recipe} cannot be exported. Use `rayrec predict` to "
+            "score with it."
+        )
 
     def summarize(self, prepared: Any, metrics: dict[str, float]) -> dict[str, Any]:
         """Return entries of the run summary, from the prepared data and the final metrics."""
@@ -432,7 +566,9 @@ class Target:
     num_workers: int
     workers_per_node: int
     memory_bytes: int | None = None
-    """Memory for tables per worker, on its device if it has one. None assumes a node like this machine."""
+    """Memory for tables per worker, on its device if it has one. None assumes a node like this
+    machine.
+    """
     gpu_rows_per_s: float | None = None
     """Training throughput of one GPU. None measures it."""
     host_memory_bytes: int | None = None
@@ -463,7 +599,9 @@ class MeasuredSpeed:
     worker_bytes: tuple[int, ...]
     """Memory of tables and their optimizer state on each worker of the run."""
     sampled_vocabulary: bool
-    """Flag for table sizes taken from the slice without a Preprocessor. The real tables are larger."""
+    """Flag for table sizes taken from the slice without a Preprocessor. The real tables are
+    larger.
+    """
     plan: str
     """Readable assignment of tables to workers."""
     traffic: CommunicationVolume | None = None

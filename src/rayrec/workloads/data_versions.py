@@ -11,16 +11,27 @@ from rayrec.workloads.base import TrainConfig
 
 
 def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Return the versions of `train_data` and `eval_data` as plain JSON values, from a listing of their files. Reads no file.
-    Files are identified by name, partitions, size and time, not by folder. Raises InputError for a path without files."""
+    """Return the versions of `train_data` and `eval_data` as plain JSON values, from a listing of
+    their files. Reads no file. Files are identified by name, partitions, size and time, not by
+    folder. Raises InputError for a path without files.
+    """
     inputs = {"train_data": config.train_data, "eval_data": config.eval_data}
     list_data = config.workload.list_data
-    return {name: _version(list_data(data.path, data.files)) for name, data in inputs.items() if data.path is not None}
+    return {
+        name: _version(list_data(data.path, data.files))
+        for name, data in inputs.items()
+        if data.path is not None
+    }
 
 
 def _version(files: Sequence[storage.File]) -> dict[str, Any]:
     identity = [
-        (*partition_names(storage.folder_of(file.path)), storage.name_of(file.path), file.size_bytes, file.modified_ns)
+        (
+            *partition_names(storage.folder_of(file.path)),
+            storage.name_of(file.path),
+            file.size_bytes,
+            file.modified_ns,
+        )
         for file in files
     ]
     newest = max(files, key=lambda file: file.modified_ns)

@@ -1,4 +1,6 @@
-"""Language model workload: GPT-2, or any causal model of transformers, on token blocks in MDS shards, with either loop."""
+"""Language model workload: GPT-2, or any causal model of transformers, on token blocks in MDS
+shards, with either loop.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from rayrec import storage
 from rayrec.bounds import Count, Finite, Share
 from rayrec.config import Config, InputError
 from rayrec.data.text.mds import LENGTHS
-from rayrec.data.text.text_blocks import PART_BYTES, TokenFolder, is_tokens, open_tokens, sets_of_shards, text_rows
+from rayrec.data.text.text_blocks import (
+    PART_BYTES,
+    TokenFolder,
+    is_tokens,
+    open_tokens,
+    sets_of_shards,
+    text_rows,
+)
 from rayrec.data.text.tokenizer import load_tokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
@@ -43,25 +52,39 @@ class GPT2Config(Config):
     dropout: Share = 0.1
     """Dropout probability for embeddings, attention and residual connections."""
     config: str | None = None
-    """Folder with the config.json of another causal model of transformers, local or a URL, which replaces these sizes."""
+    """Folder with the config.json of another causal model of transformers, local or a URL, which
+    replaces these sizes.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_embd % self.n_head:
-            raise InputError(f"GPT2Config.n_embd: must be a multiple of n_head {self.n_head}, got {self.n_embd}")
+            raise InputError(
+                f"GPT2Config.n_embd: must be a multiple of n_head {self.n_head}, got {self.n_embd}"
+            )
 
     def num_parameters(self, vocabulary_size: int) -> int:
-        """Return the number of trainable parameters. The output layer shares the token embedding."""
+        """Return the number of trainable parameters. The output layer shares the token
+        embedding.
+        """
         embeddings = (vocabulary_size + self.n_positions) * self.n_embd
-        return embeddings + self.n_layer * (12 * self.n_embd**2 + 13 * self.n_embd) + 2 * self.n_embd
+        return (
+            embeddings + self.n_layer * (12 * self.n_embd**2 + 13 * self.n_embd) + 2 * self.n_embd
+        )
 
-    def to_huggingface(self, vocabulary_size: int, *, end_of_text: int | None = None) -> dict[str, Any]:
-        """Return the config.json values for a vocabulary size. `end_of_text` is the token that ends a document."""
+    def to_huggingface(
+        self, vocabulary_size: int, *, end_of_text: int | None = None
+    ) -> dict[str, Any]:
+        """Return the config.json values for a vocabulary size. `end_of_text` is the token that ends
+        a document.
+        """
         return {
             "model_type": "gpt2",
             "architectures": ["GPT2LMHeadModel"],
             "vocab_size": vocabulary_size,
-            **{name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd", "n_positions")},
+            **{
+                name: getattr(self, name) for name in ("n_layer", "n_head", "n_embd", "n_positions")
+            },
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout),
             # The same function as GPT-2's gelu_new, in one kernel instead of eight.
             "activation_function": "gelu_pytorch_tanh",
@@ -69,8 +92,10 @@ class GPT2Config(Config):
         }
 
     def build(self, vocabulary_size: int, *, end_of_text: int | None = None) -> PreTrainedModel:
-        """Build the GPT-2 on CPU with initial values from torch's global generator. forward takes int64 tokens [rows, length].
-        The output layer shares its weight with the token embedding. Raises InputError without transformers."""
+        """Build the GPT-2 on CPU with initial values from torch's global generator. forward takes
+        int64 tokens [rows, length]. The output layer shares its weight with the token embedding.
+        Raises InputError without transformers.
+        """
         require("transformers", extra="language")
         from rayrec.workloads.language_model import build_model
 
@@ -82,7 +107,9 @@ TOKENS = "tokens"
 TOKENIZER_FOLDER = "tokenizer"
 """Tokenizer folder in a checkpoint."""
 CONFIG_FILE = "config.json"
-"""File in checkpoints and exports: transformers' model config with `block_size` and `part_bytes` (missing in older ones)."""
+"""File in checkpoints and exports: transformers' model config with `block_size` and `part_bytes`
+(missing in older ones).
+"""
 NUM_SAMPLES = 3
 """Number of texts to generate with the final weights."""
 PROMPT_TOKENS = 32
@@ -101,7 +128,9 @@ class Prepared:
     """Model values of config.json."""
     num_parameters: int
     weights: str | None = None
-    """Absolute folder of the initial weights, because Ray Train changes the working directory of workers."""
+    """Absolute folder of the initial weights, because Ray Train changes the working directory of
+    workers.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +139,18 @@ class LanguageWorkload(DataParallelWorkload):
 
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        *DataParallelWorkload.FREE_ON_RESUME, "weights", "max_new_tokens", "temperature",
-    )  # fmt: skip
+        *DataParallelWorkload.FREE_ON_RESUME,
+        "weights",
+        "max_new_tokens",
+        "temperature",
+    )
 
     model: GPT2Config = field(default_factory=GPT2Config)
     """Network. The data determines its vocabulary."""
     weights: str | None = None
-    """Folder of initial weights from `rayrec export` or HuggingFace (config.json, model.safetensors), local or a URL, reachable
-    from every node. None initializes randomly."""
+    """Folder of initial weights from `rayrec export` or HuggingFace (config.json,
+    model.safetensors), local or a URL, reachable from every node. None initializes randomly.
+    """
     max_new_tokens: Count = 200
     """Maximum length of a generated text in tokens."""
     temperature: Finite = 0.8
@@ -125,7 +158,8 @@ class LanguageWorkload(DataParallelWorkload):
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Return `loss`, in nats per token, and `perplexity`."""
-        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}  # larger values overflow a float
+        # larger values overflow a float
+        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}
 
     def score(self, metrics: dict[str, float]) -> float:
         return -metrics["loss"]
@@ -139,12 +173,15 @@ class LanguageWorkload(DataParallelWorkload):
         super().check(config)
         require(extra="language")
         if self.data_tasks:
-            raise InputError("workload.data_tasks: must be false for token blocks, which are read in place, got true. Omit it.")
+            raise InputError(
+                "workload.data_tasks: must be false for token blocks, which are read in place, "
+                "got true. Omit it."
+            )
         data = config.train_data
         if data.path is None:
             raise InputError(
-                "train_data.path: must be a folder of token blocks, got None. Create it with `rayrec preprocess TEXT --format "
-                "mds --out DIR`, then pass --train-data.path DIR."
+                "train_data.path: must be a folder of token blocks, got None. Create it with "
+                "`rayrec preprocess TEXT --format mds --out DIR`, then pass --train-data.path DIR."
             )
         for name, path in (("train_data", data.path), ("eval_data", config.eval_data.path)):
             if path is not None:
@@ -160,21 +197,27 @@ class LanguageWorkload(DataParallelWorkload):
         assert config.train_data.path is not None
         train = open_tokens(config.train_data.path)
         if not train.sets.get("train"):
-            raise InputError(f"{train.path}: has no training blocks. Preprocess more text, or lower --validation-fraction.")
+            raise InputError(
+                f"{train.path}: has no training blocks. Preprocess more text, or lower "
+                "--validation-fraction."
+            )
         validation = train if config.eval_data.path is None else open_tokens(config.eval_data.path)
         validation_set = _validation_set(validation, own=config.eval_data.path is not None)
         if self.model.config is None and train.block_size > self.model.n_positions:
             raise InputError(
-                f"{train.path}: blocks of {train.block_size} tokens exceed the model's n_positions {self.model.n_positions}. "
-                "Raise --workload.model.n-positions, or preprocess with a smaller --block-size."
+                f"{train.path}: blocks of {train.block_size} tokens exceed the model's n_positions "
+                f"{self.model.n_positions}. Raise --workload.model.n-positions, or preprocess with "
+                "a smaller --block-size."
             )
         train_settings, validation_settings = (
-            (folder.block_size, folder.tokenizer_hash, folder.vocabulary_size) for folder in (train, validation)
+            (folder.block_size, folder.tokenizer_hash, folder.vocabulary_size)
+            for folder in (train, validation)
         )
         if train_settings != validation_settings:
             raise InputError(
-                f"{validation.path}: block size, tokenizer or vocabulary does not match {train.path}. Preprocess it with "
-                f"--tokenizer {train.tokenizer} and --block-size {train.block_size}."
+                f"{validation.path}: block size, tokenizer or vocabulary does not match "
+                f"{train.path}. Preprocess it with --tokenizer {train.tokenizer} and --block-size "
+                f"{train.block_size}."
             )
         network = self.model.to_huggingface(train.vocabulary_size, end_of_text=train.end_token)
         num_parameters = self.model.num_parameters(train.vocabulary_size)
@@ -192,10 +235,15 @@ class LanguageWorkload(DataParallelWorkload):
 
     def data_hash(self, prepared: Prepared) -> str:
         """Return the hash of the training and evaluation tokens."""
-        return hashlib.sha256(f"{prepared.train.hash}/{prepared.validation.hash}".encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            f"{prepared.train.hash}/{prepared.validation.hash}".encode()
+        ).hexdigest()[:16]
 
     def set_rows(self, prepared: Prepared) -> dict[str, int]:
-        return {"train": prepared.train.sets["train"], "validation": prepared.validation.sets[prepared.validation_set]}
+        return {
+            "train": prepared.train.sets["train"],
+            "validation": prepared.validation.sets[prepared.validation_set],
+        }
 
     def summarize(self, prepared: Prepared, metrics: dict[str, float]) -> dict[str, Any]:
         train = prepared.train
@@ -210,8 +258,15 @@ class LanguageWorkload(DataParallelWorkload):
 
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         train = prepared.train
-        tokenizer = {storage.join(TOKENIZER_FOLDER, name): data for name, data in read_tokenizer(train.tokenizer).items()}
-        config = {**prepared.network, "block_size": train.block_size, "part_bytes": train.part_bytes}
+        tokenizer = {
+            storage.join(TOKENIZER_FOLDER, name): data
+            for name, data in read_tokenizer(train.tokenizer).items()
+        }
+        config = {
+            **prepared.network,
+            "block_size": train.block_size,
+            "part_bytes": train.part_bytes,
+        }
         return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **tokenizer}
 
     # -- on each worker
@@ -229,14 +284,23 @@ class LanguageWorkload(DataParallelWorkload):
             load_weights(model, prepared.weights)
         return model
 
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `loss`: the mean cross entropy of each row's next tokens, excluding the first token."""
+    def measure(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return `loss`: the mean cross entropy of each row's next tokens, excluding the first
+        token.
+        """
         from rayrec.workloads.language_model import row_losses
 
         return {"loss": row_losses(model, tensors[TOKENS], tensors.get(LENGTHS))}
 
     def samples(
-        self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
+        self,
+        model: torch.nn.Module,
+        *,
+        prepared: Prepared,
+        sets: Mapping[str, RowSource],
+        device: torch.device,
     ) -> list[dict[str, Any]]:
         """Generate continuations of three validation blocks. Deterministic for given weights."""
         import numpy as np
@@ -249,8 +313,14 @@ class LanguageWorkload(DataParallelWorkload):
         length = max(1, min(PROMPT_TOKENS, train.block_size // 2, *inputs.get(LENGTHS, ())))
         tokenizer = load_tokenizer(train.tokenizer)
         prompts = inputs[TOKENS][:, :length]
-        limits: Any = {"window": train.block_size, "max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
-        texts = continued(model, prompts, np.full(len(rows), length), tokenizer=tokenizer, device=device, **limits)
+        limits: Any = {
+            "window": train.block_size,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+        }
+        texts = continued(
+            model, prompts, np.full(len(rows), length), tokenizer=tokenizer, device=device, **limits
+        )
         return [
             {"kind": "text", "prompt": tokenizer.decode(prompt.tolist()), "text": text}
             for prompt, text in zip(prompts, texts, strict=True)
@@ -262,25 +332,37 @@ class LanguageWorkload(DataParallelWorkload):
         return config.evaluated_data
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """Open token blocks (their validation set, if any), or a plain text, cut into blocks with the checkpoint's tokenizer.
-        Raises InputError for tokens of another tokenizer, and for a text shorter than a block."""
+        """Open token blocks (their validation set, if any), or a plain text, cut into blocks with
+        the checkpoint's tokenizer. Raises InputError for tokens of another tokenizer, and for a
+        text shorter than a block.
+        """
         tokenizer = storage.join(checkpoint, TOKENIZER_FOLDER)
         if not is_tokens(path):
             sizes = storage.read_json(storage.join(checkpoint, CONFIG_FILE))
             return text_rows(
-                path, tokenizer=tokenizer, block_size=sizes["block_size"], part_bytes=sizes.get("part_bytes", PART_BYTES)
+                path,
+                tokenizer=tokenizer,
+                block_size=sizes["block_size"],
+                part_bytes=sizes.get("part_bytes", PART_BYTES),
             )
         folder = open_tokens(path)
         if folder.tokenizer_hash != load_tokenizer(tokenizer).hash:
-            raise InputError(f"{path}: tokenizer does not match the model. Preprocess the text with --tokenizer {tokenizer}.")
+            raise InputError(
+                f"{path}: tokenizer does not match the model. Preprocess the text with "
+                f"--tokenizer {tokenizer}."
+            )
         return _rows(folder, _validation_set(folder, own=True), config.eval_data)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> ArrayRows:
-        """Open a text with one prompt per line. An empty line means a line break. Prompts keep their end, at most a block."""
+        """Open a text with one prompt per line. An empty line means a line break. Prompts keep
+        their end, at most a block.
+        """
         from rayrec.workloads.language_model import read_prompts
 
         block_size = storage.read_json(storage.join(checkpoint, CONFIG_FILE))["block_size"]
-        return read_prompts(path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size)
+        return read_prompts(
+            path, load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER)), window=block_size
+        )
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> PreTrainedModel:
         require("transformers", extra="language")
@@ -290,14 +372,22 @@ class LanguageWorkload(DataParallelWorkload):
         model.text_tokenizer = load_tokenizer(storage.join(checkpoint, TOKENIZER_FOLDER))
         return model
 
-    def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-        """Return the columns `prompt` (as seen by the model) and `text` (its continuation), independent of other prompts."""
+    def predict(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[str]]:
+        """Return the columns `prompt` (as seen by the model) and `text` (its continuation),
+        independent of other prompts.
+        """
         from rayrec.workloads.language_model import continue_prompts
 
-        return continue_prompts(model, tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature)
+        return continue_prompts(
+            model, tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature
+        )
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Write config.json, model.safetensors and tokenizer files for AutoModelForCausalLM and AutoTokenizer."""
+        """Write config.json, model.safetensors and tokenizer files for AutoModelForCausalLM and
+        AutoTokenizer.
+        """
         from rayrec.checkpoint.reader import export_weights
 
         storage.make_folder(out)
@@ -310,7 +400,9 @@ class LanguageWorkload(DataParallelWorkload):
 def _rows(folder: TokenFolder, name: str, data: DataConfig) -> RowSource:
     from rayrec.data.text.mds import TokenRows
 
-    return TokenRows(folder.set_path(name), column=folder.columns.get(name), cache_bytes=data.cache_bytes)
+    return TokenRows(
+        folder.set_path(name), column=folder.columns.get(name), cache_bytes=data.cache_bytes
+    )
 
 
 def _must_be_tokens(name: str, path: str) -> None:
@@ -320,18 +412,23 @@ def _must_be_tokens(name: str, path: str) -> None:
         raise InputError(f"{name}.path: {path}: no such file or folder")
     if sets_of_shards(path):
         raise InputError(
-            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt {shlex.quote(path)} --tokenizer DIR` "
-            "(no copy)."
+            f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt "
+            f"{shlex.quote(path)} --tokenizer DIR` (no copy)."
         )
     raise InputError(
-        f"{name}.path: {path} must contain token blocks. Create them with `rayrec preprocess {path} --format mds --out DIR`, "
-        f"then pass --{name.replace('_', '-')}.path DIR."
+        f"{name}.path: {path} must contain token blocks. Create them with `rayrec preprocess "
+        f"{path} --format mds --out DIR`, then pass --{name.replace('_', '-')}.path DIR."
     )
 
 
 def _validation_set(folder: TokenFolder, *, own: bool) -> str:
-    """Return the evaluation set. `own` folders, which are not trained on, fall back to their training blocks."""
+    """Return the evaluation set. `own` folders, which are not trained on, fall back to their
+    training blocks.
+    """
     for name in ("validation", "train") if own else ("validation",):
         if folder.sets.get(name):
             return name
-    raise InputError(f"{folder.path}: no validation blocks. Preprocess with --validation-fraction, or pass --eval-data.path DIR.")
+    raise InputError(
+        f"{folder.path}: no validation blocks. Preprocess with --validation-fraction, or pass "
+        "--eval-data.path DIR."
+    )

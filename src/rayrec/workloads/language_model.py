@@ -27,38 +27,64 @@ if TYPE_CHECKING:
     from rayrec.data.text.tokenizer import TextTokenizer
 
 PROMPTS, LENGTHS = "prompts", "lengths"
-"""Keys of a prediction batch: right-aligned prompts, int64 [rows, max_length], and their lengths, int64 [rows]."""
+"""Keys of a prediction batch: right-aligned prompts, int64 [rows, max_length], and their lengths,
+int64 [rows].
+"""
 _IGNORED: Final = -100
 _SAMPLING_SEED: Final = 0
 
 
-def row_losses(model: torch.nn.Module, tokens: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute each row's mean cross entropy of tokens 1, 2, ... given the tokens before, float32 [rows]. `tokens` is int64 [rows,
-    length], `lengths` the token counts of padded rows, int64 [rows]. For rows of equal length, the mean is the loss of
-    transformers' model with labels equal to its input."""
+def row_losses(
+    model: torch.nn.Module, tokens: torch.Tensor, lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute each row's mean cross entropy of tokens 1, 2, ... given the tokens before, float32
+    [rows]. `tokens` is int64 [rows, length], `lengths` the token counts of padded rows, int64
+    [rows]. For rows of equal length, the mean is the loss of transformers' model with labels equal
+    to its input.
+    """
     logits = model(input_ids=tokens, use_cache=False).logits.float()
-    # The last position predicts nothing. Masking its target is cheaper than copying the logits without it.
+    # The last position predicts nothing. Masking its target is cheaper than copying the logits
+    # without it.
     targets = functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
     if lengths is not None:
         positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         targets = targets.masked_fill(positions >= lengths[:, None], _IGNORED)
-    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED)
-    return losses.view_as(tokens).sum(dim=1) / (tokens.shape[1] - 1 if lengths is None else (lengths - 1).clamp(min=1))
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=_IGNORED
+    )
+    return losses.view_as(tokens).sum(dim=1) / (
+        tokens.shape[1] - 1 if lengths is None else (lengths - 1).clamp(min=1)
+    )
 
 
-# Generation -------------------------------------------------------------------------------------------------------------
+# -- Generation
 
 
 def continue_prompts(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, max_new_tokens: int, temperature: float
+    model: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float,
 ) -> dict[str, list[str]]:
-    """Return the columns `prompt` and `text` of a batch, for the model of a checkpoint with its `text_tokenizer`."""
+    """Return the columns `prompt` and `text` of a batch, for the model of a checkpoint with its
+    `text_tokenizer`.
+    """
     tokenizer: Any = model.text_tokenizer
     config: Any = model.config
-    limits: Any = {"window": config.block_size, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    limits: Any = {
+        "window": config.block_size,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+    }
     prompts, lengths = tensors[PROMPTS].cpu().numpy(), tensors[LENGTHS].cpu().numpy()
-    texts = continued(model, prompts, lengths, tokenizer=tokenizer, device=tensors[PROMPTS].device, **limits)
-    decoded = [tokenizer.decode(row[len(row) - length :].tolist()) for row, length in zip(prompts, lengths, strict=True)]
+    texts = continued(
+        model, prompts, lengths, tokenizer=tokenizer, device=tensors[PROMPTS].device, **limits
+    )
+    decoded = [
+        tokenizer.decode(row[len(row) - length :].tolist())
+        for row, length in zip(prompts, lengths, strict=True)
+    ]
     return {"prompt": decoded, "text": texts}
 
 
@@ -73,9 +99,16 @@ def continued(
     temperature: float,
     device: torch.device,
 ) -> list[str]:
-    """Generate a continuation of each prompt (see PROMPTS), up to the end-of-text token or `max_new_tokens`. Sampling depends
-    only on the prompt. A wrapped model is called equally often on all workers with the same prompts."""
-    chances = np.stack([_chances(row[len(row) - length :], max_new_tokens) for row, length in zip(prompts, lengths, strict=True)])
+    """Generate a continuation of each prompt (see PROMPTS), up to the end-of-text token or
+    `max_new_tokens`. Sampling depends only on the prompt. A wrapped model is called equally often
+    on all workers with the same prompts.
+    """
+    chances = np.stack(
+        [
+            _chances(row[len(row) - length :], max_new_tokens)
+            for row, length in zip(prompts, lengths, strict=True)
+        ]
+    )
     model.eval()
     tokens = generate(
         model,
@@ -91,7 +124,9 @@ def continued(
 
 def _chances(prompt: np.ndarray, count: int) -> np.ndarray:
     """Return random numbers in [0, 1) that select the next tokens, float32 [count]."""
-    return np.random.default_rng([_SAMPLING_SEED, zlib.crc32(prompt.tobytes())]).random(count, dtype=np.float32)
+    return np.random.default_rng([_SAMPLING_SEED, zlib.crc32(prompt.tobytes())]).random(
+        count, dtype=np.float32
+    )
 
 
 def _before(tokens: list[int], end_token: int | None) -> list[int]:
@@ -109,9 +144,11 @@ def generate(
     temperature: float,
     end_token: int | None,
 ) -> torch.Tensor:
-    """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new]. `chances`, float [rows,
-    max_new_tokens], has random numbers in [0, 1). The model sees at most `window` tokens: when a text outgrows it, generation
-    continues from the latter half. Past positions are cached, so each token computes one position."""
+    """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new].
+    `chances`, float [rows, max_new_tokens], has random numbers in [0, 1). The model sees at most
+    `window` tokens: when a text outgrows it, generation continues from the latter half. Past
+    positions are cached, so each token computes one position.
+    """
     accepted = inspect.signature(getattr(model, "module", model).forward).parameters
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
@@ -146,7 +183,9 @@ def generate(
 
 
 def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Sample by inverse transform: return the token whose cumulative probability exceeds the row's chance, int64 [rows]."""
+    """Sample by inverse transform: return the token whose cumulative probability exceeds the row's
+    chance, int64 [rows].
+    """
     if temperature == 0:
         return logits.argmax(dim=1)
     reached = (logits / temperature).softmax(dim=1).cumsum(dim=1)
@@ -154,11 +193,16 @@ def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> tor
 
 
 def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRows:
-    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if missing, empty, not UTF-8 or not encodable."""
+    """Read PROMPTS and LENGTHS from the lines of a text. Raises InputError if missing, empty, not
+    UTF-8 or not encodable.
+    """
     try:
         lines = storage.read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: must be UTF-8 text with one prompt per line, got an invalid byte at {error.start:,}") from None
+        raise InputError(
+            f"{path}: must be UTF-8 text with one prompt per line, got an invalid byte at "
+            f"{error.start:,}"
+        ) from None
     if not lines:
         raise InputError(f"{path}: has no prompts. Write one per line.")
     encoded = [np.asarray(tokenizer.encode(line or "\n"), np.int64)[-window:] for line in lines]
@@ -169,36 +213,58 @@ def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRo
     return ArrayRows({PROMPTS: prompts, LENGTHS: lengths})
 
 
-# Models of config.json, pretrained weights ------------------------------------------------------------------------------
+# -- Models of config.json, pretrained weights
 
 
 def build_model(values: Mapping[str, Any]) -> PreTrainedModel:
-    """Build the causal model of config.json values on CPU, in float32, with initial values from torch's global generator."""
+    """Build the causal model of config.json values on CPU, in float32, with initial values from
+    torch's global generator.
+    """
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), dtype=torch.float32)
     return through_onednn(model)
 
 
-def read_config(folder: str, *, vocabulary_size: int, block_size: int) -> tuple[dict[str, Any], int]:
-    """Return config.json of a causal model, and its number of parameters. Code that it names is never loaded. Raises InputError
-    if transformers does not have the model, it is too small for the vocabulary or blocks, or it cannot cache keys and values."""
+def read_config(
+    folder: str, *, vocabulary_size: int, block_size: int
+) -> tuple[dict[str, Any], int]:
+    """Return config.json of a causal model, and its number of parameters. Code that it names is
+    never loaded. Raises InputError if transformers does not have the model, it is too small for the
+    vocabulary or blocks, or it cannot cache keys and values.
+    """
     path = storage.join(folder, "config.json")
     values = storage.read_json(path)
     kind = values.get("model_type") if isinstance(values, dict) else None
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise InputError(f"workload.model.config: {path}: model_type must be a causal model of transformers, got {kind}")
-    values = {name: value for name, value in values.items() if name not in ("auto_map", "quantization_config")}
+        raise InputError(
+            f"workload.model.config: {path}: model_type must be a causal model of transformers, "
+            f"got {kind}"
+        )
+    values = {
+        name: value
+        for name, value in values.items()
+        if name not in ("auto_map", "quantization_config")
+    }
     try:
         with torch.device("meta"):
             model: Any = build_model(values)
     except Exception as error:  # depends on the model
-        raise InputError(f"workload.model.config: {path}: transformers cannot build the model ({one_line(error)})") from None
+        raise InputError(
+            f"workload.model.config: {path}: transformers cannot build the model "
+            f"({one_line(error)})"
+        ) from None
     if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise InputError(f"workload.model.config: {path}: model must cache keys and values for generation, got {kind}")
+        raise InputError(
+            f"workload.model.config: {path}: model must cache keys and values for generation, got "
+            f"{kind}"
+        )
     limits = {"vocab_size": model.get_input_embeddings().weight.shape[0]}
     limits["max_position_embeddings"] = getattr(model.config, "max_position_embeddings", block_size)
     for (name, limit), size in zip(limits.items(), (vocabulary_size, block_size), strict=True):
         if limit < size:
-            raise InputError(f"workload.model.config: {path}: {name} must be at least {size}, as in the tokens, got {limit}")
+            raise InputError(
+                f"workload.model.config: {path}: {name} must be at least {size}, as in the "
+                f"tokens, got {limit}"
+            )
     return values, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -207,45 +273,64 @@ def check_weights(folder: str, expected: Mapping[str, Any]) -> None:
     path = storage.join(folder, "config.json")
     stored_config = storage.read_json(path)
     for name in ("model_type", "vocab_size", "n_layer", "n_head", "n_embd", "n_positions"):
-        if name in expected and (not isinstance(stored_config, dict) or stored_config.get(name) != expected[name]):
+        if name in expected and (
+            not isinstance(stored_config, dict) or stored_config.get(name) != expected[name]
+        ):
             stored = stored_config.get(name) if isinstance(stored_config, dict) else None
             raise InputError(
-                f"workload.weights: {path}: {name} must be {expected[name]}, as in the model, got {stored}. Change the model, "
-                "or, for the vocabulary, run `rayrec preprocess --tokenizer` with the tokenizer of the weights."
+                f"workload.weights: {path}: {name} must be {expected[name]}, as in the model, got "
+                f"{stored}. Change the model, or, for the vocabulary, run `rayrec preprocess "
+                "--tokenizer` with the tokenizer of the weights."
             )
 
 
 def load_weights(model: PreTrainedModel, folder: str) -> None:
-    """Load a folder's model.safetensors into the model, with or without the name prefix of its body, such as `transformer.`.
-    Raises InputError for missing, extra or misshapen weights."""
+    """Load a folder's model.safetensors into the model, with or without the name prefix of its
+    body, such as `transformer.`. Raises InputError for missing, extra or misshapen weights.
+    """
     path = storage.join(folder, "model.safetensors")
     if not storage.exists(path):
-        raise InputError(f"workload.weights: {path} not found. Other formats may contain code. Save with safe_serialization.")
+        raise InputError(
+            f"workload.weights: {path} not found. Other formats may contain code. Save with "
+            "safe_serialization."
+        )
     state, prefix = model.state_dict(), f"{model.base_model_prefix}."
     parameters = drop_tied_tensors(state)
     tensors_by_name = {}
     for name, tensor in read_weights(path).items():
         full = name if name in state or name.startswith(prefix) else f"{prefix}{name}"
-        constant = full.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))  # causal masks, rotations
+        # causal masks, rotations
+        constant = full.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))
         if full in parameters or not (full in state or constant):
             tensors_by_name[full] = tensor
     for name in sorted(parameters.keys() | tensors_by_name.keys()):
-        shapes = [list(tensors[name].shape) if name in tensors else None for tensors in (tensors_by_name, parameters)]
+        shapes = [
+            list(tensors[name].shape) if name in tensors else None
+            for tensors in (tensors_by_name, parameters)
+        ]
         if shapes[0] != shapes[1]:
-            raise InputError(f"workload.weights: {path}: {name} must have shape {shapes[1]}, as in the model, got {shapes[0]}")
+            raise InputError(
+                f"workload.weights: {path}: {name} must have shape {shapes[1]}, as in the model, "
+                f"got {shapes[0]}"
+            )
     with torch.no_grad():
         for name, tensor in parameters.items():
             tensor.copy_(tensors_by_name[name])
 
 
 _MIN_MULTIPLY_ADDS = 4_000_000
-"""Minimum multiply-adds for which oneDNN's setup pays: 0.1 ms, forward and backward, as do half as many multiply-adds."""
+"""Minimum multiply-adds for which oneDNN's setup pays: 0.1 ms, forward and backward, as do half as
+many multiply-adds.
+"""
 
 
 def through_onednn(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the model's linear layers multiply with oneDNN, in place. Parameters and names stay. Rounding of sums changes."""
+    """Make the model's linear layers multiply with oneDNN, in place. Parameters and names stay.
+    Rounding of sums changes.
+    """
     for module in model.modules():
-        # Replacing modules would require knowing their places in transformers and tying the weights again.
+        # Replacing modules would require knowing their places in transformers and tying the weights
+        # again.
         if type(module) is Conv1D:
             module.__class__ = _Conv1D
         elif type(module) is nn.Linear:
@@ -264,17 +349,29 @@ class _Conv1D(Conv1D):
 @final
 class _Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _product(input, self.weight, self.bias) if _pays(input, self.out_features) else super().forward(input)
+        return (
+            _product(input, self.weight, self.bias)
+            if _pays(input, self.out_features)
+            else super().forward(input)
+        )
 
 
 def _pays(inputs: torch.Tensor, out_features: int) -> bool:
-    """Return whether torch would use MKL for a large enough product. In bf16, torch uses oneDNN anyway."""
+    """Return whether torch would use MKL for a large enough product. In bf16, torch uses oneDNN
+    anyway.
+    """
     if torch.compiler.is_compiling() or not inputs.is_cpu or inputs.dtype != torch.float32:
         return False
-    return not torch.is_autocast_enabled("cpu") and inputs.numel() * out_features >= _MIN_MULTIPLY_ADDS
+    return (
+        not torch.is_autocast_enabled("cpu") and inputs.numel() * out_features >= _MIN_MULTIPLY_ADDS
+    )
 
 
 def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply inputs [..., in_features] by weight [out_features, in_features] with any strides, and add the bias."""
+    """Multiply inputs [..., in_features] by weight [out_features, in_features] with any strides,
+    and add the bias.
+    """
     rows = inputs.reshape(-1, inputs.shape[-1])
-    return linear_stack(rows, [weight, bias], relus=(False,), dtype=torch.float32).view(*inputs.shape[:-1], weight.shape[0])
+    return linear_stack(rows, [weight, bias], relus=(False,), dtype=torch.float32).view(
+        *inputs.shape[:-1], weight.shape[0]
+    )

@@ -1,4 +1,6 @@
-"""Scoring interface between inference and workloads, of all kinds, and checks of checkpoints to score with or start from."""
+"""Scoring interface between inference and workloads, of all kinds, and checks of checkpoints to
+score with or start from.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ class Scoring:
     block_rows: tuple[int, ...]
     """Row count of each block."""
     load: Callable[[Device], Callable[[int], pa.Table]]
-    """Load the model, once in each scoring process or thread. Picklable. The result scores a block, given its number. Its table
-    has a row for each input row: `row` (0-based position in the input, int64) and the workload's columns."""
+    """Load the model, once in each scoring process or thread. Picklable. The result scores a block,
+    given its number. Its table has a row for each input row: `row` (0-based position in the input,
+    int64) and the workload's columns.
+    """
     make_totals: Callable[[], Accumulator]
     """Create totals for these tables, if `evaluating`."""
     described: dict[str, Any]
@@ -44,13 +48,19 @@ class Scoring:
     is_clicks: bool = False
     """Flag for tables with `logit` and, if `evaluating`, `label` and the keys of `slice_by`."""
     bounded: tuple[str, ...] = ()
-    """Columns of numbers with bounds, each with a column `rayrec.data.encoding.clipping.COLUMN` of the tables."""
+    """Columns of numbers with bounds, each with a column `rayrec.data.encoding.clipping.COLUMN` of
+    the tables.
+    """
     set_name: str = ""
-    """Name of the run's set, test or validation, whose rows are scored. Empty if all rows of a path are."""
+    """Name of the run's set, test or validation, whose rows are scored. Empty if all rows of a path
+    are.
+    """
     first_row: int = 0
     """Number of the first scored row in its log."""
     rows_key: str = ""
-    """Hash of the own set's rows, equal for equal rows under any path. Empty if all rows of a path are scored."""
+    """Hash of the own set's rows, equal for equal rows under any path. Empty if all rows of a path
+    are scored.
+    """
 
     @property
     def rows(self) -> int:
@@ -61,7 +71,9 @@ class Scoring:
         return len(self.block_rows)
 
     def block_of(self, row: int) -> tuple[int, int]:
-        """Return the number and first row of the block that contains a row. After the last row, the number is the block count."""
+        """Return the number and first row of the block that contains a row. After the last row, the
+        number is the block count.
+        """
         ends = list(itertools.accumulate(self.block_rows))
         number = bisect_right(ends, row)
         return number, ends[number - 1] if number else 0
@@ -105,21 +117,32 @@ class BlockScorer:
 
 
 def check_weights(checkpoint: str, expected: Mapping[str, list[int]]) -> None:
-    """Check that a checkpoint's weights match its config.yaml and Preprocessor. Reads no weights. Raises InputError."""
+    """Check that a checkpoint's weights match its config.yaml and Preprocessor. Reads no weights.
+    Raises InputError.
+    """
     if mismatch := mismatched_weight(Checkpoint(checkpoint), expected):
         raise InputError(
-            f"{checkpoint}: {mismatch}. Its files are from different checkpoints, or the recipe's network has changed. Copy the "
-            "full checkpoint folder, or restore the network."
+            f"{checkpoint}: {mismatch}. Its files are from different checkpoints, or the recipe's "
+            "network has changed. Copy the full checkpoint folder, or restore the network."
         )
 
 
 def mismatched_weight(checkpoint: Checkpoint, expected: Mapping[str, list[int]]) -> str | None:
-    """Describe the first weight with another name (without `PREFIX`) or shape than `expected`, or return None."""
+    """Describe the first weight with another name (without `PREFIX`) or shape than `expected`, or
+    return None.
+    """
     entries = checkpoint.manifest()["tensors"]
-    stored = {name.removeprefix(PREFIX): entries[name]["shape"] for name in entries if name.startswith(PREFIX)}
+    stored = {
+        name.removeprefix(PREFIX): entries[name]["shape"]
+        for name in entries
+        if name.startswith(PREFIX)
+    }
     for name in sorted(stored.keys() | expected.keys()):
         if stored.get(name) != expected.get(name):
-            return f"{name}: shape must be {expected.get(name, 'absent')}, got {stored.get(name, 'absent')}"
+            return (
+                f"{name}: shape must be {expected.get(name, 'absent')}, got "
+                f"{stored.get(name, 'absent')}"
+            )
     return None
 
 
@@ -130,18 +153,30 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     path = storage.join(checkpoint.path, "config.yaml")
     try:
         values = yaml.safe_load(storage.read_bytes(path).decode())
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: not UTF-8, or an invalid date
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ):  # ValueError: not UTF-8, or an invalid date
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("workload"), dict):
-        raise InputError(f"{path}: must be the configuration of a run. Copy the full checkpoint folder.")
+        raise InputError(
+            f"{path}: must be the configuration of a run. Copy the full checkpoint folder."
+        )
     return values
 
 
 def require_same_optimizer(
-    checkpoint: Checkpoint, stored: Mapping[str, Any], group: str, optimizer: Config, *, fields: Iterable[str]
+    checkpoint: Checkpoint,
+    stored: Mapping[str, Any],
+    group: str,
+    optimizer: Config,
+    *,
+    fields: Iterable[str],
 ) -> None:
-    """Raise InputError if optimizer settings `fields`, which determine state, differ from the checkpoint. `group`: their
-    field."""
+    """Raise InputError if optimizer settings `fields`, which determine state, differ from the
+    checkpoint. `group`: their field.
+    """
     current = optimizer.to_dict()
     previous = {**type(optimizer)().to_dict(), **(stored["workload"].get(group) or {})}
     for field in fields:
@@ -149,12 +184,18 @@ def require_same_optimizer(
             isinstance(current[field], str) and previous[field] != current[field]
         ):
             raise InputError(
-                f"init_from {checkpoint.path}: optimizer state does not match: trained with workload.{group}.{field} "
-                f"{previous[field]}, this run has {current[field]}. Use the same value."
+                f"init_from {checkpoint.path}: optimizer state does not match: trained with "
+                f"workload.{group}.{field} {previous[field]}, this run has {current[field]}. Use "
+                "the same value."
             )
 
 
 def require_same_weights(checkpoint: Checkpoint, expected: Mapping[str, list[int]]) -> None:
-    """Check that the weights of a checkpoint have the names (without `PREFIX`) and shapes `expected`. Raises InputError."""
+    """Check that the weights of a checkpoint have the names (without `PREFIX`) and shapes
+    `expected`. Raises InputError.
+    """
     if mismatch := mismatched_weight(checkpoint, expected):
-        raise InputError(f"init_from {checkpoint.path}: {mismatch}. Use the model and settings of its config.yaml.")
+        raise InputError(
+            f"init_from {checkpoint.path}: {mismatch}. Use the model and settings of its "
+            "config.yaml."
+        )

@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 
 class StepTimer:
-    """Timer that does nothing. Subclasses attribute the time from `start` to `stop` to phases (`rayrec.observe.timing.PHASES`).
-    For one thread, and threads that work for it while it waits."""
+    """Timer that does nothing. Subclasses attribute the time from `start` to `stop` to phases
+    (`rayrec.observe.timing.PHASES`). For one thread, and threads that work for it while it
+    waits.
+    """
 
     measures = False
 
@@ -34,7 +36,9 @@ class StepTimer:
         return _Phase(self, name)
 
     def enter(self, name: str) -> str:
-        """Switch to a phase and return the previous one. Takes about a microsecond and never blocks."""
+        """Switch to a phase and return the previous one. Takes about a microsecond and never
+        blocks.
+        """
         return name
 
     def start(self) -> None:
@@ -47,8 +51,10 @@ class StepTimer:
         """End an interval and begin the next."""
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase in the last completed interval, empty if not measured. The device must have reached
-        the cut: call it after a synchronization that happens anyway."""
+        """Return the seconds of each phase in the last completed interval, empty if not measured.
+        The device must have reached the cut: call it after a synchronization that happens
+        anyway.
+        """
         return {}
 
 
@@ -108,9 +114,10 @@ class HostTimer(StepTimer):
 
 @final
 class DeviceTimer(StepTimer):
-    """Timer of a CUDA device with events in the compute stream, which separate waiting from overlapped work. Concurrent data
-    loading, copies and collectives in other streams are free. If the compute stream waits for them, or for the host, the time
-    counts as theirs."""
+    """Timer of a CUDA device with events in the compute stream, which separate waiting from
+    overlapped work. Concurrent data loading, copies and collectives in other streams are free. If
+    the compute stream waits for them, or for the host, the time counts as theirs.
+    """
 
     measures = True
 
@@ -166,9 +173,10 @@ def make_step_timer(device: torch.device, *, measure: bool) -> StepTimer:
 
 @contextlib.contextmanager
 def time_collective_waits(clock: StepTimer) -> Iterator[None]:
-    """Attribute time that the timer's thread waits for collectives to the phase `collectives`. torch has no hook for this, so it
-    temporarily replaces `Work.wait`, which all Python code waits through (torch.distributed, TorchRec and rayrec). Threads that
-    save are not affected."""
+    """Attribute time that the timer's thread waits for collectives to the phase `collectives`.
+    torch has no hook for this, so it temporarily replaces `Work.wait`, which all Python code waits
+    through (torch.distributed, TorchRec and rayrec). Threads that save are not affected.
+    """
     if not clock.measures:
         yield
         return
@@ -189,7 +197,9 @@ def time_collective_waits(clock: StepTimer) -> Iterator[None]:
 
 
 def time_gradient_exchange(clock: StepTimer, loss: torch.Tensor) -> None:
-    """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange gradients in it, and wait in C++."""
+    """Attribute the end of the backward pass of `loss` to collectives: DDP and FSDP exchange
+    gradients in it, and wait in C++.
+    """
 
     def computed() -> None:
         if clock.now == "backward":  # the code that enter_phase `backward` leaves it after the pass

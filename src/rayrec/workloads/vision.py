@@ -1,4 +1,6 @@
-"""Image classification workloads: ResNet on images in the idx format, in memory once per node, or on JPEG and PNG files."""
+"""Image classification workloads: ResNet on images in the idx format, in memory once per node, or
+on JPEG and PNG files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from rayrec.bounds import Amount, Count, Natural, Positive, Share
 from rayrec.config import Config, InputError
 from rayrec.data import numbered_rows
 from rayrec.data.engine import Engine, InProcess, Shared, ThreadEngine
-from rayrec.data.numbered_rows import IMAGES, LABELS, READABLE, ArrayRows, ImageConfig, ImageIndex, ImageRows, RowSource
+from rayrec.data.numbered_rows import (
+    IMAGES,
+    LABELS,
+    READABLE,
+    ArrayRows,
+    ImageConfig,
+    ImageIndex,
+    ImageRows,
+    RowSource,
+)
 from rayrec.imports import require
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.workload import DataParallelWorkload
@@ -29,7 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(Config):
-    """Residual network of basic blocks (He et al., 2015, section 4.1) with torchvision's names and initial values."""
+    """Residual network of basic blocks (He et al., 2015, section 4.1) with torchvision's names and
+    initial values.
+    """
 
     blocks: tuple[Count, Count, Count, Count] = (2, 2, 2, 2)
     """Number of residual blocks per stage: (2, 2, 2, 2) is ResNet18, (3, 4, 6, 3) is ResNet34."""
@@ -39,8 +52,10 @@ class ResNetConfig(Config):
     """Number of classes."""
 
     def build(self) -> ResNet:
-        """Build the network on CPU. After the same `torch.manual_seed`, `torchvision.models.resnet18` with the same channels and
-        classes has the same initial values."""
+        """Build the network on CPU. After the same `torch.manual_seed`,
+        `torchvision.models.resnet18` with the same channels and classes has the same initial
+        values.
+        """
         from rayrec.workloads.vision_model import ResNet
 
         return ResNet(self.blocks, num_channels=self.num_channels, num_classes=self.num_classes)
@@ -85,8 +100,9 @@ class Prepared:
     """Driver results shared with all workers."""
 
     sets: Mapping[str, Any]
-    """Sets `train`, `validation` and `test`, each a Part or, for files, a shared ImageIndex. The last two are equal if
-    `validation_rows` is 0."""
+    """Sets `train`, `validation` and `test`, each a Part or, for files, a shared ImageIndex. The
+    last two are equal if `validation_rows` is 0.
+    """
     weights: Shared[dict[str, np.ndarray]] | None
     """Initial weights by name, or None without a file."""
     data_hash: str
@@ -106,13 +122,17 @@ class VisionWorkload(DataParallelWorkload):
     model: ResNetConfig = field(default_factory=ResNetConfig)
     """Network architecture."""
     weights: str | None = None
-    """File of initial weights with torchvision's names, .safetensors or .pt, local or a URL. None initializes randomly."""
+    """File of initial weights with torchvision's names, .safetensors or .pt, local or a URL. None
+    initializes randomly.
+    """
     mean: float | tuple[float, float, float] = 0.5
     """Mean of pixels in [0, 1], of all or for each channel, subtracted before dividing by `std`."""
     std: Positive | tuple[Positive, Positive, Positive] = 0.5
     """Standard deviation for the normalization, of all or for each channel, above 0."""
     validation_rows: Natural = 0
-    """Number of last training rows to reserve for choosing the best weights. 0 uses the test rows instead."""
+    """Number of last training rows to reserve for choosing the best weights. 0 uses the test rows
+    instead.
+    """
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     """Random augmentation of training images."""
     label_smoothing: Share = 0.0
@@ -122,14 +142,27 @@ class VisionWorkload(DataParallelWorkload):
         super().__post_init__()
         channels = self.model.num_channels
         if channels not in self.CHANNELS:
-            raise InputError(f"workload.model.num_channels: must be {' or '.join(map(str, self.CHANNELS))}, got {channels}")
-        if channels == 1 and not (isinstance(self.mean, float | int) and isinstance(self.std, float | int)):
-            raise InputError(f"workload.mean and std: must be one number each for gray images, got {self.mean} and {self.std}")
+            raise InputError(
+                f"workload.model.num_channels: must be {' or '.join(map(str, self.CHANNELS))}, "
+                f"got {channels}"
+            )
+        if channels == 1 and not (
+            isinstance(self.mean, float | int) and isinstance(self.std, float | int)
+        ):
+            raise InputError(
+                f"workload.mean and std: must be one number each for gray images, got {self.mean} "
+                f"and {self.std}"
+            )
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the means over readable images, and the share of others, `unreadable`, for files."""
+        """Return the means over readable images, and the share of others, `unreadable`, for
+        files.
+        """
         readable = 1 - means.get("unreadable", 0.0)
-        return {name: value / (readable or 1) if name != "unreadable" else value for name, value in means.items()}
+        return {
+            name: value / (readable or 1) if name != "unreadable" else value
+            for name, value in means.items()
+        }
 
     def score(self, metrics: dict[str, float]) -> float:
         """Return the share of correctly classified rows."""
@@ -144,7 +177,8 @@ class VisionWorkload(DataParallelWorkload):
         super().check(config)
         if config.train_data.path is None:
             raise InputError(
-                "train_data.path: must be a folder of images, got None. Pass --train-data.path DIR (`rayrec fetch mnist`)."
+                "train_data.path: must be a folder of images, got None. Pass --train-data.path "
+                "DIR (`rayrec fetch mnist`)."
             )
         for folder, part in ((config.train_data.path, "train"), (_test_folder(config), "t10k")):
             for kind in ("images", "labels"):
@@ -155,7 +189,11 @@ class VisionWorkload(DataParallelWorkload):
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
         parts = [(part, kind) for part in ("train", "t10k") for kind in ("images", "labels")]
-        files = [file for part, kind in parts if (file := numbered_rows.find(path, part, kind)) is not None]
+        files = [
+            file
+            for part, kind in parts
+            if (file := numbered_rows.find(path, part, kind)) is not None
+        ]
         if not files:
             raise numbered_rows.missing(path, *parts[0])
         return list(storage.find_files(files).values())
@@ -171,19 +209,26 @@ class VisionWorkload(DataParallelWorkload):
         shape, test_shape = train[IMAGES].shape, test[IMAGES].shape
         if shape[1:] != test_shape[1:]:
             raise InputError(
-                f"{folder}: test images of {test_shape[1:]} pixels do not match training images of {shape[1:]}. Use files of one "
-                "data set."
+                f"{folder}: test images of {test_shape[1:]} pixels do not match training images of "
+                f"{shape[1:]}. Use files of one data set."
             )
         train_rows = shape[0] - self.validation_rows
         if train_rows < 1 or not test_shape[0]:
             raise InputError(
-                f"{config.train_data.path}: must have test rows, and more training rows than validation_rows "
-                f"({self.validation_rows:,}), got {shape[0]:,} training and {test_shape[0]:,} test rows"
+                f"{config.train_data.path}: must have test rows, and more training rows than "
+                f"validation_rows ({self.validation_rows:,}), got {shape[0]:,} training and "
+                f"{test_shape[0]:,} test rows"
             )
         train_ref, test_ref = share(train), share(test)
         test_part = Part(test_ref, 0, test_shape[0])
-        validation_part = Part(train_ref, train_rows, shape[0]) if self.validation_rows else test_part
-        sets = {"train": Part(train_ref, 0, train_rows), "validation": validation_part, "test": test_part}
+        validation_part = (
+            Part(train_ref, train_rows, shape[0]) if self.validation_rows else test_part
+        )
+        sets = {
+            "train": Part(train_ref, 0, train_rows),
+            "validation": validation_part,
+            "test": test_part,
+        }
         weights = None if self.weights is None else share(self._initial_weights(self.weights))
         return Prepared(sets, weights, _data_hash(train, test))
 
@@ -208,7 +253,9 @@ class VisionWorkload(DataParallelWorkload):
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
         part = prepared.sets[name]
-        return ArrayRows({key: array[part.start : part.stop] for key, array in part.arrays.get().items()})
+        return ArrayRows(
+            {key: array[part.start : part.stop] for key, array in part.arrays.get().items()}
+        )
 
     def build(self, prepared: Prepared) -> ResNet:
         import torch
@@ -216,7 +263,9 @@ class VisionWorkload(DataParallelWorkload):
         model = self.model.build()
         if prepared.weights is not None:
             weights = prepared.weights.get()  # arrays in the object store are read-only
-            model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
+            model.load_state_dict(
+                {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
+            )
         return model
 
     def augment(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -226,9 +275,12 @@ class VisionWorkload(DataParallelWorkload):
             return tensors
         return {**tensors, IMAGES: augmented(tensors[IMAGES], **self.augmentation.to_dict())}
 
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `loss`, the cross entropy (with smoothed targets in training), and `accuracy`, 1 for a correct class. Both are 0
-        for unreadable images, which `unreadable` counts."""
+    def measure(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return `loss`, the cross entropy (with smoothed targets in training), and `accuracy`, 1
+        for a correct class. Both are 0 for unreadable images, which `unreadable` counts.
+        """
         import torch
         from torch.nn import functional
 
@@ -239,7 +291,11 @@ class VisionWorkload(DataParallelWorkload):
         if READABLE not in tensors:
             return {"loss": loss, "accuracy": accuracy}
         readable = tensors[READABLE].float()
-        return {"loss": loss * readable, "accuracy": accuracy * readable, "unreadable": 1 - readable}
+        return {
+            "loss": loss * readable,
+            "accuracy": accuracy * readable,
+            "unreadable": 1 - readable,
+        }
 
     def _logits(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits, float32 [rows, num_classes]."""
@@ -248,24 +304,41 @@ class VisionWorkload(DataParallelWorkload):
         return model(normalised(tensors[IMAGES], mean=self.mean, std=self.std)).float()
 
     def samples(
-        self, model: torch.nn.Module, *, prepared: Prepared, sets: Mapping[str, RowSource], device: torch.device
+        self,
+        model: torch.nn.Module,
+        *,
+        prepared: Prepared,
+        sets: Mapping[str, RowSource],
+        device: torch.device,
     ) -> list[dict[str, Any]]:
         """Return nine fixed test images: pixels, label, prediction and its probability."""
         import torch
 
         source, names = sets.get("test", sets["validation"]), dict(enumerate(prepared.classes))
-        arrays = source.read(np.random.default_rng(0).choice(len(source), size=min(NUM_SAMPLES, len(source)), replace=False))
-        columns = self.predict(model, {name: torch.from_numpy(array).to(device) for name, array in arrays.items()})
+        arrays = source.read(
+            np.random.default_rng(0).choice(
+                len(source), size=min(NUM_SAMPLES, len(source)), replace=False
+            )
+        )
+        columns = self.predict(
+            model, {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        )
         return [
             {
                 "kind": "image",
-                "pixels": image[:: -(-len(image) // SAMPLE_PIXELS), :: -(-image.shape[1] // SAMPLE_PIXELS)].tolist(),
+                "pixels": image[
+                    :: -(-len(image) // SAMPLE_PIXELS), :: -(-image.shape[1] // SAMPLE_PIXELS)
+                ].tolist(),
                 "label": names.get(label, str(label)),
                 "prediction": names.get(prediction, str(prediction)),
                 "probability": float(probability),
             }
             for image, label, prediction, probability in zip(
-                arrays[IMAGES], arrays[LABELS], columns["prediction"], columns["probability"], strict=True
+                arrays[IMAGES],
+                arrays[LABELS],
+                columns["prediction"],
+                columns["probability"],
+                strict=True,
             )
         ]
 
@@ -275,26 +348,37 @@ class VisionWorkload(DataParallelWorkload):
         return config.evaluated_data
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """Open images and labels of a folder (its test files, else its training files), or an image file with its label file.
-        Raises InputError if they are missing, damaged or do not match."""
+        """Open images and labels of a folder (its test files, else its training files), or an image
+        file with its label file. Raises InputError if they are missing, damaged or do not match.
+        """
         images, labels = _paths(path)
         if labels is None:
-            raise InputError(f"{images}: label file not found. Name the files ...-images-idx3-ubyte and ...-labels-idx1-ubyte.")
-        return ArrayRows(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes))
+            raise InputError(
+                f"{images}: label file not found. Name the files ...-images-idx3-ubyte and "
+                "...-labels-idx1-ubyte."
+            )
+        return ArrayRows(
+            numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)
+        )
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
         """Open images as `open_labelled`, with labels only if available."""
         images, labels = _paths(path)
         if labels is None:
             return ArrayRows({IMAGES: numbered_rows.read_images(images)})
-        return ArrayRows(numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes))
+        return ArrayRows(
+            numbered_rows.read_pair(images, labels, num_classes=self.model.num_classes)
+        )
 
     def build_from(self, config: TrainConfig, *, checkpoint: str) -> ResNet:
         return self.model.build()
 
-    def predict(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        """Return the columns `prediction` (int64, -1 for an unreadable image), its `probability` (float32) and, if labels are
-        known, `label` (int64)."""
+    def predict(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, np.ndarray]:
+        """Return the columns `prediction` (int64, -1 for an unreadable image), its `probability`
+        (float32) and, if labels are known, `label` (int64).
+        """
         import torch
 
         with torch.no_grad():
@@ -307,20 +391,30 @@ class VisionWorkload(DataParallelWorkload):
         return {name: column.cpu().numpy() for name, column in columns.items()}  # device sync
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:
-        """Write `model.safetensors` and `config.json` (network and normalization). `torchvision.models.resnet18(num_classes=...)`
-        loads the weights once its first layer has one channel."""
+        """Write `model.safetensors` and `config.json` (network and normalization).
+        `torchvision.models.resnet18(num_classes=...)` loads the weights once its first layer has
+        one channel.
+        """
         from rayrec.checkpoint.reader import export_weights
 
         report = export_weights(checkpoint, out)
-        settings = {name: value for name, value in self.to_dict().items() if name in ("mean", "std", "images")}
+        settings = {
+            name: value
+            for name, value in self.to_dict().items()
+            if name in ("mean", "std", "images")
+        }
         classes = {"classes": names} if (names := _classes_of(checkpoint)) else {}
-        storage.write_json(storage.join(out, "config.json"), {**self.model.to_dict(), **settings, **classes})
+        storage.write_json(
+            storage.join(out, "config.json"), {**self.model.to_dict(), **settings, **classes}
+        )
         return dict(report)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFilesWorkload(VisionWorkload):
-    """Training of a ResNet classifier of JPEG and PNG images in class folders or tar shards, decoded when they are read."""
+    """Training of a ResNet classifier of JPEG and PNG images in class folders or tar shards,
+    decoded when they are read.
+    """
 
     CHANNELS: ClassVar[tuple[int, ...]] = (1, 3)
 
@@ -332,8 +426,9 @@ class ImageFilesWorkload(VisionWorkload):
         require("PIL", extra="language")
         if config.train_data.path is None or not (config.eval_data.path or self.validation_rows):
             raise InputError(
-                "train_data.path and eval_data.path: must be folders with one subfolder of images per class. Pass --data DIR and "
-                "--eval-data.path DIR, or --workload.validation-rows N to evaluate on training images."
+                "train_data.path and eval_data.path: must be folders with one subfolder of images "
+                "per class. Pass --data DIR and --eval-data.path DIR, or "
+                "--workload.validation-rows N to evaluate on training images."
             )
         for data in (config.train_data, config.eval_data):
             if data.path is not None:
@@ -348,29 +443,43 @@ class ImageFilesWorkload(VisionWorkload):
         train_path, test_path = context.config.train_data.path, context.config.eval_data.path
         assert train_path is not None
         train = self._index(train_path, context.engine)
-        indices = {} if test_path is None else {"test": self._index(test_path, context.engine, classes=train.classes)}
+        indices = (
+            {}
+            if test_path is None
+            else {"test": self._index(test_path, context.engine, classes=train.classes)}
+        )
         if self.validation_rows:
             train, indices["validation"] = train.split(self.validation_rows)
         indices["train"] = train
         if not all(map(len, indices.values())):
             raise InputError(
-                f"{train_path}: must have more images than validation_rows, {self.validation_rows:,}, got "
-                f"{len(train) + len(indices['validation']):,}. Lower it."
+                f"{train_path}: must have more images than validation_rows, "
+                f"{self.validation_rows:,}, got {len(train) + len(indices['validation']):,}. Lower "
+                "it."
             )
         sets = {name: context.engine.share(index) for name, index in indices.items()}
         sets.setdefault("validation", sets.get("test", sets["train"]))
-        weights = None if self.weights is None else context.engine.share(self._initial_weights(self.weights))
+        weights = (
+            None
+            if self.weights is None
+            else context.engine.share(self._initial_weights(self.weights))
+        )
         hashes = "/".join(index.hash for _, index in sorted(indices.items()))
-        return Prepared(sets, weights, hashlib.sha256(hashes.encode()).hexdigest()[:16], train.classes)
+        return Prepared(
+            sets, weights, hashlib.sha256(hashes.encode()).hexdigest()[:16], train.classes
+        )
 
     def _index(self, path: str, engine: Engine, *, classes: Sequence[str] = ()) -> ImageIndex:
-        index, classes_of_model = numbered_rows.index_images(path, engine, classes=classes), self.model.num_classes
+        index, classes_of_model = (
+            numbered_rows.index_images(path, engine, classes=classes),
+            self.model.num_classes,
+        )
         assert index.labels is not None
         needed = len(index.classes) or int(index.labels.max()) + 1
         if needed > classes_of_model or (index.classes and needed < classes_of_model):
             raise InputError(
-                f"{path}: has {needed:,} classes, but workload.model.num_classes is {classes_of_model:,}. Pass "
-                f"--workload.model.num-classes {needed}."
+                f"{path}: has {needed:,} classes, but workload.model.num_classes is "
+                f"{classes_of_model:,}. Pass --workload.model.num-classes {needed}."
             )
         return index
 
@@ -379,7 +488,10 @@ class ImageFilesWorkload(VisionWorkload):
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
         index, config = prepared.sets[name], context.config
-        seed, limit = config.seed if name == "train" else None, config.max_bad_fraction * len(index.get()) / context.world_size
+        seed, limit = (
+            config.seed if name == "train" else None,
+            config.max_bad_fraction * len(index.get()) / context.world_size,
+        )
         return ImageRows(index, self.images, self._mode, seed, max_unreadable=limit)
 
     @property
@@ -387,16 +499,23 @@ class ImageFilesWorkload(VisionWorkload):
         return "L" if self.model.num_channels == 1 else "RGB"
 
     def evaluation_data(self, config: TrainConfig) -> DataConfig:
-        return config.eval_data  # Without it, the held-out images are rows of the training folder, in no file of their own
+        # Without it, the held-out images are rows of the training folder, in no file of their own
+        return config.eval_data
 
     def open_labelled(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """Open the images of class folders, named as in training, or of tar shards. Raises InputError for others."""
+        """Open the images of class folders, named as in training, or of tar shards. Raises
+        InputError for others.
+        """
         index = self._index(path, ThreadEngine(1), classes=_classes_of(checkpoint))
         return ImageRows(InProcess(index), self.images, self._mode)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
-        """Open images anywhere below a folder, a file, or tar shards, with labels only if available."""
-        index = numbered_rows.index_images(path, ThreadEngine(1), classes=_classes_of(checkpoint), labelled=False)
+        """Open images anywhere below a folder, a file, or tar shards, with labels only if
+        available.
+        """
+        index = numbered_rows.index_images(
+            path, ThreadEngine(1), classes=_classes_of(checkpoint), labelled=False
+        )
         return ImageRows(InProcess(index), self.images, self._mode)
 
 
@@ -438,4 +557,7 @@ def _labels_beside(images: str) -> str | None:
     plain = name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
     if plain == name.removesuffix(".gz"):
         return None
-    return next((path for end in ("", ".gz") if storage.exists(path := f"{folder}{slash}{plain}{end}")), None)
+    return next(
+        (path for end in ("", ".gz") if storage.exists(path := f"{folder}{slash}{plain}{end}")),
+        None,
+    )

@@ -16,10 +16,13 @@ from rayrec.workloads.base import WorkerContext
 from rayrec.workloads.run_config import ScalingConfig
 
 
-def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSchedule) -> Callable[[int, int], None]:
-    """Return `WorkerSetup.begin_step`, which sets learning rates and random seeds of a step. Learning rates follow the schedule,
-    from the optimizer's current rates and the number of workers. With the seeds, a step repeated after a crash has the same
-    dropout and augmentation."""
+def step_start(
+    context: WorkerContext, optimizer: Any, schedule: LearningRateSchedule
+) -> Callable[[int, int], None]:
+    """Return `WorkerSetup.begin_step`, which sets learning rates and random seeds of a step.
+    Learning rates follow the schedule, from the optimizer's current rates and the number of
+    workers. With the seeds, a step repeated after a crash has the same dropout and augmentation.
+    """
     config = context.config
     factor = learning_rate_factor(config.scaling, world_size=context.world_size)
     base_rates = [rate * factor for rate in learning_rates(optimizer)]
@@ -27,19 +30,24 @@ def step_start(context: WorkerContext, optimizer: Any, schedule: LearningRateSch
 
     def begin_step(step: int, total: int) -> None:
         seed_generators(step_seed(config.seed, step, context.rank), context.device)
-        set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step)
+        set_learning_rates(
+            optimizer, base_rates=base_rates, schedule=schedule_for(total), step=step
+        )
 
     return begin_step
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Return the random seed of a step."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1
+    )
 
 
 def seed_generators(number: int, device: torch.device) -> None:
-    """Seed the generators of the CPU and of `device`. Same as torch.manual_seed(number), but without its stack trace for each
-    unused kind of device, which takes 0.4 ms."""
+    """Seed the generators of the CPU and of `device`. Same as torch.manual_seed(number), but
+    without its stack trace for each unused kind of device, which takes 0.4 ms.
+    """
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -51,9 +59,13 @@ _LARGEST: Final = 3
 
 
 @contextlib.contextmanager
-def memory_errors(described: Mapping[str, Any], *, rank: int, device: torch.device) -> Iterator[None]:
-    """Convert out-of-memory errors of torch on the device into InputError. `described` is `WorkerSetup.described`. Uses
-    `batch_size`, `parallel` and `tables` (each a `TablePlacement` as a dict) if present."""
+def memory_errors(
+    described: Mapping[str, Any], *, rank: int, device: torch.device
+) -> Iterator[None]:
+    """Convert out-of-memory errors of torch on the device into InputError. `described` is
+    `WorkerSetup.described`. Uses `batch_size`, `parallel` and `tables` (each a `TablePlacement` as
+    a dict) if present.
+    """
     try:
         yield
     except Exception as error:
@@ -69,8 +81,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, rank: int, device: torch.device) -> str:
-    """Return a one-line message: worker, requested memory, largest tables, and applicable remedies. Pure."""
+def out_of_memory_text(
+    error: BaseException, described: Mapping[str, Any], *, rank: int, device: torch.device
+) -> str:
+    """Return a one-line message: worker, requested memory, largest tables, and applicable remedies.
+    Pure.
+    """
     request = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     tables = _tables_on_rank(described.get("tables", ()), rank)
     remedies = []
@@ -89,19 +105,24 @@ def out_of_memory_text(error: BaseException, described: Mapping[str, Any], *, ra
     largest = ", ".join(f"{name} {size_text(size)}" for name, size, _ in tables[:_LARGEST])
     filled = f"; its tables take {size_text(total_bytes)}, the largest {largest}" if tables else ""
     return (
-        f"worker {rank}: {device} is out of memory{f' for {request[1]} more' if request else ''}{filled}. Try to "
+        f"worker {rank}: {device} is out of "
+        f"memory{f' for {request[1]} more' if request else ''}{filled}. Try to "
         f"{', or '.join(remedies) or 'use a GPU with more memory'}."
     )
 
 
 def _tables_on_rank(tables: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[str, int, bool]]:
-    """Return (text, bytes on the device of `rank`, whether the device only caches the table), largest first."""
+    """Return (text, bytes on the device of `rank`, whether the device only caches the table),
+    largest first.
+    """
     tables_on_rank = []
     for table in tables:
         table_bytes = table["bytes_of_rank"].get(rank, 0) * table["device_share"]
         if table_bytes:
             shape = f"{table['num_embeddings']:,} x {table['embedding_dim']}"
-            tables_on_rank.append((f"{table['table']} ({shape})", int(table_bytes), table["device_share"] < 1))
+            tables_on_rank.append(
+                (f"{table['table']} ({shape})", int(table_bytes), table["device_share"] < 1)
+            )
     return sorted(tables_on_rank, key=lambda table: -table[1])
 
 

@@ -27,13 +27,29 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, CheckpointReader, CheckpointWriter, DamagedError, Retention, acquire_lease, writer
+from rayrec.checkpoint import (
+    Checkpoint,
+    CheckpointReader,
+    CheckpointWriter,
+    DamagedError,
+    Retention,
+    acquire_lease,
+    writer,
+)
 from rayrec.checkpoint import reader as reader_module
 from rayrec.checkpoint import state as state_module
 from rayrec.checkpoint.format import UnreadableError, seal
 from rayrec.checkpoint.plan import HostCopy, Part, Plan, check_covered
 from rayrec.checkpoint.reader import TableReader
-from rayrec.checkpoint.state import RowMap, Targets, all_tensors, model_tensors, optimizer_tensors, restore_all, restore_rows
+from rayrec.checkpoint.state import (
+    RowMap,
+    Targets,
+    all_tensors,
+    model_tensors,
+    optimizer_tensors,
+    restore_all,
+    restore_rows,
+)
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
@@ -50,16 +66,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     values = torch.randn(83, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "BLOCK_BYTES", 100)
-        checkpoint.save(folder, {"first": torch.ones(5, dtype=torch.float64), "a": values}, state={})
+        checkpoint.save(
+            folder, {"first": torch.ones(5, dtype=torch.float64), "a": values}, state={}
+        )
     return folder, values
 
 
-def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_bytes: int) -> torch.Tensor:
+def _read(
+    folder: str, rows: tuple[int, int], columns: tuple[int, int], range_bytes: int
+) -> torch.Tensor:
     (chunk,) = Checkpoint(folder).manifest()["tensors"]["a"]["chunks"]
     target = torch.zeros(rows[1], columns[1])
     reader = reader_module._Reader(folder, 100)
     reader.range_bytes = range_bytes
-    reader_module._run(reader_module._copies(reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target))
+    reader_module._run(
+        reader_module._copies(
+            reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target
+        )
+    )
     return target
 
 
@@ -70,7 +94,9 @@ def _read(folder: str, rows: tuple[int, int], columns: tuple[int, int], range_by
     range_bytes=st.sampled_from([1, 12, 100, 300, 10_000]),
     scheme=st.sampled_from(["", "file://"]),
 )
-def test_reader_returns_any_rows(saved: Saved, first: int, count: int, columns: Any, range_bytes: int, scheme: str) -> None:
+def test_reader_returns_any_rows(
+    saved: Saved, first: int, count: int, columns: Any, range_bytes: int, scheme: str
+) -> None:
     folder, values = saved
     count = min(count, 83 - first)
     got = _read(scheme + folder, (first, count), columns, range_bytes)
@@ -87,7 +113,15 @@ def test_unread_damage_is_ignored(saved: Saved, scheme: str) -> None:
     try:
         assert torch.equal(_read(scheme + folder, (0, 25), (0, 3), 100), values[:25])
         assert torch.equal(_read(scheme + folder, (34, 49), (0, 3), 100), values[34:])
-        fails_with(DamagedError, "the checksum of a does not match", _read, scheme + folder, (32, 1), (0, 3), 100)
+        fails_with(
+            DamagedError,
+            "the checksum of a does not match",
+            _read,
+            scheme + folder,
+            (32, 1),
+            (0, 3),
+            100,
+        )
     finally:
         flip(*place)
 
@@ -107,15 +141,30 @@ def test_aligned_blocks_are_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "manifest.json"])
-def test_unreadable_disk_sector_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+def test_unreadable_disk_sector_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
     """An earlier checkpoint is used for unreadable files, but not during an outage of a store."""
     first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
-        checkpoint.save(saved.path, {"a": torch.ones(3)}, state={}, extra_files=ExtraFiles({"config.yaml": b"a: 1"}).write)
+        checkpoint.save(
+            saved.path,
+            {"a": torch.ones(3)},
+            state={},
+            extra_files=ExtraFiles({"config.yaml": b"a: 1"}).write,
+        )
     unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
     target, told = {"a": torch.zeros(3)}, []
-    fails_with(UnreadableError, rf"{name}: cannot be read \(.+\); use an earlier checkpoint", checkpoint.restore, second, target)
-    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"])))
+    fails_with(
+        UnreadableError,
+        rf"{name}: cannot be read \(.+\); use an earlier checkpoint",
+        checkpoint.restore,
+        second,
+        target,
+    )
+    found = checkpoint.latest_valid_checkpoint(
+        str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"]))
+    )
     if name == "manifest.json":
         assert (found, told) == (first, [("checkpoint_damaged", second.path)])
     else:
@@ -140,13 +189,17 @@ def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) 
     fails_with(DamagedError, "truncated", next, tensors)
 
 
-# Stored rows under other numbers: each part in any plan equals the same rows in the full table ------------------------
+# Stored rows under other numbers: each part in any plan equals the same rows in the full table ----
 ROWS, STORED, COLUMNS = 50, 40, 12
 
 
 def stored(folder: Path) -> tuple[Checkpoint, torch.Tensor]:
     table = torch.arange(STORED * COLUMNS, dtype=torch.float32).view(STORED, COLUMNS)
-    checkpoint.save(str(folder / "step_00000001"), {"model.a": table, "optimizer.a.momentum1": table[:, 0]}, state={})
+    checkpoint.save(
+        str(folder / "step_00000001"),
+        {"model.a": table, "optimizer.a.momentum1": table[:, 0]},
+        state={},
+    )
     return Checkpoint(str(folder / "step_00000001")), table
 
 
@@ -175,13 +228,17 @@ def test_restore_rows_matches_full_table_under_any_plan(
     assert torch.equal(state, torch.where(torch.from_numpy(sources) >= 0, expected[:, 0], 0.0))
     # Row-wise parts of three workers, columns of two, and both.
     reader = TableReader(saved.path, saved.manifest())
-    for rows, columns in itertools.product([(0, 17), (17, 34), (34, ROWS)], [(0, 12), (0, 8), (8, 12)]):
+    for rows, columns in itertools.product(
+        [(0, 17), (17, 34), (34, ROWS)], [(0, 12), (0, 8), (8, 12)]
+    ):
         part = start[slice(*rows), slice(*columns)].clone()
         state_module._fill(reader, "model.a", part, row_map.of(*rows), columns[0])
         assert torch.equal(part, expected[slice(*rows), slice(*columns)])
 
 
-def test_restore_rows_reads_needed_ranges_of_equal_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_rows_reads_needed_ranges_of_equal_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", 5 * COLUMNS * 4)
     saved, _ = stored(tmp_path)
     reads = watched(monkeypatch, TableReader, "rows")
@@ -190,15 +247,22 @@ def test_restore_rows_reads_needed_ranges_of_equal_shapes(tmp_path: Path, monkey
     restore_rows(saved, {"model.a": (torch.zeros(ROWS, COLUMNS), RowMap(ROWS, STORED, sources))})
     assert [(first, stop) for _, _, first, stop, _ in reads] == [(12, 13), (31, 34)]
     for name, message in (("a", r"must have shape \[40, 6\], got \[40, 12\]"), ("b", "not found")):
-        rejects(rf"model\.{name} {message}", restore_rows, saved, {f"model.{name}": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))})
+        rejects(
+            rf"model\.{name} {message}",
+            restore_rows,
+            saved,
+            {f"model.{name}": (torch.zeros(ROWS, 6), RowMap(ROWS, STORED))},
+        )
 
 
-# Checkpoints through torch.distributed.checkpoint, and its checkpoints in rayrec --------------------------------------
+# -- Checkpoints through torch.distributed.checkpoint, and its checkpoints in rayrec
 def test_dcp_and_rayrec_checkpoints_are_interchangeable(tmp_path: Path) -> None:
     ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
     checkpoint.save(ours, whole(), state={})
     dcp.save(whole(), storage_writer=CheckpointWriter(theirs, state={"step": 3}))
-    assert checkpoint.weights_sha256(Checkpoint(theirs)) == checkpoint.weights_sha256(Checkpoint(ours))
+    assert checkpoint.weights_sha256(Checkpoint(theirs)) == checkpoint.weights_sha256(
+        Checkpoint(ours)
+    )
     assert Checkpoint(theirs).manifest()["state"] == {"step": 3}
     loaded, restored = whole(0), whole(0)
     dcp.load(loaded, storage_reader=CheckpointReader(ours))
@@ -209,7 +273,10 @@ def test_dcp_and_rayrec_checkpoints_are_interchangeable(tmp_path: Path) -> None:
 
 def test_dcp_loads_nested_and_selected_names(tmp_path: Path) -> None:
     path = tmp_path / "nested"
-    dcp.save({"model": {"a": torch.arange(4.0), "b": torch.ones(2)}}, storage_writer=CheckpointWriter(path))
+    dcp.save(
+        {"model": {"a": torch.arange(4.0), "b": torch.ones(2)}},
+        storage_writer=CheckpointWriter(path),
+    )
     assert set(Checkpoint(str(path)).manifest()["tensors"]) == {"model.a", "model.b"}
     found = {"model": {"a": torch.zeros(4)}}
     dcp.load(found, storage_reader=CheckpointReader(path))
@@ -219,17 +286,29 @@ def test_dcp_loads_nested_and_selected_names(tmp_path: Path) -> None:
 def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
     path = str(tmp_path / "one")
     plain = r"step: must be a tensor\. Put plain values into `state`"
-    fails_with(CheckpointException, plain, dcp.save, {"step": "three"}, storage_writer=CheckpointWriter(path))
+    fails_with(
+        CheckpointException,
+        plain,
+        dcp.save,
+        {"step": "three"},
+        storage_writer=CheckpointWriter(path),
+    )
     assert not Path(path).exists()
     values = {"a": torch.ones(3)}
     dcp.save(values, storage_writer=CheckpointWriter(path))
     again, nothing = CheckpointWriter(path), CheckpointReader(str(tmp_path / "nothing"))
-    fails_with(CheckpointException, "already contains a checkpoint", dcp.save, values, storage_writer=again)
-    fails_with(CheckpointException, r"manifest\.json: missing", dcp.load, values, storage_reader=nothing)
+    fails_with(
+        CheckpointException, "already contains a checkpoint", dcp.save, values, storage_writer=again
+    )
+    fails_with(
+        CheckpointException, r"manifest\.json: missing", dcp.load, values, storage_reader=nothing
+    )
     (data,) = Path(path).glob("data_*")
     flip(data, -1)
     damaged = "damaged, the checksum of a does not match"
-    fails_with(CheckpointException, damaged, dcp.load, values, storage_reader=CheckpointReader(path))
+    fails_with(
+        CheckpointException, damaged, dcp.load, values, storage_reader=CheckpointReader(path)
+    )
 
 
 def ranks(folder: str, rank: int) -> None:
@@ -250,13 +329,15 @@ def test_dcp_loads_sharded_tensors_of_several_ranks(tmp_path: Path) -> None:
     assert same(plain, whole())
 
 
-# Row-wise optimizer state under other column splits; integration/test_resharding.py tests all plans -------------------
+# Row-wise optimizer state under other column splits; integration/test_resharding.py tests all plans
 NAME = "optimizer.weight.momentum1"
 
 
 def table(kind: Any = "rowwise_adagrad") -> tuple[torch.nn.Module, Any]:
     model = torch.nn.Linear(8, 3, bias=False)
-    return model, data_parallel_optimizer(SparseOptimizerConfig(kind=kind), dict(model.named_parameters()))
+    return model, data_parallel_optimizer(
+        SparseOptimizerConfig(kind=kind), dict(model.named_parameters())
+    )
 
 
 def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
@@ -272,14 +353,20 @@ def test_equal_columns_are_restored_and_parts_weighted_by_width() -> None:
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.full((3,), 5.0))
     model, optimizer = table()
     parts = [f"{NAME}.columns_0_6", f"{NAME}.columns_6_8"]
-    targets = Targets(model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"])
+    targets = Targets(
+        model, optimizer, stored=["model.weight", *parts, "optimizer.weights.momentum1.columns_0_8"]
+    )
     assert targets.tensors.keys() == {"model.weight", *parts}
     targets.tensors[parts[0]].copy_(torch.tensor([1.0, 0.1, 4.0]))
     targets.tensors[parts[1]].copy_(torch.tensor([5.0, 0.1, 0.0]))
     targets.loaded()
     assert torch.equal(optimizer_tensors(optimizer)[NAME], torch.tensor([2.0, 0.1, 3.0]))
     model, optimizer = table()
-    for stored in (["model.weight"], [f"{NAME}.columns_0_4"], [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"]):
+    for stored in (
+        ["model.weight"],
+        [f"{NAME}.columns_0_4"],
+        [f"{NAME}.columns_0_2", f"{NAME}.columns_4_8"],
+    ):
         assert Targets(model, optimizer, stored=stored).tensors.keys() == {"model.weight", NAME}
 
 
@@ -291,11 +378,23 @@ def test_restore_rejects_another_optimizer_and_makes_state_once(tmp_path: Path) 
     checkpoint.save(saved.path, all_tensors(model, adam), state={})
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
-    rejects(r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run", restore_all, saved, model, sgd)
+    rejects(
+        r"step_00000001: contains optimizer\.bias\.exp_avg, which the optimizer of this run",
+        restore_all,
+        saved,
+        model,
+        sgd,
+    )
     smaller = torch.nn.Linear(8, 3, bias=False)
     checkpoint.save(saved.path, model_tensors(model), state={})
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(smaller.named_parameters()))
-    rejects(r"step_00000001: contains model\.bias, which the model of this run", restore_all, saved, smaller, sgd)
+    rejects(
+        r"step_00000001: contains model\.bias, which the model of this run",
+        restore_all,
+        saved,
+        smaller,
+        sgd,
+    )
     optimizer = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     assert not optimizer_tensors(optimizer)
     state_module.make_state(optimizer)
@@ -314,14 +413,17 @@ def test_restore_clears_table_caches(tmp_path: Path) -> None:
     lookup = SimpleNamespace(purge=lambda: purged.append(model.weight[0, 0].item()))
     model._lookups = [lookup, object()]  # type: ignore[assignment]
     stored = model.weight[0, 0].item()
-    for again in (lambda at: restore_all(at, model, optimizer), lambda at: state_module.restore_model(at, model)):
+    for again in (
+        lambda at: restore_all(at, model, optimizer),
+        lambda at: state_module.restore_model(at, model),
+    ):
         with torch.no_grad():
             model.weight.fill_(7.0)
         again(Checkpoint(str(tmp_path / "run")))
     assert purged == [stored, stored]
 
 
-# Checkpoint files: atomic saves, damage errors, no pickles, hashes, versions, URLs ------------------------------------
+# -- Checkpoint files: atomic saves, damage errors, no pickles, hashes, versions, URLs
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     return {
@@ -332,7 +434,8 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         "optim.step": torch.tensor(2**40 + seed),
         "optim.ids": torch.arange(5, dtype=torch.int32) + seed,
         "optim.bytes": torch.arange(3, dtype=torch.uint8),
-        "optim.double": torch.randn(2, 2, 2, dtype=torch.float64).permute(2, 0, 1),  # not contiguous
+        # not contiguous
+        "optim.double": torch.randn(2, 2, 2, dtype=torch.float64).permute(2, 0, 1),
         "optim.empty": torch.zeros(0, 4),
     }
 
@@ -363,7 +466,12 @@ def test_restore_returns_saved_tensors(tmp_path: Path) -> None:
 def test_undefined_metric_keeps_checkpoint_valid(tmp_path: Path) -> None:
     progress = {"step": 12, "metrics": {"auroc": float("nan"), "logloss": 0.5}, "best_metrics": {}}
     saved = save_files(tmp_path, 12, state={"progress": progress})
-    assert checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: pytest.fail("it is not damaged")) == saved
+    assert (
+        checkpoint.latest_valid_checkpoint(
+            str(tmp_path), log=lambda *_: pytest.fail("it is not damaged")
+        )
+        == saved
+    )
     restored = Progress.from_state(saved.manifest()["state"]["progress"], rank=0)
     assert math.isnan(restored.metrics.pop("auroc"))
     assert (restored.step, restored.metrics) == (12, {"logloss": 0.5})
@@ -380,18 +488,24 @@ def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     assert (8 + length) % 64 == 0
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    described = {name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
+    described = {
+        name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()
+    }
     assert described == {"a": ("F32", [4, 3]), "b": ("I64", [])}
     (first, border), (second, end) = sorted(entry["data_offsets"] for entry in header.values())
     assert (first, border, end) == (0, second, len(body))
-    start, stop = next(entry["data_offsets"] for name, entry in header.items() if name.startswith("a@"))
+    start, stop = next(
+        entry["data_offsets"] for name, entry in header.items() if name.startswith("a@")
+    )
     assert body[start:stop] == torch.ones(4, 3).numpy().tobytes()
 
 
 def test_save_returns_file_size(tmp_path: Path) -> None:
     folder = tmp_path / "step_1"
     size = checkpoint.save(str(folder), tensors(), state={}, extra_files=extra)
-    assert size == sum(file.stat().st_size for file in folder.rglob("*.*") if file.name != "manifest.json")
+    assert size == sum(
+        file.stat().st_size for file in folder.rglob("*.*") if file.name != "manifest.json"
+    )
     files = Checkpoint(str(folder)).manifest()["files"]
     assert files["config.yaml"] == {"bytes": 4, "sha256": hashlib.sha256(b"a: 1").hexdigest()}
     assert files.keys() == {"config.yaml", "more/words.txt", "data_00000.safetensors"}
@@ -403,7 +517,9 @@ def extra(folder: str) -> None:
 
 
 def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that fails at any point leaves no checkpoint, and the previous one stays the latest."""
+    """A save that fails at any point leaves no checkpoint, and the previous one stays the
+    latest.
+    """
     before = save_files(tmp_path, 1)
     dies = raising(KeyboardInterrupt())
     fails_with(KeyboardInterrupt, "", save_files, tmp_path, 2, extra_files=dies)
@@ -412,9 +528,13 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         fails_with(KeyboardInterrupt, "", save_files, tmp_path, 3, extra_files=extra)
     torn = checkpoint.folder_of(str(tmp_path), 3)
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
-    assert (checkpoint.committed(str(tmp_path)), checkpoint.latest(str(tmp_path))) == ([before], before)
+    assert (checkpoint.committed(str(tmp_path)), checkpoint.latest(str(tmp_path))) == (
+        [before],
+        before,
+    )
     rejects("contains no complete checkpoint", checkpoint.open_checkpoint, torn)
-    assert save_files(tmp_path, 3, extra_files=extra) == checkpoint.latest(str(tmp_path))  # over the torn one
+    # over the torn one
+    assert save_files(tmp_path, 3, extra_files=extra) == checkpoint.latest(str(tmp_path))
 
 
 def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,12 +543,18 @@ def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.Monk
     assert os.listdir(checkpoint.folder_of(str(tmp_path), 1)) == []
     monkeypatch.setattr(storage, "write_json", raising(OSError(28, "No space left on device")))
     fails_with(OSError, "No space left", save_files, tmp_path)
-    fails_with(TypeError, r"rates: must be a tensor", save_files, tmp_path, tensors={"rates": [1, 2]})
+    fails_with(
+        TypeError, r"rates: must be a tensor", save_files, tmp_path, tensors={"rates": [1, 2]}
+    )
 
 
 def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     assert checkpoint.latest(str(tmp_path)) is None
-    rejects(r"contains no complete checkpoint \(no manifest\.json\)", checkpoint.open_checkpoint, str(tmp_path))
+    rejects(
+        r"contains no complete checkpoint \(no manifest\.json\)",
+        checkpoint.open_checkpoint,
+        str(tmp_path),
+    )
     for step in (200_000_000, 5, 40):
         save_files(tmp_path, step, tensors={"a": torch.zeros(1)})
     (tmp_path / "checkpoints" / "other").mkdir()
@@ -441,10 +567,14 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "gone", "empty"])
-@pytest.mark.parametrize("name", ["data_00000.safetensors", "config.yaml", "more/words.txt", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["data_00000.safetensors", "config.yaml", "more/words.txt", "manifest.json"]
+)
 def test_damage_error_names_file(tmp_path: Path, name: str, how: str) -> None:
     good = save_files(tmp_path, 1, tensors={"model.weight": torch.zeros(40, 10)}, extra_files=extra)
-    saved = save_files(tmp_path, 2, tensors={"model.weight": torch.randn(40, 10)}, extra_files=extra)
+    saved = save_files(
+        tmp_path, 2, tensors={"model.weight": torch.randn(40, 10)}, extra_files=extra
+    )
     path = Path(saved.path, name)
     harm(path, how)
     tensor = {"model.weight": torch.ones(40, 10)}
@@ -456,16 +586,22 @@ def test_damage_error_names_file(tmp_path: Path, name: str, how: str) -> None:
         fails_with(DamagedError, re.escape(name), checkpoint.weights_sha256, saved)
     # A start goes back by one, and says so once; what only reading shows, the caller finds.
     told: list[dict[str, Any]] = []
-    found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields}))
+    found = checkpoint.latest_valid_checkpoint(
+        str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields})
+    )
     if how == "flipped" and name != "manifest.json":
         assert (found, told) == (saved, [])
-        found = checkpoint.latest_valid_checkpoint(str(tmp_path), log=lambda *_: told.append({}), exclude=[saved.path])
+        found = checkpoint.latest_valid_checkpoint(
+            str(tmp_path), log=lambda *_: told.append({}), exclude=[saved.path]
+        )
         assert (found, told) == (good, [])
     elif name == "manifest.json" and how == "gone":
         assert (found, told) == (good, [])  # no checkpoint at all
     else:
         assert found == good
-        assert [(event["kind"], event["path"]) for event in told] == [("checkpoint_damaged", saved.path)]
+        assert [(event["kind"], event["path"]) for event in told] == [
+            ("checkpoint_damaged", saved.path)
+        ]
         assert str(path) in told[0]["cause"]
     checkpoint.restore(good, tensor)
     assert not tensor["model.weight"].any()
@@ -519,29 +655,52 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
 
 def test_restore_rejects_another_model(tmp_path: Path) -> None:
     saved = save_files(tmp_path)
-    wrong = {"weight": "must have the model's shape [5, 4], got [5, 3]", "new": "not found. Use a checkpoint of the same"}
+    wrong = {
+        "weight": "must have the model's shape [5, 4], got [5, 3]",
+        "new": "not found. Use a checkpoint of the same",
+    }
     for name, message in wrong.items():
-        rejects(re.escape(f"model.{name} {message}"), checkpoint.restore, saved, {f"model.{name}": torch.zeros(5, 4)})
+        rejects(
+            re.escape(f"model.{name} {message}"),
+            checkpoint.restore,
+            saved,
+            {f"model.{name}": torch.zeros(5, 4)},
+        )
 
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_manifest_rejects_another_version(tmp_path: Path, version: int) -> None:
     saved = save_files(tmp_path)
     manifest = {**saved.manifest(), "version": version}
-    sealed = {key: manifest[key] for key in manifest if key != "checksum"} if version == 1 else seal(manifest)
+    sealed = (
+        {key: manifest[key] for key in manifest if key != "checksum"}
+        if version == 1
+        else seal(manifest)
+    )
     storage.write_json(storage.join(saved.path, "manifest.json"), sealed)
-    for use in (lambda: checkpoint.restore(saved, zeros()), lambda: checkpoint.latest_valid_checkpoint(str(tmp_path), log=print)):
+    for use in (
+        lambda: checkpoint.restore(saved, zeros()),
+        lambda: checkpoint.latest_valid_checkpoint(str(tmp_path), log=print),
+    ):
         with pytest.raises(InputError, match=f"format version must be 2, got {version}") as caught:
             use()
         assert not isinstance(caught.value, DamagedError)
 
 
-def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_hash_is_stable_and_reads_bounded_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = {**tensors(), "model.large": torch.randn(1000, 7), "model.none": torch.zeros(0, 4)}
     weights["model.number"] = torch.tensor(7)
     saved = save_files(tmp_path, tensors=weights)
     expected = hashlib.sha256()
-    dtypes = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL", torch.int64: "I64"}
+    dtypes = {
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.bool: "BOOL",
+        torch.int64: "I64",
+    }
     for name in sorted(name for name in weights if name.startswith("model.")):
         tensor = weights[name]
         expected.update(f"{name}\0{dtypes[tensor.dtype]}\0{list(tensor.shape)}\0".encode())
@@ -554,7 +713,7 @@ def test_weights_hash_is_stable_and_reads_bounded_ranges(tmp_path: Path, monkeyp
     assert sum(sizes) == sum(weights[name].nbytes for name in weights if name.startswith("model."))
 
 
-# Retention, save plans, leases and host memory copies -----------------------------------------------------------------
+# -- Retention, save plans, leases and host memory copies
 NAN = float("nan")
 STEPS = [10, 20, 30, 40, 50]
 
@@ -580,18 +739,28 @@ def test_retention_removes_expected_steps() -> None:
         assert checkpoint.to_remove([], retention, in_use=in_use) == []
 
 
-# What the ranks of a run must hold together, so that a checkpoint is complete -----------------------------------------
+# -- What the ranks of a run must hold together, so that a checkpoint is complete
 def test_parts_cover_each_tensor_exactly_once() -> None:
     whole, half = ((0, 0), (4, 3)), ((0, 0), (2, 3))
     complete = [[whole], [half, ((2, 0), (2, 3))], [((0, 0), (4, 1)), ((0, 1), (4, 2))]]
-    for boxes, covered in (*((each, 12) for each in complete), ([], 0), ([half], 6), ([whole, whole], 24)):
-        refused = pytest.raises(InputError, match=f"table: the workers have {covered} of its 12 elements")
+    for boxes, covered in (
+        *((each, 12) for each in complete),
+        ([], 0),
+        ([half], 6),
+        ([whole, whole], 24),
+    ):
+        refused = pytest.raises(
+            InputError, match=f"table: the workers have {covered} of its 12 elements"
+        )
         with nullcontext() if covered == 12 else refused:
-            check_covered({"scalar": (), "empty": (0, 4), "table": (4, 3)}, {"scalar": [((), ())], "table": boxes})
+            check_covered(
+                {"scalar": (), "empty": (0, 4), "table": (4, 3)},
+                {"scalar": [((), ())], "table": boxes},
+            )
     rejects("scalar: the workers have 0 of its 1 elements", check_covered, {"scalar": ()}, {})
 
 
-# Who owns a run -------------------------------------------------------------------------------------------------------
+# -- Who owns a run
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     run = f"{scheme}{tmp_path}"
@@ -605,12 +774,17 @@ def test_latest_lease_is_valid(tmp_path: Path, scheme: str) -> None:
     rejects("another process acquired the lease of this run", first.check)
 
 
-@pytest.mark.parametrize("removed", [pytest.param("", id="run"), pytest.param("claims", id="leases")])
+@pytest.mark.parametrize(
+    "removed", [pytest.param("", id="run"), pytest.param("claims", id="leases")]
+)
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_lease_reports_removed_storage(tmp_path: Path, scheme: str, removed: str) -> None:
     lease = acquire_lease(f"{scheme}{tmp_path}/run")
     shutil.rmtree(tmp_path / "run" / removed)
-    line = rejects("run/claims: not found, .* The storage was removed, emptied or unmounted while training", lease.check)
+    line = rejects(
+        "run/claims: not found, .* The storage was removed, emptied or unmounted while training",
+        lease.check,
+    )
     assert "another process" not in line
     assert not lease.valid()
 
@@ -630,14 +804,19 @@ def test_old_leases_are_removed_and_numbering_continues(tmp_path: Path) -> None:
     (tmp_path / "claims").mkdir()
     (tmp_path / "claims" / ("999999-" + "f" * 32)).touch()
     names = [acquire_lease(str(tmp_path)).name for _ in range(12)]
-    assert [name.split("-")[0] for name in names] == [str(1_000_000 + number) for number in range(12)]
+    assert [name.split("-")[0] for name in names] == [
+        str(1_000_000 + number) for number in range(12)
+    ]
     assert sorted(os.listdir(tmp_path / "claims")) == names[-5:]
 
 
-# Host memory of a checkpoint's copy next to a GPU: pinned, or not if the system refuses -------------------------------
+# -- Host memory of a checkpoint's copy next to a GPU: pinned, or not if the system refuses
 @pytest.mark.parametrize(("code", "unpinned"), [(0, 1), (2, 0)])
-def test_unpinnable_memory_is_logged_and_used(code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    register, unregister = Mock(return_value=code), Mock(return_value=700)  # an error of the device, which is reported elsewhere
+def test_unpinnable_memory_is_logged_and_used(
+    code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    # an error of the device, which is reported elsewhere
+    register, unregister = Mock(return_value=code), Mock(return_value=700)
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
@@ -646,7 +825,10 @@ def test_unpinnable_memory_is_logged_and_used(code: int, unpinned: int, monkeypa
         source: Any = SimpleNamespace(device=torch.device("cuda", 3))
         copy = HostCopy(Plan((part,), {"model.weight": (4,)}), lambda _: source)
     assert [call.args[1] for call in register.call_args_list] == [16]
-    assert ("of host memory for checkpoints (CUDA error 2). Saves stall training for longer" in caplog.text) == bool(code)
+    assert (
+        "of host memory for checkpoints (CUDA error 2). Saves stall training for longer"
+        in caplog.text
+    ) == bool(code)
     assert len(copy.body()) == 16
     copy.free()
     copy.free()

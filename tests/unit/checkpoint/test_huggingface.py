@@ -1,4 +1,6 @@
-"""Checkpoints of a Trainer script in a store: the newest intact one is fetched, old ones are pruned, one training can upload."""
+"""Checkpoints of a Trainer script in a store: the newest intact one is fetched, old ones are
+pruned, one training can upload.
+"""
 
 import os
 from collections.abc import Callable
@@ -18,7 +20,9 @@ def arguments(folder: Path) -> Any:
     return SimpleNamespace(output_dir=str(folder), world_size=1)
 
 
-def save(sync: SyncCheckpoints, folder: Path, step: int, *, rank: int = 0, best: int | None = None) -> None:
+def save(
+    sync: SyncCheckpoints, folder: Path, step: int, *, rank: int = 0, best: int | None = None
+) -> None:
     """Write files like Trainer's, then upload them."""
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -28,7 +32,11 @@ def save(sync: SyncCheckpoints, folder: Path, step: int, *, rank: int = 0, best:
         (checkpoint / "shards").mkdir(exist_ok=True)
         (checkpoint / "shards" / "0.distcp").write_bytes(b"shard")
     chosen = None if best is None else str(folder / f"checkpoint-{best}")
-    sync.on_save(arguments(folder), TrainerState(global_step=step, best_model_checkpoint=chosen), TrainerControl())
+    sync.on_save(
+        arguments(folder),
+        TrainerState(global_step=step, best_model_checkpoint=chosen),
+        TrainerControl(),
+    )
 
 
 @pytest.fixture
@@ -52,7 +60,9 @@ def saved(tmp_path: Path) -> Path:
     ],
     ids=["intact", "half-written", "manifest", "flipped", "truncated", "missing"],
 )
-def test_fetch_returns_newest_intact_checkpoint(saved: Path, tmp_path: Path, damage: Callable[[Path], None], step: int) -> None:
+def test_fetch_returns_newest_intact_checkpoint(
+    saved: Path, tmp_path: Path, damage: Callable[[Path], None], step: int
+) -> None:
     damage(saved / "checkpoint-20")
     url, fresh = f"file://{saved}", tmp_path / "fresh"
     assert SyncCheckpoints(url).fetch(arguments(fresh)) == str(fresh / f"checkpoint-{step}")
@@ -71,7 +81,11 @@ def test_fetch_rejects_store_with_damaged_checkpoints_only(saved: Path, tmp_path
     assert SyncCheckpoints(str(tmp_path / "empty")).fetch(arguments(tmp_path)) is None
     for step in (10, 20):
         flip(saved / f"checkpoint-{step}" / "rng_state_0.pth", 0)
-    rejects("all checkpoints are damaged", SyncCheckpoints(str(saved)).fetch, arguments(tmp_path / "fresh"))
+    rejects(
+        "all checkpoints are damaged",
+        SyncCheckpoints(str(saved)).fetch,
+        arguments(tmp_path / "fresh"),
+    )
 
 
 def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
@@ -81,10 +95,17 @@ def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
     for step, best in ((10, 10), (20, 10), (30, 10), (40, 30), (50, 30)):
         save(sync, tmp_path / "out", step, best=best)
         if step == 30:
-            assert sorted(path.name for path in store.glob("checkpoint*")) == [f"checkpoint-{number}" for number in (10, 20, 30)]
-    assert sorted(path.name for path in store.glob("checkpoint*")) == [f"checkpoint-{number}" for number in (30, 40, 50)]
+            assert sorted(path.name for path in store.glob("checkpoint*")) == [
+                f"checkpoint-{number}" for number in (10, 20, 30)
+            ]
+    assert sorted(path.name for path in store.glob("checkpoint*")) == [
+        f"checkpoint-{number}" for number in (30, 40, 50)
+    ]
     SyncCheckpoints(str(store)).fetch(arguments(tmp_path / "fresh"))
-    assert sorted(path.name for path in (tmp_path / "fresh").glob("checkpoint*")) == ["checkpoint-30", "checkpoint-50"]
+    assert sorted(path.name for path in (tmp_path / "fresh").glob("checkpoint*")) == [
+        "checkpoint-30",
+        "checkpoint-50",
+    ]
 
 
 def test_only_newest_training_uploads(saved: Path, tmp_path: Path) -> None:
@@ -93,11 +114,25 @@ def test_only_newest_training_uploads(saved: Path, tmp_path: Path) -> None:
         sync.fetch(arguments(tmp_path / "out"))
     save(newer, tmp_path / "out", 30)
     rejects("another process acquired the lease", save, older, tmp_path / "old", 30)
-    assert SyncCheckpoints(str(saved)).fetch(arguments(tmp_path / "fresh")) == str(tmp_path / "fresh" / "checkpoint-30")
+    assert SyncCheckpoints(str(saved)).fetch(arguments(tmp_path / "fresh")) == str(
+        tmp_path / "fresh" / "checkpoint-30"
+    )
     unfetched = SyncCheckpoints(str(saved)).on_train_begin
-    rejects(r"has checkpoints\. Resume with train", unfetched, arguments(tmp_path), TrainerState(), TrainerControl())
+    rejects(
+        r"has checkpoints\. Resume with train",
+        unfetched,
+        arguments(tmp_path),
+        TrainerState(),
+        TrainerControl(),
+    )
     args = SimpleNamespace(output_dir=str(tmp_path), world_size=2)
-    rejects("Trainer sees 2 of 1 workers. On CPU, set use_cpu=True", newer.on_train_begin, args, TrainerState(), TrainerControl())
+    rejects(
+        "Trainer sees 2 of 1 workers. On CPU, set use_cpu=True",
+        newer.on_train_begin,
+        args,
+        TrainerState(),
+        TrainerControl(),
+    )
 
 
 def on_separate_nodes(folder: str, rank: int) -> None:

@@ -23,7 +23,17 @@ from hosts.slow_store import SlowStore
 from ranks.checkpoint import raised, run_ranks, same, whole, writes
 
 from rayrec import checkpoint, storage
-from rayrec.checkpoint import Checkpoint, DamagedError, Retention, Saver, acquire_lease, folder_of, reader, save_retry, saver
+from rayrec.checkpoint import (
+    Checkpoint,
+    DamagedError,
+    Retention,
+    Saver,
+    acquire_lease,
+    folder_of,
+    reader,
+    save_retry,
+    saver,
+)
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.save_retry import delay
 from rayrec.config import InputError
@@ -36,7 +46,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def values(factor: float = 1) -> dict[str, torch.Tensor]:
-    return {"model.a": torch.arange(10.0) * factor, "model.b": torch.ones(2, 2, dtype=torch.int64) * int(factor)}
+    return {
+        "model.a": torch.arange(10.0) * factor,
+        "model.b": torch.ones(2, 2, dtype=torch.int64) * int(factor),
+    }
 
 
 def save_all(saver: Saver, *steps: int) -> None:
@@ -83,14 +96,20 @@ def test_saver_logs_events_and_stall(run: Run) -> None:
 def test_saver_replans_only_if_tensors_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made = watched(monkeypatch, saver, "make_plan")
     one = run.saver()
-    for step, live in enumerate((values(), values(2), {**values(3), "model.c": torch.zeros(3)}, values(4)), 1):
+    for step, live in enumerate(
+        (values(), values(2), {**values(3), "model.c": torch.zeros(3)}, values(4)), 1
+    ):
         assert same(dict(checkpoint.full_tensors(save(one, step, live))), live)
         assert len(made) == [1, 1, 2, 3][step - 1]
 
 
 def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
     folder, of_a_successor = run.path(1), "data_00000-000009-aaaaaaaa-0001.safetensors"
-    left = ["data_00000.safetensors", "data_00007-000000-aaaaaaaa-0001.safetensors", "data_00001.safetensors.ab.partial"]
+    left = [
+        "data_00000.safetensors",
+        "data_00007-000000-aaaaaaaa-0001.safetensors",
+        "data_00001.safetensors.ab.partial",
+    ]
     folder.mkdir(parents=True)
     for name in (*left, of_a_successor):
         (folder / name).write_bytes(b"abc")
@@ -106,9 +125,21 @@ def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_saver_applies_retention(tmp_path: Path, scheme: str) -> None:
     run, kept = Run(f"{scheme}{tmp_path}"), []
-    for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.8), (5, None), (6, 0.9), (7, None), (8, 0.1)):
-        # A saver for each, so that the cleaning is over, and the next attempt learns the scores again.
-        with closing(run.saver(retention=Retention(num_to_keep=2, keep_best=1, keep_every=4))) as saver:
+    for step, score in (
+        (1, 0.5),
+        (2, 0.9),
+        (3, None),
+        (4, 0.8),
+        (5, None),
+        (6, 0.9),
+        (7, None),
+        (8, 0.1),
+    ):
+        # A saver for each, so that the cleaning is over, and the next attempt learns the scores
+        # again.
+        with closing(
+            run.saver(retention=Retention(num_to_keep=2, keep_best=1, keep_every=4))
+        ) as saver:
             save(saver, step, values(step), score=score)
         kept.append(run.steps())
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [4, 5, 6], [4, 6, 7], [4, 6, 7, 8]]
@@ -119,7 +150,9 @@ def test_saver_applies_retention(tmp_path: Path, scheme: str) -> None:
 def test_damaged_checkpoints_do_not_count_for_retention(run: Run) -> None:
     save_all(run.saver(), 1, 2, 3)
     for step in (2, 3):
-        os.truncate(run.path(step, "manifest.json"), run.path(step, "manifest.json").stat().st_size - 10)
+        os.truncate(
+            run.path(step, "manifest.json"), run.path(step, "manifest.json").stat().st_size - 10
+        )
     assert run.steps() == [2, 3]
     saver = run.saver(retention=Retention(num_to_keep=1))
     save(saver, 2, values(20))  # over the damaged one; 3 is still to come again
@@ -131,7 +164,9 @@ def test_damaged_checkpoints_do_not_count_for_retention(run: Run) -> None:
 
 
 def test_saver_overwrites_same_step(run: Run) -> None:
-    """Overwritten by one process and by the next, with a valid checkpoint at all times and no leftovers."""
+    """Overwritten by one process and by the next, with a valid checkpoint at all times and no
+    leftovers.
+    """
     for _ in range(2):
         saver, gate = run.saver(), threading.Event()
         for factor in (2, 3):
@@ -180,7 +215,13 @@ def test_lease_is_checked_right_before_commit(run: Run, monkeypatch: pytest.Monk
         acquire_lease(run.folder)
 
     monkeypatch.setattr(storage, "write_bytes", write_and_lose)
-    rejects(r"another process acquired the lease", save, run.saver(extra_files={"config.yaml": b"a: 1"}), 1, values())
+    rejects(
+        r"another process acquired the lease",
+        save,
+        run.saver(extra_files={"config.yaml": b"a: 1"}),
+        1,
+        values(),
+    )
     assert run.steps() == []
 
 
@@ -215,8 +256,11 @@ def test_byte_count_grows_during_save_also_of_empty_model(run: Run) -> None:
     saver, gate = run.saver(), threading.Event()
     block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
-        assert saver.begin(1, {"a": torch.zeros(3 * block, dtype=torch.uint8)}, state={}, score=None)
-        until(lambda: saver.written_bytes >= 3 * block)  # all were asked for when the gate holds the last one back
+        assert saver.begin(
+            1, {"a": torch.zeros(3 * block, dtype=torch.uint8)}, state={}, score=None
+        )
+        # all were asked for when the gate holds the last one back
+        until(lambda: saver.written_bytes >= 3 * block)
         assert (saver.written_bytes, saver.write_s) == (3 * block, 0.0)
         gate.set()
         saver.wait()
@@ -252,7 +296,10 @@ def test_close_waits_for_current_save(run: Run) -> None:
 
 def test_skipped_checkpoints_are_removed_first(run: Run) -> None:
     save_all(run.saver(retention=Retention(num_to_keep=10, keep_best=0)), 1, 2, 3, 4)
-    save_all(run.saver(retention=Retention(num_to_keep=2, keep_best=0, keep_every=2), damaged={2, 3, 4}), 3)
+    save_all(
+        run.saver(retention=Retention(num_to_keep=2, keep_best=0, keep_every=2), damaged={2, 3, 4}),
+        3,
+    )
     # 1 is kept, where 2 would have taken its place; 3 was written again, 4 is yet to be.
     assert run.steps() == [1, 3, 4]
     save_all(run.saver(retention=Retention(num_to_keep=2, keep_best=0), damaged={4}), 5)
@@ -261,12 +308,14 @@ def test_skipped_checkpoints_are_removed_first(run: Run) -> None:
 
 def test_unreadable_checkpoints_are_not_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(run.saver(), 1)
-    unreadable(monkeypatch, f"{run.at(1).path}/manifest.json", OSError(errno.EIO, "Input/output error"))
+    unreadable(
+        monkeypatch, f"{run.at(1).path}/manifest.json", OSError(errno.EIO, "Input/output error")
+    )
     save_all(run.saver(retention=Retention(num_to_keep=1, keep_best=0)), 2)
     assert run.steps() == [1, 2]
 
 
-# Files that every checkpoint has, which are the same in all of a run --------------------------------------------------
+# -- Files that every checkpoint has, which are the same in all of a run
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "words.txt"
@@ -278,7 +327,9 @@ def inode(run: Run, step: int, name: str = "words.txt") -> int:
     return run.path(step, name).stat().st_ino
 
 
-def test_extra_files_are_hashed_once(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_files_are_hashed_once(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streamed, copy_file = watched(monkeypatch, storage, "read_stream"), storage.copy_file
 
     def copy(path: str, target: str) -> None:
@@ -293,7 +344,12 @@ def test_extra_files_are_hashed_once(run: Run, source: Path, monkeypatch: pytest
     assert [path for path, _ in streamed if "words" in path] == [str(source)]
     for step in (1, 3):
         checkpoint.verify(run.at(step))
-    fails_with(DamagedError, r"words\.txt: damaged, its checksum does not match", checkpoint.verify, run.at(2))
+    fails_with(
+        DamagedError,
+        r"words\.txt: damaged, its checksum does not match",
+        checkpoint.verify,
+        run.at(2),
+    )
     assert run.kinds() == ["checkpoint"] * 3
 
 
@@ -317,8 +373,12 @@ def test_later_checkpoints_link_extra_files(run: Run, source: Path) -> None:
     assert [run.path(step, name).read_bytes() for step in (4, 5)] == [b"abc", b"xyz"]
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
-def test_extra_files_are_copied_without_hard_links(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize(
+    "number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS]
+)
+def test_extra_files_are_copied_without_hard_links(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     monkeypatch.setattr(os, "link", link := Mock(side_effect=OSError(number, os.strerror(number))))
     saver = run.saver(extra_files={"words.txt": str(source)})
     for step in (1, 2):
@@ -328,9 +388,13 @@ def test_extra_files_are_copied_without_hard_links(run: Run, source: Path, monke
 
 
 @pytest.mark.parametrize("largest", [1 << 30, 2])
-def test_store_copies_extra_files_internally(source: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+def test_store_copies_extra_files_internally(
+    source: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+) -> None:
     store = SlowStore(latency_s=0).installed(monkeypatch)
-    monkeypatch.setattr(storage.files, "same_store", lambda *urls: all(url.startswith("slow://") for url in urls))
+    monkeypatch.setattr(
+        storage.files, "same_store", lambda *urls: all(url.startswith("slow://") for url in urls)
+    )
     monkeypatch.setattr(storage.files, "_LARGEST_COPY_BYTES", largest)
     with closing(Run(f"slow://{source.parent}")) as run:
         saver = run.saver(extra_files={"words.txt": str(source)})
@@ -350,19 +414,28 @@ def test_failing_link_delays_save(run: Run, source: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "harm",
-    [lambda saved: os.truncate(saved / "words.txt", 2), lambda saved: (saved / "words.txt").unlink(),
-     lambda saved: storage.remove_folder(str(saved))],
+    [
+        lambda saved: os.truncate(saved / "words.txt", 2),
+        lambda saved: (saved / "words.txt").unlink(),
+        lambda saved: storage.remove_folder(str(saved)),
+    ],
     ids=["cut short", "removed by hand", "removed by retention"],
-)  # fmt: skip
-def test_missing_extra_file_is_copied_from_source(run: Run, source: Path, harm: Callable[[Path], None]) -> None:
+)
+def test_missing_extra_file_is_copied_from_source(
+    run: Run, source: Path, harm: Callable[[Path], None]
+) -> None:
     saver = run.saver(extra_files={"words.txt": str(source)})
     save(saver, 1, values())
     harm(run.path(1))
     checkpoint.verify(save(saver, 2, values()))
 
 
-def test_overwriting_save_keeps_checkpoint_valid_until_commit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Happens if a run is stopped before an evaluation, and resumes with another --checkpoint.every."""
+def test_overwriting_save_keeps_checkpoint_valid_until_commit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Happens if a run is stopped before an evaluation, and resumes with another
+    --checkpoint.every.
+    """
     save_all(run.saver(extra_files={"config.yaml": b"every: 5"}), 1)
     saved, stored = run.at(1), run.path(1, "config.yaml")
     saver = run.saver(extra_files={"config.yaml": b"every: 7", "more.txt": b"x"})
@@ -382,7 +455,9 @@ def test_overwriting_save_keeps_checkpoint_valid_until_commit(run: Run, monkeypa
     assert stored.read_bytes() == b"every: 7"
 
 
-def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_of_wrong_size_is_repeated(
+    run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy_file, lengths = storage.copy_file, [2, 3]
 
     def copy(path: str, target: str) -> None:
@@ -392,12 +467,15 @@ def test_copy_of_wrong_size_is_repeated(run: Run, source: Path, monkeypatch: pyt
     monkeypatch.setattr(storage, "copy_file", copy)
     saved = save(run.saver(extra_files={"words.txt": str(source)}), 1, values())
     assert run.kinds() == ["checkpoint_late", "checkpoint"]
-    damage = "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be shared by all workers"
+    damage = (
+        "words.txt: damaged, has 2 bytes instead of 3 after it was written. storage_path must be "
+        "shared by all workers"
+    )
     assert run.events[0][1]["cause"].endswith(damage)
     checkpoint.verify(saved)
 
 
-# Storage failures during a save: retries, logs, and one-line errors in the end ----------------------------------------
+# -- Storage failures during a save: retries, logs, and one-line errors in the end
 @pytest.fixture
 def hurried(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.02)
@@ -432,11 +510,16 @@ def test_transient_write_error_is_logged_once(hurried: Run) -> None:
     assert told == [("checkpoint_late", "store is out"), ("checkpoint", None)]
     with writes(at_first([OSError("again")])):
         save(saver, 2, many())
-    assert [(kind, fields["step"]) for kind, fields in hurried.events[2:]] == [("checkpoint_late", 2), ("checkpoint", 2)]
+    assert [(kind, fields["step"]) for kind, fields in hurried.events[2:]] == [
+        ("checkpoint_late", 2),
+        ("checkpoint", 2),
+    ]
 
 
 @pytest.mark.parametrize("of", ["config.yaml", "manifest.json"])
-def test_transient_commit_error_is_retried(hurried: Run, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+def test_transient_commit_error_is_retried(
+    hurried: Run, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
     write = at_first([OSError("out"), OSError("out")], storage.write_stream, end=of)
     for module in (storage, storage.files):
         monkeypatch.setattr(module, "write_stream", write)
@@ -462,10 +545,15 @@ def test_long_outage_raises(hurried: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert_good(hurried, 4)
 
 
-@pytest.mark.parametrize("error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")])
+@pytest.mark.parametrize(
+    "error", [InputError("s3://bucket: access denied"), ValueError("a defect"), KeyError("odd")]
+)
 def test_permanent_error_raises_at_once(hurried: Run, error: Exception) -> None:
     saver = hurried.saver()
-    with writes(raising(error)), pytest.raises(Exception, match=r"access denied|a defect|KeyError: 'odd'"):
+    with (
+        writes(raising(error)),
+        pytest.raises(Exception, match=r"access denied|a defect|KeyError: 'odd'"),
+    ):
         save(saver, 1, many())
     assert hurried.events == []
     saver.wait()  # it was told
@@ -498,7 +586,9 @@ def test_full_disk_delays_save_then_raises(hurried: Run, small_disk: Path) -> No
     saver.wait()  # it comes by itself
     assert_good(hurried, 2)
     saver.close()
-    ballast.write_bytes(b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 500_000))
+    ballast.write_bytes(
+        b"x" * (os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 500_000)
+    )
     no_space = r"step_00000004: no space left. Free some or choose another --storage-path"
     rejects(no_space, save, hurried.saver(max_outage_s=0.5), 4, many(4))
     assert os.listdir(hurried.path(4)) == []
@@ -523,7 +613,9 @@ def test_file_size_limit_delays_save(hurried: Run) -> None:
 
 def test_retry_ends_before_delay_exceeds_outage() -> None:
     causes: list[str] = []
-    policy = save_retry.RetryPolicy("run", 0.1, seed="", ended=threading.Event(), on_failure=causes.append)
+    policy = save_retry.RetryPolicy(
+        "run", 0.1, seed="", ended=threading.Event(), on_failure=causes.append
+    )
     with mock.patch.object(save_retry, "FIRST_DELAY_S", 5.0):  # Waits 2.5 to 5 s
         rejects("run: cannot be written for 0 s .busy.", policy.run, raising(OSError("busy")))
     assert causes == ["busy"]
@@ -531,8 +623,14 @@ def test_retry_ends_before_delay_exceeds_outage() -> None:
 
 def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    token, lease = partial(checkpoint.write_token, str(tmp_path)), partial(checkpoint.acquire_lease, str(tmp_path / "run"))
-    for name, begin in (("write_bytes", token), ("write_json", partial(save_retry.retry_write, lease, path="run"))):
+    token, lease = (
+        partial(checkpoint.write_token, str(tmp_path)),
+        partial(checkpoint.acquire_lease, str(tmp_path / "run")),
+    )
+    for name, begin in (
+        ("write_bytes", token),
+        ("write_json", partial(save_retry.retry_write, lease, path="run")),
+    ):
         no_space = OSError(28, "No space left on device")
         with monkeypatch.context() as patch:
             patch.setattr(storage, name, at_first([no_space] * 2, getattr(storage, name)))
@@ -545,12 +643,16 @@ def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert begun.valid()
 
 
-# Saves and restores of several processes, asynchronous saves and failing ranks ----------------------------------------
+# -- Saves and restores of several processes, asynchronous saves and failing ranks
 def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     folder = str(tmp_path)
     one, two, three = (Checkpoint(folder_of(folder, step)) for step in (1, 2, 3))
     run_ranks("save", 2, folder)
-    assert sorted(os.listdir(one.path)) == ["data_00000.safetensors", "data_00001.safetensors", "manifest.json"]
+    assert sorted(os.listdir(one.path)) == [
+        "data_00000.safetensors",
+        "data_00001.safetensors",
+        "manifest.json",
+    ]
     assert one.manifest()["state"] == {"rank": 0}
     checkpoint.restore(one, target := whole(0))
     assert same(target, whole())
@@ -558,9 +660,18 @@ def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     run_ranks("reshard", 3, folder)
     assert len(os.listdir(three.path)) == 4
     assert same(dict(checkpoint.full_tensors(three)), whole())
-    assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
-    with mock.patch.object(reader, "_WINDOW_BYTES", 24):  # a range of rows then lies in several chunks
-        assert checkpoint.weights_sha256(one) == checkpoint.weights_sha256(two) == checkpoint.weights_sha256(three)
+    assert (
+        checkpoint.weights_sha256(one)
+        == checkpoint.weights_sha256(two)
+        == checkpoint.weights_sha256(three)
+    )
+    # a range of rows then lies in several chunks
+    with mock.patch.object(reader, "_WINDOW_BYTES", 24):
+        assert (
+            checkpoint.weights_sha256(one)
+            == checkpoint.weights_sha256(two)
+            == checkpoint.weights_sha256(three)
+        )
     shutil.copytree(two.path, folder_of(folder, 4))
     (chunk,) = two.manifest()["tensors"]["model.rows"]["chunks"]
     harmed = Path(folder_of(folder, 4), chunk["file"])

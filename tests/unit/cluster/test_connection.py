@@ -25,21 +25,42 @@ from rayrec import cli, recipes
 from rayrec.cluster import connection, node_storage, prestart
 from rayrec.cluster.connection import alive_nodes, require_head, ship_code, user_modules
 from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
-from rayrec.cluster.node_storage import RuntimeEnvConfig, first_error, job_environment, refusal, require_reachable, store_settings
+from rayrec.cluster.node_storage import (
+    RuntimeEnvConfig,
+    first_error,
+    job_environment,
+    refusal,
+    require_reachable,
+    store_settings,
+)
 from rayrec.imports import function_in_file
 from rayrec.models.base import ModelInputs
 from rayrec.workloads.base import TrainConfig
 
 
 def shared(*resources: dict[str, float], **changes: Any) -> Layout:
-    nodes = [Node(str(number), {"object_store_memory": 1000.0, **each}) for number, each in enumerate(resources)]
-    default = partial(layout, num_workers=2, use_gpu=False, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto")
+    nodes = [
+        Node(str(number), {"object_store_memory": 1000.0, **each})
+        for number, each in enumerate(resources)
+    ]
+    default = partial(
+        layout,
+        num_workers=2,
+        use_gpu=False,
+        cpus_per_worker=None,
+        resources_per_worker={},
+        data_nodes="auto",
+    )
     return default(nodes, **changes)
 
 
 def test_cpu_workers_reserve_half() -> None:
     shares = shared({"CPU": 2.0})
-    assert (shares.num_workers, shares.cpus_per_worker, shares.worker_resources) == (2, 0.5, {"CPU": 0.5})
+    assert (shares.num_workers, shares.cpus_per_worker, shares.worker_resources) == (
+        2,
+        0.5,
+        {"CPU": 0.5},
+    )
     assert (shares.per_worker.max_cpus, shares.per_worker.label_selector) == (0.5, None)
 
 
@@ -66,16 +87,24 @@ def test_data_tasks_separate_if_other_nodes_suffice() -> None:
 def test_fewer_workers_need_fewer_nodes_which_data_tasks_avoid() -> None:
     nodes: tuple[dict[str, float], ...] = ({"CPU": 16.0}, *GPU_NODES)
     assert not shared(*nodes, num_workers=(1, 32), use_gpu=True).workers_only
-    assert shared(*nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True).workers_only == {"1"}
+    assert shared(
+        *nodes[:1], {"CPU": 96.0, "GPU": 4.0}, num_workers=(1, 32), use_gpu=True
+    ).workers_only == {"1"}
     shares = shared({"CPU": 8.0}, *GPU_NODES, num_workers=32, use_gpu=True)
     assert shares.text() == (
-        "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker (nodes without workers have "
-        "0.25 for each; --cluster.data-nodes separate uses those alone)"
+        "32 workers, each with 1 CPU, 1 GPU; data tasks on all 5 nodes, 11.2 CPUs for each worker "
+        "(nodes without workers have 0.25 for each; --cluster.data-nodes separate uses those alone)"
     )
     apart = shared({"CPU": 4.0}, {"CPU": 2.0, "GPU": 2.0}, use_gpu=True)
     assert apart.worker_resources == {"CPU": 1.0, "GPU": 1.0}
-    assert (apart.per_worker.max_cpus, apart.per_worker.label_selector) == (2.0, {"ray.io/node-id": "!in(1)"})
-    text = "2 workers, each with 1 CPU, 1 GPU; data tasks on 1 of 2 nodes, without workers, 2 CPUs for each worker"
+    assert (apart.per_worker.max_cpus, apart.per_worker.label_selector) == (
+        2.0,
+        {"ray.io/node-id": "!in(1)"},
+    )
+    text = (
+        "2 workers, each with 1 CPU, 1 GPU; data tasks on 1 of 2 nodes, without workers, 2 CPUs "
+        "for each worker"
+    )
     assert apart.text() == text
 
 
@@ -95,31 +124,69 @@ def test_layout_uses_as_many_workers_as_fit() -> None:
 
 def test_layout_rejects_unfit_workers() -> None:
     for nodes, changes, message in (
-        ([{"CPU": 2.0}], {"use_gpu": True}, "a worker needs 1 GPU on one machine, and all machines together have 0 GPU"),
+        (
+            [{"CPU": 2.0}],
+            {"use_gpu": True},
+            "a worker needs 1 GPU on one machine, and all machines together have 0 GPU",
+        ),
         ([{"CPU": 2.0}], SLOTS, "have 0 slot. Change scaling.resources_per_worker"),
-        ([{"CPU": 2.0, "slot": 1.0}], {**SLOTS, "num_workers": 2}, "2 workers need 2 slot, but the cluster has 1 for them"),
-        ([{"CPU": 2.0}], {"cpus_per_worker": 1.5}, "2 workers need 3 CPU, but the cluster has 2 for them"),
-        ([{"CPU": 2.0}], {"cpus_per_worker": 1.0}, "reserve all 2 CPUs and leave none for data tasks"),
-        ([{"CPU": 1.0}] * 3, {"cpus_per_worker": 0.6, "num_workers": 4}, "do not fit on the nodes, only 3 do"),
+        (
+            [{"CPU": 2.0, "slot": 1.0}],
+            {**SLOTS, "num_workers": 2},
+            "2 workers need 2 slot, but the cluster has 1 for them",
+        ),
+        (
+            [{"CPU": 2.0}],
+            {"cpus_per_worker": 1.5},
+            "2 workers need 3 CPU, but the cluster has 2 for them",
+        ),
+        (
+            [{"CPU": 2.0}],
+            {"cpus_per_worker": 1.0},
+            "reserve all 2 CPUs and leave none for data tasks",
+        ),
+        (
+            [{"CPU": 1.0}] * 3,
+            {"cpus_per_worker": 0.6, "num_workers": 4},
+            "do not fit on the nodes, only 3 do",
+        ),
         ([{"CPU": 8.0}], {"num_workers": (1, 4)}, "Set --scaling.cpus-per-worker"),
-        ([{"CPU": 8.0, "GPU": 2.0}], {"use_gpu": True, "data_nodes": "separate"}, "Add other nodes, or choose auto"),
+        (
+            [{"CPU": 8.0, "GPU": 2.0}],
+            {"use_gpu": True, "data_nodes": "separate"},
+            "Add other nodes, or choose auto",
+        ),
         ([{"CPU": 1.0, "slot": 1.0}], {**SLOTS, "num_workers": (2, 3)}, "2 workers need 2 slot"),
-        ([{"CPU": 2, "memory": 4e9}], {"task_memory_bytes": 5 * 10**9}, "a data task needs 5 GB, but .* at most 4 GB. Lower it"),
+        (
+            [{"CPU": 2, "memory": 4e9}],
+            {"task_memory_bytes": 5 * 10**9},
+            "a data task needs 5 GB, but .* at most 4 GB. Lower it",
+        ),
     ):
         rejects(message, shared, *nodes, **changes)
 
 
 def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [{"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}} for name in ("one", "leaving", "dead", "two")]
+    nodes = [
+        {"NodeID": name, "Alive": name != "dead", "Resources": {"CPU": 4.0}}
+        for name in ("one", "leaving", "dead", "two")
+    ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    free, draining = {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}}, SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0})
+    free, draining = (
+        {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}},
+        SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0}),
+    )
     state = SimpleNamespace(state=draining, available_resources_per_node=lambda: free)
     monkeypatch.setattr("rayrec.compat.ray_compat.state", state)
     assert alive_nodes() == [Node("one", {"CPU": 4.0}), Node("two", {"CPU": 4.0})]
     assert alive_nodes(free=True) == [Node("one", {"CPU": 1.0}), Node("two", {})]
 
 
-WORKERS = {"state": "CREATED", "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}}, "bundles_to_node_id": {0: "0", 1: "1"}}
+WORKERS = {
+    "state": "CREATED",
+    "bundles": {0: {"CPU": 2.0}, 1: {"CPU": 2.0}},
+    "bundles_to_node_id": {0: "0", 1: "1"},
+}
 
 
 def test_nodes_for_tasks_subtracts_placement_groups() -> None:
@@ -128,25 +195,39 @@ def test_nodes_for_tasks_subtracts_placement_groups() -> None:
         ([{"CPU": 2.0}, {"CPU": 4.0}], WORKERS, {"1": 2.0}),  # the workers reserve all of the first
         ([{"CPU": 2.0}, {"CPU": 2.0}], WORKERS, {}),
         ([{"CPU": 2.0}, {"CPU": 2.0}], {**WORKERS, "state": "REMOVED"}, {"0": 2.0, "1": 2.0}),
-        ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),  # not placed yet
+        # not placed yet
+        ([{"CPU": 2.0}, {"CPU": 4.0}], {**WORKERS, "bundles_to_node_id": {}}, {"0": 2.0, "1": 4.0}),
     ):
         found = [Node(str(number), each) for number, each in enumerate(nodes)]
         left = nodes_for_tasks(found, [group], shared(*nodes, cpus_per_worker=0.5))
         assert {node.node_id: node.resources["CPU"] for node in left} == expected
-        with_memory = [Node(node.node_id, {**node.resources, "memory": 1e9 * number}) for number, node in enumerate(found)]
+        with_memory = [
+            Node(node.node_id, {**node.resources, "memory": 1e9 * number})
+            for number, node in enumerate(found)
+        ]
         for_memory = shared(*nodes, cpus_per_worker=0.5, task_memory_bytes=10**9)
-        assert {node.node_id for node in nodes_for_tasks(with_memory, [group], for_memory)} == expected.keys() - {"0"}
+        assert {
+            node.node_id for node in nodes_for_tasks(with_memory, [group], for_memory)
+        } == expected.keys() - {"0"}
 
 
-def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers, data, joined = (Node(name, {"CPU": 8.0}) for name in "012")
     shares = shared({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}, use_gpu=True)
     assert nodes_for_tasks([workers, data, joined], [], shares) == [data, joined]
     assert nodes_for_tasks([workers], [], shares) == []  # the data node is gone
     # Also if only a nested configuration, here the model's, comes from the user's file.
-    shutil.copy(Path(__file__).parents[2] / "builders" / "own_click_model.py", file := tmp_path / "their_model.py")
+    shutil.copy(
+        Path(__file__).parents[2] / "builders" / "own_click_model.py",
+        file := tmp_path / "their_model.py",
+    )
     config = function_in_file(f"{file}:own_model", returns=TrainConfig)()
-    assert (user_modules(config), user_modules(config.workload)) == ({"their_model"}, {"their_model"})
+    assert (user_modules(config), user_modules(config.workload)) == (
+        {"their_model"},
+        {"their_model"},
+    )
     ship_code(config)
     packed = ray.cloudpickle.dumps(config)
     ray.cloudpickle.unregister_pickle_by_value(sys.modules["their_model"])
@@ -155,12 +236,21 @@ def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(tmp_path: Path, 
     received = ray.cloudpickle.loads(packed)
     assert received.to_dict() == config.to_dict()
     assert received.workload.model.build(ModelInputs(1, ("a",))) is not None
-    fails_with(ModuleNotFoundError, "", ray.cloudpickle.loads, by_reference)  # as if the module were not registered
+    # as if the module were not registered
+    fails_with(ModuleNotFoundError, "", ray.cloudpickle.loads, by_reference)
 
 
-@pytest.mark.parametrize(("fields", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)])
-def test_python_of_workers_depends_on_job(fields: dict[str, object] | None, *, forked: bool) -> None:
-    environment = {} if fields is None else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": fields})}
+@pytest.mark.parametrize(
+    ("fields", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)]
+)
+def test_python_of_workers_depends_on_job(
+    fields: dict[str, object] | None, *, forked: bool
+) -> None:
+    environment = (
+        {}
+        if fields is None
+        else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": fields})}
+    )
     assert bool(connection._python_of_workers({}, environment)) is forked
     assert bool(connection._python_of_workers(fields or {}, {})) is forked
 
@@ -172,7 +262,7 @@ def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyP
     assert connection.train_environment() == {}
 
 
-# Prestarted processes: imported modules, and runtime environments of workers and tasks --------------------------------
+# -- Prestarted processes: imported modules, and runtime environments of workers and tasks
 def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('broken')")
     (tmp_path / "imported_ahead.py").write_text("")
@@ -186,10 +276,14 @@ def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.Monk
     assert "breaks_when_imported" not in sys.modules
 
 
-def test_preloads_modules_depends_on_environment_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloads_modules_depends_on_environment_and_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prestart, "train_environment", dict)
     monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
-    of_workers = prestart.of_train_workers({"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])})
+    of_workers = prestart.of_train_workers(
+        {"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])}
+    )
     variables = json.loads(of_workers)["env_vars"]
     assert json.loads(of_workers)["py_executable"] == "python"
     assert prestart.preloads_modules(variables)
@@ -198,22 +292,31 @@ def test_preloads_modules_depends_on_environment_and_answer(monkeypatch: pytest.
     assert not prestart.preloads_modules({**variables, **prestart.for_tasks_of(variables)})
     assert not prestart.preloads_modules({})
     assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000")
+    )
     node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_ports(1)}
     assert not prestart.prestart(node, "{}", num_processes=1, keep_s=1.0)
 
 
-# Access of cluster nodes to stores, and their credentials -------------------------------------------------------------
+# -- Access of cluster nodes to stores, and their credentials
 SECRET = "swordfish-4711"
-S3 = {"AWS_ACCESS_KEY_ID": "AKID", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ENDPOINT_URL": "http://10.0.0.9:9000"}
+S3 = {
+    "AWS_ACCESS_KEY_ID": "AKID",
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_ENDPOINT_URL": "http://10.0.0.9:9000",
+}
 
 
 def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RuntimeEnvConfig(env=("MY_TOKEN=a=b", "PATH"))
     assert job_environment(RuntimeEnvConfig(), S3) == {}
     assert job_environment(RuntimeEnvConfig(), {**S3, "RAYREC_SEND_CREDENTIALS": "0"}) == {}
-    # Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a runtime environment.
-    sent = job_environment(config, {**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"})
+    # Ray pickles the hook and keeps it with the job's functions, but logs and shows the rest of a
+    # runtime environment.
+    sent = job_environment(
+        config, {**S3, "PATH": "/bin", "AWS_CA_BUNDLE": "/here.pem", "RAYREC_SEND_CREDENTIALS": "1"}
+    )
     assert list(sent) == ["worker_process_setup_hook"]
     assert SECRET not in repr(sent)
     for name in (*S3, "AWS_CA_BUNDLE", "MY_TOKEN"):
@@ -223,7 +326,10 @@ def test_credentials_are_sent_on_request_and_only_in_hook(monkeypatch: pytest.Mo
     pickled = ray.cloudpickle.dumps(sent["worker_process_setup_hook"])
     monkeypatch.setitem(sys.modules, "rayrec.cluster.node_storage", None)  # a node need not have it
     ray.cloudpickle.loads(pickled)()
-    assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {**S3, "AWS_CA_BUNDLE": None}
+    assert {name: os.environ.get(name) for name in (*S3, "AWS_CA_BUNDLE")} == {
+        **S3,
+        "AWS_CA_BUNDLE": None,
+    }
     assert (os.environ["MY_TOKEN"], os.environ["PATH"]) == ("a=b", "/bin")
 
 
@@ -231,11 +337,22 @@ def test_stored_settings_have_only_names_of_variables() -> None:
     config = recipes.criteo_demo("log").replace(cluster={"env": (f"MY_TOKEN={SECRET}", "HOME")})
     assert config.to_dict()["cluster"]["env"] == ["MY_TOKEN", "HOME"]
     assert SECRET not in config.to_yaml() + repr(config) + repr(config.cluster.without_values().env)
-    assert config.config_hash() == config.replace(cluster=config.cluster.without_values()).config_hash()
+    assert (
+        config.config_hash()
+        == config.replace(cluster=config.cluster.without_values()).config_hash()
+    )
     for wrong in (f"MY_TOKEN={SECRET}", (f"MY-TOKEN={SECRET}",), (SECRET, 1)):
-        assert SECRET not in rejects("ClusterConfig.env: must be a list of NAME=VALUE", config.replace, cluster={"env": wrong})
+        assert SECRET not in rejects(
+            "ClusterConfig.env: must be a list of NAME=VALUE",
+            config.replace,
+            cluster={"env": wrong},
+        )
     missing = RuntimeEnvConfig(env=("MISSING",))
-    rejects("^env MISSING: not set in this environment. Set it, or use MISSING=VALUE$", missing.variables, {})
+    rejects(
+        "^env MISSING: not set in this environment. Set it, or use MISSING=VALUE$",
+        missing.variables,
+        {},
+    )
 
 
 def test_runtime_env_file_is_checked(tmp_path: Path) -> None:
@@ -247,12 +364,20 @@ def test_runtime_env_file_is_checked(tmp_path: Path) -> None:
         ("{env_vars: {A: 4711}}", "env_vars must map names to texts. Put numbers in quotes"),
         ("{working_dir: /none}", "ValueError: .*/none"),
         ("{pip: [a], conda: b}", "ValueError"),
-        ("{worker_process_setup_hook: a.b}", "worker_process_setup_hook also sends variables. Omit one of the two"),
+        (
+            "{worker_process_setup_hook: a.b}",
+            "worker_process_setup_hook also sends variables. Omit one of the two",
+        ),
         ("}", "cannot be read"),
     ):
         file.write_text(text)
         if message is None:
-            assert job_environment(config, {}).keys() == {"env_vars", "working_dir", "config", "worker_process_setup_hook"}
+            assert job_environment(config, {}).keys() == {
+                "env_vars",
+                "working_dir",
+                "config",
+                "worker_process_setup_hook",
+            }
         else:
             line = rejects(f"^runtime_env {file}: .*{message}", job_environment, config, {})
             assert "secret" not in line
@@ -266,7 +391,11 @@ def test_connection_without_environment_is_rejected(monkeypatch: pytest.MonkeyPa
     requested = RuntimeEnvConfig(env=("A=b",))
     connect = partial(connection.connect, None)
     assert connect() == "head:6379"
-    rejects("connected to Ray without them. Use those of ray.init instead", connect, environment=requested)
+    rejects(
+        "connected to Ray without them. Use those of ray.init instead",
+        connect,
+        environment=requested,
+    )
     monkeypatch.setattr(connection, "_environment", (("head:6379", "01000000"), ("A=b",), None))
     assert connect(environment=requested) == connect() == "head:6379"
     rejects("connected to Ray without them", connect, environment=RuntimeEnvConfig(env=("A=c",)))
@@ -274,8 +403,14 @@ def test_connection_without_environment_is_rejected(monkeypatch: pytest.MonkeyPa
 
 def test_store_settings_reject_invalid_request() -> None:
     for environment, message in (
-        ({**S3, "RAYREC_SEND_CREDENTIALS": "yes"}, "must be 1, to send the store settings to the cluster, or 0, got 'yes'"),
-        ({"RAYREC_SEND_CREDENTIALS": "1"}, "no store settings found in the environment. Set AWS_ACCESS_KEY_ID"),
+        (
+            {**S3, "RAYREC_SEND_CREDENTIALS": "yes"},
+            "must be 1, to send the store settings to the cluster, or 0, got 'yes'",
+        ),
+        (
+            {"RAYREC_SEND_CREDENTIALS": "1"},
+            "no store settings found in the environment. Set AWS_ACCESS_KEY_ID",
+        ),
     ):
         rejects(message, store_settings, environment)
 
@@ -283,15 +418,19 @@ def test_store_settings_reject_invalid_request() -> None:
 def test_refusal_contains_node_and_settings_without_values() -> None:
     line = refusal("10.0.0.2", "s3://logs: access denied (HTTP status 403); set AWS_PROFILE", S3)
     assert line == (
-        "node 10.0.0.2 does not reach the store, which this machine does: s3://logs: access denied (HTTP status 403); set "
-        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL as here when you start Ray there, or have this command send "
-        "them: RAYREC_SEND_CREDENTIALS=1"
+        "node 10.0.0.2 does not reach the store, which this machine does: s3://logs: access denied "
+        "(HTTP status 403); set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL as here "
+        "when you start Ray there, or have this command send them: RAYREC_SEND_CREDENTIALS=1"
     )
     assert "give the nodes credentials" in refusal("10.0.0.2", "denied", {})
-    assert "RAYREC_SEND" not in refusal("10.0.0.2", "denied", {**S3, "RAYREC_SEND_CREDENTIALS": "1"})
+    assert "RAYREC_SEND" not in refusal(
+        "10.0.0.2", "denied", {**S3, "RAYREC_SEND_CREDENTIALS": "1"}
+    )
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None) -> Mock:
+def answering(
+    monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None], here: str | None = None
+) -> Mock:
     """Replace the check of the nodes by their answers, and of this machine by `here`."""
     monkeypatch.setattr(node_storage, "_check_nodes", check := Mock(return_value=list(answers)))
     monkeypatch.setattr(node_storage, "first_error", lambda urls, patience_s: here)
@@ -299,7 +438,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, *answers: tuple[str, str | None],
     return check
 
 
-def test_require_reachable_rejects_only_nodes_without_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_reachable_rejects_only_nodes_without_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check = answering(monkeypatch, ("10.0.0.1", None), ("10.0.0.2", "s3://b: access denied"))
     paths = ("s3://b/log/day_*/x.tsv?region=eu", None, "/local", "s3://a/runs/")
     rejects(r"node 10\.0\.0\.2 does not reach the store", require_reachable, paths)
@@ -323,7 +464,7 @@ def test_first_error_describes_unreachable_store(monkeypatch: pytest.MonkeyPatch
     assert SECRET not in trouble
 
 
-# A Ray head and its token, against a server with the protocol of Ray's head -------------------------------------------
+# -- A Ray head and its token, against a server with the protocol of Ray's head
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -335,11 +476,16 @@ class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
         self.version, self.address = ray.__version__, ""
         self.presented: list[str | None] = []
 
-    def CheckAlive(self, request: Any, context: grpc.ServicerContext) -> gcs_service_pb2.CheckAliveReply:
+    def CheckAlive(
+        self, request: Any, context: grpc.ServicerContext
+    ) -> gcs_service_pb2.CheckAliveReply:
         presented = dict(context.invocation_metadata()).get("authorization")
         self.presented.append(presented)
         if self.token is not None and presented != f"Bearer {self.token}":
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: the token is missing or incorrect")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "InvalidAuthToken: the token is missing or incorrect",
+            )
         return gcs_service_pb2.CheckAliveReply(ray_version=self.version)
 
 
@@ -373,13 +519,18 @@ def head() -> Iterator[Head]:
     server.stop(None)
 
 
-@pytest.mark.parametrize(("token", "presented"), [(None, [None]), (TOKEN, [None, f"Bearer {TOKEN}"])])
-def test_token_is_sent_only_to_cluster_with_token(user: Path, head: Head, token: str | None, presented: list[str | None]) -> None:
+@pytest.mark.parametrize(
+    ("token", "presented"), [(None, [None]), (TOKEN, [None, f"Bearer {TOKEN}"])]
+)
+def test_token_is_sent_only_to_cluster_with_token(
+    user: Path, head: Head, token: str | None, presented: list[str | None]
+) -> None:
     head.token = token
     user.write_text(TOKEN)
     require_head(head.address, source="")
     assert head.presented == presented
-    assert os.environ.get("RAY_AUTH_MODE") == (token and "token")  # from here on Ray presents it too
+    # from here on Ray presents it too
+    assert os.environ.get("RAY_AUTH_MODE") == (token and "token")
 
 
 @pytest.mark.parametrize(
@@ -393,7 +544,12 @@ def test_token_is_sent_only_to_cluster_with_token(user: Path, head: Head, token:
     ],
 )
 def test_rejected_token_is_reported(
-    user: Path, head: Head, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], token: str | None, message: str
+    user: Path,
+    head: Head,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    token: str | None,
+    message: str,
 ) -> None:
     head.token = TOKEN
     if token is not None:
@@ -401,24 +557,40 @@ def test_rejected_token_is_reported(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     forget_tokens()
-    line = rejects(f"^RAY_ADDRESS=there: .*{message}", require_head, head.address, source="RAY_ADDRESS=there")
+    line = rejects(
+        f"^RAY_ADDRESS=there: .*{message}", require_head, head.address, source="RAY_ADDRESS=there"
+    )
     assert (token or "f" * 64) not in line
 
 
 def test_other_ray_version_is_rejected(user: Path, head: Head) -> None:
     head.version = "2.9.0"
-    rejects(r"runs Ray 2\.9\.0, but this environment has Ray 2\.", require_head, head.address, source="")
+    rejects(
+        r"runs Ray 2\.9\.0, but this environment has Ray 2\.", require_head, head.address, source=""
+    )
 
 
 @pytest.mark.usefixtures("user")
-def test_commands_reject_ray_client_server(click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_commands_reject_ray_client_server(
+    click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     log, out = str(click_log / "train.txt"), str(tmp_path / "out")
-    (tmp_path / "search.yaml").write_text("workload.dense_optimizer.learning_rate: {choice: [0.1, 0.2]}\n")
+    (tmp_path / "search.yaml").write_text(
+        "workload.dense_optimizer.learning_rate: {choice: [0.1, 0.2]}\n"
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ray://127.0.0.1:{server.getsockname()[1]}"
-        run = ["criteo_demo", "--train-data.path", log, "--storage-path", out, "--cluster.address", address]
+        run = [
+            "criteo_demo",
+            "--train-data.path",
+            log,
+            "--storage-path",
+            out,
+            "--cluster.address",
+            address,
+        ]
         commands = [
             ["train", *run],
             ["tune", *run, "--search", str(tmp_path / "search.yaml")],
@@ -432,7 +604,9 @@ def test_commands_reject_ray_client_server(click_log: Path, tmp_path: Path, monk
         for command in commands:
             assert cli.run(command) == 2, command
             said = capsys.readouterr().err
-            assert f"{address}: must be reached directly, got Ray's client server (ray://)" in said, command
+            assert (
+                f"{address}: must be reached directly, got Ray's client server (ray://)" in said
+            ), command
             assert "use `rayrec supervise --address http://HEAD:8265 -- train ...`" in said, command
             assert said.count("\n") == 1, command
     assert not os.path.exists(out)
@@ -441,7 +615,10 @@ def test_commands_reject_ray_client_server(click_log: Path, tmp_path: Path, monk
 def test_connection_through_client_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
-    told = r"^ray\.init: must be reached directly, got Ray's client server \(ray://\).*rayrec supervise"
+    told = (
+        r"^ray\.init: must be reached directly, got Ray's client server \(ray://\).*rayrec "
+        r"supervise"
+    )
     rejects(told, connection.connect, None)
 
 
@@ -449,12 +626,15 @@ def test_listener_without_ray_head_is_rejected(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(connection, "_ANSWER_S", 0.3)
     with socket.create_server(("0.0.0.0", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        rejects("does not answer as the head of a Ray cluster", require_head, address, source=address)
+        rejects(
+            "does not answer as the head of a Ray cluster", require_head, address, source=address
+        )
 
 
 @pytest.mark.usefixtures("user")
 def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed_out = Exception("The current node timed out during startup.\nThis could happen because")  # Ray's own class
+    # Ray's own class
+    timed_out = Exception("The current node timed out during startup.\nThis could happen because")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))
     told = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
@@ -462,11 +642,20 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("user")
-@pytest.mark.parametrize("server", [pytest.param((Mock(address="unused"), {}), id="ray"), pytest.param(None, id="fork")])
-def test_long_ray_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any) -> None:
+@pytest.mark.parametrize(
+    "server", [pytest.param((Mock(address="unused"), {}), id="ray"), pytest.param(None, id="fork")]
+)
+def test_long_ray_folder_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any
+) -> None:
     folder = tmp_path / ("a" * 100)
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connection, "_fork_server", server)
-    line = rejects(rf"^RAY_TMPDIR={folder}: too long for .* \(.*AF_UNIX path", connection.connect, "local", num_cpus=1)
+    line = rejects(
+        rf"^RAY_TMPDIR={folder}: too long for .* \(.*AF_UNIX path",
+        connection.connect,
+        "local",
+        num_cpus=1,
+    )
     assert line.endswith("Set it to a folder with a shorter path, such as /tmp")

@@ -49,25 +49,46 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def started(program: Path, address: str, *, added: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
+def started(
+    program: Path, address: str, *, added: dict[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
     """Run the program; return its report of its process, and its standard error."""
-    context = [] if added is None else ["--language=PYTHON", CONTEXT + json.dumps({"env_vars": added})]
+    context = (
+        [] if added is None else ["--language=PYTHON", CONTEXT + json.dumps({"env_vars": added})]
+    )
     command = [sys.executable, forked_worker.__file__, "-s", str(program), "--one", *context]
-    options: Any = {"env": {**os.environ, forked_worker.SOCKET: address, "HERE": "here"}, "cwd": program.parent, "timeout": 120}
+    options: Any = {
+        "env": {**os.environ, forked_worker.SOCKET: address, "HERE": "here"},
+        "cwd": program.parent,
+        "timeout": 120,
+    }
     options |= {"preexec_fn": lambda: (os.setpgid(0, 0), os.nice(3)), "capture_output": True}
-    done = subprocess.run(command, input="a line", text=True, check=False, **options)  # not forked, the program ends with 2
+    # not forked, the program ends with 2
+    done = subprocess.run(command, input="a line", text=True, check=False, **options)
     return json.loads(done.stdout), done.stderr
 
 
-def test_forked_process_matches_started_process_but_for_time_zone(server: ForkServer, program: Path) -> None:
+def test_forked_process_matches_started_process_but_for_time_zone(
+    server: ForkServer, program: Path
+) -> None:
     found, said = started(program, server.address)
     assert not said
     assert found["arguments"] == [str(program), "--one"]
-    assert (found["name"], found["path"], found["folder"]) == ("__main__", str(program.parent), str(program.parent))
-    assert (found["read"], found["niceness"], found["leads"]) == ("a line", min(os.nice(0) + 3, 19), True)
+    assert (found["name"], found["path"], found["folder"]) == (
+        "__main__",
+        str(program.parent),
+        str(program.parent),
+    )
+    assert (found["read"], found["niceness"], found["leads"]) == (
+        "a line",
+        min(os.nice(0) + 3, 19),
+        True,
+    )
     assert (found["threads"], found["variables"]) == (1, ["here", None, None])
     assert found["imported"] == ["colorsys"]
-    assert found["files"] == ["socket"], "beside the standard ones: what the process that asked waits for"
+    assert found["files"] == ["socket"], (
+        "beside the standard ones: what the process that asked waits for"
+    )
     found, _ = started(program, server.address, added={"TZ": "ABC-3"})
     assert found["zone"] == "ABC"
 
@@ -76,7 +97,12 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
     names = {"FROM_HERE": "from ${HERE}${NOWHERE}", MODULES: "sndhdr,no_such_module"}
     (one, _), (again, _), (other, _), (plain, _) = (
         started(program, server.address, added=each)
-        for each in (names, {**names, "FROM_HERE": "x"}, {MODULES: "chunk"}, {"FROM_HERE": "${AWAY}"})
+        for each in (
+            names,
+            {**names, "FROM_HERE": "x"},
+            {MODULES: "chunk"},
+            {"FROM_HERE": "${AWAY}"},
+        )
     )
     assert one["imported"] == again["imported"] == ["colorsys", "sndhdr"]
     variables = [found["variables"] for found in (one, again, plain)]
@@ -88,11 +114,15 @@ def test_processes_with_same_modules_share_template(server: ForkServer, program:
 
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "sndhdr,no_such_module"}])
-def test_forked_processes_have_high_oom_score(server: ForkServer, program: Path, added: dict[str, str], monkeypatch: Any) -> None:
+def test_forked_processes_have_high_oom_score(
+    server: ForkServer, program: Path, added: dict[str, str], monkeypatch: Any
+) -> None:
     own = int(Path("/proc/self/oom_score_adj").read_text())
     found, _ = started(program, server.address, added=added)
     assert found["oom_score"] == 1000
-    assert int(Path(f"/proc/{found['parent']}/oom_score_adj").read_text()) == (1000 if added else own), "the template's"
+    assert int(Path(f"/proc/{found['parent']}/oom_score_adj").read_text()) == (
+        1000 if added else own
+    ), "the template's"
     monkeypatch.setenv("RAY_worker_oom_score_adjustment", str(own - 1 if added else own + 1))
     found, _ = started(program, server.address, added=added)
     assert found["oom_score"] == (1000 if added else own + 1), "never below its own"
@@ -110,7 +140,9 @@ os.fork = failing_fork
 
 
 @pytest.mark.parametrize("added", [{}, {MODULES: "chunk"}])
-def test_fork_server_survives_failed_fork(program: Path, tmp_path: Path, added: dict[str, str], monkeypatch: Any) -> None:
+def test_fork_server_survives_failed_fork(
+    program: Path, tmp_path: Path, added: dict[str, str], monkeypatch: Any
+) -> None:
     (tmp_path / "failing_fork.py").write_text(FAILING_FORK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     full = tmp_path / "full"
@@ -121,12 +153,16 @@ def test_fork_server_survives_failed_fork(program: Path, tmp_path: Path, added: 
         full.touch() if fails else full.unlink()
         found, said = started(program, server.address, added=added)
         imported.append(found["imported"])
-        assert ("the fork server cannot fork: [Errno 11] Resource temporarily unavailable" in said) == fails
+        assert (
+            "the fork server cannot fork: [Errno 11] Resource temporarily unavailable" in said
+        ) == fails
     server.close()
     assert imported == [[], ["chunk", "colorsys"] if added else ["colorsys"]] * 2
 
 
-def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_modules_with_same_time_are_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "replaced_module.py"
     file.write_text("A = 1")
     os.utime(file, (0, 0))
@@ -141,7 +177,9 @@ def test_replaced_modules_with_same_time_are_old(tmp_path: Path, monkeypatch: py
     assert imported.is_old()
 
 
-def test_workers_start_alone_and_closed_servers_leave_nothing(program: Path, tmp_path: Path) -> None:
+def test_workers_start_alone_and_closed_servers_leave_nothing(
+    program: Path, tmp_path: Path
+) -> None:
     found, said = started(program, str(tmp_path / "none"))
     assert "rayrec: this worker imports its modules itself: the fork server does not answer" in said
     assert (found["arguments"], found["imported"]) == ([str(program), "--one"], [])
@@ -184,11 +222,15 @@ class NodeManager:
         arguments = [sys.executable, "-c", NODE_MANAGER, f"--python_worker_command={command}"]
         with open(self._errors, "wb") as errors:
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+            self._process = subprocess.Popen(
+                arguments, stdin=pipe, stdout=pipe, stderr=errors, text=True
+            )
 
     def start(self, program: Path, python: str, **added: str) -> str:
         command = f"{python} {program} --temp-dir={self._folder} --session-name=session_1"
-        variables = {name: value for name, value in os.environ.items() if name != forked_worker.SOCKET}
+        variables = {
+            name: value for name, value in os.environ.items() if name != forked_worker.SOCKET
+        }
         print(json.dumps([command, {**variables, **added}]), file=self._process.stdin, flush=True)
         return "".join(iter(self._process.stdout.readline, "done\n"))
 
@@ -219,7 +261,11 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     module.write_text("SAID = 'old'")
 
     def started(**added: str) -> list[Any]:
-        return json.loads(node_manager.start(program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added))
+        return json.loads(
+            node_manager.start(
+                program, forked_worker.python_of_a_job(), PYTHONPATH=str(tmp_path), **added
+            )
+        )
 
     server, *found = started()
     assert (found, started()) == ([None, True], [server, None, True])
@@ -229,11 +275,16 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     assert not node_manager.errors()
     module.write_text("SAID = 'not old'")
     assert started(**{MODULES: "changes"})[1:] == [None, False], "its template ends"
-    assert "rayrec: this worker imports its modules itself: the fork server ended" in node_manager.errors()
+    assert (
+        "rayrec: this worker imports its modules itself: the fork server ended"
+        in node_manager.errors()
+    )
     assert started(**{MODULES: "changes"})[1:] == ["not old", True]
     other, *_ = started(OMP_NUM_THREADS="3")
     assert other != server, "it has what a process reads when it starts"
-    oldest, newest = sorted((tmp_path / "session_1" / "rayrec").glob("*-????????"), key=os.path.getmtime)
+    oldest, newest = sorted(
+        (tmp_path / "session_1" / "rayrec").glob("*-????????"), key=os.path.getmtime
+    )
     oldest.unlink()
     wait_until_gone(server)
     assert newest.exists()
@@ -241,16 +292,26 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
     wait_until_gone(other)
 
 
-def test_node_keeps_newest_servers_or_uses_python_of_ray(tmp_path: Path, node_manager: NodeManager, program: Path) -> None:
+def test_node_keeps_newest_servers_or_uses_python_of_ray(
+    tmp_path: Path, node_manager: NodeManager, program: Path
+) -> None:
     files, folder = [f"7-{number:08x}" for number in range(4)], tmp_path / "servers"
     folder.mkdir()
     for age_s, name in enumerate([*files, "7-00000000.lock", "7-00000000.log", "8-00000000"]):
         (folder / name).touch()
         os.utime(folder / name, (1e9 - age_s, 1e9 - age_s))
     forked_worker.leave_newest(str(folder / files[1]), raylet=7)
-    assert {path.name for path in folder.iterdir()} == {files[0], files[2], "7-00000000.lock", "7-00000000.log", "8-00000000"}
+    assert {path.name for path in folder.iterdir()} == {
+        files[0],
+        files[2],
+        "7-00000000.lock",
+        "7-00000000.log",
+        "8-00000000",
+    }
     elsewhere = forked_worker.python_of_a_job().replace(sys.executable, "/nowhere/python")
-    assert node_manager.start(program, elsewhere).startswith(str(program)), "the echo of its arguments"
+    assert node_manager.start(program, elsewhere).startswith(str(program)), (
+        "the echo of its arguments"
+    )
 
 
 def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,9 +326,14 @@ def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     manager = NodeManager(tmp_path, f'"{rays}" setup_worker.py')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(own))
-    assert json.loads(manager.start(program, forked_worker.python_of_a_job()))[1:] == [None, True], "a copy"
+    assert json.loads(manager.start(program, forked_worker.python_of_a_job()))[1:] == [
+        None,
+        True,
+    ], "a copy"
     monkeypatch.setattr(sys, "executable", "/nowhere/a b/python")
-    assert manager.start(program, forked_worker.python_of_a_job()).startswith(f"{program} --temp-dir"), "Ray's"
+    assert manager.start(program, forked_worker.python_of_a_job()).startswith(
+        f"{program} --temp-dir"
+    ), "Ray's"
     manager.kill()
     assert not (tmp_path / "ran").exists()
 
@@ -294,11 +360,15 @@ def test_sockets_are_not_in_folders_with_long_paths(
 def test_insecure_fork_server_folder_is_rejected(node_manager: NodeManager, tmp_path: Path) -> None:
     (tmp_path / "session_1" / "rayrec").mkdir(mode=0o755)
     (tmp_path / "program.py").write_text(SMALL)
-    assert json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))[1:] == [None, False]
+    assert json.loads(node_manager.start(tmp_path / "program.py", forked_worker.python_of_a_job()))[
+        1:
+    ] == [None, False]
     assert "rayrec must be accessible to this user only" in node_manager.errors()
 
 
-def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_in_other_languages_start_normally(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     java = tmp_path / "java"
     java.write_text('#!/bin/sh\necho "$A $@"\n')
     java.chmod(0o755)
@@ -306,9 +376,17 @@ def test_workers_in_other_languages_start_normally(server: ForkServer, tmp_path:
     ours = ["-Dray.address=1", "-s", "a.Worker"]
     context = CONTEXT + json.dumps({"env_vars": {"A": "added"}})
     for language, command in (("JAVA", ours), ("CPP", [str(java), *ours])):
-        arguments = [sys.executable, forked_worker.__file__, *command, f"--language={language}", context]
+        arguments = [
+            sys.executable,
+            forked_worker.__file__,
+            *command,
+            f"--language={language}",
+            context,
+        ]
         environment = {**os.environ, forked_worker.SOCKET: server.address}
-        done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, env=environment, check=True
+        )
         assert done.stdout.startswith("added ")
         assert done.stdout.endswith(" ".join(ours) + "\n")
         assert "rayrec" not in done.stderr
@@ -330,7 +408,20 @@ def test_unsupported_reason_of_runtime_environments() -> None:
 
 @pytest.mark.parametrize("modules", ["", "torch"])
 def test_kineto_daemon_requires_unforked_process(modules: str) -> None:
-    """The import starts its thread. A running Ray has already added the runtime environment's variables."""
-    reason = "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose" if modules else ""
-    assert forked_worker.unsupported_reason({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
-    assert forked_worker.unsupported_reason({"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}) == reason
+    """The import starts its thread. A running Ray has already added the runtime environment's
+    variables.
+    """
+    reason = (
+        "KINETO_USE_DAEMON makes torch start a thread when imported, which a fork would lose"
+        if modules
+        else ""
+    )
+    assert (
+        forked_worker.unsupported_reason({}, {"KINETO_USE_DAEMON": "1", MODULES: modules}) == reason
+    )
+    assert (
+        forked_worker.unsupported_reason(
+            {"env_vars": {MODULES: modules}}, {"KINETO_USE_DAEMON": "1"}
+        )
+        == reason
+    )

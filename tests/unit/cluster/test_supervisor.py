@@ -20,8 +20,23 @@ import rayrec
 from rayrec import recipes
 from rayrec.cluster import restart_policy, supervisor
 from rayrec.cluster.jobs import dashboard_url
-from rayrec.cluster.restart_policy import AttemptHistory, AttemptResult, Policy, Quit, SuperviseConfig, describe, judge
-from rayrec.cluster.supervisor import CONFIG_KEY, RUN_KEY, Outcome, StateFile, state_path, summary_of
+from rayrec.cluster.restart_policy import (
+    AttemptHistory,
+    AttemptResult,
+    Policy,
+    Quit,
+    SuperviseConfig,
+    describe,
+    judge,
+)
+from rayrec.cluster.supervisor import (
+    CONFIG_KEY,
+    RUN_KEY,
+    Outcome,
+    StateFile,
+    state_path,
+    summary_of,
+)
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
 
@@ -47,7 +62,10 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(job)
 
     def do_POST(self) -> None:
-        head, body = self.server, json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        head, body = (
+            self.server,
+            json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}"),
+        )
         if self.path.endswith("/stop"):
             name = self.path.split("/")[-2]
             head.stopped.append(name)
@@ -66,7 +84,9 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, value: Any, *, status: int = 200) -> None:
         body = (value if isinstance(value, str) else json.dumps(value)).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
+        self.send_header(
+            "Content-Type", "text/plain" if isinstance(value, str) else "application/json"
+        )
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -91,9 +111,20 @@ class FakeHead(ThreadingHTTPServer):
         self.busy = 0  # requests after the first submission that fail with status 500
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
-    def add(self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any) -> None:
-        job = {"submission_id": submission_id, "status": "RUNNING", "driver_exit_code": None, "message": ""}
-        self.jobs[submission_id] = {**job, "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash}, **fields}
+    def add(
+        self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any
+    ) -> None:
+        job = {
+            "submission_id": submission_id,
+            "status": "RUNNING",
+            "driver_exit_code": None,
+            "message": "",
+        }
+        self.jobs[submission_id] = {
+            **job,
+            "metadata": {RUN_KEY: run, CONFIG_KEY: config_hash},
+            **fields,
+        }
 
 
 SUCCESS: dict[str, Any] = {"status": "SUCCEEDED", "driver_exit_code": 0}
@@ -120,45 +151,80 @@ Supervise = Callable[..., Outcome]
 
 @pytest.fixture
 def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
-    def run(*, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any) -> Outcome:
-        settings = {"address": head.url, "state": str(tmp_path / "run.json"), "policy": policy or Policy(), **changes}
+    def run(
+        *, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any
+    ) -> Outcome:
+        settings = {
+            "address": head.url,
+            "state": str(tmp_path / "run.json"),
+            "policy": policy or Policy(),
+            **changes,
+        }
         arguments = ["criteo_demo", "--name", "run", "--train-data.path", "a log's name"]
-        fixed: dict[str, Any] = {"name": "run", "stop_wait_s": 90.0, "note": head.notes.append, "show": None}
-        return supervisor.supervise(arguments, config_hash=config_hash, config=SuperviseConfig(**settings), **fixed)
+        fixed: dict[str, Any] = {
+            "name": "run",
+            "stop_wait_s": 90.0,
+            "note": head.notes.append,
+            "show": None,
+        }
+        return supervisor.supervise(
+            arguments, config_hash=config_hash, config=SuperviseConfig(**settings), **fixed
+        )
 
     return run
 
 
 def test_supervise_returns_summary_after_success(head: FakeHead, supervise: Supervise) -> None:
     head.ends = [SUCCESS]
-    head.logs["run-0001"] = f"step 1\n{{\n  a table\n{json.dumps(SUMMARY, indent=2)}\nsome thread died"
+    head.logs["run-0001"] = (
+        f"step 1\n{{\n  a table\n{json.dumps(SUMMARY, indent=2)}\nsome thread died"
+    )
     assert supervise() == Outcome("run", 0, "finished", 1, SUMMARY)
     [job] = head.submitted
-    assert job["entrypoint"] == ("exec python -m rayrec train criteo_demo --name run --train-data.path 'a log'\"'\"'s name'")
+    assert job["entrypoint"] == (
+        "exec python -m rayrec train criteo_demo --name run --train-data.path 'a log'\"'\"'s name'"
+    )
     assert job["metadata"] == {RUN_KEY: "run", CONFIG_KEY: "c0ffee"}
     assert job["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "90"}}
     assert any("finished, as run-0001" in note for note in head.notes)
 
 
 def test_supervise_after_success_submits_data_check(head: FakeHead, supervise: Supervise) -> None:
-    """A supervisor cannot see the data, which may differ from the finished run's. A rejection is not retried."""
+    """A supervisor cannot see the data, which may differ from the finished run's. A rejection is
+    not retried.
+    """
     head.ends = [SUCCESS, SUCCESS]
     assert (supervise().attempts, supervise().attempts) == (1, 2)
     refusal = "rayrec train: /runs/run: finished already, with other data: train_data has 4 files"
     head.ends = [failure(2, refusal), SUCCESS]
     outcome = supervise()
-    assert (outcome.status, outcome.cause, outcome.attempts) == (2, refusal.removeprefix("rayrec train: "), 3)
-    head.ends = [failure(143), failure(2, refusal), SUCCESS]  # also if an attempt before had good flags
+    assert (outcome.status, outcome.cause, outcome.attempts) == (
+        2,
+        refusal.removeprefix("rayrec train: "),
+        3,
+    )
+    # also if an attempt before had good flags
+    head.ends = [failure(143), failure(2, refusal), SUCCESS]
     assert (supervise().status, len(head.submitted)) == (2, 5)
 
 
-def test_supervise_retries_failures_but_not_user_errors(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
-    head.ends = [failure(2, "a table\nrayrec train: steps: -1 makes no sense; give more\nException ignored in a thread")]
+def test_supervise_retries_failures_but_not_user_errors(
+    head: FakeHead, supervise: Supervise, tmp_path: Path
+) -> None:
+    head.ends = [
+        failure(
+            2,
+            "a table\nrayrec train: steps: -1 makes no sense; give more\nException ignored in a "
+            "thread",
+        )
+    ]
     outcome = supervise()
     assert (outcome.status, outcome.cause) == (2, "steps: -1 makes no sense; give more")
     head.ends = [failure(143), failure(1), failure(-9), SUCCESS]
     assert supervise() == Outcome("run", 0, "finished", 5)
-    assert [job["submission_id"] for job in head.submitted] == [f"run-000{number}" for number in range(1, 6)]
+    assert [job["submission_id"] for job in head.submitted] == [
+        f"run-000{number}" for number in range(1, 6)
+    ]
     log = (tmp_path / "run.log").read_text()
     assert "    rayrec train: steps: -1 makes no sense" in log
     assert "run-0004 was killed by SIGKILL" in log
@@ -232,8 +298,12 @@ def test_other_flags_start_new_state(head: FakeHead, supervise: Supervise) -> No
     assert len(head.submitted) == 2
 
 
-def test_second_supervisor_is_rejected(head: FakeHead, supervise: Supervise, tmp_path: Path) -> None:
-    with closing(StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)):
+def test_second_supervisor_is_rejected(
+    head: FakeHead, supervise: Supervise, tmp_path: Path
+) -> None:
+    with closing(
+        StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
+    ):
         rejects("another supervisor of run run is running", supervise)
 
 
@@ -243,19 +313,36 @@ def test_environment_variables_are_passed_but_not_logged(
     rejects("env SECRET: not set", supervise, env=("SECRET",))
     monkeypatch.setenv("SECRET", "open sesame")
     head.ends = [failure(1), SUCCESS]
-    runtime_env = {"pip": ["polars"], "env_vars": {"A": "0", "B": "1"}, "working_dir": "https://host/code.zip"}
+    runtime_env = {
+        "pip": ["polars"],
+        "env_vars": {"A": "0", "B": "1"},
+        "working_dir": "https://host/code.zip",
+    }
     (tmp_path / "env.json").write_text(json.dumps(runtime_env))
     supervise(env=("SECRET", "A=sesame"), runtime_env=str(tmp_path / "env.json"))
     sent = head.submitted[-1]["runtime_env"]
-    assert sent["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "90", "SECRET": "open sesame", "A": "sesame", "B": "1"}
+    assert sent["env_vars"] == {
+        "RAY_JOB_STOP_WAIT_TIME_S": "90",
+        "SECRET": "open sesame",
+        "A": "sesame",
+        "B": "1",
+    }
     assert (sent["pip"]["packages"], sent["working_dir"]) == (["polars"], "https://host/code.zip")
-    with_value = recipes.criteo_demo("log").replace(storage_path="/runs", cluster={"env": ("A=sesame",)})
-    assert "sesame" not in rejects("cluster.env: .*Use --env NAME=VALUE before the --", rayrec.supervise, with_value, [])
-    assert "sesame" not in "\n".join([*head.notes, *(file.read_text() for file in tmp_path.iterdir())])
+    with_value = recipes.criteo_demo("log").replace(
+        storage_path="/runs", cluster={"env": ("A=sesame",)}
+    )
+    assert "sesame" not in rejects(
+        "cluster.env: .*Use --env NAME=VALUE before the --", rayrec.supervise, with_value, []
+    )
+    assert "sesame" not in "\n".join(
+        [*head.notes, *(file.read_text() for file in tmp_path.iterdir())]
+    )
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_ctrl_c_stops_attached_job(head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool) -> None:
+def test_ctrl_c_stops_attached_job(
+    head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, detach: bool
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
         fails_with(KeyboardInterrupt, "", supervise, detach_on_signal=detach)
@@ -264,10 +351,13 @@ def test_ctrl_c_stops_attached_job(head: FakeHead, supervise: Supervise, monkeyp
     assert supervise().attempts == (1 if detach else 2)
 
 
-def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_stop_resubmits_job(
+    head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
-        patch.setattr(supervisor._Supervisor, "_end_log", raising(KeyboardInterrupt()))  # the second, when the job has ended
+        # the second, when the job has ended
+        patch.setattr(supervisor._Supervisor, "_end_log", raising(KeyboardInterrupt()))
         fails_with(KeyboardInterrupt, "", supervise)
     assert head.jobs["run-0001"]["status"] == "STOPPED"
     head.ends = [{"status": "STOPPED"}]
@@ -276,7 +366,9 @@ def test_interrupted_stop_resubmits_job(head: FakeHead, supervise: Supervise, mo
     assert (outcome.status, outcome.attempts) == (130, 2)  # the second job was stopped by someone
 
 
-def test_state_file_and_dashboard_url_are_checked(supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_file_and_dashboard_url_are_checked(
+    supervise: Supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run.json").write_text('{"steps": 3}')
     rejects("must be a supervisor's state file", supervise)
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
@@ -296,7 +388,7 @@ def test_summary_of_returns_none_without_summary(log: str) -> None:
     assert summary_of(log) is None
 
 
-# Restart policy for each result of an attempt -------------------------------------------------------------------------
+# -- Restart policy for each result of an attempt
 POLICY = Policy(max_failures=2, healthy_after_s=100.0)
 
 
@@ -308,27 +400,50 @@ def test_judge_quits_after_final_results() -> None:
     stopped = AttemptResult("stopped", duration_s=1000.0, ran=True)
     interrupted = [(stopped, 130), (ended(130, duration_s=1000.0), 130)]
     succeeded = (AttemptResult("succeeded", status=0, duration_s=1.0, ran=True), 0)
-    for ending, status in (succeeded, *interrupted, *((ended(status), 2) for status in (2, 126, 127))):
+    for ending, status in (
+        succeeded,
+        *interrupted,
+        *((ended(status), 2) for status in (2, 126, 127)),
+    ):
         tally, decision = judge(POLICY, AttemptHistory(attempts=1), ending, jitter=0.5)
         assert (decision.status, tally) == (status, AttemptHistory(attempts=1))
 
 
 @pytest.mark.parametrize("status", [1, 137, 139, 143, 255, None])
-@pytest.mark.parametrize(("duration_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)])
-def test_judge_retries_other_results(status: int | None, duration_s: float, wait_s: float, short_lived: int) -> None:
-    tally, decision = judge(POLICY, AttemptHistory(attempts=3), ended(status, duration_s=duration_s), jitter=0.5)
+@pytest.mark.parametrize(
+    ("duration_s", "wait_s", "short_lived"), [(1.0, 5.0, 1), (99.9, 5.0, 1), (100.0, 0.0, 0)]
+)
+def test_judge_retries_other_results(
+    status: int | None, duration_s: float, wait_s: float, short_lived: int
+) -> None:
+    tally, decision = judge(
+        POLICY, AttemptHistory(attempts=3), ended(status, duration_s=duration_s), jitter=0.5
+    )
     assert decision == wait_s
-    assert tally == AttemptHistory(attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived)
+    assert tally == AttemptHistory(
+        attempts=3, short_lived=short_lived, accepted=status is not None or not short_lived
+    )
 
 
 def test_judge_retries_lost_head_and_stop_of_earlier_supervisor() -> None:
     lost = AttemptResult("lost", duration_s=5000.0, ran=True)
-    assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (AttemptHistory(1, 0, True), 0.0)
+    assert judge(POLICY, AttemptHistory(1, short_lived=2), lost, jitter=0.0) == (
+        AttemptHistory(1, 0, True),
+        0.0,
+    )
     short = AttemptResult("lost", duration_s=5.0, ran=True)
-    assert judge(POLICY, AttemptHistory(1, short_lived=1), short, jitter=0.5) == (AttemptHistory(1, 2, True), 10.0)
-    assert judge(POLICY, AttemptHistory(1), AttemptResult("lost"), jitter=0.5)[0] == AttemptHistory(1, 1, accepted=False)
+    assert judge(POLICY, AttemptHistory(1, short_lived=1), short, jitter=0.5) == (
+        AttemptHistory(1, 2, True),
+        10.0,
+    )
+    assert judge(POLICY, AttemptHistory(1), AttemptResult("lost"), jitter=0.5)[0] == AttemptHistory(
+        1, 1, accepted=False
+    )
     stopped = AttemptResult("stopped", duration_s=5.0, ran=True, stop_requested=True)
-    assert judge(POLICY, AttemptHistory(3, short_lived=2), stopped, jitter=0.5) == (AttemptHistory(3), 0.0)
+    assert judge(POLICY, AttemptHistory(3, short_lived=2), stopped, jitter=0.5) == (
+        AttemptHistory(3),
+        0.0,
+    )
     failed = AttemptResult("failed", status=1, duration_s=5.0, ran=True, stop_requested=True)
     assert judge(POLICY, AttemptHistory(3), failed, jitter=0.5)[0].short_lived == 1
 
@@ -351,13 +466,18 @@ def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
     assert run_through(Policy(max_failures=-1), [ended(1)] * 1000) == (1000, None)
     healthy, short = ended(1, duration_s=200.0), ended(1)
     assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
-    # A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid flag.
+    # A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid
+    # flag.
     attempts, decision = run_through(POLICY, [ended(143, duration_s=500.0), *[ended(2)] * 10])
     assert (attempts, decision.status) == (4, 2)
-    assert run_through(POLICY, [ended(None), ended(2)])[0] == 2  # Ray ended the first before the command ran
+    # Ray ended the first before the command ran
+    assert run_through(POLICY, [ended(None), ended(2)])[0] == 2
     changed = AttemptResult("failed", status=2, duration_s=500.0, ran=True, run_finished=True)
-    assert judge(POLICY, AttemptHistory(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(2, describe(changed))
-    # A remaining problem, such as a full disk, either disappears or ends every attempt after hours of training.
+    assert judge(POLICY, AttemptHistory(attempts=2, accepted=True), changed, jitter=0.5)[1] == Quit(
+        2, describe(changed)
+    )
+    # A remaining problem, such as a full disk, either disappears or ends every attempt after hours
+    # of training.
     late = ended(2, duration_s=500.0)
     tally, decision = judge(POLICY, AttemptHistory(attempts=1), late, jitter=0.5)
     assert (tally, decision) == (AttemptHistory(1, short_lived=1, accepted=True), 5.0)
@@ -368,13 +488,23 @@ def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
 
 def test_pauses_double_and_exit_statuses_are_described() -> None:
     def pauses(jitter: float) -> list[float]:
-        return [restart_policy.pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter) for times in range(9)]
+        return [
+            restart_policy.pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter)
+            for times in range(9)
+        ]
 
     assert pauses(0.5) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     assert (pauses(0.0)[1:3], pauses(1.0)[1:3]) == ([0.75, 1.5], [1.25, 2.5])
     assert all(before <= after for before, after in itertools.pairwise(pauses(0.3)))
     assert restart_policy.pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
-    assert [restart_policy.shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [None, 0, 2, 137, 143, 143]
+    assert [restart_policy.shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [
+        None,
+        0,
+        2,
+        137,
+        143,
+        143,
+    ]
     assert describe(ended(137)) == "was killed by SIGKILL"
     assert describe(ended(143)) == "was preempted (exit status 143)"
     assert describe(ended(255)) == "ended with exit status 255"
@@ -385,7 +515,9 @@ def test_pauses_double_and_exit_statuses_are_described() -> None:
 
 
 @pytest.mark.parametrize(("max_wait_s", "longest_s"), [(86_400.0, 1.25), (0.25, 0.25), (0.0, 0.0)])
-def test_pause_in_outage_is_short_and_within_limit(monkeypatch: pytest.MonkeyPatch, max_wait_s: float, longest_s: float) -> None:
+def test_pause_in_outage_is_short_and_within_limit(
+    monkeypatch: pytest.MonkeyPatch, max_wait_s: float, longest_s: float
+) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(supervisor.time, "sleep", pauses.append)
     jobs: Any = SimpleNamespace(url="http://head", probe=lambda: None)
@@ -402,4 +534,6 @@ def test_supervised_run_has_name(monkeypatch: pytest.MonkeyPatch, name: str | No
     rayrec.supervise(config, ["criteo_demo"])
     name_of_run = run.call_args.kwargs["name"]
     assert re.fullmatch(r"criteo_demo-\d{8}-\d{6}" if name is None else name, name_of_run)
-    assert run.call_args.args[0] == (["criteo_demo", "--name", name_of_run] if name is None else ["criteo_demo"])
+    assert run.call_args.args[0] == (
+        ["criteo_demo", "--name", name_of_run] if name is None else ["criteo_demo"]
+    )

@@ -1,4 +1,6 @@
-"""Private names of Ray, torch and TorchRec in the installed versions, and the arguments they accept."""
+"""Private names of Ray, torch and TorchRec in the installed versions, and the arguments they
+accept.
+"""
 
 import inspect
 from types import ModuleType
@@ -18,37 +20,67 @@ ALL |= {("torch", name): entry for name, entry in torch_compat.NAMES.items()}
 @pytest.mark.parametrize(("library", "name"), ALL)
 def test_private_name_exists_with_reason(library: str, name: str) -> None:
     entry = ALL[library, name]
-    assert isinstance(getattr({"ray": ray_compat, "torch": torch_compat}[library], name), ModuleType) == (entry.attribute is None)
+    assert isinstance(
+        getattr({"ray": ray_compat, "torch": torch_compat}[library], name), ModuleType
+    ) == (entry.attribute is None)
     assert entry.reason.endswith(".")
     assert "\n" not in entry.reason
 
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-    "get_memory_info_reply": (lambda: ray_compat.internal_api.get_memory_info_reply, (0,), {"timeout_seconds": 5.0}),
+    "get_memory_info_reply": (
+        lambda: ray_compat.internal_api.get_memory_info_reply,
+        (0,),
+        {"timeout_seconds": 5.0},
+    ),
     "canonicalize": (lambda: ray_compat.services.canonicalize_bootstrap_address, ("auto",), {}),
     "draining": (lambda: ray_compat.state.state.get_draining_nodes, (), {}),
     "available": (lambda: ray_compat.state.available_resources_per_node, (), {}),
-    "token": (lambda: ray_compat.maybe_enable_token_auth_if_token_available, (), {"warn_if_disabled": False}),
+    "token": (
+        lambda: ray_compat.maybe_enable_token_auth_if_token_available,
+        (),
+        {"warn_if_disabled": False},
+    ),
     "channel": (lambda: ray_compat.init_grpc_channel, ("host:1",), {}),
     "client": (lambda: ray_compat.SubmissionClient, (), {"address": "http://host"}),
-    "coordinator": (lambda: ray_compat.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator, (), {}),
+    "coordinator": (
+        lambda: ray_compat.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator,
+        (),
+        {},
+    ),
     "stats": (lambda: ray_compat.get_or_create_stats_actor, (), {}),
     "policy": (lambda: ray_compat.BackpressurePolicy, (0, 0, 0), {}),
     "active": (lambda: ray_compat.PhysicalOperator.num_active_tasks, (0,), {}),
     "serve": (lambda: ray_compat.get_global_client, (), {}),
     "deployment": (lambda: ray_compat.DeploymentID, ("name", "application"), {}),
-    "actor of a deployment": (lambda: ray_compat.get_deployment_actor_name, (0, "name"), {"code_version": "*"}),
+    "actor of a deployment": (
+        lambda: ray_compat.get_deployment_actor_name,
+        (0, "name"),
+        {"code_version": "*"},
+    ),
     "call of all replicas": (lambda: DeploymentHandle.broadcast, (0, "method", 1), {}),
-    "results of all replicas": (lambda: DeploymentBroadcastResponse.results, (0,), {"timeout_s": 1.0, "return_exceptions": True}),
+    "results of all replicas": (
+        lambda: DeploymentBroadcastResponse.results,
+        (0,),
+        {"timeout_s": 1.0, "return_exceptions": True},
+    ),
     "shared actor": (lambda: serve.get_deployment_actor, ("name",), {}),
     "variables": (lambda: ray_compat.get_env_vars_to_propagate, (), {}),
     "timeout": (lambda: ray_compat.WorkerGroupStartupTimeoutError, (2,), {}),
     "device": (lambda: torch_compat.remote_device, ("rank:0/cpu",), {}),
     "shard": (lambda: torch_compat.Shard, (0, 0), {}),
     "shard metadata": (lambda: torch_compat.ShardMetadata, ([0], [1], "rank:0/cpu"), {}),
-    "metadata": (lambda: torch_compat.ShardedTensorMetadata, (), {"shards_metadata": [], "size": 0, "tensor_properties": 0}),
+    "metadata": (
+        lambda: torch_compat.ShardedTensorMetadata,
+        (),
+        {"shards_metadata": [], "size": 0, "tensor_properties": 0},
+    ),
     "properties": (lambda: torch_compat.TensorProperties, (), {"dtype": torch.float32}),
-    "sharded": (lambda: torch_compat.ShardedTensor._init_from_local_shards_and_global_metadata, ([], 0), {"process_group": None}),
+    "sharded": (
+        lambda: torch_compat.ShardedTensor._init_from_local_shards_and_global_metadata,
+        ([], 0),
+        {"process_group": None},
+    ),
 }
 
 
@@ -60,7 +92,12 @@ def test_private_function_accepts_arguments(call: str) -> None:
 
 def test_ray_answers_private_requests_and_constants_match() -> None:
     names: Any = ray_compat
-    fields = {"language": names.common_pb2.PYTHON, "job_id": b"1", "keep_alive_duration_secs": 1, "num_workers": 2}
+    fields = {
+        "language": names.common_pb2.PYTHON,
+        "job_id": b"1",
+        "keep_alive_duration_secs": 1,
+        "num_workers": 2,
+    }
     request = names.node_manager_pb2.PrestartWorkersRequest(**fields)
     request.runtime_env_info.serialized_runtime_env = "{}"
     request.runtime_env_info.runtime_env_config.setup_timeout_seconds = 600
@@ -72,7 +109,9 @@ def test_ray_answers_private_requests_and_constants_match() -> None:
     from ray._private import ray_constants, worker
 
     assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
-    name = ray_compat.get_deployment_actor_name(ray_compat.DeploymentID("deployment", "application"), "actor", code_version="*")
+    name = ray_compat.get_deployment_actor_name(
+        ray_compat.DeploymentID("deployment", "application"), "actor", code_version="*"
+    )
     assert name.split("::")[-4:] == ["application", "deployment", "*", "actor"]
     assert isinstance(ray_compat.SERVE_NAMESPACE, str)
     assert ray_compat.local_node() is worker._global_node
@@ -81,33 +120,56 @@ def test_ray_answers_private_requests_and_constants_match() -> None:
 
 def test_torch_private_attributes_exist() -> None:
     found = torch_compat.uncounted_operators(lambda: 0, lambda: 0)
-    assert torch_compat.operator_of(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default) in found
+    assert (
+        torch_compat.operator_of(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+        in found
+    )
     assert torch_compat.onednn_has_bfloat16() in (False, True)
     called = []
     value = torch.ones(1, requires_grad=True)
     loss = (value * 2).sum()
-    loss.register_hook(lambda gradient: torch_compat.call_at_end_of_backward(lambda: called.append(value.grad is not None)))
+    loss.register_hook(
+        lambda gradient: torch_compat.call_at_end_of_backward(
+            lambda: called.append(value.grad is not None)
+        )
+    )
     loss.backward()
     assert called == [True]
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
+)
 def test_onednn_linear_matches_torch() -> None:
     inputs, weight, bias = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4)
     expected = torch.nn.functional.linear(inputs, weight, bias).relu()
-    torch.testing.assert_close(torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected)
+    torch.testing.assert_close(
+        torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected
+    )
 
 
 def test_torchrec_private_attributes_exist_or_raise() -> None:
-    from torchrec.distributed import DistributedModelParallel, embedding, embedding_lookup, embeddingbag
+    from torchrec.distributed import (
+        DistributedModelParallel,
+        embedding,
+        embedding_lookup,
+        embeddingbag,
+    )
 
     assert "_dmp_wrapped_module" in inspect.getsource(DistributedModelParallel)
     assert "_process_group" in inspect.getsource(torch_compat.ShardedTensor)
     for module in (embeddingbag, embedding):
         source = inspect.getsource(module)
-        assert all(name in source for name in ('"_optimizer_classes"', '"_optimizer_kwargs"', "self._lookups"))
+        assert all(
+            name in source
+            for name in ('"_optimizer_classes"', '"_optimizer_kwargs"', "self._lookups")
+        )
     assert "self._emb_modules" in inspect.getsource(embedding_lookup)
     with pytest.raises(ImportError, match="cannot import name 'no_such_name' from 'torch'"):
-        resolve({"gone": PrivateName("torch", "no_such_name", "For this test.")}, "gone", "rayrec.compat.torch_compat")
+        resolve(
+            {"gone": PrivateName("torch", "no_such_name", "For this test.")},
+            "gone",
+            "rayrec.compat.torch_compat",
+        )
     with pytest.raises(AttributeError, match="has no attribute 'never_listed'"):
         torch_compat.__getattr__("never_listed")

@@ -79,13 +79,33 @@ def encoded() -> tuple[Preprocessor, EncodedRows]:
     return preprocessor, preprocessor.encode(raw)
 
 
-# The declaration ------------------------------------------------------------------------------------------------------
+# -- The declaration
 def test_yaml_declares_labels_and_features() -> None:
     assert SCHEMA.label_names == ("click", "like", "seconds")
     assert SCHEMA.vocabularies == ("user", "item", "item", "tags")
     assert SCHEMA.vocabulary_owners == (0, 1, 1, 3)
-    assert SCHEMA.columns == (*("click", "price", "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"),)
-    assert SCHEMA.unlabelled().columns == ("price", "user", "item", "history", "tags", "tag_weights")
+    assert SCHEMA.columns == (
+        *(
+            "click",
+            "price",
+            "user",
+            "item",
+            "history",
+            "tags",
+            "tag_weights",
+            "like",
+            "seconds",
+            "at",
+        ),
+    )
+    assert SCHEMA.unlabelled().columns == (
+        "price",
+        "user",
+        "item",
+        "history",
+        "tags",
+        "tag_weights",
+    )
     assert Schema.described(SCHEMA.describe()) == SCHEMA
 
 
@@ -101,10 +121,17 @@ def test_schema_rejects_invalid_features() -> None:
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
             "has the vocabulary of item, which has another",
         ),
-        ("features: [{name: history, aligned_with: item}]", "aligned_with of feature history: must be a list .*, got item"),
-        ("features: [{name: history, aligned_with: history}]", "must be a list that names another column of lists"),
         (
-            "sparse: [a, b, c]\nlists: [a, b, c]\nfeatures: [{name: b, aligned_with: c}, {name: c, aligned_with: a}]",
+            "features: [{name: history, aligned_with: item}]",
+            "aligned_with of feature history: must be a list .*, got item",
+        ),
+        (
+            "features: [{name: history, aligned_with: history}]",
+            "must be a list that names another column of lists",
+        ),
+        (
+            "sparse: [a, b, c]\nlists: [a, b, c]\nfeatures: [{name: b, aligned_with: c}, {name: "
+            "c, aligned_with: a}]",
             "aligned_with of feature b: must be a list without aligned_with, got c. Name a in both",
         ),
         (
@@ -114,15 +141,24 @@ def test_schema_rejects_invalid_features() -> None:
         ("labels: [{name: item}]", "column names must be unique"),
         ("labels: [{name: like, kind: sum}]", "Label.kind: has the wrong type .*, got 'sum'"),
         ("timestamp: history", "timestamp must not be a column of lists, got history"),
-        ('tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at', "timestamp needs tokens: any"),
+        (
+            'tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at',
+            "timestamp needs tokens: any",
+        ),
     ):
-        rejects(message, load_schema, f"sparse: [user, item, history]\nlists: [history]\n{text}", "schema.yaml")
+        rejects(
+            message,
+            load_schema,
+            f"sparse: [user, item, history]\nlists: [history]\n{text}",
+            "schema.yaml",
+        )
 
 
 def test_aligned_lists_match_positions_and_keep_last_items() -> None:
     schema = load_schema(
         "label: click\nsparse: [items, shops]\nlists: [items, shops]\n"
-        "features: [{name: items, max_length: 2}, {name: shops, aligned_with: items, max_length: 2}]",
+        "features: [{name: items, max_length: 2}, {name: shops, aligned_with: items, max_length: "
+        "2}]",
         "schema.yaml",
     )
     assert Schema.described(schema.describe()) == schema
@@ -132,15 +168,19 @@ def test_aligned_lists_match_positions_and_keep_last_items() -> None:
     raw, faults = parse_table(pa.table({"click": [0] * 7, "items": items, "shops": shops}), schema)
     assert (raw.rows, faults.total) == (4, 3)
     assert [(fault.kind, fault.column, fault.row) for fault in faults.first] == [
-        ("categories are not at the places of the list that it is aligned with", "shops", row) for row in (3, 4, 5)
+        ("categories are not at the places of the list that it is aligned with", "shops", row)
+        for row in (3, 4, 5)
     ]
     assert [column.lengths.tolist() for column in raw.lists] == [[2, 0, 1, 1]] * 2
     history, tags = parsed().lists
     assert (history.values.tolist(), history.lengths.tolist()) == ([20, 20, 30, 40], [1, 0, 3, 0])
-    assert (tags.lengths.tolist(), tags.weights.tolist()) == ([2, 1, 0, 2], [0.5, 2.0, 1.0, 3.0, 4.0])
+    assert (tags.lengths.tolist(), tags.weights.tolist()) == (
+        [2, 1, 0, 2],
+        [0.5, 2.0, 1.0, 3.0, 4.0],
+    )
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# -- Reading
 def column(name: str, values: pa.Array) -> pa.Table:
     return ROWS.set_column(ROWS.column_names.index(name), name, values)
 
@@ -150,39 +190,89 @@ def test_invalid_value_reports_row_and_column() -> None:
         ("like", pa.array([1, 2, 0, None]), "label is not 0 or 1", 1),
         ("seconds", pa.array([1.0, 2.0, None, 1.0]), "label is missing", 2),
         ("seconds", pa.array([1.0, 2.0, 3.0, float("inf")]), "not a finite number", 3),
-        ("tag_weights", pa.array([[1.0, 1.0], [], [], [1.0, 1.0, 1.0]]), "weights are not as many numbers", 1),
-        ("tag_weights", pa.array([[1.0, None], [1.0], [], [1.0] * 3]), "weights are not as many numbers", 0),
-        ("tag_weights", pa.array([[1.0] * 2, [1.0], [1.0], [1.0] * 3]), "weights are not as many numbers", 2),
-        ("tag_weights", pa.array([[1.0] * 2, [float("nan")], [], [1.0] * 3]), "weights are not as many numbers", 1),
+        (
+            "tag_weights",
+            pa.array([[1.0, 1.0], [], [], [1.0, 1.0, 1.0]]),
+            "weights are not as many numbers",
+            1,
+        ),
+        (
+            "tag_weights",
+            pa.array([[1.0, None], [1.0], [], [1.0] * 3]),
+            "weights are not as many numbers",
+            0,
+        ),
+        (
+            "tag_weights",
+            pa.array([[1.0] * 2, [1.0], [1.0], [1.0] * 3]),
+            "weights are not as many numbers",
+            2,
+        ),
+        (
+            "tag_weights",
+            pa.array([[1.0] * 2, [float("nan")], [], [1.0] * 3]),
+            "weights are not as many numbers",
+            1,
+        ),
         ("at", pa.array([0, 1, None, 3]), "not a time", 2),
         ("at", pa.array(["0", "2024-02-30", "2024-02-29", "1e9"]), "not a time", 1),
         ("at", pa.array([0.0, 1.0, 2.0, float("nan")]), "not a time", 3),
     ):
         raw, faults = parse_table(column(name, values), SCHEMA)
         (fault,) = faults.first
-        assert (raw.rows, fault.row, fault.column) == (3, row, "tags" if name == "tag_weights" else name)
+        assert (raw.rows, fault.row, fault.column) == (
+            3,
+            row,
+            "tags" if name == "tag_weights" else name,
+        )
         assert fault.kind.startswith(kind)
 
 
 def test_count_label_can_be_main_and_rejects_negative() -> None:
-    schema = Schema(label=None, labels=(Label(name="views", kind="count", missing="fault"),), sparse=("user",), tokens="any")
-    raw, faults = parse_table(pa.table({"user": ["a", "b", "c"], "views": [3.0, -1.0, 0.0]}), schema)
-    assert (raw.labels["views"].tolist(), faults.counts) == ([3.0, 0.0], {"not a number of 0 or more": 1})
+    schema = Schema(
+        label=None,
+        labels=(Label(name="views", kind="count", missing="fault"),),
+        sparse=("user",),
+        tokens="any",
+    )
+    raw, faults = parse_table(
+        pa.table({"user": ["a", "b", "c"], "views": [3.0, -1.0, 0.0]}), schema
+    )
+    assert (raw.labels["views"].tolist(), faults.counts) == (
+        [3.0, 0.0],
+        {"not a number of 0 or more": 1},
+    )
     inputs = ModelInputs.of(schema)
-    assert (inputs.label, inputs.label_kind, inputs.label_names) == ("views", "count", schema.label_names)
+    assert (inputs.label, inputs.label_kind, inputs.label_names) == (
+        "views",
+        "count",
+        schema.label_names,
+    )
     assert ModelInputs.of(schema.unlabelled()).label_kind == "binary"
 
 
 def test_times_in_text() -> None:
-    seconds = {"0": 0, "1.5": 1.5, "-1": -1, "1970-01-02": 86_400, "1970-01-01 00:00:01.25": 1.25, "2000-02-29": 951_782_400}
-    seconds |= dict.fromkeys(("1970-01-01T00:00:01", "1970-01-01T00:00:01Z", "1970-01-01T02:00:01+02:00"), 1)
+    seconds = {
+        "0": 0,
+        "1.5": 1.5,
+        "-1": -1,
+        "1970-01-02": 86_400,
+        "1970-01-01 00:00:01.25": 1.25,
+        "2000-02-29": 951_782_400,
+    }
+    seconds |= dict.fromkeys(
+        ("1970-01-01T00:00:01", "1970-01-01T00:00:01Z", "1970-01-01T02:00:01+02:00"), 1
+    )
     for text, expected_s in seconds.items():
         times = parsed(column("at", pa.array([text, "0", text, "1"]))).times.tolist()
         assert times == [expected_s * 1_000_000, 0, expected_s * 1_000_000, 1_000_000]
 
 
 def test_time_types_and_all_fields_of_taken_rows() -> None:
-    timestamps = [pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")), pa.array([0, 1000, 2000, 3000], pa.timestamp("ms"))]
+    timestamps = [
+        pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
+        pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
+    ]
     for values in (*timestamps, pa.array([0, 1, 2, 3]), pa.array([0.0, 1.0, 2.0, 3.0])):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
     rejects("a time must be a date", parse_table, column("at", pa.array([True] * 4)), SCHEMA)
@@ -193,7 +283,7 @@ def test_time_types_and_all_fields_of_taken_rows() -> None:
     assert_same(preprocessor.encode(parts), preprocessor.encode(raw, order), ignored="row_numbers")
 
 
-# Vocabulary and encoding ----------------------------------------------------------------------------------------------
+# -- Vocabulary and encoding
 def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     item, history = rows.ids[1], rows.ids[SCHEMA.sparse.index("history")]
@@ -202,14 +292,19 @@ def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, Encoded
     missing = preprocessor.sparse[1].missing_id
     assert history.lengths.tolist() == [1, 1, 3, 1]
     assert (history.values[1], history.values[5], item[3]) == (missing, missing, missing)
-    assert (preprocessor.sparse[1], preprocessor.hotness) == (preprocessor.sparse[2], [1, 1, None, None])
+    assert (preprocessor.sparse[1], preprocessor.hotness) == (
+        preprocessor.sparse[2],
+        [1, 1, None, None],
+    )
     # 40 was seen in a history alone, and all four are stored once.
     assert preprocessor.vocabulary(1).tolist() == preprocessor.vocabulary(2).tolist()
     assert sorted(preprocessor.vocabulary(1).tolist()) == [10, 20, 30, 40]
     assert len(preprocessor.tokens) == 3 + 4 + 3
 
 
-def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]) -> None:
+def test_shared_vocabulary_counts_and_forms_keep_every_column(
+    tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
+) -> None:
     job = Preset(min_count=3).counting(SCHEMA)
     counts, merged = job.empty(), job.empty()
     counts.add_rows(parsed(), 0)
@@ -220,7 +315,18 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, en
     frame = ROWS.to_pandas()
     inputs = transform(preprocessor_of(parsed()), frame)
     numbers = ["price", "price is missing"]
-    assert list(inputs) == ["click", *numbers, "user", "item", "history", "tags", "tag_weights", "like", "seconds", "at"]
+    assert list(inputs) == [
+        "click",
+        *numbers,
+        "user",
+        "item",
+        "history",
+        "tags",
+        "tag_weights",
+        "like",
+        "seconds",
+        "at",
+    ]
     assert inputs["tag_weights"][3].tolist() == [3.0, 4.0]
     assert inputs["like"].isna().tolist() == [False, True, False, True]
     to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
@@ -231,10 +337,16 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(tmp_path: Path, en
     file = str(tmp_path / "rows.parquet")
     pq.write_table(named_columns(rows, preprocessor.inputs), file)
     assert_same(from_named_columns(pq.read_table(file), preprocessor.inputs), rows)
-    rejects(r"cannot store columns like, seconds, at\. Use --format parquet", check, "npy", preprocessor, labelled=True)
+    rejects(
+        r"cannot store columns like, seconds, at\. Use --format parquet",
+        check,
+        "npy",
+        preprocessor,
+        labelled=True,
+    )
 
 
-# On the way to the model ----------------------------------------------------------------------------------------------
+# -- On the way to the model
 def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
     slicer = BatchSlicer(iter(from_arrow(to_arrow(rows))), preprocessor.inputs)
@@ -245,8 +357,11 @@ def test_batch_has_labels_id_weights_and_times(encoded: tuple[Preprocessor, Enco
     assert one.sparse_features["tags"].weights().tolist() == [0.5, 2.0, 1.0, 1.0]
     assert one.sparse_features["history"].weights().tolist() == [1.0] * 5
     assert two.sparse_features["tags"].weights().tolist() == [3.0, 4.0]
-    assert filler.sparse_features.weights().tolist() == []  # a weighted collection refuses a batch without weights
-    assert {name: len(values) for name, values in filler.labels.items()} == dict.fromkeys(one.labels, 0)
+    # a weighted collection refuses a batch without weights
+    assert filler.sparse_features.weights().tolist() == []
+    assert {name: len(values) for name, values in filler.labels.items()} == dict.fromkeys(
+        one.labels, 0
+    )
 
 
 def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRows]) -> None:
@@ -256,7 +371,10 @@ def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRow
     batch = BatchSlicer(iter([rows]), schema, unpooled=("item", "history")).take(4, loss_weight=1.0)
     for features, keys in (
         (batch.sparse_features, ["user", "tags"]),
-        *((x, ["item", "history"]) for x in (batch.sequence_features, batch.to(torch.device("cpu")).sequence_features)),
+        *(
+            (x, ["item", "history"])
+            for x in (batch.sequence_features, batch.to(torch.device("cpu")).sequence_features)
+        ),
     ):
         assert features.keys() == keys
         for key in keys:
@@ -264,18 +382,24 @@ def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRow
             assert torch.equal(features[key].lengths(), whole[key].lengths())
 
 
-# Frames, Arrow arrays and groups of rows ------------------------------------------------------------------------------
+# -- Frames, Arrow arrays and groups of rows
 CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t"))
 LISTS: dict[str, Any] = {"dense": ("age",), "sparse": ("user", "genres"), "lists": ("genres",)}
 CLICKS = Schema(label="liked", weight="weight", tokens="any", delimiter=",", **LISTS)
 TEXT = b"1\t2\t-3\t00000005\t000003e8\n0\t\t70000\t\t000003e9\n1\t5\t\t00000007\t\n"
-FRAME = pd.DataFrame({"t": ["000003e8", "000003e9", None], "a": [2, None, 5], "b": [-3.0, 70000.0, np.nan]}, index=[30, 10, 20])
+FRAME = pd.DataFrame(
+    {"t": ["000003e8", "000003e9", None], "a": [2, None, 5], "b": [-3.0, 70000.0, np.nan]},
+    index=[30, 10, 20],
+)
 FRAME = FRAME.assign(unused=[object(), 1, "x"], s=["00000005", None, "00000007"], y=[1, 0, 1])
 """The column `unused` is of no type that Arrow has."""
 
 
 def criteo(**changes: Any) -> Preprocessor:
-    dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn(mean=-0.25, scale=0.3))
+    dense = (
+        DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5),
+        DenseColumn(mean=-0.25, scale=0.3),
+    )
     sparse = (SparseColumn(4, 2), SparseColumn(1000, None))
     return Preprocessor("test", CRITEO, dense, sparse, np.array([5, 7], np.uint32), **changes)
 
@@ -295,14 +419,22 @@ def trained_on(preprocessor: Preprocessor, text: bytes) -> pa.Table:
 def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None:
     preprocessor = criteo(file_minimum=file_minimum)
     inputs = rayrec.transform(preprocessor, FRAME)
-    assert pa.Table.from_pandas(inputs, preserve_index=False).replace_schema_metadata() == trained_on(preprocessor, TEXT)
+    assert pa.Table.from_pandas(
+        inputs, preserve_index=False
+    ).replace_schema_metadata() == trained_on(preprocessor, TEXT)
     assert inputs.index.tolist() == [30, 10, 20]
     assert inputs.dtypes.astype(str).tolist() == ["int8", "float32", "float32", "int32", "int32"]
 
 
 def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("liked,age,user,genres,weight\n1,30,u1,a|b,2\n0,,7,,1.5\n1,4.5,u2,c,0\n")
-    columns: dict[str, Any] = {"liked": [True, False, True], "age": [30, None, 4.5], "weight": [2, 1.5, 0]}
+    (tmp_path / "log.csv").write_text(
+        "liked,age,user,genres,weight\n1,30,u1,a|b,2\n0,,7,,1.5\n1,4.5,u2,c,0\n"
+    )
+    columns: dict[str, Any] = {
+        "liked": [True, False, True],
+        "age": [30, None, 4.5],
+        "weight": [2, 1.5, 0],
+    }
     columns |= {"user": pd.Categorical(["u1", "7", "u2"]), "genres": [["a", "b"], None, ["c"]]}
     frame = pd.DataFrame(columns)
     raw, _ = parse_table(pa.concat_tables(read_csv(str(tmp_path / "log.csv"), CLICKS)), CLICKS)
@@ -310,7 +442,12 @@ def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
     inputs = rayrec.transform(clicks(), frame)
     pd.testing.assert_frame_equal(inputs, expected, check_exact=True)
     assert [len(ids) for ids in inputs.genres] == [2, 1, 1]
-    assert list(rayrec.transform(clicks(), frame.drop(columns="weight"))) == ["liked", "age", "user", "genres"]
+    assert list(rayrec.transform(clicks(), frame.drop(columns="weight"))) == [
+        "liked",
+        "age",
+        "user",
+        "genres",
+    ]
     inputs = rayrec.transform(criteo(), FRAME.drop(columns="y"))
     assert (list(inputs), inputs.s.tolist()) == (["a", "b", "s", "t"], [2, 1, 3])
     none = rayrec.transform(criteo(), FRAME.iloc[:0])
@@ -320,24 +457,44 @@ def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["", "preprocessor"])
 def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
     criteo().save(str(tmp_path / place))
-    pd.testing.assert_frame_equal(rayrec.transform(tmp_path, FRAME), rayrec.transform(criteo(), FRAME))
+    pd.testing.assert_frame_equal(
+        rayrec.transform(tmp_path, FRAME), rayrec.transform(criteo(), FRAME)
+    )
 
 
 def test_transform_rejects_invalid_row() -> None:
     for changes, message in (
-        ({"a": [1, 2.5, 3]}, "DataFrame at row 1: not an integer in column a; fix or remove it, since"),
-        ({"s": ["5", "00000005", "x"]}, r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are invalid\);"),
+        (
+            {"a": [1, 2.5, 3]},
+            "DataFrame at row 1: not an integer in column a; fix or remove it, since",
+        ),
+        (
+            {"s": ["5", "00000005", "x"]},
+            r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are "
+            r"invalid\);",
+        ),
         ({"y": [1, 0, None]}, "DataFrame at row 2: label is missing in column y;"),
-        ({"s": [1, 2, 3]}, "DataFrame: column s is of type int64; needs 8 hexadecimal digits as text"),
+        (
+            {"s": [1, 2, 3]},
+            "DataFrame: column s is of type int64; needs 8 hexadecimal digits as text",
+        ),
         ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),
     ):
         rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
 
 
 def test_transform_rejects_other_data() -> None:
-    rejects("DataFrame: has no column named s; it has", rayrec.transform, criteo(), FRAME.drop(columns="s"))
     rejects(
-        "data must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict", rayrec.transform, criteo(), {"a": [1]}
+        "DataFrame: has no column named s; it has",
+        rayrec.transform,
+        criteo(),
+        FRAME.drop(columns="s"),
+    )
+    rejects(
+        "data must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict",
+        rayrec.transform,
+        criteo(),
+        {"a": [1]},
     )
 
 
@@ -352,11 +509,17 @@ def test_transform_dataset_matches_dataframe(local_ray: None) -> None:
     first = trained_on(criteo(), TEXT)
     assert inputs.replace_schema_metadata() == pa.concat_tables([first, first.slice(0, 2)])
     faulty = rayrec.transform(criteo(), ray.data.from_pandas(columns.assign(a=[1, 2, 2.5])))
-    fails_with(ray.exceptions.RayTaskError, "Dataset, in a block at row 2: not an integer in column a", faulty.materialize)
+    fails_with(
+        ray.exceptions.RayTaskError,
+        "Dataset, in a block at row 2: not an integer in column a",
+        faulty.materialize,
+    )
 
 
-# Arrow arrays are what pyarrow's own conversions make, and come back as they were -------------------------------------
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64])
+# -- Arrow arrays are what pyarrow's own conversions make, and come back as they were
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64]
+)
 @pytest.mark.parametrize("rows", [0, 1, 19])
 def test_numbers(dtype: type, rows: int) -> None:
     values = np.arange(2 * rows).astype(dtype)[::2]  # not contiguous
@@ -366,7 +529,9 @@ def test_numbers(dtype: type, rows: int) -> None:
     back = numpy_of(array.slice(rows // 2))
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, values[rows // 2 :])
-    np.testing.assert_array_equal(numpy_of(pa.chunked_array([array, array[:1]])), [*values, *values[:1]])
+    np.testing.assert_array_equal(
+        numpy_of(pa.chunked_array([array, array[:1]])), [*values, *values[:1]]
+    )
     assert numpy_of(pa.chunked_array([], array.type)).dtype == dtype
 
 
@@ -388,11 +553,15 @@ def test_texts_and_bytes(texts: list[str]) -> None:
     assert arrow_bytes(values).equals(pa.array(values, pa.large_binary()))
 
 
-# Keys of the values that rows are grouped by --------------------------------------------------------------------------
-@pytest.mark.parametrize(("tokens", "one", "other"), [("hexadecimal", "0000000b", "00000000"), ("any", "ann", "bob")])
+# -- Keys of the values that rows are grouped by
+@pytest.mark.parametrize(
+    ("tokens", "one", "other"), [("hexadecimal", "0000000b", "00000000"), ("any", "ann", "bob")]
+)
 def test_keys_of_categories(tokens: Any, one: str, other: str) -> None:
     schema = Schema(label="click", sparse=("item", "user"), group="user", tokens=tokens)
-    table = pa.table({"click": [0, 1, 0, 1, 1], "item": ["0000000a"] * 5, "user": [one, other, None, one, ""]})
+    table = pa.table(
+        {"click": [0, 1, 0, 1, 1], "item": ["0000000a"] * 5, "user": [one, other, None, one, ""]}
+    )
     raw, faults = parse_table(table, schema)
     keys = raw.group_keys()
     assert (faults.total, keys.dtype) == (0, np.int64)
@@ -403,28 +572,61 @@ def test_keys_of_categories(tokens: Any, one: str, other: str) -> None:
 
 
 def test_group_requires_single_category_column() -> None:
-    schema = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user")
+    schema = Schema(
+        tokens="hexadecimal", label="click", dense=("age",), sparse=("item", "user"), group="user"
+    )
     for group in ("age", "nobody"):
-        rejects(rf"group must be a column of sparse with one category per row, got {group}", schema.replace, group=group)
-    rejects(r"group must be .*, got tags", Schema, sparse=("tags",), lists=("tags",), tokens="any", delimiter=",", group="tags")
+        rejects(
+            rf"group must be a column of sparse with one category per row, got {group}",
+            schema.replace,
+            group=group,
+        )
+    rejects(
+        r"group must be .*, got tags",
+        Schema,
+        sparse=("tags",),
+        lists=("tags",),
+        tokens="any",
+        delimiter=",",
+        group="tags",
+    )
 
 
-# Encoding of raw columns compared with the rules, which unit/data/encoding compares with published pipelines ----------
-ANY = Schema(label="y", dense=("a", "b"), sparse=("s", "t", "u", "v"), lists=("t", "v"), tokens="any", weight="w")
+# Encoding of raw columns compared with the rules, which unit/data/encoding compares with published
+ANY = Schema(
+    label="y",
+    dense=("a", "b"),
+    sparse=("s", "t", "u", "v"),
+    lists=("t", "v"),
+    tokens="any",
+    weight="w",
+)
 HEXADECIMAL = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
-KNOWN = {"any": ([5, 2**40, 2**64 - 1, 7], [2**24 + 1, 0]), "hexadecimal": ([5, 0, 2**32 - 1, 7], [*range(1000, 6000)])}
+KNOWN = {
+    "any": ([5, 2**40, 2**64 - 1, 7], [2**24 + 1, 0]),
+    "hexadecimal": ([5, 0, 2**32 - 1, 7], [*range(1000, 6000)]),
+}
 LARGE = 40_000_000
 Row = tuple[int, float, list[float | None], list[int | list[int] | None]]
 
 
 def make(schema: Schema = ANY) -> Preprocessor:
-    dense = [DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5), DenseColumn("identity", scale=0.5)]
-    sparse = [SparseColumn(6, 4), SparseColumn(5, 2, gap=3, missing_id=3), SparseColumn(LARGE, None)]
+    dense = [
+        DenseColumn(mean=0.5, scale=2.0, missing_value=-7.5),
+        DenseColumn("identity", scale=0.5),
+    ]
+    sparse = [
+        SparseColumn(6, 4),
+        SparseColumn(5, 2, gap=3, missing_id=3),
+        SparseColumn(LARGE, None),
+    ]
     if schema is HEXADECIMAL:
         dense[1], sparse[1] = DenseColumn(mean=-0.25, scale=0.3), SparseColumn(5002, 5000)
     else:
         sparse.append(SparseColumn(10, None, missing_id=1, first_id=2))
-    known = np.array([token for column in KNOWN[schema.tokens] for token in column], category_type(schema))
+    known = np.array(
+        [token for column in KNOWN[schema.tokens] for token in column], category_type(schema)
+    )
     return Preprocessor("test", schema, (*dense,), (*sparse,), known)
 
 
@@ -445,7 +647,13 @@ def drawn_rows(schema: Schema, count: int, rng: random.Random) -> list[Row]:
     limits = [1e18, -1e18, 0.5] if schema is ANY else [10**18 - 1, 1 - 10**18]
 
     def category() -> int:
-        others = (LARGE - 3, LARGE - 2, rng.choice(second), rng.randrange(900, 6100), rng.getrandbits(bits))
+        others = (
+            LARGE - 3,
+            LARGE - 2,
+            rng.choice(second),
+            rng.randrange(900, 6100),
+            rng.getrandbits(bits),
+        )
         return rng.choice([*first, *others])
 
     def number() -> float | None:
@@ -464,23 +672,36 @@ def drawn_rows(schema: Schema, count: int, rng: random.Random) -> list[Row]:
 
 def check_rows(schema: Schema, rows: list[Row], order: list[int] | None) -> None:
     preprocessor = make(schema)
-    encoded = preprocessor.encode(raw_of(rows, schema), None if order is None else np.array(order, np.int64))
+    encoded = preprocessor.encode(
+        raw_of(rows, schema), None if order is None else np.array(order, np.int64)
+    )
     rows = rows if order is None else [rows[i] for i in order]
     assert len(encoded) == len(rows)
     assert_same(encoded.label, np.array([row[0] for row in rows], np.float32))
-    assert_same(encoded.weights, np.array([row[1] for row in rows], np.float32) if schema.weight else None)
+    assert_same(
+        encoded.weights, np.array([row[1] for row in rows], np.float32) if schema.weight else None
+    )
     for d, rule in enumerate(preprocessor.dense):
         values = [row[2][d] for row in rows]
         present = np.array([0 if value is None else value for value in values], np.float64)
         expected = rule.encode(present, np.array([value is None for value in values], bool))
         np.testing.assert_array_almost_equal_nulp(encoded.dense[:, d], expected, 1)
     for s, rule in enumerate(preprocessor.sparse):
-        known = {} if rule.num_tokens is None else dict(zip(KNOWN[schema.tokens][s], rule.ids().tolist(), strict=True))
-        bags = [cell if isinstance(cell, list) else [] if cell is None else [cell] for cell in (row[3][s] for row in rows)]
+        known = (
+            {}
+            if rule.num_tokens is None
+            else dict(zip(KNOWN[schema.tokens][s], rule.ids().tolist(), strict=True))
+        )
+        bags = [
+            cell if isinstance(cell, list) else [] if cell is None else [cell]
+            for cell in (row[3][s] for row in rows)
+        ]
         tokens = np.array([token for bag in bags for token in bag or [0]], category_type(schema))
         missing = np.array([not bag for bag in bags for _ in bag or [0]], bool)
 
-        def find(asked: np.ndarray, known: Any = known, unknown: int = rule.unknown_id) -> np.ndarray:
+        def find(
+            asked: np.ndarray, known: Any = known, unknown: int = rule.unknown_id
+        ) -> np.ndarray:
             return np.array([known.get(token, unknown) for token in asked.tolist()], np.int64)
 
         ids = encoded.ids[s]
@@ -505,23 +726,33 @@ def test_encode_matches_rules(schema: Schema, rows: int) -> None:
 
 def test_small_integer_table_matches_computation() -> None:
     """A row is encoded alike alone (as when serving) and among thousands (as when training)."""
-    raw = block_of(HEXADECIMAL, {"a": range(-20, 3000), "b": range(20, -3000, -1), **dict.fromkeys("stu", [None] * 3020)})
+    raw = block_of(
+        HEXADECIMAL,
+        {"a": range(-20, 3000), "b": range(20, -3000, -1), **dict.fromkeys("stu", [None] * 3020)},
+    )
     preprocessor = make(HEXADECIMAL)
     alone = np.concatenate([preprocessor.encode(raw, np.array([i])).dense for i in range(raw.rows)])
     assert (preprocessor.encode(raw).dense == alone).all()
 
 
-@pytest.mark.parametrize(("schema", "cells"), [(ANY, [5, [], None, [3, 4]]), (HEXADECIMAL, [5, None, None])], ids=KNOWN)
+@pytest.mark.parametrize(
+    ("schema", "cells"), [(ANY, [5, [], None, [3, 4]]), (HEXADECIMAL, [5, None, None])], ids=KNOWN
+)
 def test_unlabelled_rows_have_neither_labels_nor_weights(schema: Schema, cells: list[Any]) -> None:
     encoded = make(schema).encode(raw_of([(0, 1.0, [1.0, None], cells)], schema.unlabelled()))
     assert (encoded.labels, encoded.weights) == ({}, None)
 
 
-@given(st.lists(st.integers(0, 8), min_size=3, max_size=3).map(sorted), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(0, 8), min_size=3, max_size=3).map(sorted),
+    st.randoms(use_true_random=False),
+)
 def test_take_and_concatenate(cuts: list[int], rng: random.Random) -> None:
     low, high, count = cuts
     rows = drawn_rows(ANY, count, rng)
-    joined = RawBlock.concatenated([raw_of(rows[:low]), raw_of(rows[low:high]), raw_of(rows[high:])])
+    joined = RawBlock.concatenated(
+        [raw_of(rows[:low]), raw_of(rows[low:high]), raw_of(rows[high:])]
+    )
     assert_same(joined, raw_of(rows))
     assert_same(joined.cut(low, high), raw_of(rows[low:high]))
     order = [rng.randrange(len(rows)) for _ in range(5)] if rows else []

@@ -1,4 +1,6 @@
-"""Resumable jobs: the folder is complete or absent, resumed after a kill, and never written by two processes."""
+"""Resumable jobs: the folder is complete or absent, resumed after a kill, and never written by two
+processes.
+"""
 
 import errno
 import functools
@@ -23,7 +25,15 @@ from rayrec.config import InputError
 from rayrec.data import stage_times
 from rayrec.data.engine import Engine, StreamEngine, ThreadEngine
 from rayrec.data.job import COMPLETE, JobFolder, resumable_job
-from rayrec.data.stage_times import STAGES, BlockTimes, StageTimes, measured, stage, times_of, with_times
+from rayrec.data.stage_times import (
+    STAGES,
+    BlockTimes,
+    StageTimes,
+    measured,
+    stage,
+    times_of,
+    with_times,
+)
 from rayrec.storage.range_reader import in_order
 
 MADE_OF: dict[str, Any] = {"checkpoint": "a", "input": ["log", 3]}
@@ -38,7 +48,11 @@ def _write(item: SimpleNamespace, *, folder: JobFolder) -> pa.Table:
 
 def _make(out: str, *, last_file: str | None, engine: LoopEngine | None = None) -> None:
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
-        list(job.run("write", functools.partial(_write, folder=job.folder), ITEMS, engine or LoopEngine()))
+        list(
+            job.run(
+                "write", functools.partial(_write, folder=job.folder), ITEMS, engine or LoopEngine()
+            )
+        )
         if last_file is not None:
             storage.write_bytes(storage.join(job.folder.path, last_file), b"whole")
 
@@ -56,7 +70,9 @@ def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = (
 @pytest.mark.parametrize("place", ["", "file://"])
 @pytest.mark.parametrize("last_file", ["last", None])
 @pytest.mark.parametrize("tasks", range(5))
-def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | None, tasks: int) -> None:
+def test_job_resumes_after_kill(
+    tmp_path: Path, place: str, last_file: str | None, tasks: int
+) -> None:
     out, engine, progress = f"{place}{tmp_path}/out", LoopEngine(), []
     fails_with(Died, "", _make, out, last_file=last_file, engine=LoopEngine(tasks))
     assert storage.exists(out) == (place == "file://" and last_file is not None and tasks > 0)
@@ -64,7 +80,11 @@ def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | Non
         assert job.resumed == (tasks > 0)
         assert list(job.finished("write", ITEMS)) == list(range(tasks))
         task = functools.partial(_write, folder=job.folder)
-        found = list(job.run("write", task, ITEMS, engine, lambda done, items: progress.append((done, items))))
+        found = list(
+            job.run(
+                "write", task, ITEMS, engine, lambda done, items: progress.append((done, items))
+            )
+        )
     assert engine.tasks == 5 - tasks
     assert [each["square"] for each in found] == [0, 1, 4, 9, 16]
     assert progress == [(done, 5) for done in range(1, 6)]
@@ -77,7 +97,12 @@ def test_job_resumes_after_kill(tmp_path: Path, place: str, last_file: str | Non
 @pytest.mark.parametrize("last_file", ["last", None])
 def test_job_rejects_complete_folder(tmp_path: Path, place: str, last_file: str | None) -> None:
     _make(f"{place}{tmp_path}/out", last_file=last_file)
-    rejects(r"out: exists already; remove it or choose another place", _make, f"{place}{tmp_path}/out", last_file=last_file)
+    rejects(
+        r"out: exists already; remove it or choose another place",
+        _make,
+        f"{place}{tmp_path}/out",
+        last_file=last_file,
+    )
 
 
 def test_files_of_killed_tasks_are_removed(tmp_path: Path) -> None:
@@ -97,7 +122,10 @@ def test_partial_folder_is_kept_after_first_task(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
     assert not _begun(out).__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     other = resumable_job(out, {**MADE_OF, "input": ["log", 4]}, last_file=None)
-    rejects(r"incomplete output of a call with a different input; use the same .* remove that", other.__enter__)
+    rejects(
+        r"incomplete output of a call with a different input; use the same .* remove that",
+        other.__enter__,
+    )
     with resumable_job(out, MADE_OF, last_file=None) as job:
         assert Path(job.folder.path, "a").read_text() == "a"
     assert (os.listdir(tmp_path), os.listdir(out)) == (["out"], ["a"])
@@ -127,10 +155,15 @@ def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("killed_at", ["rename", "remove"])
-def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str) -> None:
+def test_kill_while_folder_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
     out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
-        patch.setattr(*{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at], raising(KeyboardInterrupt()))
+        patch.setattr(
+            *{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at],
+            raising(KeyboardInterrupt()),
+        )
         fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     if killed_at == "remove":
         assert (out / "a").read_text() == "a"
@@ -141,7 +174,9 @@ def test_kill_while_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
-def test_job_resumes_copy_to_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+def test_job_resumes_copy_to_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
     """Killed after some of two files, or after both, before the job's inputs are removed."""
     url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
 
@@ -172,29 +207,49 @@ def test_job_resumes_removal_after_copy(tmp_path: Path, monkeypatch: pytest.Monk
         fails_with(KeyboardInterrupt, "", killed.__exit__, None, None, None)
     rejects("exists already", resumable_job(url, MADE_OF, last_file=None).__enter__)
     shutil.rmtree(tmp_path / "out")
-    rejects(r"out\.partial: has files, but no _job/made_of\.json", resumable_job(url, MADE_OF, last_file=None).__enter__)
+    rejects(
+        r"out\.partial: has files, but no _job/made_of\.json",
+        resumable_job(url, MADE_OF, last_file=None).__enter__,
+    )
 
 
 def test_job_rejects_second_writer(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with resumable_job(out, MADE_OF, last_file=None):
-        rejects("another process is writing there", resumable_job(out, MADE_OF, last_file=None).__enter__)
+        rejects(
+            "another process is writing there",
+            resumable_job(out, MADE_OF, last_file=None).__enter__,
+        )
 
 
-def test_job_errors_name_fix_and_are_raised_while_tasks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_errors_name_fix_and_are_raised_while_tasks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = JobFolder(str(tmp_path / "gone"))
     rejects(r"gone: not visible to tasks on .*choose an --out that all nodes share", folder.require)
-    with pytest.raises(InputError, match=r"gone: No space left .*make room there and run the same command"), folder.disk_errors():
+    with (
+        pytest.raises(
+            InputError, match=r"gone: No space left .*make room there and run the same command"
+        ),
+        folder.disk_errors(),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(PermissionError), folder.disk_errors():
         raise PermissionError(errno.EPERM, "no")
-    monkeypatch.setattr(storage, "remove_folder", at_first([OSError(errno.ENOTEMPTY, "not empty")] * 2, storage.remove_folder))
-    with pytest.raises(InputError, match=r"^bad rows$"), resumable_job(str(tmp_path / "out"), MADE_OF, last_file="last"):
+    monkeypatch.setattr(
+        storage,
+        "remove_folder",
+        at_first([OSError(errno.ENOTEMPTY, "not empty")] * 2, storage.remove_folder),
+    )
+    with (
+        pytest.raises(InputError, match=r"^bad rows$"),
+        resumable_job(str(tmp_path / "out"), MADE_OF, last_file="last"),
+    ):
         raise InputError("bad rows")
     assert os.listdir(tmp_path) == []
 
 
-# Data tasks in threads: order, prefetching and shutdown ---------------------------------------------------------------
+# -- Data tasks in threads: order, prefetching and shutdown
 def table(value: float) -> pa.Table:
     return pa.table({"value": [value]})
 
@@ -203,8 +258,12 @@ def values(tables: Iterator[pa.Table]) -> list[float]:
     return [each["value"][0].as_py() for each in tables]
 
 
-def stream(function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, prefetch: int = 1) -> Generator[Any]:
-    return ThreadEngine(num_threads).stream("stream", function, items, block_bytes=1, prefetch_blocks=prefetch)
+def stream(
+    function: Callable[[Any], pa.Table], items: range, *, num_threads: int = 2, prefetch: int = 1
+) -> Generator[Any]:
+    return ThreadEngine(num_threads).stream(
+        "stream", function, items, block_bytes=1, prefetch_blocks=prefetch
+    )
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -314,7 +373,7 @@ def test_tasks_apply_engine_outage_limit(max_outage_s: float | None, expected: f
         assert storage.outage_s() == 1.0
 
 
-# Times of stages and blocks -------------------------------------------------------------------------------------------
+# -- Times of stages and blocks
 def test_stages_are_measured_per_thread() -> None:
     def make() -> list[int]:
         with stage("read"):
@@ -367,15 +426,23 @@ def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> Non
             with stage("read"):
                 barrier.wait()
 
-    monkeypatch.setattr(stage_times, "os", SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY))
+    monkeypatch.setattr(
+        stage_times,
+        "os",
+        SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY),
+    )
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: measured(make, rows_of=lambda _: 1)[1].queue_s["read"], range(8)))
+        found = list(
+            pool.map(lambda _: measured(make, rows_of=lambda _: 1)[1].queue_s["read"], range(8))
+        )
     assert found == [pytest.approx(0.005)] * 8
     assert [*looks.values()] == [10] * 8
     assert not owners
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/thread-self/schedstat"), reason="the kernel does not report queueing"
+)
 def test_schedstat_increases() -> None:
     clock = stage_times._Clock()
     before = clock.now()
@@ -412,14 +479,31 @@ def test_stage_needs_measured_and_metadata_round_trips() -> None:
 def test_stage_times_sum_until_taken() -> None:
     account = StageTimes(cpus=1.5)
     ready_s = time.time() - 2
-    account.add(BlockTimes(100, {"read": 1.0, "parse": 2.0}, {"read": 0.5, "parse": 2.0}, {"read": 0.1, "parse": 0.0}, ready_s))
-    account.add(BlockTimes(50, {"read": 1.0}, {"read": 0.5}, {"read": 0.2}, time.time() + 100))  # another node's clock
+    account.add(
+        BlockTimes(
+            100,
+            {"read": 1.0, "parse": 2.0},
+            {"read": 0.5, "parse": 2.0},
+            {"read": 0.1, "parse": 0.0},
+            ready_s,
+        )
+    )
+    # another node's clock
+    account.add(BlockTimes(50, {"read": 1.0}, {"read": 0.5}, {"read": 0.2}, time.time() + 100))
     most_s = time.time() - ready_s
     sums = dict(zip(StageTimes.FIELDS, account.take(), strict=True))
     assert (sums["cpus"], sums["rows"], sums["blocks"]) == (1.5, 150, 2)
-    assert (sums["read_wall_s"], sums["read_cpu_s"], sums["parse_wall_s"], sums["encode_wall_s"]) == (2.0, 1.0, 2.0, 0.0)
+    assert (
+        sums["read_wall_s"],
+        sums["read_cpu_s"],
+        sums["parse_wall_s"],
+        sums["encode_wall_s"],
+    ) == (2.0, 1.0, 2.0, 0.0)
     assert sums["read_queue_s"] == pytest.approx(0.3)
     assert 200 <= sums["waited_row_s"] <= 100 * most_s
     assert 2 <= sums["waited_block_s"] <= most_s
-    assert dict(zip(StageTimes.FIELDS, account.take(), strict=True)) == {**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.5}
+    assert dict(zip(StageTimes.FIELDS, account.take(), strict=True)) == {
+        **dict.fromkeys(StageTimes.FIELDS, 0.0),
+        "cpus": 1.5,
+    }
     assert len(STAGES) == 3

@@ -33,7 +33,12 @@ FILES = 300
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
-    return pa.Table.from_pylist([{"clicked": i % 2, "price": float(i), "shop": f"shop {i}"} for i in range(first, first + rows)])
+    return pa.Table.from_pylist(
+        [
+            {"clicked": i % 2, "price": float(i), "shop": f"shop {i}"}
+            for i in range(first, first + rows)
+        ]
+    )
 
 
 @pytest.fixture
@@ -78,7 +83,9 @@ def test_cached_index_lists_folders_once(tmp_path: Path, store: SlowStore) -> No
     paths = [f"slow://{tmp_path}/{number}" for number in range(60)]
     assert list(storage.find_files(paths)) == paths[:50]
     assert store.calls.total() == 1
-    assert list(storage.find_files([f"slow://{tmp_path}/3", f"slow://{tmp_path}/99"])) == [f"slow://{tmp_path}/3"]
+    assert list(storage.find_files([f"slow://{tmp_path}/3", f"slow://{tmp_path}/99"])) == [
+        f"slow://{tmp_path}/3"
+    ]
     assert storage.find_files([]) == {}
 
 
@@ -88,7 +95,9 @@ def hive(folder: Path, *, csv: bool = False) -> None:
         place.mkdir(parents=True)
         for part in range(2):
             rows = table(5, first=100 * day + 10 * part)
-            (arrow_csv.write_csv if csv else pq.write_table)(rows, place / f"part-{part}.{'csv' if csv else 'parquet'}")
+            (arrow_csv.write_csv if csv else pq.write_table)(
+                rows, place / f"part-{part}.{'csv' if csv else 'parquet'}"
+            )
     (folder / "_temporary" / "dt=2026-01-03").mkdir(parents=True)
     (folder / "_temporary" / "dt=2026-01-03" / "part-0.parquet").write_bytes(b"half")
     (folder / "_SUCCESS").touch()
@@ -105,15 +114,23 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
     schema = CLICKS.replace(dense=("price", "hour"), sparse=("shop", "dt"))
     index = open_index(f"{tmp_path}/log{glob}", schema, cache=tmp_path / "cache")
     raw = read_raw(index.segments, schema)
-    assert raw.numbers[:, 0].tolist() == [100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)]
+    assert raw.numbers[:, 0].tolist() == [
+        100.0 * day + 10 * part + i for day in (1, 2, 10) for part in (0, 1) for i in range(5)
+    ]
     assert raw.numbers[:, 1].tolist() == [day for day in (1.0, 2.0, 10.0) for _ in range(10)]
     days = raw.categories[:, 1].tolist()
     assert days[0] == days[9] != days[10] == days[19] != days[20]
     what, slices = slices_of(index)
     assert what == "file"
-    parts = [f"dt=2026-01-{day:02d}/hour={day}/part-{part}" for day in (1, 2, 10) for part in (0, 1)]
+    parts = [
+        f"dt=2026-01-{day:02d}/hour={day}/part-{part}" for day in (1, 2, 10) for part in (0, 1)
+    ]
     assert [piece.name.partition(".")[0] for piece in slices] == parts
-    assert Split(kind="last_partition").rows(index) == {"train": (0, 20), "validation": (20, 25), "test": (25, 30)}
+    assert Split(kind="last_partition").rows(index) == {
+        "train": (0, 20),
+        "validation": (20, 25),
+        "test": (25, 30),
+    }
     assert Split(kind="last_file").rows(index)["train"] == (0, 25)
     (file, *_) = storage.list_files(f"{tmp_path}/log")
     assert {"dt", "hour", "shop"} <= set(column_names(file, schema))
@@ -126,7 +143,11 @@ def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
     rejects(message, open_index, f"{tmp_path}/log", CLICKS.replace(dense=("land",)))
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
-    rejects(r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE", Split(kind="last_partition").rows, flat)
+    rejects(
+        r"split last_partition: .*flat.parquet must be in a folder named KEY=VALUE",
+        Split(kind="last_partition").rows,
+        flat,
+    )
 
 
 def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
@@ -140,7 +161,10 @@ def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
     assert open_index(str(log), SCHEMA, cache=cache, note=notes.append).rows == first.rows == 100
-    told = f"{log}/b.txt: bytes 0-{len(line(0)) * 50} changed since the log was last indexed; runs on the old rows cannot resume"
+    told = (
+        f"{log}/b.txt: bytes 0-{len(line(0)) * 50} changed since the log was last indexed; runs "
+        "on the old rows cannot resume"
+    )
     assert [note for note in notes if "changed" in note] == [told]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
     assert open_index(str(log), SCHEMA, cache=cache).rows == 101
@@ -163,7 +187,10 @@ def test_old_rewritten_tables_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("day_0_sparse.npy", "has day_0_sparse.npy, an array of TorchRec's scripts; `rayrec adopt "),
+        (
+            "day_0_sparse.npy",
+            "has day_0_sparse.npy, an array of TorchRec's scripts; `rayrec adopt ",
+        ),
         ("shard.00000.mds.zstd", "has shard.00000.mds.zstd, an MDS shard; click logs must be"),
     ],
 )
@@ -173,7 +200,7 @@ def test_raw_files_reject_foreign_folders(tmp_path: Path, name: str, message: st
     rejects(message, open_index, str(tmp_path), SCHEMA, cache=tmp_path / "cache")
 
 
-# Idx files: correct reading, and rejection of damaged or missing files in one line ------------------------------------
+# -- Idx files: correct reading, and rejection of damaged or missing files in one line
 IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 LABELS = np.array([3, 0, 9, 1, 1], np.uint8)
 
@@ -191,24 +218,42 @@ def test_read_part_returns_pairs(tmp_path: Path, packed: bool, separator: str) -
     pack = gzip.compress if packed else bytes
     end = ".gz" if packed else ""
     for part, rows in (("train", 5), ("t10k", 2)):
-        (tmp_path / f"{part}-images{separator}idx3-ubyte{end}").write_bytes(pack(idx(IMAGES[:rows])))
-        (tmp_path / f"{part}-labels{separator}idx1-ubyte{end}").write_bytes(pack(idx(LABELS[:rows])))
+        (tmp_path / f"{part}-images{separator}idx3-ubyte{end}").write_bytes(
+            pack(idx(IMAGES[:rows]))
+        )
+        (tmp_path / f"{part}-labels{separator}idx1-ubyte{end}").write_bytes(
+            pack(idx(LABELS[:rows]))
+        )
     for part, rows in (("train", 5), ("t10k", 2)):
         read = read_part(str(tmp_path), part, num_classes=10)
-        assert (read["images"].tolist(), read["labels"].tolist()) == (IMAGES[:rows].tolist(), LABELS[:rows].tolist())
+        assert (read["images"].tolist(), read["labels"].tolist()) == (
+            IMAGES[:rows].tolist(),
+            LABELS[:rows].tolist(),
+        )
     assert read_part(f"file://{tmp_path}", "t10k", num_classes=10)["images"].shape == (2, 4, 3)
 
 
 def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     for file in PUBLISHED["mnist"]:
         (tmp_path / file.name).touch()
-    found = [find(str(tmp_path), part, what) for part in ("train", "t10k") for what in ("images", "labels")]
+    found = [
+        find(str(tmp_path), part, what)
+        for part in ("train", "t10k")
+        for what in ("images", "labels")
+    ]
     assert found == [str(tmp_path / file.name) for file in PUBLISHED["mnist"]]
-    plain = tmp_path / "t10k-labels-idx1-ubyte"  # unpacked beside its packed self: the same rows, faster to read
+    # unpacked beside its packed self: the same rows, faster to read
+    plain = tmp_path / "t10k-labels-idx1-ubyte"
     plain.touch()
     assert find(str(tmp_path), "t10k", "labels") == str(plain)
     (tmp_path / "t10k-labels.idx1-ubyte").touch()
-    rejects(r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one", find, str(tmp_path), "t10k", "labels")
+    rejects(
+        r"t10k-labels-idx1-ubyte and t10k-labels\.idx1-ubyte; keep one",
+        find,
+        str(tmp_path),
+        "t10k",
+        "labels",
+    )
 
 
 def test_damaged_files_are_rejected(tmp_path: Path) -> None:
@@ -218,12 +263,18 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
         (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
         (b"\1" + idx(LABELS)[1:], "not an idx file"),
         (bytes([0, 0, 8, 0]), "not an idx file"),
-        (b"\0\0\x0d" + idx(LABELS)[3:], "idx type of images and labels must be bytes, 0x08, got 0x0d"),
+        (
+            b"\0\0\x0d" + idx(LABELS)[3:],
+            "idx type of images and labels must be bytes, 0x08, got 0x0d",
+        ),
         (idx(IMAGES)[:10], "cut short within its header of 16 bytes"),
         (idx(IMAGES)[:-1], "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76"),
         (idx(IMAGES) + b"\0", "too long, has 77 bytes, but its 5 x 4 x 3 values need 76"),
         (gzip.compress(idx(IMAGES), mtime=0)[:-9], "cut short, not a complete gzip file"),
-        (gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8), "damaged, not a gzip file to its end"),
+        (
+            gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8),
+            "damaged, not a gzip file to its end",
+        ),
         (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
         (gzip.compress(idx(IMAGES), mtime=0) + b"more", "damaged, not a gzip file to its end"),
     ):
@@ -236,30 +287,82 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
 
 def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
-    rejects(r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out ", read_part, str(tmp_path), "train", num_classes=10)
+    rejects(
+        r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out ",
+        read_part,
+        str(tmp_path),
+        "train",
+        num_classes=10,
+    )
     images.write_bytes(idx(IMAGES))
-    rejects(r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out ", read_part, str(tmp_path), "train", num_classes=10)
-    rejects(r"nowhere: train-images-idx3-ubyte not found", read_part, str(tmp_path / "nowhere"), "train", num_classes=10)
-    rejects(r"nowhere: no such file; get it again .rayrec fetch mnist", read_images, str(tmp_path / "nowhere"))
+    rejects(
+        r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out ",
+        read_part,
+        str(tmp_path),
+        "train",
+        num_classes=10,
+    )
+    rejects(
+        r"nowhere: train-images-idx3-ubyte not found",
+        read_part,
+        str(tmp_path / "nowhere"),
+        "train",
+        num_classes=10,
+    )
+    rejects(
+        r"nowhere: no such file; get it again .rayrec fetch mnist",
+        read_images,
+        str(tmp_path / "nowhere"),
+    )
     labels.write_bytes(idx(LABELS[:4]))
-    rejects(r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels", read_pair, str(images), str(labels), num_classes=10)
+    rejects(
+        r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels",
+        read_pair,
+        str(images),
+        str(labels),
+        num_classes=10,
+    )
     labels.write_bytes(idx(np.array([3, 0, 10, 1, 200], np.uint8)))
-    rejects(r"label of row 2 must be 0 to 9, got 10; set num_classes to 201", read_part, str(tmp_path), "train", num_classes=10)
+    rejects(
+        r"label of row 2 must be 0 to 9, got 10; set num_classes to 201",
+        read_part,
+        str(tmp_path),
+        "train",
+        num_classes=10,
+    )
     assert read_labels(str(labels), num_classes=201).tolist() == [3, 0, 10, 1, 200]
-    rejects(r"must have shape \(rows, height, width\), got \(5,\); name the file of the images", read_images, str(labels))
-    rejects(r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels", read_labels, str(images), num_classes=10)
+    rejects(
+        r"must have shape \(rows, height, width\), got \(5,\); name the file of the images",
+        read_images,
+        str(labels),
+    )
+    rejects(
+        r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels",
+        read_labels,
+        str(images),
+        num_classes=10,
+    )
 
 
-# Labels other than 0 and 1: detected in the first scan, with the values and a fix -------------------------------------
+# -- Labels other than 0 and 1: detected in the first scan, with the values and a fix
 RATED = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")
 FOUND: dict[str, tuple[list[Any], str]] = {
-    "stars": ([1, 5, 3, 2, 4], "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4"),
+    "stars": (
+        [1, 5, 3, 2, 4],
+        "found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4",
+    ),
     "signs": ([-1, -1, 1], "found -1, 1 in column rating; derive one, such as rating >= 1"),
     "one and two": ([2, 2, 1], "found 1, 2 in column rating; derive one, such as rating >= 2"),
-    "halves": ([0.5, 0.25, 1.0], "found 0.25, 0.5, 1 in column rating; derive one, such as rating >= 0.5"),
+    "halves": (
+        [0.5, 0.25, 1.0],
+        "found 0.25, 0.5, 1 in column rating; derive one, such as rating >= 0.5",
+    ),
     "words": (["yes", "no"], "found no, yes in column rating; derive one, such as rating == 'yes'"),
     "unknown words": (["a", "b"], "found a, b in column rating; derive one, such as rating == 'b'"),
-    "many": (list(range(10, 40)), "found 10, 11, 12, 13, 14, 15, 16, 17 and others in column rating; derive one"),
+    "many": (
+        list(range(10, 40)),
+        "found 10, 11, 12, 13, 14, 15, 16, 17 and others in column rating; derive one",
+    ),
 }
 
 
@@ -296,13 +399,25 @@ def test_allowed_fraction_of_wrong_labels_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("good", [0, 2000], ids=["from the start", "later"])
-def test_commands_name_labels_and_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, good: int) -> None:
+def test_commands_name_labels_and_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, good: int
+) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "schema.yaml").write_text("{label: rating, sparse: [user], tokens: any, delimiter: ','}")
+    (tmp_path / "schema.yaml").write_text(
+        "{label: rating, sparse: [user], tokens: any, delimiter: ','}"
+    )
     write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)
     log, schema = str(tmp_path / "log.csv"), ["--schema", str(tmp_path / "schema.yaml")]
     for command in (
-        ["train", "clicks", "--train-data.path", log, "--storage-path", str(tmp_path / "runs"), *schema],
+        [
+            "train",
+            "clicks",
+            "--train-data.path",
+            log,
+            "--storage-path",
+            str(tmp_path / "runs"),
+            *schema,
+        ],
         ["vocabulary", log, "--out", str(tmp_path / "v"), *schema],
         ["preprocess", log, "--out", str(tmp_path / "p"), "--format", "parquet", *schema],
         ["split", log, "--out", str(tmp_path / "s"), "--by", "rows", *schema],
@@ -310,8 +425,12 @@ def test_commands_name_labels_and_fix(tmp_path: Path, monkeypatch: pytest.Monkey
     ):
         assert cli.run(command) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert "labels must be 0 or 1, found 1, 2, 3, 4, 5 in column rating; derive one, such as rating >= 4" in line
-        assert command[0] == "validate" or "max-bad-fraction" not in line  # validate names another broken gate
+        assert (
+            "labels must be 0 or 1, found 1, 2, 3, 4, 5 in column rating; derive one, such as "
+            "rating >= 4" in line
+        )
+        # validate names another broken gate
+        assert command[0] == "validate" or "max-bad-fraction" not in line
 
 
 TEXT = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("user",))
@@ -327,7 +446,12 @@ def test_labels_of_text_are_named(tmp_path: Path) -> None:
         text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
         (tmp_path / "log.txt").write_bytes(text)
         faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
-        line = rejects("labels must be 0 or 1, ", LogIndex((), Faults.from_dict(faults.to_dict())).check, 0.001, "log")
+        line = rejects(
+            "labels must be 0 or 1, ",
+            LogIndex((), Faults.from_dict(faults.to_dict())).check,
+            0.001,
+            "log",
+        )
         assert line.endswith(expected)
         rejects("labels must be 0 or 1", LogSource.at(str(tmp_path / "log.txt")).check_head, TEXT)
 
@@ -339,4 +463,5 @@ def test_faults_of_several_tasks_name_all_labels() -> None:
     assert total.labels == {"click": ["5", "9", "10"]}
     total.add(Faults({"too few columns": 5}))  # most lines have another fault
     assert total.wrong_labels() is None
-    assert Faults.from_dict({"counts": {}, "first": []}).labels == {}  # of an index of an earlier version
+    # of an index of an earlier version
+    assert Faults.from_dict({"counts": {}, "first": []}).labels == {}

@@ -1,4 +1,6 @@
-"""Preprocessed rows are the encoded raw rows, bit for bit, in every order; damaged folders are refused."""
+"""Preprocessed rows are the encoded raw rows, bit for bit, in every order; damaged folders are
+refused.
+"""
 
 import errno
 import gzip
@@ -60,7 +62,9 @@ MULTI_HOT = MultiHot(sizes=(3, 1, 5, *(1,) * 22, 2))
 
 @pytest.fixture(scope="module")
 def days(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
-    """Three days, named so that the order of paths is not that of days, with a faulty line and a file of nothing else."""
+    """Three days, named so that the order of paths is not that of days, with a faulty line and a
+    file of nothing else.
+    """
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]
     lines[700] = b"a bad line\n"
     folder = tmp_path_factory.mktemp("days")
@@ -80,10 +84,14 @@ def preprocessor(days: LogIndex) -> Preprocessor:
 def hashed(schema: Schema, num_embeddings: int, multi_hot: MultiHot | None = None) -> Preprocessor:
     """Ids up to num_embeddings, or to the 32 bits of tokens."""
     dense = (DenseColumn(mean=0.5, scale=2.0, missing_value=-1.0),) * len(schema.dense)
-    return hashed_preprocessor([num_embeddings] * len(schema.sparse), schema, dense=dense, multi_hot=multi_hot)
+    return hashed_preprocessor(
+        [num_embeddings] * len(schema.sparse), schema, dense=dense, multi_hot=multi_hot
+    )
 
 
-def write(index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any) -> PreprocessedDataset:
+def write(
+    index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any
+) -> PreprocessedDataset:
     arguments: dict[str, Any] = {"engine": LoopEngine(), "segments_per_task": 3, **changes}
     result = preprocess(index, preprocessor=preprocessor, out=str(out), format=format, **arguments)
     dataset = open_preprocessed(str(out), verify=True)
@@ -98,18 +106,26 @@ def order_of(index: LogIndex, start: int, stop: int, shuffle: str = "none") -> B
     return BlockOrder(tuple(index.parts(start, stop)), shuffle, 5, 4)
 
 
-def assert_same_epochs(raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], **how: bool) -> None:
+def assert_same_epochs(
+    raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], **how: bool
+) -> None:
     """All blocks of some epochs, in every order."""
     for shuffle, epoch in (("none", 0), ("files", 0), ("files", 1), ("window", 0), ("window", 1)):
-        for pair in zip(*[order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)], strict=True):
+        for pair in zip(
+            *[order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)], strict=True
+        ):
             assert (pair[0].rows, pair[0].seed) == (pair[1].rows, pair[1].seed)
             cut_at = pair[0].rows // 3  # as pieces are dealt
             for start, stop in ((0, cut_at), (cut_at, pair[0].rows)):
-                assert_same(*(encode_block(block, start, stop, preprocessor, **how) for block in pair))
+                assert_same(
+                    *(encode_block(block, start, stop, preprocessor, **how) for block in pair)
+                )
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_every_order_returns_equal_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
+def test_every_order_returns_equal_rows(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
+) -> None:
     sets = Split(kind="last_file").rows(days)
     write(days, preprocessor, tmp_path / "out", format, sets=sets)
     (tmp_path / "out").rename(tmp_path / "moved")
@@ -119,26 +135,45 @@ def test_every_order_returns_equal_rows(days: LogIndex, preprocessor: Preprocess
     assert Split(kind="last_file").rows(dataset.index) == sets == dataset.sets
     for rows in ((0, days.rows), sets["train"], sets["test"]):
         assert_same_epochs(days, dataset.index, preprocessor, rows)
-    assert Preprocessor.load(dataset.preprocessor).hash() == preprocessor.hash() == dataset.manifest["preprocessor"]
-    none = read_preprocessed(dataset.index.segments[:2], np.arange(0), preprocessor)  # the empty share of a worker
-    assert_same(none, preprocessor.encode(read_raw(days.segments[:1], SCHEMA), np.arange(0)), ignored="row_numbers")
+    assert (
+        Preprocessor.load(dataset.preprocessor).hash()
+        == preprocessor.hash()
+        == dataset.manifest["preprocessor"]
+    )
+    # the empty share of a worker
+    none = read_preprocessed(dataset.index.segments[:2], np.arange(0), preprocessor)
+    assert_same(
+        none,
+        preprocessor.encode(read_raw(days.segments[:1], SCHEMA), np.arange(0)),
+        ignored="row_numbers",
+    )
 
 
 OTHER_PROFILES = [("parquet", "multi-hot"), ("binary", "wide table"), ("npy", "wide table")]
 
 
-@pytest.mark.parametrize(("format", "name"), [*itertools.product(WRITABLE_FORMATS, ALL), *OTHER_PROFILES])
+@pytest.mark.parametrize(
+    ("format", "name"), [*itertools.product(WRITABLE_FORMATS, ALL), *OTHER_PROFILES]
+)
 def test_every_profile(days: LogIndex, tmp_path: Path, format: str, name: str) -> None:
-    profiled = learn(days, SCHEMA, RAYREC.replace(multi_hot=MULTI_HOT) if name == "multi-hot" else ALL.get(name, RAYREC))
+    profiled = learn(
+        days,
+        SCHEMA,
+        RAYREC.replace(multi_hot=MULTI_HOT) if name == "multi-hot" else ALL.get(name, RAYREC),
+    )
     if name == "wide table":  # its 64-bit ids still fit
         first, *others = profiled.sparse
         profiled = replace(profiled, sparse=(replace(first, num_embeddings=2**32), *others))
         assert profiled.id_dtype == np.int64
-    assert_same_epochs(days, write(days, profiled, tmp_path / "out", format).index, profiled, (100, 2000))
+    assert_same_epochs(
+        days, write(days, profiled, tmp_path / "out", format).index, profiled, (100, 2000)
+    )
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor) -> None:
+def test_unlabelled(
+    click_log: Path, tmp_path: Path, format: str, preprocessor: Preprocessor
+) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:500]
     (tmp_path / "test.txt").write_bytes(b"".join(line.partition(b"\t")[2] for line in lines))
     index = open_index(tmp_path / "test.txt", SCHEMA.unlabelled())
@@ -148,7 +183,10 @@ def test_unlabelled(click_log: Path, tmp_path: Path, format: str, preprocessor: 
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500), labelled=False)
 
 
-@pytest.mark.parametrize(("format", "rows"), [*((name, 2**31) for name in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)])
+@pytest.mark.parametrize(
+    ("format", "rows"),
+    [*((name, 2**31) for name in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)],
+)
 def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> None:
     large = hashed(SCHEMA, rows)
     assert large.id_dtype == (np.int32 if rows == 2**31 else np.int64)
@@ -171,7 +209,9 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preproces
             "w": rng.random(rows).astype(np.float32),
             "price": pa.array(rng.normal(size=rows), mask=rng.random(rows) < 0.2),
             "shop": pa.array([f"shop {i}" if i else None for i in rng.integers(0, 9, rows)]),
-            "seen": pa.array([[f"item {i}" for i in rng.integers(0, 50, n)] for n in rng.integers(0, 5, rows)]),
+            "seen": pa.array(
+                [[f"item {i}" for i in rng.integers(0, 50, n)] for n in rng.integers(0, 5, rows)]
+            ),
         }
     )
     for number in range(2):
@@ -179,28 +219,56 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preproces
         pq.write_table(rows_of, folder / f"{number}.parquet", row_group_size=40, compression="none")
     columns: dict[str, Any] = {"dense": ("price",), "sparse": ("shop", "seen"), "lists": ("seen",)}
     schema = Schema(label="clicked", weight="w", tokens="any", **columns)
-    return open_index(folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")), hashed(schema, 2**28)
+    return open_index(
+        folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")
+    ), hashed(schema, 2**28)
 
 
-def test_parquet_stores_lists_and_weights(tmp_path: Path, lists: tuple[LogIndex, Preprocessor]) -> None:
+def test_parquet_stores_lists_and_weights(
+    tmp_path: Path, lists: tuple[LogIndex, Preprocessor]
+) -> None:
     index, preprocessor = lists
     dataset = write(index, preprocessor, tmp_path / "out", "parquet", sets=Split().rows(index))
     assert_same_epochs(index, dataset.index, preprocessor, (0, 500))
     assert_same_epochs(index, dataset.index, preprocessor, Split().rows(index)["validation"])
-    read = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
+    read = pyarrow.dataset.dataset(
+        tmp_path / "out", partitioning="hive", exclude_invalid_files=True
+    ).to_table()
     assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
 
 
-def test_write_rejects_unsupported_columns(days: LogIndex, lists: Any, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_write_rejects_unsupported_columns(
+    days: LogIndex, lists: Any, preprocessor: Preprocessor, tmp_path: Path
+) -> None:
     unweighted = lists[1].schema.replace(weight=None)
     single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
     missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
     cases = [
-        (days, missing, "binary", r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy"),
+        (
+            days,
+            missing,
+            "binary",
+            r"as 0, but in column int_0 0 becomes 0\.0 and missing 3\.0\. Use --format npy",
+        ),
         (lists[0], lists[1], "npy", "cannot store the weights of column w. Use --format parquet"),
-        (lists[0], hashed(unweighted, 9), "npy", "cannot store the lists of column seen. Use --format parquet"),
-        (lists[0], hashed(single, 9), "binary", "stores integers, but tokens: any .* Use --format npy or parquet"),
-        (days, hashed(SCHEMA, 9, MULTI_HOT), "npy", "stores one id per column, cat_0 has 3. Use --format parquet"),
+        (
+            lists[0],
+            hashed(unweighted, 9),
+            "npy",
+            "cannot store the lists of column seen. Use --format parquet",
+        ),
+        (
+            lists[0],
+            hashed(single, 9),
+            "binary",
+            "stores integers, but tokens: any .* Use --format npy or parquet",
+        ),
+        (
+            days,
+            hashed(SCHEMA, 9, MULTI_HOT),
+            "npy",
+            "stores one id per column, cat_0 has 3. Use --format parquet",
+        ),
         (days, hashed(SCHEMA, 9, MULTI_HOT), "binary", "stores one id per column, cat_0 has 3"),
         (days, preprocessor, "csv", "format: must be one of binary, npy, parquet, got 'csv'"),
     ]
@@ -209,7 +277,9 @@ def test_write_rejects_unsupported_columns(days: LogIndex, lists: Any, preproces
     assert not list(tmp_path.iterdir())
 
 
-def test_binary_rejects_wide_numbers(days: LogIndex, tmp_path: Path, click_log: Path, preprocessor: Preprocessor) -> None:
+def test_binary_rejects_wide_numbers(
+    days: LogIndex, tmp_path: Path, click_log: Path, preprocessor: Preprocessor
+) -> None:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:300]
     columns = lines[123].split(b"\t")
     columns[5] = b"2147483648"
@@ -217,9 +287,23 @@ def test_binary_rejects_wide_numbers(days: LogIndex, tmp_path: Path, click_log: 
     (tmp_path / "log.txt").write_bytes(b"".join(lines))
     index = open_index(tmp_path / "log.txt")
     wide = "must be a 32-bit number for format binary"
-    rejects(rf"log\.txt: row 123 column int_4: {wide}.*npy", write, index, preprocessor, tmp_path / "out", "binary")
+    rejects(
+        rf"log\.txt: row 123 column int_4: {wide}.*npy",
+        write,
+        index,
+        preprocessor,
+        tmp_path / "out",
+        "binary",
+    )
     write(index, preprocessor, tmp_path / "good", "npy")
-    rejects(rf"day_\d+(\.txt)?: row 0 column cat_\d+: {wide}", write, days, hashed(SCHEMA, 2**40), tmp_path / "packed", "binary")
+    rejects(
+        rf"day_\d+(\.txt)?: row 0 column cat_\d+: {wide}",
+        write,
+        days,
+        hashed(SCHEMA, 2**40),
+        tmp_path / "packed",
+        "binary",
+    )
 
 
 def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path) -> None:
@@ -233,22 +317,35 @@ def test_binary_rows_are_labels_integers_and_ids(days: LogIndex, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_torchrec_reads_npy(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, mapped: bool) -> None:
+def test_torchrec_reads_npy(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, mapped: bool
+) -> None:
     write(days, preprocessor, tmp_path / "out", "npy")
-    paths = [[f"{tmp_path}/out/{day}_{part}.npy" for day in ("day_2", "day_9", "day_10")] for part in PARTS]
+    paths = [
+        [f"{tmp_path}/out/{day}_{part}.npy" for day in ("day_2", "day_9", "day_10")]
+        for part in PARTS
+    ]
     with torchrec_criteo() as criteo:
         reader = criteo.InMemoryBinaryCriteoIterDataPipe
-        batches = list(reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped))
+        batches = list(
+            reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped)
+        )
     whole_log = preprocessor.encode(read_raw(days.segments, SCHEMA))
     assert sum(len(batch.labels) for batch in batches) == days.rows
-    assert (np.concatenate([batch.dense_features.numpy() for batch in batches]) == whole_log.dense).all()
+    assert (
+        np.concatenate([batch.dense_features.numpy() for batch in batches]) == whole_log.dense
+    ).all()
     assert (np.concatenate([batch.labels.numpy() for batch in batches]) == whole_log.label).all()
     for number in (0, 7, 25):
-        got = np.concatenate([batch.sparse_features[f"cat_{number}"].values().numpy() for batch in batches])
+        got = np.concatenate(
+            [batch.sparse_features[f"cat_{number}"].values().numpy() for batch in batches]
+        )
         assert (got == whole_log.ids[number]).all()
 
 
-def test_parquet_has_row_group_per_segment(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_parquet_has_row_group_per_segment(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+) -> None:
     sets = Split().rows(days)
     dataset = write(days, preprocessor, tmp_path / "out", "parquet", sets=sets)
     for name, (start, stop) in sets.items():
@@ -260,14 +357,23 @@ def test_parquet_has_row_group_per_segment(days: LogIndex, preprocessor: Preproc
             assert (column.statistics.has_min_max, column.compression) == (True, "ZSTD")
             assert metadata.schema.names == list(SCHEMA.columns)
         assert groups == [part.stop - part.start for part in days.parts(start, stop)]
-    table = pyarrow.dataset.dataset(tmp_path / "out", partitioning="hive", exclude_invalid_files=True).to_table()
+    table = pyarrow.dataset.dataset(
+        tmp_path / "out", partitioning="hive", exclude_invalid_files=True
+    ).to_table()
     assert table.num_rows == days.rows == dataset.index.rows
 
 
-def test_row_stream_reads_mapped_rows(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
-    blocks = order_of(write(days, preprocessor, tmp_path / "out", "binary").index, 0, days.rows, "window").blocks(0)
+def test_row_stream_reads_mapped_rows(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+) -> None:
+    blocks = order_of(
+        write(days, preprocessor, tmp_path / "out", "binary").index, 0, days.rows, "window"
+    ).blocks(0)
     block_ranges = [(blocks[block_range.block], block_range) for block_range in full_epoch(blocks)]
-    expected = [encode_block(block, 0, block_range.rows, preprocessor) for block, block_range in block_ranges]
+    expected = [
+        encode_block(block, 0, block_range.rows, preprocessor)
+        for block, block_range in block_ranges
+    ]
     for in_memory in (False, True):
         for prefetch_blocks in (0, 1, 9):
             got = RowStream(MappedSource(preprocessor, in_memory, prefetch_blocks), block_ranges)
@@ -279,18 +385,26 @@ def test_row_stream_reads_mapped_rows(days: LogIndex, preprocessor: Preprocessor
     assert list(RowStream(MappedSource(preprocessor), [])) == []
     for file in (tmp_path / "out").glob("*.bin"):
         file.unlink()  # what is in memory needs no files
-    assert_same(next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0])
+    assert_same(
+        next(RowStream(MappedSource(preprocessor, in_memory=True), block_ranges)), expected[0]
+    )
 
 
-def test_load_rejects_rows_beyond_memory(days: Any, preprocessor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_rejects_rows_beyond_memory(
+    days: Any, preprocessor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = write(days, preprocessor, tmp_path / "out", "binary")
     monkeypatch.setattr(host_resources, "memory", lambda: host_resources.Memory(2000, 1000))
     (block,) = order_of(made.index, 0, 5).blocks(0)
-    stream = RowStream(MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])])
+    stream = RowStream(
+        MappedSource(preprocessor, in_memory=True), [(block, full_epoch([block])[0])]
+    )
     rejects(r"do not fit into .* free memory\. Set in_memory off", next, stream)
 
 
-def test_read_rejects_other_preprocessor(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_read_rejects_other_preprocessor(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+) -> None:
     made = write(days, preprocessor, tmp_path / "out", "npy")
     other = learn(days, SCHEMA, RAYREC.replace(min_count=5))
     message = f"made with Preprocessor {preprocessor.hash()}, not with {other.hash()}. Use"
@@ -298,7 +412,9 @@ def test_read_rejects_other_preprocessor(days: LogIndex, preprocessor: Preproces
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str) -> None:
+def test_damaged_files_raise(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str
+) -> None:
     out = tmp_path / "out"
     made = write(days, preprocessor, out, format)
     name = made.manifest["files"][1]["name"]
@@ -306,7 +422,12 @@ def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_pat
     size = len(content)
     flip(out / name)
     open_preprocessed(str(out))
-    rejects(f"{name}: checksum does not match: the dataset is damaged. Copy it again", open_preprocessed, str(out), verify=True)
+    rejects(
+        f"{name}: checksum does not match: the dataset is damaged. Copy it again",
+        open_preprocessed,
+        str(out),
+        verify=True,
+    )
     (out / name).write_bytes(content[:-5])
     told = f"{name}: size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`"
     rejects(told, open_preprocessed, str(out))
@@ -315,19 +436,33 @@ def test_damaged_files_raise(days: LogIndex, preprocessor: Preprocessor, tmp_pat
     (out / name).write_bytes(content)
     for file in made.manifest["files"]:  # and after the dataset was opened
         (out / file["name"]).write_bytes((out / file["name"]).read_bytes()[:-9])
-    rejects(r"the dataset is damaged\. Copy it again", read_preprocessed, made.index.segments[:1], np.arange(3), preprocessor)
+    rejects(
+        r"the dataset is damaged\. Copy it again",
+        read_preprocessed,
+        made.index.segments[:1],
+        np.arange(3),
+        preprocessor,
+    )
 
 
-def test_open_rejects_invalid_manifest(days: LogIndex, preprocessor: Preprocessor, tmp_path: Path) -> None:
+def test_open_rejects_invalid_manifest(
+    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path
+) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
         assert not LogSource.at(str(place)).is_preprocessed
     out = tmp_path / "out"
     write(days, preprocessor, out, "npy")
     manifest = out / "dataset.json"
     for content, why in (
-        (json.dumps({**json.loads(manifest.read_text()), "version": 99}), "must have version 1, got 99. Run `rayrec preprocess`"),
+        (
+            json.dumps({**json.loads(manifest.read_text()), "version": 99}),
+            "must have version 1, got 99. Run `rayrec preprocess`",
+        ),
         ("{", r"dataset\.json: damaged, not JSON"),
-        (None, r"dataset\.json not found\. Make a preprocessed dataset with `rayrec preprocess LOG"),
+        (
+            None,
+            r"dataset\.json not found\. Make a preprocessed dataset with `rayrec preprocess LOG",
+        ),
     ):
         manifest.write_text(content) if content else manifest.unlink()
         rejects(why, open_preprocessed, str(out))
@@ -338,7 +473,9 @@ def test_read_rejects_ids_outside_table(days: LogIndex, tmp_path: Path, format: 
     """By file, row, column, id and table size, in an order of rows that is not the log's."""
     preprocessor = hashed(SCHEMA, 1 << 20)
     made = write(days, preprocessor, tmp_path / "out", format)
-    raw, segments = ([s for s in index.segments if s.path.endswith("day_9.txt")] for index in (days, made.index))
+    raw, segments = (
+        [s for s in index.segments if s.path.endswith("day_9.txt")] for index in (days, made.index)
+    )
     ids = np.asarray(preprocessor.encode(read_raw(raw, SCHEMA)).ids[3])
     row = int(ids.argmax())
     preprocessor.__dict__["num_embeddings"] = [1 << 20] * 3 + [int(ids.max())] + [1 << 20] * 22
@@ -350,13 +487,18 @@ def test_read_rejects_ids_outside_table(days: LogIndex, tmp_path: Path, format: 
     if format == "parquet":
         assert pq.read_table(tmp_path / "out" / file)["cat_3"][int(number)].as_py() == ids.max()
     else:
-        assert (file, int(number)) == ({"binary": "day_9.bin", "npy": "day_9_sparse.npy"}[format], row)
+        assert (file, int(number)) == (
+            {"binary": "day_9.bin", "npy": "day_9_sparse.npy"}[format],
+            row,
+        )
 
 
 def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = JaggedIds(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
-    one = EncodedRows(dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags])
+    one = EncodedRows(
+        dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags]
+    )
     assert dataset.find_invalid_id(one, [2, 5, 10]) == (2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
     assert dataset.find_invalid_id(one, [2, 5, 10]) is None
@@ -366,7 +508,11 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
 def test_checksums_are_compared_once(
-    days: LogIndex, preprocessor: Preprocessor, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+    days: LogIndex,
+    preprocessor: Preprocessor,
+    tmp_path: Path,
+    format: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dataset, "_TASK_BYTES", 50_000)  # so that files are split, and share tasks
     out = tmp_path / "out"
@@ -374,7 +520,11 @@ def test_checksums_are_compared_once(
     done: list[tuple[int, int | None]] = []
 
     def opened() -> LogIndex:
-        context = TaskContext(LoopEngine(), str(tmp_path / "cache"), progress=lambda _, *of_bytes: done.append(of_bytes))
+        context = TaskContext(
+            LoopEngine(),
+            str(tmp_path / "cache"),
+            progress=lambda _, *of_bytes: done.append(of_bytes),
+        )
         return LogSource.at(str(out)).index(SCHEMA, segment_bytes=1, context=context)
 
     assert opened() == made.index
@@ -387,7 +537,7 @@ def test_checksums_are_compared_once(
     rejects(rf"{path.name}: checksum does not match: the dataset is damaged", opened)
 
 
-# Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way -------------------------
+# Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way -----
 LOG_ROWS = 2_000
 HASHED = hashed(SCHEMA, 2**28)
 
@@ -405,7 +555,12 @@ def log(click_log: Path, tmp_path: Path) -> Path:
 def run(log: Path | str, out: Path | str, **changes: Any) -> dict[str, Any]:
     index = open_index(log)
     sets = changes.pop("sets") if "sets" in changes else Split(kind="last_file").rows(index)
-    arguments: dict[str, Any] = {"preprocessor": HASHED, "format": "binary", "engine": LoopEngine(), "segments_per_task": 2}
+    arguments: dict[str, Any] = {
+        "preprocessor": HASHED,
+        "format": "binary",
+        "engine": LoopEngine(),
+        "segments_per_task": 2,
+    }
     return preprocess(index, out=str(out), sets=sets, **{**arguments, **changes})
 
 
@@ -429,14 +584,22 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
         assert not out.exists()
         done, notes, engine = [], [], LoopEngine()
         again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
-        assert (engine.tasks, done[-1], files_in(out)) == (whole_engine.tasks - tasks, LOG_ROWS, expected)
+        assert (engine.tasks, done[-1], files_in(out)) == (
+            whole_engine.tasks - tasks,
+            LOG_ROWS,
+            expected,
+        )
         assert (again["hash"], again["bytes"]) == (whole["hash"], whole["bytes"])
         assert [note for note in notes if note.startswith("Resuming ")] == notes[: tasks > 0]
         assert not Path(f"{out}.partial").exists()
 
 
-def test_kill_after_last_task_resumes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "write_bytes", at_first([Died()], storage.write_bytes, end="dataset.json"))
+def test_kill_after_last_task_resumes(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        storage, "write_bytes", at_first([Died()], storage.write_bytes, end="dataset.json")
+    )
     fails_with(Died, "", run, log, tmp_path / "out", format="npy")
     engine = LoopEngine()
     run(log, tmp_path / "out", format="npy", engine=engine)
@@ -446,7 +609,9 @@ def test_kill_after_last_task_resumes(log: Path, tmp_path: Path, monkeypatch: py
 
 def test_repeated_task_writes_equal_bytes(log: Path, tmp_path: Path) -> None:
     class Twice(LoopEngine):
-        def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+        def run(
+            self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0
+        ) -> Iterator[pa.Table]:
             for item in [*items[::-1], *items]:
                 function(item)
             yield from super().run(name, function, items)
@@ -466,7 +631,13 @@ def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
         ({"segments_per_task": 3, "shuffle": "full"}, "shuffle, seed, segments_per_task"),
         ({"preprocessor": hashed(SCHEMA, 2**28, MultiHot(sizes=(1,) * 26))}, "preprocessor"),
     ):
-        rejects(rf"incomplete output of a call with a different {named}; use the same .* remove", run, log, out, **changes)
+        rejects(
+            rf"incomplete output of a call with a different {named}; use the same .* remove",
+            run,
+            log,
+            out,
+            **changes,
+        )
     day = log / "day_1"
     day.write_bytes(day.read_bytes() + day.read_bytes())
     rejects("with a different sets, log;", run, log, out)
@@ -478,53 +649,113 @@ def test_resume_rejects_other_inputs(log: Path, tmp_path: Path) -> None:
 def test_preprocess_rejects_invalid_logs(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out")
     made = open_preprocessed(str(tmp_path / "out"))
-    arguments = {"preprocessor": HASHED, "out": str(tmp_path / "b"), "format": "npy", "engine": LoopEngine()}
-    rejects("preprocessed already, in format binary. Use the raw log", preprocess, made.index, **arguments)
+    arguments = {
+        "preprocessor": HASHED,
+        "out": str(tmp_path / "b"),
+        "format": "npy",
+        "engine": LoopEngine(),
+    }
+    rejects(
+        "preprocessed already, in format binary. Use the raw log",
+        preprocess,
+        made.index,
+        **arguments,
+    )
     rejects("no rows to write", preprocess, LogIndex((), Faults()), **arguments)
     overlapping = {"a": (0, 5), "b": (4, 9)}
-    rejects("rows 4-9 of b overlap other sets or exceed the log of 2000 rows", run, log, tmp_path / "b", sets=overlapping)
+    rejects(
+        "rows 4-9 of b overlap other sets or exceed the log of 2000 rows",
+        run,
+        log,
+        tmp_path / "b",
+        sets=overlapping,
+    )
 
 
 def test_rows_outside_sets_are_stored(log: Path, tmp_path: Path) -> None:
     run(log, tmp_path / "out", format="parquet", sets={"train": (100, 1500), "test": (1600, 1999)})
-    assert {path.name for path in (tmp_path / "out").glob("set=*")} == {"set=train", "set=test", "set=other"}
-    assert open_preprocessed(str(tmp_path / "out")).sets == {"train": (100, 1500), "test": (1600, 1999)}
+    assert {path.name for path in (tmp_path / "out").glob("set=*")} == {
+        "set=train",
+        "set=test",
+        "set=other",
+    }
+    assert open_preprocessed(str(tmp_path / "out")).sets == {
+        "train": (100, 1500),
+        "test": (1600, 1999),
+    }
 
 
-def test_preprocess_writes_to_urls_and_small_disk_raises(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocess_writes_to_urls_and_small_disk_raises(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = f"file://{tmp_path}/remote"
     for format in ("binary", "npy"):
-        rejects(rf"remote: format {format} is written in place.*a folder and copy it", run, log, out, format=format)
+        rejects(
+            rf"remote: format {format} is written in place.*a folder and copy it",
+            run,
+            log,
+            out,
+            format=format,
+        )
     rejects("a full shuffle needs a file system", run, log, out, format="parquet", shuffle="full")
     fails_with(Died, "", run, log, out, format="parquet", engine=LoopEngine(3))
     assert not LogSource.at(out).is_preprocessed
     run(log, out, format="parquet")
     run(log, tmp_path / "local", format="parquet")
     assert files_in(tmp_path / "remote") == files_in(tmp_path / "local")
-    assert len(read_preprocessed(open_preprocessed(out, verify=True).index.segments, np.arange(LOG_ROWS), HASHED)) == LOG_ROWS
+    assert (
+        len(
+            read_preprocessed(
+                open_preprocessed(out, verify=True).index.segments, np.arange(LOG_ROWS), HASHED
+            )
+        )
+        == LOG_ROWS
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
-    rejects(r"out\.partial: about 0\.0 GB are needed, 0\.0 GB are free\. Free space or", run, log, tmp_path / "out")
+    rejects(
+        r"out\.partial: about 0\.0 GB are needed, 0\.0 GB are free\. Free space or",
+        run,
+        log,
+        tmp_path / "out",
+    )
     assert not Path(f"{tmp_path / 'out'}.partial").exists()
 
 
-def test_full_disk_resumes_and_partial_writes_continue(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_resumes_and_partial_writes_continue(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", raising(OSError(errno.ENOSPC, "No space left on device")))
-        rejects(r"out\.partial: No space left on device; make room there and run the same", run, log, tmp_path / "out")
+        rejects(
+            r"out\.partial: No space left on device; make room there and run the same",
+            run,
+            log,
+            tmp_path / "out",
+        )
     run(log, tmp_path / "out")
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start))
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, data, start: pwrite(descriptor, data[:1000], start)
+    )
     run(log, tmp_path / "pieces")
     assert files_in(tmp_path / "out") == files_in(tmp_path / "pieces")
 
 
 def test_invisible_folder_raises(log: Path, tmp_path: Path) -> None:
     class Elsewhere(LoopEngine):
-        def run(self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0) -> Iterator[pa.Table]:
+        def run(
+            self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0
+        ) -> Iterator[pa.Table]:
             (tmp_path / "out.partial").rename(tmp_path / "away")
             return super().run(name, function, items)
 
-    rejects(r"out\.partial: not visible to tasks on .*; choose an --out that all", run, log, tmp_path / "out", engine=Elsewhere())
+    rejects(
+        r"out\.partial: not visible to tasks on .*; choose an --out that all",
+        run,
+        log,
+        tmp_path / "out",
+        engine=Elsewhere(),
+    )
 
 
 def test_names_of_files(log: Path, tmp_path: Path) -> None:
@@ -546,18 +777,27 @@ def test_manifest_contents(log: Path, tmp_path: Path) -> None:
     assert set(result) == {"rows", "out", "format", "hash", "bytes", "seconds", "rows_per_s"}
     manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (manifest["rows"], manifest["shuffle"], manifest["seed"]) == (LOG_ROWS, "full", 9)
-    assert manifest["sets"] == {"train": [0, 1000], "validation": [1000, 1500], "test": [1500, 2000]}
+    assert manifest["sets"] == {
+        "train": [0, 1000],
+        "validation": [1000, 1500],
+        "test": [1500, 2000],
+    }
     assert manifest["raw_files"] == ["day_0", "day_1"]
-    assert manifest["source"] == [{"path": str(day), "bytes": day.stat().st_size} for day in sorted(log.iterdir())]
+    assert manifest["source"] == [
+        {"path": str(day), "bytes": day.stat().st_size} for day in sorted(log.iterdir())
+    ]
     for file in manifest["files"]:
         assert zlib.crc32((tmp_path / "out" / file["name"]).read_bytes()) == int(file["crc32"], 16)
 
 
-# A full shuffle is one permutation of the training rows, in any portions ----------------------------------------------
+# -- A full shuffle is one permutation of the training rows, in any portions
 def keys(dataset: PreprocessedDataset) -> list[bytes]:
     rows = read_preprocessed(dataset.index.segments, np.arange(LOG_ROWS), HASHED)
     ids = np.stack(rows.ids, 1)
-    return [a.tobytes() + b.tobytes() + c.tobytes() for a, b, c in zip(rows.dense, ids, rows.label, strict=True)]
+    return [
+        a.tobytes() + b.tobytes() + c.tobytes()
+        for a, b, c in zip(rows.dense, ids, rows.label, strict=True)
+    ]
 
 
 def shuffled(log: Path, out: Path, **changes: Any) -> PreprocessedDataset:
@@ -582,7 +822,9 @@ def test_permutations_are_uniform_for_distant_and_near_rows() -> None:
     assert (Permutation(4_195_197_692, seed=8)(rows) != places).any()
     # chi-squared with 23 degrees of freedom: 49.7 at p = 0.001.
     tries = 12_000
-    counts = Counter(tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries))
+    counts = Counter(
+        tuple(Permutation(4, seed=seed)(np.arange(4)).tolist()) for seed in range(tries)
+    )
     assert len(counts) == 24
     assert sum((count - tries / 24) ** 2 / (tries / 24) for count in counts.values()) < 49.7
     places = Permutation(1_000_000, seed=0)(np.arange(1_000_000))
@@ -596,17 +838,28 @@ def test_permutations_are_uniform_for_distant_and_near_rows() -> None:
 def test_gather_runs_restores_positions(tmp_path: Path) -> None:
     places = np.random.default_rng(0).permutation(1000)
     lists = pa.array([[i] * (i % 3) for i in range(1000)], pa.large_list(pa.int32()))
-    table = pa.table({"lists": lists, "pairs": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)})
+    table = pa.table(
+        {"lists": lists, "pairs": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2000)), 2)}
+    )
     paths = []
     for number, start in enumerate(range(0, 1000, 250)):
         paths.append(str(tmp_path / f"{number}.arrow"))
-        write_run([table.slice(start, 100), table.slice(start + 100, 150)], places[start : start + 250], paths[-1])
+        write_run(
+            [table.slice(start, 100), table.slice(start + 100, 150)],
+            places[start : start + 250],
+            paths[-1],
+        )
     for start, stop in ((0, 1000), (0, 1), (333, 650), (999, 1000)):
-        assert gather_runs(paths, start, stop).equals(table.take(pa.array(np.argsort(places)[start:stop])))
+        assert gather_runs(paths, start, stop).equals(
+            table.take(pa.array(np.argsort(places)[start:stop]))
+        )
 
 
 def test_shuffle_moves_training_rows_only(log: Path, tmp_path: Path) -> None:
-    plain, mixed = shuffled(log, tmp_path / "plain", shuffle="none"), shuffled(log, tmp_path / "mixed")
+    plain, mixed = (
+        shuffled(log, tmp_path / "plain", shuffle="none"),
+        shuffled(log, tmp_path / "mixed"),
+    )
     start, stop = mixed.sets["train"]
     assert (start, stop) == (0, 1000)
     before, after = keys(plain), keys(mixed)
@@ -617,10 +870,17 @@ def test_shuffle_moves_training_rows_only(log: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", WRITABLE_FORMATS)
-def test_shuffle_matches_for_any_tasks(log: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffle_matches_for_any_tasks(
+    log: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = keys(shuffled(log, tmp_path / "expected"))
     for segments_per_task in (1, 4, 1000):
-        made = shuffled(log, tmp_path / str(segments_per_task), format=format, segments_per_task=segments_per_task)
+        made = shuffled(
+            log,
+            tmp_path / str(segments_per_task),
+            format=format,
+            segments_per_task=segments_per_task,
+        )
         assert keys(made) == expected
     monkeypatch.setattr("rayrec.data.materialized.writer.MAX_SHUFFLE_TASKS", 2)
     assert keys(shuffled(log, tmp_path / "few", format=format, segments_per_task=1)) == expected
@@ -638,7 +898,9 @@ def test_gather_reads_needed_pages_only(tmp_path: Path, monkeypatch: pytest.Monk
         allocated.append(pa.total_allocated_bytes())
         return np.searchsorted(*arguments)
 
-    monkeypatch.setattr(write_tasks, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted}))
+    monkeypatch.setattr(
+        write_tasks, "np", SimpleNamespace(**{**vars(np), "searchsorted": searchsorted})
+    )
     before = pa.total_allocated_bytes()
     assert gather_runs([path], 1000, 1100).column("value").to_pylist() == list(range(1000, 1100))
     assert len(allocated) == 1

@@ -1,4 +1,6 @@
-"""Hive folders, which each command reads like other files, in every format, locally and at a URL; folders of table formats."""
+"""Hive folders, which each command reads like other files, in every format, locally and at a URL;
+folders of table formats.
+"""
 
 import gzip
 import json
@@ -24,20 +26,43 @@ from rayrec.data.logs.partitions import partitions_of, with_sampled_partitions
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Schema, load_schema
 
-SCHEMA = Schema(label="click", dense=("price", "level"), sparse=("user", "city", "hour"), timestamp="dt", tokens="any")
-CITIES = (("S%C3%A3o%20Paulo%2FSP", "São Paulo/SP"), ("Rio", "Rio"), ("__HIVE_DEFAULT_PARTITION__", None))
+SCHEMA = Schema(
+    label="click",
+    dense=("price", "level"),
+    sparse=("user", "city", "hour"),
+    timestamp="dt",
+    tokens="any",
+)
+CITIES = (
+    ("S%C3%A3o%20Paulo%2FSP", "São Paulo/SP"),
+    ("Rio", "Rio"),
+    ("__HIVE_DEFAULT_PARTITION__", None),
+)
 """Names of folders, and the values they mean."""
 LEVELS = (("0.5", 0.5), ("3", 3.0), ("__HIVE_DEFAULT_PARTITION__", None))
 FOLDERS = [
     (
-        f"dt=2026-01-{1 + number // 2:02d}/click={number % 2}/level={LEVELS[number % 3][0]}/hour={number:02d}/"
-        f"city={CITIES[number // 2 % 3][0]}",
-        (f"2026-01-{1 + number // 2:02d}", number % 2, LEVELS[number % 3][1], f"{number:02d}", CITIES[number // 2 % 3][1]),
+        f"dt=2026-01-{1 + number // 2:02d}/click={number % 2}/level={LEVELS[number % 3][0]}/hour={number:02d}/city={CITIES[number // 2 % 3][0]}",
+        (
+            f"2026-01-{1 + number // 2:02d}",
+            number % 2,
+            LEVELS[number % 3][1],
+            f"{number:02d}",
+            CITIES[number // 2 % 3][1],
+        ),
     )
     for number in range(20)
 ]
-"""Folders of partitions in path order, and the values of their columns dt, click, level, hour and city."""
-TYPES = {"dt": pa.string(), "click": pa.int64(), "level": pa.float64(), "hour": pa.string(), "city": pa.string()}
+"""Folders of partitions in path order, and the values of their columns dt, click, level, hour and
+city.
+"""
+TYPES = {
+    "dt": pa.string(),
+    "click": pa.int64(),
+    "level": pa.float64(),
+    "hour": pa.string(),
+    "city": pa.string(),
+}
 ROWS = 12
 """Rows of each folder."""
 USERS = Schema(label="click", sparse=("user",), delimiter=",")
@@ -45,7 +70,9 @@ USERS = Schema(label="click", sparse=("user",), delimiter=",")
 
 def part_of(number: int) -> pa.Table:
     rows = range(number * ROWS, (number + 1) * ROWS)
-    return pa.table({"price": [row % 7 / 2 for row in rows], "user": [f"u{row * 7 % 11}" for row in rows]})
+    return pa.table(
+        {"price": [row % 7 / 2 for row in rows], "user": [f"u{row * 7 % 11}" for row in rows]}
+    )
 
 
 def write(table: pa.Table, folder: Path, kind: str) -> None:
@@ -61,7 +88,9 @@ def write(table: pa.Table, folder: Path, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with the same rows: `flat`, with all columns in the files, and one for each format with partitions. A model."""
+    """Folders with the same rows: `flat`, with all columns in the files, and one for each format
+    with partitions. A model.
+    """
     root = tmp_path_factory.mktemp("hive")
     (root / "flat").mkdir()
     for number, (folder, values) in enumerate(FOLDERS):
@@ -73,7 +102,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pq.write_table(part, root / "flat" / f"part_{number:02d}.parquet")
     columns = "label: click, dense: [price, level], sparse: [user, city, hour], timestamp: dt"
     (root / "schema.yaml").write_text(f"{{{columns}, delimiter: ','}}")
-    config = recipes.clicks(str(root / "flat"), schema=SCHEMA).replace(storage_path=str(root), name="model", steps=2, **LEAN)
+    config = recipes.clicks(str(root / "flat"), schema=SCHEMA).replace(
+        storage_path=str(root), name="model", steps=2, **LEAN
+    )
     train(config)
     return root
 
@@ -82,7 +113,11 @@ class Commands:
     """Commands on a log, by name. The result of each must not depend on the log's layout."""
 
     def __init__(self, logs: Path, folder: Path, capsys: Any) -> None:
-        self._schema, self._folder, self._capsys = ("--schema", str(logs / "schema.yaml")), folder, capsys
+        self._schema, self._folder, self._capsys = (
+            ("--schema", str(logs / "schema.yaml")),
+            folder,
+            capsys,
+        )
         self._model = str(logs / "model")
 
     def _run(self, *arguments: str) -> Any:
@@ -97,7 +132,9 @@ class Commands:
 
     def _train(self, command: str, path: str, *arguments: str) -> Any:
         storage_path = ("--storage-path", self._out("runs"), "--name", "run", "--steps", "2")
-        return self._run(command, "clicks", "--data", path, *self._schema, *storage_path, *arguments)
+        return self._run(
+            command, "clicks", "--data", path, *self._schema, *storage_path, *arguments
+        )
 
     def train(self, path: str) -> Any:
         summary = self._train("train", path)
@@ -107,14 +144,24 @@ class Commands:
         return self._train("train", path, "--init-from", self._model)["weights_sha256"]
 
     def tune(self, path: str) -> Any:
-        Path(self._out("space.yaml")).write_text("workload.dense_optimizer.learning_rate: {grid: [0.001]}")
+        Path(self._out("space.yaml")).write_text(
+            "workload.dense_optimizer.learning_rate: {grid: [0.001]}"
+        )
         return [
             trial["best"]
-            for trial in self._train("tune", path, "--search", self._out("space.yaml"), "--cluster.address", "none")["trials"]
+            for trial in self._train(
+                "tune", path, "--search", self._out("space.yaml"), "--cluster.address", "none"
+            )["trials"]
         ]
 
     def plan(self, path: str) -> Any:
-        arguments = ("--data", path, *self._schema, "--workload.preprocessor", f"{self._model}/preprocessor")
+        arguments = (
+            "--data",
+            path,
+            *self._schema,
+            "--workload.preprocessor",
+            f"{self._model}/preprocessor",
+        )
         return self._run("plan", "clicks", *arguments).splitlines()[:4]
 
     def validate(self, path: str) -> Any:
@@ -129,20 +176,40 @@ class Commands:
         return replace(preprocessor, schema=schema).hash()
 
     def preprocess(self, path: str) -> Any:
-        self._run("preprocess", path, *self._schema, "--out", self._out("encoded"), "--format", "parquet")
+        self._run(
+            "preprocess", path, *self._schema, "--out", self._out("encoded"), "--format", "parquet"
+        )
         return self._columns("encoded")
 
     def split(self, path: str) -> Any:
-        self._run("split", path, *self._schema, "--out", self._out("parts"), "--by", "group", "--group", "hour")
+        self._run(
+            "split",
+            path,
+            *self._schema,
+            "--out",
+            self._out("parts"),
+            "--by",
+            "group",
+            "--group",
+            "hour",
+        )
         index = open_index(self._out("parts"), SCHEMA, cache=self._out("cache"))
         raw = read_raw(index.segments, SCHEMA)
-        return raw.numbers.tolist(), raw.categories.tolist(), raw.labels["click"].tolist(), raw.times.tolist()
+        return (
+            raw.numbers.tolist(),
+            raw.categories.tolist(),
+            raw.labels["click"].tolist(),
+            raw.times.tolist(),
+        )
 
     def evaluate(self, path: str) -> Any:
         return self._run("evaluate", self._model, path)
 
     def compare(self, path: str) -> Any:
-        return [(model["auroc"], model["logloss"]) for model in self._run("compare", self._model, self._model, path)["models"]]
+        return [
+            (model["auroc"], model["logloss"])
+            for model in self._run("compare", self._model, self._model, path)["models"]
+        ]
 
     def predict(self, path: str) -> Any:
         self._run("predict", self._model, path, "--out", self._out("scores"))
@@ -150,7 +217,9 @@ class Commands:
 
     def _columns(self, folder: str) -> Any:
         files = sorted(Path(self._out(folder)).rglob("*.parquet"))
-        return pa.concat_tables([pq.read_table(file, partitioning=None) for file in files]).to_pydict()
+        return pa.concat_tables(
+            [pq.read_table(file, partitioning=None) for file in files]
+        ).to_pydict()
 
 
 LAYOUTS = {
@@ -165,7 +234,8 @@ CASES = [
     pytest.param(command, *layout, id=f"{command}-{name}")
     for command in vars(Commands)
     for name, layout in LAYOUTS.items()
-    if not command.startswith("_") and (command != "tune" or name in ("local-csv.gz", "store-parquet"))
+    if not command.startswith("_")
+    and (command != "tune" or name in ("local-csv.gz", "store-parquet"))
 ]
 
 
@@ -189,9 +259,14 @@ def test_commands_read_partitions_like_columns(
 ) -> None:
     if command not in expected:
         (tmp_path / "flat").mkdir()
-        expected[command] = getattr(Commands(logs, tmp_path / "flat", capsys), command)(f"{logs}/flat")
+        expected[command] = getattr(Commands(logs, tmp_path / "flat", capsys), command)(
+            f"{logs}/flat"
+        )
     SlowStore(latency_s=0).installed(monkeypatch)
-    assert getattr(Commands(logs, tmp_path, capsys), command)(f"{scheme}{logs}/{kind}") == expected[command]
+    assert (
+        getattr(Commands(logs, tmp_path, capsys), command)(f"{scheme}{logs}/{kind}")
+        == expected[command]
+    )
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -200,30 +275,48 @@ def test_drafted_schema_names_partition_columns(
     logs: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, scheme: str, kind: str
 ) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)
-    assert cli.run(["schema", f"{scheme}{logs}/{kind}", "--out", str(tmp_path / "draft.yaml")]) == 0, capsys.readouterr().err
+    assert (
+        cli.run(["schema", f"{scheme}{logs}/{kind}", "--out", str(tmp_path / "draft.yaml")]) == 0
+    ), capsys.readouterr().err
     schema = load_schema((tmp_path / "draft.yaml").read_text(), "draft")
     assert (schema.label, set(schema.columns)) == ("click", {"click", "price", "user", *TYPES})
-    assert open_index(f"{scheme}{logs}/{kind}", schema, cache=tmp_path / "cache").rows == ROWS * len(FOLDERS)
+    assert open_index(
+        f"{scheme}{logs}/{kind}", schema, cache=tmp_path / "cache"
+    ).rows == ROWS * len(FOLDERS)
 
 
 def test_file_column_overrides_partition(tmp_path: Path) -> None:
     for kind in ("parquet", "csv"):
         write(pa.table({"click": [0, 1], "user": ["a", "b"]}), tmp_path / kind / "user=c", kind)
         index = open_index(tmp_path / kind, USERS, cache=tmp_path / "cache")
-        assert read_raw(index.segments, USERS).categories[0, 0] != read_raw(index.segments, USERS).categories[1, 0]
+        assert (
+            read_raw(index.segments, USERS).categories[0, 0]
+            != read_raw(index.segments, USERS).categories[1, 0]
+        )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (USERS.replace(dense=("land",)), "column land is the partition land=de, which is not a number; add it to the sparse"),
-        (USERS.replace(weight="land"), "column land is the partition land=de, which is not a number; add it to the sparse"),
-        (USERS.replace(timestamp="land"), "column land is the partition land=de, which is not a time; name another column"),
+        (
+            USERS.replace(dense=("land",)),
+            "column land is the partition land=de, which is not a number; add it to the sparse",
+        ),
+        (
+            USERS.replace(weight="land"),
+            "column land is the partition land=de, which is not a number; add it to the sparse",
+        ),
+        (
+            USERS.replace(timestamp="land"),
+            "column land is the partition land=de, which is not a time; name another column",
+        ),
     ],
     ids=["dense", "weight", "timestamp"],
 )
-def test_unusable_partition_values_are_rejected(tmp_path: Path, kind: str, schema: Schema, message: str) -> None:
+def test_unusable_partition_values_are_rejected(
+    tmp_path: Path, kind: str, schema: Schema, message: str
+) -> None:
     write(pa.table({"click": [0, 1] * 4, "user": ["a", "b"] * 4}), tmp_path / "land=de", kind)
     for labelled in (schema, schema.replace(label=None)):
         rejects(message, LogSource.at(str(tmp_path)).check_head, labelled)
@@ -248,7 +341,9 @@ def test_partition_columns_of_paths() -> None:
         pytest.param(2, 0, [], id="no rows"),
     ],
 )
-def test_partitions_of_samples_are_spread_over_files(num_files: int, rows: int, days: list[str]) -> None:
+def test_partitions_of_samples_are_spread_over_files(
+    num_files: int, rows: int, days: list[str]
+) -> None:
     files = [storage.File(f"/log/day={number}/a.parquet", 1, 0) for number in range(num_files)]
     sample = with_sampled_partitions(pa.table({"x": list(range(rows))}), files)
     assert sample["day"].to_pylist() == days
@@ -263,23 +358,33 @@ TABLES = {
 
 
 def write_lake(folder: Path, kind: str) -> str:
-    """Write a partitioned table of a format, and return the folder of its data files relative to it."""
+    """Write a partitioned table of a format, and return the folder of its data files relative to
+    it.
+    """
     marker, inside = TABLES[kind]
     (folder / marker).parent.mkdir(parents=True)
     (folder / marker).write_text("{}")
     for day in (1, 2):
         write(
-            part_of(0).append_column("click", pa.array([0, 1] * (ROWS // 2))), folder / inside / f"dt=2026-01-0{day}", "parquet"
+            part_of(0).append_column("click", pa.array([0, 1] * (ROWS // 2))),
+            folder / inside / f"dt=2026-01-0{day}",
+            "parquet",
         )
     return inside
 
 
 @pytest.mark.parametrize("scheme", ["", "file://", "slow://"])
 @pytest.mark.parametrize("kind", TABLES)
-def test_paths_in_table_formats_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: str) -> None:
+def test_paths_in_table_formats_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: str
+) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)
     inside = write_lake(tmp_path / "lake", kind)
-    reader = {"Delta": "ray.data.read_delta", "Hudi": "ray.data.read_hudi", "Iceberg": "ray.data.read_iceberg"}[kind]
+    reader = {
+        "Delta": "ray.data.read_delta",
+        "Hudi": "ray.data.read_hudi",
+        "Iceberg": "ray.data.read_iceberg",
+    }[kind]
     table = f"{'' if scheme == 'file://' else scheme}{tmp_path}/lake"
     for path in (
         "",
@@ -300,11 +405,17 @@ def test_paths_in_table_formats_are_rejected(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
-def test_tables_in_partitions_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_tables_in_partitions_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)
     write(part_of(0), tmp_path / "log" / "land=de" / "dt=1", "parquet")
     write_lake(tmp_path / "log" / "land=fr", "Delta")
-    rejects("the Delta table .*log/land=fr as plain files", storage.list_files, f"{scheme}{tmp_path}/log")
+    rejects(
+        "the Delta table .*log/land=fr as plain files",
+        storage.list_files,
+        f"{scheme}{tmp_path}/log",
+    )
 
 
 def test_folders_of_globs_are_checked_evenly(tmp_path: Path) -> None:
@@ -314,20 +425,28 @@ def test_folders_of_globs_are_checked_evenly(tmp_path: Path) -> None:
         (tmp_path / f"day_{number:02}" / "a.parquet").touch()
     assert len(storage.list_files(f"{tmp_path}/*/a.parquet")) == 32
     (tmp_path / "day_30" / "_delta_log").mkdir()
-    rejects("the Delta table .*/day_30 as plain files", storage.list_files, f"{tmp_path}/*/a.parquet")
+    rejects(
+        "the Delta table .*/day_30 as plain files", storage.list_files, f"{tmp_path}/*/a.parquet"
+    )
 
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
-def test_folders_beside_tables_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_folders_beside_tables_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)
     write(part_of(0), tmp_path / "log", "parquet")
     write_lake(tmp_path / "log" / "old", "Delta")
     (tmp_path / "log" / "metadata").mkdir()
     (tmp_path / "log" / "metadata" / "notes.json").write_text("{}")
-    assert [file.path for file in storage.list_files(f"{scheme}{tmp_path}/log")] == [f"{scheme}{tmp_path}/log/part.parquet"]
+    assert [file.path for file in storage.list_files(f"{scheme}{tmp_path}/log")] == [
+        f"{scheme}{tmp_path}/log/part.parquet"
+    ]
 
 
-def test_store_lookups_for_tables_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_lookups_for_tables_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = SlowStore(latency_s=0).installed(monkeypatch)
     for number in range(200):
         write(part_of(0), tmp_path / "log" / f"dt={number}", "parquet")
@@ -336,12 +455,15 @@ def test_store_lookups_for_tables_are_bounded(tmp_path: Path, monkeypatch: pytes
     store.reset()
     (tmp_path / "day.csv").write_text("click,user\n1,a\n")
     storage.list_files(f"slow://{tmp_path}/day.csv")
-    assert store.calls.total() == 1, store.calls  # only Parquet, ORC and Avro files can be a table's
+    # only Parquet, ORC and Avro files can be a table's
+    assert store.calls.total() == 1, store.calls
 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("command", [name for name in vars(Commands) if not name.startswith("_")])
-def test_commands_reject_table_formats(logs: Path, tmp_path: Path, capsys: Any, command: str) -> None:
+def test_commands_reject_table_formats(
+    logs: Path, tmp_path: Path, capsys: Any, command: str
+) -> None:
     write_lake(tmp_path / "lake", "Delta")
     with pytest.raises(AssertionError, match="this Delta table as plain files"):
         getattr(Commands(logs, tmp_path, capsys), command)(str(tmp_path / "lake"))

@@ -31,7 +31,11 @@ ROWS = 70_000  # more than one block
 
 def all_rows(plan: GroundTruth, rows: int, days: int) -> list[Rows]:
     starts = synthetic.day_starts(rows, days)
-    return [r for b in range(-(-rows // BLOCK_ROWS)) for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))]
+    return [
+        r
+        for b in range(-(-rows // BLOCK_ROWS))
+        for _, r in plan.rows(b, spans=synthetic.block_spans(b, starts=starts))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,9 @@ def planted() -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
 
 
-def test_bytes_depend_on_seed_not_on_parallelism_or_later_rows(kaggle: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_bytes_depend_on_seed_not_on_parallelism_or_later_rows(
+    kaggle: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     out, truth = kaggle
     assert synthetic.generate(str(tmp_path), rows=ROWS, days=3, seed=5, parallelism=1) == truth
     for name in ("train.txt", "truth.json"):
@@ -55,7 +61,10 @@ def test_bytes_depend_on_seed_not_on_parallelism_or_later_rows(kaggle: tuple[Pat
     plan = GroundTruth("terabyte", 1)
     (short,), long = all_rows(plan, 5_000, 1), all_rows(plan, 20_000, 1)
     for name in ("labels", "logits", "missing", "tokens"):
-        assert (np.concatenate([getattr(piece, name) for piece in long], axis=-1)[..., :5_000] == getattr(short, name)).all()
+        assert (
+            np.concatenate([getattr(piece, name) for piece in long], axis=-1)[..., :5_000]
+            == getattr(short, name)
+        ).all()
     one, other = (all_rows(GroundTruth("kaggle", seed), 1_000, 1)[0] for seed in (0, 1))
     both = (one.tokens != 0) & (other.tokens != 0)  # 0 stands where a token is missing
     assert (one.tokens[both] != other.tokens[both]).mean() > 0.99
@@ -72,7 +81,8 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
     for rate, columns in DIALECTS["kaggle"].missing:
         wanted[list(columns)] = rate
     assert np.abs(empty - wanted).max() < 0.015
-    assert ((cells[:, 1] == "") == (cells[:, 10] == "")).all()  # int_0 and int_9 are missing together
+    # int_0 and int_9 are missing together
+    assert ((cells[:, 1] == "") == (cells[:, 10] == "")).all()
     assert (cells[:, 2] == "-1").mean() == pytest.approx(0.1, abs=0.01)
     assert "-2" in cells[:, 2]
     assert len(np.unique(cells[:, 14 + 2])) > 5_000  # the heavy tail of cat_2
@@ -82,23 +92,37 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("dialect", "rate"), [("kaggle", 0.256), ("terabyte", 0.03)])
 def test_label_rate_and_auroc_match_targets(dialect: str, rate: float) -> None:
     pieces = all_rows(GroundTruth(dialect, 2), 100_000, 1)
-    logits, labels = np.concatenate([p.logits for p in pieces]), np.concatenate([p.labels for p in pieces])
+    logits, labels = (
+        np.concatenate([p.logits for p in pieces]),
+        np.concatenate([p.labels for p in pieces]),
+    )
     assert labels.mean() == pytest.approx(rate, rel=0.05)
     assert synthetic.exact_auroc(logits, labels) == pytest.approx(0.80, abs=0.015)
 
 
-def test_truth_matches_file_rows(kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]) -> None:
+def test_truth_matches_file_rows(
+    kaggle: tuple[Path, dict[str, Any]], planted: tuple[np.ndarray, np.ndarray]
+) -> None:
     out, truth = kaggle
     logits, labels = planted
-    assert (np.array([line[0] == "1" for line in (out / "train.txt").read_text().splitlines()]) == labels).all()
+    assert (
+        np.array([line[0] == "1" for line in (out / "train.txt").read_text().splitlines()])
+        == labels
+    ).all()
     assert json.loads((out / "truth.json").read_text()) == truth
     assert truth["auroc"] == pytest.approx(roc_auc_score(labels, logits), abs=1e-12)
     assert truth["label_rate"] == labels.mean()
     assert truth["logloss"] == pytest.approx(truth["expected_logloss"], rel=0.01)
     split = truth["split"]
-    assert [split[name]["rows"] for name in ("train", "validation", "test")] == [60_000, 5_000, 5_000]
+    assert [split[name]["rows"] for name in ("train", "validation", "test")] == [
+        60_000,
+        5_000,
+        5_000,
+    ]
     for name, part in (("validation", slice(60_000, 65_000)), ("test", slice(65_000, 70_000))):
-        assert split[name]["auroc"] == pytest.approx(roc_auc_score(labels[part], logits[part]), abs=1e-12)
+        assert split[name]["auroc"] == pytest.approx(
+            roc_auc_score(labels[part], logits[part]), abs=1e-12
+        )
         assert split[name]["normalized_entropy"] < 1
     assert [detail["rows"] for detail in truth["days_detail"]] == [23_334, 23_333, 23_333]
 
@@ -113,46 +137,83 @@ def test_kaggle_split_is_seven_near_equal_parts(rows: int) -> None:
 
 def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    scores, labels = rng.integers(-3, 4, 2_000).astype(np.float32), rng.integers(0, 2, 2_000).astype(np.uint8)
+    scores, labels = (
+        rng.integers(-3, 4, 2_000).astype(np.float32),
+        rng.integers(0, 2, 2_000).astype(np.uint8),
+    )
     scores[:10] = -0.0
-    assert synthetic.exact_auroc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert synthetic.exact_auroc(scores, labels) == pytest.approx(
+        roc_auc_score(labels, scores), abs=1e-12
+    )
     assert synthetic.exact_auroc(scores, np.ones(2_000, dtype=np.uint8)) is None
     calls: list[tuple[int, int]] = []
-    options: dict[str, Any] = {"dialect": "terabyte", "days": 3, "progress": lambda *of_rows: calls.append(of_rows)}
+    options: dict[str, Any] = {
+        "dialect": "terabyte",
+        "days": 3,
+        "progress": lambda *of_rows: calls.append(of_rows),
+    }
     truth = synthetic.generate(str(tmp_path / "new"), rows=1_001, **options)
     assert sorted(os.listdir(tmp_path / "new")) == ["day_0", "day_1", "day_2", "truth.json"]
     lines = [len((tmp_path / "new" / f"day_{day}").read_text().splitlines()) for day in range(3)]
     assert lines == [detail["rows"] for detail in truth["days_detail"]] == [334, 334, 333]
-    assert [truth["split"][name]["rows"] for name in ("train", "validation", "test")] == [668, 167, 166]
+    assert [truth["split"][name]["rows"] for name in ("train", "validation", "test")] == [
+        668,
+        167,
+        166,
+    ]
     assert calls == [(1_001, 1_001)]
 
 
 def test_dated_folders_apply_drift(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"rows": 6_000, "days": 3, "seed": 4}
-    truth = synthetic.generate(str(tmp_path / "dated"), drift=5, first_date="2026-02-27", **arguments)
+    truth = synthetic.generate(
+        str(tmp_path / "dated"), drift=5, first_date="2026-02-27", **arguments
+    )
     names = [f"dt={date}/train.txt" for date in ("2026-02-27", "2026-02-28", "2026-03-01")]
-    files = sorted(str(path.relative_to(tmp_path / "dated")) for path in (tmp_path / "dated").rglob("*.*"))
+    files = sorted(
+        str(path.relative_to(tmp_path / "dated")) for path in (tmp_path / "dated").rglob("*.*")
+    )
     assert files == [*names, "truth.json"]
     # The truth is that of the rows: theirs are drawn from the law of day 0, 5 and 10.
     plan = GroundTruth("kaggle", 4)
-    days = [rows for _, rows in GroundTruth("kaggle", 4, 5).rows(0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)])]
-    draws = plan._draws(np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0)))))
+    days = [
+        rows
+        for _, rows in GroundTruth("kaggle", 4, 5).rows(
+            0, spans=[(0, 2_000), (1, 2_000), (2, 2_000)]
+        )
+    ]
+    draws = plan._draws(
+        np.random.Generator(np.random.SFC64(np.random.SeedSequence(4, spawn_key=(2, 0))))
+    )
     for number, day in enumerate((0, 5, 10)):
         expected = plan._rows(draws[:, 2_000 * number : 2_000 * (number + 1)], day)
         assert (days[number].logits == expected.logits).all()
-        assert truth["days_detail"][number]["auroc"] == synthetic.exact_auroc(expected.logits, expected.labels)
+        assert truth["days_detail"][number]["auroc"] == synthetic.exact_auroc(
+            expected.logits, expected.labels
+        )
     assert truth["drift"] == 5
     synthetic.generate(str(tmp_path / "plain"), **arguments)
     synthetic.generate(str(tmp_path / "split"), first_date="2026-01-01", **arguments)
     parts = sorted((tmp_path / "split").glob("dt=*/train.txt"))
-    assert b"".join(part.read_bytes() for part in parts) == (tmp_path / "plain" / "train.txt").read_bytes()
+    assert (
+        b"".join(part.read_bytes() for part in parts)
+        == (tmp_path / "plain" / "train.txt").read_bytes()
+    )
     for wrong in ("2026-02-30", "today", "9999-12-30"):
-        rejects("must be a date such as 2026-01-31", synthetic.generate, str(tmp_path / "wrong"), first_date=wrong, **arguments)
+        rejects(
+            "must be a date such as 2026-01-31",
+            synthetic.generate,
+            str(tmp_path / "wrong"),
+            first_date=wrong,
+            **arguments,
+        )
 
 
 def test_failed_dated_log_leaves_no_folder_and_tokens_drift(tmp_path: Path) -> None:
     options: dict[str, Any] = {"days": 2, "first_date": "2026-01-01", "progress": lambda *_: 1 // 0}
-    fails_with(ZeroDivisionError, "", synthetic.generate, str(tmp_path / "log"), rows=100, **options)
+    fails_with(
+        ZeroDivisionError, "", synthetic.generate, str(tmp_path / "log"), rows=100, **options
+    )
     assert list((tmp_path / "log").iterdir()) == []
     plan = GroundTruth("kaggle", 0)
     first, same, later = (plan._tables(day).tokens[2][:-1] for day in (0, 0, 6))
@@ -165,7 +226,9 @@ def test_failed_dated_log_leaves_no_folder_and_tokens_drift(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("parallelism", [1, 2])
-def test_failed_log_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: int) -> None:
+def test_failed_log_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallelism: int
+) -> None:
     genuine = synthetic._block_text
 
     def failing(plan: Any, block: int, *rest: Any) -> Any:
@@ -174,7 +237,12 @@ def test_failed_log_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return genuine(plan, block, *rest)
 
     monkeypatch.setattr(synthetic, "_block_text", failing)
-    options: dict[str, Any] = {"rows": ROWS, "days": 2, "dialect": "terabyte", "parallelism": parallelism}
+    options: dict[str, Any] = {
+        "rows": ROWS,
+        "days": 2,
+        "dialect": "terabyte",
+        "parallelism": parallelism,
+    }
     fails_with(RuntimeError, "a block failed", synthetic.generate, str(tmp_path), **options)
     assert os.listdir(tmp_path) == []
 
@@ -211,7 +279,12 @@ def test_generate_rejects_invalid_arguments(tmp_path: Path) -> None:
     ):
         (tmp_path / "file").write_text("")
         arguments = {"out": "FOLDER/out", "rows": 100, **wrong}
-        rejects(message, synthetic.generate, arguments.pop("out").replace("FOLDER", str(tmp_path)), **arguments)
+        rejects(
+            message,
+            synthetic.generate,
+            arguments.pop("out").replace("FOLDER", str(tmp_path)),
+            **arguments,
+        )
         assert os.listdir(tmp_path) == ["file"]
 
 
@@ -219,7 +292,9 @@ EXTREMES = np.array([[0, 9, 10, 99, 100, -1, -2, 12345, 2**31 - 1, -(2**31)]], d
 
 
 def format_extremes(capacity: int) -> bytes:
-    """Return ten rows whose integers reach every branch of the kernel, without the last row's token."""
+    """Return ten rows whose integers reach every branch of the kernel, without the last row's
+    token.
+    """
     count = EXTREMES.shape[1]
     out = np.full(capacity + 8, 0xEE, dtype=np.uint8)
     missing = np.zeros(count, dtype=np.uint64)
@@ -227,14 +302,19 @@ def format_extremes(capacity: int) -> bytes:
     tokens = np.full((1, count), 0x0A1F9BCD, dtype=np.uint32)
     labels = np.ones(count, dtype=np.uint8)
     try:
-        size = format_rows(labels, dense=EXTREMES, tokens=tokens, missing=missing, out=out[:capacity])
+        size = format_rows(
+            labels, dense=EXTREMES, tokens=tokens, missing=missing, out=out[:capacity]
+        )
     finally:
         assert (out[capacity:] == 0xEE).all()
     return out[:size].tobytes()
 
 
 def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
-    wanted = "".join(f"1\t{value}\t{token}\n" for value, token in zip(EXTREMES[0], [*["0a1f9bcd"] * 9, ""], strict=True)).encode()
+    wanted = "".join(
+        f"1\t{value}\t{token}\n"
+        for value, token in zip(EXTREMES[0], [*["0a1f9bcd"] * 9, ""], strict=True)
+    ).encode()
     assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
     assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
     for capacity in range(len(wanted)):
@@ -244,10 +324,12 @@ def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
     labels = np.zeros(2, dtype=np.uint8)
     assert format_rows(labels, **good) == len("0\t0\t00000000\n") * 2
     for name, array in good.items():
-        fails_with(ValueError, f"^{name}:", format_rows, labels, **{**good, name: array.astype(np.int16)})
+        fails_with(
+            ValueError, f"^{name}:", format_rows, labels, **{**good, name: array.astype(np.int16)}
+        )
 
 
-# Random logs of any schema --------------------------------------------------------------------------------------------
+# -- Random logs of any schema
 PATH = "random:20000:1"
 
 
@@ -269,7 +351,9 @@ def test_rows_match_generated_log(click_log: Path, segment_bytes: int) -> None:
 
 @pytest.mark.extended
 def test_run_matches_generated_log_and_resumes(click_log: Path, tmp_path: Path) -> None:
-    """The weights are those of the log, bit by bit; a run resumes exactly, and other commands take the rows too."""
+    """The weights are those of the log, bit by bit; a run resumes exactly, and other commands take
+    the rows too.
+    """
     config = one_worker(click_log, tmp_path, train_data={"shuffle": "none"})
     of_log = train(config, name="log")
     of_random = train(config, name="random", train_data={"path": PATH})
@@ -279,11 +363,16 @@ def test_run_matches_generated_log_and_resumes(click_log: Path, tmp_path: Path) 
     check_same_in_two_parts(shuffled, train(shuffled, name="run"), steps=7)
     of_log_rows = rayrec.evaluate(of_log.folder, str(click_log / "train.txt"), console=QUIET)
     assert rayrec.evaluate(of_log.folder, PATH, console=QUIET)["auroc"] == of_log_rows["auroc"]
-    made = rayrec.preprocess(PATH, out=str(tmp_path / "ready"), format="binary", split="last_file", console=QUIET)
+    made = rayrec.preprocess(
+        PATH, out=str(tmp_path / "ready"), format="binary", split="last_file", console=QUIET
+    )
     assert made["rows"] == 20_000
     assert rayrec.export(of_random.folder, out=str(tmp_path / "exported"))
     assert isinstance(config.workload, ClickWorkload)
-    assert planning._read_slice(config.workload, config.replace(train_data={"path": PATH})).rows_of_log == 20_000
+    assert (
+        planning._read_slice(config.workload, config.replace(train_data={"path": PATH})).rows_of_log
+        == 20_000
+    )
 
 
 def test_unsuitable_paths_and_schemas_raise(tmp_path: Path) -> None:
@@ -291,5 +380,13 @@ def test_unsuitable_paths_and_schemas_raise(tmp_path: Path) -> None:
         config = recipes.criteo_demo(path).replace(storage_path=str(tmp_path))
         rejects("must be random:ROWS or random:ROWS:SEED", train, config)
     other = Schema(dense=("a",), sparse=("b",))
-    rejects("the columns of Criteo's logs, 13 dense and 26 sparse", LogSource.at("random:100").check_head, other)
-    assert [segment.rows for segment in open_index("random:3", segment_bytes=1).segments] == [1, 1, 1]
+    rejects(
+        "the columns of Criteo's logs, 13 dense and 26 sparse",
+        LogSource.at("random:100").check_head,
+        other,
+    )
+    assert [segment.rows for segment in open_index("random:3", segment_bytes=1).segments] == [
+        1,
+        1,
+        1,
+    ]

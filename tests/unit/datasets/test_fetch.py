@@ -1,4 +1,6 @@
-"""Files are fetched whole, checked and resumed, from servers that behave and from those that do not."""
+"""Files are fetched whole, checked and resumed, from servers that behave and from those that do
+not.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         start, validator = 0, served.etag or served.modified
         wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
-        if wanted and served.ranges and (not served.heeds_if_range or condition in (None, validator)):
+        if (
+            wanted
+            and served.ranges
+            and (not served.heeds_if_range or condition in (None, validator))
+        ):
             start = int(wanted.removeprefix("bytes=").removesuffix("-"))
             if start >= len(served.body):
                 self.answer(416, [("Content-Length", "0")])
@@ -101,13 +107,21 @@ class Handler(BaseHTTPRequestHandler):
         part = served.body[start:]
         headers = [*served.headers.items()]
         if start:
-            headers.append(("Content-Range", f"bytes {start}-{len(served.body) - 1}/{len(served.body)}"))
-        headers += [("ETag", served.etag)] * bool(served.etag) + [("Last-Modified", served.modified)] * bool(served.modified)
+            headers.append(
+                ("Content-Range", f"bytes {start}-{len(served.body) - 1}/{len(served.body)}")
+            )
+        headers += [("ETag", served.etag)] * bool(served.etag) + [
+            ("Last-Modified", served.modified)
+        ] * bool(served.modified)
         if served.google:
             known = base64.b64encode(bytes.fromhex(served.google)).decode()
             headers += [("x-goog-hash", "crc32c=AAAAAA=="), ("x-goog-hash", f"md5={known}")]
         headers += [("Content-Length", str(len(part)))] * served.length
-        self.answer(206 if start else 200, headers, part[: served.drops[number] if number < len(served.drops) else None])
+        self.answer(
+            206 if start else 200,
+            headers,
+            part[: served.drops[number] if number < len(served.drops) else None],
+        )
 
     def answer(self, status: int, headers: list[tuple[str, Any]], body: bytes = b"") -> None:
         self.send_response(status)
@@ -129,8 +143,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """On the loopback interface; `files` says what it has."""
     monkeypatch.setenv("no_proxy", "*")
     files: dict[str, Served] = {}
-    with QuietServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"files": files})) as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    with QuietServer(
+        ("127.0.0.1", 0), type("BoundHandler", (Handler,), {"files": files})
+    ) as running:
+        thread = threading.Thread(
+            target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         thread.start()
         yield Server(f"http://127.0.0.1:{running.server_address[1]}", files)
         running.shutdown()
@@ -142,8 +160,15 @@ def test_fetch_checks_and_records_file(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "folder"
     seen: list[tuple[int, int | None]] = []
     file = server.file(size_bytes=len(BODY), md5=md5(BODY))
-    [result] = fetch([file], str(folder), retries=RETRIES, progress=lambda _, *progress: seen.append(progress))
-    of_file = {"name": "a.gz", "bytes": len(BODY), "sha256": sha256(BODY), "url": f"{server.url}/a.gz"}
+    [result] = fetch(
+        [file], str(folder), retries=RETRIES, progress=lambda _, *progress: seen.append(progress)
+    )
+    of_file = {
+        "name": "a.gz",
+        "bytes": len(BODY),
+        "sha256": sha256(BODY),
+        "url": f"{server.url}/a.gz",
+    }
     assert result == {**of_file, "status": "fetched", "verified": "published md5"}
     assert (folder / "a.gz").read_bytes() == BODY
     assert seen[-1] == (len(BODY), len(BODY))
@@ -171,15 +196,29 @@ def test_present_files_are_skipped(server: Server, tmp_path: Path) -> None:
     changed = r"a\.gz: sha256 must be .* as fetched, got \w+\. Remove it to fetch it again"
     rejects(changed, fetch, [file], str(tmp_path), verify=True)
     (tmp_path / "a.gz").write_bytes(BODY[:-1])
-    rejects(r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it", fetch, [file], str(tmp_path))
+    rejects(
+        r"size must be 3,000,000 bytes as fetched, got 2,999,999\. Remove it",
+        fetch,
+        [file],
+        str(tmp_path),
+    )
     (tmp_path / "fetched.json").unlink()
     sized = server.file(size_bytes=len(BODY))
-    rejects(r"size must be 3,000,000 bytes as published, got 2,999,999\. Remove it", fetch, [sized], str(tmp_path))
+    rejects(
+        r"size must be 3,000,000 bytes as published, got 2,999,999\. Remove it",
+        fetch,
+        [sized],
+        str(tmp_path),
+    )
     rejects(r"md5 must be \w+ as published, got \w+\. Remove it", fetch, [file], str(tmp_path))
 
 
-@pytest.mark.parametrize("validator", [{"etag": '"one"'}, {"etag": None, "modified": "Mon, 01 Jun 2026 00:00:00 GMT"}])
-def test_broken_connection_resumes(server: Server, tmp_path: Path, validator: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "validator", [{"etag": '"one"'}, {"etag": None, "modified": "Mon, 01 Jun 2026 00:00:00 GMT"}]
+)
+def test_broken_connection_resumes(
+    server: Server, tmp_path: Path, validator: dict[str, Any]
+) -> None:
     served = server.files["a.gz"] = Served(drops=[1_200_000, 700_000], **validator)
     [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
     assert (tmp_path / "a.gz").read_bytes() == BODY
@@ -193,7 +232,13 @@ def test_broken_connection_resumes(server: Server, tmp_path: Path, validator: di
 def test_fetch_resumes_interrupted_download(server: Server, tmp_path: Path) -> None:
     served = server.files["a.gz"] = Served(drops=[1_000_000])
     once = RETRIES.replace(attempts=1)
-    rejects(r"the connection broke after 1,000,000 of 3,000,000 bytes", fetch, [server.file()], str(tmp_path), retries=once)
+    rejects(
+        r"the connection broke after 1,000,000 of 3,000,000 bytes",
+        fetch,
+        [server.file()],
+        str(tmp_path),
+        retries=once,
+    )
     assert (tmp_path / "a.gz.partial").stat().st_size == 1_000_000
     rejects("contains no data files", storage.list_files, str(tmp_path))
     fetch([server.file()], str(tmp_path), retries=once)
@@ -229,7 +274,9 @@ def test_download_without_ranges_restarts(server: Server, tmp_path: Path, etag: 
 
 @pytest.mark.parametrize("heeds_if_range", [True, False])
 @pytest.mark.parametrize("size", [len(OTHER), len(OTHER) - 7, 900_000])
-def test_changed_file_restarts_download(server: Server, tmp_path: Path, heeds_if_range: bool, size: int) -> None:
+def test_changed_file_restarts_download(
+    server: Server, tmp_path: Path, heeds_if_range: bool, size: int
+) -> None:
     def change(served: Served, number: int) -> None:
         if number == 1:
             served.body, served.etag = OTHER[:size], '"two"'
@@ -241,7 +288,8 @@ def test_changed_file_restarts_download(server: Server, tmp_path: Path, heeds_if
 
 
 def test_wrongly_joined_file_restarts(server: Server, tmp_path: Path) -> None:
-    def change(served: Served, number: int) -> None:  # under the same ETag, which only a checksum can tell
+    # under the same ETag, which only a checksum can tell
+    def change(served: Served, number: int) -> None:
         if number == 1:
             served.body = OTHER
 
@@ -270,7 +318,10 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
     assert verified(Served(length=False)) == "nothing"
     assert "nothing was checked" in notes[0]
     # Unpacked on its way, so that the server's md5 is of something else.
-    assert verified(Served(google=md5(OTHER), headers={"x-goog-stored-content-encoding": "gzip"})) == "length"
+    assert (
+        verified(Served(google=md5(OTHER), headers={"x-goog-stored-content-encoding": "gzip"}))
+        == "length"
+    )
     rejects(r"md5 must be \w+ by the server", verified, Served(google=md5(OTHER)))
 
 
@@ -280,18 +331,30 @@ def test_checksums_of_publisher_and_server(server: Server, tmp_path: Path) -> No
         ({"md5": md5(OTHER)}, r"md5 must be \w+ as published, got \w+"),
         ({"sha256": sha256(OTHER)}, r"sha256 must be \w+ as published, got \w+"),
         ({"size_bytes": 3_000_001}, r"size must be 3,000,001 bytes as published, got 3,000,000"),
-        ({"about_bytes": 30_000_000}, r"size must be about 30,000,000 bytes as published, got 3,000,000"),
+        (
+            {"about_bytes": 30_000_000},
+            r"size must be about 30,000,000 bytes as published, got 3,000,000",
+        ),
     ],
 )
-def test_fetch_rejects_unpublished_content(server: Server, tmp_path: Path, known: dict[str, Any], why: str) -> None:
+def test_fetch_rejects_unpublished_content(
+    server: Server, tmp_path: Path, known: dict[str, Any], why: str
+) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
-    file, by_hand = server.file(page="https://example.org/a", **known), "by hand from https://example.org/a"
-    rejects(f"a.gz: cannot be fetched .*{why}.*{by_hand}", fetch, [file], str(tmp_path), retries=RETRIES)
+    file, by_hand = (
+        server.file(page="https://example.org/a", **known),
+        "by hand from https://example.org/a",
+    )
+    rejects(
+        f"a.gz: cannot be fetched .*{why}.*{by_hand}", fetch, [file], str(tmp_path), retries=RETRIES
+    )
     assert len(served.requests) == 1  # another attempt would bring the same
     assert not (tmp_path / "a.gz").exists()
 
 
-def test_proxy_of_environment_is_used(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_of_environment_is_used(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "http://logs.invalid/a.gz"
     server.files[url] = Served()
     monkeypatch.setenv("no_proxy", "")
@@ -308,7 +371,13 @@ def test_unreachable_hosts_raise(server: Server, tmp_path: Path) -> None:
     rejects(by_hand, fetch, [refused], str(tmp_path), retries=RETRIES)
     release = threading.Event()
     server.files["a.gz"] = Served(before=lambda served, number: release.wait(60) and None)
-    rejects("no answer in time", fetch, [server.file()], str(tmp_path), retries=RETRIES.replace(timeout_s=0.1, attempts=1))
+    rejects(
+        "no answer in time",
+        fetch,
+        [server.file()],
+        str(tmp_path),
+        retries=RETRIES.replace(timeout_s=0.1, attempts=1),
+    )
     release.set()
     server.files["a.gz"] = Served(headers={"Content-Encoding": "gzip"})
     rejects("response is gzip-encoded", fetch, [server.file()], str(tmp_path), retries=RETRIES)
@@ -338,7 +407,10 @@ def test_fetch_runs_two_transfers(server: Server, tmp_path: Path) -> None:
     names = [f"day_{day}.gz" for day in range(5)]
     for name in names:
         server.files[name] = Served(body=BODY[:1000], before=count)
-    assert [result["name"] for result in fetch([server.file(name) for name in names], str(tmp_path), retries=RETRIES)] == names
+    assert [
+        result["name"]
+        for result in fetch([server.file(name) for name in names], str(tmp_path), retries=RETRIES)
+    ] == names
     assert most == 2
 
 
@@ -347,22 +419,39 @@ def test_failure_stops_other_downloads_resumably(server: Server, tmp_path: Path)
     later = server.files["c.gz"] = Served()
     files = [server.file("a.gz"), server.file("b.gz"), server.file("c.gz")]
     started = time.monotonic()
-    rejects(r"b\.gz: cannot be fetched .*404 Not Found", fetch, files, str(tmp_path), retries=RetryConfig(first_wait_s=30.0))
+    rejects(
+        r"b\.gz: cannot be fetched .*404 Not Found",
+        fetch,
+        files,
+        str(tmp_path),
+        retries=RetryConfig(first_wait_s=30.0),
+    )
     assert time.monotonic() - started < 25  # a wait between attempts ends with it
     assert not later.requests
     server.files["b.gz"] = Served()
     slow.drops = []
-    assert [result["status"] for result in fetch(files, str(tmp_path), retries=RETRIES)] == ["fetched"] * 3
+    assert [result["status"] for result in fetch(files, str(tmp_path), retries=RETRIES)] == [
+        "fetched"
+    ] * 3
 
 
-def test_full_disk_raises_before_download(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_before_download(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = server.files["a.gz"] = Served()
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000_000, 8_000_000, 2_000_000))
     larger = server.file(about_bytes=3_000_000)
-    rejects(r"a\.gz needs 3 MB, 2 MB are free\. Free space there", fetch, [larger], str(tmp_path), retries=RETRIES)
+    rejects(
+        r"a\.gz needs 3 MB, 2 MB are free\. Free space there",
+        fetch,
+        [larger],
+        str(tmp_path),
+        retries=RETRIES,
+    )
     assert not served.requests
-    rejects(r"a\.gz needs 3 MB", fetch, [server.file()], str(tmp_path), retries=RETRIES)  # as the server says
+    # as the server says
+    rejects(r"a\.gz needs 3 MB", fetch, [server.file()], str(tmp_path), retries=RETRIES)
     assert not (tmp_path / "a.gz.partial").exists()
 
 
@@ -374,10 +463,14 @@ def test_concurrent_fetch_raises(server: Server, tmp_path: Path) -> None:
         release.wait(60)
 
     server.files["a.gz"] = Served(before=hold)
-    thread = threading.Thread(target=fetch, args=([server.file()], str(tmp_path)), kwargs={"retries": RETRIES})
+    thread = threading.Thread(
+        target=fetch, args=([server.file()], str(tmp_path)), kwargs={"retries": RETRIES}
+    )
     thread.start()
     assert inside.wait(60)
-    rejects("another fetch is writing there", fetch, [server.file()], str(tmp_path), retries=RETRIES)
+    rejects(
+        "another fetch is writing there", fetch, [server.file()], str(tmp_path), retries=RETRIES
+    )
     release.set()
     thread.join()
     assert (tmp_path / "a.gz").read_bytes() == BODY
@@ -404,7 +497,11 @@ def _link(name: str, target: str) -> tarfile.TarInfo:
 
 def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) -> None:
     train, test = b"1\ttrain\n" * 1000, b"test\n" * 1000
-    others = {"readme.txt": b"read me", "../evil.txt": b"evil", "x/train.txt": _link("x/train.txt", "/etc/passwd")}
+    others = {
+        "readme.txt": b"read me",
+        "../evil.txt": b"evil",
+        "x/train.txt": _link("x/train.txt", "/etc/passwd"),
+    }
     packed = _archive({**others, "./train.txt": train, "../../test.txt": test})
     served = server.files["all.tar.gz"] = Served(body=packed)
     archive = server.file("all.tar.gz", md5=md5(packed), terms="Not for sale")
@@ -413,12 +510,21 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
     folder, notes = tmp_path / "folder", []
     results = fetch(files, str(folder), retries=RETRIES, note=notes.append)
     found = [(result["name"], result["verified"], result["url"]) for result in results]
-    assert found == [("train.txt", "published md5", archive.url), ("test.txt", "length", archive.url)]
-    assert ((folder / "train.txt").read_bytes(), (folder / "test.txt").read_bytes()) == (train, test)
+    assert found == [
+        ("train.txt", "published md5", archive.url),
+        ("test.txt", "length", archive.url),
+    ]
+    assert ((folder / "train.txt").read_bytes(), (folder / "test.txt").read_bytes()) == (
+        train,
+        test,
+    )
     assert not (folder / "train.txt").is_symlink()
     assert sorted(os.listdir(folder)) == [".fetch.lock", "fetched.json", "test.txt", "train.txt"]
     assert (os.listdir(tmp_path), notes[0]) == (["folder"], "Not for sale")
-    assert [result["status"] for result in fetch(files, str(folder), verify=True)] == ["present", "present"]
+    assert [result["status"] for result in fetch(files, str(folder), verify=True)] == [
+        "present",
+        "present",
+    ]
     assert len(served.requests) == 1
     # One that the user put there by hand is used, and stays.
     by_hand = tmp_path / "by_hand"
@@ -444,16 +550,25 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
     fails(b"nothing", "damaged tar file")
     for compressed in (lzma.compress(gzip.decompress(whole)), bz2.compress(gzip.decompress(whole))):
         middle = len(compressed) // 2
-        fails(compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :], "damaged tar file")
+        fails(
+            compressed[:middle] + b" " * 100_000 + compressed[middle + 100_000 :],
+            "damaged tar file",
+        )
     fails(whole, r"train\.txt of .*: md5 must be \w+ as published", md5=md5(OTHER))
 
 
-# The published files are described as they were published, and a folder is asked for them by name ---------------------
+# The published files are described as they were published, and a folder is asked for them by name -
 def test_row_counts_match_benchmarks() -> None:
     rows = [file.rows or 0 for file in criteo.FULL_DAYS]
     assert (len(rows), sum(rows[:23]), rows[23]) == (24, 4_195_197_692, 178_274_637)
     assert [file.rows for file in criteo.KAGGLE_FILES] == [45_840_617, 6_042_135]
-    assert [file.plain_name for file in criteo.SMALL_DAYS] == ["day_0", "day_1", "day_2", "day_3", "day_23"]
+    assert [file.plain_name for file in criteo.SMALL_DAYS] == [
+        "day_0",
+        "day_1",
+        "day_2",
+        "day_3",
+        "day_23",
+    ]
     for file in criteo.FULL_DAYS:  # a slip in one of the tables would stand out
         assert 245 < file.unpacked_about_bytes / file.rows < 262
         assert 0.31 < file.about_bytes / file.unpacked_about_bytes < 0.345
@@ -478,15 +593,30 @@ def test_published_files_are_valid_and_accepted_in_any_form(tmp_path: Path) -> N
             (tmp_path / name).touch()
             os.truncate(tmp_path / name, 15_000_000_000)
         notes.clear()
-        return [Path(path).name for path in require_files(str(tmp_path), wanted, fetch_name="x", note=notes.append)]
+        return [
+            Path(path).name
+            for path in require_files(str(tmp_path), wanted, fetch_name="x", note=notes.append)
+        ]
 
     notes: list[str] = []
     days = ["day_0", "day_1.gz", "day_2.parquet", "day_23.gz"]
     rejects(r"missing day_3 \(", found, [*days, "day_3.gz.old"], criteo.SMALL_DAYS)
-    assert found([*days, "day_3.parquet"], criteo.SMALL_DAYS) == [*days[:3], "day_3.parquet", "day_23.gz"]
+    assert found([*days, "day_3.parquet"], criteo.SMALL_DAYS) == [
+        *days[:3],
+        "day_3.parquet",
+        "day_23.gz",
+    ]
     assert notes == [f"{tmp_path}/day_0: 15 GB, but 49.8 GB are published"]
-    assert found(["train.parquet", "test.txt.gz"], criteo.KAGGLE_FILES) == ["train.parquet", "test.txt.gz"]
-    rejects(r"more than once \(test\.txt and test\.txt\.gz\)\. Keep one of each", found, ["test.txt"], criteo.KAGGLE_FILES)
+    assert found(["train.parquet", "test.txt.gz"], criteo.KAGGLE_FILES) == [
+        "train.parquet",
+        "test.txt.gz",
+    ]
+    rejects(
+        r"more than once \(test\.txt and test\.txt\.gz\)\. Keep one of each",
+        found,
+        ["test.txt"],
+        criteo.KAGGLE_FILES,
+    )
 
 
 def test_require_files_returns_all_paths(tmp_path: Path) -> None:
@@ -495,19 +625,26 @@ def test_require_files_returns_all_paths(tmp_path: Path) -> None:
     (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
     notes, wanted = [], files_of("criteo_small")
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
-    assert require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append) == expected
+    assert (
+        require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append)
+        == expected
+    )
     assert (notes[0], len(notes)) == (f"{tmp_path}/day_0: 2 B, but 49.8 GB are published", 5)
     (tmp_path / "day_3").rename(tmp_path / "day_3.gz.partial")
     assert rejects("", require_files, str(tmp_path), wanted, fetch_name="criteo_small") == (
-        f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); published at "
-        "https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset. "
-        f"Run `rayrec fetch criteo_small --out {tmp_path}`."
+        f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); "
+        "published at https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset. Run `rayrec "
+        f"fetch criteo_small --out {tmp_path}`."
     )
 
 
 def test_require_files_reports_missing_files(tmp_path: Path) -> None:
     for name, why in (
-        ("criteo_full", r"day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB unpacked\)"),
+        (
+            "criteo_full",
+            r"day_0 to day_23 \(24 files, 4,373,472,329 rows, about 367 GB as \.gz, 1\.11 TB "
+            r"unpacked\)",
+        ),
         ("criteo_kaggle", r"train\.txt \(45,840,617 rows, about 11\.1 GB\)"),
         ("mnist", r".*train-images-idx3-ubyte \(60,000 rows, 9,912,422 bytes, 47 MB unpacked\)"),
         ("y", r"x \(number of rows not published, size not published\)\. Run `rayrec fetch y"),
@@ -518,4 +655,6 @@ def test_require_files_reports_missing_files(tmp_path: Path) -> None:
 
 
 def test_names_are_readable() -> None:
-    assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == ("day_0 to day_2, day_5, day_7, day_8, x")
+    assert names_text(["day_0", "day_1", "day_2", "day_5", "day_7", "day_8", "x"]) == (
+        "day_0 to day_2, day_5, day_7, day_8, x"
+    )

@@ -1,6 +1,9 @@
-"""The manifests for Kubernetes: what they say to rayrec and to Ray Serve is accepted by these, and they fit together.
+"""The manifests for Kubernetes: what they say to rayrec and to Ray Serve is accepted by these, and
+they fit together.
 
-RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its repository) also validates against those."""
+RAYREC_CRDS=FOLDER with KubeRay's CRDs (`ray-operator/config/crd/bases` of its repository) also
+validates against those.
+"""
 
 import json
 import os
@@ -37,7 +40,11 @@ from rayrec.workloads.base import TrainConfig
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
 CRDS = os.environ.get("RAYREC_CRDS")
-FILES = {"RayCluster": "cluster/raycluster", "RayJob": "train/rayjob", "RayService": "serve/rayservice"}
+FILES = {
+    "RayCluster": "cluster/raycluster",
+    "RayJob": "train/rayjob",
+    "RayService": "serve/rayservice",
+}
 
 
 def _manifest(kind: str) -> dict[str, Any]:
@@ -48,7 +55,9 @@ def _manifest(kind: str) -> dict[str, Any]:
 
 def _cluster(kind: str) -> dict[str, Any]:
     spec = _manifest(kind)["spec"]
-    found: dict[str, Any] = {"RayCluster": spec, "RayJob": spec.get("rayClusterSpec")}.get(kind) or spec["rayClusterConfig"]
+    found: dict[str, Any] = {"RayCluster": spec, "RayJob": spec.get("rayClusterSpec")}.get(
+        kind
+    ) or spec["rayClusterConfig"]
     return found
 
 
@@ -64,11 +73,15 @@ def test_every_manifest_is_in_kustomization() -> None:
     for file in FOLDER.rglob("kustomization.yaml"):
         content = yaml.safe_load(file.read_text())
         assert content["namespace"] == "rayrec", file
-        generated = [name for made in content.get("configMapGenerator", ()) for name in made["files"]]
+        generated = [
+            name for made in content.get("configMapGenerator", ()) for name in made["files"]
+        ]
         for resource in (*content["resources"], *generated):
             assert (file.parent / resource).exists(), (file, resource)
             listed.add((file.parent / resource).resolve())
-    assert {path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"} <= listed
+    assert {
+        path.resolve() for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml"
+    } <= listed
 
 
 def _config_of_the_job() -> TrainConfig:
@@ -81,7 +94,9 @@ def test_job_command_and_cluster_match_manifests() -> None:
     config = _config_of_the_job()
     assert config.name == _manifest("RayJob")["metadata"]["name"] == "nightly-DATE"
     trainers = dict(_pods("RayJob"))["trainers"]
-    assert config.scaling.resources_per_worker == yaml.safe_load(yaml.safe_load(trainers["rayStartParams"]["resources"]))
+    assert config.scaling.resources_per_worker == yaml.safe_load(
+        yaml.safe_load(trainers["rayStartParams"]["resources"])
+    )
     assert config.scaling.num_workers == (1, trainers["maxReplicas"])
     cpus = trainers["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
     assert config.scaling.cpus_per_worker is not None
@@ -95,18 +110,26 @@ def test_pods_token_and_versions(kind: str) -> None:
         spec = group["template"]["spec"]
         (container,) = spec["containers"]
         assert container["image"] == "rayrec", "what kustomizations replace"
-        assert container["envFrom"] == [{"secretRef": {"name": "store", "optional": True}}], "credentials of a store"
+        assert container["envFrom"] == [{"secretRef": {"name": "store", "optional": True}}], (
+            "credentials of a store"
+        )
         assert spec["serviceAccountName"] == "rayrec"
-        assert "metrics" in {port["name"] for port in container["ports"]}, "what the PodMonitor scrapes"
+        assert "metrics" in {port["name"] for port in container["ports"]}, (
+            "what the PodMonitor scrapes"
+        )
         assert container["resources"]["requests"] == container["resources"]["limits"]
         pool = spec["nodeSelector"]["rayrec/pool"]
-        assert {toleration["value"] for toleration in spec.get("tolerations", [])} == {pool} - {"on-demand"}, name
+        assert {toleration["value"] for toleration in spec.get("tolerations", [])} == {pool} - {
+            "on-demand"
+        }, name
         if name == "head":
             assert pool == "on-demand"
             assert group["rayStartParams"]["num-cpus"] == "0"
     assert _cluster(kind)["rayVersion"] == version("ray")
     assert _cluster(kind)["authOptions"] == {"mode": "token"}
-    (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())["images"]
+    (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())[
+        "images"
+    ]
     assert image["newTag"] == version("rayrec")
 
 
@@ -116,11 +139,17 @@ def test_leaving_trainer_has_time_for_notice(kind: str) -> None:
     (variable,) = spec["containers"][0]["env"]
     assert variable["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
     assert hasattr(ray_constants, variable["name"]), "Ray knows it"
-    assert _config_of_the_job().failure.grace_s < float(variable["value"]) < spec["terminationGracePeriodSeconds"]
+    assert (
+        _config_of_the_job().failure.grace_s
+        < float(variable["value"])
+        < spec["terminationGracePeriodSeconds"]
+    )
 
 
 def test_serve_configuration_and_service_names_are_valid() -> None:
-    checked = ServeDeploySchema.model_validate(yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"]))
+    checked = ServeDeploySchema.model_validate(
+        yaml.safe_load(_manifest("RayService")["spec"]["serveConfigV2"])
+    )
     (application,) = checked.applications
     assert application.import_path == "rayrec.serve:build"
     (deployment,) = application.deployments
@@ -128,12 +157,24 @@ def test_serve_configuration_and_service_names_are_valid() -> None:
     assert read_user_config(deployment.user_config).model == application.args["model"]
     groups = dict(_pods("RayService"))
     autoscaling = application.args["autoscaling"]
-    cpus = float(groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
-    assert autoscaling["max_replicas"] * application.args["cpus_per_replica"] <= cpus * groups["replicas"]["maxReplicas"]
+    cpus = float(
+        groups["replicas"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    )
+    assert (
+        autoscaling["max_replicas"] * application.args["cpus_per_replica"]
+        <= cpus * groups["replicas"]["maxReplicas"]
+    )
     config = build_application(application.args)._bound_deployment.init_args[0]
     service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
-    for name in (f"{service}:8000", f"{service}.{namespace}", f"{service}.{namespace}.svc.cluster.local", "10.8.0.1:8000"):
-        assert config.is_allowed_host(name), "also of a pod's address, which probes and Prometheus use"
+    for name in (
+        f"{service}:8000",
+        f"{service}.{namespace}",
+        f"{service}.{namespace}.svc.cluster.local",
+        "10.8.0.1:8000",
+    ):
+        assert config.is_allowed_host(name), (
+            "also of a pod's address, which probes and Prometheus use"
+        )
     assert not config.is_allowed_host("evil.example")
     for _, group in _pods("RayService"):
         (variable,) = group["template"]["spec"]["containers"][0]["env"]
@@ -148,19 +189,31 @@ def test_pods_run_restricted(kind: str) -> None:
     if kind == "RayJob":
         specs["submitter"] = _manifest(kind)["spec"]["submitterPodTemplate"]["spec"]
     for name, spec in specs.items():
-        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}, name
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }, name
         assert spec["serviceAccountName"] == "rayrec"
-        assert [container["securityContext"] for container in spec["containers"]] == [restricted], name
+        assert [container["securityContext"] for container in spec["containers"]] == [restricted], (
+            name
+        )
         # Only an autoscaler asks Kubernetes for anything.
         autoscales = name == "head" and _cluster(kind).get("enableInTreeAutoscaling", False)
         assert spec.get("automountServiceAccountToken", False) is autoscales
     if "autoscalerOptions" in _cluster(kind):
         assert _cluster(kind)["autoscalerOptions"]["securityContext"] == restricted
-    assert yaml.safe_load((FOLDER / "common" / "account.yaml").read_text())["automountServiceAccountToken"] is False
+    assert (
+        yaml.safe_load((FOLDER / "common" / "account.yaml").read_text())[
+            "automountServiceAccountToken"
+        ]
+        is False
+    )
 
 
 def test_network_policies_open_known_ports() -> None:
-    """To pods that are not Ray's: the dashboard and metrics to some, requests to all, nothing else."""
+    """To pods that are not Ray's: the dashboard and metrics to some, requests to all, nothing
+    else.
+    """
     opened = {}
     for file in ("common/network.yaml", "serve/network.yaml"):
         policy = yaml.safe_load((FOLDER / file).read_text())
@@ -174,14 +227,25 @@ def test_network_policies_open_known_ports() -> None:
             (port,) = rule["ports"]
             opened[port["port"]] = bool(rule.get("from"))
     containers = [group["template"]["spec"]["containers"][0] for _, group in _pods("RayService")]
-    ports = {port["name"]: port["containerPort"] for container in containers for port in container["ports"]}
+    ports = {
+        port["name"]: port["containerPort"]
+        for container in containers
+        for port in container["ports"]
+    }
     assert opened == {ports["dashboard"]: True, ports["metrics"]: True, ports["serve"]: False}
 
 
 def test_minio_has_matching_ports_labels_and_secret() -> None:
-    [stateful], [service], [policy] = (_objects(f"minio/{name}.yaml").values() for name in ("statefulset", "service", "network"))
+    [stateful], [service], [policy] = (
+        _objects(f"minio/{name}.yaml").values() for name in ("statefulset", "service", "network")
+    )
     template, labels = stateful["spec"]["template"], {"app.kubernetes.io/name": "minio"}
-    assert template["metadata"]["labels"] == stateful["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    assert (
+        template["metadata"]["labels"]
+        == stateful["spec"]["selector"]["matchLabels"]
+        == service["spec"]["selector"]
+        == labels
+    )
     assert policy["spec"]["podSelector"]["matchLabels"] == labels
     assert stateful["spec"]["serviceName"] == service["metadata"]["name"] == "minio"
     (container,) = template["spec"]["containers"]
@@ -193,18 +257,33 @@ def test_minio_has_matching_ports_labels_and_secret() -> None:
     nightly = _objects("nightly/cronjob.yaml")["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]
     of_ray, of_clients = (one["podSelector"]["matchLabels"] for one in rule["from"])
     assert of_ray == {"ray.io/is-ray-node": "yes"}
-    assert all(of_clients.items() <= pod["metadata"]["labels"].items() for pod in (PLAIN["spec"]["template"], nightly))
+    assert all(
+        of_clients.items() <= pod["metadata"]["labels"].items()
+        for pod in (PLAIN["spec"]["template"], nightly)
+    )
     keys = [variable["valueFrom"]["secretKeyRef"] for variable in container["env"]]
-    assert keys == [{"name": "store", "key": key} for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
+    assert keys == [
+        {"name": "store", "key": key} for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    ]
     (volume,) = stateful["spec"]["volumeClaimTemplates"]
-    assert container["volumeMounts"] == [{"name": volume["metadata"]["name"], "mountPath": container["args"][1]}]
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["volumeMounts"] == [
+        {"name": volume["metadata"]["name"], "mountPath": container["args"][1]}
+    ]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
     assert template["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert f"AWS_ENDPOINT_URL=http://minio.rayrec:{opened['port']}" in (FOLDER.parents[1] / "docs" / "stores.md").read_text()
+    assert (
+        f"AWS_ENDPOINT_URL=http://minio.rayrec:{opened['port']}"
+        in (FOLDER.parents[1] / "docs" / "stores.md").read_text()
+    )
 
 
 def _strict(schema: Any) -> Any:
-    """The same schema, in which a field that it does not name is an error, as it is to `kubectl --validate=strict`."""
+    """The same schema, in which a field that it does not name is an error, as it is to `kubectl
+    --validate=strict`.
+    """
     if isinstance(schema, list):
         return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -221,8 +300,14 @@ def _strict(schema: Any) -> Any:
 @pytest.mark.parametrize("kind", FILES)
 def test_manifests_match_kuberay_schema(kind: str) -> None:
     assert CRDS is not None
-    definition = yaml.load((Path(CRDS) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
-    (schema,) = (one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1")
+    definition = yaml.load(
+        (Path(CRDS) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader
+    )
+    (schema,) = (
+        one["schema"]["openAPIV3Schema"]
+        for one in definition["spec"]["versions"]
+        if one["name"] == "v1"
+    )
     schema = _strict(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     found = _manifest(kind)
@@ -231,7 +316,7 @@ def test_manifests_match_kuberay_schema(kind: str) -> None:
         jsonschema.validate({**found, "spec": {**found["spec"], "backoffLimits": 3}}, schema)
 
 
-# Servers without KubeRay, monitoring and the nightly job -------------------------------------------------------------
+# -- Servers without KubeRay, monitoring and the nightly job
 def _objects(file: str) -> dict[str, Any]:
     return {each["kind"]: each for each in yaml.safe_load_all((FOLDER / file).read_text())}
 
@@ -242,15 +327,27 @@ PLAIN = _objects("serve-plain/deployment.yaml")["Deployment"]
 def test_named_metrics_alerts_and_pods_exist() -> None:
     files = [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").rglob("*.md")]
     texts = [file.read_text() for file in files if file.suffix in (".json", ".yaml", ".md")]
-    named = {name for text in texts for name in re.findall(r"\b(?:ray_rayrec|rayrec_serve)_\w+", text)}
-    known = set(re.findall(r"^\| `(\w+)`", script("tools", "reference").metrics_page(), re.MULTILINE))
+    named = {
+        name for text in texts for name in re.findall(r"\b(?:ray_rayrec|rayrec_serve)_\w+", text)
+    }
+    known = set(
+        re.findall(r"^\| `(\w+)`", script("tools", "reference").metrics_page(), re.MULTILINE)
+    )
     named = {re.sub("_(bucket|sum|count)$", "", name) for name in named}
     assert {name for name in known if "_serve_" in name} <= named <= known
     runbook = (ROOT / "docs" / "operate-serving.md").read_text()
     groups = _objects("monitoring/rules.yaml")["PrometheusRule"]["spec"]["groups"]
-    assert [rule["alert"] for group in groups for rule in group["rules"] if f"| `{rule['alert']}` |" not in runbook] == []
+    assert [
+        rule["alert"]
+        for group in groups
+        for rule in group["rules"]
+        if f"| `{rule['alert']}` |" not in runbook
+    ] == []
     monitor = _objects("monitoring/serving.yaml")["PodMonitor"]["spec"]
-    for template in (PLAIN["spec"]["template"], *(group["template"] for _, group in _pods("RayService"))):
+    for template in (
+        PLAIN["spec"]["template"],
+        *(group["template"] for _, group in _pods("RayService")),
+    ):
         assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
         assert monitor["podMetricsEndpoints"][0]["port"] in ports
@@ -260,8 +357,16 @@ def test_rules_fit_plain_prometheus() -> None:
     spec = _objects("monitoring/rules.yaml")["PrometheusRule"]["spec"]
     assert list(spec) == ["groups"]  # The only key of a rule file, whose rules have these keys
     rules = [rule for group in spec["groups"] for rule in group["rules"]]
-    assert {key for rule in rules for key in rule} == {"alert", "expr", "for", "labels", "annotations"}
-    assert "take `spec.groups`" in " ".join((ROOT / "docs" / "operate-serving.md").read_text().split())
+    assert {key for rule in rules for key in rule} == {
+        "alert",
+        "expr",
+        "for",
+        "labels",
+        "annotations",
+    }
+    assert "take `spec.groups`" in " ".join(
+        (ROOT / "docs" / "operate-serving.md").read_text().split()
+    )
 
 
 def test_stop_of_starting_server_is_no_failure_to_systemd() -> None:
@@ -272,45 +377,70 @@ def test_stop_of_starting_server_is_no_failure_to_systemd() -> None:
 def test_server_command_fits_deployment() -> None:
     (container,) = PLAIN["spec"]["template"]["spec"]["containers"]
     call = parse(COMMANDS["serve"], [*container["command"], *container["args"]][2:])
-    config = ServerConfig().updated({name: value for name, value in call.keywords.items() if name != "model"})
-    assert (config.host, config.port, config.ingress) == ("0.0.0.0", container["ports"][0]["containerPort"], "direct")
-    assert config.replicas * config.cpus_per_replica <= float(container["resources"]["limits"]["cpu"])
+    config = ServerConfig().updated(
+        {name: value for name, value in call.keywords.items() if name != "model"}
+    )
+    assert (config.host, config.port, config.ingress) == (
+        "0.0.0.0",
+        container["ports"][0]["containerPort"],
+        "direct",
+    )
+    assert config.replicas * config.cpus_per_replica <= float(
+        container["resources"]["limits"]["cpu"]
+    )
     service = _objects("serve-plain/service.yaml")["Service"]
-    assert service["spec"]["selector"].items() <= PLAIN["spec"]["template"]["metadata"]["labels"].items()
+    assert (
+        service["spec"]["selector"].items()
+        <= PLAIN["spec"]["template"]["metadata"]["labels"].items()
+    )
     assert config.is_allowed_host(f"{service['metadata']['name']}.rayrec:{config.port}")
-    target = _objects("serve-plain/scaling.yaml")["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]
+    target = _objects("serve-plain/scaling.yaml")["HorizontalPodAutoscaler"]["spec"][
+        "scaleTargetRef"
+    ]
     assert target["name"] == PLAIN["metadata"]["name"]
     unit = (ROOT / "deploy" / "systemd" / "rayrec-serve.service").read_text()
     arguments = shlex.split(re.findall(r"exec \S+/rayrec serve (.+)'$", unit, re.MULTILINE)[0])
     assert parse(COMMANDS["serve"], arguments).keywords["port"]
 
 
-def test_nightly_settings_are_valid_and_swap_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nightly_settings_are_valid_and_swap_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in (ROOT / "deploy", FOLDER):
         job = yaml.safe_load((folder / "nightly" / "nightly.yaml").read_text())
         assert Gates(**job["gates"]) != Gates()
         assert ComparisonGates(**job["comparison"]) != ComparisonGates()
         assert load_config(yaml.safe_dump(job["train"])).workload.schema.label == "click"
-    swap, called, versions = script("deploy/nightly", "swap"), list[Any](), ["old", None, "new", "new", "old"]
+    swap, called, versions = (
+        script("deploy/nightly", "swap"),
+        list[Any](),
+        ["old", None, "new", "new", "old"],
+    )
     objects = {"deployments/rayrec-serve": PLAIN, "rayservices/rayrec": _manifest("RayService")}
     rules = _objects("nightly/account.yaml")["Role"]["rules"]
     assert [f"{rule['resources'][0]}/{rule['resourceNames'][0]}" for rule in rules] == [*objects]
     (tmp_path / "namespace").write_text("rayrec\n")
     monkeypatch.setattr(swap, "ACCOUNT", tmp_path)
     monkeypatch.setattr(swap, "open_served", lambda export: SimpleNamespace(version="new"))
-    monkeypatch.setattr(swap, "call", lambda path, *patch: called.append(patch) or objects["/".join(path.split("/")[-2:])])
+    monkeypatch.setattr(
+        swap,
+        "call",
+        lambda path, *patch: called.append(patch) or objects["/".join(path.split("/")[-2:])],
+    )
     monkeypatch.setattr(swap, "version_at", lambda url: versions.pop(0))
     for name in objects:
         swap.main(name, "http://s", "s3://b/e", pause_s=0)
     (_, (first, _), _, (second, _)) = called
-    assert first["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "MODEL", "value": "s3://b/e"}]
+    assert first["spec"]["template"]["spec"]["containers"][0]["env"] == [
+        {"name": "MODEL", "value": "s3://b/e"}
+    ]
     (application,) = yaml.safe_load(second["spec"]["serveConfigV2"])["applications"]
     assert application["deployments"][0]["user_config"]["model"] == "s3://b/e"
     with pytest.raises(SystemExit, match="serves old, not new"):
         swap.main("rayservices/rayrec", "http://s", "s3://b/e", wait_s=-1)
 
 
-# Dockerfile -----------------------------------------------------------------------------------------------------------
+# -- Dockerfile
 RULES = (ROOT / ".dockerignore").read_text()
 STEPS = instructions((ROOT / "deploy" / "Dockerfile").read_text())
 
@@ -325,9 +455,18 @@ def _last_stage() -> list[Instruction]:
 
 def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     text = "# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n"
-    assert instructions(text) == [Instruction("FROM", "x AS y"), Instruction("RUN", "a && b"), Instruction("COPY", "c d")]
+    assert instructions(text) == [
+        Instruction("FROM", "x AS y"),
+        Instruction("RUN", "a && b"),
+        Instruction("COPY", "c d"),
+    ]
     kept = ["src/rayrec/cli.py", "requirements.lock"]
-    left = ["src/rayrec/native/_kernels.abi3.so", "src/rayrec/__pycache__", "src/rayrec/__pycache__/cli.pyc", ".git/config"]
+    left = [
+        "src/rayrec/native/_kernels.abi3.so",
+        "src/rayrec/__pycache__",
+        "src/rayrec/__pycache__/cli.pyc",
+        ".git/config",
+    ]
     left += ["src/rayrec.egg-info/PKG-INFO", "tests/conftest.py", ".venv"]
     assert [path for path in (*kept, *left) if not ignored(path, RULES)] == kept
     stage = _last_stage()
@@ -336,13 +475,20 @@ def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     after = [step.word for step in stage[[step.word for step in stage].index("USER") :]]
     assert "RUN" not in after
     (listing,) = (part for step in _rests("RUN") for part in step.split("&&") if "tomllib" in part)
-    listing = listing.replace("/opt/rayrec/bin/python", sys.executable).replace("/needed.txt", "/dev/stdout")
-    for extras, text in (("onnx", "\nonnxruntime"), ("onnx,x", "EXTRAS: rayrec has no x, but spark, ")):
+    listing = listing.replace("/opt/rayrec/bin/python", sys.executable).replace(
+        "/needed.txt", "/dev/stdout"
+    )
+    for extras, text in (
+        ("onnx", "\nonnxruntime"),
+        ("onnx,x", "EXTRAS: rayrec has no x, but spark, "),
+    ):
         assert text in subprocess.getoutput(f"cd '{ROOT}'; BUILD=cpu EXTRAS={extras}; {listing}")
     (command,) = (json.loads(step.rest) for step in stage if step.word == "CMD")
     assert f"deploy/run-mode.sh /opt/rayrec/bin/{command[0]}" in _rests("COPY")
     assert not any("gcc" in step.rest for step in _last_stage())
-    assert all("rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest)
+    assert all(
+        "rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest
+    )
 
 
 def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
@@ -353,13 +499,17 @@ def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
     common = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def lines(*flags: str, **variables: str) -> list[str]:
-        done = subprocess.run([script, *flags], env=common | variables, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [script, *flags], env=common | variables, capture_output=True, text=True, check=True
+        )
         return done.stdout.splitlines()
 
     train = "train criteo_demo --train-data.path log/train.txt --storage-path runs --name demo"
     assert lines() == ["generate log --rows 100000 --seed 0", train]
     (kaggle,) = lines("--epochs", "2", RUN_MODE="kaggle")
-    assert kaggle == "train criteo_kaggle --train-data.path /data --storage-path runs --name kaggle --epochs 2"
+    assert kaggle == (
+        "train criteo_kaggle --train-data.path /data --storage-path runs --name kaggle --epochs 2"
+    )
     folders = {"DATA_DIR": "/logs", "OUTPUT_DIR": "/out", "RUN_NAME": "first"}
     (full,) = lines(RUN_MODE="criteo_full", **folders)
     assert full == "train criteo_full --train-data.path /logs --storage-path /out --name first"
@@ -381,4 +531,5 @@ def test_image_has_locked_versions_and_existing_files() -> None:
         for source in sources:
             assert (ROOT / source).exists(), source
             assert not ignored(source, RULES), source
-    assert copied == {line[1:] for line in RULES.splitlines() if line.startswith("!")}  # and nothing else is sent
+    # and nothing else is sent
+    assert copied == {line[1:] for line in RULES.splitlines() if line.startswith("!")}

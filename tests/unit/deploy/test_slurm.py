@@ -1,4 +1,6 @@
-"""The files for Slurm decide rightly what to do when a run ends; its commands are stand-ins (integration/test_slurm.py: real)."""
+"""The files for Slurm decide rightly what to do when a run ends; its commands are stand-ins
+(integration/test_slurm.py: real).
+"""
 
 import os
 import re
@@ -19,7 +21,12 @@ from rayrec.commands import COMMANDS
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "slurm"
 FILES = [FOLDER / "ray.sbatch", FOLDER / "srun.sbatch"]
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rayrec", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "rayrec",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "1",
+}
 JOB["SLURM_CPUS_PER_TASK"] = "1"
 COMMAND_TEXTS = {"squeue": "echo RUNNING", "scontrol": 'echo "$*" >>scontrol.called'}
 COMMAND_TEXTS["scancel"] = 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"'
@@ -30,7 +37,9 @@ def test_files_are_bash_and_begin_with_command(file: Path) -> None:
     subprocess.run(["bash", "-n", file], check=True)
     if shellcheck := shutil.which("shellcheck"):
         subprocess.run([shellcheck, file], check=True)
-    comment = "".join(re.findall(r"^#   (.*\n)", file.read_text(), re.MULTILINE)).replace("\\\n", " ")
+    comment = "".join(re.findall(r"^#   (.*\n)", file.read_text(), re.MULTILINE)).replace(
+        "\\\n", " "
+    )
     words = shlex.split(comment)
     (config,) = parse(COMMANDS["train"], words[words.index(file.name) + 1 :]).arguments
     assert config.scaling.use_gpu
@@ -38,7 +47,11 @@ def test_files_are_bash_and_begin_with_command(file: Path) -> None:
 
 def test_both_handle_notices_and_ends_alike() -> None:
     one, other = (file.read_text() for file in FILES)
-    for begin, end in (("# A requeued job", "\n\n"), ("say() {", "\n}\n\n"), ("# 0: done;", 'exit "$status"\n')):
+    for begin, end in (
+        ("# A requeued job", "\n\n"),
+        ("say() {", "\n}\n\n"),
+        ("# 0: done;", 'exit "$status"\n'),
+    ):
         part = one[one.index(begin) :]
         part = part[: part.index(end) + len(end)] if begin != "# 0: done;" else part
         assert part in other
@@ -47,13 +60,27 @@ def test_both_handle_notices_and_ends_alike() -> None:
 class Started:
     """A batch script with stand-ins for Slurm's commands, which write down how they are called."""
 
-    def __init__(self, folder: Path, *arguments: str, commands: dict[str, str], file: Path = FILES[1], **variables: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        commands: dict[str, str],
+        file: Path = FILES[1],
+        **variables: str,
+    ) -> None:
         for name, text in {**COMMAND_TEXTS, **commands}.items():
             (folder / name).write_text(f"#!/bin/bash\n{text}\n")
             (folder / name).chmod(0o755)
         self._folder = folder
-        environment = {**os.environ, **JOB, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **variables}
-        self.process = subprocess.Popen(["bash", file, "criteo_demo", *arguments], cwd=folder, env=environment)
+        environment = {
+            **os.environ,
+            **JOB,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            **variables,
+        }
+        self.process = subprocess.Popen(
+            ["bash", file, "criteo_demo", *arguments], cwd=folder, env=environment
+        )
 
     def read(self, name: str) -> str:
         file = self._folder / name
@@ -68,9 +95,13 @@ class Started:
         (143, "", "COMPLETING", False),  # cancelled, or preempted: Slurm requeues it
     ],
 )
-def test_what_is_requeued(status: int, restarts: str, state: str, requeued: bool, tmp_path: Path) -> None:
+def test_what_is_requeued(
+    status: int, restarts: str, state: str, requeued: bool, tmp_path: Path
+) -> None:
     commands = {"srun": f"exit {status}", "squeue": f"echo {state}"}
-    started = Started(tmp_path, commands=commands, **({"SLURM_RESTART_COUNT": restarts} if restarts else {}))
+    started = Started(
+        tmp_path, commands=commands, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})
+    )
     assert started.process.wait(timeout=60) == status
     assert started.read("scontrol.called") == ("requeue 7\n" if requeued else "")
 
@@ -89,7 +120,8 @@ def test_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")]
+    ("given", "expected"),
+    [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")],
 )
 def test_run_keeps_name(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     started = Started(tmp_path, *given, commands={"srun": 'echo "$*" >srun.called'})
@@ -131,5 +163,8 @@ def test_preemption_of_ray_saves_and_requeues(tmp_path: Path) -> None:
             os.kill(int(started.read(name)), signal.SIGTERM)
         assert script.wait(timeout=60) == 143
     assert (tmp_path / "saved").exists()
-    assert started.read("scancel.called").split("\n")[:2] == [f"--batch --signal=USR1 {job}", f"--signal=KILL {job}.0"]
+    assert started.read("scancel.called").split("\n")[:2] == [
+        f"--batch --signal=USR1 {job}",
+        f"--signal=KILL {job}.0",
+    ]
     assert started.read("scontrol.called") == f"requeue {job}\n"

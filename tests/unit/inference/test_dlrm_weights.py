@@ -1,4 +1,6 @@
-"""Checkpoints from state dicts of dlrm_s_pytorch.py and of TorchRec's DLRM score like these networks, and start runs."""
+"""Checkpoints from state dicts of dlrm_s_pytorch.py and of TorchRec's DLRM score like these
+networks, and start runs.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +32,9 @@ SMALL = {"embedding_dim": DIM, "bottom_mlp": BOTTOM, "top_mlp": TOP}
 class FirstDLRM(nn.Module):
     """The network of dlrm_s_pytorch.py: dot products of the pairs (1, 0), (2, 0), (2, 1), ..."""
 
-    def __init__(self, rows: list[int], *, bottom: tuple[int, ...] = BOTTOM, top: tuple[int, ...] = TOP) -> None:
+    def __init__(
+        self, rows: list[int], *, bottom: tuple[int, ...] = BOTTOM, top: tuple[int, ...] = TOP
+    ) -> None:
         super().__init__()
         self.emb_l = nn.ModuleList(nn.EmbeddingBag(size, DIM, mode="sum") for size in rows)
         self.bot_l = self._mlp((13, *bottom), nn.ReLU())
@@ -43,20 +47,36 @@ class FirstDLRM(nn.Module):
 
     def forward(self, dense: torch.Tensor, ids: list[torch.Tensor]) -> torch.Tensor:
         x = self.bot_l(dense)
-        vectors = torch.stack([x, *(table(of[:, None]) for table, of in zip(self.emb_l, ids, strict=True))], dim=1)
+        vectors = torch.stack(
+            [x, *(table(of[:, None]) for table, of in zip(self.emb_l, ids, strict=True))], dim=1
+        )
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         pairs = [(i, j) for i in range(27) for j in range(i)]
-        return self.top_l(torch.cat([x, *(products[:, i, j][:, None] for i, j in pairs)], dim=1))[:, 0]
+        return self.top_l(torch.cat([x, *(products[:, i, j][:, None] for i, j in pairs)], dim=1))[
+            :, 0
+        ]
 
 
-def torchrec_dlrm(rows: list[int], *, crosses: bool, layers: int = 2, bottom: tuple[int, ...] = BOTTOM) -> nn.Module:
+def torchrec_dlrm(
+    rows: list[int], *, crosses: bool, layers: int = 2, bottom: tuple[int, ...] = BOTTOM
+) -> nn.Module:
     configs = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=size, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}", embedding_dim=DIM, num_embeddings=size, feature_names=[name]
+        )
         for name, size in zip(SCHEMA.sparse, rows, strict=True)
     ]
-    arguments: dict[str, Any] = {"dense_in_features": 13, "dense_arch_layer_sizes": [*bottom], "over_arch_layer_sizes": [*TOP]}
+    arguments: dict[str, Any] = {
+        "dense_in_features": 13,
+        "dense_arch_layer_sizes": [*bottom],
+        "over_arch_layer_sizes": [*TOP],
+    }
     arguments["embedding_bag_collection"] = EmbeddingBagCollection(tables=configs)
-    return DLRMTrain(DLRM_DCN(**arguments, dcn_num_layers=layers, dcn_low_rank_dim=4) if crosses else DLRM(**arguments))
+    return DLRMTrain(
+        DLRM_DCN(**arguments, dcn_num_layers=layers, dcn_low_rank_dim=4)
+        if crosses
+        else DLRM(**arguments)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +87,9 @@ def preprocessor(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.mark.parametrize("kind", ["dlrm_s_pytorch", "torchrec", "torchrec_dcn"])
-def test_adopted_weights_score_like_their_network(kind: str, click_log: Path, preprocessor: str, tmp_path: Path) -> None:
+def test_adopted_weights_score_like_their_network(
+    kind: str, click_log: Path, preprocessor: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     columns = Preprocessor.load(preprocessor)
     network = FirstDLRM(columns.num_embeddings)
@@ -75,14 +97,26 @@ def test_adopted_weights_score_like_their_network(kind: str, click_log: Path, pr
         network = torchrec_dlrm(columns.num_embeddings, crosses=kind == "torchrec_dcn")
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.2)
-    of_script = {"state_dict": network.state_dict(), "nepochs": 1} if kind == "dlrm_s_pytorch" else network.state_dict()
+    of_script = (
+        {"state_dict": network.state_dict(), "nepochs": 1}
+        if kind == "dlrm_s_pytorch"
+        else network.state_dict()
+    )
     torch.save(of_script, tmp_path / "model.pt")
     out, log = str(tmp_path / "adopted"), str(click_log / "train.txt")
-    report = rayrec.adopt(str(tmp_path / "model.pt"), out=out, preprocessor=preprocessor, console=QUIET)
-    assert (report["interaction"], report["tables"]) == ("cross" if "dcn" in kind else "dot", columns.num_embeddings)
+    report = rayrec.adopt(
+        str(tmp_path / "model.pt"), out=out, preprocessor=preprocessor, console=QUIET
+    )
+    assert (report["interaction"], report["tables"]) == (
+        "cross" if "dcn" in kind else "dot",
+        columns.num_embeddings,
+    )
     _, predicted = evaluated_and_predicted(out, log, tmp_path / "predicted.parquet")
     rows = columns.encode(parse(SCHEMA, (click_log / "train.txt").read_bytes())[0])
-    dense, ids = torch.from_numpy(rows.dense), [torch.from_numpy(np.asarray(of)).long() for of in rows.ids]
+    dense, ids = (
+        torch.from_numpy(rows.dense),
+        [torch.from_numpy(np.asarray(of)).long() for of in rows.ids],
+    )
     with torch.inference_mode():
         if kind == "dlrm_s_pytorch":
             expected = network(dense, ids)
@@ -93,10 +127,21 @@ def test_adopted_weights_score_like_their_network(kind: str, click_log: Path, pr
     assert expected.std() > 0.01
     np.testing.assert_allclose(predicted["score"].to_numpy(), expected.numpy(), atol=1e-6, rtol=0)
 
-    still = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}, "preprocessor": preprocessor}
+    still = {
+        "sparse_optimizer": {"learning_rate": 0.0},
+        "dense_optimizer": {"learning_rate": 0.0},
+        "preprocessor": preprocessor,
+    }
     crosses = {"cross_layers": 2, "cross_low_rank": 4} if "dcn" in kind else {}
     model = {**SMALL, "interaction": report["interaction"], "first_order": False, **crosses}
-    config = one_worker(click_log, tmp_path, steps=1, evaluate_every=1, init_from=out, workload={**still, "model": model})
+    config = one_worker(
+        click_log,
+        tmp_path,
+        steps=1,
+        evaluate_every=1,
+        init_from=out,
+        workload={**still, "model": model},
+    )
     assert train(config).summary["weights_sha256"] == weights_sha256(open_checkpoint(out))
 
 
@@ -121,9 +166,13 @@ def deep_network(kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
 
 
 def renamed(state: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
-    """Return the weights with other names for TorchRec's tables, which are named after their columns."""
+    """Return the weights with other names for TorchRec's tables, which are named after their
+    columns.
+    """
     pairs = zip(SCHEMA.sparse, names, strict=True)
-    of_columns = {f"embedding_bags.t_{column}.": f"embedding_bags.{name}." for column, name in pairs}
+    of_columns = {
+        f"embedding_bags.t_{column}.": f"embedding_bags.{name}." for column, name in pairs
+    }
     result = {}
     for name, tensor in state.items():
         found = next((old for old in of_columns if old in name), "")
@@ -131,14 +180,18 @@ def renamed(state: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch
     return result
 
 
-def adopted_hash(state: dict[str, torch.Tensor], preprocessor: str, folder: Path, *, file: str = "model.pt") -> str:
+def adopted_hash(
+    state: dict[str, torch.Tensor], preprocessor: str, folder: Path, *, file: str = "model.pt"
+) -> str:
     """Adopt the weights, and return the hash of the checkpoint's."""
     folder.mkdir()
     if file.endswith(".pt"):
         torch.save(state, folder / file)
     else:
         write_weights(str(folder / file), state)
-    rayrec.adopt(str(folder / file), out=str(folder / "out"), preprocessor=preprocessor, console=QUIET)
+    rayrec.adopt(
+        str(folder / file), out=str(folder / "out"), preprocessor=preprocessor, console=QUIET
+    )
     return weights_sha256(open_checkpoint(str(folder / "out")))
 
 
@@ -151,22 +204,33 @@ def adopted_hash(state: dict[str, torch.Tensor], preprocessor: str, folder: Path
 )
 @pytest.mark.parametrize("file", ["model.pt", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["dlrm_s_pytorch", "torchrec_dcn"])
-def test_order_in_file_changes_no_weight(kind: str, file: str, names: list[str], equal_tables: str, tmp_path: Path) -> None:
+def test_order_in_file_changes_no_weight(
+    kind: str, file: str, names: list[str], equal_tables: str, tmp_path: Path
+) -> None:
     state = deep_network(kind, [5] * 26)
     expected = adopted_hash(state, equal_tables, tmp_path / "in_order")
     alphabetical = dict(sorted(renamed(state, names).items()))
     assert list(alphabetical) != list(renamed(state, names))
-    assert adopted_hash(alphabetical, equal_tables, tmp_path / "alphabetical", file=file) == expected
+    assert (
+        adopted_hash(alphabetical, equal_tables, tmp_path / "alphabetical", file=file) == expected
+    )
 
 
 def test_tables_without_column_or_number_are_rejected(equal_tables: str, tmp_path: Path) -> None:
     words = [f"table_{chr(ord('z') - number)}" for number in range(26)]
     state = renamed(deep_network("torchrec_dcn", [5] * 26), words)
     expected = adopted_hash(state, equal_tables, tmp_path / "as_registered")
-    assert expected == adopted_hash(deep_network("torchrec_dcn", [5] * 26), equal_tables, tmp_path / "as_columns")
+    assert expected == adopted_hash(
+        deep_network("torchrec_dcn", [5] * 26), equal_tables, tmp_path / "as_columns"
+    )
     torch.save(dict(sorted(state.items())), tmp_path / "model.pt")
     options = {"out": str(tmp_path / "out"), "preprocessor": equal_tables, "console": QUIET}
-    rejects("cannot match the tables table_a, table_b, table_c, ...", rayrec.adopt, str(tmp_path / "model.pt"), **options)
+    rejects(
+        "cannot match the tables table_a, table_b, table_c, ...",
+        rayrec.adopt,
+        str(tmp_path / "model.pt"),
+        **options,
+    )
 
 
 def test_other_networks_are_rejected(preprocessor: str, tmp_path: Path) -> None:
@@ -178,12 +242,23 @@ def test_other_networks_are_rejected(preprocessor: str, tmp_path: Path) -> None:
         "must have both MLPs": {name: tensor for name, tensor in fits.items() if "top" not in name},
         "its top MLP takes 385 values": {**fits, "top_l.0.weight": torch.ones(24, 385)},
         "rows of tables must be": FirstDLRM([*rows[1:], 3]).state_dict(),
-        r"the weight for bottom_mlp.layers.0.weight must have shape \[16, 13\]": {**fits, "bot_l.0.weight": torch.ones(16, 12)},
+        r"the weight for bottom_mlp.layers.0.weight must have shape \[16, 13\]": {
+            **fits,
+            "bot_l.0.weight": torch.ones(16, 12),
+        },
         "must contain only": {"emb_l.0.weight": "code"},
     }
     for problem, state in wrong.items():
         torch.save(state, tmp_path / "model.pt")
         rejects(problem, rayrec.adopt, str(tmp_path / "model.pt"), **options)
-    rejects("needs --preprocessor DIR", rayrec.adopt, str(tmp_path / "model.pt"), out="x", console=QUIET)
-    rejects("--files: an option for arrays", rayrec.adopt, str(tmp_path / "model.pt"), **options, files=("day_0",))
+    rejects(
+        "needs --preprocessor DIR", rayrec.adopt, str(tmp_path / "model.pt"), out="x", console=QUIET
+    )
+    rejects(
+        "--files: an option for arrays",
+        rayrec.adopt,
+        str(tmp_path / "model.pt"),
+        **options,
+        files=("day_0",),
+    )
     assert not (tmp_path / "out").exists()

@@ -48,66 +48,98 @@ FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), emb
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     folder = tmp_path_factory.mktemp("models")
-    kinds = (SMALL, FINAL, DeepFMConfig(embedding_dim=8, mlp=(8,)))  # whose table rows are wider than its embeddings
-    return [save_clicks(folder / str(seed), model=model, seed=seed, scale=3.0) for seed, model in enumerate(kinds)]
+    # whose table rows are wider than its embeddings
+    kinds = (SMALL, FINAL, DeepFMConfig(embedding_dim=8, mlp=(8,)))
+    return [
+        save_clicks(folder / str(seed), model=model, seed=seed, scale=3.0)
+        for seed, model in enumerate(kinds)
+    ]
 
 
 @pytest.fixture(scope="module")
 def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> str:
     out = str(tmp_path_factory.mktemp("together") / "model")
-    result = rayrec.ensemble([str(models[0].run), str(models[1].checkpoint), str(models[2].run)], out=out)
+    result = rayrec.ensemble(
+        [str(models[0].run), str(models[1].checkpoint), str(models[2].run)], out=out
+    )
     assert result["models"] == ["DLRM", "FinalNet", "DeepFM"]
     assert result["checkpoints"] == [str(model.checkpoint) for model in models]
     return out
 
 
-def _check_mean(together: str | Path, models: Sequence[str | Path], rows: EncodedRows) -> list[np.ndarray]:
+def _check_mean(
+    together: str | Path, models: Sequence[str | Path], rows: EncodedRows
+) -> list[np.ndarray]:
     """Check that the ensemble scores the mean of models, whose logits are returned."""
     alone = [open_served(str(model)).score(rows) for model in models]
-    np.testing.assert_allclose(open_served(str(together)).score(rows), np.mean(alone, axis=0), atol=1e-6)
+    np.testing.assert_allclose(
+        open_served(str(together)).score(rows), np.mean(alone, axis=0), atol=1e-6
+    )
     return alone
 
 
 def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
     alone = _check_mean(together, [model.run for model in models], models[0].rows(200))
     served = open_served(together)
-    assert served.scorer.weight_bytes == sum(open_served(str(model.run)).scorer.weight_bytes for model in models)
+    assert served.scorer.weight_bytes == sum(
+        open_served(str(model.run)).scorer.weight_bytes for model in models
+    )
     assert np.abs(alone[0] - alone[1]).max() > 0.1
     targets = load_targets(Teacher(together, 1.0), models[0].preprocessor)
     labelled = models[0].rows(200, labelled=True)
-    np.testing.assert_allclose(targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6)
+    np.testing.assert_allclose(
+        targets(labelled), 1 / (1 + np.exp(-served.score(labelled))), atol=1e-6
+    )
 
 
-def test_ensemble_is_nested_and_exported(models: Any, together: str, click_log: Path, tmp_path: Path) -> None:
+def test_ensemble_is_nested_and_exported(
+    models: Any, together: str, click_log: Path, tmp_path: Path
+) -> None:
     twice, out = str(tmp_path / "twice"), tmp_path / "export"
     assert run(["ensemble", together, str(models[1].run), "--out", twice]) == 0
     rows = models[0].rows(50)
     alone = _check_mean(twice, [together, models[1].run], rows)
-    report = rayrec.export(together, out=str(out), quantize="int8", parity_path=str(click_log / "train.txt"))
+    report = rayrec.export(
+        together, out=str(out), quantize="int8", parity_path=str(click_log / "train.txt")
+    )
     assert report["parity"]["failure"] is None
     assert json.loads((out / "manifest.json").read_text())["model"]["width"] == 8 + 4 + 12
     assert np.abs(open_served(str(out)).score(rows) - alone[0]).max() < 0.2
 
 
 def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
-    schema = ANY.replace(sparse=("item", "seen"), lists=("seen",), features=(Feature(name="seen", vocabulary="item"),))
+    schema = ANY.replace(
+        sparse=("item", "seen"),
+        lists=("seen",),
+        features=(Feature(name="seen", vocabulary="item"),),
+    )
     preprocessor = hashed_preprocessor([30, 30], schema)
     din = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
     inputs = ModelInputs.of(preprocessor.inputs)
-    assert EnsembleConfig(models=(FINAL.replace(embedding_penalty=0.0), din)).sequences(inputs) == ("seen",)
+    assert EnsembleConfig(models=(FINAL.replace(embedding_penalty=0.0), din)).sequences(inputs) == (
+        "seen",
+    )
     kinds: tuple[ClickModelConfig, ...] = (FINAL, din)
-    saved = [save_clicks(tmp_path / str(n), model=model, seed=n, preprocessor=preprocessor) for n, model in enumerate(kinds)]
+    saved = [
+        save_clicks(tmp_path / str(n), model=model, seed=n, preprocessor=preprocessor)
+        for n, model in enumerate(kinds)
+    ]
     rayrec.ensemble([str(model.run) for model in saved], out=str(tmp_path / "both"))
     _check_mean(tmp_path / "both", [model.run for model in saved], saved[0].rows(40))
 
 
 def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -> None:
     first, out = str(models[0].run), str(tmp_path / "out")
-    elsewhere = save_clicks(tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3)))
+    elsewhere = save_clicks(
+        tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3))
+    )
     rejected: list[tuple[list[Path], str]] = [
         ([], "at least two checkpoints"),
         ([elsewhere.run], "Preprocessor does not match"),
-        ([save_clicks(tmp_path / "rounded", precision="bf16").run], "precision bf16 does not match fp32 of"),
+        (
+            [save_clicks(tmp_path / "rounded", precision="bf16").run],
+            "precision bf16 does not match fp32 of",
+        ),
         ([tmp_path], "contains no complete checkpoint"),
     ]
     for others, message in rejected:
@@ -126,7 +158,12 @@ def test_mixed_checkpoint_is_rejected_before_writing(models: list[Saved], tmp_pa
     shutil.copytree(models[0].checkpoint, mixed)
     shutil.copy(models[1].checkpoint / "config.yaml", mixed / "config.yaml")
     with_other = [str(models[0].checkpoint), str(mixed)]
-    rejects("Its files are from different checkpoints", rayrec.ensemble, with_other, out=str(tmp_path / "out"))
+    rejects(
+        "Its files are from different checkpoints",
+        rayrec.ensemble,
+        with_other,
+        out=str(tmp_path / "out"),
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -135,21 +172,46 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for module in ("writer", "format"):
         monkeypatch.setattr(f"rayrec.checkpoint.{module}.BLOCK_BYTES", 64)
     table, bias, number = torch.arange(120.0).reshape(20, 6), torch.ones(3), torch.tensor(7.0)
-    checkpoints.save(str(tmp_path / "a"), {"t": table, "bias": bias, "number": number, "none": table}, state={})
+    checkpoints.save(
+        str(tmp_path / "a"), {"t": table, "bias": bias, "number": number, "none": table}, state={}
+    )
     checkpoints.save(str(tmp_path / "b"), {"u": table[:, :2] * 2}, state={})
     source = [checkpoints.Checkpoint(str(tmp_path / name)) for name in "ab"]
     (tmp_path / "out").mkdir()
     second = {"u": TargetSlice("table", (20, 8), 6)}
-    folders = [{"t": TargetSlice("table", (20, 8)), "bias": TargetSlice("b", (3,)), "number": TargetSlice("n", ())}, second]
-    join(str(tmp_path / "out"), list(zip(source, folders, strict=True)), state={"x": 1}, extra_files=lambda folder: None)
+    folders = [
+        {
+            "t": TargetSlice("table", (20, 8)),
+            "bias": TargetSlice("b", (3,)),
+            "number": TargetSlice("n", ()),
+        },
+        second,
+    ]
+    join(
+        str(tmp_path / "out"),
+        list(zip(source, folders, strict=True)),
+        state={"x": 1},
+        extra_files=lambda folder: None,
+    )
     joined = checkpoints.Checkpoint(str(tmp_path / "out"))
     result = dict(checkpoints.full_tensors(joined))
     assert result.keys() == {"table", "b", "n"}
-    for name, expected in (("table", torch.cat([table, table[:, :2] * 2], dim=1)), ("b", bias), ("n", number)):
+    for name, expected in (
+        ("table", torch.cat([table, table[:, :2] * 2], dim=1)),
+        ("b", bias),
+        ("n", number),
+    ):
         assert torch.equal(result[name], expected)
     checkpoints.verify(joined)
     incomplete = [(source[0], folders[0])]
-    rejects("of its 160 elements", join, str(tmp_path / "out"), incomplete, state={}, extra_files=lambda folder: None)
+    rejects(
+        "of its 160 elements",
+        join,
+        str(tmp_path / "out"),
+        incomplete,
+        state={},
+        extra_files=lambda folder: None,
+    )
 
 
 def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,21 +220,51 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
     own, model = (config.workload.model for config in (recipe, several))  # type: ignore[attr-defined]
     assert model.models == (own.replace(embedding_penalty=0.0), FinalNetConfig(embedding_dim=16))
     assert model.embedding_penalty == own.embedding_penalty
-    changed = {"class": "ensemble", "models": [{"class": "deepfm", "mlp": [8]}, FINAL.to_dict() | {"embedding_penalty": 0}]}
+    changed = {
+        "class": "ensemble",
+        "models": [{"class": "deepfm", "mlp": [8]}, FINAL.to_dict() | {"embedding_penalty": 0}],
+    }
     model = recipe.replace(workload={"model": changed}).workload.model  # type: ignore[attr-defined]
     assert model.models == (DeepFMConfig(mlp=(8,)), FINAL.replace(embedding_penalty=0.0))
-    assert recipes.load_config(recipe.replace(workload={"model": model}).to_yaml()).workload.model == model  # type: ignore[attr-defined]
+    assert (
+        recipes.load_config(recipe.replace(workload={"model": model}).to_yaml()).workload.model
+        == model
+    )  # type: ignore[attr-defined]
     assert type(DLRMConfig.replacing(model)).__name__ == "DLRMConfig"
-    assert run(["config", "criteo_demo", "--model", "finalnet+dcnv2", "--workload.model.models.0.first-tower", "8"]) == 0
+    assert (
+        run(
+            [
+                "config",
+                "criteo_demo",
+                "--model",
+                "finalnet+dcnv2",
+                "--workload.model.models.0.first-tower",
+                "8",
+            ]
+        )
+        == 0
+    )
     model = recipes.load_config(capsys.readouterr().out).workload.model  # type: ignore[attr-defined]
     assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]
     assert model.models[0].first_tower == (8,)
     rejected: list[tuple[dict[str, Any], str]] = [
         ({"models": [{"class": "dlrm"}]}, "models: must have 2 or more values, got"),
-        ({"models": [{"class": "dlrm"}, {"mlp": [8]}]}, r"models\[1\].class: must name a model, got none\. rayrec's are .*dlrm"),
-        ({"models": [{"class": "dlrm"}, {"class": "os.system"}]}, r"models\[1\].class: model os.system not found"),
-        ({"models": [{"class": "dlrm"}, {"class": "deepfm", "mpl": [8]}]}, r"models\[1\].mpl: .* did you mean 'mlp'"),
-        ({"models": [{"class": "dlrm"}, FINAL.to_dict()]}, r"models\[1\].embedding_penalty: must be 0, got 0.1"),
+        (
+            {"models": [{"class": "dlrm"}, {"mlp": [8]}]},
+            r"models\[1\].class: must name a model, got none\. rayrec's are .*dlrm",
+        ),
+        (
+            {"models": [{"class": "dlrm"}, {"class": "os.system"}]},
+            r"models\[1\].class: model os.system not found",
+        ),
+        (
+            {"models": [{"class": "dlrm"}, {"class": "deepfm", "mpl": [8]}]},
+            r"models\[1\].mpl: .* did you mean 'mlp'",
+        ),
+        (
+            {"models": [{"class": "dlrm"}, FINAL.to_dict()]},
+            r"models\[1\].embedding_penalty: must be 0, got 0.1",
+        ),
         ({"embedding_dim": 8}, "embedding_dim: must be at least 0 and at most 0, got 8"),
     ]
     for options, message in rejected:
@@ -203,7 +295,7 @@ def test_older_widedeep_keeps_second_bias(tmp_path: Path, monkeypatch: pytest.Mo
         np.testing.assert_allclose(open_served(str(path)).score(rows), expected, atol=1e-5)
 
 
-# Comparison of checkpoints on the same rows: metrics, differences and gates -------------------------------------------
+# -- Comparison of checkpoints on the same rows: metrics, differences and gates
 ROWS = 2_000
 QUIET: dict[str, Any] = {"cluster_address": "none", "console": Console(quiet=True), "resamples": 50}
 
@@ -211,7 +303,9 @@ QUIET: dict[str, Any] = {"cluster_address": "none", "console": Console(quiet=Tru
 @pytest.fixture(scope="module")
 def log(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("log") / "train.txt"
-    path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]))
+    path.write_bytes(
+        b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS])
+    )
     return path
 
 
@@ -222,7 +316,11 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     first = save_clicks(folder / "a", seed=1, scale=3.0)
     custom = hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     wide = SMALL.replace(bottom_mlp=(64, 8), top_mlp=(64, 1))
-    return [first, save_clicks(folder / "b", seed=2, scale=3.0), save_clicks(folder / "c", model=wide, preprocessor=custom)]
+    return [
+        first,
+        save_clicks(folder / "b", seed=2, scale=3.0),
+        save_clicks(folder / "c", model=wide, preprocessor=custom),
+    ]
 
 
 def _labels(log: Path) -> np.ndarray:
@@ -230,17 +328,26 @@ def _labels(log: Path) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def found(compared: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    compared: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYREC_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return rayrec.compare([str(saved.run) for saved in compared], str(log), group="cat_5", **QUIET)
+        return rayrec.compare(
+            [str(saved.run) for saved in compared], str(log), group="cat_5", **QUIET
+        )
 
 
-def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: list[Saved], log: Path) -> None:
+def test_comparison_matches_single_evaluations(
+    found: dict[str, Any], compared: list[Saved], log: Path
+) -> None:
     labels = _labels(log)
     assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
     assert [model["name"] for model in found["models"]] == ["a", "b", "c"]
-    logits = [one.logits(one.preprocessor.encode(parse(one.preprocessor.schema, log.read_bytes())[0])) for one in compared]
+    logits = [
+        one.logits(one.preprocessor.encode(parse(one.preprocessor.schema, log.read_bytes())[0]))
+        for one in compared
+    ]
     for report, expected in zip(found["models"], logits, strict=True):
         metrics = binary_metrics(expected, labels)
         assert {name: report[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
@@ -250,7 +357,9 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: 
         assert report["rows_per_s"] > 0
     pairs = {(pair["model"], pair["other"]): pair for pair in found["differences"]}
     assert len(pairs) == 3
-    for name, expected_difference in compare(logits[2], logits[0], labels, Resampling(resamples=50)).items():
+    for name, expected_difference in compare(
+        logits[2], logits[0], labels, Resampling(resamples=50)
+    ).items():
         report = pairs["c", "a"][name]
         assert report["method"] == expected_difference.method
         for field in ("difference", "low", "high"):
@@ -259,12 +368,18 @@ def test_comparison_matches_single_evaluations(found: dict[str, Any], compared: 
     assert found["failures"] == []
 
 
-def test_costs_match_checkpoints_and_gates_compare_models(found: dict[str, Any], compared: list[Saved], log: Path) -> None:
+def test_costs_match_checkpoints_and_gates_compare_models(
+    found: dict[str, Any], compared: list[Saved], log: Path
+) -> None:
     for saved, report in zip(compared, found["models"], strict=True):
-        assert report["parameters"] == sum(parameter.numel() for parameter in saved.model.parameters())
+        assert report["parameters"] == sum(
+            parameter.numel() for parameter in saved.model.parameters()
+        )
         model = saved.config.workload.model  # type: ignore[attr-defined]
         inputs = ModelInputs.of(saved.preprocessor.inputs)
-        assert report["multiply_adds"] == network_multiply_adds(saved.model.head.network, inputs, model)
+        assert report["multiply_adds"] == network_multiply_adds(
+            saved.model.head.network, inputs, model
+        )
         assert report["checkpoint"] == str(saved.checkpoint)
         assert report["preprocessor"] == saved.preprocessor.hash()
     place = str(compared[0].run)
@@ -273,16 +388,31 @@ def test_costs_match_checkpoints_and_gates_compare_models(found: dict[str, Any],
     assert found["differences"][0]["auroc"]["p_value"] == 1
     assert found["differences"][0]["logloss"]["difference"] == 0
     places = [str(saved.run) for saved in compared[::2]]
-    found = rayrec.compare(places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET)
+    found = rayrec.compare(
+        places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET
+    )
     gain = found["differences"][0]["auroc"]
-    assert [line.partition(":")[0] for line in found["failures"]] == ["gates.min_auroc_gain", "gates.max_p_value"]
+    assert [line.partition(":")[0] for line in found["failures"]] == [
+        "gates.min_auroc_gain",
+        "gates.max_p_value",
+    ]
     assert f"c gains {gain['difference']:+.5f} AUROC over a, less than 0.5" in found["failures"][0]
     passed = ComparisonGates(min_auroc_gain=gain["difference"] - 1e-9, max_p_value=1.0)
     assert rayrec.compare(places, str(log), gates=passed, **QUIET)["failures"] == []
 
 
-def test_compare_command_output_and_exit_status(compared: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["compare", *(str(saved.run) for saved in compared[:2]), str(log), "--resamples", "20", "--cluster.address", "none"]
+def test_compare_command_output_and_exit_status(
+    compared: list[Saved], log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "compare",
+        *(str(saved.run) for saved in compared[:2]),
+        str(log),
+        "--resamples",
+        "20",
+        "--cluster.address",
+        "none",
+    ]
     assert run(command) == 0
     captured = capsys.readouterr()  # a pipe
     assert json.loads(captured.out)["failures"] == []
@@ -298,34 +428,80 @@ def test_compare_command_output_and_exit_status(compared: list[Saved], log: Path
     assert "gates.min_auroc_gain: b gains" in captured.err.splitlines()[-1]
 
 
-def test_models_of_several_recipes_are_compared(compared: list[Saved], log: Path, tmp_path: Path) -> None:
+def test_models_of_several_recipes_are_compared(
+    compared: list[Saved], log: Path, tmp_path: Path
+) -> None:
     models = own_click_model.OwnConfig(embedding_dim=8), own_click_model.SlowConfig(embedding_dim=4)
-    own = [save_clicks(tmp_path / str(number), model=model, recipe="own_model") for number, model in enumerate(models)]
+    own = [
+        save_clicks(tmp_path / str(number), model=model, recipe="own_model")
+        for number, model in enumerate(models)
+    ]
     places = [str(each.run) for each in (compared[0], *own)]
     rejects(r"config\.yaml: no recipe 'own_model'", rayrec.compare, places, str(log), **QUIET)
-    found = rayrec.compare(places, str(log), recipe=[own_click_model.own_model, own_click_model.own_images], **QUIET)
-    sizes = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (compared[0], *own)]
+    found = rayrec.compare(
+        places, str(log), recipe=[own_click_model.own_model, own_click_model.own_images], **QUIET
+    )
+    sizes = [
+        sum(parameter.numel() for parameter in each.model.parameters())
+        for each in (compared[0], *own)
+    ]
     assert [model["parameters"] for model in found["models"]] == sizes
     files = [f"{own_click_model.__file__}:{name}" for name in ("own_images", "own_model")]
-    assert run(["compare", *places, str(log), "--recipe", *files, "--resamples", "20", "--cluster.address", "none", "-q"]) == 0
+    assert (
+        run(
+            [
+                "compare",
+                *places,
+                str(log),
+                "--recipe",
+                *files,
+                "--resamples",
+                "20",
+                "--cluster.address",
+                "none",
+                "-q",
+            ]
+        )
+        == 0
+    )
 
 
-def test_invalid_comparison_is_rejected_first(compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayrec.inference.evaluate.scored_rows", lambda *_: pytest.fail("rows are scored"))
+def test_invalid_comparison_is_rejected_first(
+    compared: list, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "rayrec.inference.evaluate.scored_rows", lambda *_: pytest.fail("rows are scored")
+    )
     schema = compared[0].preprocessor.schema
     swapped = schema.replace(dense=(schema.dense[1], schema.dense[0], *schema.dense[2:]))
-    other = save_clicks(tmp_path / "d", preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped))
+    other = save_clicks(
+        tmp_path / "d", preprocessor=hashed_preprocessor(range(5, 5 + 7 * 26, 7), swapped)
+    )
     for places, match in (
         ([], "^compare: needs at least two checkpoints, or one and --baselines"),
         ([other.run], r"d: schema's 'dense' does not match .*a\. Compare models of one log\."),
         ([tmp_path / "none"], "none: "),
     ):
-        rejects(match, rayrec.compare, [str(place) for place in (compared[0].run, *places)], str(log), **QUIET)
+        rejects(
+            match,
+            rayrec.compare,
+            [str(place) for place in (compared[0].run, *places)],
+            str(log),
+            **QUIET,
+        )
     runs, configs = ["runs/a", "runs/mnist"], [compared[0].config, recipes.mnist_resnet18()]
-    rejects("runs/mnist: recipe mnist_resnet18 does not predict clicks", compare_checkpoints, runs, "log", configs=configs)
+    rejects(
+        "runs/mnist: recipe mnist_resnet18 does not predict clicks",
+        compare_checkpoints,
+        runs,
+        "log",
+        configs=configs,
+    )
 
 
-def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_rows_are_rejected(
+    compared: list[Saved], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = itertools.count()
 
     def changed(job: ScoringJob, console: Console) -> ScoredRows:
@@ -335,12 +511,29 @@ def test_different_rows_are_rejected(compared: list[Saved], log: Path, monkeypat
 
     monkeypatch.setattr("rayrec.inference.evaluate.scored_rows", changed)
     runs = [str(saved.run) for saved in compared[:2]]
-    rejects(r"b: rows or labels do not match a\. Compare models of one log\.", rayrec.compare, runs, str(log), **QUIET)
+    rejects(
+        r"b: rows or labels do not match a\. Compare models of one log\.",
+        rayrec.compare,
+        runs,
+        str(log),
+        **QUIET,
+    )
 
 
-def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_baselines_train_on_model_rows(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = save_clicks(tmp_path / "run", train_data={"path": str(log)})
-    arguments = ["--baselines", "lightgbm", "logistic", "--resamples", "20", "--cluster.address", "none", "--json"]
+    arguments = [
+        "--baselines",
+        "lightgbm",
+        "logistic",
+        "--resamples",
+        "20",
+        "--cluster.address",
+        "none",
+        "--json",
+    ]
     assert run(["compare", str(saved.run), str(log), *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [model["name"] for model in found["models"]] == [saved.run.name, "lightgbm", "logistic"]
@@ -350,7 +543,11 @@ def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest
         assert model["auroc"] > 0.6
         assert model["parameters"] > 10
         assert model["label_rate"] == pytest.approx(labels.mean())
-    options: dict[str, Any] = {"baselines": ("logistic",), "baseline_rows": 500, "gates": ComparisonGates(min_auroc_gain=0.0)}
+    options: dict[str, Any] = {
+        "baselines": ("logistic",),
+        "baseline_rows": 500,
+        "gates": ComparisonGates(min_auroc_gain=0.0),
+    }
     again = rayrec.compare([str(saved.run)] * 2, str(log), **options, **QUIET)
     assert again["models"][-1]["trained_rows"] == 500
     assert again["failures"] == []  # of the second network, not of the baseline
@@ -364,19 +561,35 @@ def test_baselines_train_on_model_rows(log: Path, tmp_path: Path, capsys: pytest
 
 
 def test_baseline_features(tmp_path: Path) -> None:
-    """Category rates exclude a row's own label, lists are one-hot sums, and untrainable data is rejected."""
+    """Category rates exclude a row's own label, lists are one-hot sums, and untrainable data is
+    rejected.
+    """
     labels = (np.random.default_rng(0).random(4_000) < 0.3).astype(np.float32)
-    unique = np.arange(4_000, dtype=np.int32)  # each category once: a rate that knew the label would separate the rows
+    # each category once: a rate that knew the label would separate the rows
+    unique = np.arange(4_000, dtype=np.int32)
     rows = EncodedRows(np.zeros((4_000, 1), np.float32), [unique], {"label": labels})
-    preprocessor = hashed_preprocessor([4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",)))
+    preprocessor = hashed_preprocessor(
+        [4_000], Schema(tokens="hexadecimal", dense=("a",), sparse=("b",))
+    )
     options = Baselines(preprocessor, rows, rows, "", recipes.criteo_demo())
     assert binary_metrics(options.fit("lightgbm").logits(rows), labels)["auroc"] < 0.6
     lists = JaggedIds(np.array([3, 3, 4]), np.array([2, 1]))
     features = one_hot(EncodedRows(np.array([[0.5], [1.5]], np.float32), [lists, np.array([3, 3])]))
     assert (features.shape, features[0].max(), features.nnz) == ((2, 1 + (1 << 20)), 2, 6)
     assert features.sum(axis=1).tolist() == [[0.5 + 3], [1.5 + 2]]
-    only_lists = EncodedRows(np.zeros((2, 0), np.float32), [lists], {"label": np.array([0.0, 1.0], np.float32)})
+    only_lists = EncodedRows(
+        np.zeros((2, 0), np.float32), [lists], {"label": np.array([0.0, 1.0], np.float32)}
+    )
     of_lists = Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo())
-    rejects("neither numbers nor columns of one category. Leave out lightgbm", of_lists.fit, "lightgbm")
+    rejects(
+        "neither numbers nor columns of one category. Leave out lightgbm", of_lists.fit, "lightgbm"
+    )
     checkpoint = str(save_clicks(tmp_path / "run").checkpoint)
-    rejects("must name the training log", open_baselines, recipes.criteo_demo(), checkpoint, max_rows=1, kinds=())
+    rejects(
+        "must name the training log",
+        open_baselines,
+        recipes.criteo_demo(),
+        checkpoint,
+        max_rows=1,
+        kinds=(),
+    )

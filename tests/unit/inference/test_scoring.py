@@ -59,32 +59,66 @@ def test_pool_size_fits_memory_and_cores() -> None:
         ([_node(16)], 15 * GIB, 100, 1, Pool(3, 4, 0)),
         ([_node(16)], 60 * GIB, 100, 1, Pool(1, 15, 0)),
         ([_node(8), _node(4), _node(0)], GIB, 100, 0, Pool(12, 1, 0)),
-        ([_node(8), _node(8, 2 * GIB)], 9 * GIB, 100, 0, Pool(4, 2, 0)),  # the second holds none, the first six
+        # the second holds none, the first six
+        ([_node(8), _node(8, 2 * GIB)], 9 * GIB, 100, 0, Pool(4, 2, 0)),
     ):
-        pool = plan_pool(nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu")
+        pool = plan_pool(
+            nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu"
+        )
         assert pool == expected
         assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
     # Threads share the weights: 61 GB hold one copy.
     shared = {"weight_bytes": 60 * GIB, "spare_cpus": 0, "device": "cpu", "shared_weights": True}
-    for cpus, memory, blocks, threads in ((8, 64, 100, 8), (8, 61, 100, 8), (8, 64, 3, 3), (1, 64, 100, 1), (8, 64, 0, 1)):
-        assert plan_pool([_node(cpus, memory * GIB)], blocks=blocks, **shared) == Pool(threads, 1, 0)
+    for cpus, memory, blocks, threads in (
+        (8, 64, 100, 8),
+        (8, 61, 100, 8),
+        (8, 64, 3, 3),
+        (1, 64, 100, 1),
+        (8, 64, 0, 1),
+    ):
+        assert plan_pool([_node(cpus, memory * GIB)], blocks=blocks, **shared) == Pool(
+            threads, 1, 0
+        )
 
 
 def test_pool_needs_cores() -> None:
-    rejects("got at most 0 B from Ray", plan_pool, [_node(0)], weight_bytes=GIB, blocks=9, spare_cpus=0, device="cpu")
+    rejects(
+        "got at most 0 B from Ray",
+        plan_pool,
+        [_node(0)],
+        weight_bytes=GIB,
+        blocks=9,
+        spare_cpus=0,
+        device="cpu",
+    )
 
 
 def test_pool_has_one_process_per_gpu() -> None:
     nodes = [_node(8, gpus=2), _node(8)]
-    assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(2, 1, 1)
-    assert plan_pool(nodes, weight_bytes=GIB, blocks=1, spare_cpus=1, device="cuda") == Pool(1, 1, 1)
-    rejects("GPU for cuda not found", plan_pool, [_node(8)], weight_bytes=GIB, blocks=1, spare_cpus=0, device="cuda")
+    assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(
+        2, 1, 1
+    )
+    assert plan_pool(nodes, weight_bytes=GIB, blocks=1, spare_cpus=1, device="cuda") == Pool(
+        1, 1, 1
+    )
+    rejects(
+        "GPU for cuda not found",
+        plan_pool,
+        [_node(8)],
+        weight_bytes=GIB,
+        blocks=1,
+        spare_cpus=0,
+        device="cuda",
+    )
 
 
 def test_oversized_weights_are_rejected_and_sigmoid_is_exact() -> None:
     plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
     rejects(r"108 GB.*got at most 68\.7 GB from Ray", plan, [_node(8)], weight_bytes=100 * GIB)
-    message, nodes = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory", [_node(8, int(60.5 * GIB))]
+    message, nodes = (
+        r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory",
+        [_node(8, int(60.5 * GIB))],
+    )
     rejects(message, plan, nodes, weight_bytes=60 * GIB, shared_weights=True)
     scores = sigmoid(np.array([-200, -1, 0, 1, 200], np.float32))
     assert scores.dtype == np.float32
@@ -95,15 +129,32 @@ LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
 
 
 def test_has_labels_detects_label_column(tmp_path: Path) -> None:
-    labelled = [LABELLED, LABELLED[:-1], b"\n" + LABELLED + UNLABELLED, b"nothing of the kind\n", b""]
-    unlabelled = [UNLABELLED, UNLABELLED[:-1], b"\t\n", b"a header\n" + UNLABELLED, UNLABELLED * 20_000]
+    labelled = [
+        LABELLED,
+        LABELLED[:-1],
+        b"\n" + LABELLED + UNLABELLED,
+        b"nothing of the kind\n",
+        b"",
+    ]
+    unlabelled = [
+        UNLABELLED,
+        UNLABELLED[:-1],
+        b"\t\n",
+        b"a header\n" + UNLABELLED,
+        UNLABELLED * 20_000,
+    ]
     for text in (*labelled, *unlabelled):
-        for path, data in ((tmp_path / "log.tsv", text), (tmp_path / "log.gz", gzip.compress(text))):
+        for path, data in (
+            (tmp_path / "log.tsv", text),
+            (tmp_path / "log.gz", gzip.compress(text)),
+        ):
             path.write_bytes(data)
             assert LogSource.at(str(path)).is_labelled(SCHEMA) is (text in labelled)
 
 
-def test_empty_file_has_no_labels_and_cache_is_near_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_file_has_no_labels_and_cache_is_near_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.tsv").touch()
     (tmp_path / "b.tsv").write_bytes(UNLABELLED)
     assert LogSource.at(str(tmp_path)).is_labelled(SCHEMA) is False
@@ -146,13 +197,21 @@ class Model:
         return score
 
     def scoring(self, *, thread_safe: bool) -> Scoring:
-        return Scoring((1,) * BLOCKS, self.load, raising(AssertionError("nothing is evaluated")), {}, thread_safe=thread_safe)
+        return Scoring(
+            (1,) * BLOCKS,
+            self.load,
+            raising(AssertionError("nothing is evaluated")),
+            {},
+            thread_safe=thread_safe,
+        )
 
 
 @pytest.mark.parametrize(("thread_safe", "num_loads"), [(True, 1), (False, 3)])
 def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_loads: int) -> None:
     model, threads, before = Model(num_threads=3), torch.get_num_threads(), {*threading.enumerate()}
-    tables = scored_tables(model.scoring(thread_safe=thread_safe), pool=Pool(3, threads + 1, 0.0), device="cpu")
+    tables = scored_tables(
+        model.scoring(thread_safe=thread_safe), pool=Pool(3, threads + 1, 0.0), device="cpu"
+    )
     assert [table["block"][0].as_py() for table in tables] == [*range(BLOCKS)]
     assert len(model.loads) == num_loads
     assert len({thread for _, thread, _ in model.scored}) == 3
@@ -163,18 +222,22 @@ def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_l
 
 def test_scoring_resumes_at_block_and_raises_errors_in_order() -> None:
     model = Model(num_threads=1)
-    tables = scored_tables(model.scoring(thread_safe=True), pool=Pool(1, 1.0, 0.0), device="cpu", first_block=9)
+    tables = scored_tables(
+        model.scoring(thread_safe=True), pool=Pool(1, 1.0, 0.0), device="cpu", first_block=9
+    )
     assert [table["block"][0].as_py() for table in tables] == [9, 10, 11]
     assert [number for number, _, _ in model.scored] == [9, 10, 11]
     model, threads = Model(num_threads=1, broken=2), torch.get_num_threads()
-    tables = scored_tables(model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu")
+    tables = scored_tables(
+        model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu"
+    )
     assert [next(tables)["block"][0].as_py() for _ in range(2)] == [0, 1]
     rejects(r"^the log changed$", next, tables)
     assert {number for number, _, _ in model.scored} <= {0, 1, 3, 4}  # those that ran ahead
     assert torch.get_num_threads() == threads
 
 
-# Served model of every kind, which must score like the trained network and needs no training code ---------------------
+# Served model of every kind, which must score like the trained network and needs no training code -
 def _wide_ids() -> Preprocessor:
     preprocessor = hashed_preprocessor([40] * 26)
     preprocessor.__dict__["id_dtype"] = np.dtype(np.int64)
@@ -197,9 +260,15 @@ MAKES: dict[str, dict[str, Any]] = {
 def test_logits_match_network(make: str, tmp_path: Path) -> None:
     saved = save_clicks(tmp_path, **MAKES[make])
     served = open_served(str(tmp_path))
-    assert (served.kind, served.scorer.quantization, served.source) == ("checkpoint", "fp32", str(saved.checkpoint))
+    assert (served.kind, served.scorer.quantization, served.source) == (
+        "checkpoint",
+        "fp32",
+        str(saved.checkpoint),
+    )
     assert served.preprocessor_hash == saved.preprocessor.hash()
-    assert served.scorer.weight_bytes == sum(parameter.nbytes for parameter in saved.model.parameters())
+    assert served.scorer.weight_bytes == sum(
+        parameter.nbytes for parameter in saved.model.parameters()
+    )
     for count in (200, 1, 0):
         rows = saved.rows(count)
         logits = served.score(rows)
@@ -208,7 +277,10 @@ def test_logits_match_network(make: str, tmp_path: Path) -> None:
 
 
 def test_version_depends_on_weights(tmp_path: Path) -> None:
-    runs = [save_clicks(tmp_path / folder, seed=seed).run for folder, seed in (("a", 1), ("b", 1), ("c", 2))]
+    runs = [
+        save_clicks(tmp_path / folder, seed=seed).run
+        for folder, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
     one, same, other = (open_served(str(run)).version for run in runs)
     assert one == same != other
     assert re.fullmatch("step_00000007-[0-9a-f]{12}-fp32", one)
@@ -220,7 +292,9 @@ def test_concurrent_threads_score_equally(tmp_path: Path) -> None:
     batches = [saved.rows(64, seed=seed) for seed in range(20)]
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(served.score, batches))
-    np.testing.assert_allclose(together, [served.score(batch) for batch in batches], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        together, [served.score(batch) for batch in batches], rtol=0, atol=1e-6
+    )
 
 
 def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
@@ -229,10 +303,14 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     (saved.checkpoint / "config.yaml").write_text("recipe: mnist_resnet18\n")
     rejects(r"config.yaml: damaged", open_served, str(tmp_path))
     shutil.rmtree(saved.checkpoint / "preprocessor")
-    rejects(r"preprocessor/ not found.*Only click and retrieval models can be served", open_served, str(tmp_path))
+    rejects(
+        r"preprocessor/ not found.*Only click and retrieval models can be served",
+        open_served,
+        str(tmp_path),
+    )
 
 
-# Parquet files of predictions, with equal bytes for all table sizes and after kills -----------------------------------
+# -- Parquet files of predictions, with equal bytes for all table sizes and after kills
 ROWS = 2300
 
 
@@ -243,8 +321,18 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _table() -> pa.Table:
-    logits, text = np.random.default_rng(0).normal(size=ROWS).astype(np.float32), [f"text {n % 7}" for n in range(ROWS)]
-    return pa.table({"row": np.arange(ROWS), "logit": logits, "label": (logits > 0).astype(np.float32), "text": text})
+    logits, text = (
+        np.random.default_rng(0).normal(size=ROWS).astype(np.float32),
+        [f"text {n % 7}" for n in range(ROWS)],
+    )
+    return pa.table(
+        {
+            "row": np.arange(ROWS),
+            "logit": logits,
+            "label": (logits > 0).astype(np.float32),
+            "text": text,
+        }
+    )
 
 
 def _pieces(size: int, start: int = 0) -> Iterator[pa.Table]:
@@ -274,13 +362,17 @@ def expected(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 999, 1000, 1001, 2300])
-def test_bytes_are_independent_of_table_sizes(tmp_path: Path, expected: dict[str, bytes], size: int) -> None:
+def test_bytes_are_independent_of_table_sizes(
+    tmp_path: Path, expected: dict[str, bytes], size: int
+) -> None:
     assert _complete(tmp_path, size) == expected
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 4, 6])
 @pytest.mark.parametrize("cut_bytes", [0, 1, 5, 400])
-def test_interrupted_writer_resumes(tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int) -> None:
+def test_interrupted_writer_resumes(
+    tmp_path: Path, expected: dict[str, bytes], killed_after: int, cut_bytes: int
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     killed = Parts(JobFolder(str(folder)))
@@ -306,7 +398,9 @@ def test_damaged_entry_ends_journal(tmp_path: Path, expected: dict[str, bytes]) 
     assert _complete(tmp_path, 100, start=300) == expected
 
 
-def test_resumes_after_kill_between_file_and_journal(tmp_path: Path, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumes_after_kill_between_file_and_journal(
+    tmp_path: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Journal, "remove", raising(KeyboardInterrupt()))
         killed = Parts(JobFolder(str(tmp_path)))
@@ -322,26 +416,52 @@ def test_resumes_after_kill_behind_last_file(tmp_path: Path, expected: dict[str,
     assert _complete(tmp_path, start=ROWS) == expected
 
 
-# Metrics by slices: one slice per row, with the log's names, and their report -----------------------------------------
-HEXADECIMAL = pa.chunked_array([pa.array([0xA, 0xB, 0xA, None], pa.uint32()), pa.array([0xC, 0xA, 0xB], pa.uint32())])
-TEXT = pa.chunked_array([pa.array(part, pa.large_string()).dictionary_encode() for part in ([*"xyx", None], [*"zxy"])])
+# -- Metrics by slices: one slice per row, with the log's names, and their report
+HEXADECIMAL = pa.chunked_array(
+    [pa.array([0xA, 0xB, 0xA, None], pa.uint32()), pa.array([0xC, 0xA, 0xB], pa.uint32())]
+)
+TEXT = pa.chunked_array(
+    [pa.array(part, pa.large_string()).dictionary_encode() for part in ([*"xyx", None], [*"zxy"])]
+)
 
 
 def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[int]]:
     result = slices_of(by, values, max_values=most)
-    assert sorted(np.concatenate([chunk.rows for chunk in result]).tolist()) == list(range(len(values)))
+    assert sorted(np.concatenate([chunk.rows for chunk in result]).tolist()) == list(
+        range(len(values))
+    )
     return {chunk.name: chunk.rows.tolist() for chunk in result}
 
 
 def test_slices_by_value_frequency_and_day_keep_order() -> None:
-    by_count = [("0000000a", [0, 2, 5]), ("0000000b", [1, 6]), ("0000000c", [4]), ("(missing)", [3])]
+    by_count = [
+        ("0000000a", [0, 2, 5]),
+        ("0000000b", [1, 6]),
+        ("0000000c", [4]),
+        ("(missing)", [3]),
+    ]
     assert list(_found("c", HEXADECIMAL).items()) == by_count
-    assert _found("c", HEXADECIMAL, most=1) == {"0000000a": [0, 2, 5], "(others)": [1, 4, 6], "(missing)": [3]}
-    assert _found("c", TEXT, most=2) == {"x": [0, 2, 5], "y": [1, 6], "(others)": [4], "(missing)": [3]}
-    assert _found("i", pa.chunked_array([pa.array([-3, 10**17, -3, None])])) == {"-3": [0, 2], str(10**17): [1], "(missing)": [3]}
+    assert _found("c", HEXADECIMAL, most=1) == {
+        "0000000a": [0, 2, 5],
+        "(others)": [1, 4, 6],
+        "(missing)": [3],
+    }
+    assert _found("c", TEXT, most=2) == {
+        "x": [0, 2, 5],
+        "y": [1, 6],
+        "(others)": [4],
+        "(missing)": [3],
+    }
+    assert _found("i", pa.chunked_array([pa.array([-3, 10**17, -3, None])])) == {
+        "-3": [0, 2],
+        str(10**17): [1],
+        "(missing)": [3],
+    }
     names = pa.array(["1", "2-9", "(not in the vocabulary)"], pa.large_string())
     blocks = [[2, None, 1], [0, 2]]
-    values = pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks])
+    values = pa.chunked_array(
+        [pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks]
+    )
     expected = [("1", [3]), ("2-9", [2]), ("(not in the vocabulary)", [0, 4]), ("(missing)", [1])]
     assert list(_found("frequency:c", values).items()) == expected
 
@@ -349,7 +469,11 @@ def test_slices_by_value_frequency_and_day_keep_order() -> None:
         names = pa.array(["day_9", "day_10", "day_11"], pa.large_string())
         return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), names)
 
-    assert list(_found("day", pa.chunked_array([days([0, 0, 1]), days([2])]))) == ["day_9", "day_10", "day_11"]
+    assert list(_found("day", pa.chunked_array([days([0, 0, 1]), days([2])]))) == [
+        "day_9",
+        "day_10",
+        "day_11",
+    ]
     assert list(_found("day", pa.chunked_array([days([1, 1])]))) == ["day_10"]
 
 
@@ -389,10 +513,28 @@ def test_evaluation_options_are_checked() -> None:
         rejects(message, EvaluationConfig().updated, options)
 
 
-METRICS = {"auroc": 0.75, "logloss": 0.5, "normalized_entropy": None, "calibration": 1.01, "rows": 20_000}
+METRICS = {
+    "auroc": 0.75,
+    "logloss": 0.5,
+    "normalized_entropy": None,
+    "calibration": 1.01,
+    "rows": 20_000,
+}
 DIFFERENCES = {
-    "auroc": {"difference": 0.01, "low": 0.005, "high": 0.015, "p_value": 0.001, "method": "delong"},
-    "normalized_entropy": {"difference": None, "low": None, "high": None, "p_value": None, "method": "bootstrap"},
+    "auroc": {
+        "difference": 0.01,
+        "low": 0.005,
+        "high": 0.015,
+        "p_value": 0.001,
+        "method": "delong",
+    },
+    "normalized_entropy": {
+        "difference": None,
+        "low": None,
+        "high": None,
+        "p_value": None,
+        "method": "bootstrap",
+    },
 }
 
 
@@ -412,7 +554,23 @@ def test_evaluation_text_is_readable() -> None:
     for chunk in result["slices"]["cat_5"]:  # type: ignore[index]
         chunk.update(intervals=result["intervals"], compared=result["compared"])
     lines = evaluation_text(result).splitlines()
-    assert "0.75000  0.74000 to 0.76000  0.74000    +0.01000  +0.00500 to +0.01500  0.00100" in lines[1]
+    assert (
+        "0.75000  0.74000 to 0.76000  0.74000    +0.01000  +0.00500 to +0.01500  0.00100"
+        in lines[1]
+    )
     assert [word for word in ("intervals of 90%", "runs/b") if word not in "\n".join(lines)] == []
-    assert lines[-1].split()[:7] == ["0000000a", "20,000", "0.10000", "0.75000", "0.74000", "to", "0.76000"]
-    assert evaluation_text({"accuracy": 0.9, "rows": 3}).split() == ["accuracy", "0.90000", "rows", "3"]
+    assert lines[-1].split()[:7] == [
+        "0000000a",
+        "20,000",
+        "0.10000",
+        "0.75000",
+        "0.74000",
+        "to",
+        "0.76000",
+    ]
+    assert evaluation_text({"accuracy": 0.9, "rows": 3}).split() == [
+        "accuracy",
+        "0.90000",
+        "rows",
+        "3",
+    ]

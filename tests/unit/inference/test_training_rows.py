@@ -1,4 +1,6 @@
-"""Training rows among scored rows are counted and reported, and runs are scored on their own held-out rows."""
+"""Training rows among scored rows are counted and reported, and runs are scored on their own
+held-out rows.
+"""
 
 import json
 import shutil
@@ -65,9 +67,13 @@ def shuffled(lines: list[bytes]) -> list[bytes]:
         pytest.param(lambda lines: lines, TRAINED, id="whole log"),
         pytest.param(lambda lines: lines[:TRAINED], TRAINED, id="training rows"),
         pytest.param(lambda lines: lines[:700], 700, id="first rows"),
-        pytest.param(lambda lines: lines[TRAINED - 300 : TRAINED + 200], 300, id="rows around the split"),
+        pytest.param(
+            lambda lines: lines[TRAINED - 300 : TRAINED + 200], 300, id="rows around the split"
+        ),
         pytest.param(lambda lines: lines[TRAINED:], 0, id="held-out rows"),
-        pytest.param(lambda lines: shuffled(lines[:TRAINED])[:500], 500, id="sample of training rows"),
+        pytest.param(
+            lambda lines: shuffled(lines[:TRAINED])[:500], 500, id="sample of training rows"
+        ),
         pytest.param(shuffled, TRAINED, id="another order"),
     ],
 )
@@ -90,7 +96,9 @@ def test_training_rows_of_other_format_are_counted(trained: Trained, tmp_path: P
     assert trained.evaluate(str(tmp_path / "rows.parquet"))["training_rows"] == TRAINED
 
 
-def test_large_log_is_read_only_if_scored(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_log_is_read_only_if_scored(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_rows, "_MAX_LOG_BYTES", trained.log.stat().st_size - 1)
     copy = shutil.copy(trained.log, tmp_path / "renamed.txt")
     result = [trained.evaluate(str(path))["training_rows"] for path in (trained.log, copy)]
@@ -113,7 +121,9 @@ def test_training_rows_are_unknown_without_log(edit: str, tmp_path: Path) -> Non
     assert run.evaluate(str(copy))["training_rows"] is None
 
 
-def test_training_rows_are_reported_even_if_quiet(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_rows_are_reported_even_if_quiet(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["evaluate", trained.run, str(trained.log), "-q"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["training_rows"] == TRAINED
@@ -122,8 +132,13 @@ def test_training_rows_are_reported_even_if_quiet(trained: Trained, capsys: pyte
     assert f"was trained on {TRAINED:,} of these {ROWS:,} rows" in line
 
 
-def test_comparison_counts_training_rows_of_each_model(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["compare", trained.run, trained.run, str(trained.log), "--resamples", "20", "-q"]) == 0
+def test_comparison_counts_training_rows_of_each_model(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.run(["compare", trained.run, trained.run, str(trained.log), "--resamples", "20", "-q"])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert [model["training_rows"] for model in json.loads(out)["models"]] == [TRAINED, TRAINED]
     assert len([line for line in err.splitlines() if line.startswith("warning: ")]) == 2
@@ -137,20 +152,28 @@ FEW = Schema(label="y", sparse=("user", "item"), tokens="any", delimiter=",")
 def few_categories(rows: int, *, seed: int) -> pd.DataFrame:
     """Rows of which nearly every one has an equal one elsewhere."""
     rng = np.random.default_rng(seed)
-    return pd.DataFrame({name: rng.integers(0, high, rows) for name, high in (("y", 2), ("user", 12), ("item", 12))})
+    return pd.DataFrame(
+        {name: rng.integers(0, high, rows) for name, high in (("y", 2), ("user", 12), ("item", 12))}
+    )
 
 
 @pytest.fixture(scope="module")
 def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, pd.DataFrame]:
     frame, folder = few_categories(4_000, seed=0), tmp_path_factory.mktemp("repeating")
-    config = recipes.clicks(schema=FEW).replace(storage_path=str(folder), name="run", epochs=1, min_steps_per_epoch=1)
+    config = recipes.clicks(schema=FEW).replace(
+        storage_path=str(folder), name="run", epochs=1, min_steps_per_epoch=1
+    )
     return rayrec.train(config, data=frame, console=QUIET).folder, frame
 
 
 def test_accidentally_equal_rows_count_as_new(repeating: tuple[str, pd.DataFrame]) -> None:
     run, frame = repeating
     trained = json.loads(Path(run, "summary.json").read_text())["rows_of_sets"]["train"]
-    for rows, expected in ((few_categories(1_000, seed=5), 0), (frame.iloc[trained:], 0), (frame.iloc[100:700], 600)):
+    for rows, expected in (
+        (few_categories(1_000, seed=5), 0),
+        (frame.iloc[trained:], 0),
+        (frame.iloc[100:700], 600),
+    ):
         assert rayrec.evaluate(run, rows, console=QUIET)["training_rows"] == expected
 
 
@@ -159,7 +182,10 @@ def test_random_sample_of_repeating_rows_is_unknown() -> None:
     train = rng.integers(0, 3_000, 4_000).astype(np.uint64)
     unseen = rng.integers(0, 3_000, 500).astype(np.uint64)
     assert count_repeated(rng.permutation(train)[:800], train=train, unseen=unseen) is None
-    assert count_repeated(rng.integers(0, 3_000, 800).astype(np.uint64), train=train, unseen=unseen) == 0
+    assert (
+        count_repeated(rng.integers(0, 3_000, 800).astype(np.uint64), train=train, unseen=unseen)
+        == 0
+    )
     assert count_repeated(train[50:850], train=train, unseen=unseen) == 800
     assert count_repeated(np.arange(9_000, 9_100, dtype=np.uint64), train=train, unseen=unseen) == 0
 
@@ -170,10 +196,16 @@ def test_rows_with_equal_runs_everywhere_are_unknown() -> None:
 
 
 def test_hash_uses_all_values() -> None:
-    dense = np.array([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0]], np.float32)
+    dense = np.array(
+        [[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0]],
+        np.float32,
+    )
     first = np.array([3, 3, 4, 3, 3, 3, 3], np.int32)
     second = np.array([4, 4, 3, 4, 4, 4, 4], np.int32)
-    bags = JaggedIds(np.array([7, 8] * 3 + [8] + [7, 8] * 2 + [7, 8], np.int32), np.array([2, 2, 2, 1, 2, 2, 2], np.int32))
+    bags = JaggedIds(
+        np.array([7, 8] * 3 + [8] + [7, 8] * 2 + [7, 8], np.int32),
+        np.array([2, 2, 2, 1, 2, 2, 2], np.int32),
+    )
     labels = {"y": np.array([0, 0, 0, 0, 1, 0, 0], np.uint8)}
     hashes = row_hashes(EncodedRows(dense, [first, second, bags], labels))
     assert len(set(hashes[:5].tolist())) == 5
@@ -208,7 +240,9 @@ def test_evaluate_without_path_scores_test_rows(trained: Trained, tmp_path: Path
 def test_evaluate_without_test_rows_scores_validation(trained: Trained, tmp_path: Path) -> None:
     rayrec.generate(str(tmp_path / "later"), rows=900, seed=3, console=QUIET)
     later = str(tmp_path / "later" / "train.txt")
-    config = one_worker(trained.log.parent, tmp_path, steps=2, evaluate_every=2, eval_data={"path": later})
+    config = one_worker(
+        trained.log.parent, tmp_path, steps=2, evaluate_every=2, eval_data={"path": later}
+    )
     run = train(config).folder
     result = rayrec.evaluate(run, console=QUIET)
     assert (result["set"], result["rows"], result["path"]) == ("validation", 900, later)
@@ -218,7 +252,12 @@ def test_evaluate_without_test_rows_scores_validation(trained: Trained, tmp_path
 def test_evaluate_without_path_rejects_moved_log(tmp_path: Path) -> None:
     run = Trained(tmp_path)
     run.log.rename(tmp_path / "moved.txt")
-    rejects(f"data {run.log} does not exist from here. Run this in the folder", rayrec.evaluate, run.run, console=QUIET)
+    rejects(
+        f"data {run.log} does not exist from here. Run this in the folder",
+        rayrec.evaluate,
+        run.run,
+        console=QUIET,
+    )
 
 
 def test_baselines_are_scored_beside_model(trained: Trained) -> None:
@@ -232,7 +271,9 @@ def test_baselines_are_scored_beside_model(trained: Trained) -> None:
     assert {name: prior[name] for name in expected} == pytest.approx(expected, nan_ok=True)
     assert (prior["auroc"], prior["trained_rows"]) == (0.5, TRAINED)
     assert logistic["auroc"] > 0.6
-    compared = rayrec.compare([trained.run], None, baselines=("logistic",), resamples=20, console=QUIET)
+    compared = rayrec.compare(
+        [trained.run], None, baselines=("logistic",), resamples=20, console=QUIET
+    )
     assert compared["models"][1]["auroc"] == logistic["auroc"]
 
 
@@ -243,13 +284,18 @@ def test_command_lists_baselines(trained: Trained, capsys: pytest.CaptureFixture
     assert result["rows"] == TESTED
 
 
-def test_compare_without_path_scores_test_rows(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_without_path_scores_test_rows(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["compare", trained.run, trained.run, "--resamples", "20", "-q"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["rows"], len(result["models"])) == (TESTED, 2)
     assert result["models"][0]["auroc"] == trained.evaluate()["auroc"]
     assert cli.run(["compare", trained.run, "--baselines", "prior", "--resamples", "20", "-q"]) == 0
-    assert [model["name"] for model in json.loads(capsys.readouterr().out)["models"]] == ["run", "prior"]
+    assert [model["name"] for model in json.loads(capsys.readouterr().out)["models"]] == [
+        "run",
+        "prior",
+    ]
 
 
 def test_models_with_other_test_rows_are_rejected(trained: Trained, tmp_path: Path) -> None:
@@ -273,9 +319,15 @@ def test_models_with_copies_of_test_rows_are_compared(trained: Trained, tmp_path
 
 
 @pytest.mark.parametrize(
-    "convert", [pytest.param(lambda frame: frame, id="pandas"), pytest.param(pa.Table.from_pandas, id="arrow")]
+    "convert",
+    [
+        pytest.param(lambda frame: frame, id="pandas"),
+        pytest.param(pa.Table.from_pandas, id="arrow"),
+    ],
 )
-def test_rows_in_memory_score_like_their_file(convert: Callable[[pd.DataFrame], Any], trained: Trained, tmp_path: Path) -> None:
+def test_rows_in_memory_score_like_their_file(
+    convert: Callable[[pd.DataFrame], Any], trained: Trained, tmp_path: Path
+) -> None:
     lines = trained.lines[:900]
     part = tmp_path / "part.txt"
     part.write_bytes(b"".join(lines))
@@ -288,7 +340,9 @@ def test_rows_in_memory_score_like_their_file(convert: Callable[[pd.DataFrame], 
     assert compared["models"][0]["auroc"] == by_path["auroc"]
     rayrec.predict(trained.run, str(part), out=str(tmp_path / "of_path"), console=QUIET)
     rayrec.predict(trained.run, data, out=str(tmp_path / "of_rows"), console=QUIET)
-    expected, predicted = (pq.read_table(tmp_path / name).sort_by("row") for name in ("of_path", "of_rows"))
+    expected, predicted = (
+        pq.read_table(tmp_path / name).sort_by("row") for name in ("of_path", "of_rows")
+    )
     assert predicted.column("score").equals(expected.column("score"))
 
 
@@ -299,15 +353,23 @@ def test_unlabelled_rows_in_memory_are_predicted(trained: Trained, tmp_path: Pat
     rejects("has no column named label", trained.evaluate, frame)
 
 
-def test_files_of_rows_in_memory_are_removed(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_rows_in_memory_are_removed(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     trained.evaluate(trained.frame(trained.lines[:50]))
     assert list((tmp_path / "cache" / "frames").iterdir()) == []
 
 
-@pytest.mark.parametrize("data", [pytest.param({"a": 1}, id="dict"), pytest.param([1], id="list"), pytest.param(3, id="number")])
+@pytest.mark.parametrize(
+    "data",
+    [pytest.param({"a": 1}, id="dict"), pytest.param([1], id="list"), pytest.param(3, id="number")],
+)
 def test_other_types_are_rejected(data: Any, trained: Trained, tmp_path: Path) -> None:
-    expected = f"path: must be a path, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got {type(data).__name__}"
+    expected = (
+        "path: must be a path, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
+        f"{type(data).__name__}"
+    )
     rejects(expected, trained.evaluate, data)
     rejects(expected, rayrec.compare, [trained.run, trained.run], data, console=QUIET)
     rejects(expected, rayrec.predict, trained.run, data, out=str(tmp_path / "out"), console=QUIET)

@@ -29,17 +29,23 @@ def patience_of(item: int) -> pa.Table:
 
 
 @pytest.mark.parametrize(("max_outage_s", "waits_s"), [(None, 30.0), (900.0, 900.0), (0.0, 0.0)])
-def test_task_outage_wait_follows_placement(monkeypatch: pytest.MonkeyPatch, max_outage_s: float | None, waits_s: float) -> None:
+def test_task_outage_wait_follows_placement(
+    monkeypatch: pytest.MonkeyPatch, max_outage_s: float | None, waits_s: float
+) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
     monkeypatch.setattr(ray.data, "read_datasource", lambda source, **_: source)
-    source: Any = tasks_dataset("look", patience_of, [3, 4], placement=TaskPlacement(max_outage_s=max_outage_s))
+    source: Any = tasks_dataset(
+        "look", patience_of, [3, 4], placement=TaskPlacement(max_outage_s=max_outage_s)
+    )
     found = [table.to_pylist() for task in source.get_read_tasks(2) for table in task()]
     assert found == [[{"item": item, "outage_s": waits_s}] for item in (3, 4)]
 
 
 def test_datasets_have_task_memory_and_ids_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, memory, **__: SimpleNamespace(memory=memory))
+    monkeypatch.setattr(
+        ray.data, "read_datasource", lambda *_, memory, **__: SimpleNamespace(memory=memory)
+    )
 
     def tables(made: Any) -> Iterator[None]:
         seen.append((made.get_dataset_id(), made.memory))
@@ -63,24 +69,32 @@ def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:
         ({"max_cpus": 2.0}, 0, ConcurrencyLimits(tasks=4, blocks=4)),
         ({"max_cpus": 0.5, "num_cpus": 0.5}, 1, ConcurrencyLimits(tasks=2, blocks=3)),
         ({"max_cpus": 0.7, "num_cpus": 1.0}, 2, ConcurrencyLimits(tasks=2, blocks=4)),
-        ({"max_object_store_bytes": 9_999}, 2, ConcurrencyLimits(tasks=6, blocks=6)),  # the reader has three blocks
+        # the reader has three blocks
+        ({"max_object_store_bytes": 9_999}, 2, ConcurrencyLimits(tasks=6, blocks=6)),
         ({"max_object_store_bytes": 1_000}, 2, ConcurrencyLimits(tasks=1, blocks=1)),
     ):
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-        assert ConcurrencyLimits.of(TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks) == limits
+        assert (
+            ConcurrencyLimits.of(
+                TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks
+            )
+            == limits
+        )
 
 
 def test_policy_blocks_tasks_without_room() -> None:
     def may_start(active: int, waiting: int) -> bool:
         state = SimpleNamespace(total_enqueued_output_blocks=lambda: waiting)
-        policy = _LimitPolicy(None, defaultdict(lambda: state), None, limits=ConcurrencyLimits(tasks=3, blocks=5))
+        policy = _LimitPolicy(
+            None, defaultdict(lambda: state), None, limits=ConcurrencyLimits(tasks=3, blocks=5)
+        )
         return policy.can_add_input(Mock(num_active_tasks=lambda: active))
 
     assert [may_start(active, 0) for active in range(5)] == [True, True, True, False, False]
     assert [may_start(1, waiting) for waiting in range(6)] == [True, True, True, True, False, False]
 
 
-# What is said if Spark does not start, without Spark ------------------------------------------------------------------
+# -- What is said if Spark does not start, without Spark
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     """Stands for a driver that waits for an executor."""
@@ -99,15 +113,23 @@ def child() -> Iterator[subprocess.Popen[str]]:
     ],
 )
 def test_spark_start_timeout_names_ray_error(
-    child: subprocess.Popen[str], log: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    child: subprocess.Popen[str],
+    log: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_compat, "local_node", lambda: SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)))
+    monkeypatch.setattr(
+        ray_compat, "local_node", lambda: SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where its log is kept
     (tmp_path / "raylet.err").write_text("OldError: of another job\n")
     engine = spark_engine.SparkEngine(child, str(tmp_path), 0.01, spark_engine._ray_logs())
     with open(tmp_path / log, "a") as file:
         file.write("Traceback\nFileNotFoundError: '-Dray.address=1'\n")
-    assert "OldError" not in rejects(f"^Spark did not start in 0.01 s .*{said}.*Log: ", engine._await_start)
+    assert "OldError" not in rejects(
+        f"^Spark did not start in 0.01 s .*{said}.*Log: ", engine._await_start
+    )
 
 
 def test_spark_result_renamed_after_listing(tmp_path: Path) -> None:
@@ -120,11 +142,13 @@ def test_spark_result_renamed_after_listing(tmp_path: Path) -> None:
 def test_spark_on_ray_rejects_missing_java(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("JAVA_HOME", "/usr/lib/jvm/java-17")
-    starting = spark_engine.SparkEngine.started(SparkConfig(), ray_address="127.0.0.1:6379", cache_folder="", note=print)
+    starting = spark_engine.SparkEngine.started(
+        SparkConfig(), ray_address="127.0.0.1:6379", cache_folder="", note=print
+    )
     rejects("^engine spark-on-ray: needs Java 17, got no java on PATH", starting.__enter__)
 
 
-# Streams of many pieces: a bounded number of tasks a Dataset; the next starts before the one before is read -----------
+# Streams of many pieces: a bounded number of tasks a Dataset; the next starts before the one before
 class Datasets:
     """Stand-ins that note what is opened, read and closed, a table an item."""
 
@@ -147,7 +171,9 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
     return (table["item"][0].as_py() for table in tables)
 
 
-def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_start_early_and_small_close_and_raise_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
     found = items(ray_engine._chain_groups(groups, datasets.tables_of, StopToken()))
@@ -162,7 +188,11 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: py
     found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of, StopToken())
     next(found)
     found.close()
-    assert sorted(datasets.closed, key=min) == sorted(datasets.opened, key=min) == [range(0, 2), range(2, 4)]
+    assert (
+        sorted(datasets.closed, key=min)
+        == sorted(datasets.opened, key=min)
+        == [range(0, 2), range(2, 4)]
+    )
     found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of, StopToken()))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     fails_with(ValueError, "broken", next, found)
@@ -174,19 +204,31 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(monkeypatch: py
 
 @pytest.mark.parametrize(
     ("count", "first", "tasks"),
-    [(1, 4, [[0]]), (3, 0, [[0, 1], [2]]), (5, 2, [[0], [1], [2, 3], [4]]), (4, 4, [[0], [1], [2], [3]])],
+    [
+        (1, 4, [[0]]),
+        (3, 0, [[0, 1], [2]]),
+        (5, 2, [[0], [1], [2, 3], [4]]),
+        (4, 4, [[0], [1], [2], [3]]),
+    ],
 )
 def test_first_tasks_have_one_item(count: int, first: int, tasks: list[list[int]]) -> None:
-    assert [list(each) for each in ray_engine.group_items(range(count), first=first, size=2)] == tasks
+    assert [
+        list(each) for each in ray_engine.group_items(range(count), first=first, size=2)
+    ] == tasks
 
 
 @pytest.mark.parametrize("rows", [(3,), (2, 0, 1), (0, 0)])
 def test_merged_task_returns_table_per_item(rows: tuple[int, ...]) -> None:
     def table_of(item: int) -> pa.Table:
         values = [item * 10 + row for row in range(rows[item])]
-        return pa.table({"value": pa.array(values, pa.int64())}, metadata={"made": f"by {item}"} if item else None)
+        return pa.table(
+            {"value": pa.array(values, pa.int64())},
+            metadata={"made": f"by {item}"} if item else None,
+        )
 
     expected = [table_of(item) for item in range(len(rows))]
     found = list(ray_engine.split_table(ray_engine.merge_tables(table_of, range(len(rows)))))
     assert found == expected
-    assert [table.schema.metadata for table in found] == [table.schema.metadata for table in expected]
+    assert [table.schema.metadata for table in found] == [
+        table.schema.metadata for table in expected
+    ]

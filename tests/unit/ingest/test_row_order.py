@@ -1,4 +1,6 @@
-"""Rows are dealt out as DistributedSampler does, each once an epoch, from any position, to any number of workers."""
+"""Rows are dealt out as DistributedSampler does, each once an epoch, from any position, to any
+number of workers.
+"""
 
 import json
 import threading
@@ -20,7 +22,15 @@ from rayrec.data.logs.index import Block, Segment, SegmentRange
 from rayrec.data.numbered_rows import ArrayRows
 from rayrec.ingest import block_order
 from rayrec.ingest.batches import ArrayBatches
-from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockRange, Position, full_epoch, skip_rows, spread
+from rayrec.ingest.block_order import (
+    BatchSharding,
+    BlockOrder,
+    BlockRange,
+    Position,
+    full_epoch,
+    skip_rows,
+    spread,
+)
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.row_order import RowOrder
 
@@ -45,14 +55,25 @@ class Shards(ArrayRows):  # type: ignore[misc]  # final for others
         self.closed = True
 
 
-def _order(source: ArrayRows, shuffle: str = "full", *, seed: int = 0, chunks_per_window: int = 2, **options: Any) -> RowOrder:
+def _order(
+    source: ArrayRows,
+    shuffle: str = "full",
+    *,
+    seed: int = 0,
+    chunks_per_window: int = 2,
+    **options: Any,
+) -> RowOrder:
     return RowOrder(tuple(source.chunk_rows), shuffle, seed, chunks_per_window, **options)  # type: ignore[arg-type]
 
 
-def _loader(source: ArrayRows, *, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any) -> Loader:
+def _loader(
+    source: ArrayRows, *, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any
+) -> Loader:
     arguments = {"epochs": 1, **options}
     order = arguments.pop("order", None) or _order(source)
-    return Loader(order, ArrayBatches(source), BatchSharding(rank, world_size, batch_size), **arguments)
+    return Loader(
+        order, ArrayBatches(source), BatchSharding(rank, world_size, batch_size), **arguments
+    )
 
 
 def _numbers(batches: list[Batch]) -> list[list[int]]:
@@ -62,7 +83,9 @@ def _numbers(batches: list[Batch]) -> list[list[int]]:
 
 def _all_workers(source: ArrayRows, world_size: int, **options: object) -> list[list[int]]:
     """Each step's rows over all workers, in the order of the epoch."""
-    loaders = [_loader(source, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    loaders = [
+        _loader(source, rank=rank, world_size=world_size, **options) for rank in range(world_size)
+    ]
     shares = [_numbers(list(loader)) for loader in loaders]
     steps = []
     for parts in zip(*shares, strict=True):
@@ -79,7 +102,14 @@ def test_full_shuffle_matches_distributed_sampler() -> None:
         for rank in range(2):
             sampler = DistributedSampler(range(24), num_replicas=2, rank=rank, seed=7)  # type: ignore[arg-type]
             sampler.set_epoch(epoch)
-            loader = _loader(source, rank=rank, world_size=2, batch_size=3, epochs=2, order=_order(source, seed=7))
+            loader = _loader(
+                source,
+                rank=rank,
+                world_size=2,
+                batch_size=3,
+                epochs=2,
+                order=_order(source, seed=7),
+            )
             mine = _numbers(list(loader))[4 * epoch : 4 * epoch + 4]
             assert [number for batch in mine for number in batch] == list(sampler)
 
@@ -95,10 +125,17 @@ def test_full_shuffle_matches_distributed_sampler() -> None:
 def test_every_row_trains_once_across_reshards(
     chunks: list[int], shuffle: str, worlds: list[int], batch_size: int, data: st.DataObject
 ) -> None:
-    """Stopped again and again, and dealt out to other numbers of workers: the sequence of rows stays the same."""
+    """Stopped again and again, and dealt out to other numbers of workers: the sequence of rows
+    stays the same.
+    """
     source, epochs = Shards(*chunks), 2
     order = _order(source, shuffle)
-    whole = [number for epoch in range(epochs) for piece in order.numbers(epoch, 0) for number in piece.tolist()]
+    whole = [
+        number
+        for epoch in range(epochs)
+        for piece in order.numbers(epoch, 0)
+        for number in piece.tolist()
+    ]
     assert sorted(whole) == sorted(list(range(len(source))) * epochs)
     seen: list[int] = []
     state = None
@@ -106,7 +143,11 @@ def test_every_row_trains_once_across_reshards(
         options = {"batch_size": batch_size, "epochs": epochs, "state": state, "order": order}
         steps = _loader(source, world_size=world_size, **options).steps
         taken = steps if place == len(worlds) - 1 else data.draw(st.integers(0, steps))
-        rows = [number for step in _all_workers(source, world_size, **{**options, "max_steps": taken}) for number in step]
+        rows = [
+            number
+            for step in _all_workers(source, world_size, **{**options, "max_steps": taken})
+            for number in step
+        ]
         loader = _loader(source, world_size=world_size, **options)
         assert loader.rows(taken) == len(rows)
         for _ in range(taken):
@@ -130,10 +171,23 @@ def test_limited_order_has_spread_rows(world_size: int) -> None:
 def test_short_rest_joins_batch_and_windows_are_announced() -> None:
     source = Shards(17)
     for small_steps, sizes in ((False, [8, 9]), (True, [8, 8, 1])):
-        assert list(map(len, _all_workers(source, 2, batch_size=4, order=_order(source, small_steps=small_steps)))) == sizes
+        assert (
+            list(
+                map(
+                    len,
+                    _all_workers(
+                        source, 2, batch_size=4, order=_order(source, small_steps=small_steps)
+                    ),
+                )
+            )
+            == sizes
+        )
     source = Shards(5)
     order = _order(source, small_steps=True)
-    batches = [list(_loader(source, rank=rank, world_size=2, batch_size=2, order=order)) for rank in range(2)]
+    batches = [
+        list(_loader(source, rank=rank, world_size=2, batch_size=2, order=order))
+        for rank in range(2)
+    ]
     assert [len(batch) for batch in batches[0]] == [2, 1]
     assert [batch.loss_weight for batch in batches[0]] == [0.5, 2.0]
     assert (batches[1][1].loss_weight, len(batches[1][1])) == (0.0, 1)
@@ -143,7 +197,9 @@ def test_short_rest_joins_batch_and_windows_are_announced() -> None:
     assert [len(set((window // 4).tolist())) for window in windows] == [2, 2]
     assert list(map(len, order.numbers(0, 10))) == [6]
     list(_loader(source, order=order, epochs=1))
-    assert [sorted(window.tolist()) for window in source.announced] == [sorted(window.tolist()) for window in windows]
+    assert [sorted(window.tolist()) for window in source.announced] == [
+        sorted(window.tolist()) for window in windows
+    ]
     assert not any(np.array_equal(window, np.sort(window)) for window in windows)
 
 
@@ -157,9 +213,22 @@ def test_position_rejects_other_order() -> None:
         ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash changed from 0a to 0b"),
         ((10,), {"data_hash": "0a"}, (10,), {}, None),
         (FOURS, {"shuffle": "window"}, (3, 5, 4, 4), {}, "because chunk_rows"),
-        (FOURS, {"shuffle": "window"}, FOURS, {"chunks_per_window": 3}, r"window changed from 2 to 3[^\n]* another --name\.$"),
-        # A window that holds all chunks is one order, however large; elsewhere its size decides nothing.
-        (FOURS, {"shuffle": "window", "chunks_per_window": 4}, FOURS, {"chunks_per_window": 9}, None),
+        (
+            FOURS,
+            {"shuffle": "window"},
+            FOURS,
+            {"chunks_per_window": 3},
+            r"window changed from 2 to 3[^\n]* another --name\.$",
+        ),
+        # A window that holds all chunks is one order, however large; elsewhere its size decides
+        # nothing.
+        (
+            FOURS,
+            {"shuffle": "window", "chunks_per_window": 4},
+            FOURS,
+            {"chunks_per_window": 9},
+            None,
+        ),
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
     ):
         source, other = Shards(*chunks), Shards(*others)
@@ -204,23 +273,33 @@ def test_close_stops_thread_and_rows() -> None:
     assert next(loader, None) is None
 
 
-@pytest.mark.parametrize(("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])])
+@pytest.mark.parametrize(
+    ("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])]
+)
 def test_split_batch_has_exact_size(rows: int, count: int, sizes: list[int]) -> None:
     parts = Batch({"x": torch.arange(rows)}, 0.5).parts(count)
     assert [len(part) for part in parts] == sizes
     assert sum(len(part) for part in parts if part.loss_weight) == rows
 
 
-# Blocks of an epoch are dealt once, to any sequence of worker numbers, evenly and always the same way -----------------
+# Blocks of an epoch are dealt once, to any sequence of worker numbers, evenly and always the same w
 sizes = st.lists(st.integers(1, 40), max_size=12)
-block_ranges = sizes.map(lambda sizes: [BlockRange(number, 3, 3 + size) for number, size in enumerate(sizes)])
+block_ranges = sizes.map(
+    lambda sizes: [BlockRange(number, 3, 3 + size) for number, size in enumerate(sizes)]
+)
 
 
 def rows_of(block_ranges: list[BlockRange]) -> list[tuple[int, int]]:
-    return [(block_range.block, row) for block_range in block_ranges for row in range(block_range.start, block_range.stop)]
+    return [
+        (block_range.block, row)
+        for block_range in block_ranges
+        for row in range(block_range.start, block_range.stop)
+    ]
 
 
-def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, files: int = 3) -> BlockOrder:
+def make_order(
+    sizes: list[int], shuffle: str, segments_per_block: int = 2, files: int = 3
+) -> BlockOrder:
     parts, first = [], 0
     for i, size in enumerate(sizes):
         segment = Segment(f"day_{i * files // len(sizes)}", 100 * i, 100 * i + 100, first, size + 4)
@@ -232,7 +311,9 @@ def make_order(sizes: list[int], shuffle: str, segments_per_block: int = 2, file
 def log_rows(blocks: list[Block]) -> list[int]:
     rows: list[int] = []
     for block in blocks:
-        of_segments = [segment.first_row + i for segment in block.segments for i in range(segment.rows)]
+        of_segments = [
+            segment.first_row + i for segment in block.segments for i in range(segment.rows)
+        ]
         rows += [of_segments[place] for place in block.order()]
     return rows
 
@@ -258,19 +339,28 @@ def test_skip_rows_drops_first_rows(block_ranges: list[BlockRange], rows: int) -
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=10),
-    moves=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6),
+    moves=st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6
+    ),
 )
-def test_every_row_once_across_reshards(shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]) -> None:
+def test_every_row_once_across_reshards(
+    shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]
+) -> None:
     blocks = make_order(sizes, shuffle).blocks(0)
     position, used = Position(), []
     for world_size, batch_size, wanted in [*moves, (1, 1, 10_000)]:
         position = Position.from_dict(json.loads(json.dumps(position.to_dict())))
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)
-        left = [skip_rows(shard, position.step_in_deal * batch_size) for shard in position.shards(blocks)]
+        left = [
+            skip_rows(shard, position.step_in_deal * batch_size)
+            for shard in position.shards(blocks)
+        ]
         steps = min(wanted, -(-max(len(rows_of(shard)) for shard in left) // batch_size))
         for shard in left:
             used += rows_of(shard)[: steps * batch_size]
-        position = Position(position.epoch, position.step_in_deal + steps, world_size, batch_size, position.pieces)
+        position = Position(
+            position.epoch, position.step_in_deal + steps, world_size, batch_size, position.pieces
+        )
     assert sorted(used) == rows_of(full_epoch(blocks))
 
 
@@ -293,7 +383,9 @@ def test_limited_block_order_has_spread_rows(max_rows: int) -> None:
     assert len(rows) == limited.rows == min(max_rows, 180)
     for world_size in (2, 3):  # the same rows for any number of workers
         shards = block_order.shard_block_ranges(full_epoch(limited.blocks(0)), world_size)
-        assert sorted(row for shard in shards for row in rows_of(shard)) == rows_of(full_epoch(limited.blocks(0)))
+        assert sorted(row for shard in shards for row in rows_of(shard)) == rows_of(
+            full_epoch(limited.blocks(0))
+        )
 
 
 def test_same_world_size_keeps_shards_and_files_stay_together() -> None:
@@ -330,10 +422,13 @@ def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
         assert sorted(rows) == unshuffled
         blocks = order.blocks(epoch)
         assert [len(block.parts) for block in blocks] == [4, 4, 1]
-        assert [part for block in blocks for part in block.parts] != list(order.parts)  # of any places of the log
+        # of any places of the log
+        assert [part for block in blocks for part in block.parts] != list(order.parts)
         for block in blocks:
             mine = log_rows([block])
-            expected = [p.segment.first_row + row for p in block.parts for row in range(p.start, p.stop)]
+            expected = [
+                p.segment.first_row + row for p in block.parts for row in range(p.start, p.stop)
+            ]
             assert sorted(mine) == sorted(expected)
             assert mine != sorted(mine)
     assert log_rows(BlockOrder(order.parts, "window", 8, 4).blocks(0)) != epochs[0]
@@ -348,12 +443,25 @@ def test_identity_depends_on_rows_and_order_but_not_on_folder() -> None:
     order = make_order([4, 5, 6], "window")
     assert order.identity == make_order([4, 5, 6], "window").identity
     part = order.parts[1]
-    segments: list[dict[str, Any]] = [{"start": 101}, {"stop": 199}, {"rows": part.segment.rows + 1}, {"path": "day_9"}]
+    segments: list[dict[str, Any]] = [
+        {"start": 101},
+        {"stop": 199},
+        {"rows": part.segment.rows + 1},
+        {"path": "day_9"},
+    ]
     parts = [replace(part, start=part.start + 1), replace(part, stop=part.stop - 1)]
     parts += [replace(part, segment=replace(part.segment, **changes)) for changes in segments]
     first, _, last = order.parts
-    changes: list[dict[str, Any]] = [{"seed": 8}, {"shuffle": "files"}, {"segments_per_block": 3}, {"parts": (first, part)}]
-    changes += [{"parts": (part, last, first)}, *({"parts": (first, other, last)} for other in parts)]
+    changes: list[dict[str, Any]] = [
+        {"seed": 8},
+        {"shuffle": "files"},
+        {"segments_per_block": 3},
+        {"parts": (first, part)},
+    ]
+    changes += [
+        {"parts": (part, last, first)},
+        *({"parts": (first, other, last)} for other in parts),
+    ]
     assert len({order.identity, *(replace(order, **change).identity for change in changes)}) == 12
     unmixed = replace(order, shuffle="none")
     assert unmixed.identity == replace(unmixed, seed=8).identity  # it draws nothing
@@ -361,14 +469,23 @@ def test_identity_depends_on_rows_and_order_but_not_on_folder() -> None:
     assert of_paths("a/x", "a/y").identity != of_paths("a/x", "a/x").identity
     assert of_paths("a/day", "b/day").identity == of_paths("c/day", "b/day").identity
     # Where files are permuted, that begins with the order of their whole paths.
-    assert of_paths("a/day", "b/day", shuffle="files").identity != of_paths("c/day", "b/day", shuffle="files").identity
-    assert [of_paths(f"cache/{mark:016x}-day_0").identity for mark in (1, 2)] == [of_paths("log/day_0").identity] * 2
+    assert (
+        of_paths("a/day", "b/day", shuffle="files").identity
+        != of_paths("c/day", "b/day", shuffle="files").identity
+    )
+    assert [of_paths(f"cache/{mark:016x}-day_0").identity for mark in (1, 2)] == [
+        of_paths("log/day_0").identity
+    ] * 2
 
 
-@pytest.mark.parametrize("made", ["tables/{:016x}/00000/dt={}/part.parquet", "unpacked/{:016x}-day_{}"])
+@pytest.mark.parametrize(
+    "made", ["tables/{:016x}/00000/dt={}/part.parquet", "unpacked/{:016x}-day_{}"]
+)
 def test_cached_files_keep_permutation_after_move(made: str) -> None:
     orders = [
-        of_paths(*(f"/cache/{made.format(mark, day)}" for day, mark in enumerate(marks)), shuffle="files")
+        of_paths(
+            *(f"/cache/{made.format(mark, day)}" for day, mark in enumerate(marks)), shuffle="files"
+        )
         for marks in ((1, 2, 3), (3, 1, 2))  # the digits depend on the folder of the log
     ]
     assert orders[0].identity == orders[1].identity

@@ -1,4 +1,6 @@
-"""What a thread makes ahead: in order, few at a time, errors in their place; and no wait for data tasks in a run that stops."""
+"""What a thread makes ahead: in order, few at a time, errors in their place; and no wait for data
+tasks in a run that stops.
+"""
 
 import contextlib
 import dataclasses
@@ -35,7 +37,14 @@ from rayrec.ingest import stream as stream_module
 from rayrec.ingest.batches import BatchSlicer, ClickBatches
 from rayrec.ingest.block_order import BatchSharding, BlockOrder, BlockPlan, BlockRange, Position
 from rayrec.ingest.loader import Loader
-from rayrec.ingest.stream import EncodedBlock, MappedSource, Prefetcher, RowStream, TaskSource, encoded_block
+from rayrec.ingest.stream import (
+    EncodedBlock,
+    MappedSource,
+    Prefetcher,
+    RowStream,
+    TaskSource,
+    encoded_block,
+)
 from rayrec.schema import Schema
 from rayrec.trained_rows import TrainedRows
 from rayrec.training import stop_monitor
@@ -47,13 +56,18 @@ BlockRanges = list[tuple[Block, BlockRange]]
 @pytest.fixture
 def block_ranges(click_log: Path) -> BlockRanges:
     segments = open_index(click_log / "train.txt").segments[:BLOCKS]
-    blocks = [Block((SegmentRange(each, 0, each.rows),), (3, number)) for number, each in enumerate(segments)]
+    blocks = [
+        Block((SegmentRange(each, 0, each.rows),), (3, number))
+        for number, each in enumerate(segments)
+    ]
     return [(block, BlockRange(number, 5, block.rows)) for number, block in enumerate(blocks)]
 
 
 @pytest.fixture
 def preprocessor(block_ranges: BlockRanges) -> Preprocessor:
-    return made_from(read_raw([block.parts[0].segment for block, _ in block_ranges], SCHEMA), SCHEMA, RAYREC)
+    return made_from(
+        read_raw([block.parts[0].segment for block, _ in block_ranges], SCHEMA), SCHEMA, RAYREC
+    )
 
 
 @pytest.fixture
@@ -77,12 +91,20 @@ def stream(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given)
 
 
 def numbers(block_ranges: BlockRanges, preprocessor: Preprocessor, engine: Given) -> list[int]:
-    return [number for rows in stream(block_ranges, preprocessor, engine) for number in rows.row_numbers.tolist()]
+    return [
+        number
+        for rows in stream(block_ranges, preprocessor, engine)
+        for number in rows.row_numbers.tolist()
+    ]
 
 
 @pytest.mark.parametrize("made", [0, 1, 3, BLOCKS])
 def test_stop_makes_missing_blocks_locally(
-    monkeypatch: pytest.MonkeyPatch, block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event, made: int
+    monkeypatch: pytest.MonkeyPatch,
+    block_ranges: BlockRanges,
+    preprocessor: Preprocessor,
+    never: threading.Event,
+    made: int,
 ) -> None:
     items = [(block, block_range.start, block_range.stop) for block, block_range in block_ranges]
 
@@ -97,14 +119,21 @@ def test_stop_makes_missing_blocks_locally(
     engine = Given(tables)
     threading.Timer(0.2, engine.stop.set).start()
     found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append(numbers(block_ranges, preprocessor, engine)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.append(numbers(block_ranges, preprocessor, engine)), daemon=True
+    )
     thread.start()
     thread.join(60)
-    expected = [each.parts[0].segment.first_row + each.order()[rows.start : rows.stop] for each, rows in block_ranges]
+    expected = [
+        each.parts[0].segment.first_row + each.order()[rows.start : rows.stop]
+        for each, rows in block_ranges
+    ]
     assert found == [np.concatenate(expected).tolist()]
 
 
-def test_stream_raises_errors_and_closes(block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event) -> None:
+def test_stream_raises_errors_and_closes(
+    block_ranges: BlockRanges, preprocessor: Preprocessor, never: threading.Event
+) -> None:
     closed = threading.Event()
 
     def tables() -> Generator[pa.Table, None, None]:
@@ -125,11 +154,15 @@ def test_stream_raises_errors_and_closes(block_ranges: BlockRanges, preprocessor
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_stop_reaches_every_worker(monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int) -> None:
+def test_stop_reaches_every_worker(
+    monkeypatch: pytest.MonkeyPatch, never: threading.Event, rank: int
+) -> None:
     monkeypatch.setattr(stop_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(stop_monitor, "_RANKS_POLL_S", 0.01)
     stop = StopToken()
-    watch = stop_monitor.StopMonitor(SimpleNamespace(stop_reason=lambda: "SIGTERM"), rank=rank, stop=stop)
+    watch = stop_monitor.StopMonitor(
+        SimpleNamespace(stop_reason=lambda: "SIGTERM"), rank=rank, stop=stop
+    )
     assert stop.wait(10)
     watch.close()
     assert (watch.cause is None) == (rank == 1)  # all act on what worker 0 has heard
@@ -173,7 +206,7 @@ def test_prefetcher_returns_few_values_in_order_before_errors() -> None:
     ahead.close()
 
 
-# Batches of all workers together hold every row of an epoch once; any step can be gone on from ------------------------
+# Batches of all workers together hold every row of an epoch once; any step can be gone on from ----
 ROWS = 700
 ClickLoader = Loader[Position, BlockPlan]
 Prepared = tuple[LogIndex, Preprocessor]
@@ -190,7 +223,9 @@ def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepa
     return index, learn(index)
 
 
-def order_of(index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window") -> BlockOrder:
+def order_of(
+    index: LogIndex, start: int = 0, stop: int = ROWS, shuffle: str = "window"
+) -> BlockOrder:
     return BlockOrder(tuple(index.parts(start, stop)), shuffle, 3, 3)
 
 
@@ -198,8 +233,16 @@ def source_of(prepared: Prepared) -> TaskSource:
     return TaskSource(InProcess(prepared[1]), ThreadEngine(1), SCHEMA, ROWS, prefetch_blocks=1)
 
 
-def loader(prepared: Prepared, order: Any = None, *, source: Any = None, pinned: int = 0, **changes: Any) -> ClickLoader:
-    settings: dict[str, Any] = {"epochs": 1, "batch_size": 64, "rank": 0, "world_size": 1, **changes}
+def loader(
+    prepared: Prepared, order: Any = None, *, source: Any = None, pinned: int = 0, **changes: Any
+) -> ClickLoader:
+    settings: dict[str, Any] = {
+        "epochs": 1,
+        "batch_size": 64,
+        "rank": 0,
+        "world_size": 1,
+        **changes,
+    }
     sharding = BatchSharding(*(settings.pop(name) for name in ("rank", "world_size", "batch_size")))
     position = settings.pop("position", None)
     state = None if position is None else position.to_dict()
@@ -208,7 +251,9 @@ def loader(prepared: Prepared, order: Any = None, *, source: Any = None, pinned:
 
 
 def log_rows(prepared: Prepared, start: int = 0, stop: int = ROWS) -> list[tuple[bytes, ...]]:
-    return rows_of(prepared[1].encode(read_segments(prepared[0].segments, SCHEMA), np.arange(start, stop)))
+    return rows_of(
+        prepared[1].encode(read_segments(prepared[0].segments, SCHEMA), np.arange(start, stop))
+    )
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -218,14 +263,25 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size", [1, 33, 64, 350, 1000])
 def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch_size: int) -> None:
-    loaders = [loader(prepared, batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    loaders = [
+        loader(prepared, batch_size=batch_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     batches = [list(each) for each in loaders]
     assert {len(mine) for mine in batches} == {loaders[0].steps}
-    assert loaders[0].steps == loaders[0].steps_per_epoch == math.ceil(math.ceil(ROWS / world_size) / batch_size)
-    assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == Counter(log_rows(prepared))
+    assert (
+        loaders[0].steps
+        == loaders[0].steps_per_epoch
+        == math.ceil(math.ceil(ROWS / world_size) / batch_size)
+    )
+    assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == Counter(
+        log_rows(prepared)
+    )
     done = 0
     for step, of_step in enumerate(zip(*batches, strict=True)):
-        assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
+        assert sum(
+            batch.loss_weight * len(batch) / world_size for batch in of_step
+        ) == pytest.approx(1)
         done += sum(len(batch) for batch in of_step)
         assert loaders[0].rows(step + 1) == done
         if step + 1 < loaders[0].steps:
@@ -237,17 +293,31 @@ def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch
 @pytest.mark.parametrize("used", [0, 2])
 def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int) -> None:
     size = 30
-    start = Position().for_workers(order_of(prepared[0]).blocks(0), world_size=world_size, batch_size=size)
-    options = {"batch_size": size, "world_size": world_size, "position": dataclasses.replace(start, step_in_deal=used)}
+    start = Position().for_workers(
+        order_of(prepared[0]).blocks(0), world_size=world_size, batch_size=size
+    )
+    options = {
+        "batch_size": size,
+        "world_size": world_size,
+        "position": dataclasses.replace(start, step_in_deal=used),
+    }
     totals = [ROWS // world_size + (rank < ROWS % world_size) for rank in range(world_size)]
     steps = np.arange(used, -(-totals[0] // size))
     shares = np.clip(np.array(totals) - steps[:, None] * size, 0, size)
     for rank in range(world_size):
-        plan = order_of(prepared[0]).plan(options["position"], BatchSharding(rank, world_size, size))
+        plan = order_of(prepared[0]).plan(
+            options["position"], BatchSharding(rank, world_size, size)
+        )
         assert plan.steps == len(steps)
         assert [plan.worker_rows(step) for step in range(plan.steps)] == shares[:, rank].tolist()
-        assert [plan.rows_until(step) for step in range(plan.steps + 1)] == [0, *shares.sum(1).cumsum().tolist()]
-        assert sum(block_range.rows for _, block_range in plan.block_ranges(plan.steps)) == shares[:, rank].sum()
+        assert [plan.rows_until(step) for step in range(plan.steps + 1)] == [
+            0,
+            *shares.sum(1).cumsum().tolist(),
+        ]
+        assert (
+            sum(block_range.rows for _, block_range in plan.block_ranges(plan.steps))
+            == shares[:, rank].sum()
+        )
 
 
 def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
@@ -260,10 +330,13 @@ def test_plan_memory_does_not_grow_with_workers(prepared: Prepared) -> None:
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 50_000  # a number for each step takes 1 kB, one for each worker 8 kB and one for both 1 MB
+    # a number for each step takes 1 kB, one for each worker 8 kB and one for both 1 MB
+    assert peak_bytes < 50_000
 
 
-def test_gpu_batches_are_pinned_in_thread(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_batches_are_pinned_in_thread(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: set[int] = set()
 
     def pin_memory(values: Any) -> Any:  # which a machine without a GPU cannot
@@ -288,10 +361,13 @@ def test_gpu_batches_are_pinned_in_thread(prepared: Prepared, monkeypatch: pytes
     left.close()
 
 
-def test_constants_are_pinned_once_and_batches_may_be_empty(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_are_pinned_once_and_batches_may_be_empty(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pinned: list[torch.Tensor] = []
 
-    def pin_memory(values: torch.Tensor) -> torch.Tensor:  # as torch's, which copies nothing that is pinned
+    # as torch's, which copies nothing that is pinned
+    def pin_memory(values: torch.Tensor) -> torch.Tensor:
         if any(values is other for other in pinned):
             return values
         pinned.append(values.clone())
@@ -307,18 +383,31 @@ def test_constants_are_pinned_once_and_batches_may_be_empty(prepared: Prepared, 
         offsets = [tensor for tensor in pinned if tensor.shape == (26 * size + 1,)]
         assert 1 <= len(offsets) <= 2  # of the first batch, and then for good
     order = order_of(prepared[0], 0, 5)
-    last = [list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1] for rank in range(4)]
+    last = [
+        list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1]
+        for rank in range(4)
+    ]
     assert [len(batch) for batch in last] == [1, 0, 0, 0]
-    assert (last[3].sparse_features.stride(), last[3].sparse_features["cat_3"].values().numel()) == (0, 0)
+    assert (
+        last[3].sparse_features.stride(),
+        last[3].sparse_features["cat_3"].values().numel(),
+    ) == (0, 0)
     assert {batch.loss_weight for batch in last} == {4.0}
-    loaders = [loader(prepared, order_of(prepared[0], 0, 2), epochs=2, rank=rank, world_size=3) for rank in range(3)]
+    loaders = [
+        loader(prepared, order_of(prepared[0], 0, 2), epochs=2, rank=rank, world_size=3)
+        for rank in range(3)
+    ]
     assert sorted([[len(batch) for batch in each] for each in loaders]) == [[0, 0], [1, 1], [1, 1]]
 
 
 def test_slicer_adds_full_tables_to_empty_batch() -> None:
     inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
     lists = JaggedIds(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
-    rows = EncodedRows(np.empty((2, 0), np.float32), [np.array([7, 8], np.int32), lists], {"label": np.ones(2, np.float32)})
+    rows = EncodedRows(
+        np.empty((2, 0), np.float32),
+        [np.array([7, 8], np.int32), lists],
+        {"label": np.ones(2, np.float32)},
+    )
     slicer = BatchSlicer(iter([rows]), inputs, unpooled=("item",), tables={"table:item": 3})
     features = slicer.take(2, loss_weight=1.0).sequence_features
     assert features is not None
@@ -329,7 +418,9 @@ def test_slicer_adds_full_tables_to_empty_batch() -> None:
     assert nothing.sequence_features is not None
     # One row, as TorchRec cannot exchange embeddings one by one for none.
     assert [part.tolist() for part in nothing.sequence_features["item"].to_dense()] == [[]]
-    assert [part.tolist() for part in nothing.sequence_features["table:item"].to_dense()] == [[0, 1, 2]]
+    assert [part.tolist() for part in nothing.sequence_features["table:item"].to_dense()] == [
+        [0, 1, 2]
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -345,7 +436,11 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
             whole.append(batch)
             states.append(first.state())
         for step in range(len(whole) + 1):
-            again = loader(prepared, **settings, position=Position.from_dict(json.loads(json.dumps(states[step]))))
+            again = loader(
+                prepared,
+                **settings,
+                position=Position.from_dict(json.loads(json.dumps(states[step]))),
+            )
             assert (again.steps, again.state()) == (len(whole) - step, states[step])
             rest = list(again)
             assert len(rest) == again.steps
@@ -355,21 +450,36 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "moves", [[(3, 2, 40), (2, 1, 40), (5, 1, 30), (1, 3, 64)], [(2, 5, 64), (2, 3, 50), (4, 0, 50), (3, 4, 9)]]
+    "moves",
+    [
+        [(3, 2, 40), (2, 1, 40), (5, 1, 30), (1, 3, 64)],
+        [(2, 5, 64), (2, 3, 50), (4, 0, 50), (3, 4, 9)],
+    ],
 )
-def test_loader_resumes_with_other_world_sizes(prepared: Prepared, moves: list[tuple[int, int, int]]) -> None:
-    """Every row once an epoch and one loader's count of steps left on all ranks, whatever the workers were."""
+def test_loader_resumes_with_other_world_sizes(
+    prepared: Prepared, moves: list[tuple[int, int, int]]
+) -> None:
+    """Every row once an epoch and one loader's count of steps left on all ranks, whatever the
+    workers were.
+    """
     used: Counter[tuple[bytes, ...]] = Counter()
     numbers: Counter[tuple[int, int]] = Counter()
     trained = TrainedRows()
     state: dict[str, Any] = Position().to_dict()
     for number, (world_size, steps, batch_size) in enumerate([*moves, (2, 10_000, 64)]):
-        options = {"epochs": 2, "position": Position.from_dict(state), "world_size": world_size, "batch_size": batch_size}
+        options = {
+            "epochs": 2,
+            "position": Position.from_dict(state),
+            "world_size": world_size,
+            "batch_size": batch_size,
+        }
         loaders = [loader(prepared, rank=rank, **options) for rank in range(world_size)]
         assert len({each.steps for each in loaders}) == 1
         for _ in range(min(steps, loaders[0].steps)):
             of_step = [next(each) for each in loaders]
-            assert sum(batch.loss_weight * len(batch) / world_size for batch in of_step) == pytest.approx(1)
+            assert sum(
+                batch.loss_weight * len(batch) / world_size for batch in of_step
+            ) == pytest.approx(1)
             used.update(row for batch in of_step for row in rows_of(batch))
             for given in (batch.row_numbers for batch in of_step):
                 trained.add(given)
@@ -395,7 +505,9 @@ def test_row_numbers_match_log(prepared: Prepared) -> None:
 
 def taken(rows: EncodedRows, which: Any) -> EncodedRows:
     ids = [column[which] for column in rows.ids]  # type: ignore[index]
-    return EncodedRows(rows.dense[which], ids, {"label": rows.label[which]}, None, rows.row_numbers[which])
+    return EncodedRows(
+        rows.dense[which], ids, {"label": rows.label[which]}, None, rows.row_numbers[which]
+    )
 
 
 @pytest.mark.parametrize(
@@ -408,11 +520,21 @@ def taken(rows: EncodedRows, which: Any) -> EncodedRows:
         (lambda first, *rest: [taken(first, np.array([1, *range(1, len(first))])), *rest], (1, 1)),
         (lambda first, *rest: [first, first, *rest], None),
     ],
-    ids=["none", "a row is dropped", "a row is repeated", "one in place of another", "a block is repeated"],
+    ids=[
+        "none",
+        "a row is dropped",
+        "a row is repeated",
+        "one in place of another",
+        "a block is repeated",
+    ],
 )
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_lost_and_repeated_rows_are_counted(prepared: Prepared, fault: Any, expected: Any, epochs: int) -> None:
-    """A data task that makes other rows than it was asked for: the position says nothing of it, and the count does."""
+def test_lost_and_repeated_rows_are_counted(
+    prepared: Prepared, fault: Any, expected: Any, epochs: int
+) -> None:
+    """A data task that makes other rows than it was asked for: the position says nothing of it, and
+    the count does.
+    """
     tasks = []
 
     class Faulty(TaskSource):
@@ -421,15 +543,23 @@ def test_lost_and_repeated_rows_are_counted(prepared: Prepared, fault: Any, expe
             made = [rows for of_piece, _ in super().make(block_ranges) for rows in of_piece]
             yield from (([rows], None) for rows in fault(*made))
 
-    loading, trained = loader(prepared, source=Faulty(**vars(source_of(prepared))), epochs=epochs), TrainedRows()
+    loading, trained = (
+        loader(prepared, source=Faulty(**vars(source_of(prepared))), epochs=epochs),
+        TrainedRows(),
+    )
     with contextlib.suppress(RuntimeError):  # a stream that ends too soon
         for batch in loading:
             trained.add(batch.row_numbers)
     assert trained.lost_and_repeated(loading.trained_rows()) == (expected or (tasks[0][0],) * 2)
 
 
-@pytest.mark.parametrize(("calls", "expected"), [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))])
-def test_skipped_and_repeated_batches_are_counted(prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))],
+)
+def test_skipped_and_repeated_batches_are_counted(
+    prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]
+) -> None:
     loading, trained = loader(prepared), TrainedRows()
     given = [next(loading) for _ in range(max(calls) + 1)]
     for call in calls:
@@ -452,17 +582,26 @@ def test_max_steps_limit_requests_and_epoch_end_is_next_start(prepared: Prepared
             asked.extend(block_range.rows for _, block_range in block_ranges)
             return super().make(block_ranges)
 
-    assert len(list(loader(prepared, source=Counting(**vars(source_of(prepared))), max_steps=1))) == 1
+    assert (
+        len(list(loader(prepared, source=Counting(**vars(source_of(prepared))), max_steps=1))) == 1
+    )
     assert len(asked) == 1
     # Also where the position says so with a step number, as no loader does.
     end = loader(prepared, epochs=2, position=Position(0, 11, 1, 64, None))
     assert end.steps == 11
-    assert dataclasses.replace(Position.from_dict(end.state()), order=None) == Position(1, 0, 1, 64, None)
-    assert all(same(one, other) for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True))
+    assert dataclasses.replace(Position.from_dict(end.state()), order=None) == Position(
+        1, 0, 1, 64, None
+    )
+    assert all(
+        same(one, other)
+        for one, other in zip(end, list(loader(prepared, epochs=2))[11:], strict=True)
+    )
 
 
 def test_resume_rejects_changed_order(prepared: Prepared, tmp_path: Path) -> None:
-    """A position means other rows in any other order, and so rows would be lost and trained on twice, unnoticed."""
+    """A position means other rows in any other order, and so rows would be lost and trained on
+    twice, unnoticed.
+    """
     index, _ = prepared
     order = order_of(index)
     begun = loader(prepared, order, batch_size=64)
@@ -471,25 +610,44 @@ def test_resume_rejects_changed_order(prepared: Prepared, tmp_path: Path) -> Non
     position = Position.from_dict(json.loads(json.dumps(begun.state())))
     begun.close()
     again = open_index(Path(index.segments[0].path), segment_bytes=4_500)
-    others = [dataclasses.replace(order, **change) for change in ({"seed": 4}, {"segments_per_block": 4}, {"shuffle": "none"})]
+    others = [
+        dataclasses.replace(order, **change)
+        for change in ({"seed": 4}, {"segments_per_block": 4}, {"shuffle": "none"})
+    ]
     for other in (*others, order_of(again), order_of(index, 0, ROWS - 1)):
-        rejects(r"^train_data: cannot resume, .*order changed.* another --name\.$", loader, prepared, other, position=position)
+        rejects(
+            r"^train_data: cannot resume, .*order changed.* another --name\.$",
+            loader,
+            prepared,
+            other,
+            position=position,
+        )
     moved = tmp_path / "elsewhere" / "log.txt"
     moved.parent.mkdir()
     moved.write_bytes(Path(index.segments[0].path).read_bytes())
     at_another_place = order_of(open_index(moved, segment_bytes=9_000))
-    rest = [Counter(rows_of(batch)) for batch in loader(prepared, at_another_place, position=position)]
+    rest = [
+        Counter(rows_of(batch)) for batch in loader(prepared, at_another_place, position=position)
+    ]
     assert rest == [Counter(rows_of(batch)) for batch in loader(prepared, order, position=position)]
     with moved.open("ab") as file:
         file.write(b"".join(moved.read_bytes().splitlines(keepends=True)[:3]))
     grown = open_index(moved, segment_bytes=9_000)
-    rejects("rows or their order changed", loader, prepared, order_of(grown, 0, grown.rows), position=position)
+    rejects(
+        "rows or their order changed",
+        loader,
+        prepared,
+        order_of(grown, 0, grown.rows),
+        position=position,
+    )
 
 
 def test_position_without_order_resumes_and_close_stops_reading(prepared: Prepared) -> None:
     stored = {"epoch": 0, "step_in_deal": 2, "world_size": 1, "batch_size": 64, "pieces": None}
     going_on = loader(prepared, position=Position.from_dict(stored))
-    assert all(same(one, other) for one, other in zip(going_on, list(loader(prepared))[2:], strict=True))
+    assert all(
+        same(one, other) for one, other in zip(going_on, list(loader(prepared))[2:], strict=True)
+    )
     assert going_on.state()["order"] == order_of(prepared[0]).identity
     loading = loader(prepared)
     next(loading)
@@ -498,38 +656,63 @@ def test_position_without_order_resumes_and_close_stops_reading(prepared: Prepar
 
 
 def test_batches_contain_variable_length_ids() -> None:
-    """One id, two ids and any number of them, through Arrow, cut into batches across what the tasks made."""
+    """One id, two ids and any number of them, through Arrow, cut into batches across what the tasks
+    made.
+    """
     rng = np.random.default_rng(0)
     lists = [rng.integers(0, 2**40, rng.integers(0, 4)).tolist() for _ in range(50)]
-    one, two, weights = rng.integers(0, 2**40, 50), rng.integers(0, 2**40, (50, 2)), rng.random(50, np.float32)
+    one, two, weights = (
+        rng.integers(0, 2**40, 50),
+        rng.integers(0, 2**40, (50, 2)),
+        rng.random(50, np.float32),
+    )
     parts = []
     for part in (slice(0, 7), slice(7, 8), slice(8, 50)):
         sizes = np.array([len(ids) for ids in lists[part]], np.int32)
         bags = JaggedIds(np.array([x for ids in lists[part] for x in ids], np.int64), sizes)
         numbers = np.zeros((len(sizes), 2), np.float32)
-        rows = EncodedRows(numbers[:, :1], [one[part], bags, two[part]], {"label": numbers[:, 1]}, weights[part])
+        rows = EncodedRows(
+            numbers[:, :1], [one[part], bags, two[part]], {"label": numbers[:, 1]}, weights[part]
+        )
         parts += from_arrow(to_arrow(rows))
-    slicer = BatchSlicer(iter(parts), Schema(label="label", dense=("x",), sparse=("one", "list", "two")))
+    slicer = BatchSlicer(
+        iter(parts), Schema(label="label", dense=("x",), sparse=("one", "list", "two"))
+    )
     done = 0
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
         features, chosen = batch.sparse_features, slice(done, done + count)
-        assert (features.stride(), features["one"].values().tolist()) == (count, one[chosen].tolist())
+        assert (features.stride(), features["one"].values().tolist()) == (
+            count,
+            one[chosen].tolist(),
+        )
         assert features["two"].values().tolist() == two[chosen].reshape(-1).tolist()
         assert [bag.tolist() for bag in features["list"].to_dense()] == lists[chosen]
-        assert batch.weights is None if not count else batch.weights.tolist() == weights[chosen].tolist()
+        assert (
+            batch.weights is None
+            if not count
+            else batch.weights.tolist() == weights[chosen].tolist()
+        )
         done += count
 
 
-def test_arrow_round_trips_one_kind_and_epochs_are_lazy(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    (back,) = from_arrow(to_arrow(EncodedRows(np.empty((2, 0), np.float32), np.array([[1, 2**25 + 1]], np.int32))))
+def test_arrow_round_trips_one_kind_and_epochs_are_lazy(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (back,) = from_arrow(
+        to_arrow(EncodedRows(np.empty((2, 0), np.float32), np.array([[1, 2**25 + 1]], np.int32)))
+    )
     assert (back.dense.shape, back.ids[0].tolist(), back.labels) == ((2, 0), [1, 2**25 + 1], {})
     dense = np.arange(6, dtype=np.float32).reshape(2, 3)
-    (back,) = from_arrow(to_arrow(EncodedRows(dense, np.empty((0, 2), np.int32), {"label": np.ones(2, np.float32)})))
+    (back,) = from_arrow(
+        to_arrow(EncodedRows(dense, np.empty((0, 2), np.int32), {"label": np.ones(2, np.float32)}))
+    )
     assert (back.dense == dense).all()
     assert (list(back.ids), len(back)) == ([], 2)
     assert from_arrow(to_arrow(EncodedRows(dense[:0], np.empty((1, 0), np.int32)))) == []
-    assert from_arrow(to_arrow(EncodedRows(dense, np.array([[7, 8]], np.int32))).slice(1))[0].dense.tolist() == [[3, 4, 5]]
+    assert from_arrow(to_arrow(EncodedRows(dense, np.array([[7, 8]], np.int32))).slice(1))[
+        0
+    ].dense.tolist() == [[3, 4, 5]]
     planned: list[int] = []
     blocks = BlockOrder.blocks
 
@@ -543,7 +726,13 @@ def test_arrow_round_trips_one_kind_and_epochs_are_lazy(prepared: Prepared, monk
     for _ in range(4):
         next(many)
     assert max(planned) == 1
-    assert [many.rows(step) for step in (0, 1, 3, 4, 2_999_999)] == [0, 300, ROWS, ROWS + 300, 1_000_000 * ROWS - 100]
+    assert [many.rows(step) for step in (0, 1, 3, 4, 2_999_999)] == [
+        0,
+        300,
+        ROWS,
+        ROWS + 300,
+        1_000_000 * ROWS - 100,
+    ]
     many.close()
 
 

@@ -1,4 +1,6 @@
-"""Linear stacks, towers and batch norms against torch: equal outputs and gradients, deterministically."""
+"""Linear stacks, towers and batch norms against torch: equal outputs and gradients,
+deterministically.
+"""
 
 import copy
 import itertools
@@ -30,24 +32,33 @@ def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
     return nn.Sequential(*(modules if final_activation else modules[:-1]))
 
 
-def gradients(module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def gradients(
+    module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     inputs = inputs.clone().requires_grad_()
     module.zero_grad()
     output = module(inputs)
     (output.float() * weights).sum().backward()
     assert inputs.grad is not None
-    return output.detach(), [inputs.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+    return output.detach(), [
+        inputs.grad,
+        *(parameter.grad.clone() for parameter in module.parameters()),
+    ]
 
 
 @pytest.mark.parametrize("final_activation", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 257])
 @pytest.mark.parametrize("sizes", [(512, 256, 64, 16), (367, 5, 1), (1,)])
-def test_fp32_equals_linear_layers(sizes: tuple[int, ...], rows: int, final_activation: bool) -> None:
+def test_fp32_equals_linear_layers(
+    sizes: tuple[int, ...], rows: int, final_activation: bool
+) -> None:
     torch.manual_seed(0)
     mlp = MLP(13, sizes, final_activation=final_activation)
     inputs, weights = torch.randn(rows, 13), torch.randn(rows, sizes[-1])
     output, got = gradients(mlp, inputs, weights)
-    expected_output, expected = gradients(reference(mlp, final_activation=final_activation), inputs, weights)
+    expected_output, expected = gradients(
+        reference(mlp, final_activation=final_activation), inputs, weights
+    )
     torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=1e-4)
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
@@ -84,7 +95,9 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
     mlp = MLP(130, (64, 32, 16), final_activation=final_activation, precision="bf16")
     inputs, weights = torch.randn(512, 130), torch.randn(512, 16)
     output, got = gradients(mlp, inputs, weights)
-    expected_output, expected = gradients(reference(mlp, final_activation=final_activation), inputs, weights)
+    expected_output, expected = gradients(
+        reference(mlp, final_activation=final_activation), inputs, weights
+    )
     assert output.dtype == (torch.bfloat16 if final_activation else torch.float32)
     assert (output.float() - expected_output).norm() < 0.01 * expected_output.norm()
     for mine, theirs in zip(got, expected, strict=True):
@@ -104,9 +117,14 @@ def test_linear_stack_repeats_bits_for_any_number_of_rows(precision: str) -> Non
     output = mlp(torch.zeros(0, 13))
     output.sum().backward()
     assert output.shape == (0, 1)
-    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in mlp.parameters())
+    assert all(
+        torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in mlp.parameters()
+    )
     torch.manual_seed(0)
-    mlp, inputs = MLP(13, (32, 16, 1), final_activation=False, precision=precision), torch.randn(40, 13)
+    mlp, inputs = (
+        MLP(13, (32, 16, 1), final_activation=False, precision=precision),
+        torch.randn(40, 13),
+    )
     with torch.no_grad():
         together = mlp(inputs)
         alone = torch.cat([mlp(inputs[row : row + 1]) for row in range(40)])
@@ -130,8 +148,12 @@ def test_layers_without_bias_and_without_activation() -> None:
     torch.testing.assert_close(got, inputs @ down.t() @ up.t() + bias, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), [(24, 100), (100, 300), (100, 24), (80, 80)])
-def test_input_major_weight_gradient_matches_output_major(in_features: int, out_features: int) -> None:
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(24, 100), (100, 300), (100, 24), (80, 80)]
+)
+def test_input_major_weight_gradient_matches_output_major(
+    in_features: int, out_features: int
+) -> None:
     torch.manual_seed(0)
     inputs, factors = torch.randn(50, in_features), torch.randn(50, out_features)
     by_inputs = torch.randn(in_features, out_features, requires_grad=True)
@@ -161,7 +183,7 @@ def test_export_uses_plain_operators_and_empty_layer_learns_bias() -> None:
     assert mlp.layers[0].bias.grad.abs().sum() > 0
 
 
-# Towers: their formula is in models/ranking/test_formulas.py ----------------------------------------------------------
+# -- Towers: their formula is in models/ranking/test_formulas.py
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tower_returns_precision_dtype(precision: Precision) -> None:
     outputs = Tower(5, (4, 3), batch_norm=True, precision=precision)(torch.randn(16, 5))
@@ -169,7 +191,7 @@ def test_tower_returns_precision_dtype(precision: Precision) -> None:
     assert (Tower(5, (4, 3)).out_features, Tower(5, ()).out_features) == (3, 5)
 
 
-# Batch normalization and means over all workers' rows -----------------------------------------------------------------
+# -- Batch normalization and means over all workers' rows
 FEATURES, STEPS = 3, 4
 PARTS = ((0, 7), (7, 7), (7, 8))
 """Rows of each rank. One has none."""
@@ -199,7 +221,12 @@ def a_rank(folder: str, rank: int) -> None:
         outputs = norm(inputs)
         (outputs * weights(8)[start:stop]).sum().backward()
     state = {name: tensor.detach() for name, tensor in norm.state_dict().items()}
-    found = {"outputs": outputs.detach(), "gradient": inputs.grad, "weight_gradient": norm.weight.grad, **state}
+    found = {
+        "outputs": outputs.detach(),
+        "gradient": inputs.grad,
+        "weight_gradient": norm.weight.grad,
+        **state,
+    }
     values = rows(0)[start:stop].requires_grad_()
     (values.square() @ global_means(values)).sum().backward()
     found |= {"means": global_means(values).detach(), "gradient_with_means": values.grad}
@@ -217,11 +244,17 @@ def test_batch_norm_with_unequal_workers_matches_one_worker(tmp_path: Path) -> N
         (outputs * weights(8)).sum().backward()
     assert inputs.grad is not None
     for name, expected in (("outputs", outputs.detach()), ("gradient", inputs.grad)):
-        torch.testing.assert_close(torch.cat([part[name] for part in found]), expected, atol=2e-4, rtol=1e-3)
-    torch.testing.assert_close(sum(part["weight_gradient"] for part in found), whole.weight.grad, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            torch.cat([part[name] for part in found]), expected, atol=2e-4, rtol=1e-3
+        )
+    torch.testing.assert_close(
+        sum(part["weight_gradient"] for part in found), whole.weight.grad, atol=1e-3, rtol=1e-3
+    )
     values = rows(0).requires_grad_()
     (values.square() @ values.mean(0)).sum().backward()
-    torch.testing.assert_close(torch.cat([part["gradient_with_means"] for part in found]), values.grad)
+    torch.testing.assert_close(
+        torch.cat([part["gradient_with_means"] for part in found]), values.grad
+    )
     for part in found:
         torch.testing.assert_close(part["means"], values.mean(0).detach())
         for name in ("running_mean", "running_var"):
@@ -229,11 +262,15 @@ def test_batch_norm_with_unequal_workers_matches_one_worker(tmp_path: Path) -> N
             assert torch.equal(part[name], found[0][name])
 
 
-# Kernel of pairwise dot products against torch's operators ------------------------------------------------------------
-def drawn(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, ...]:
+# -- Kernel of pairwise dot products against torch's operators
+def drawn(
+    rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(rows + features + dim)
     order = tuple(torch.randperm(features, generator=generator).tolist())
-    dense, sparse = (torch.randn(rows, width, generator=generator) for width in (dim, features * dim))
+    dense, sparse = (
+        torch.randn(rows, width, generator=generator) for width in (dim, features * dim)
+    )
     return dense.to(kinds[0]).requires_grad_(), sparse.to(kinds[1]).requires_grad_(), order  # type: ignore[return-value]
 
 
@@ -242,9 +279,12 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize("kinds", [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (FLOAT, HALF)])
 @pytest.mark.parametrize(
-    ("rows", "features", "dim"), [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)]
+    ("rows", "features", "dim"),
+    [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)],
 )
-def test_dots_kernel_matches_operators(rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+def test_dots_kernel_matches_operators(
+    rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]
+) -> None:
     dense, sparse, order = drawn(rows, features, dim, kinds)
     by_kernel = pairwise_dots(dense, sparse, order)
     with_torch_ops = _OperatorDots.apply(dense, sparse, *_indices(order, dim, torch.device("cpu")))
@@ -252,14 +292,19 @@ def test_dots_kernel_matches_operators(rows: int, features: int, dim: int, kinds
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if kinds[0] == FLOAT else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(by_kernel, with_torch_ops, **tolerance)
     weights = torch.linspace(-1, 1, by_kernel.shape[1]).to(kinds[0])
-    results = [torch.autograd.grad(output, (dense, sparse), weights.expand_as(output)) for output in (by_kernel, with_torch_ops)]
+    results = [
+        torch.autograd.grad(output, (dense, sparse), weights.expand_as(output))
+        for output in (by_kernel, with_torch_ops)
+    ]
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if HALF not in kinds else {"rtol": 2e-2, "atol": 2e-2}
     for got, expected in zip(*results, strict=True):
         assert got.dtype == expected.dtype
         torch.testing.assert_close(got, expected, **tolerance)
 
 
-def test_dots_are_bit_identical_for_any_threads_and_openmp(own_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dots_are_bit_identical_for_any_threads_and_openmp(
+    own_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense, sparse, order = drawn(1_000, 26, 16, (FLOAT, FLOAT))
     results = []
     for threads in (1, 2, 3):
@@ -272,7 +317,9 @@ def test_dots_are_bit_identical_for_any_threads_and_openmp(own_threads: None, mo
 
 
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2", "AVX512"])
-def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectorized_selects_kernel_for_cpu(
+    capability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = ("DEFAULT", "AVX2", "AVX512")
     if torch.backends.cpu.get_cpu_capability() not in order[order.index(capability) :]:
         pytest.skip("not this CPU")
@@ -288,21 +335,25 @@ def test_vectorized_selects_kernel_for_cpu(capability: str, monkeypatch: pytest.
         kernel_threads.vectorized.cache_clear()
 
 
-def test_kernel_raises_memory_error_and_torch_counts_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_raises_memory_error_and_torch_counts_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert kernel_threads.openmp_parallel() is not None
     dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
     arguments.vectors = 1 << 26  # Their products exceed the address space
     with pytest.raises(MemoryError, match="rayrec_pairwise_dots"):
-        kernel_threads.run_kernel(kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1)
+        kernel_threads.run_kernel(
+            kernel_threads.vectorized("rayrec_pairwise_dots"), arguments, 1, at_once=1
+        )
     dense, sparse, order = drawn(8, 26, 16, (FLOAT, FLOAT))
     with FlopCounterMode(display=False) as counter:
         pairwise_dots(dense, sparse, order).sum().backward()
     assert counter.get_total_flops() == 2 * 2 * 8 * 27 * 27 * 16
 
 
-# Embeddings by feature name, for any delivery order -------------------------------------------------------------------
+# -- Embeddings by feature name, for any delivery order
 DOTTED = ["b", "a", "c"]
 VALUES = torch.arange(24.0).view(2, 12)
 ORDER = (2, 0, 1)
@@ -328,7 +379,7 @@ def test_embeddings_have_one_order_and_are_awaited_on_first_use() -> None:
     deliver.assert_called_once_with()
 
 
-# Detection of CPU contention, and short OpenMP waits during contention ------------------------------------------------
+# -- Detection of CPU contention, and short OpenMP waits during contention
 _MS = 1_000_000
 ROW = [1.0] * kernel_threads._CONTENDED_INTERVALS
 
@@ -363,8 +414,12 @@ def test_wait_policy_and_ratio_follow_contention() -> None:
     assert policy.update(1.0, 7.3)
     assert not policy.update(1.0, 7.5)  # Initial duration again
     before = [(0, 0), (5 * _MS, 5 * _MS), (0, 0)]
-    assert waiting_share(before, [(90 * _MS, 10 * _MS), (6 * _MS, 9 * _MS), (1 * _MS, 3 * _MS)]) == 0.1
-    assert waiting_share(before, [(90 * _MS, 10 * _MS), (10 * _MS, 95 * _MS), (0, 0)]) == pytest.approx(90 / 95)
+    assert (
+        waiting_share(before, [(90 * _MS, 10 * _MS), (6 * _MS, 9 * _MS), (1 * _MS, 3 * _MS)]) == 0.1
+    )
+    assert waiting_share(
+        before, [(90 * _MS, 10 * _MS), (10 * _MS, 95 * _MS), (0, 0)]
+    ) == pytest.approx(90 / 95)
     assert waiting_share(before, before) == 0.0
 
 
@@ -394,26 +449,45 @@ print(spinning_ns())
 
 
 def test_short_waits_make_threads_sleep() -> None:
-    """Compare the CPU time of an idle thread between operators, in a process whose OpenMP may spin."""
-    environment = {name: value for name, value in os.environ.items() if name not in kernel_threads._WAIT_VARIABLES}
-    ended = subprocess.run([sys.executable, "-c", _SPINNING], env=environment, capture_output=True, text=True, check=True)
+    """Compare the CPU time of an idle thread between operators, in a process whose OpenMP may
+    spin.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in kernel_threads._WAIT_VARIABLES
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", _SPINNING],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     long_ns, short_ns, long_again_ns = map(int, ended.stdout.split())
     assert short_ns < min(long_ns, long_again_ns) / 3
 
 
-def test_cpu_watch_reports_contention_once(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_watch_reports_contention_once(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads = itertools.count(step=100 * _MS)
-    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", lambda path: (0, next(reads)))  # it waits always
+    # it waits always
+    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", lambda path: (0, next(reads)))
     monkeypatch.setattr(kernel_threads, "_INTERVAL_S", 0.005)
     shares: list[float] = []
     watch = CpuWatch(shares.append)
     until(lambda: "rayrec-idle-team" in [thread.name for thread in threading.enumerate()])
     watch.close()
     assert shares == [1.0]
-    assert not {"rayrec-idle-team", "rayrec-cpu-watch"} & {thread.name for thread in threading.enumerate()}
+    assert not {"rayrec-idle-team", "rayrec-cpu-watch"} & {
+        thread.name for thread in threading.enumerate()
+    }
 
 
-def test_cpu_watch_respects_user_settings(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_watch_respects_user_settings(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert kernel_threads._can_shorten_waits(2)
     assert not kernel_threads._can_shorten_waits(1)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

@@ -1,4 +1,6 @@
-"""Ranking metrics match scikit-learn for each group, and do not depend on the distribution over processes."""
+"""Ranking metrics match scikit-learn for each group, and do not depend on the distribution over
+processes.
+"""
 
 import itertools
 import json
@@ -26,7 +28,15 @@ from rayrec.metrics import binary as metrics
 from rayrec.metrics import ranking, significance
 from rayrec.metrics.binary import binary_metrics
 from rayrec.metrics.ranking import NO_GROUP, RankingAccumulator, gauc, ranking_metrics
-from rayrec.metrics.significance import METRICS, Resampling, SeededScores, _Model, _poisson_table, compare, intervals
+from rayrec.metrics.significance import (
+    METRICS,
+    Resampling,
+    SeededScores,
+    _Model,
+    _poisson_table,
+    compare,
+    intervals,
+)
 
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -34,8 +44,12 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 @st.composite
 def rows(draw: st.DrawFn) -> Rows:
     count = draw(st.integers(0, 60))
-    groups = draw(hnp.arrays(np.int64, count, elements=st.sampled_from([NO_GROUP, -(2**63), -1, 7, 2**62])))
-    scores = draw(hnp.arrays(np.float32, count, elements=st.sampled_from([-3.5, -0.0, 0.0, 0.25, 7.0])))
+    groups = draw(
+        hnp.arrays(np.int64, count, elements=st.sampled_from([NO_GROUP, -(2**63), -1, 7, 2**62]))
+    )
+    scores = draw(
+        hnp.arrays(np.float32, count, elements=st.sampled_from([-3.5, -0.0, 0.0, 0.25, 7.0]))
+    )
     return groups, scores, draw(hnp.arrays(np.int64, count, elements=st.integers(0, 1)))
 
 
@@ -46,25 +60,43 @@ def by_hand(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> dict[
         if len(set(labels[mine].tolist())) == 2:
             total += roc_auc_score(labels[mine], logits[mine]) * mine.sum()
             counted, found = counted + int(mine.sum()), found + 1
-    return {"gauc": total / counted if counted else math.nan, "gauc_groups": found, "gauc_rows": counted}
+    return {
+        "gauc": total / counted if counted else math.nan,
+        "gauc_groups": found,
+        "gauc_rows": counted,
+    }
 
 
 def at_k(order: tuple[int, ...], labels: np.ndarray, k: int) -> tuple[float, float, float, float]:
     """Return NDCG, recall, hit rate and reciprocal rank of one order of a group's rows."""
-    positives, ranks = int(labels.sum()), [rank for rank, row in enumerate(order, start=1) if labels[row]]
+    positives, ranks = (
+        int(labels.sum()),
+        [rank for rank, row in enumerate(order, start=1) if labels[row]],
+    )
     ideal = sum(1 / math.log2(rank + 1) for rank in range(1, min(k, positives) + 1))
     gain = sum(1 / math.log2(rank + 1) for rank in ranks if rank <= k)
-    return gain / ideal, sum(rank <= k for rank in ranks) / positives, float(ranks[0] <= k), 1 / ranks[0]
+    return (
+        gain / ideal,
+        sum(rank <= k for rank in ranks) / positives,
+        float(ranks[0] <= k),
+        1 / ranks[0],
+    )
 
 
-def over_all_orders(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, k: int) -> dict[str, float]:
+def over_all_orders(
+    groups: np.ndarray, logits: np.ndarray, labels: np.ndarray, k: int
+) -> dict[str, float]:
     """Return the metrics at k as the mean over all orders that the scores allow."""
     means = []
     for group in set(groups.tolist()) - {NO_GROUP}:
         mine = groups == group
         if labels[mine].any():
             orders, scores = itertools.permutations(range(int(mine.sum()))), logits[mine]
-            allowed = (order for order in orders if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order)))
+            allowed = (
+                order
+                for order in orders
+                if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))
+            )
             means.append(np.mean([at_k(order, labels[mine], k) for order in allowed], axis=0))
     names = (f"ndcg_at_{k}", f"recall_at_{k}", f"hit_rate_at_{k}", "mrr")
     values = np.mean(means, axis=0) if means else [math.nan] * 4
@@ -94,8 +126,14 @@ def test_ties_match_mean_of_orders(case: Rows, k: int) -> None:
 def test_ndcg_matches_scikit_learn(k: int) -> None:
     groups, logits, labels = many()
     of_groups = (groups == group for group in set(groups.tolist()) - {NO_GROUP})
-    expected = [ndcg_score(labels[None, rows], logits[None, rows], k=k) for rows in of_groups if labels[rows].any()]
-    assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(np.mean(expected))
+    expected = [
+        ndcg_score(labels[None, rows], logits[None, rows], k=k)
+        for rows in of_groups
+        if labels[rows].any()
+    ]
+    assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(
+        np.mean(expected)
+    )
 
 
 def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +152,11 @@ def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch
 
 def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     chance, rows = np.random.default_rng(1), 100_000
-    case = chance.integers(-300, 300, rows), chance.integers(-50, 50, rows).astype(np.float32), chance.integers(0, 2, rows)
+    case = (
+        chance.integers(-300, 300, rows),
+        chance.integers(-50, 50, rows).astype(np.float32),
+        chance.integers(0, 2, rows),
+    )
     expected = ranking_metrics(*case, ks=(2, 10))
     assert expected["ranked_groups"] == 599
     monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)  # One part, one thread
@@ -137,7 +179,11 @@ def test_gauc_matches_weighted_mean_of_groups(case: Rows) -> None:
 
 def many() -> Rows:
     chance = np.random.default_rng(0)
-    return (chance.integers(0, 40, 1000) * 2**40, chance.integers(-5, 5, 1000).astype(np.float32), chance.integers(0, 2, 1000))
+    return (
+        chance.integers(0, 40, 1000) * 2**40,
+        chance.integers(-5, 5, 1000).astype(np.float32),
+        chance.integers(0, 2, 1000),
+    )
 
 
 def a_rank(folder: str, rank: int) -> None:
@@ -161,22 +207,46 @@ def a_rank(folder: str, rank: int) -> None:
 def test_ranking_metrics_do_not_depend_on_row_placement(tmp_path: Path) -> None:
     run_ranks(a_rank, 3, str(tmp_path))
     expected = by_hand(*many())
-    assert json.loads((tmp_path / "found.json").read_text()) == pytest.approx({**ranking_metrics(*many()), **expected})
+    assert json.loads((tmp_path / "found.json").read_text()) == pytest.approx(
+        {**ranking_metrics(*many()), **expected}
+    )
     assert expected["gauc_groups"] == 39
 
 
 def test_ranking_metrics_reject_invalid_arguments() -> None:
-    rejects("groups: must have one per row, 2, got 3", gauc, np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
-    for ks, message in (((0,), "must be from 1 to 1,000,000, got 0"), ((5, 5), "must be distinct, got 5, 5")):
-        rejects(f"ranking_k: {message}", ranking_metrics, np.zeros(3, np.int64), np.zeros(3), np.zeros(3), ks=ks)
+    rejects(
+        "groups: must have one per row, 2, got 3",
+        gauc,
+        np.zeros(3, np.int64),
+        np.zeros(2),
+        np.zeros(2),
+    )
+    for ks, message in (
+        ((0,), "must be from 1 to 1,000,000, got 0"),
+        ((5, 5), "must be distinct, got 5, 5"),
+    ):
+        rejects(
+            f"ranking_k: {message}",
+            ranking_metrics,
+            np.zeros(3, np.int64),
+            np.zeros(3),
+            np.zeros(3),
+            ks=ks,
+        )
     rejects("NaN", gauc, np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
     kept = RankingAccumulator()
-    rejects("groups: must have one per row, 2, got 3", kept.update, np.zeros(3, np.int64), np.zeros(2), np.zeros(2))
+    rejects(
+        "groups: must have one per row, 2, got 3",
+        kept.update,
+        np.zeros(3, np.int64),
+        np.zeros(2),
+        np.zeros(2),
+    )
     kept.update(np.zeros(1, np.int64), np.array([np.nan]), np.zeros(1))
     rejects("1 of 1 logits are NaN", kept.compute)
 
 
-# Binary metrics match scikit-learn in hard cases, on any number of processes ------------------------------------------
+# -- Binary metrics match scikit-learn in hard cases, on any number of processes
 @st.composite
 def two_classes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     count = draw(st.integers(2, 60))
@@ -235,7 +305,9 @@ def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
     assert logloss([-100.0], [0]) == pytest.approx(math.exp(-100), rel=1e-12)
 
 
-def test_undefined_metrics_are_nan_and_invalid_rows_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undefined_metrics_are_nan_and_invalid_rows_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = np.random.default_rng(1)
     logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
     whole = metrics.binary_metrics(logits, labels)
@@ -261,7 +333,9 @@ def test_undefined_metrics_are_nan_and_invalid_rows_rejected(monkeypatch: pytest
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_accumulator_matches_metrics_also_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulator_matches_metrics_also_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
     generator = np.random.default_rng(2)
     logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)
@@ -269,7 +343,10 @@ def test_accumulator_matches_metrics_also_in_half_precision(monkeypatch: pytest.
     for start, stop in [(0, 5), (5, 5), (5, 60), (60, 100)]:
         part = torch.from_numpy(logits[start:stop]).reshape(-1, 1).requires_grad_()
         accumulator.update(part, torch.from_numpy(labels[start:stop]).float())
-    assert (accumulator.rows, accumulator.compute()) == (100, metrics.binary_metrics(logits, labels))
+    assert (accumulator.rows, accumulator.compute()) == (
+        100,
+        metrics.binary_metrics(logits, labels),
+    )
     accumulator = metrics.BinaryMetricsAccumulator()
     accumulator.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([True, False]))
     assert accumulator.compute()["auroc"] == 1.0
@@ -282,7 +359,11 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     assert all(refused for refused, _ in loaded)
     results = [result for _, result in loaded]
-    cases = ((logits, labels) for logits, labels in metric.cases() for _ in metric.bounds(len(labels), world_size))
+    cases = (
+        (logits, labels)
+        for logits, labels in metric.cases()
+        for _ in metric.bounds(len(labels), world_size)
+    )
     expected = [metrics.binary_metrics(*case) for case in cases]
     assert len(expected) == len(results[0])
     for index, wanted in enumerate(expected):
@@ -294,7 +375,7 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
             assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
 
-# Intervals contain the true value as often as their confidence; comparisons detect real differences only --------------
+# Intervals contain the true value as often as their confidence; comparisons detect real differences
 FEW = Resampling(resamples=200)
 
 
@@ -306,9 +387,17 @@ def _rows(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _delong_by_pairs(models: Any, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (AUROCs, covariance) of several models' logits by DeLong et al. 1988 directly, over all pairs of rows."""
-    order = [np.heaviside(row[labels == 1][:, None] - row[labels == 0], 0.5).astype(float) for row in models]
-    covariance = sum(np.cov([each.mean(axis=1 - axis) for each in order]) / order[0].shape[axis] for axis in (0, 1))
+    """Return (AUROCs, covariance) of several models' logits by DeLong et al. 1988 directly, over
+    all pairs of rows.
+    """
+    order = [
+        np.heaviside(row[labels == 1][:, None] - row[labels == 0], 0.5).astype(float)
+        for row in models
+    ]
+    covariance = sum(
+        np.cov([each.mean(axis=1 - axis) for each in order]) / order[0].shape[axis]
+        for axis in (0, 1)
+    )
     return np.array([each.mean() for each in order]), covariance
 
 
@@ -318,17 +407,22 @@ def test_weighted_metrics_match_repeated_rows(decimals: int) -> None:
     logits = logits.round(decimals)
     weights = np.random.default_rng(1).integers(0, 4, 500).astype(np.uint8)
     expected = binary_metrics(np.repeat(logits, weights), np.repeat(labels, weights))
-    np.testing.assert_allclose(_Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12)
+    np.testing.assert_allclose(
+        _Model(logits, labels).metrics(weights), [expected[name] for name in METRICS], rtol=1e-12
+    )
 
 
 def test_poisson_intervals_contain_true_value_and_shrink() -> None:
     table = _poisson_table()
     assert (len(table), table.mean()) == (65536, pytest.approx(1, abs=5e-5))
     assert table.var() == pytest.approx(1, abs=5e-4)
-    # Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should contain it.
+    # Calibrated scores have calibration 1. About 90 intervals of 100 logs with 400 rows should
+    # contain it.
     held = 0
     for seed in range(100):
-        low, high = intervals(*_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed))["calibration"]
+        low, high = intervals(
+            *_rows(400, seed), Resampling(confidence=0.9, resamples=100, seed=seed)
+        )["calibration"]
         held += low <= 1 <= high
     assert 82 <= held <= 97
     logits, labels = _rows(20_000)
@@ -342,8 +436,14 @@ def test_poisson_intervals_contain_true_value_and_shrink() -> None:
     # Hanley & McNeil 1982, which is slightly too wide.
     first, second = area / (2 - area), 2 * area**2 / (1 + area)
     negatives = len(labels) - positives
-    variance = area * (1 - area) + (positives - 1) * (first - area**2) + (negatives - 1) * (second - area**2)
-    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(variance / positives / negatives), rel=0.2)
+    variance = (
+        area * (1 - area)
+        + (positives - 1) * (first - area**2)
+        + (negatives - 1) * (second - area**2)
+    )
+    assert (high - low) / 2 == pytest.approx(
+        1.96 * math.sqrt(variance / positives / negatives), rel=0.2
+    )
     small = intervals(logits[:1000], labels[:1000], FEW)
     assert all(high - low < small[name][1] - small[name][0] for name, (low, high) in found.items())
 
@@ -357,7 +457,9 @@ def test_intervals_depend_on_seed_only() -> None:
 @pytest.mark.parametrize("decimals", [7, 1])
 def test_auroc_difference_matches_delong(decimals: int) -> None:
     logits, labels = _rows(700)
-    others = (logits + np.random.default_rng(2).normal(0, 0.8, 700).astype(np.float32)).round(decimals)
+    others = (logits + np.random.default_rng(2).normal(0, 0.8, 700).astype(np.float32)).round(
+        decimals
+    )
     aurocs, covariance = _delong_by_pairs((logits, others), labels)
     difference, error = aurocs[0] - aurocs[1], math.sqrt(covariance.trace() - 2 * covariance[0, 1])
     found = compare(logits, others, labels, FEW)["auroc"]
@@ -366,30 +468,59 @@ def test_auroc_difference_matches_delong(decimals: int) -> None:
     assert found.p_value == pytest.approx(math.erfc(difference / error / math.sqrt(2)), rel=1e-9)
 
 
-def seeded(rng: np.random.Generator, labels: np.ndarray, seeds: int, own: float, of_seed: float, quality: float) -> Any:
-    """Logits of each seed: `own` noise of the setting, noise `of_seed` on rows, and a varying `quality`."""
+def seeded(
+    rng: np.random.Generator,
+    labels: np.ndarray,
+    seeds: int,
+    own: float,
+    of_seed: float,
+    quality: float,
+) -> Any:
+    """Logits of each seed: `own` noise of the setting, noise `of_seed` on rows, and a varying
+    `quality`.
+    """
     factor = 1 + quality * rng.normal(size=(seeds, 1))
-    logits = factor * (2 * labels + own * rng.normal(size=len(labels))) + of_seed * rng.normal(size=(seeds, len(labels)))
+    logits = factor * (2 * labels + own * rng.normal(size=len(labels))) + of_seed * rng.normal(
+        size=(seeds, len(labels))
+    )
     return logits.astype(np.float32)
 
 
 def test_seed_comparison_matches_anova_of_readers() -> None:
-    """Obuchowski & Rockette's variance: of seeds, and covariances between seeds of one setting less those of two settings."""
+    """Obuchowski & Rockette's variance: of seeds, and covariances between seeds of one setting less
+    those of two settings.
+    """
     rng = np.random.default_rng(0)
     labels = (rng.random(90) < 0.4).astype(np.uint8)
     logits = [seeded(rng, labels, seeds, 2.0, 0.5, 0.1) for seeds in (3, 2)]
     aurocs, covariance = _delong_by_pairs(np.concatenate(logits), labels)
-    rows = covariance[[0, 0, 1], [1, 2, 2]].mean() + covariance[3, 4] - 2 * covariance[:3, 3:].mean()
+    rows = (
+        covariance[[0, 0, 1], [1, 2, 2]].mean() + covariance[3, 4] - 2 * covariance[:3, 3:].mean()
+    )
     of_seeds = [aurocs[:3].var(ddof=1) / 3, aurocs[3:].var(ddof=1) / 2]
     variance = sum(of_seeds) + max(0, rows)
-    student = stats.t(variance**2 / (of_seeds[0] ** 2 / 2 + of_seeds[1] ** 2), scale=math.sqrt(variance))
+    student = stats.t(
+        variance**2 / (of_seeds[0] ** 2 / 2 + of_seeds[1] ** 2), scale=math.sqrt(variance)
+    )
     scores = [SeededScores.of((row, labels) for row in each) for each in logits]
-    found, difference = significance.compare_seeds(*scores, confidence=0.9), aurocs[:3].mean() - aurocs[3:].mean()
-    expected = (difference, 2 * student.sf(abs(difference)), difference + student.ppf(0.05), difference + student.ppf(0.95))
-    assert (found.difference, found.p_value, found.low, found.high) == pytest.approx(expected, rel=1e-9)
+    found, difference = (
+        significance.compare_seeds(*scores, confidence=0.9),
+        aurocs[:3].mean() - aurocs[3:].mean(),
+    )
+    expected = (
+        difference,
+        2 * student.sf(abs(difference)),
+        difference + student.ppf(0.05),
+        difference + student.ppf(0.95),
+    )
+    assert (found.difference, found.p_value, found.low, found.high) == pytest.approx(
+        expected, rel=1e-9
+    )
     fixed = [SeededScores.of([(each[0], labels)] * 2) for each in logits]
     alone = vars(compare(logits[0][0], logits[1][0], labels, FEW)["auroc"])
-    assert vars(significance.compare_seeds(*fixed, confidence=0.95)) == pytest.approx({**alone, "method": "seeds"})
+    assert vars(significance.compare_seeds(*fixed, confidence=0.95)) == pytest.approx(
+        {**alone, "method": "seeds"}
+    )
     few = SeededScores.of((row[:29], labels[:29]) for row in logits[0])
     for unknown in (few, SeededScores.of([(logits[1][0], labels)])):
         assert math.isnan(significance.compare_seeds(unknown, unknown, confidence=0.95).p_value)
@@ -401,7 +532,10 @@ def test_equal_settings_have_uniform_p_values_over_seeds(noise: tuple[float, flo
     rng, found = np.random.default_rng(1), []
     for _ in range(150):
         labels = (rng.random(300) < 0.3).astype(np.uint8)
-        scores = [SeededScores.of((row, labels) for row in seeded(rng, labels, 3, *noise)) for _ in range(2)]
+        scores = [
+            SeededScores.of((row, labels) for row in seeded(rng, labels, 3, *noise))
+            for _ in range(2)
+        ]
         found.append(significance.compare_seeds(*scores, confidence=0.95).p_value)
     assert stats.kstest(found, "uniform").pvalue > 0.02
     corrected = significance.holm([0.01, math.nan, 0.04, 0.03, 0.6])
@@ -421,7 +555,10 @@ def test_compare_detects_worse_but_no_equal_model() -> None:
     assert compare(logits, logits + noise, labels, FEW)["auroc"].low > 0
     logits, labels = _rows(5000)
     noise = np.random.default_rng(4).normal(0, 0.3, (40, 2, 5000)).astype(np.float32)
-    found = [compare(*(logits + each), labels, Resampling(resamples=100))["logloss"].p_value for each in noise]
+    found = [
+        compare(*(logits + each), labels, Resampling(resamples=100))["logloss"].p_value
+        for each in noise
+    ]
     assert sum(value < 0.1 for value in found) <= 10  # About 4 of 40
     for found in compare(logits, logits, labels, FEW).values():
         assert (found.difference, found.low, found.high, found.p_value) == (0, 0, 0, 1)
@@ -429,7 +566,9 @@ def test_compare_detects_worse_but_no_equal_model() -> None:
 
 def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
     found = intervals(np.tile([0.5, 1.0, 2.0], 10), [0] * 30, FEW)
-    assert all(map(math.isnan, [*found["auroc"], *found["normalized_entropy"], *found["calibration"]]))
+    assert all(
+        map(math.isnan, [*found["auroc"], *found["normalized_entropy"], *found["calibration"]])
+    )
     assert found["logloss"][0] < found["logloss"][1]
     differences = compare(np.tile([0.5, 1.0], 15), np.tile([0.0, 2.0], 15), [1] * 30, FEW)
     assert math.isnan(differences["auroc"].p_value)
@@ -442,13 +581,22 @@ def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("negatives", "positives"), [(0, 0), (0, 1), (1, 1), (1, 2), (12, 12), (96, 4), (25, 5)])
+@pytest.mark.parametrize(
+    ("negatives", "positives"), [(0, 0), (0, 1), (1, 1), (1, 2), (12, 12), (96, 4), (25, 5)]
+)
 def test_intervals_need_enough_rows_and_positives(negatives: int, positives: int) -> None:
     labels, rows = np.repeat([0, 1], [negatives, positives]), negatives + positives
     logits = np.linspace(-1, 1, rows)
-    found, differences = intervals(logits + 0.5 * labels, labels, FEW), compare(logits, -logits, labels, FEW)
+    found, differences = (
+        intervals(logits + 0.5 * labels, labels, FEW),
+        compare(logits, -logits, labels, FEW),
+    )
     for name, (low, high) in found.items():
         difference, has_positives = differences[name], positives >= 5 or name == "logloss"
         numbers = (low, high, difference.low, difference.high, difference.p_value)
-        assert [math.isfinite(number) for number in numbers] == [rows >= 30 and has_positives] * 5, name
-        assert name != "logloss" or rows < 30 or (0 < low < high and difference.low < difference.high)
+        assert [math.isfinite(number) for number in numbers] == [
+            rows >= 30 and has_positives
+        ] * 5, name
+        assert (
+            name != "logloss" or rows < 30 or (0 < low < high and difference.low < difference.high)
+        )

@@ -21,7 +21,9 @@ from rayrec.schema import Label
 
 ROWS, DIM = 12, 4
 LABELS = (Label(name="like"), Label(name="seconds", kind="number"))
-DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1), embedding_penalty=0.1)
+DLRM = DLRMConfig(
+    interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1), embedding_penalty=0.1
+)
 FINAL = FinalNetConfig(embedding_dim=DIM, first_tower=(8,), second_tower=(6,), first_dropout=0.0)
 INPUTS = ModelInputs(2, ("a", "b"), "click")
 
@@ -29,19 +31,26 @@ INPUTS = ModelInputs(2, ("a", "b"), "click")
 def batch(inputs: ModelInputs) -> Batch:
     chance = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 5, (2 * ROWS,), generator=chance)
-    labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in inputs.label_names}
+    labels = {
+        name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in inputs.label_names
+    }
     if inputs.more_labels:
         labels["like"][::3] = torch.nan
         labels["seconds"][::4] = torch.nan
-    features = KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=torch.ones(2 * ROWS, dtype=torch.int32), stride=ROWS)
+    features = KeyedJaggedTensor(
+        keys=["a", "b"], values=ids, lengths=torch.ones(2 * ROWS, dtype=torch.int32), stride=ROWS
+    )
     dense, weights = torch.rand(ROWS, 2, generator=chance), torch.rand(ROWS, generator=chance)
     return Batch({"dense": dense}, 1 / ROWS, features, labels, weights=weights)
 
 
 @pytest.mark.parametrize(
-    ("config", "inputs"), [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)]
+    ("config", "inputs"),
+    [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)],
 )
-def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: ModelInputs) -> None:
+def test_ensemble_members_learn_independently(
+    config: ClickModelConfig, inputs: ModelInputs
+) -> None:
     """Compare gradients with a separate model that has the member's weights and embeddings."""
     rows = batch(inputs)
     whole = whole_model(config.replace(members=3), [5, 5], inputs=inputs)
@@ -53,7 +62,9 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
         columns = slice(number * DIM, (number + 1) * DIM)
         with torch.no_grad():
             alone.head.network.load_state_dict(network.state_dict())
-            for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
+            for mine, its in zip(
+                alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True
+            ):
                 mine.copy_(its[:, columns])
         network_loss, own_output = alone(rows)
         network_loss.backward()
@@ -61,7 +72,9 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
         losses.append(network_loss.detach())
         for mine, its in zip(alone.head.network.parameters(), network.parameters(), strict=True):
             torch.testing.assert_close(its.grad, mine.grad)
-        for mine, its in zip(alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True):
+        for mine, its in zip(
+            alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True
+        ):
             torch.testing.assert_close(its.grad[:, columns], mine.grad)
     torch.testing.assert_close(output.outputs["click"], torch.stack(logits).mean(0))
     torch.testing.assert_close(loss.detach(), torch.stack(losses).mean())
@@ -72,12 +85,18 @@ def test_ensemble_members_learn_independently(config: ClickModelConfig, inputs: 
 def test_members_have_equal_parts_of_rows() -> None:
     assert DLRM.replace(members=3).table_width == 3 * DIM
     rejects(r"DLRMConfig.members: must be at least 1, got 0", DLRM.replace, members=0)
-    inputs = ModelInputs(0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),))
-    network = build_network(DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2), inputs).eval()
+    inputs = ModelInputs(
+        0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),)
+    )
+    network = build_network(
+        DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2), inputs
+    ).eval()
     item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)
     lengths = torch.full((ROWS,), 3)
     lists = {"history": JaggedEmbeddings(values, lengths)}
-    made = network(torch.zeros(ROWS, 0), KeyedEmbeddings.in_order(inputs.features, 2 * DIM, item, lists))
+    made = network(
+        torch.zeros(ROWS, 0), KeyedEmbeddings.in_order(inputs.features, 2 * DIM, item, lists)
+    )
     parts = []
     for number, member in enumerate(network.members):
         part = slice(number * DIM, (number + 1) * DIM)
@@ -87,7 +106,7 @@ def test_members_have_equal_parts_of_rows() -> None:
     torch.testing.assert_close(made["click"], (parts[0] + parts[1]) / 2)
 
 
-# Valid outputs of user networks, and rejection of invalid ones --------------------------------------------------------
+# -- Valid outputs of user networks, and rejection of invalid ones
 THREE = 3
 
 
@@ -110,7 +129,9 @@ class WithLoss(Network):
         super().__init__(lambda logits: {"label": logits})
         self.losses = losses
 
-    def loss(self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(
+        self, outputs: dict[str, torch.Tensor], labels: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         return self.losses(outputs["label"], labels["label"])
 
 
@@ -119,16 +140,36 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
         def build(self, inputs: ModelInputs, *, precision: str = "fp32") -> nn.Module:
             return network
 
-    ids = KeyedJaggedTensor(["cat_0"], torch.zeros(THREE, dtype=torch.long), lengths=torch.ones(THREE, dtype=torch.int32))
-    fields = {"loss_weight": 1.0, "sparse_features": ids, "labels": {"label": torch.tensor([0.0, 1.0, 1.0])}, **changes}
-    return whole_model(Made(embedding_dim=2), [4])(Batch({"dense": torch.zeros(THREE, 13)}, **fields))[0]
+    ids = KeyedJaggedTensor(
+        ["cat_0"],
+        torch.zeros(THREE, dtype=torch.long),
+        lengths=torch.ones(THREE, dtype=torch.int32),
+    )
+    fields = {
+        "loss_weight": 1.0,
+        "sparse_features": ids,
+        "labels": {"label": torch.tensor([0.0, 1.0, 1.0])},
+        **changes,
+    }
+    return whole_model(Made(embedding_dim=2), [4])(
+        Batch({"dense": torch.zeros(THREE, 13)}, **fields)
+    )[0]
 
 
 def test_heads_reject_invalid_outputs() -> None:
     for returns, message in (
-        (lambda logits: [logits], "forward must return a dict of logits, {'label': logits}, got a list"),
-        (lambda logits: {"click": logits}, "forward: outputs must have logits named after the label, label, got click"),
-        (lambda logits: {"label": logits[:, None]}, r"must have shape \(3,\) and dtype float32, got \(3, 1\) and torch.float32"),
+        (
+            lambda logits: [logits],
+            "forward must return a dict of logits, {'label': logits}, got a list",
+        ),
+        (
+            lambda logits: {"click": logits},
+            "forward: outputs must have logits named after the label, label, got click",
+        ),
+        (
+            lambda logits: {"label": logits[:, None]},
+            r"must have shape \(3,\) and dtype float32, got \(3, 1\) and torch.float32",
+        ),
         (lambda logits: {"label": logits.bfloat16()}, r"got \(3,\) and torch.bfloat16"),
     ):
         rejects(f"^Network: .*{message}", step, Network(returns))
@@ -140,18 +181,35 @@ def test_single_tensor_is_value_and_row_losses_are_weighted() -> None:
     assert step(network).item() == 6
     assert step(network, loss_weight=0.5, weights=torch.tensor([2.0, 1.0, 0.5])).item() == 2.5
     averaged = WithLoss(lambda logits, labels: ((logits - labels) ** 2).mean())
-    rejects(r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)", step, averaged)
+    rejects(
+        r"^WithLoss: loss must return unweighted row losses of shape \(3,\), got \(\)",
+        step,
+        averaged,
+    )
 
 
 def test_embedding_penalty_applies_to_network_inputs() -> None:
-    """The penalty applies to each embedding of `item` and the unpooled list `history`, and to the sum of `tags`, a list."""
+    """The penalty applies to each embedding of `item` and the unpooled list `history`, and to the
+    sum of `tags`, a list.
+    """
     inputs = ModelInputs(
-        0, ("item", "history", "tags"), "click", vocabularies=("item", "item", "tags"), lists=(("history", None), ("tags", None))
+        0,
+        ("item", "history", "tags"),
+        "click",
+        vocabularies=("item", "item", "tags"),
+        lists=(("history", None), ("tags", None)),
     )
-    item, history, tags = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 3, 0]), torch.tensor([0, 1, 1, 4, 2])
+    item, history, tags = (
+        torch.tensor([0, 1, 2]),
+        torch.tensor([1, 1, 3, 0]),
+        torch.tensor([0, 1, 1, 4, 2]),
+    )
     of_history, of_tags = torch.tensor([3, 0, 1]), torch.tensor([2, 3, 0])
     pooled = KeyedJaggedTensor(keys=["tags"], values=tags, lengths=of_tags, stride=3)
-    ids, lengths = torch.cat([item, history]), torch.cat([torch.ones(3, dtype=torch.int64), of_history])
+    ids, lengths = (
+        torch.cat([item, history]),
+        torch.cat([torch.ones(3, dtype=torch.int64), of_history]),
+    )
     listed = KeyedJaggedTensor(keys=["item", "history"], values=ids, lengths=lengths, stride=3)
     labels = {"click": torch.tensor([1.0, 0.0, 1.0])}
     batch = Batch({"dense": torch.zeros(3, 0)}, 1 / 3, pooled, labels, sequence_features=listed)
@@ -159,7 +217,9 @@ def test_embedding_penalty_applies_to_network_inputs() -> None:
     for penalty in (0.0, 0.6):
         config = DINConfig(embedding_dim=4, attention=(4,), mlp=(4,), embedding_penalty=penalty)
         model = whole_model(config, [4, 4, 5], inputs=inputs)
-        items, of_tag = (next(tables.parameters()) for tables in (model.sequences, model.embeddings))
+        items, of_tag = (
+            next(tables.parameters()) for tables in (model.sequences, model.embeddings)
+        )
         gradients.append(torch.autograd.grad(model(batch)[0], [items, of_tag]))
     sums = torch.stack([part.sum(0) for part in of_tag[tags].split(of_tags.tolist())])
     squares = items[item].square().sum() + items[history].square().sum() + sums.square().sum()

@@ -1,4 +1,6 @@
-"""Retrieval networks against plain PyTorch and naive ranks: reserved rows, unknown targets, ties, precision."""
+"""Retrieval networks against plain PyTorch and naive ranks: reserved rows, unknown targets, ties,
+precision.
+"""
 
 import itertools
 import math
@@ -40,12 +42,14 @@ def network_of(config: Any, inputs: ModelInputs, *, precision: Any = "fp32", see
     return config.build(inputs, precision=precision).eval()
 
 
-# Known rows -----------------------------------------------------------------------------------------------------------
+# -- Known rows
 @pytest.mark.parametrize(
     ("column", "missing"),
     [
         pytest.param(SparseColumn(7, 5), 1, id="usual"),
-        pytest.param(SparseColumn(8, 5, first_id=1, unknown_id=6, missing_id=0), 0, id="unknown at the end"),
+        pytest.param(
+            SparseColumn(8, 5, first_id=1, unknown_id=6, missing_id=0), 0, id="unknown at the end"
+        ),
         pytest.param(SparseColumn(8, 5, missing_id=4, gap=4), 4, id="missing within the range"),
         pytest.param(SparseColumn(9, 5, missing_id=7, gap=7), 7, id="missing behind the range"),
         pytest.param(SparseColumn(7, 5, missing_id=0), None, id="missing is unknown"),
@@ -72,7 +76,9 @@ def test_hashed_rows_are_candidates_from_first_id() -> None:
     for column, first in ((SparseColumn(9, None), 2), (SparseColumn(4, 5), 0)):
         tokens = np.arange(column.num_tokens or 0, dtype=np.uint64)
         preprocessor = make_preprocessor(schema, sparse=(column,), tokens=tokens)
-        assert candidate_rows(preprocessor) == (("item", CandidateRows(first, column.num_embeddings)),)
+        assert candidate_rows(preprocessor) == (
+            ("item", CandidateRows(first, column.num_embeddings)),
+        )
     assert model_inputs(preprocessor).candidates_of("item") == CandidateRows(0, 4)
     assert ModelInputs.of(schema).candidates_of("item") == CandidateRows()
     assert CandidateRows().numbers(np.arange(3)).tolist() == [0, 1, 2]
@@ -82,18 +88,27 @@ def test_hashed_rows_are_candidates_from_first_id() -> None:
     ("k", "expected"),
     [
         pytest.param(5, [], id="equal"),
-        pytest.param(6, ["workload.model.k: column item has only 5 known items, got 6"], id="above"),
+        pytest.param(
+            6, ["workload.model.k: column item has only 5 known items, got 6"], id="above"
+        ),
     ],
 )
 def test_k_above_number_of_items_is_noted(k: int, expected: list[str]) -> None:
-    schema = Schema(label=None, sparse=("item",), lists=("item",), features=(Feature(name="item", max_length=LENGTH),))
-    preprocessor = make_preprocessor(schema, sparse=(SparseColumn(7, 5),), tokens=np.arange(5, dtype=np.uint64))
+    schema = Schema(
+        label=None,
+        sparse=("item",),
+        lists=("item",),
+        features=(Feature(name="item", max_length=LENGTH),),
+    )
+    preprocessor = make_preprocessor(
+        schema, sparse=(SparseColumn(7, 5),), tokens=np.arange(5, dtype=np.uint64)
+    )
     notes: list[str] = []
     check_candidates(SMALL.replace(k=k), preprocessor, note=notes.append)
     assert [note.partition(". ")[0] for note in notes] == expected
 
 
-# Ranks ----------------------------------------------------------------------------------------------------------------
+# -- Ranks
 def expected_at_k(scores: Sequence[float], target: int, k: int) -> tuple[float, float]:
     """Return mean NDCG and recall at k of one relevant item over all orders of tied items."""
     if target < 0:
@@ -110,10 +125,18 @@ def test_rank_measures_match_all_orders_of_ties() -> None:
         logits = rng.integers(0, 4, (50, candidates)).astype(np.float32)
         target = rng.integers(-1, candidates, 50)
         measures = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=k)
-        expected = np.array([expected_at_k(row, number, k) for row, number in zip(logits.tolist(), target.tolist(), strict=True)])
+        expected = np.array(
+            [
+                expected_at_k(row, number, k)
+                for row, number in zip(logits.tolist(), target.tolist(), strict=True)
+            ]
+        )
         np.testing.assert_allclose(measures[f"ndcg_at_{k}"], expected[:, 0], rtol=1e-6)
         np.testing.assert_allclose(measures[f"recall_at_{k}"], expected[:, 1], rtol=1e-6)
-        assert (measures["targets"].sum(), measures["unknown_targets"].sum()) == (50, (target < 0).sum())
+        assert (measures["targets"].sum(), measures["unknown_targets"].sum()) == (
+            50,
+            (target < 0).sum(),
+        )
 
 
 def test_rank_measures_match_ranking_metrics_of_groups() -> None:
@@ -122,19 +145,27 @@ def test_rank_measures_match_ranking_metrics_of_groups() -> None:
     target = rng.integers(0, 12, 40)
     measures = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=4)
     groups = np.repeat(np.arange(1, 41), 12)
-    expected = ranking_metrics(groups, logits.reshape(-1), np.arange(12) == target[:, None], ks=(4,))
+    expected = ranking_metrics(
+        groups, logits.reshape(-1), np.arange(12) == target[:, None], ks=(4,)
+    )
     for name in ("ndcg_at_4", "recall_at_4"):
         assert measures[name].mean().item() == pytest.approx(expected[name], rel=1e-6)
 
 
 def test_rank_measures_of_nan_and_of_no_candidates_are_misses() -> None:
     nan = torch.nan
-    measures = rank_measures(torch.tensor([[nan, 1.0], [nan, 1.0], [nan, nan]]), torch.tensor([0, 1, 1]), k=1)
+    measures = rank_measures(
+        torch.tensor([[nan, 1.0], [nan, 1.0], [nan, nan]]), torch.tensor([0, 1, 1]), k=1
+    )
     assert measures["recall_at_1"].tolist() == [0, 0, 0]
-    measures = rank_measures(torch.zeros(2, 0), torch.tensor([-1, -1]), k=1, has_target=torch.tensor([True, False]))
+    measures = rank_measures(
+        torch.zeros(2, 0), torch.tensor([-1, -1]), k=1, has_target=torch.tensor([True, False])
+    )
     np.testing.assert_array_equal(measures["recall_at_1"], [0, np.nan])
     assert (measures["targets"].tolist(), measures["unknown_targets"].tolist()) == ([1, 0], [1, 0])
-    assert rank_measures(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), k=1)["ndcg_at_1"].shape == (0,)
+    assert rank_measures(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), k=1)[
+        "ndcg_at_1"
+    ].shape == (0,)
 
 
 @pytest.mark.parametrize("dim", [4, 16, 50])
@@ -155,15 +186,19 @@ def test_candidate_logits_of_bf16_vectors_are_float32() -> None:
     torch.testing.assert_close(logits, users.float() @ items.float().T)
 
 
-# SASRec ---------------------------------------------------------------------------------------------------------------
+# -- SASRec
 def lists_of(lists: Sequence[Sequence[int]], table: torch.Tensor) -> KeyedEmbeddings:
     ids = torch.tensor([item for items in lists for item in items], dtype=torch.int64)
     jagged = JaggedEmbeddings(table[ids], torch.tensor([len(items) for items in lists]))
     rows = torch.zeros(len(lists), 0)
-    return KeyedEmbeddings.in_order(("item",), table.shape[1], rows, {"item": jagged}, ids={"item": ids}, tables={"item": table})
+    return KeyedEmbeddings.in_order(
+        ("item",), table.shape[1], rows, {"item": jagged}, ids={"item": ids}, tables={"item": table}
+    )
 
 
-def outputs_of(network: SASRec, lists: Sequence[Sequence[int]], table: torch.Tensor) -> dict[str, torch.Tensor]:
+def outputs_of(
+    network: SASRec, lists: Sequence[Sequence[int]], table: torch.Tensor
+) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return network(torch.zeros(len(lists), 0), lists_of(lists, table))
 
@@ -176,12 +211,22 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
     weights = network.state_dict()
     positions = torch.cat([weights["positions"], weights["positions"][-1:]])
     hidden = functional.layer_norm(
-        items + positions[: len(items)], (config.embedding_dim,), weights["norm.weight"], weights["norm.bias"], 1e-12
+        items + positions[: len(items)],
+        (config.embedding_dim,),
+        weights["norm.weight"],
+        weights["norm.bias"],
+        1e-12,
     )
     is_later = torch.ones(len(items), len(items), dtype=torch.bool).triu(1)
     for number in range(config.blocks):
-        of_block = {name.split(".", 2)[2]: value for name, value in weights.items() if name.startswith(f"blocks.{number}.")}
-        attention = nn.MultiheadAttention(config.embedding_dim, config.attention_heads, batch_first=True)
+        of_block = {
+            name.split(".", 2)[2]: value
+            for name, value in weights.items()
+            if name.startswith(f"blocks.{number}.")
+        }
+        attention = nn.MultiheadAttention(
+            config.embedding_dim, config.attention_heads, batch_first=True
+        )
         attention.load_state_dict(
             {
                 "in_proj_weight": of_block["query_key_value.weight"],
@@ -193,21 +238,33 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
         mixed, _ = attention(hidden[None], hidden[None], hidden[None], attn_mask=is_later)
         norm = of_block["attention_norm.weight"], of_block["attention_norm.bias"]
         hidden = functional.layer_norm(hidden + mixed[0], (config.embedding_dim,), *norm, 1e-12)
-        inner = functional.gelu(functional.linear(hidden, of_block["first.weight"], of_block["first.bias"]))
+        inner = functional.gelu(
+            functional.linear(hidden, of_block["first.weight"], of_block["first.bias"])
+        )
         outer = functional.linear(inner, of_block["second.weight"], of_block["second.bias"])
         hidden = functional.layer_norm(
-            hidden + outer, (config.embedding_dim,), of_block["norm.weight"], of_block["norm.bias"], 1e-12
+            hidden + outer,
+            (config.embedding_dim,),
+            of_block["norm.weight"],
+            of_block["norm.bias"],
+            1e-12,
         )
     return hidden.detach()
 
 
 def randomized(network: nn.Module, seed: int = 3) -> Any:
-    """Replace all weights by larger random ones, so that positions, biases, norms and residuals all count."""
+    """Replace all weights by larger random ones, so that positions, biases, norms and residuals all
+    count.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + values / 4 if name.endswith("norm.weight") else values / (4 if parameter.dim() == 1 else 2))
+            parameter.copy_(
+                1 + values / 4
+                if name.endswith("norm.weight")
+                else values / (4 if parameter.dim() == 1 else 2)
+            )
     return network
 
 
@@ -220,7 +277,9 @@ def test_sasrec_matches_attention_of_pytorch(heads: int) -> None:
     outputs = outputs_of(network, lists, table)
     for row, items in enumerate(lists):
         expected = plain_hidden(network, config, table[torch.tensor(items)])
-        torch.testing.assert_close(outputs["hidden"][row, : len(items)], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            outputs["hidden"][row, : len(items)], expected, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_sasrec_state_depends_on_order_and_earlier_items() -> None:
@@ -274,7 +333,9 @@ def test_sasrec_measures_match_naive_ranks() -> None:
     network = randomized(network_of(SMALL, LISTS))
     table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
     rng = np.random.default_rng(0)
-    lists = [rng.integers(0, TABLE_ROWS, size).tolist() for size in rng.integers(0, LENGTH + 1, 200)]
+    lists = [
+        rng.integers(0, TABLE_ROWS, size).tolist() for size in rng.integers(0, LENGTH + 1, 200)
+    ]
     outputs = outputs_of(network, lists, table)
     measures = network.measures(outputs, BATCH)
     for row, items in enumerate(lists):
@@ -284,15 +345,20 @@ def test_sasrec_measures_match_naive_ranks() -> None:
             continue
         scores = (outputs["hidden"][row, len(items) - 2] @ table[2:9].T).tolist()
         target = items[-1] - 2 if 2 <= items[-1] < 9 else -1
-        assert (measures["ndcg_at_3"][row].item(), measures["recall_at_3"][row].item()) == pytest.approx(
-            expected_at_k(scores, target, 3)
-        )
+        assert (
+            measures["ndcg_at_3"][row].item(),
+            measures["recall_at_3"][row].item(),
+        ) == pytest.approx(expected_at_k(scores, target, 3))
         assert (measures["targets"][row], measures["unknown_targets"][row]) == (1, target < 0)
 
 
 def test_sasrec_constant_model_has_recall_of_chance() -> None:
     network = randomized(network_of(SMALL, LISTS))
-    table = torch.randn(1, 8, generator=torch.Generator().manual_seed(1)).expand(TABLE_ROWS, 8).contiguous()
+    table = (
+        torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
+        .expand(TABLE_ROWS, 8)
+        .contiguous()
+    )
     lists = [[2, item] for item in range(2, 9)]
     measures = network.measures(outputs_of(network, lists, table), BATCH)
     np.testing.assert_allclose(measures["recall_at_3"], 3 / 7, rtol=1e-6)
@@ -311,7 +377,9 @@ def test_sasrec_predictions_have_no_reserved_rows() -> None:
         head.check(predicted, rows=4, where="predict")
         assert head.shape == (size,)
         assert set(range(2, 9)) >= set(predicted["items"].flatten().tolist())
-        assert network.measures(outputs, BATCH)[f"recall_at_{k}"].tolist()[0] == (1.0 if k >= 7 else pytest.approx(0, abs=1))
+        assert network.measures(outputs, BATCH)[f"recall_at_{k}"].tolist()[0] == (
+            1.0 if k >= 7 else pytest.approx(0, abs=1)
+        )
     assert config.output_heads(ModelInputs(0, ("item",), lists=LISTS.lists))[0].shape == (50,)
 
 
@@ -332,7 +400,10 @@ def test_sasrec_ranks_in_full_precision() -> None:
         measures = network.measures(outputs, BATCH)
         assert measures["recall_at_3"].item() == (rank < 3)
         outputs["hidden"][0, 1] = outputs["hidden"][0, 0]
-        assert network.predict(outputs, lists_of([], table))["items"][0].tolist() == (order[:3] + 2).tolist()
+        assert (
+            network.predict(outputs, lists_of([], table))["items"][0].tolist()
+            == (order[:3] + 2).tolist()
+        )
 
 
 def test_sasrec_needs_lists_of_two_and_has_two_blocks() -> None:
@@ -344,7 +415,7 @@ def test_sasrec_needs_lists_of_two_and_has_two_blocks() -> None:
     rejects("attention_heads: must divide embedding_dim 64, got 3", SASRecConfig, attention_heads=3)
 
 
-# Two towers -----------------------------------------------------------------------------------------------------------
+# -- Two towers
 SEVERAL = TOWERS.replace(item_features=("item", "kind"))
 
 
@@ -356,13 +427,17 @@ def tower_outputs(
     jagged = {"item": JaggedEmbeddings(tables["item"][item], torch.ones_like(item))}
     pooled = torch.cat([tables["user"][user], tables["kind"][kind]], dim=1)
     full = {"item": tables["item"]} if table else {}
-    embedded = KeyedEmbeddings.in_order(PAIRS.features, 4, pooled, jagged, ids={"item": item}, tables=full)
+    embedded = KeyedEmbeddings.in_order(
+        PAIRS.features, 4, pooled, jagged, ids={"item": item}, tables=full
+    )
     with torch.no_grad():
         return network(torch.ones(len(rows), 1), embedded)
 
 
 def tower_rows(count: int, seed: int = 0) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """Return rows of (user, item, kind), some of unknown or missing items, and the tables. An item has one kind."""
+    """Return rows of (user, item, kind), some of unknown or missing items, and the tables. An item
+    has one kind.
+    """
     rng = np.random.default_rng(seed)
     item = rng.integers(0, TABLE_ROWS, count)
     generator = torch.Generator().manual_seed(seed)
@@ -370,7 +445,9 @@ def tower_rows(count: int, seed: int = 0) -> tuple[np.ndarray, dict[str, torch.T
     return np.stack([rng.integers(0, TABLE_ROWS, count), item, item % 3], axis=1), tables
 
 
-def naive_measures(users: np.ndarray, vectors: dict[int, np.ndarray], items: Sequence[int], k: int) -> list[tuple[float, float]]:
+def naive_measures(
+    users: np.ndarray, vectors: dict[int, np.ndarray], items: Sequence[int], k: int
+) -> list[tuple[float, float]]:
     """Return NDCG and recall of each row's item among these vectors, by item."""
     names = sorted(vectors)
     results = []
@@ -386,13 +463,17 @@ def test_several_item_features_rank_distinct_items(count: int) -> None:
     rows, tables = tower_rows(count)
     outputs = tower_outputs(network, rows, tables)
     vectors = {
-        int(item): vector for item, vector in zip(rows[:, 1], outputs["item"].double().numpy(), strict=True) if 2 <= item < 9
+        int(item): vector
+        for item, vector in zip(rows[:, 1], outputs["item"].double().numpy(), strict=True)
+        if 2 <= item < 9
     }
     measures = network.measures(outputs, BATCH)
     expected = naive_measures(outputs["user"].double().numpy(), vectors, rows[:, 1].tolist(), 3)
     has_target = rows[:, 1] != 1
     for number, name in enumerate(("ndcg_at_3", "recall_at_3")):
-        np.testing.assert_allclose(measures[name][has_target], np.array(expected)[has_target][:, number], rtol=1e-6)
+        np.testing.assert_allclose(
+            measures[name][has_target], np.array(expected)[has_target][:, number], rtol=1e-6
+        )
         assert np.isnan(measures[name][~has_target]).all()
     np.testing.assert_array_equal(measures["targets"], has_target)
     np.testing.assert_array_equal(measures["unknown_targets"], np.isin(rows[:, 1], (0, 9)))
@@ -425,13 +506,22 @@ def test_two_towers_rank_candidates_of_table() -> None:
     rows, tables = tower_rows(60)
     outputs = tower_outputs(network, rows, tables, table=True)
     layer = network.item_tower[1]
-    vectors = functional.normalize(functional.linear(tables["item"], layer.weight, layer.bias), dim=1).detach().double()
+    vectors = (
+        functional.normalize(functional.linear(tables["item"], layer.weight, layer.bias), dim=1)
+        .detach()
+        .double()
+    )
     expected = naive_measures(
-        outputs["user"].double().numpy(), {item: vectors[item].numpy() for item in range(2, 9)}, rows[:, 1].tolist(), 3
+        outputs["user"].double().numpy(),
+        {item: vectors[item].numpy() for item in range(2, 9)},
+        rows[:, 1].tolist(),
+        3,
     )
     measures = network.measures(outputs, BATCH)
     has_target = rows[:, 1] != 1
-    np.testing.assert_allclose(measures["ndcg_at_3"][has_target], np.array(expected)[has_target][:, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        measures["ndcg_at_3"][has_target], np.array(expected)[has_target][:, 0], rtol=1e-6
+    )
     assert measures["unknown_targets"].sum() == np.isin(rows[:, 1], (0, 9)).sum() > 0
 
 
@@ -444,7 +534,9 @@ def test_two_towers_constant_model_has_recall_of_chance() -> None:
         network = randomized(network_of(config, PAIRS))
         network.item_tower[1].weight.data.zero_()
         measures = network.measures(tower_outputs(network, rows, tables, table=table), BATCH)
-        np.testing.assert_allclose(measures["recall_at_3"][is_candidate], 3 / len(set(rows[is_candidate, 1])), rtol=1e-6)
+        np.testing.assert_allclose(
+            measures["recall_at_3"][is_candidate], 3 / len(set(rows[is_candidate, 1])), rtol=1e-6
+        )
 
 
 def test_two_towers_loss_skips_unknown_items() -> None:
@@ -454,22 +546,31 @@ def test_two_towers_loss_skips_unknown_items() -> None:
     outputs = tower_outputs(network, rows, tables)
     item = torch.from_numpy(rows[:, 1])
     counts = 0.99 + torch.bincount(item, minlength=TABLE_ROWS)[item].double()
-    logits = (outputs["user"].double() @ outputs["item"].double().T) / TOWERS.temperature - counts.log()
+    logits = (
+        outputs["user"].double() @ outputs["item"].double().T
+    ) / TOWERS.temperature - counts.log()
     losses = network.loss(outputs, BATCH)
     for row in range(len(rows)):
         if not 2 <= item[row] < 9:
             assert losses[row] == 0
             continue
-        negatives = [other for other in range(len(rows)) if 2 <= item[other] < 9 and item[other] != item[row]]
+        negatives = [
+            other for other in range(len(rows)) if 2 <= item[other] < 9 and item[other] != item[row]
+        ]
         of_row = logits[row, [row, *negatives]]
-        assert losses[row].item() == pytest.approx((of_row.logsumexp(0) - of_row[0]).item(), rel=1e-4, abs=1e-5)
+        assert losses[row].item() == pytest.approx(
+            (of_row.logsumexp(0) - of_row[0]).item(), rel=1e-4, abs=1e-5
+        )
 
 
 def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
-    """An item that no recent training step had counts with its rows in the evaluation's step, which later steps forget."""
+    """An item that no recent training step had counts with its rows in the evaluation's step, which
+    later steps forget.
+    """
     config = TOWERS.replace(temperature=1.0)
     network = randomized(network_of(config, PAIRS))
-    network.item_counts[5] = 1000.0  # Popular; item 6 is in the vocabulary, but was not seen for long
+    # Popular; item 6 is in the vocabulary, but was not seen for long
+    network.item_counts[5] = 1000.0
     rows = np.array([[3, 5, 0], [4, 6, 0], [5, 6, 0], [6, 5, 0]])
     _, tables = tower_rows(1)
     outputs = tower_outputs(network, rows, tables)
@@ -479,7 +580,9 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
     expected = cosine - log_frequency
     for row, negatives in ((0, [1, 2]), (1, [0, 3]), (2, [0, 3]), (3, [1, 2])):
         of_row = expected[row, [row, *negatives]]
-        assert losses[row].item() == pytest.approx((of_row.logsumexp(0) - of_row[0]).item(), rel=1e-3, abs=1e-6)
+        assert losses[row].item() == pytest.approx(
+            (of_row.logsumexp(0) - of_row[0]).item(), rel=1e-3, abs=1e-6
+        )
     assert network.item_counts.sum() == 1000
     torch.testing.assert_close(network.loss(outputs, BATCH), losses)
 
@@ -501,19 +604,35 @@ def test_item_features_must_be_single_categories() -> None:
     assert SEVERAL.user_features(PAIRS) == ("user",)
     assert TOWERS.user_features(PAIRS) == ("user", "kind")
     listed = ModelInputs(0, ("user", "item"), lists=(("item", 5),))
-    rejects(r"item_features: must be features of one category a row, got item", TOWERS.user_features, listed)
-    rejects(r"item_features: must name at least the item's id, got none", TwoTowerConfig, item_features=())
-    rejects(r"must have features of the user, got none", TOWERS.user_features, ModelInputs(0, ("item",)))
+    rejects(
+        r"item_features: must be features of one category a row, got item",
+        TOWERS.user_features,
+        listed,
+    )
+    rejects(
+        r"item_features: must name at least the item's id, got none",
+        TwoTowerConfig,
+        item_features=(),
+    )
+    rejects(
+        r"must have features of the user, got none", TOWERS.user_features, ModelInputs(0, ("item",))
+    )
 
 
-# Means and counts of an evaluation ------------------------------------------------------------------------------------
+# -- Means and counts of an evaluation
 def test_evaluations_average_measures_and_add_up_counts() -> None:
     rows, tables = RowMetrics(), MeasureTotals()
     for recall, targets in (([1.0, 0.0, 0.0], [1, 1, 1]), ([1.0], [1, 0]), ([], [])):
-        measures = {"recall": torch.tensor(recall), "targets": torch.tensor(targets, dtype=torch.int64)}
+        measures = {
+            "recall": torch.tensor(recall),
+            "targets": torch.tensor(targets, dtype=torch.int64),
+        }
         rows.update(StepOutput(torch.tensor(0.0), measures=measures))
         padded = np.array([*recall, *[math.nan] * (len(targets) - len(recall))])
-        columns = {"recall": pa.array(padded, from_pandas=True), "targets": pa.array(targets, pa.int64())}
+        columns = {
+            "recall": pa.array(padded, from_pandas=True),
+            "targets": pa.array(targets, pa.int64()),
+        }
         tables.update(pa.table({"row": pa.array(range(len(targets)), pa.int64()), **columns}))
     for metrics in (rows.compute(), tables.compute()):
         assert metrics == {"recall": 0.5, "targets": 4}

@@ -68,7 +68,10 @@ def test_read_events_returns_written_order(path: Path) -> None:
     events = read_events(path)
     assert [event["kind"] for event in events] == ["start", "step", "step"]
     assert before <= events[0]["time"] <= time.time()
-    assert (list(events[1]), events[2]["text"]) == (["time", "kind", "step", "loss"], "zwei\nZeilen ü")
+    assert (list(events[1]), events[2]["text"]) == (
+        ["time", "kind", "step", "loss"],
+        "zwei\nZeilen ü",
+    )
     assert _steps(path, kinds={"step"}) == [1, 2]
     assert read_events(path, kinds=()) == []
     writer.write("step")
@@ -84,12 +87,17 @@ def test_writer_converts_values_to_json(path: Path) -> None:
         (Path("x"), "x"),
         ((1, {"g": None}), [1, {"g": None}]),
         (np.array([1.0, math.nan]), [1.0, None]),
-        *((value, None) for value in (math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf"))),
+        *(
+            (value, None)
+            for value in (math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf"))
+        ),
         (torch.tensor(0.5, requires_grad=True), 0.5),
         (torch.tensor([1, 2]), [1, 2]),
         (torch.float32, "torch.float32"),
     ]
-    assert _written(path, values=[value for value, _ in pairs])["values"] == [plain for _, plain in pairs]
+    assert _written(path, values=[value for value, _ in pairs])["values"] == [
+        plain for _, plain in pairs
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +109,46 @@ class _Login(Config):
 
 
 def test_writer_hides_secret_values_and_keeps_token_counts(path: Path) -> None:
-    keys = ["password", "DB_PASSWORD", "client_secret", "aws_secret_access_key", "access_key", "accessKey"]
+    keys = [
+        "password",
+        "DB_PASSWORD",
+        "client_secret",
+        "aws_secret_access_key",
+        "access_key",
+        "accessKey",
+    ]
     keys += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
     assert [_written(path, **{key: "hush"})[key] for key in keys] == ["***"] * len(keys)
     _write(path, config={"storage": [{key: {"inner": "hush"}} for key in keys]})
     config = _written(path, config=_Login())["config"]
     assert (config["user"], config["password"]) == ("ann", "***")
     assert "hush" not in path.read_text()
-    counts = {"tokens_per_s": 5.5, "num_tokens": 7, "token_count": 3, "tokenizer": "gpt2", "password": None}
-    of_texts = {"tokens": "0f3a9c1b22d4e5f6", "schema": {"tokens": "any"}, "data": {"tokens": [1, 2]}}
-    assert _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts).items() >= {**counts, **of_texts}.items()
+    counts = {
+        "tokens_per_s": 5.5,
+        "num_tokens": 7,
+        "token_count": 3,
+        "tokenizer": "gpt2",
+        "password": None,
+    }
+    of_texts = {
+        "tokens": "0f3a9c1b22d4e5f6",
+        "schema": {"tokens": "any"},
+        "data": {"tokens": [1, 2]},
+    }
+    assert (
+        _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts).items()
+        >= {**counts, **of_texts}.items()
+    )
 
 
 def test_writer_hides_keys_of_known_services(path: Path) -> None:
-    secrets = ["AKIAIOSFODNN7EXAMPLE", "ghp_" + "a1" * 18, "hf_" + "aB" * 17, "xoxb-1234567890-abc", "sk-" + "abcd1234" * 3]
+    secrets = [
+        "AKIAIOSFODNN7EXAMPLE",
+        "ghp_" + "a1" * 18,
+        "hf_" + "aB" * 17,
+        "xoxb-1234567890-abc",
+        "sk-" + "abcd1234" * 3,
+    ]
     for secret in (*secrets, "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-def_ghi"):
         event = _written(path, cause=f"refused ({secret})", tokens=secret)
         assert (event["cause"], event["tokens"]) == ("refused (***)", "***")
@@ -122,24 +156,45 @@ def test_writer_hides_keys_of_known_services(path: Path) -> None:
 
 def test_command_line_hides_secrets() -> None:
     for arguments, line in (
-        (["train", "gpt2", "--max-new-tokens=20", "--name", "a b"], "train gpt2 --max-new-tokens=20 --name 'a b'"),
-        (["train", "--workload.tokenizer", "gpt2", "--tokens", "x"], "train --workload.tokenizer gpt2 --tokens x"),
-        (["x", "--password", "hu sh", "--api-key=hush2", "--seed", "1"], "x --password *** --api-key=*** --seed 1"),
+        (
+            ["train", "gpt2", "--max-new-tokens=20", "--name", "a b"],
+            "train gpt2 --max-new-tokens=20 --name 'a b'",
+        ),
+        (
+            ["train", "--workload.tokenizer", "gpt2", "--tokens", "x"],
+            "train --workload.tokenizer gpt2 --tokens x",
+        ),
+        (
+            ["x", "--password", "hu sh", "--api-key=hush2", "--seed", "1"],
+            "x --password *** --api-key=*** --seed 1",
+        ),
         (["x", "--token", "--seed", "1"], "x --token --seed 1"),
-        (["x", "--cluster.env", "A=hush", "B", "C_D=hu sh", "--seed=1", "e=f"], "x --cluster.env A=*** B C_D=*** --seed=1 e=f"),
+        (
+            ["x", "--cluster.env", "A=hush", "B", "C_D=hu sh", "--seed=1", "e=f"],
+            "x --cluster.env A=*** B C_D=*** --seed=1 e=f",
+        ),
         (["x", "--env=A=hush", "--cluster.env=B=hush"], "x --env=A=*** --cluster.env=B=***"),
-        (["x", "https://me:hush@host/a?X-Amz-Signature=ff00&b=c"], "x https://***@host/a?X-Amz-Signature=***&b=c"),
+        (
+            ["x", "https://me:hush@host/a?X-Amz-Signature=ff00&b=c"],
+            "x https://***@host/a?X-Amz-Signature=***&b=c",
+        ),
     ):
         assert command_line(arguments) == line
 
 
 def test_events_in_skips_line_that_grows_while_read() -> None:
     """A reader at the end of a growing file receives the rest of the line as the next line."""
-    first, second = (f'{{"time": 1.0, "kind": "step", "step": {step}}}\n'.encode() for step in (1, 2))
-    assert [event["step"] for event in events_in([first, second[:9], second[9:]], "events.jsonl")] == [1]
+    first, second = (
+        f'{{"time": 1.0, "kind": "step", "step": {step}}}\n'.encode() for step in (1, 2)
+    )
+    assert [
+        event["step"] for event in events_in([first, second[:9], second[9:]], "events.jsonl")
+    ] == [1]
 
 
-@pytest.mark.parametrize("line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"])
+@pytest.mark.parametrize(
+    "line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"]
+)
 def test_read_events_rejects_invalid_lines(path: Path, line: bytes) -> None:
     _written(path, step=1)
     _append(path, line)
@@ -157,7 +212,9 @@ def test_writer_repairs_end_after_crash(path: Path) -> None:
     assert path.read_bytes().count(b"torn_line") == 1
 
 
-def test_writer_counts_losses_also_without_file_and_warns_once(path: Path, monkeypatch: Any, caplog: Any, tmp_path: Path) -> None:
+def test_writer_counts_losses_also_without_file_and_warns_once(
+    path: Path, monkeypatch: Any, caplog: Any, tmp_path: Path
+) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(path) as writer:
         writer.write("step", step=1)
         with monkeypatch.context() as patched:
@@ -196,7 +253,15 @@ def test_writer_repairs_line_cut_by_another_writer(path: Path) -> None:
         with EventWriter(path) as again:
             again.write("step", step=4)
         third.write("summary")
-    assert [event["kind"] for event in read_events(path)] == ["run", "prepared", "step", "failure", "step", "step", "summary"]
+    assert [event["kind"] for event in read_events(path)] == [
+        "run",
+        "prepared",
+        "step",
+        "failure",
+        "step",
+        "step",
+        "summary",
+    ]
     assert path.read_bytes().count(b"torn_line") == 2
 
 
@@ -221,7 +286,8 @@ def test_concurrent_writers_never_interleave(path: Path) -> None:
         "import sys, threading; from rayrec.observe.events import EventWriter\n"
         "writer = EventWriter(sys.argv[1])\n"
         "def run(name):\n"
-        "    for step in range(150): writer.write('step', name=name, step=step, text='x' * (step * 37 % 9000))\n"
+        "    for step in range(150): writer.write('step', name=name, step=step, text='x' * (step "
+        "* 37 % 9000))\n"
         "threads = [threading.Thread(target=run, args=(sys.argv[2] + part,)) for part in 'ab']\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
     )
@@ -232,18 +298,24 @@ def test_concurrent_writers_never_interleave(path: Path) -> None:
         assert [event["step"] for event in events if event["name"] == name] == [*range(150)]
 
 
-def test_first_lines_of_two_threads_open_file_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_lines_of_two_threads_open_file_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_file, opened, both = os.open, list[int](), threading.Barrier(2)
 
     def open_slowly(*arguments: Any, **options: Any) -> int:
         opened.append(open_file(*arguments, **options))
-        with contextlib.suppress(threading.BrokenBarrierError):  # the other thread waits for this one
+        # the other thread waits for this one
+        with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.3)
         return opened[-1]
 
     monkeypatch.setattr(os, "open", open_slowly)
     with EventWriter(path) as writer:
-        threads = [threading.Thread(target=writer.write, args=("step",), kwargs={"step": step}) for step in range(2)]
+        threads = [
+            threading.Thread(target=writer.write, args=("step",), kwargs={"step": step})
+            for step in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -277,7 +349,7 @@ def test_follow_returns_at_stop_and_rejects_invalid_line(path: Path) -> None:
     rejects("line 2", list, follow(path, stop=stop))
 
 
-# Events at a URL: background upload of parts, merging and following, without duplicates or delays ---------------------
+# Events at a URL: background upload of parts, merging and following, without duplicates or delays -
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run" / "events"
@@ -314,7 +386,9 @@ def _write_steps(url: str, *steps: int) -> None:
             writer.write("step", step=step)
 
 
-def test_steps_are_batched_and_other_events_sent_at_once(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_batched_and_other_events_sent_at_once(
+    url: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_files, "_INTERVAL_S", 600.0)
     with EventWriter(url) as writer:
         writer.write("start", step=0)
@@ -350,7 +424,9 @@ def test_flush_uploads_and_returns_success(url: str, store: Store) -> None:
     writer.close()
 
 
-def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_run_writes_several_parts(
+    url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_files, "PART_BYTES", 500)
     _write_steps(url, *range(40))
     names = sorted(os.listdir(folder))
@@ -359,7 +435,9 @@ def test_long_run_writes_several_parts(url: str, folder: Path, monkeypatch: pyte
     assert _steps(url) == [*range(40)]
 
 
-def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_loses_no_events_and_never_blocks(
+    url: str, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), EventWriter(url) as writer:
         store.is_out = True
         start = time.monotonic()
@@ -374,7 +452,9 @@ def test_outage_loses_no_events_and_never_blocks(url: str, store: Store, caplog:
     assert "the store was out" in caplog.text
 
 
-def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_counts_losses_of_long_outage(
+    url: str, store: Store, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level(logging.WARNING):
         writer = EventWriter(url)
         writer.write("start", step=1)
@@ -392,7 +472,9 @@ def test_close_counts_losses_of_long_outage(url: str, store: Store, caplog: Any,
     assert _steps(url) == [1]
 
 
-def test_uploader_limits_waiting_bytes(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploader_limits_waiting_bytes(
+    url: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_files, "_WAITING_BYTES", 1000)
     store.is_out = True
     writer = EventWriter(url)
@@ -413,7 +495,9 @@ def test_interpreter_exit_flushes_events(url: str) -> None:
         "writer = EventWriter(sys.argv[1])\n"
         "for step in range(5): writer.write('step', step=step)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, url], capture_output=True, text=True, check=True
+    )
     assert (run.stderr, _steps(url)) == ("", list(range(5)))
 
 
@@ -448,7 +532,9 @@ def test_merge_events_orders_writers_by_time(url: str, folder: Path) -> None:
     assert _steps(url) == _steps(f"{folder}.jsonl") == [*range(21)]
 
 
-def test_interrupted_merge_duplicates_no_events(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_merge_duplicates_no_events(
+    url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _write_steps(url, 1, 1, 1)
     with monkeypatch.context() as patch:
         patch.setattr(storage, "remove_folder", lambda path: None)
@@ -497,7 +583,8 @@ def test_follow_yields_each_event_once(url: str) -> None:
 def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_steps(url, 1)
     _write_steps(url, 2)
-    read, failures = storage.read_bytes, [False, True, True, True]  # The second part fails after the first was read.
+    # The second part fails after the first was read.
+    read, failures = storage.read_bytes, [False, True, True, True]
 
     def fail(path: str) -> bytes:
         if failures and failures.pop(0):

@@ -22,7 +22,13 @@ from rayrec.observe.console import Console, console_line, figures, line, panel, 
 from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.timing import PHASES
 
-REACHED = {"target": 0.8025, "target_metric": "auroc", "target_step": 1600, "target_rows": 204_800, "target_s": 119.6}
+REACHED = {
+    "target": 0.8025,
+    "target_metric": "auroc",
+    "target_step": 1600,
+    "target_rows": 204_800,
+    "target_s": 119.6,
+}
 SAVED = {"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}
 
 
@@ -41,9 +47,18 @@ def measured() -> list[dict[str, Any]]:
     events = run_events.run(finished=False)
     for event in events:
         if event["kind"] == "step":
-            event |= {"times_s": {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "forward": 8.0}, "peak_fraction": 0.25}
+            event |= {
+                "times_s": {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "forward": 8.0},
+                "peak_fraction": 0.25,
+            }
             event["learning_rate"] = 0.00125
-    stage = {"stage": "parse", "rows_per_s": 20_000.0, "busy": 0.8, "cpu_share": 0.9, "queue_share": 0.0}
+    stage = {
+        "stage": "parse",
+        "rows_per_s": 20_000.0,
+        "busy": 0.8,
+        "cpu_share": 0.9,
+        "queue_share": 0.0,
+    }
     data = {"seconds": 5.0, "rows": 640, "cpus": 1.0, "backlog_rows": 12.0, "stages": [stage]}
     store = {"object_store_bytes": 3e6, "object_store_limit_bytes": 3e8, "spilled_bytes": 0}
     return [*events, {"time": events[-1]["time"], "kind": "data", "step": 150, **data, **store}]
@@ -54,7 +69,10 @@ def test_figures_match_running_and_finished_jobs() -> None:
     assert (run.step, run.steps, run.status) == (150, 200, "training")
     # After its first logged step, the attempt took 6 s for 40 steps.
     assert run.left_s() == pytest.approx(50 * 6 / 40)
-    expected = "loss 0.2231  perplexity 2.0000  rows/s 1150  blocked 1.0%  of peak 25%  learning rate 0.00125  left 8 s"
+    expected = (
+        "loss 0.2231  perplexity 2.0000  rows/s 1150  blocked 1.0%  of peak 25%  learning rate "
+        "0.00125  left 8 s"
+    )
     assert line(run) == f"{expected}  saved step 150 (44 MB)  restarts 1"
     run.update({"time": 1e9, "kind": "step", **run.latest["step"], "peak_fraction": 1.15})
     assert dict(figures(run))["of peak"] == "above measurement"
@@ -62,18 +80,34 @@ def test_figures_match_running_and_finished_jobs() -> None:
     assert run.status == "finishing"  # It evaluates its test rows.
     events = measured()
     early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
-    finish = {"time": 2e9, "kind": "finish", "step": 150, "chosen_step": 100, "metrics": {"perplexity": 1.5, "rows": 9}}
+    finish = {
+        "time": 2e9,
+        "kind": "finish",
+        "step": 150,
+        "chosen_step": 100,
+        "metrics": {"perplexity": 1.5, "rows": 9},
+    }
     events += [early, finish, {"time": 2e9, "kind": "summary", "steps": 150}]
     run = RunSummary(events)
     known = dict(figures(run))
-    assert (run.step, run.steps, run.status.startswith("finished"), run.ended) == (150, 150, True, True)
-    assert (known["perplexity"], known["weights of"]) == ("1.5000", "step 100")  # Not 2, the last evaluation's.
+    assert (run.step, run.steps, run.status.startswith("finished"), run.ended) == (
+        150,
+        150,
+        True,
+        True,
+    )
+    # Not 2, the last evaluation's.
+    assert (known["perplexity"], known["weights of"]) == ("1.5000", "step 100")
     text = shown(run)
     assert "step 150 of 150" in text
     assert "finished, stopped early at step 150 of 200" in text
     # Another driver extends it.
     run.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
-    assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (False, 400, "2.0000")
+    assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (
+        False,
+        400,
+        "2.0000",
+    )
 
 
 def test_figures_grow_with_events_and_panel_shows_phases() -> None:
@@ -83,19 +117,37 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     run.update({"time": 0.5, "kind": "run", "recipe": "r", "name": "[red]no markup[/]"})
     assert "r [red]no markup[/]" in shown(run)
     run.update({"time": 1.0, "kind": "start", "step": 0, "steps": 10, "world_size": 2})
-    run.update({"time": 2.0, "kind": "step", "step": 1, "steps": 10, "loss": None, "rows": 5, "rows_per_s": 5.0})
+    run.update(
+        {
+            "time": 2.0,
+            "kind": "step",
+            "step": 1,
+            "steps": 10,
+            "loss": None,
+            "rows": 5,
+            "rows_per_s": 5.0,
+        }
+    )
     assert run.left_s() is None
     assert ("restarts", "0") not in figures(run)
     assert "step 1 of 10" in shown(run)
     run = RunSummary(measured())
     assert run.last_time_s is not None
     text = shown(run, full=True, now_s=run.last_time_s + 1)
-    wanted = ["step 150 of 200", "waiting for data 20%", "parse", "20k", "object store 3 MB of 300 MB"]
+    wanted = [
+        "step 150 of 200",
+        "waiting for data 20%",
+        "parse",
+        "20k",
+        "object store 3 MB of 300 MB",
+    ]
     assert [word for word in (*wanted, "Blocked on data") if word not in text] == []
     assert "no events" not in text
     assert "no events for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
     assert "Blocked on data" not in shown(run, now_s=run.last_time_s)
-    run.update({"time": run.last_time_s, "kind": "data_nodes", "step": 150, "nodes": ["node-1", "node-2"]})
+    run.update(
+        {"time": run.last_time_s, "kind": "data_nodes", "step": 150, "nodes": ["node-1", "node-2"]}
+    )
     assert "node-1: data tasks   node-2: data tasks" in shown(run, full=True)
     assert "finished" in shown(RunSummary(run_events.run()))
 
@@ -105,7 +157,8 @@ def test_console_line_matches_event() -> None:
         ({"kind": "start", "step": 8, "world_size": 2}, "resuming from step 8 with 2 workers"),
         (
             {"kind": "checkpoint_slow", "step": 8, "write_s": 95.4, "grace_s": 60.0},
-            "step 8  saving took 95 s, longer than failure.grace_s (60 s). Raise --failure.grace-s and the termination notice "
+            "step 8  saving took 95 s, longer than failure.grace_s (60 s). Raise "
+            "--failure.grace-s and the termination notice "
             "of the machines.",
         ),
         (
@@ -114,8 +167,8 @@ def test_console_line_matches_event() -> None:
         ),
         (
             {"kind": "cpu_contention", "rank": 1, "node": "n2", "waiting_share": 0.93},
-            "rank 1 on n2: other processes use its CPUs and slow down training (a thread waited 93% of the time). Stop them, "
-            "or lower --scaling.threads-per-worker.",
+            "rank 1 on n2: other processes use its CPUs and slow down training (a thread waited "
+            "93% of the time). Stop them, or lower --scaling.threads-per-worker.",
         ),
         ({"kind": "start", "step": 0, "world_size": 2}, None),
         ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: restarting"),
@@ -130,19 +183,31 @@ def test_console_line_matches_event() -> None:
         ),
         (
             {"kind": "early_stop", "step": 1600, **REACHED},
-            "step 1,600  auroc 0.8025 reached at step 1,600 (204,800 rows, 2 min of training and evaluations): stopping early",
+            "step 1,600  auroc 0.8025 reached at step 1,600 (204,800 rows, 2 min of training and "
+            "evaluations): stopping early",
         ),
         (
-            {"kind": "evaluate", "step": 1600, "set": "validation", "auroc": 0.79, "best": {"step": 800, "auroc": 0.8}},
+            {
+                "kind": "evaluate",
+                "step": 1600,
+                "set": "validation",
+                "auroc": 0.79,
+                "best": {"step": 800, "auroc": 0.8},
+            },
             "step 1,600  validation  auroc 0.7900  best auroc 0.8000 (step 800)",
         ),
         (SAVED, None),
         ({"kind": "step", "step": 8}, None),
     ):
-        assert (console_line(event), console_line(SAVED, verbose=True)) == (expected, "step 8  saved p (1 MB)")
+        assert (console_line(event), console_line(SAVED, verbose=True)) == (
+            expected,
+            "step 8  saved p (1 MB)",
+        )
 
 
-def console_lines(events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any) -> str:
+def console_lines(
+    events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], **options: Any
+) -> str:
     with Console(**options).training(lambda stop: iter(events)):
         time.sleep(0.2)
     captured = capsys.readouterr()
@@ -155,7 +220,9 @@ def now(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**event, "time": event["time"] + later_s} for event in events]
 
 
-def test_console_prints_plain_lines_unless_quiet(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_console_prints_plain_lines_unless_quiet(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     text = console_lines(now(measured()), capsys)
     assert text.count("train: step") == 1  # The next is due in ten seconds.
     assert "worker 1 died" in text
@@ -192,14 +259,23 @@ def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.Monk
     assert top(str(tmp_path), console=screen(out, force_terminal=True)).status == "finished"
     thread.join()
     text = out.getvalue()
-    assert [text.count(": restarting"), "step 120 of 200" in text, "step 200 of 200" in text] == [1, True, True]
+    assert [text.count(": restarting"), "step 120 of 200" in text, "step 200 of 200" in text] == [
+        1,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("last", "status"),
-    [({"kind": "failure", "cause": "no"}, "failed: no"), ({"kind": "stop", "cause": "SIGTERM", "step": 120}, "stopped: SIGTERM")],
+    [
+        ({"kind": "failure", "cause": "no"}, "failed: no"),
+        ({"kind": "stop", "cause": "SIGTERM", "step": 120}, "stopped: SIGTERM"),
+    ],
 )
-def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any], status: str) -> None:
+def test_top_returns_when_run_fails_or_stops(
+    tmp_path: Path, last: dict[str, Any], status: str
+) -> None:
     told = measured()
     last |= {"time": told[-1]["time"] + 1}
     assert not RunSummary([*told, {**last, "last": False}]).ended  # Another attempt follows.
@@ -212,7 +288,7 @@ def test_top_returns_when_run_fails_or_stops(tmp_path: Path, last: dict[str, Any
     assert (run.ended, run.status) == (False, "preparing")
 
 
-# Console output errors never end a run --------------------------------------------------------------------------------
+# -- Console output errors never end a run
 class Stream(io.StringIO):
     def __init__(self, *, terminal: bool) -> None:
         super().__init__()
@@ -250,7 +326,9 @@ def use(console: Console) -> list[str]:
     return done
 
 
-def test_console_survives_full_disk_closed_and_missing_stream(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_survives_full_disk_closed_and_missing_stream(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     stream.full, console = True, Console()
     assert use(console) == ["prepared", "trained"]
@@ -273,26 +351,39 @@ def test_console_survives_broken_pipe(unbuffered: str) -> None:
     code += "[console.note(f'note {number}') for number in range(3)]; print('the result')\n"
     read, write = os.pipe()
     os.close(read)
-    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False)
+    command, environment = (
+        [sys.executable, "-c", code],
+        {**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stdout) == (0, "the result\n")
 
 
 @pytest.mark.parametrize("stream", [True], indirect=True)
-def test_console_keeps_colors_and_live_lines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_keeps_colors_and_live_lines(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     ours, plain = Console()._out, RichConsole(stderr=True)
-    assert (ours.is_terminal, ours.color_system, ours.encoding) == (True, plain.color_system, plain.encoding)
+    assert (ours.is_terminal, ours.color_system, ours.encoding) == (
+        True,
+        plain.color_system,
+        plain.encoding,
+    )
     use(Console())
     assert "step 200 of 200" in stream.getvalue()
     assert "\x1b[" in stream.getvalue()
 
 
-def test_unreadable_events_end_only_the_display(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_events_end_only_the_display(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
 
@@ -308,7 +399,9 @@ def test_unreadable_events_end_only_the_display(capsys: pytest.CaptureFixture[st
     assert not failures
 
 
-def test_console_prints_names_without_markup(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_prints_names_without_markup(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     console = Console()
     for name in ("[red]", "[/x]", ":smile:", "{task}", "a[0]"):
@@ -316,5 +409,12 @@ def test_console_prints_names_without_markup(stream: Stream, monkeypatch: pytest
         with console.preparing():
             console.progress(f"index {name}", 1, 1, note=f"of {name}")
         console.table(f"title {name}", [(f"key {name}", f"value {name}")])
-        for text in (f"note {name}", f"index {name}", f"of {name}", f"title {name}", f"key {name}", f"value {name}"):
+        for text in (
+            f"note {name}",
+            f"index {name}",
+            f"of {name}",
+            f"title {name}",
+            f"key {name}",
+            f"value {name}",
+        ):
             assert text in stream.getvalue(), text

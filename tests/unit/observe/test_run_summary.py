@@ -1,4 +1,6 @@
-"""Summary of a run's events: restarts, attempts, curves, starts and cost. Repeated steps count once."""
+"""Summary of a run's events: restarts, attempts, curves, starts and cost. Repeated steps count
+once.
+"""
 
 import math
 import sys
@@ -24,7 +26,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "stop": {"step": 20, "last": True},
     "finish": {"step": 40},
 }
-BEGIN: tuple[Described, ...] = ((0, "run", {}), (1, "attempt", {}), (3, "start", {"step": 0}), (5, "step", {"step": 20}))
+BEGIN: tuple[Described, ...] = (
+    (0, "run", {}),
+    (1, "attempt", {}),
+    (3, "start", {"step": 0}),
+    (5, "step", {"step": 20}),
+)
 END: tuple[Described, ...] = ((30, "finish", {}),)
 
 
@@ -39,10 +46,25 @@ def summary(*described: Described) -> RunSummary:
 def test_restart_has_cause_time_and_steps() -> None:
     for between, expected in (
         ((), []),
-        (((6, "failure", {"cause": "x"}), (10, "start", {"step": 8}), (11, "step", {"step": 20})), [Restart("x", 6, 12)]),
-        (((60, "run", {}), (64, "start", {"step": 16}), (65, "step", {"step": 20})), [Restart("the driver was lost", 60, 4)]),
         (
-            ((6, "stop", {"cause": "SIGTERM"}), (60, "run", {}), (64, "start", {"step": 20}), (65, "step", {"step": 40})),
+            (
+                (6, "failure", {"cause": "x"}),
+                (10, "start", {"step": 8}),
+                (11, "step", {"step": 20}),
+            ),
+            [Restart("x", 6, 12)],
+        ),
+        (
+            ((60, "run", {}), (64, "start", {"step": 16}), (65, "step", {"step": 20})),
+            [Restart("the driver was lost", 60, 4)],
+        ),
+        (
+            (
+                (6, "stop", {"cause": "SIGTERM"}),
+                (60, "run", {}),
+                (64, "start", {"step": 20}),
+                (65, "step", {"step": 40}),
+            ),
             [Restart("stopped: SIGTERM", 59, 0)],
         ),
         (  # The next driver fails to prepare, the third continues.
@@ -56,7 +78,11 @@ def test_restart_has_cause_time_and_steps() -> None:
         (  # Fails again before it trains.
             (
                 *((6, "failure", {"cause": "first"}), (8, "start", {"step": 8})),
-                *((9, "failure", {"cause": "second"}), (12, "start", {"step": 8}), (14, "step", {"step": 20})),
+                *(
+                    (9, "failure", {"cause": "second"}),
+                    (12, "start", {"step": 8}),
+                    (14, "step", {"step": 20}),
+                ),
             ),
             [Restart("first", 7, 12), Restart("second", 6, 0)],
         ),
@@ -79,21 +105,44 @@ def test_restart_has_cause_time_and_steps() -> None:
 def test_restart_lasts_until_training_continues_unlike_pauses() -> None:
     begun = (*BEGIN, (6, "failure", {"cause": "x"}), (9, "start", {"step": 20}))
     assert summary(*begun).restarts == [Restart("x", 4, 0)]
-    assert summary(*begun, (15, "evaluate", {"step": 20, "set": "test"})).restarts == [Restart("x", 10, 0)]
-    assert summary(*BEGIN, (6, "failure", {"cause": "the loss is nan", "last": True})).restarts == []
+    assert summary(*begun, (15, "evaluate", {"step": 20, "set": "test"})).restarts == [
+        Restart("x", 10, 0)
+    ]
+    assert (
+        summary(*BEGIN, (6, "failure", {"cause": "the loss is nan", "last": True})).restarts == []
+    )
     assert summary((0, "run", {}), (1, "failure", {"cause": "x"}), *BEGIN[2:], *END).restarts == []
-    longer = ((90, "run", {}), (95, "start", {"step": 40, "steps": 60}), (97, "step", {"step": 50, "steps": 60}))
+    longer = (
+        (90, "run", {}),
+        (95, "start", {"step": 40, "steps": 60}),
+        (97, "step", {"step": 50, "steps": 60}),
+    )
     run = summary(*BEGIN, *END, (31, "summary", {}), *longer)
     assert (run.restarts, run.standing()) == ([], "not finished at step 50 of 60")
     first, second = run.attempts
     assert (first.end, first.last_step) == ("finished", 40)
     assert (second.first_step, second.last_step, second.end, second.restart) == (40, 50, None, None)
-    died = ((98, "failure", {"cause": "x"}), (99, "start", {"step": 40}), (100, "step", {"step": 60}))
-    assert summary(*BEGIN, *END, (31, "summary", {}), *longer, *died).restarts == [Restart("x", 3, 10)]
+    died = (
+        (98, "failure", {"cause": "x"}),
+        (99, "start", {"step": 40}),
+        (100, "step", {"step": 60}),
+    )
+    assert summary(*BEGIN, *END, (31, "summary", {}), *longer, *died).restarts == [
+        Restart("x", 3, 10)
+    ]
     # Without a summary, that driver was lost.
-    assert [each.cause for each in summary(*BEGIN, *END, *longer).restarts] == ["the driver was lost"]
+    assert [each.cause for each in summary(*BEGIN, *END, *longer).restarts] == [
+        "the driver was lost"
+    ]
     pause = (6, "stop", {"cause": "a planned pause", "paused": True})
-    run = summary(*BEGIN, pause, (60, "run", {}), (61, "attempt", {}), (62, "start", {"step": 20}), (63, "step", {"step": 30}))
+    run = summary(
+        *BEGIN,
+        pause,
+        (60, "run", {}),
+        (61, "attempt", {}),
+        (62, "start", {"step": 20}),
+        (63, "step", {"step": 30}),
+    )
     found = [(each.first_step, each.end, each.restart) for each in run.attempts]
     assert found == [(0, "stopped: a planned pause", None), (20, None, None)]
 
@@ -101,23 +150,48 @@ def test_restart_lasts_until_training_continues_unlike_pauses() -> None:
 def test_evaluation_time_uses_event_seconds() -> None:
     prefix = (*BEGIN, (7, "step", {"step": 30}))
     for seconds, expected in (({}, 4.0), ({"seconds": 2.5}, 2.5)):
-        run = summary(*prefix, (11, "evaluate", {"step": 30, "set": "validation", "auroc": 0.5, "best": {"step": 30}, **seconds}))
+        run = summary(
+            *prefix,
+            (
+                11,
+                "evaluate",
+                {"step": 30, "set": "validation", "auroc": 0.5, "best": {"step": 30}, **seconds},
+            ),
+        )
         assert (run.time.evaluation_s, run.warm_time.evaluation_s) == (expected, expected)
-        assert [name for name in run.curve()[-1] if name.startswith("validation_")] == ["validation_auroc"]
+        assert [name for name in run.curve()[-1] if name.startswith("validation_")] == [
+            "validation_auroc"
+        ]
 
 
 def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
     first, second = RunSummary(run_events.run()).attempts
     assert (first.num_workers, first.first_step, first.last_step) == (2, 0, 120)
     assert (first.end, first.restart) == ("worker 1 died of SIGKILL & <more>", None)
-    assert (second.num_workers, second.first_step, second.last_step, second.end) == (1, 100, 200, "finished")
+    assert (second.num_workers, second.first_step, second.last_step, second.end) == (
+        1,
+        100,
+        200,
+        "finished",
+    )
     # Failure, attempt, damaged checkpoint, 5 s to the start, first step.
     assert second.restart == Restart("worker 1 died of SIGKILL & <more>", 9.0, 20)
     assert second.begin_s - first.begin_s == 19.0
     assert RunSummary(run_events.run(finished=False)).attempts[-1].end is None
-    lost = ((10, "run", {}), (11, "attempt", {}), (12, "failure", {"cause": "no room"}), (13, "attempt", {"number": 2}))
-    found = summary(*BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})).attempts
-    expected = [("the driver was lost", 0, False), ("no room", None, False), ("stopped: SIGTERM", 0, True)]
+    lost = (
+        (10, "run", {}),
+        (11, "attempt", {}),
+        (12, "failure", {"cause": "no room"}),
+        (13, "attempt", {"number": 2}),
+    )
+    found = summary(
+        *BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})
+    ).attempts
+    expected = [
+        ("the driver was lost", 0, False),
+        ("no room", None, False),
+        ("stopped: SIGTERM", 0, True),
+    ]
     assert [(each.end, each.first_step, each.restart is not None) for each in found] == expected
     failed = ((60, "run", {}), (61, "failure", {"cause": "no such log", "last": True}))
     run = summary(*BEGIN, (6, "stop", {"cause": "SIGTERM"}), *failed)
@@ -138,7 +212,11 @@ def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
 def test_nodes_are_of_current_attempt() -> None:
     start = (3, "start", {"step": 0, "nodes": ["a", "a", "b", "a"]})
     run = summary(*BEGIN[:2], start, (4, "data_nodes", {"step": 1, "nodes": ["a", "c"]}))
-    assert run.nodes() == {"a": ["workers 0 to 1", "worker 3", "data tasks"], "b": ["worker 2"], "c": ["data tasks"]}
+    assert run.nodes() == {
+        "a": ["workers 0 to 1", "worker 3", "data tasks"],
+        "b": ["worker 2"],
+        "c": ["data tasks"],
+    }
     run.update(event(5, "start", {"step": 1, "nodes": ["b"]}))
     assert run.nodes() == {"b": ["worker 0"]}
     assert summary(*BEGIN).nodes() == {}  # of an earlier version
@@ -146,28 +224,55 @@ def test_nodes_are_of_current_attempt() -> None:
 
 def test_nodes_on_one_host_are_shown_separately() -> None:
     start = (3, "start", {"step": 0, "nodes": ["a", "a", "b"], "node_ids": ["1f", "2e", "3d"]})
-    run = summary(*BEGIN[:2], start, (4, "data_nodes", {"step": 1, "nodes": ["a", "b"], "node_ids": ["2e", "3d"]}))
-    assert run.nodes() == {"a (1f)": ["worker 0"], "a (2e)": ["worker 1", "data tasks"], "b": ["worker 2", "data tasks"]}
+    run = summary(
+        *BEGIN[:2],
+        start,
+        (4, "data_nodes", {"step": 1, "nodes": ["a", "b"], "node_ids": ["2e", "3d"]}),
+    )
+    assert run.nodes() == {
+        "a (1f)": ["worker 0"],
+        "a (2e)": ["worker 1", "data tasks"],
+        "b": ["worker 2", "data tasks"],
+    }
 
 
 def test_cost_counts_restarts_saves_hours_epochs_and_auroc() -> None:
-    died = ((7, "failure", {"cause": "worker 0 died"}), (9, "start", {"step": 8}), (10, "step", {"step": 20}))
-    first, second = ((at, "checkpoint", {"step": 20, "stall_s": stall_s}) for at, stall_s in ((6, 0.5), (11, 1.5)))
+    died = (
+        (7, "failure", {"cause": "worker 0 died"}),
+        (9, "start", {"step": 8}),
+        (10, "step", {"step": 20}),
+    )
+    first, second = (
+        (at, "checkpoint", {"step": 20, "stall_s": stall_s})
+        for at, stall_s in ((6, 0.5), (11, 1.5))
+    )
     costs = {"lost_s": 4, "steps_redone": 12}
     stalls = {"checkpoint_stall_s": 2.0, "checkpoint_stall_fraction": 0.02}
     found = summary(*BEGIN, first, *died, second, *END).costs(train_s=98.0)
-    assert found == {"restarts": 1, "restart_causes": [{"cause": "worker 0 died", **costs}], **costs, **stalls}
+    assert found == {
+        "restarts": 1,
+        "restart_causes": [{"cause": "worker 0 died", **costs}],
+        **costs,
+        **stalls,
+    }
     assert RunSummary().costs(train_s=0.0)["checkpoint_stall_fraction"] == 0.0
     events = run_events.click_run(seconds=360.0)
     hours = (events[-1]["time"] - events[0]["time"]) / 3600
     spent = RunSummary(events).cost(Price(2.5, nodes=4))
     assert (spent.node_hours, spent.total) == (pytest.approx(4 * hours), pytest.approx(10 * hours))
-    assert (spent.per_epoch, spent.per_auroc_point) == (pytest.approx(spent.total / 2), pytest.approx(spent.total / 28))
+    assert (spent.per_epoch, spent.per_auroc_point) == (
+        pytest.approx(spent.total / 2),
+        pytest.approx(spent.total / 28),
+    )
     rejects(r"at least 1, got 1\.0 and 0", Price, 1.0, nodes=0)
     again = summary(*BEGIN, (36_005, "run", {}), (39_605, "start", {"step": 20}))
     assert (summary(*BEGIN).working_s, again.working_s) == (5.0, 3605.0)
     spent = again.cost(Price(1.0))
-    assert (spent.node_hours, spent.per_epoch, spent.per_auroc_point) == (pytest.approx(3605 / 3600), None, None)
+    assert (spent.node_hours, spent.per_epoch, spent.per_auroc_point) == (
+        pytest.approx(3605 / 3600),
+        None,
+        None,
+    )
 
 
 def test_curve_contains_steps_once_and_counts_epochs() -> None:
@@ -179,24 +284,37 @@ def test_curve_contains_steps_once_and_counts_epochs() -> None:
     assert rows[4]["time_s"] == rows[3]["time_s"] + 2  # Logged, then evaluated.
     assert rows[0]["time_s"] == 4
     assert RunSummary(run_events.run(), curves=False).curve() == RunSummary().curve() == []
-    late = [(7, "evaluate", {"step": 20, "set": name, "loss": loss}) for name, loss in (("validation", 1.0), ("test", 7.0))]
-    run = summary(*BEGIN[:3], (5, "step", {"step": 20, "rows": 640}), (6, "start", {"step": 20}), *late)
+    late = [
+        (7, "evaluate", {"step": 20, "set": name, "loss": loss})
+        for name, loss in (("validation", 1.0), ("test", 7.0))
+    ]
+    run = summary(
+        *BEGIN[:3], (5, "step", {"step": 20, "rows": 640}), (6, "start", {"step": 20}), *late
+    )
     assert run.curve() == [{"step": 20, "rows": 640, "validation_loss": 1.0, "time_s": 7}]
     prepared = (1, "prepared", {"rows_of_sets": {"train": 6400, "validation": 640}})
     steps = [(step, "step", {"step": step, "rows": step * 64}) for step in (50, 100, 150)]
-    assert [row["epoch"] for row in summary(prepared, (2, "start", {"step": 0}), *steps).curve()] == [0.5, 1.0, 1.5]
+    assert [
+        row["epoch"] for row in summary(prepared, (2, "start", {"step": 0}), *steps).curve()
+    ] == [0.5, 1.0, 1.5]
 
 
-def test_dataframe_has_one_row_per_step_and_needs_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataframe_has_one_row_per_step_and_needs_pandas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     frame = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run())}/events.jsonl")
     measured = ["rows", "loss", "rows_per_s", "blocked_fraction"]
     validated = ["validation_loss", "validation_perplexity", "validation_rows"]
     assert list(frame.columns) == ["step", "epoch", *measured, *validated, "time_s"]
     assert frame["step"].tolist() == list(range(10, 201, 10))
     assert frame["epoch"].isna().all()  # The events lack the number of training rows.
-    assert frame.set_index("step")["validation_perplexity"].dropna().to_dict() == dict.fromkeys((50, 100, 150, 200), 2.0)
+    assert frame.set_index("step")["validation_perplexity"].dropna().to_dict() == dict.fromkeys(
+        (50, 100, 150, 200), 2.0
+    )
     assert frame["time_s"].is_monotonic_increasing
-    unlogged = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run()[:1])}/events.jsonl")
+    unlogged = metrics_dataframe(
+        f"{run_events.write_run(tmp_path, run_events.run()[:1])}/events.jsonl"
+    )
     assert (len(unlogged), "loss" in unlogged.columns) == (0, True)
     rejects("event file not found", metrics_dataframe, tmp_path / "other.jsonl")
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -207,11 +325,20 @@ def test_interval_restarts_and_repeated_steps_are_marked() -> None:
     log = (1, "step", {"step": 20, "rows": 1280, "rows_per_s": 320.0})
     run = summary((0, "start", {"step": 0}), log)
     assert (run.interval, run.steps_redone) == (Interval(20, 1280, 4.0), 0)
-    again = ((2, "start", {"step": 10, "rows": 640}), (3, "step", {"step": 15, "rows": 960, "rows_per_s": 160.0}))
+    again = (
+        (2, "start", {"step": 10, "rows": 640}),
+        (3, "step", {"step": 15, "rows": 960, "rows_per_s": 160.0}),
+    )
     run = summary((0, "start", {"step": 0}), log, *again)
     assert (run.interval, run.steps_redone) == (Interval(5, 320, 2.0), 10)
     run = RunSummary()
-    for kind, step, is_repeat in (("step", 10, 0), ("step", 20, 0), ("evaluate", 20, 0), ("step", 20, 1), ("step", 30, 0)):
+    for kind, step, is_repeat in (
+        ("step", 10, 0),
+        ("step", 20, 0),
+        ("evaluate", 20, 0),
+        ("step", 20, 1),
+        ("step", 30, 0),
+    ):
         run.update({"set": "validation", "time": step, "kind": kind, "step": step})
         assert run.is_repeat == is_repeat
 
@@ -220,21 +347,46 @@ def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
     def start_up(**stages: float) -> Described:
         return 0, "start_up", {"process": "worker", "stages": stages}
 
-    first = ((0, "run", {}), start_up(imports=1.0), (0, "attempt", {}), start_up(set_up=2.0), start_up(first_step=3.0))
+    first = (
+        (0, "run", {}),
+        start_up(imports=1.0),
+        (0, "attempt", {}),
+        start_up(set_up=2.0),
+        start_up(first_step=3.0),
+    )
     attempts = [(0, "attempt", {"number": number}) for number in (2, 3)]
     again = ((0, "failure", {"cause": "x"}), *attempts, start_up(set_up=4.0))
-    second = ((0, "run", {}), start_up(imports=5.0), (0, "attempt", {}), start_up(restore=6.0, imports=0.5))
+    second = (
+        (0, "run", {}),
+        start_up(imports=5.0),
+        (0, "attempt", {}),
+        start_up(restore=6.0, imports=0.5),
+    )
     found = summary(*first, *again, *second).starts
     restarted: list[dict[str, float]] = [{"set_up": 4.0}, {"imports": 5.5, "restore": 6.0}]
     assert found == [{"imports": 1.0, "set_up": 2.0, "first_step": 3.0}, *restarted]
     assert in_order(found) == ["imports", "set_up", "restore", "first_step"]
-    assert in_order([{"of a later version": 1.0, "first_step": 1.0}]) == ["first_step", "of a later version"]
+    assert in_order([{"of a later version": 1.0, "first_step": 1.0}]) == [
+        "first_step",
+        "of a later version",
+    ]
     assert summary((0, "run", {})).starts == []
     watch = Stopwatch(last_s=100.0)
-    laps = (("imports", 102.5), ("index", 103.0), ("imports", 104.0), ("clock of another machine", 103.0), ("folder", 103.5))
+    laps = (
+        ("imports", 102.5),
+        ("index", 103.0),
+        ("imports", 104.0),
+        ("clock of another machine", 103.0),
+        ("folder", 103.5),
+    )
     for name, at_s in laps:
         watch.lap(name, at_s=at_s)
-    assert watch.stages == {"imports": 3.5, "index": 0.5, "clock of another machine": 0.0, "folder": 0.5}
+    assert watch.stages == {
+        "imports": 3.5,
+        "index": 0.5,
+        "clock of another machine": 0.0,
+        "folder": 0.5,
+    }
     watch = Stopwatch(time.time() - 2.0)
     watch.lap("a")
     watch.lap("b")
@@ -242,12 +394,15 @@ def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
     assert 0.0 <= watch.stages["b"] < 60.0
 
 
-# Stopwatch of startup stages, and process age -------------------------------------------------------------------------
+# -- Stopwatch of startup stages, and process age
 def test_process_age_counts_from_start(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     stat = tmp_path / "proc/self/stat"
-    stat.write_text("7 (a (strange) name) S " + " ".join(["0"] * 18) + " 0 9 9")  # Started with the machine.
-    assert process_age_s(tmp_path) == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=5.0)
+    # Started with the machine.
+    stat.write_text("7 (a (strange) name) S " + " ".join(["0"] * 18) + " 0 9 9")
+    assert process_age_s(tmp_path) == pytest.approx(
+        time.clock_gettime(time.CLOCK_BOOTTIME), abs=5.0
+    )
     stat.write_text("7 (short) S")
     assert process_age_s(tmp_path) is None
     assert process_age_s(tmp_path / "nothing") is None
@@ -256,7 +411,7 @@ def test_process_age_counts_from_start(tmp_path: Path) -> None:
     assert Stopwatch.of_process().last_s == pytest.approx(time.time() - age_s, abs=1.0)
 
 
-# Diagnosis of runs with planted bottlenecks ---------------------------------------------------------------------------
+# -- Diagnosis of runs with planted bottlenecks
 INTERVAL_S, ROWS, SHARES = 10.0, 10_000, ("busy", "cpu_share", "queue_share")
 SAVED = {"kind": "checkpoint", "stall_s": 1.0, "write_s": 1.0, "bytes": 1}
 EVALUATED = {"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}
@@ -273,20 +428,46 @@ def run(
     then: list[dict[str, Any]] | None = None,
     **data: Any,
 ) -> list[dict[str, Any]]:
-    """Return the events of a run whose first interval is all waiting. The others have the given `fractions` by phase, the rest is
-    forward. `stages`: fraction of the data CPUs' time, and fractions of it spent computing and queued for a CPU."""
-    events: list[dict[str, Any]] = [{"time": 0.0, "kind": "start", "step": 0, "rows": 0, "world_size": 1}]
+    """Return the events of a run whose first interval is all waiting. The others have the given
+    `fractions` by phase, the rest is forward. `stages`: fraction of the data CPUs' time, and
+    fractions of it spent computing and queued for a CPU.
+    """
+    events: list[dict[str, Any]] = [
+        {"time": 0.0, "kind": "start", "step": 0, "rows": 0, "world_size": 1}
+    ]
     for number in range(1, intervals + 1):
-        spent = {"data": 1.0} if number == 1 else {"forward": 1 - sum(fractions.values()), **fractions}
-        step: dict[str, Any] = {"time": number * INTERVAL_S, "kind": "step", "step": number * 10, "rows": number * ROWS}
-        step |= {"rows_per_s": ROWS / INTERVAL_S, "blocked_fraction": spent.get("data", 0.0), "steps": 100, "loss": 0.5}
+        spent = (
+            {"data": 1.0} if number == 1 else {"forward": 1 - sum(fractions.values()), **fractions}
+        )
+        step: dict[str, Any] = {
+            "time": number * INTERVAL_S,
+            "kind": "step",
+            "step": number * 10,
+            "rows": number * ROWS,
+        }
+        step |= {
+            "rows_per_s": ROWS / INTERVAL_S,
+            "blocked_fraction": spent.get("data", 0.0),
+            "steps": 100,
+            "loss": 0.5,
+        }
         if measured:
             step["times_s"] = {name: INTERVAL_S * spent.get(name, 0.0) for name in PHASES}
             step["peak_fraction"] = peak_fraction
         events.append(step)
         if stages is not None:
-            told = [{"stage": name, **dict(zip(SHARES, each, strict=True))} for name, each in stages.items()]
-            fields = {"seconds": INTERVAL_S, "rows": ROWS, "cpus": cpus, "backlog_rows": 50.0, "stages": told, **data}
+            told = [
+                {"stage": name, **dict(zip(SHARES, each, strict=True))}
+                for name, each in stages.items()
+            ]
+            fields = {
+                "seconds": INTERVAL_S,
+                "rows": ROWS,
+                "cpus": cpus,
+                "backlog_rows": 50.0,
+                "stages": told,
+                **data,
+            }
             events.append({"time": step["time"], "kind": "data", **fields})
     return events + (then or [])
 
@@ -295,7 +476,9 @@ CPU_BOUND = {"read": (0.05, 0.9, 0.0), "parse": (0.7, 0.98, 0.0), "encode": (0.2
 
 
 def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]:
-    """Return the events of a data-bound run with these spilled bytes since its start, and a store filled to `filled` percent."""
+    """Return the events of a data-bound run with these spilled bytes since its start, and a store
+    filled to `filled` percent.
+    """
     store: dict[str, Any] = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
     events = run({"data": 0.3}, stages=CPU_BOUND, intervals=len(spilled_bytes), **store)
     data = [event for event in events if event["kind"] == "data"]
@@ -310,22 +493,30 @@ def full_for_a_moment() -> list[dict[str, Any]]:
 
 
 def slowest(**fractions: float) -> list[dict[str, Any]]:
-    """Return the events of a run that waits for other workers, given the slowest worker's fractions of some phases."""
+    """Return the events of a run that waits for other workers, given the slowest worker's fractions
+    of some phases.
+    """
     events = run({"data": 0.07, "collectives": 0.52}, stages=CPU_BOUND)
     for event in events:
         if event["kind"] == "step":
-            event["times_max_s"] = event["times_s"] | {name: fraction * INTERVAL_S for name, fraction in fractions.items()}
+            event["times_max_s"] = event["times_s"] | {
+                name: fraction * INTERVAL_S for name, fraction in fractions.items()
+            }
     return events
 
 
 VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "data/parse: slow parsing": (
         run({"data": 0.4}, stages=CPU_BOUND),
-        "Blocked on data 40 % of the time: the tasks that read and parse are CPU-bound, 74 % of it to parse. 3 more CPUs for "
-        "data tasks (now 4) would raise 1,000 rows/s to about 1,700 rows/s. `rayrec preprocess` avoids most of this work.",
+        "Blocked on data 40 % of the time: the tasks that read and parse are CPU-bound, 74 % of it "
+        "to parse. 3 more CPUs for data tasks (now 4) would raise 1,000 rows/s to about 1,700 "
+        "rows/s. `rayrec preprocess` avoids most of this work.",
     ),
     "data/encode: the stage that takes most": (
-        run({"data": 0.2}, stages={"read": (0.1, 0.9, 0.0), "parse": (0.2, 1, 0.0), "encode": (0.6, 1, 0.0)}),
+        run(
+            {"data": 0.2},
+            stages={"read": (0.1, 0.9, 0.0), "parse": (0.2, 1, 0.0), "encode": (0.6, 1, 0.0)},
+        ),
         "1 more CPU for data tasks",
     ),
     "data/storage: slow storage of the log": (
@@ -338,14 +529,19 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "data/object_store: a full object store": (
         spilling([0, 2e6, 2e6, 7e6], filled=96),
-        "the object store is 96 % full and 7 MB were spilled to disk. Use a larger --cluster.object-store-bytes",
+        "the object store is 96 % full and 7 MB were spilled to disk. Use a larger "
+        "--cluster.object-store-bytes",
     ),
     "data/object_store: an object store that spills": (
         spilling([5e6, 6e6, 6e6, 7e6], filled=30),
-        ": 2 MB were spilled from the object store to disk. Use a larger --cluster.object-store-bytes",
+        ": 2 MB were spilled from the object store to disk. Use a larger "
+        "--cluster.object-store-bytes",
     ),
     "data/parse: nothing spilled": (spilling([0, 0, 0, 0], filled=30), ""),
-    "data/parse: spilled before, or by another job": (spilling([9e9, 9e9, 9e9, 9e9], filled=30), ""),
+    "data/parse: spilled before, or by another job": (
+        spilling([9e9, 9e9, 9e9, 9e9], filled=30),
+        "",
+    ),
     "data/parse: spilled once": (spilling([0, *[0] * 4, *[9e9] * 5], filled=30), ""),
     "data/parse: a store that is full for a moment": (full_for_a_moment(), ""),
     "data/delivery: rows that come late though nobody is busy": (
@@ -360,36 +556,58 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "data/unknown: phases that were not measured": (run({"data": 0.3}, measured=False), ""),
     "model: a slow model": (
         run({"data": 0.02, "backward": 0.5, "optimizer": 0.05}, stages={"parse": (0.1, 1.0, 0.0)}),
-        "The model computes 98 % of the time (forward 43 %, backward 50 %, optimizer 5 %), at 60 % of the device's peak, and "
-        "waits for data 2 %. The data pipeline could deliver 10k rows/s, 10.0 times as many.",
+        "The model computes 98 % of the time (forward 43 %, backward 50 %, optimizer 5 %), at 60 % "
+        "of the device's peak, and waits for data 2 %. The data pipeline could deliver 10k rows/s, "
+        "10.0 times as many.",
     ),
     "model: a peak that was underestimated": (
         run({"data": 0.02, "optimizer": 0.05}, peak_fraction=1.23),
-        "optimizer 5 %), faster than the peak measured at the start (a lower bound for the device), and waits",
+        "optimizer 5 %), faster than the peak measured at the start (a lower bound for the "
+        "device), and waits",
     ),
     "model: time between the steps": (
         run({"data": 0.02, "other": 0.3, "optimizer": 0.05}),
-        "The model computes 68 % of the time (forward 63 %, backward 0 %, optimizer 5 %), at 60 % of the device's peak, and "
-        "waits for data 2 %. The other 30 % is Python between the steps.",
+        "The model computes 68 % of the time (forward 63 %, backward 0 %, optimizer 5 %), at 60 % "
+        "of the device's peak, and waits for data 2 %. The other 30 % is Python between the steps.",
     ),
-    "model: little time between the steps": (run({"data": 0.02, "other": 0.05}), "peak, and waits for data 2 %."),
-    "collectives: waiting for all workers": (run({"data": 0.07, "collectives": 0.52}), "a faster network"),
+    "model: little time between the steps": (
+        run({"data": 0.02, "other": 0.05}),
+        "peak, and waits for data 2 %.",
+    ),
+    "collectives: waiting for all workers": (
+        run({"data": 0.07, "collectives": 0.52}),
+        "a faster network",
+    ),
     "collectives/data: one worker that waits for data": (
         slowest(data=0.6, collectives=0.6),
-        "Waiting for other workers 52 % of the time: waiting for data takes one worker 60 % (7 % on average), and the others "
-        "wait for it. Its data pipeline is slower. Check the data tasks, storage and CPUs of its node.",
+        "Waiting for other workers 52 % of the time: waiting for data takes one worker 60 % (7 % "
+        "on average), and the others wait for it. Its data pipeline is slower. Check the data "
+        "tasks, storage and CPUs of its node.",
     ),
     "collectives/forward: one worker that computes": (
         slowest(forward=0.9, collectives=0.6),
         "forward pass takes one worker 90 % (41 % on average)",
     ),
-    "collectives: one worker that takes less than half of the wait": (slowest(data=0.3, collectives=0.9), "a faster network"),
-    "host_to_device: a slow link": (run({"host_to_device": 0.3, "data": 0.05}, stages=CPU_BOUND), "30 %"),
+    "collectives: one worker that takes less than half of the wait": (
+        slowest(data=0.3, collectives=0.9),
+        "a faster network",
+    ),
+    "host_to_device: a slow link": (
+        run({"host_to_device": 0.3, "data": 0.05}, stages=CPU_BOUND),
+        "30 %",
+    ),
     "checkpoint: slow storage for checkpoints": (
         run(
             {"data": 0.02},
             then=[
-                {"time": 41.0, "kind": "checkpoint", "step": 40, "stall_s": 10.0, "bytes": 50_000_000, "write_s": 25.0},
+                {
+                    "time": 41.0,
+                    "kind": "checkpoint",
+                    "step": 40,
+                    "stall_s": 10.0,
+                    "bytes": 50_000_000,
+                    "write_s": 25.0,
+                },
                 {"time": 42.0, "kind": "checkpoint_late", "step": 40, "cause": "not through"},
             ],
         ),
@@ -407,7 +625,10 @@ def test_diagnosis_matches_planted_bottleneck(case: str) -> None:
     (expected, _, _), (events, text) = case.partition(": "), VERDICTS[case]
     found = diagnose(RunSummary(events))
     assert found is not None
-    assert (found.bottleneck + (f"/{found.cause}" if found.cause else ""), "\n" in found.text) == (expected, False)
+    assert (found.bottleneck + (f"/{found.cause}" if found.cause else ""), "\n" in found.text) == (
+        expected,
+        False,
+    )
     assert text in found.text
 
 
@@ -417,14 +638,19 @@ def test_diagnosis_skips_first_interval_and_sums_restarts() -> None:
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
     events = run({"data": 0.2, "backward": 0.3})
     again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
-    whole = RunSummary([*events, *again, {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}])
+    whole = RunSummary(
+        [*events, *again, {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}]
+    )
     split = whole.time
     assert (split.total_s, split.rows) == (pytest.approx(5 * INTERVAL_S), 5 * ROWS)
     assert split.times_s["data"] == pytest.approx(10 + 4 * 2)
     assert sum(split.fractions().values()) == pytest.approx(1.0)
     assert whole.warm_time.training_s == pytest.approx(3 * INTERVAL_S)
     split = RunSummary(run({"data": 0.25}, measured=False)).warm_time
-    assert (split.times_s["data"], split.times_s["other"]) == (pytest.approx(7.5), pytest.approx(22.5))
+    assert (split.times_s["data"], split.times_s["other"]) == (
+        pytest.approx(7.5),
+        pytest.approx(22.5),
+    )
     assert not split.measured
 
 
@@ -432,13 +658,21 @@ def test_warm_time_excludes_first_interval_with_saves() -> None:
     start, first, second, *_ = run({"data": 0.2})
 
     def held_up(after: dict[str, Any]) -> list[dict[str, Any]]:
-        return [after, {**EVALUATED, "time": after["time"] + 3}, {**SAVED, "time": after["time"] + 4, "step": after["step"]}]
+        return [
+            after,
+            {**EVALUATED, "time": after["time"] + 3},
+            {**SAVED, "time": after["time"] + 4, "step": after["step"]},
+        ]
 
     events = [start, *held_up(first), *held_up(second)]
     summary = RunSummary(events)
     whole, warm = summary.time, summary.warm_time
     assert (whole.evaluation_s, whole.checkpoint_s) == (6.0, 2.0)
-    assert (warm.training_s, warm.evaluation_s, warm.checkpoint_s) == (pytest.approx(INTERVAL_S), 3.0, 1.0)
+    assert (warm.training_s, warm.evaluation_s, warm.checkpoint_s) == (
+        pytest.approx(INTERVAL_S),
+        3.0,
+        1.0,
+    )
     again = [{**start, "time": 50.0}, {**SAVED, "time": 51.0, "step": 20}, *held_up(first)]
     assert RunSummary([*events, *again]).warm_time == warm
 
@@ -452,7 +686,10 @@ def data_side(events: list[dict[str, Any]]) -> PipelineStats:
 def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     assert RunSummary([]).data.side() is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
-    assert (side.busy, side.capacity_rows_per_s) == (pytest.approx(0.95), pytest.approx(1000 / 0.95))
+    assert (side.busy, side.capacity_rows_per_s) == (
+        pytest.approx(0.95),
+        pytest.approx(1000 / 0.95),
+    )
     assert [stage.name for stage in side.stages] == ["read", "parse", "encode"]
     assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
     assert sum(stage.fraction for stage in side.stages) == pytest.approx(1.0)
@@ -462,7 +699,10 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     block = {**first, "seconds": 10.0, "stages": told}
     nothing = {**block, "rows": 0, "stages": []}
     whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
-    apart, together = data_side([start, first, nothing, nothing, block]), data_side([start, first, whole])
+    apart, together = (
+        data_side([start, first, nothing, nothing, block]),
+        data_side([start, first, whole]),
+    )
     assert (apart, apart.busy) == (together, pytest.approx(0.2))
     # Eight busy CPUs, then two: no CPU paused.
     all_busy = {"parse": (1.0, 1.0, 0.0)}
@@ -471,7 +711,18 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     later = [{**event, "time": event["time"] + events[-1]["time"] + 1} for event in fewer]
     for both, cpus in (([*events, *later], 2.0), ([*later, *events], 8.0)):
         side = data_side(both)
-        assert (side.cpus, side.busy, side.stages[0].busy) == (cpus, pytest.approx(1.0), pytest.approx(1.0))
-        assert side.rows_per_s == side.capacity_rows_per_s == side.stages[0].rows_per_s == pytest.approx(5000)
-    idle = data_side([*events, *run({"data": 0.2}, stages={"parse": (0.1, 1.0, 0.0)}, cpus=2.0, rows=2_000)])
+        assert (side.cpus, side.busy, side.stages[0].busy) == (
+            cpus,
+            pytest.approx(1.0),
+            pytest.approx(1.0),
+        )
+        assert (
+            side.rows_per_s
+            == side.capacity_rows_per_s
+            == side.stages[0].rows_per_s
+            == pytest.approx(5000)
+        )
+    idle = data_side(
+        [*events, *run({"data": 0.2}, stages={"parse": (0.1, 1.0, 0.0)}, cpus=2.0, rows=2_000)]
+    )
     assert idle.busy == pytest.approx((8 + 0.2) / 10)

@@ -1,4 +1,6 @@
-"""Drafts of schemas for generated files: training accepts each one unchanged, or the file is rejected in one line."""
+"""Drafts of schemas for generated files: training accepts each one unchanged, or the file is
+rejected in one line.
+"""
 
 import csv
 import random
@@ -36,7 +38,22 @@ NAMES = (
 START = datetime(2025, 3, 1)
 
 Make = Callable[[random.Random, int], Any]
-WORDS = ("red", "green", "blue", "New York", "a,b", "x|y", 'say "hi"', "é", "0", "007", "[a]", "#", "null", "true")
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "New York",
+    "a,b",
+    "x|y",
+    'say "hi"',
+    "é",
+    "0",
+    "007",
+    "[a]",
+    "#",
+    "null",
+    "true",
+)
 VALUES: dict[str, Make] = {
     "code": lambda rng, row: rng.randrange(10**8),
     "small": lambda rng, row: rng.randrange(7),
@@ -51,7 +68,9 @@ VALUES: dict[str, Make] = {
     "hash": lambda rng, row: f"{rng.randrange(2**64):016x}",
     "sentence": lambda rng, row: " ".join(rng.choices(WORDS, k=5)),
     "pipes": lambda rng, row: "|".join(rng.choices("abcdef", k=rng.randrange(1, 5))),
-    "blanks": lambda rng, row: " ".join(f"i{rng.randrange(40)}" for _ in range(rng.randrange(1, 9))),
+    "blanks": lambda rng, row: " ".join(
+        f"i{rng.randrange(40)}" for _ in range(rng.randrange(1, 9))
+    ),
     "brackets": lambda rng, row: str(rng.choices("abcdef", k=rng.randrange(1, 5))),
     "vector": lambda rng, row: ",".join(f"{rng.random():.3f}" for _ in range(4)),
     "epoch": lambda rng, row: 1_700_000_000 + 60 * row,
@@ -79,17 +98,23 @@ NESTED: dict[str, Make] = {
 }
 
 
-def _columns(rng: random.Random, makers: dict[str, Make], marker: Any) -> list[tuple[str, list[Any]]]:
+def _columns(
+    rng: random.Random, makers: dict[str, Make], marker: Any
+) -> list[tuple[str, list[Any]]]:
     """Return columns with random names, kinds and missing values; some names occur twice."""
     columns: list[tuple[str, list[Any]]] = []
     for number in range(rng.randrange(1, 9)):
         make = makers[rng.choice([*makers])]
         name = rng.choice(NAMES) + ("" if rng.random() < 0.5 else str(number))
         gaps = rng.choice([0, 0, 0.03, 0.3])
-        columns.append((name, [marker if rng.random() < gaps else make(rng, row) for row in range(ROWS)]))
+        columns.append(
+            (name, [marker if rng.random() < gaps else make(rng, row) for row in range(ROWS)])
+        )
     if rng.random() < 0.9:
         name = rng.choice(["click", "label", "bought", "last"])
-        columns.insert(rng.randrange(len(columns) + 1), (name, [rng.randrange(2) for _ in range(ROWS)]))
+        columns.insert(
+            rng.randrange(len(columns) + 1), (name, [rng.randrange(2) for _ in range(ROWS)])
+        )
     return columns
 
 
@@ -108,12 +133,16 @@ def _write_csv(rng: random.Random, folder: Path) -> str:
 def _write_parquet(rng: random.Random, folder: Path) -> str:
     columns = _columns(rng, VALUES | NESTED, None)
     names = [name for name, _ in columns]
-    pq.write_table(pa.table([pa.array(values) for _, values in columns], names=names), folder / "log.parquet")
+    pq.write_table(
+        pa.table([pa.array(values) for _, values in columns], names=names), folder / "log.parquet"
+    )
     return str(folder / "log.parquet")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_file_trains_or_is_rejected(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_file_trains_or_is_rejected(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(seed)
     log = rng.choice([_write_csv, _write_csv, _write_parquet])(rng, tmp_path)
     schema = str(tmp_path / "schema.yaml")
@@ -123,5 +152,8 @@ def test_random_file_trains_or_is_rejected(seed: int, tmp_path: Path, capsys: py
         assert (status, error.count("\n")) == (2, 1)
         assert "Traceback" not in error
         return
-    settings = f"--steps 1 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run --trackers.no-tensorboard -q"
+    settings = (
+        f"--steps 1 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run "
+        "--trackers.no-tensorboard -q"
+    )
     assert cli.run(["train", "clicks", "--schema", schema, "--data", log, *settings.split()]) == 0

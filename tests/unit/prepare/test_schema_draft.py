@@ -29,9 +29,17 @@ def pick(*values: Any) -> list[Any]:
     return [RANDOM.choice(values) for _ in ROWS]
 
 
-CLICKS, IDS, PRICES, ITEMS = pick(0, 1), [f"{n:016x}" for n in ROWS], [RANDOM.random() * 9 for _ in ROWS], pick(*range(9))
+CLICKS, IDS, PRICES, ITEMS = (
+    pick(0, 1),
+    [f"{n:016x}" for n in ROWS],
+    [RANDOM.random() * 9 for _ in ROWS],
+    pick(*range(9)),
+)
 TIMES = [datetime(2026, 1, 1) + timedelta(minutes=n) for n in ROWS]
-GENRES = [RANDOM.sample(("action", "comedy", "drama", "horror", "war"), RANDOM.randrange(1, 4)) for _ in ROWS]
+GENRES = [
+    RANDOM.sample(("action", "comedy", "drama", "horror", "war"), RANDOM.randrange(1, 4))
+    for _ in ROWS
+]
 AMOUNTS = [int(RANDOM.expovariate(0.01)) for _ in ROWS]
 CODES = [RANDOM.randrange(10_000_000, 99_999_999) for _ in ROWS]
 EPOCHS = [1_574_000_000 + 61 * n for n in ROWS]
@@ -48,84 +56,190 @@ def with_gaps(values: list[Any], marker: Any) -> list[Any]:
 
 SHAPES: dict[str, tuple[dict[str, list[Any]], str]] = {
     "e-commerce.csv": (
-        {"event_time": TIMES, "product_id": ITEMS, "category": pick("tv", "sofa", None), "price": PRICES, "session": IDS,
-         "is_weekend": pick(0, 1), "country": pick("de"), "purchased": CLICKS},
-        "{label: purchased, dense: [price], sparse: [product_id, category, session, is_weekend], timestamp: event_time}"),
-    "ads.csv": ({"id": list(ROWS), "click": CLICKS, "hour": pick(*range(14102100, 14102124)), "C1": ITEMS, "app": pick("a", "b")},
-        "{label: click, dense: [], sparse: [hour, C1, app]}"),
+        {
+            "event_time": TIMES,
+            "product_id": ITEMS,
+            "category": pick("tv", "sofa", None),
+            "price": PRICES,
+            "session": IDS,
+            "is_weekend": pick(0, 1),
+            "country": pick("de"),
+            "purchased": CLICKS,
+        },
+        "{label: purchased, dense: [price], sparse: [product_id, category, session, is_weekend], "
+        "timestamp: event_time}",
+    ),
+    "ads.csv": (
+        {
+            "id": list(ROWS),
+            "click": CLICKS,
+            "hour": pick(*range(14102100, 14102124)),
+            "C1": ITEMS,
+            "app": pick("a", "b"),
+        },
+        "{label: click, dense: [], sparse: [hour, C1, app]}",
+    ),
     "ratings.csv": (
-        {"user": pick(*range(50)), "movie": CODES, "rating": pick(1, 2, 3, 4, 5), "timestamp": EPOCHS, "genres": joined("|")},
-        "{label: {name: rating, at_least: 3}, dense: [], sparse: [user, movie, genres], lists: [genres], timestamp: timestamp}"),
-    "news.tsv": ({"clicked": CLICKS, "user": pick("u1", "ü2"), "topics": joined(","), "dwell": PRICES},
+        {
+            "user": pick(*range(50)),
+            "movie": CODES,
+            "rating": pick(1, 2, 3, 4, 5),
+            "timestamp": EPOCHS,
+            "genres": joined("|"),
+        },
+        "{label: {name: rating, at_least: 3}, dense: [], sparse: [user, movie, genres], lists: "
+        "[genres], timestamp: timestamp}",
+    ),
+    "news.tsv": (
+        {"clicked": CLICKS, "user": pick("u1", "ü2"), "topics": joined(","), "dwell": PRICES},
         "{label: clicked, dense: [dwell], sparse: [user, topics], lists: [topics], "
-        "features: [{name: topics, list_delimiter: ','}]}"),
+        "features: [{name: topics, list_delimiter: ','}]}",
+    ),
     "log.parquet": (
-        {"user": pick("u1", "u2"), "history": [[len(of_row), 7] for of_row in GENRES], "tags": GENRES, "at": TIMES,
-         "price": [float("nan"), *PRICES[1:]], "vector": [[0.5, 0.1]] * len(ROWS), "label": CLICKS},
-        "{label: label, dense: [price], sparse: [user, history, tags], lists: [history, tags], nan: missing, timestamp: at}"),
+        {
+            "user": pick("u1", "u2"),
+            "history": [[len(of_row), 7] for of_row in GENRES],
+            "tags": GENRES,
+            "at": TIMES,
+            "price": [float("nan"), *PRICES[1:]],
+            "vector": [[0.5, 0.1]] * len(ROWS),
+            "label": CLICKS,
+        },
+        "{label: label, dense: [price], sparse: [user, history, tags], lists: [history, tags], "
+        "nan: missing, timestamp: at}",
+    ),
     "bank.csv": (
-        {"age": AMOUNTS, "job": pick("cook", "unknown"), "balance": with_gaps(AMOUNTS, "unknown"),
-         "pdays": with_gaps(AMOUNTS, -1), "housing": pick("yes", "no"), "campaign": pick(*range(9)), "duration": AMOUNTS,
-         "y": pick("yes", "no")},
-        "{label: {name: y, positive: ['yes']}, dense: [age, balance, pdays, duration], sparse: [job, housing, campaign], "
-        "missing: [unknown, '-1']}"),
+        {
+            "age": AMOUNTS,
+            "job": pick("cook", "unknown"),
+            "balance": with_gaps(AMOUNTS, "unknown"),
+            "pdays": with_gaps(AMOUNTS, -1),
+            "housing": pick("yes", "no"),
+            "campaign": pick(*range(9)),
+            "duration": AMOUNTS,
+            "y": pick("yes", "no"),
+        },
+        "{label: {name: y, positive: ['yes']}, dense: [age, balance, pdays, duration], sparse: "
+        "[job, housing, campaign], missing: [unknown, '-1']}",
+    ),
     "census.csv": (
-        {"age": AMOUNTS, "workclass": pick("Private", "?"), "fnlwgt": AMOUNTS, "zip": [f"{n * n:05d}" for n in ROWS],
-         "hours": with_gaps(AMOUNTS, "?"), "income": pick("<=50K", ">50K")},
-        "{label: {name: income, positive: ['>50K']}, dense: [age, fnlwgt, hours], sparse: [workclass, zip], missing: ['?']}"),
-    "physics.csv": ({"label": CLICKS, "mass": with_gaps(PRICES, "NA"), "energy": with_gaps(PRICES, "null")},
-        "{label: label, dense: [mass, energy], sparse: [], missing: [NA, 'null']}"),
-    "signs.tsv": ({"target": pick(-1, 1), "i1": AMOUNTS, "c1": CODES},
-        "{label: {name: target, positive: ['1']}, dense: [i1], sparse: [c1]}"),
+        {
+            "age": AMOUNTS,
+            "workclass": pick("Private", "?"),
+            "fnlwgt": AMOUNTS,
+            "zip": [f"{n * n:05d}" for n in ROWS],
+            "hours": with_gaps(AMOUNTS, "?"),
+            "income": pick("<=50K", ">50K"),
+        },
+        "{label: {name: income, positive: ['>50K']}, dense: [age, fnlwgt, hours], sparse: "
+        "[workclass, zip], missing: ['?']}",
+    ),
+    "physics.csv": (
+        {"label": CLICKS, "mass": with_gaps(PRICES, "NA"), "energy": with_gaps(PRICES, "null")},
+        "{label: label, dense: [mass, energy], sparse: [], missing: [NA, 'null']}",
+    ),
+    "signs.tsv": (
+        {"target": pick(-1, 1), "i1": AMOUNTS, "c1": CODES},
+        "{label: {name: target, positive: ['1']}, dense: [i1], sparse: [c1]}",
+    ),
     "decimals.parquet": (
-        {"y": CLICKS, "user_id": [Decimal(code) for code in CODES], "item": [float(code) for code in with_gaps(CODES, "nan")],
-         "cost": [Decimal(amount) for amount in AMOUNTS]},
-        "{label: y, dense: [cost], sparse: [user_id, item]}"),
-    "unique.csv": ({"like": CLICKS, "visitor": [f"v{n}" for n in ROWS], "item_id": CODES},
-        "{label: like, dense: [], sparse: [visitor, item_id]}"),
-    "clicks.csv": ({"user": pick("a", "b"), "seen_ms": [at * 1000 for at in EPOCHS],
-         "signup": with_gaps(TIMES, None), "click": CLICKS},
-        "{label: click, dense: [signup], sparse: [user], timestamp: seen_ms}"),
+        {
+            "y": CLICKS,
+            "user_id": [Decimal(code) for code in CODES],
+            "item": [float(code) for code in with_gaps(CODES, "nan")],
+            "cost": [Decimal(amount) for amount in AMOUNTS],
+        },
+        "{label: y, dense: [cost], sparse: [user_id, item]}",
+    ),
+    "unique.csv": (
+        {"like": CLICKS, "visitor": [f"v{n}" for n in ROWS], "item_id": CODES},
+        "{label: like, dense: [], sparse: [visitor, item_id]}",
+    ),
+    "clicks.csv": (
+        {
+            "user": pick("a", "b"),
+            "seen_ms": [at * 1000 for at in EPOCHS],
+            "signup": with_gaps(TIMES, None),
+            "click": CLICKS,
+        },
+        "{label: click, dense: [signup], sparse: [user], timestamp: seen_ms}",
+    ),
     "american.csv": (
-        {"user": pick("a", "b"), "click": CLICKS,
-         "date": [f"{1 + n % 12}/{1 + n % 28}/2019 {1 + n % 11}:05:00 PM" for n in ROWS]},
-        "{label: click, dense: [], sparse: [user], timestamp: date}"),
-    "grades.csv": ({"query": pick(*range(60)), "bm25": PRICES, "grade": pick(0, 1, 2, 3, 4)},
-        "{label: {name: grade, at_least: 2}, dense: [bm25], sparse: [query]}"),
-    "only-times.csv": ({"click": CLICKS, "time": TIMES}, "{label: click, dense: [time], sparse: [], timestamp: time}"),
-}  # fmt: skip
+        {
+            "user": pick("a", "b"),
+            "click": CLICKS,
+            "date": [f"{1 + n % 12}/{1 + n % 28}/2019 {1 + n % 11}:05:00 PM" for n in ROWS],
+        },
+        "{label: click, dense: [], sparse: [user], timestamp: date}",
+    ),
+    "grades.csv": (
+        {"query": pick(*range(60)), "bm25": PRICES, "grade": pick(0, 1, 2, 3, 4)},
+        "{label: {name: grade, at_least: 2}, dense: [bm25], sparse: [query]}",
+    ),
+    "only-times.csv": (
+        {"click": CLICKS, "time": TIMES},
+        "{label: click, dense: [time], sparse: [], timestamp: time}",
+    ),
+}
 
 
 def write(path: Path, columns: dict[str, list[Any]], delimiter: str = ",") -> str:
     if path.suffix == ".parquet":
         pq.write_table(pa.table(columns), path)
     else:
-        pa_csv.write_csv(pa.table(columns), path, pa_csv.WriteOptions(delimiter=delimiter, quoting_style="needed"))
+        pa_csv.write_csv(
+            pa.table(columns),
+            path,
+            pa_csv.WriteOptions(delimiter=delimiter, quoting_style="needed"),
+        )
     return str(path)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
-    log, out = write(tmp_path / name, SHAPES[name][0], "\t" if name.endswith(".tsv") else ","), str(tmp_path / "schema.yaml")
+    log, out = (
+        write(tmp_path / name, SHAPES[name][0], "\t" if name.endswith(".tsv") else ","),
+        str(tmp_path / "schema.yaml"),
+    )
     assert cli.run(["schema", log, "--out", out, "-q"]) == 0
     assert yaml.safe_load(Path(out).read_text()) == yaml.safe_load(SHAPES[name][1])
     settings = f"--steps 2 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run -q"
     assert cli.run(["train", "clicks", "--schema", out, "--data", log, *settings.split()]) == 0
-    assert recipes.clicks(log, schema=out) == recipes.clicks(log, schema=load_schema(Path(out).read_text(), out))
+    assert recipes.clicks(log, schema=out) == recipes.clicks(
+        log, schema=load_schema(Path(out).read_text(), out)
+    )
 
 
-@pytest.mark.parametrize(("delimiter", "of_lists"), [(";", "|"), ("|", ";"), ("\x01", "|"), ("^", "|")])
+@pytest.mark.parametrize(
+    ("delimiter", "of_lists"), [(";", "|"), ("|", ";"), ("\x01", "|"), ("^", "|")]
+)
 def test_draft_finds_delimiters(delimiter: str, of_lists: str, tmp_path: Path) -> None:
-    log = {"is_new": CLICKS, "user": pick("a", "b"), "id": IDS, "click": CLICKS, "bought": CLICKS, "answer": pick("yes", "no")}
+    log = {
+        "is_new": CLICKS,
+        "user": pick("a", "b"),
+        "id": IDS,
+        "click": CLICKS,
+        "bought": CLICKS,
+        "answer": pick("yes", "no"),
+    }
     text = draft(write(tmp_path / "log.csv", log, delimiter))
     assert "Left out: bought (may be another label)." in text
-    expected = Schema(label="click", sparse=("is_new", "user", "id", "answer"), delimiter=delimiter, list_delimiter=of_lists)
+    expected = Schema(
+        label="click",
+        sparse=("is_new", "user", "id", "answer"),
+        delimiter=delimiter,
+        list_delimiter=of_lists,
+    )
     assert load_schema(text, "draft") == expected
 
 
 @pytest.mark.parametrize("mark", ["|", ";", ",", "^", " ", "\x01", "\x02", "\x03", "\x1d"])
 def test_draft_finds_lists_by_mark(mark: str, tmp_path: Path) -> None:
-    columns = {"click": CLICKS, "genres": joined(mark), "title": [f"The story, part {n}" for n in ROWS]}
+    columns = {
+        "click": CLICKS,
+        "genres": joined(mark),
+        "title": [f"The story, part {n}" for n in ROWS],
+    }
     schema = load_schema(draft(write(tmp_path / "log.parquet", columns)), "draft")
     assert schema.lists == ("genres",)
     assert schema.list_mark("genres") == mark
@@ -134,14 +248,20 @@ def test_draft_finds_lists_by_mark(mark: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write_list", [str, json.dumps], ids=["Python", "JSON"])
 def test_draft_finds_lists_in_brackets(write_list: Any, tmp_path: Path) -> None:
-    columns = {"click": CLICKS, "genres": [write_list(of_row) for of_row in GENRES], "user": pick("[a]", "b")}
+    columns = {
+        "click": CLICKS,
+        "genres": [write_list(of_row) for of_row in GENRES],
+        "user": pick("[a]", "b"),
+    }
     schema = load_schema(draft(write(tmp_path / "log.csv", columns)), "draft")
     assert (schema.lists, schema.list_mark("genres")) == (("genres",), "brackets")
 
 
 def test_draft_keeps_lists_of_distinct_rows(tmp_path: Path) -> None:
     histories = ["^".join(f"i{RANDOM.randrange(500)}" for _ in range(20)) for _ in ROWS]
-    schema = load_schema(draft(write(tmp_path / "log.csv", {"click": CLICKS, "history": histories})), "draft")
+    schema = load_schema(
+        draft(write(tmp_path / "log.csv", {"click": CLICKS, "history": histories})), "draft"
+    )
     assert (len(set(histories)), schema.lists) == (len(ROWS), ("history",))
 
 
@@ -155,7 +275,9 @@ def test_draft_keeps_lists_of_distinct_rows(tmp_path: Path) -> None:
     ],
 )
 def test_text_with_marks_is_no_list(texts: list[str], sparse: bool, tmp_path: Path) -> None:
-    text = draft(write(tmp_path / "log.parquet", {"click": CLICKS, "text": texts, "user": pick("a", "b")}))
+    text = draft(
+        write(tmp_path / "log.parquet", {"click": CLICKS, "text": texts, "user": pick("a", "b")})
+    )
     schema = load_schema(text, "draft")
     assert schema.lists == ()
     assert ("text" in schema.sparse) == sparse
@@ -181,14 +303,18 @@ def test_text_with_marks_is_no_list(texts: list[str], sparse: bool, tmp_path: Pa
         pytest.param("user:float", CODES, True, id="typed float"),
     ],
 )
-def test_integers_are_amounts_or_codes(name: str, numbers: list[int], is_dense: bool, tmp_path: Path) -> None:
+def test_integers_are_amounts_or_codes(
+    name: str, numbers: list[int], is_dense: bool, tmp_path: Path
+) -> None:
     text = draft(write(tmp_path / "log.csv", {"click": CLICKS, name: numbers}))
     schema = load_schema(text, "draft")
     assert (name in schema.dense, name in schema.sparse) == (is_dense, not is_dense)
     assert f"as {'numbers' if is_dense else 'categories'} {name}" in text
 
 
-@pytest.mark.parametrize("marker", ["NA", "N/A", "#N/A", "NaN", "null", "NULL", "None", "\\N", "?", "-", "unknown"])
+@pytest.mark.parametrize(
+    "marker", ["NA", "N/A", "#N/A", "NaN", "null", "NULL", "None", "\\N", "?", "-", "unknown"]
+)
 def test_marker_among_numbers_is_missing(marker: str, tmp_path: Path) -> None:
     text = draft(write(tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(PRICES, marker)}))
     schema = load_schema(text, "draft")
@@ -198,19 +324,34 @@ def test_marker_among_numbers_is_missing(marker: str, tmp_path: Path) -> None:
 
 
 def test_many_other_words_make_categories(tmp_path: Path) -> None:
-    prices = [f"w{n % 5}" if n % 10 == 3 else price for n, price in enumerate(with_gaps(PRICES, "NA"))]
-    schema = load_schema(draft(write(tmp_path / "log.csv", {"click": CLICKS, "price": list(map(str, prices))})), "draft")
+    prices = [
+        f"w{n % 5}" if n % 10 == 3 else price for n, price in enumerate(with_gaps(PRICES, "NA"))
+    ]
+    schema = load_schema(
+        draft(write(tmp_path / "log.csv", {"click": CLICKS, "price": list(map(str, prices))})),
+        "draft",
+    )
     assert (schema.sparse, schema.missing) == (("price",), ())
 
 
 @pytest.mark.parametrize(
     ("other", "is_missing"),
-    [pytest.param(AMOUNTS, True, id="alone"), pytest.param([n % 7 - 3 for n in ROWS], False, id="with other negatives")],
+    [
+        pytest.param(AMOUNTS, True, id="alone"),
+        pytest.param([n % 7 - 3 for n in ROWS], False, id="with other negatives"),
+    ],
 )
-def test_minus_one_is_missing_without_other_negatives(other: list[int], is_missing: bool, tmp_path: Path) -> None:
-    log = write(tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(AMOUNTS, -1), "change": other})
+def test_minus_one_is_missing_without_other_negatives(
+    other: list[int], is_missing: bool, tmp_path: Path
+) -> None:
+    log = write(
+        tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(AMOUNTS, -1), "change": other}
+    )
     text = draft(log)
-    assert ("-1" in load_schema(text, "draft").missing, "Remove -1" in text) == (is_missing, is_missing)
+    assert ("-1" in load_schema(text, "draft").missing, "Remove -1" in text) == (
+        is_missing,
+        is_missing,
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,11 +377,21 @@ def test_label_rule_is_drafted(values: list[Any], expected: dict[str, Any], tmp_
 def test_numeric_label_is_learned_as_number(tmp_path: Path) -> None:
     log = write(tmp_path / "log.csv", {"user": pick("a", "b"), "price": PRICES})
     schema = load_schema(draft(log, label="price"), "draft")
-    assert (schema.label, [(label.name, label.kind) for label in schema.labels]) == (None, [("price", "number")])
+    assert (schema.label, [(label.name, label.kind) for label in schema.labels]) == (
+        None,
+        [("price", "number")],
+    )
 
 
 def test_draft_names_left_out_columns(tmp_path: Path) -> None:
-    log = {"": IDS, "row": list(ROWS), "n": [7 + 3 * n for n in ROWS], "one": pick("x"), "click": CLICKS, "user": IDS}
+    log = {
+        "": IDS,
+        "row": list(ROWS),
+        "n": [7 + 3 * n for n in ROWS],
+        "one": pick("x"),
+        "click": CLICKS,
+        "user": IDS,
+    }
     text = draft(write(tmp_path / "log.csv", log))
     assert "Left out: '' (has no name), row (row number), n (row number), one (one value)." in text
     assert load_schema(text, "draft").sparse == ("user",)
@@ -261,14 +412,19 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_column_is_left_out(name: str, tmp_path: Path) -> None:
-    pq.write_table(pa.table({name: NESTED[name], "click": CLICKS, "user": pick("a", "b")}), tmp_path / "log.parquet")
+    pq.write_table(
+        pa.table({name: NESTED[name], "click": CLICKS, "user": pick("a", "b")}),
+        tmp_path / "log.parquet",
+    )
     text = draft(str(tmp_path / "log.parquet"))
     assert load_schema(text, "draft").sparse == ("user",)
     assert f"Left out: {name} (" in text
 
 
 def test_two_columns_of_one_name_are_left_out(tmp_path: Path) -> None:
-    table = pa.table([CLICKS, pick("a", "b"), pick("c", "d"), IDS], names=["click", "user", "user", "item"])
+    table = pa.table(
+        [CLICKS, pick("a", "b"), pick("c", "d"), IDS], names=["click", "user", "user", "item"]
+    )
     pq.write_table(table, tmp_path / "log.parquet")
     text = draft(str(tmp_path / "log.parquet"))
     assert load_schema(text, "draft").sparse == ("item",)
@@ -294,13 +450,29 @@ def test_file_without_header_gets_names(tmp_path: Path) -> None:
     assert "has no header" in text
     (tmp_path / "schema.yaml").write_text(text)
     settings = f"--steps 2 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run -q"
-    assert cli.run(["train", "clicks", "--schema", str(tmp_path / "schema.yaml"), "--data", str(log), *settings.split()]) == 0
+    assert (
+        cli.run(
+            [
+                "train",
+                "clicks",
+                "--schema",
+                str(tmp_path / "schema.yaml"),
+                "--data",
+                str(log),
+                *settings.split(),
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("name", "city"), [("größe", "a"), ("size", "Zürich")])
 def test_draft_names_other_encoding(name: str, city: str, tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
-    lines = [f"{name},city,click", *(f"{number},{city if number % 2 else 'Bern'},{CLICKS[number]}" for number in ROWS)]
+    lines = [
+        f"{name},city,click",
+        *(f"{number},{city if number % 2 else 'Bern'},{CLICKS[number]}" for number in ROWS),
+    ]
     log.write_bytes("\n".join(lines).encode("latin-1"))
     text = draft(str(log))
     schema = load_schema(text, "draft")
@@ -318,7 +490,9 @@ def test_draft_keeps_utf8_despite_single_bad_row(tmp_path: Path) -> None:
 
 def test_words_of_income_are_label_without_header(tmp_path: Path) -> None:
     log = tmp_path / "census.data"
-    log.write_text("".join(f"{AMOUNTS[n]}, {n % 3}, {'<=50K' if CLICKS[n] else '>50K'}\n" for n in ROWS))
+    log.write_text(
+        "".join(f"{AMOUNTS[n]}, {n % 3}, {'<=50K' if CLICKS[n] else '>50K'}\n" for n in ROWS)
+    )
     fields = yaml.safe_load(draft(str(log)))
     assert fields["label"] == {"name": "c2", "positive": [">50K"]}
     assert (fields["dense"], fields["sparse"]) == (["c0"], ["c1"])
@@ -333,16 +507,35 @@ def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("columns", "label", "message"),
     [
-        pytest.param({"click": CLICKS, "user": IDS}, "nope", "no column named nope; it has click, user", id="no such label"),
-        pytest.param({"user": IDS}, None, "of ratings for the label among user. Add one", id="no label"),
+        pytest.param(
+            {"click": CLICKS, "user": IDS},
+            "nope",
+            "no column named nope; it has click, user",
+            id="no such label",
+        ),
+        pytest.param(
+            {"user": IDS}, None, "of ratings for the label among user. Add one", id="no label"
+        ),
         pytest.param({"user": IDS}, "user", "labels must be 0 or 1", id="label in many words"),
         pytest.param({"user": []}, None, "no usable rows", id="no rows"),
         pytest.param({"click": CLICKS}, None, "no column to learn from", id="no features"),
-        pytest.param({"click": CLICKS[:9], "user": pick("a", "b")[:9]}, None, "rows are too few", id="few rows"),
-        pytest.param({"click": with_gaps(CLICKS, None), "user": IDS}, None, "label is missing", id="missing labels"),
+        pytest.param(
+            {"click": CLICKS[:9], "user": pick("a", "b")[:9]},
+            None,
+            "rows are too few",
+            id="few rows",
+        ),
+        pytest.param(
+            {"click": with_gaps(CLICKS, None), "user": IDS},
+            None,
+            "label is missing",
+            id="missing labels",
+        ),
     ],
 )
-def test_draft_rejects_log(columns: dict[str, list[Any]], label: str | None, message: str, tmp_path: Path) -> None:
+def test_draft_rejects_log(
+    columns: dict[str, list[Any]], label: str | None, message: str, tmp_path: Path
+) -> None:
     rejects(message, draft, write(tmp_path / "log.csv", columns), label=label)
 
 
@@ -355,15 +548,25 @@ def test_split_by_time_takes_drafted_schema(tmp_path: Path) -> None:
 
 def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:
     texts = ["2024-02-29", "2024-02-29 10:00", "2024-02-29T10:00:00.25+02:00", "2024-02-30", "x"]
-    values, status = numbers_of(pa.array([*texts, "7"]), "at", lambda name, fix: InputError(name), times=True)
-    assert [None if bad else value for value, bad in zip(values, status == REJECTED, strict=True)] == [*map(seconds_of, texts), 7]
+    values, status = numbers_of(
+        pa.array([*texts, "7"]), "at", lambda name, fix: InputError(name), times=True
+    )
+    assert [
+        None if bad else value for value, bad in zip(values, status == REJECTED, strict=True)
+    ] == [*map(seconds_of, texts), 7]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(pa.int64(), id="integers"), pytest.param(pa.decimal128(20, 0), id="decimals")])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(pa.int64(), id="integers"), pytest.param(pa.decimal128(20, 0), id="decimals")],
+)
 def test_integers_of_databases_are_categories(tmp_path: Path, kind: pa.DataType) -> None:
-    subscribers = [10_000 + 250_000 * (n % 4) + n * 7 % 40 for n in ROWS]  # Evenly spread, as no amounts are
+    # Evenly spread, as no amounts are
+    subscribers = [10_000 + 250_000 * (n % 4) + n * 7 % 40 for n in ROWS]
     column = pa.array(map(Decimal, subscribers), pa.decimal128(20, 0)).cast(kind)
-    pq.write_table(pa.table({"click": CLICKS, "subscriber": column, "price": PRICES}), tmp_path / "log.parquet")
+    pq.write_table(
+        pa.table({"click": CLICKS, "subscriber": column, "price": PRICES}), tmp_path / "log.parquet"
+    )
     schema = load_schema(draft(str(tmp_path / "log.parquet")), "draft")
     assert (schema.dense, schema.sparse) == (("price",), ("subscriber",))
 

@@ -1,4 +1,6 @@
-"""`rayrec split`: each row is in one part, unchanged and in order, for any engine, block size and cut."""
+"""`rayrec split`: each row is in one part, unchanged and in order, for any engine, block size and
+cut.
+"""
 
 import gzip
 import json
@@ -30,7 +32,14 @@ from rayrec.prepare import split_tasks
 from rayrec.schema import Schema
 
 CONSOLE = Console(quiet=True)
-SCHEMA = Schema(label="click", dense=("price",), sparse=("user", "item"), delimiter=",", group="user", timestamp="at")
+SCHEMA = Schema(
+    label="click",
+    dense=("price",),
+    sparse=("user", "item"),
+    delimiter=",",
+    group="user",
+    timestamp="at",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +63,10 @@ def table_of(rows: int = 3000, *, users: int = 200) -> pa.Table:
             "click": chance.integers(0, 2, rows),
             "at": pa.array(chance.integers(0, rows // 3, rows) * 1_000_000, pa.timestamp("us")),
             "price": chance.random(rows),
-            "user": [None if user == 0 else f"u{user}" for user in chance.integers(0, users, rows).tolist()],
+            "user": [
+                None if user == 0 else f"u{user}"
+                for user in chance.integers(0, users, rows).tolist()
+            ],
             "item": chance.integers(0, 50, rows),
         }
     )
@@ -64,17 +76,29 @@ def written(table: pa.Table, folder: Path, *, files: int = 3, group_rows: int = 
     folder.mkdir()
     size = -(-len(table) // files)
     for number in range(files):
-        pq.write_table(table.slice(number * size, size), folder / f"day_{number}.parquet", row_group_size=group_rows)
+        pq.write_table(
+            table.slice(number * size, size),
+            folder / f"day_{number}.parquet",
+            row_group_size=group_rows,
+        )
     return str(folder)
 
 
-def split(path: str, out: Path, by: Any, *, schema: Schema = SCHEMA, **options: Any) -> dict[str, Any]:
+def split(
+    path: str, out: Path, by: Any, *, schema: Schema = SCHEMA, **options: Any
+) -> dict[str, Any]:
     return rayrec.split(path, out=str(out), by=by, console=CONSOLE, schema=schema, **options)
 
 
 def parts_of(out: Path) -> dict[str, pa.Table]:
-    files = {name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")}
-    return {name: pa.concat_tables([*map(pq.read_table, of_part)]) for name, of_part in files.items() if of_part}
+    files = {
+        name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")
+    }
+    return {
+        name: pa.concat_tables([*map(pq.read_table, of_part)])
+        for name, of_part in files.items()
+        if of_part
+    }
 
 
 def numbers(table: pa.Table) -> list[int]:
@@ -84,7 +108,9 @@ def numbers(table: pa.Table) -> list[int]:
 def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
     """Check that each row exists once, unchanged, and in order within its part."""
     found = {name: numbers(part) for name, part in parts.items()}
-    assert sorted(number for of_part in found.values() for number in of_part) == list(range(len(table)))
+    assert sorted(number for of_part in found.values() for number in of_part) == list(
+        range(len(table))
+    )
     for name, part in parts.items():
         assert found[name] == sorted(found[name])
         assert part.equals(table.take(found[name]))
@@ -101,14 +127,21 @@ def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
     shares = [found["parts"][name]["share"] for name in ("train", "validation", "test")]
     assert (found["rows"], shares) == (3000, pytest.approx([0.7, 0.2, 0.1], abs=0.03))
     assert json.loads((tmp_path / "out" / "split.json").read_text())["options"]["seed"] == 0
-    assert {file.name.partition("-")[0] for file in (tmp_path / "out").iterdir()} == {"split.json", *sizes}
+    assert {file.name.partition("-")[0] for file in (tmp_path / "out").iterdir()} == {
+        "split.json",
+        *sizes,
+    }
     # What is trained on: the files by their names.
     ranges = Split(kind="named_files").rows(open_index(tmp_path / "out", SCHEMA))
     assert {name: stop - start for name, (start, stop) in ranges.items()} == sizes
     # The parts depend on the rows' numbers and the seed, not on files, row groups or tasks.
-    again = split(written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2)
+    again = split(
+        written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2
+    )
     assert again["parts"]["validation"]["rows"] == found["parts"]["validation"]["rows"]
-    assert all(numbers(part) == numbers(parts[name]) for name, part in parts_of(tmp_path / "again").items())
+    assert all(
+        numbers(part) == numbers(parts[name]) for name, part in parts_of(tmp_path / "again").items()
+    )
     other = split(path, tmp_path / "other", "rows", seed=1)
     assert numbers(parts_of(tmp_path / "other")["test"]) != numbers(parts["test"])
     assert other["parts"].keys() == found["parts"].keys()
@@ -116,7 +149,9 @@ def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
 
 def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     table = table_of()
-    found = split(written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3)
+    found = split(
+        written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3
+    )
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
     users = {name: set(part["user"].to_pylist()) for name, part in parts.items()}
@@ -126,7 +161,10 @@ def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     assert found["rows_without_group"] == table["user"].null_count > 0
     assert len(users["validation"]) == pytest.approx(60, abs=20)
     split(str(tmp_path / "log"), tmp_path / "items", "group", group="item")
-    items = {name: set(part.column("item").to_pylist()) for name, part in parts_of(tmp_path / "items").items()}
+    items = {
+        name: set(part.column("item").to_pylist())
+        for name, part in parts_of(tmp_path / "items").items()
+    }
     assert not items["train"] & items["test"]
 
 
@@ -142,21 +180,30 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     assert times["validation"].max() < times["test"].min() == in_order[2700]
     dates = {"validation_from": "1970-01-01T00:05:00", "test_from": "1970-01-01T00:10:00+00:00"}
     split(path, tmp_path / "dates", "time", **dates)
-    dated = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts_of(tmp_path / "dates").items()}
+    dated = {
+        name: part.column("at").cast(pa.int64()).to_numpy()
+        for name, part in parts_of(tmp_path / "dates").items()
+    }
     check_whole(parts_of(tmp_path / "dates"), table)
     assert [times.min() // 1_000_000 for times in dated.values()] == [0, 300, 600]
 
 
 def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
     table = table_of(users=1500)  # of which many have one row or two, some at the same time
-    table = table.set_column(2, "at", [pa.array(np.arange(3000) % 7 * 1_000_000, pa.timestamp("us"))])
+    table = table.set_column(
+        2, "at", [pa.array(np.arange(3000) % 7 * 1_000_000, pa.timestamp("us"))]
+    )
     found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out")
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
     rows = table.append_column("row", pa.array(range(3000))).to_pandas().dropna(subset="user")
-    of_users = [group["row"].tolist() for _, group in rows.sort_values(["at", "row"]).groupby("user")]
+    of_users = [
+        group["row"].tolist() for _, group in rows.sort_values(["at", "row"]).groupby("user")
+    ]
     assert set(numbers(parts["test"])) == {of_user[-1] for of_user in of_users if len(of_user) >= 2}
-    assert set(numbers(parts["validation"])) == {of_user[-2] for of_user in of_users if len(of_user) >= 3}
+    assert set(numbers(parts["validation"])) == {
+        of_user[-2] for of_user in of_users if len(of_user) >= 3
+    }
     assert found["rows_without_group"] == table.column("user").null_count
 
 
@@ -166,26 +213,36 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.mkdir()
     (log / "a.txt").write_bytes(b"".join([*lines[:300], b"x\ty\n", b"\n", *lines[300:500]]))
-    (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))  # no end of the last line
+    # no end of the last line
+    (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))
     allowing: dict[str, Any] = {"schema": CRITEO, "max_bad_fraction": 0.1}
     found = split(str(log), tmp_path / "out", "rows", **allowing, block_bytes=1 << 16)
     assert (found["rows"], found["bad_rows"]) == (800, 2)
 
     def lines_of(out: str, name: str) -> list[bytes]:
-        return [line for file in sorted((tmp_path / out).glob(f"{name}-*.txt")) for line in file.open("rb")]
+        return [
+            line
+            for file in sorted((tmp_path / out).glob(f"{name}-*.txt"))
+            for line in file.open("rb")
+        ]
 
     parts = {name: lines_of("out", name) for name in ("train", "validation", "test")}
     place = {line: number for number, line in enumerate(lines)}
     for of_part in parts.values():
         assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
     assert sorted(line for of_part in parts.values() for line in of_part) == sorted(lines)
-    rejects("more than max_bad_fraction", split, str(log), tmp_path / "strict", "rows", schema=CRITEO)
+    rejects(
+        "more than max_bad_fraction", split, str(log), tmp_path / "strict", "rows", schema=CRITEO
+    )
     # Bytes do not depend on blocks; a group of text.
     split(str(log), tmp_path / "again", "rows", **allowing, block_bytes=1 << 17)
     assert {name: lines_of("again", name) for name in parts} == parts
     split(str(log), tmp_path / "groups", "group", group="cat_5", **allowing)
     column = CRITEO.columns.index("cat_5")
-    train, test = ({line.split(b"\t")[column] for line in lines_of("groups", name)} for name in ("train", "test"))
+    train, test = (
+        {line.split(b"\t")[column] for line in lines_of("groups", name)}
+        for name in ("train", "test")
+    )
     assert train
     assert not train & test
 
@@ -207,15 +264,21 @@ def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
 
 
 def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quoted fields contain line breaks, where the file is often cut first. Rows, parts and faults match those of one task."""
+    """Quoted fields contain line breaks, where the file is often cut first. Rows, parts and faults
+    match those of one task.
+    """
     lines = ["note,click,at,price,user,item"]
     for number in range(2000):
         note = '"' + f"a line\n{number % 2},1,2,3,4,5\n" * (number % 7) + f'row {number}"'
-        lines.append(f"{note},{7 if number in (900, 1500) else number % 2},{number},0.5,u{number % 40},{number % 9}")
+        lines.append(
+            f"{note},{7 if number in (900, 1500) else number % 2},{number},0.5,u{number % 40},{number % 9}"
+        )
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")
     examined, examine = [], split_tasks.examine
-    monkeypatch.setattr(split_tasks, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job))
+    monkeypatch.setattr(
+        split_tasks, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job)
+    )
     monkeypatch.setattr(splitting, "engine", one_thread)
     notes = list[str]()
     monkeypatch.setattr(CONSOLE, "note", notes.append)
@@ -225,10 +288,15 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
         for by in ("rows", "last-out"):
             examined.clear()
             split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, max_bad_fraction=0.01)
-            parts = {part: table["note"].to_pylist() for part, table in parts_of(tmp_path / f"{name}-{by}").items()}
+            parts = {
+                part: table["note"].to_pylist()
+                for part, table in parts_of(tmp_path / f"{name}-{by}").items()
+            }
             assert found.setdefault(by, parts) == parts
             again = len(examined) - len({task.number for task in examined})
-            assert (len(examined) > 20, again > 0) == ((True, True) if name == "cut" else (False, False))
+            assert (len(examined) > 20, again > 0) == (
+                (True, True) if name == "cut" else (False, False)
+            )
     assert sum(map(len, found["rows"].values())) == 1998
     notes = [note for note in notes if "left out" in note]
     assert len(notes) == 4
@@ -236,7 +304,9 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "cut-rows").glob("_job*"))
 
 
-def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_opens_store_files_in_parallel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = written(table_of(160), tmp_path / "log", files=8, group_rows=10)
     files = [storage.File(file.path, 1000, 0) for file in storage.list_files(log)]
     barrier, opened = threading.Barrier(8, timeout=30), split_tasks.open_parquet
@@ -249,13 +319,25 @@ def test_split_opens_store_files_in_parallel(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
     monkeypatch.setattr(split_tasks, "open_parquet", together)
-    assert json_of(split_tasks.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",)))) == [[[0, 1], [1, 2]]] * 8
+    assert (
+        json_of(split_tasks.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",))))
+        == [[[0, 1], [1, 2]]] * 8
+    )
 
 
-def test_resumed_split_reads_no_footer_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, groups, write, cut = written(table_of(), tmp_path / "log"), list[int](), split_tasks.write, split_tasks.cut_files
+def test_resumed_split_reads_no_footer_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, groups, write, cut = (
+        written(table_of(), tmp_path / "log"),
+        list[int](),
+        split_tasks.write,
+        split_tasks.cut_files,
+    )
     monkeypatch.setattr(splitting, "_CUT_FILES", 2)
-    monkeypatch.setattr(split_tasks, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by))
+    monkeypatch.setattr(
+        split_tasks, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by)
+    )
     monkeypatch.setattr(split_tasks, "write", raising(OSError("killed")))
     fails_with(OSError, "killed", split, path, tmp_path / "out", "rows")
     assert groups == [2, 1]
@@ -279,7 +361,9 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(splitting, "engine", one_thread)
     fails_with(OSError, "killed", split, path, tmp_path / "out", "last-out")
     assert not (tmp_path / "out").exists()
-    rejects(r"incomplete output of a call with a different .*by", split, path, tmp_path / "out", "rows")
+    rejects(
+        r"incomplete output of a call with a different .*by", split, path, tmp_path / "out", "rows"
+    )
     assert {**split(path, tmp_path / "out", "last-out"), "out": whole["out"]} == whole
     assert len(calls) < 3 + len(set(calls))
     assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
@@ -289,10 +373,19 @@ def test_split_rejects_conflicting_options() -> None:
     for options, message in (
         ({"by": "rows", "validation": 0.0}, "validation: must be above 0 .*, got 0.0"),
         ({"by": "rows", "group": "user"}, "split by rows: must not be used with group"),
-        ({"by": "last-out", "validation": 0.2}, "split by last-out: must not be used with validation"),
+        (
+            {"by": "last-out", "validation": 0.2},
+            "split by last-out: must not be used with validation",
+        ),
         ({"by": "time", "test_from": "2026-01-01"}, "test_from must be used with validation_from"),
-        ({"by": "time", "validation_from": "soon"}, "validation_from: must be an ISO 8601 date or time, .*, got soon"),
-        ({"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"}, "test_from must be after validation_from"),
+        (
+            {"by": "time", "validation_from": "soon"},
+            "validation_from: must be an ISO 8601 date or time, .*, got soon",
+        ),
+        (
+            {"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"},
+            "test_from must be after validation_from",
+        ),
     ):
         rejects(message, splitting.RowSplit, **options)
 
@@ -310,7 +403,15 @@ def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:
         rejects(message, split, path, tmp_path / "out", by, schema=plain, **options)
         assert not (tmp_path / "out").exists()
     (tmp_path / "text").write_text("")
-    rejects("log must have a time column", split, str(tmp_path / "text"), tmp_path / "out", "time", timestamp="at", schema=CRITEO)
+    rejects(
+        "log must have a time column",
+        split,
+        str(tmp_path / "text"),
+        tmp_path / "out",
+        "time",
+        timestamp="at",
+        schema=CRITEO,
+    )
     (tmp_path / "out").mkdir()
     rejects("exists already", split, path, tmp_path / "out", "rows", schema=plain)
 
@@ -318,8 +419,20 @@ def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["dense", "sparse"])
 def test_split_time_may_be_model_input(field: str, tmp_path: Path) -> None:
     times = list(range(1000, 1060))
-    pq.write_table(pa.table({"click": [0, 1] * 30, "at": times, "user": ["a", "b"] * 30}), tmp_path / "log.parquet")
-    schema = Schema(label="click", sparse=("user",)).replace(**{field: ("at", "user") if field == "sparse" else ("at",)})
+    pq.write_table(
+        pa.table({"click": [0, 1] * 30, "at": times, "user": ["a", "b"] * 30}),
+        tmp_path / "log.parquet",
+    )
+    schema = Schema(label="click", sparse=("user",)).replace(
+        **{field: ("at", "user") if field == "sparse" else ("at",)}
+    )
     split(str(tmp_path / "log.parquet"), tmp_path / "out", "time", timestamp="at", schema=schema)
-    parts = [pq.read_table(sorted((tmp_path / "out").glob(f"{name}-*"))[0]) for name in ("train", "validation", "test")]
-    assert [part.column("at").to_pylist() for part in parts] == [times[:48], times[48:54], times[54:]]
+    parts = [
+        pq.read_table(sorted((tmp_path / "out").glob(f"{name}-*"))[0])
+        for name in ("train", "validation", "test")
+    ]
+    assert [part.column("at").to_pylist() for part in parts] == [
+        times[:48],
+        times[48:54],
+        times[54:],
+    ]

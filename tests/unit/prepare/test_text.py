@@ -1,4 +1,6 @@
-"""Token rows of text: complete, in order, with a separate validation set, and the same bytes after interruptions."""
+"""Token rows of text: complete, in order, with a separate validation set, and the same bytes after
+interruptions.
+"""
 
 import gzip
 import json
@@ -18,7 +20,10 @@ from rayrec.data.text.text_blocks import open_tokens, text_rows
 from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.prepare import text as preparing
 
-LINES = [f"{number} bottles of beer on the wall, {number} bottles — hé!\n" for number in range(400, 0, -1)]
+LINES = [
+    f"{number} bottles of beer on the wall, {number} bottles — hé!\n"
+    for number in range(400, 0, -1)
+]
 TEXT = "".join(LINES)
 
 
@@ -38,7 +43,9 @@ def beer(here: LoopEngine, tmp_path: Path) -> Path:
 def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
     small = {"block_size": 16, "part_bytes": 2048, "shard_bytes": 4096}
     small |= {"vocabulary_size": None if "tokenizer" in options else 300}
-    return rayrec.preprocess(str(path), out=str(out), console=QUIET, **{"format": "mds", **small, **options})
+    return rayrec.preprocess(
+        str(path), out=str(out), console=QUIET, **{"format": "mds", **small, **options}
+    )
 
 
 def tokens_of(folder: Path, name: str) -> np.ndarray:
@@ -54,13 +61,16 @@ def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> 
     assert (written.hash, written.tokenizer_hash) == (made["hash"], made["tokenizer"])
     tokenizer = load_tokenizer(str(tmp_path / "out" / "tokenizer"))
     train, validation = (tokens_of(tmp_path / "out", name) for name in ("train", "validation"))
-    held_out = "".join(LINES[-LINES[::-1].index(tokenizer.decode(validation[:80]).splitlines()[0] + "\n") - 1 :])
+    held_out = "".join(
+        LINES[-LINES[::-1].index(tokenizer.decode(validation[:80]).splitlines()[0] + "\n") - 1 :]
+    )
     assert held_out.startswith(tokenizer.decode(validation))
     assert TEXT.removesuffix(held_out).startswith(tokenizer.decode(train))
     assert len(held_out.encode()) / len(TEXT.encode()) == pytest.approx(0.1, abs=0.01)
     assert made["sets"]["train"]["blocks"] * 16 == len(train)
     left_out = len(tokenizer.encode(TEXT.removesuffix(held_out)[len(tokenizer.decode(train)) :]))
-    assert abs(left_out - made["sets"]["train"]["tokens_left_out"]) <= 1  # a token cut in two may be another two
+    # a token cut in two may be another two
+    assert abs(left_out - made["sets"]["train"]["tokens_left_out"]) <= 1
     assert made["sets"]["train"]["tokens_left_out"] < 16
     assert made["vocabulary_size"] == tokenizer.vocabulary_size == 300
     assert here.tasks > 10
@@ -71,7 +81,9 @@ def test_transformers_loads_tokenizer(beer: Path, tmp_path: Path) -> None:
 
     for kind, options in (("bytes_bpe", {}), ("characters", {"tokenizer": "characters"})):
         prepared(beer, tmp_path / kind, **options)
-        theirs = AutoTokenizer.from_pretrained(str(tmp_path / kind / "tokenizer"), local_files_only=True)
+        theirs = AutoTokenizer.from_pretrained(
+            str(tmp_path / kind / "tokenizer"), local_files_only=True
+        )
         ours = load_tokenizer(str(tmp_path / kind / "tokenizer"))
         assert theirs(TEXT, add_special_tokens=False)["input_ids"] == ours.encode(TEXT).tolist()
         assert theirs.decode(ours.encode(TEXT)) == ours.decode(ours.encode(TEXT)) == TEXT
@@ -85,7 +97,10 @@ def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     (own / "model.safetensors").write_bytes(b"weights")
     again = prepared(beer, tmp_path / "again", tokenizer=str(own))
     assert (again["hash"], again["tokenizer"]) == (first["hash"], first["tokenizer"])
-    assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in (tmp_path / "again" / "tokenizer").iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     old = tmp_path / "old"
     old.mkdir()
     model = json.loads((own / "tokenizer.json").read_text())["model"]
@@ -94,19 +109,26 @@ def test_custom_tokenizer_is_used(beer: Path, tmp_path: Path) -> None:
     (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     assert prepared(beer, tmp_path / "converted", tokenizer=str(old))["sets"] == first["sets"]
-    np.testing.assert_array_equal(tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train"))
+    np.testing.assert_array_equal(
+        tokens_of(tmp_path / "converted", "train"), tokens_of(tmp_path / "first", "train")
+    )
 
 
 def test_ids_above_16_bits_are_stored(beer: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{number}" for number in range(70_000)]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer.json").write_text(tokenizer.to_str())
     beer.write_text("\n".join(words[60_000:]))
-    assert prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"))["vocabulary_size"] == 70_000
+    assert (
+        prepared(beer, tmp_path / "out", tokenizer=str(tmp_path / "own"))["vocabulary_size"]
+        == 70_000
+    )
     train = tokens_of(tmp_path / "out", "train")
     np.testing.assert_array_equal(train, np.arange(60_000, 60_000 + len(train)))
     assert train.max() > 1 << 16
@@ -149,7 +171,9 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
         assert open_tokens(str(out)).part_bytes == part_bytes
         made[part_bytes] = tokens_of(out, "train")
         np.testing.assert_array_equal(in_memory(beer, part_bytes), made[part_bytes])
-        np.testing.assert_array_equal(in_memory(tmp_path / "beer.txt.gz", part_bytes), made[part_bytes])
+        np.testing.assert_array_equal(
+            in_memory(tmp_path / "beer.txt.gz", part_bytes), made[part_bytes]
+        )
     assert not np.array_equal(*(tokens[:1000] for tokens in made.values()))
     beer.write_text("too short")
     rejects(r"^[^\n]*less than one row of 16\. Use more text\.$", in_memory, beer, 1024)
@@ -157,7 +181,9 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
 
 # -- what happens on the way
 @pytest.mark.parametrize(("tokenizer", "tasks_a_call"), [("bytes_bpe", 5), ("characters", 15)])
-def test_interrupted_text_job_ends_alike(here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int) -> None:
+def test_interrupted_text_job_ends_alike(
+    here: LoopEngine, beer: Path, tmp_path: Path, tokenizer: str, tasks_a_call: int
+) -> None:
     prepared(beer, tmp_path / "whole", tokenizer=tokenizer)
     tasks, here.tasks = here.tasks, 0
     calls = 0
@@ -181,7 +207,13 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
     here.left = 5
     fails_with(Died, "", prepared, beer, tmp_path / "out")
     here.left = None
-    rejects(r"out\.partial: incomplete output of a call.*different block_size", prepared, beer, tmp_path / "out", block_size=8)
+    rejects(
+        r"out\.partial: incomplete output of a call.*different block_size",
+        prepared,
+        beer,
+        tmp_path / "out",
+        block_size=8,
+    )
     beer.write_text(TEXT + "one more\n")
     rejects(r"^[^\n]*different text;[^\n]*$", prepared, beer, tmp_path / "out")
 
@@ -190,7 +222,10 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
 def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path) -> None:
     for options, told in (
         ({"tokenizer": "gpt2"}, "gpt2 not found"),
-        ({"tokenizer": "characters", "vocabulary_size": 300}, "must be used with tokenizer bytes_bpe only"),
+        (
+            {"tokenizer": "characters", "vocabulary_size": 300},
+            "must be used with tokenizer bytes_bpe only",
+        ),
         ({"vocabulary_size": 200}, "at least 257"),
         ({"block_size": 100_000}, "less than one row of 100000"),
         ({"validation_fraction": 1.0}, "below 1"),
@@ -212,12 +247,17 @@ def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path) -> No
     ("content", "why"),
     [
         (None, r"beer\.txt: no such file or folder"),
-        (TEXT.encode()[:9_001] + b"\xff" + TEXT.encode(), r"beer\.txt: byte 9,001 is not UTF-8[^\n]*"),
+        (
+            TEXT.encode()[:9_001] + b"\xff" + TEXT.encode(),
+            r"beer\.txt: byte 9,001 is not UTF-8[^\n]*",
+        ),
         (b"", r"beer\.txt: contains no text"),
         (b"text", r"out: exists already; [^\n]*"),
     ],
 )
-def test_invalid_text_is_rejected_in_one_line(beer: Path, tmp_path: Path, content: bytes | None, why: str) -> None:
+def test_invalid_text_is_rejected_in_one_line(
+    beer: Path, tmp_path: Path, content: bytes | None, why: str
+) -> None:
     beer.unlink() if content is None else beer.write_bytes(content)
     if content == b"text":
         (tmp_path / "out").mkdir()
@@ -225,6 +265,10 @@ def test_invalid_text_is_rejected_in_one_line(beer: Path, tmp_path: Path, conten
 
 
 def test_open_tokens_rejects_other_folders(tmp_path: Path) -> None:
-    rejects(r"^[^\n]*manifest\.json not found\. Make it with `rayrec preprocess[^\n]*$", open_tokens, str(tmp_path))
+    rejects(
+        r"^[^\n]*manifest\.json not found\. Make it with `rayrec preprocess[^\n]*$",
+        open_tokens,
+        str(tmp_path),
+    )
     (tmp_path / "manifest.json").write_text('{"format": "rayrec-tokens", "version": 99}')
     rejects(r"^[^\n]*must be of prepared text, version 1\.[^\n]*$", open_tokens, str(tmp_path))

@@ -1,4 +1,6 @@
-"""Data reports of small logs compared with manual results. Finds all injected faults; all gates pass and fail."""
+"""Data reports of small logs compared with manual results. Finds all injected faults; all gates
+pass and fail.
+"""
 
 import gzip
 import json
@@ -49,13 +51,20 @@ def _here(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(lines: Sequence[Line]) -> bytes:
-    rows = [["" if x is None else f"{x:08x}" if place > 2 else f"{x}" for place, x in enumerate(line)] for line in lines]
+    rows = [
+        ["" if x is None else f"{x:08x}" if place > 2 else f"{x}" for place, x in enumerate(line)]
+        for line in lines
+    ]
     return "".join("\t".join(row) + "\n" for row in rows).encode()
 
 
-def validate(path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, **given: Path) -> Report:
+def validate(
+    path: Path, gates: Gates = ALLOWED, *, config: PreparationConfig = CONFIG, **given: Path
+) -> Report:
     folders = {name: str(folder) for name, folder in given.items()}
-    return module.validate(str(path), config=config, gates=gates, console=Console(quiet=True), **folders)
+    return module.validate(
+        str(path), config=config, gates=gates, console=Console(quiet=True), **folders
+    )
 
 
 def found_in(path: Path, **options: Any) -> dict[str, Any]:
@@ -84,7 +93,14 @@ def varied(rows: int, seed: int = 0) -> list[Line]:
 # -- what a report says
 SMALL: dict[str, list[Line]] = {
     "day_0": [(1, 0, 1, 7, 1), (0, -2, 1, 7, 1), (0, 5, 1, 8, None), (0, 5, 1, 7, 2)],
-    "day_1": [(1, None, 1, 7, 3), (0, 5, 1, 9, None), (0, 5, 1, 8, 1), (1, None, 1, 7, 1), (0, 5, 1, 8, 1), (1, 0, 1, 7, 1)],
+    "day_1": [
+        (1, None, 1, 7, 3),
+        (0, 5, 1, 9, None),
+        (0, 5, 1, 8, 1),
+        (1, None, 1, 7, 1),
+        (0, 5, 1, 8, 1),
+        (1, 0, 1, 7, 1),
+    ],
 }
 
 
@@ -104,11 +120,21 @@ def test_report_counts_rows_and_labels(small: dict[str, Any]) -> None:
 
 def test_report_describes_dense_columns(small: dict[str, Any]) -> None:
     logs = np.log1p([0, 2, 5, 5, 5, 5, 5, 0]) * [1, -1, 1, 1, 1, 1, 1, 1]
-    expected = {"missing_rate": 0.2, "min": -2, "max": 5, "negative_rate": 1 / 8, "zero_rate": 2 / 8}
-    expected |= {"log_mean": pytest.approx(logs.mean(), abs=1e-6), "log_deviation": pytest.approx(logs.std(), abs=1e-6)}
+    expected = {
+        "missing_rate": 0.2,
+        "min": -2,
+        "max": 5,
+        "negative_rate": 1 / 8,
+        "zero_rate": 2 / 8,
+    }
+    expected |= {
+        "log_mean": pytest.approx(logs.mean(), abs=1e-6),
+        "log_deviation": pytest.approx(logs.std(), abs=1e-6),
+    }
     assert expected.items() <= small["dense"]["a"].items()
     assert json.loads(json.dumps(small["dense"]["b"]))["log_deviation"] == 0
-    # a: three deciles of day_0 hold -2 (1 of 4), 0 (1), 5 (2); day_1 has 0 (1 of 6), 5 (3), missing (2)
+    # a: three deciles of day_0 hold -2 (1 of 4), 0 (1), 5 (2); day_1 has 0 (1 of 6), 5 (3), missing
+    # (2)
     assert small["dense"]["a"]["drift"] == pytest.approx((1 / 4 + 1 / 12 + 0 + 1 / 3) / 2)
     assert small["dense"]["b"]["drift"] == 0
 
@@ -124,11 +150,16 @@ def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
     assert "day_1" in small["unknown_to"]
     # s: 7, 8 and the rest, which comes once: 3/4, 1/4, 0 and 3/6, 2/6, 1/6
     assert s["drift"] == pytest.approx((1 / 4 + 1 / 12 + 1 / 6) / 2)
-    assert (small["slices"][1]["drift"]["s"], small["slices"][1]["drift"]["click"]) == (s["drift"], 0.25)
+    assert (small["slices"][1]["drift"]["s"], small["slices"][1]["drift"]["click"]) == (
+        s["drift"],
+        0.25,
+    )
     assert small["slices"][0]["drift"] == {}
 
 
-def test_report_finds_duplicates_and_compares_sevenths(small: dict[str, Any], tmp_path: Path) -> None:
+def test_report_finds_duplicates_and_compares_sevenths(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
     assert small["duplicates"] == {"rate": 0.2, "rows": 10, "sampled": 1}  # 0 5 1 8 1 and 1 0 1 7 1
     assert [text.split()[1] for text in small["warnings"]] == ["b"]
     assert small["passed"]
@@ -147,22 +178,32 @@ def test_report_finds_duplicates_and_compares_sevenths(small: dict[str, Any], tm
 def test_many_and_converted_files_are_grouped_into_slices(tmp_path: Path) -> None:
     report = found_in(log_of(tmp_path, **{f"f{i}": varied(2, i) for i in range(MAX_SLICES + 6)}))
     assert (report["slices_by"], len(report["slices"])) == ("files", MAX_SLICES)
-    assert sum(piece["rows"] for piece in report["slices"]) == report["rows"] == 2 * (MAX_SLICES + 6)
+    assert (
+        sum(piece["rows"] for piece in report["slices"]) == report["rows"] == 2 * (MAX_SLICES + 6)
+    )
     assert report["slices"][-1]["name"].endswith(f"f{MAX_SLICES + 5}")
     folder = "/c/tables/0123456789abcdef"
     paths = [f"{folder}/00000/d.csv.parquet", f"{folder}/00001/d.csv.parquet", "/log/e.parquet"]
     index = LogIndex(numbered(((path, 0, 5, 5) for path in paths), "table"), Faults())
-    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [("d.csv", 0, 10), ("e.parquet", 10, 15)]
+    assert [(piece.name, piece.start, piece.stop) for piece in slices_of(index)[1]] == [
+        ("d.csv", 0, 10),
+        ("e.parquet", 10, 15),
+    ]
 
 
 def test_decompressed_files_keep_names(tmp_path: Path) -> None:
     packed = {f"day_{day}.gz": gzip.compress(text_of(varied(5, day))) for day in range(2)}
-    assert [piece["name"] for piece in found_in(log_of(tmp_path, **packed))["slices"]] == ["day_0", "day_1"]
+    assert [piece["name"] for piece in found_in(log_of(tmp_path, **packed))["slices"]] == [
+        "day_0",
+        "day_1",
+    ]
 
 
 def test_unlabelled_log_is_validated(tmp_path: Path) -> None:
     text = text_of(varied(30)).replace(b"\n1\t", b"\n").replace(b"\n0\t", b"\n")[2:]
-    report = found_in(log_of(tmp_path, only=text), config=CONFIG.replace(schema=SCHEMA.replace(label=None)))
+    report = found_in(
+        log_of(tmp_path, only=text), config=CONFIG.replace(schema=SCHEMA.replace(label=None))
+    )
     assert (report["rows"], report["label"], report["slices"][0]["label_rate"]) == (30, None, None)
     assert report["dense"]["a"]["auroc"] is None
     assert "click" not in report["slices"][6]["drift"]
@@ -172,7 +213,11 @@ def test_empty_log_fails_gates(tmp_path: Path) -> None:
     report = validate(log_of(tmp_path, only=b""), Gates())
     assert failed(report) == ["min_rows"]
     content = report.content
-    assert (content["rows"], content["dense"]["a"]["min"], content["sparse"]["s"]["distinct"]) == (0, None, 0)
+    assert (content["rows"], content["dense"]["a"]["min"], content["sparse"]["s"]["distinct"]) == (
+        0,
+        None,
+        0,
+    )
     json.dumps(report.to_dict(), allow_nan=False)
     assert report.lines()[-1].startswith("failed: ")
 
@@ -184,7 +229,9 @@ def test_invalid_log_fails_gates(tmp_path: Path) -> None:
     assert report.lines()
 
 
-def test_validate_rejects_preprocessed_data_and_other_schemas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_rejects_preprocessed_data_and_other_schemas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = log_of(tmp_path, only=varied(40))
     preprocessor_of(path, tmp_path / "prepared")
     other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
@@ -195,7 +242,9 @@ def test_validate_rejects_preprocessed_data_and_other_schemas(tmp_path: Path, mo
 
 # -- against a Preprocessor
 def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG) -> Preprocessor:
-    made = learn(open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA), SCHEMA, config.rules)
+    made = learn(
+        open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA), SCHEMA, config.rules
+    )
     made.save(str(folder))
     return made
 
@@ -216,7 +265,9 @@ def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
         else:
             before = sum(other.num_tokens or 0 for other in made.sparse[:s])
             known = made.tokens[before : before + column.num_tokens].tolist()
-            assert found["unknown_rate"] == np.mean([token % 25 not in known for token in tokens[s]])
+            assert found["unknown_rate"] == np.mean(
+                [token % 25 not in known for token in tokens[s]]
+            )
             ids = {token: token % 25 for token in set(tokens[s]) if token % 25 in known}
         values = [token for token in tokens[s] if token in ids]
         shared = [sum(ids[token] == other for other in ids.values()) > 1 for token in values]
@@ -230,7 +281,9 @@ def test_unknown_rate_compares_last_slice_to_past(tmp_path: Path, modulo: int | 
     report = found_in(path, config=CONFIG.replace(min_count=5, token_modulo=modulo))
     past = [row[3] % (modulo or 1000) for day in days[:2] for row in day]
     latest = [row[3] % (modulo or 1000) for row in days[2]]
-    assert report["sparse"]["s"]["unknown_rate"] == np.mean([past.count(token) < 5 for token in latest])
+    assert report["sparse"]["s"]["unknown_rate"] == np.mean(
+        [past.count(token) < 5 for token in latest]
+    )
 
 
 # -- planted faults
@@ -253,21 +306,40 @@ def test_report_finds_injected_fault(tmp_path: Path, kind: str) -> None:
     assert (report.content["bad_rows"], faults["by_kind"]) == (12, {kind: 12})
     assert faults["by_column"] == ({kind: {column: 12}} if column else {})
     first = faults["first"][0]
-    assert (Path(first["path"]).name, first["byte"], first["column"]) == ("day_1", len(good), column)
+    assert (Path(first["path"]).name, first["byte"], first["column"]) == (
+        "day_1",
+        len(good),
+        column,
+    )
     assert failed(report) == ["max_bad_fraction"]
     assert f"day_1 at byte {len(good)}: {kind}" in report.failures[0]
     assert any(f"12 x {kind}" in line for line in report.lines())
 
 
 # -- gates
-DAYS = {"day_0": varied(200), "day_1": [(*row[:3], row[3] + 1000, row[4]) for row in varied(200, 1)]}
+DAYS = {
+    "day_0": varied(200),
+    "day_1": [(*row[:3], row[3] + 1000, row[4]) for row in varied(200, 1)],
+}
 CONSTANT = {name: [(*row[:4], 5) for row in day] for name, day in DAYS.items()}
 MISSING = [(i % 2, None if i % 5 < 3 else i, i % 7, i % 3, i % 4) for i in range(50)]
 GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({"max_bad_fraction": 0.0}, {"max_bad_fraction": 0.02}, {"day_2": b"junk\n" + text_of(varied(99))}),
+    (
+        {"max_bad_fraction": 0.0},
+        {"max_bad_fraction": 0.02},
+        {"day_2": b"junk\n" + text_of(varied(99))},
+    ),
     ({"min_rows": 401}, {"min_rows": 400}, {}),
-    ({"min_label_rate": 0.1}, {"min_label_rate": 0.0}, {"day_2": [(0, *row[1:]) for row in varied(10)]}),
-    ({"max_label_rate": 0.9}, {"max_label_rate": 1.0}, {"day_2": [(1, *row[1:]) for row in varied(10)]}),
+    (
+        {"min_label_rate": 0.1},
+        {"min_label_rate": 0.0},
+        {"day_2": [(0, *row[1:]) for row in varied(10)]},
+    ),
+    (
+        {"max_label_rate": 0.9},
+        {"max_label_rate": 1.0},
+        {"day_2": [(1, *row[1:]) for row in varied(10)]},
+    ),
     ({"max_missing_rate": 0.59}, {"max_missing_rate": 0.6}, {"day_2": MISSING}),
     ({"max_unknown_rate": 0.99}, {"max_unknown_rate": 1.0}, {}),
     ({"max_drift": 0.99}, {"max_drift": 1.0}, {}),
@@ -277,7 +349,9 @@ GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("failing", "passing", "files"), GATES, ids=lambda x: next(iter(x), ""))
-def test_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]) -> None:
+def test_gate_fails_and_passes(
+    tmp_path: Path, failing: dict[str, Any], passing: dict[str, Any], files: dict[str, Any]
+) -> None:
     path, (gate,) = log_of(tmp_path, **{**DAYS, **files}), failing
     report = validate(path, ALLOWED.replace(**failing))
     assert (failed(report), report.to_dict()["passed"]) == ([gate], False)
@@ -292,11 +366,17 @@ def test_gate_fails_and_passes(tmp_path: Path, failing: dict[str, Any], passing:
 def test_max_bad_fraction_defaults_to_preparation(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=b"junk\n" + text_of(varied(99)))
     assert failed(validate(path, Gates(), config=CONFIG.replace(max_bad_fraction=0.02))) == []
-    assert failed(validate(path, Gates(), config=CONFIG.replace(max_bad_fraction=0.001))) == ["max_bad_fraction"]
+    assert failed(validate(path, Gates(), config=CONFIG.replace(max_bad_fraction=0.001))) == [
+        "max_bad_fraction"
+    ]
 
 
 def test_gates_reject_invalid_limits() -> None:
-    for gates in [{"max_drift": 1.5}, {"max_missing_rate": -0.1}, {"min_label_rate": 0.5, "max_label_rate": 0.4}]:
+    for gates in [
+        {"max_drift": 1.5},
+        {"max_missing_rate": -0.1},
+        {"min_label_rate": 0.5, "max_label_rate": 0.4},
+    ]:
         rejects("(?i)gates", Gates, **gates)
 
 
@@ -325,12 +405,16 @@ LEAKS: dict[str, Callable[[Line, int], Line]] = {
 
 @pytest.mark.parametrize("column", LEAKS)
 def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
-    report = validate(log_of(tmp_path, only=[LEAKS[column](row, i) for i, row in enumerate(varied(20_000))]))
+    report = validate(
+        log_of(tmp_path, only=[LEAKS[column](row, i) for i, row in enumerate(varied(20_000))])
+    )
     (leak,) = (text for text in report.warnings if "alone predicts the label" in text)
     assert leak.startswith(f"column {column} alone")
     unrelated = [text for text in report.warnings if text != leak]
     # The categories of t are the rows' numbers.
-    assert [text.partition(" of its values are unknown")[0] for text in unrelated] == ["column t: 100.0%"] * (column == "t")
+    assert [text.partition(" of its values are unknown")[0] for text in unrelated] == [
+        "column t: 100.0%"
+    ] * (column == "t")
     columns = {**report.content["dense"], **report.content["sparse"]}
     assert columns.pop(column)["auroc"] > 0.98
     assert all(other["auroc"] == pytest.approx(0.5, abs=0.03) for other in columns.values())
@@ -338,9 +422,16 @@ def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
 
 # -- the division of the work does not matter
 def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [(y, None if a == 3 else a, b, s if s > 3 else None, t) for y, a, b, s, t in varied(3000)]
+    rows = [
+        (y, None if a == 3 else a, b, s if s > 3 else None, t) for y, a, b, s, t in varied(3000)
+    ]
     bad = b"junk\n" * 15
-    path = log_of(tmp_path, day_0=text_of(rows[:1000]) + bad, day_1=rows[1000:1100], day_2=bad + text_of(rows[1100:]))
+    path = log_of(
+        tmp_path,
+        day_0=text_of(rows[:1000]) + bad,
+        day_1=rows[1000:1100],
+        day_2=bad + text_of(rows[1100:]),
+    )
     monkeypatch.setattr(module, "_EDGE_ROWS", 256)  # stretches of 4 rows
     found = []
     for block_bytes, task_rows, read_rows, memory in (
@@ -351,12 +442,21 @@ def test_report_ignores_log_division(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr(module, "_TASK_ROWS", task_rows)
         monkeypatch.setattr(module, "_READ_ROWS", read_rows)
-        found.append(found_in(path, config=CONFIG.replace(block_bytes=block_bytes, segments_per_block=16, memory_bytes=memory)))
+        found.append(
+            found_in(
+                path,
+                config=CONFIG.replace(
+                    block_bytes=block_bytes, segments_per_block=16, memory_bytes=memory
+                ),
+            )
+        )
         assert found[-1] == found[0]
     assert found[0]["faults"]["by_kind"] == {"too few columns": 30}
 
 
-def test_duplicates_are_sampled_within_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicates_are_sampled_within_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_HASH_BYTES", 16 << 10)
     rows = varied(4000)
     report = validate(log_of(tmp_path, day_0=rows, day_1=rows))
@@ -368,7 +468,15 @@ def test_duplicates_are_sampled_within_memory(tmp_path: Path, monkeypatch: pytes
 
 
 # -- other logs
-ANY = Schema(label="y", dense=("price",), sparse=("user", "tags"), tokens="any", lists=("tags",), weight="w", delimiter=",")
+ANY = Schema(
+    label="y",
+    dense=("price",),
+    sparse=("user", "tags"),
+    tokens="any",
+    lists=("tags",),
+    weight="w",
+    delimiter=",",
+)
 CSV = """user,tags,y,price,w,ignored
 ann,red|blue,1,0.5,1,x
 bob,red,0,,2,x
@@ -400,7 +508,9 @@ def test_any_click_log_is_validated(tmp_path: Path, form: str) -> None:
 
 def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=6000, dialect="terabyte", days=3, seed=1, parallelism=1)
-    report = validate(tmp_path / "log", Gates(allow_constant_columns=True), config=PreparationConfig())
+    report = validate(
+        tmp_path / "log", Gates(allow_constant_columns=True), config=PreparationConfig()
+    )
     assert (report.failures, report.content["rows"]) == ([], 6000)
     assert [piece["name"] for piece in report.content["slices"]] == ["day_0", "day_1", "day_2"]
     lines = report.lines()
@@ -411,24 +521,42 @@ def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
 
 def test_names_are_not_parsed_as_markup(tmp_path: Path) -> None:
     path = tmp_path / "[red] :smile:.csv"
-    path.write_text("click,[/b],:x: [i]\n" + "".join(f"{number % 2},{number},{number % 5}\n" for number in range(50)))
-    schema = Schema(label="click", dense=("[/b]",), sparse=(":x: [i]",), tokens="any", delimiter=",")
-    text = "\n".join(validate(path, config=PreparationConfig(schema=schema, max_bad_fraction=0.1)).lines(width=200))
+    path.write_text(
+        "click,[/b],:x: [i]\n"
+        + "".join(f"{number % 2},{number},{number % 5}\n" for number in range(50))
+    )
+    schema = Schema(
+        label="click", dense=("[/b]",), sparse=(":x: [i]",), tokens="any", delimiter=","
+    )
+    text = "\n".join(
+        validate(path, config=PreparationConfig(schema=schema, max_bad_fraction=0.1)).lines(
+            width=200
+        )
+    )
     assert [name for name in ("[/b]", ":x: [i]", str(path)) if name not in text] == []
 
 
-# Row hashes, and figures compared with manual results -----------------------------------------------------------------
-LISTS = Schema(label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w")
+# -- Row hashes, and figures compared with manual results
+LISTS = Schema(
+    label="y", dense=("a",), sparse=("s", "tags"), tokens="any", lists=("tags",), weight="w"
+)
 Row = tuple[int, float | None, int | None, Sequence[int], float]
 """Label, a, s, tags, weight of LISTS."""
 NUMBERS = st.none() | st.sampled_from([-3.0, -0.5, 0.0, 0.25, 1.0, 7.0, 1e17])
 CATEGORIES = (st.none() | st.integers(0, 6), st.lists(st.integers(0, 5), max_size=4))
-ROWS = st.lists(st.tuples(st.integers(0, 1), NUMBERS, *CATEGORIES, st.sampled_from([0.0, 0.5, 2.0])), min_size=1, max_size=60)
+ROWS = st.lists(
+    st.tuples(st.integers(0, 1), NUMBERS, *CATEGORIES, st.sampled_from([0.0, 0.5, 2.0])),
+    min_size=1,
+    max_size=60,
+)
 
 
 def block_of_rows(rows: Sequence[Row]) -> RawBlock:
     labels, a, s, tags, weights = zip(*rows, strict=True)
-    others = {"labels": {"y": np.array(labels, np.float32)}, "weights": np.array(weights, np.float32)}
+    others = {
+        "labels": {"y": np.array(labels, np.float32)},
+        "weights": np.array(weights, np.float32),
+    }
     return block_of(LISTS, {"a": a, "s": s, "tags": tags}, **others)
 
 
@@ -454,7 +582,9 @@ def test_signs_of_zero_hash_alike_and_edges_are_values() -> None:
     ("first", "second", "expected"),
     [([1, 1, 0], [2, 2, 0], 0), ([4, 0], [0, 9], 1), ([3, 1], [1, 3], 0.5), ([0, 0], [1, 3], None)],
 )
-def test_total_variation_matches_reference(first: list[int], second: list[int], expected: float | None) -> None:
+def test_total_variation_matches_reference(
+    first: list[int], second: list[int], expected: float | None
+) -> None:
     found = data_report.total_variation(np.array(first), np.array(second))
     assert (found and found[0]) == expected
 
@@ -462,7 +592,10 @@ def test_total_variation_matches_reference(first: list[int], second: list[int], 
 def test_total_variation_expectation_matches_samples() -> None:
     rng = np.random.default_rng(0)
     shares = rng.dirichlet(np.full(50, 0.5))
-    drawn = [data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares)) for _ in range(200)]
+    drawn = [
+        data_report.total_variation(rng.multinomial(2000, shares), rng.multinomial(500, shares))
+        for _ in range(200)
+    ]
     distances, by_chance = np.array(drawn).T
     assert by_chance.mean() == pytest.approx(distances.mean(), rel=0.05)
 
@@ -503,19 +636,29 @@ KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
 
 @pytest.mark.parametrize(
     ("column", "vocabulary", "counts", "expected"),
-    [(FOUR, KNOWN, SOME, 0), (THREE, KNOWN, SOME, 0.7), (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5), (HASHED, [], {}, None)],
+    [
+        (FOUR, KNOWN, SOME, 0),
+        (THREE, KNOWN, SOME, 0.7),
+        (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5),
+        (HASHED, [], {}, None),
+    ],
 )
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
 def test_collision_rate_matches_encoder(
     column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
 ) -> None:
     known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
-    assert data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64)) == expected
+    assert (
+        data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64))
+        == expected
+    )
 
 
 def test_collision_rate_supports_murmur3() -> None:
     column = SparseColumn(10, None, first_id=0, murmur3=True)
     tokens, counts = np.arange(1, 16, dtype=np.uint32), np.arange(1, 16)
     places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
-    expected = sum(token for token in range(1, 16) if places[1:].count(places[token]) > 1) / sum(range(1, 16))
+    expected = sum(token for token in range(1, 16) if places[1:].count(places[token]) > 1) / sum(
+        range(1, 16)
+    )
     assert data_report.collision_rate(column, np.zeros(0, np.uint32), tokens, counts) == expected

@@ -25,7 +25,9 @@ class Model:
     def __call__(self, bodies: Sequence[RequestBody]) -> list[Any]:
         self.batches.append([body.num_rows for body in bodies])
         assert self.may.acquire(timeout=60)
-        return [RequestError(400, "bad") if body.num_rows == 13 else body.num_rows for body in bodies]
+        return [
+            RequestError(400, "bad") if body.num_rows == 13 else body.num_rows for body in bodies
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,12 @@ def _in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.batcher.INLINE_ROWS", 0)
 
 
-LIMITS = {"max_batch_rows": 100, "max_batch_bytes": 1000, "max_waiting_rows": 1000, "max_waiting_requests": 100}
+LIMITS = {
+    "max_batch_rows": 100,
+    "max_batch_bytes": 1000,
+    "max_waiting_rows": 1000,
+    "max_waiting_requests": 100,
+}
 
 
 def _batcher(score: Callable[[Sequence[RequestBody]], list[Any]], **limits: int) -> Batcher:
@@ -51,7 +58,9 @@ def _in_loop(test: Callable[[Model], Coroutine[Any, Any, None]]) -> Callable[[],
 
 
 async def _submit(batcher: Batcher, *rows: int) -> list[asyncio.Task[Any]]:
-    tasks = [asyncio.ensure_future(batcher.submit(RequestBody("tsv", count, count))) for count in rows]
+    tasks = [
+        asyncio.ensure_future(batcher.submit(RequestBody("tsv", count, count))) for count in rows
+    ]
     await asyncio.sleep(0.02)
     return tasks
 
@@ -73,7 +82,9 @@ async def test_waiting_requests_form_batches_of_limited_size(model: Model) -> No
 
 @_in_loop
 async def test_small_batches_run_in_event_loop(model: Model) -> None:
-    """Requests that are ready at once form a batch, in order, before and after batches of the thread."""
+    """Requests that are ready at once form a batch, in order, before and after batches of the
+    thread.
+    """
     threads: list[str] = []
 
     def score(bodies: Sequence[RequestBody]) -> list[Any]:
@@ -84,7 +95,9 @@ async def test_small_batches_run_in_event_loop(model: Model) -> None:
     model.may.release(9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rayrec.serve.batcher.INLINE_ROWS", INLINE_ROWS)
-        result = await asyncio.gather(*await _submit(batcher, 1, 13, 2, 3, 99, 4), return_exceptions=True)
+        result = await asyncio.gather(
+            *await _submit(batcher, 1, 13, 2, 3, 99, 4), return_exceptions=True
+        )
         assert [result[0], *result[2:]] == [1, 2, 3, 99, 4]
         assert isinstance(result[1], RequestError)
         assert await batcher.submit(RequestBody("json", 5, INLINE_BYTES + 1)) == 5
@@ -131,7 +144,9 @@ async def test_failure_affects_one_batch(model: Model) -> None:
         return model(bodies)
 
     model.may.release(9)
-    result = await asyncio.gather(*await _submit(_batcher(fail, max_batch_rows=2), 1, 2, 1), return_exceptions=True)
+    result = await asyncio.gather(
+        *await _submit(_batcher(fail, max_batch_rows=2), 1, 2, 1), return_exceptions=True
+    )
     assert [result[0], result[2]] == [1, 1]
     assert isinstance(result[1], ZeroDivisionError)
 

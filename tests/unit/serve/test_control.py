@@ -1,4 +1,6 @@
-"""Model changes of a server in one process: any order of events, replica starts and failures, lost registers."""
+"""Model changes of a server in one process: any order of events, replica starts and failures, lost
+registers.
+"""
 
 import asyncio
 import contextlib
@@ -28,9 +30,23 @@ from rayrec.inference.model import ServedModel
 from rayrec.serve import control, deployment, replica_models
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
-from rayrec.serve.control import REGISTER, REPORT_TIMEOUT_S, Control, Register, change_shadow, revert_model, swap_model
+from rayrec.serve.control import (
+    REGISTER,
+    REPORT_TIMEOUT_S,
+    Control,
+    Register,
+    change_shadow,
+    revert_model,
+    swap_model,
+)
 from rayrec.serve.counters import Counters, Snapshot
-from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, ReplicaModels, Status
+from rayrec.serve.replica_models import (
+    ConfiguredModels,
+    DesiredState,
+    ModelSource,
+    ReplicaModels,
+    Status,
+)
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 OTHER = make_model(make_preprocessor(ANY))
@@ -60,7 +76,10 @@ class Cluster:
         monkeypatch.setattr(ray_compat, "call_replicas", self._call_replicas)
         monkeypatch.setattr(ray, "get", lambda value, timeout: value)
         monkeypatch.setattr("ray.serve.get_app_handle", lambda _: None)
-        monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"rayrec"} if self.running else set()))
+        monkeypatch.setattr(
+            "ray.serve.status",
+            lambda: SimpleNamespace(applications={"rayrec"} if self.running else set()),
+        )
         for module in (control, deployment):
             monkeypatch.setattr(module, "source_of", lambda path: path)
 
@@ -74,7 +93,9 @@ class Cluster:
 
         return SimpleNamespace(remote=call)
 
-    def _call_replicas(self, _: None, method: str, desired: DesiredState, *, timeout_s: float) -> list[Any]:
+    def _call_replicas(
+        self, _: None, method: str, desired: DesiredState, *, timeout_s: float
+    ) -> list[Any]:
         self.timeouts_s.append((method, timeout_s))
         result: list[Any] = []
         for name in list(self.calls):
@@ -92,7 +113,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 class World:
-    """Replicas of a server with random events between two calls: a change, a start, a failure, a lost register."""
+    """Replicas of a server with random events between two calls: a change, a start, a failure, a
+    lost register.
+    """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster, self.random, self.names = cluster, random.Random(seed), itertools.count()
@@ -117,7 +140,10 @@ class World:
             models.switch()
             self.report(name, models)
         self.replicas[name] = models
-        self.cluster.calls[name] = lambda method, desired: (name, self.call(name, models, method, desired))
+        self.cluster.calls[name] = lambda method, desired: (
+            name,
+            self.call(name, models, method, desired),
+        )
 
     def call(self, name: str, models: ReplicaModels, method: str, desired: DesiredState) -> str:
         if method != "switch":
@@ -130,7 +156,9 @@ class World:
     def report(self, name: str, models: ReplicaModels) -> None:
         if name in self.dead:
             return
-        desired, _ = self.cluster.register.report(name, models.desired, models.status(), Snapshot(()), None)  # type: ignore[arg-type]
+        desired, _ = self.cluster.register.report(
+            name, models.desired, models.status(), Snapshot(()), None
+        )  # type: ignore[arg-type]
         models.set_desired(desired)
         model = models.status().model
         assert model is None or model.path in ("a", "b", "c")  # only what was accepted answers
@@ -166,17 +194,30 @@ class World:
     def change(self) -> None:
         path = self.random.choice(("b", "b", "c", "damaged", "other columns"))
         with contextlib.suppress(InputError):
-            Control("rayrec").change(self.random.choice((lambda desired: swap_model(desired, path), revert_model)), timeout_s=0.1)
+            Control("rayrec").change(
+                self.random.choice((lambda desired: swap_model(desired, path), revert_model)),
+                timeout_s=0.1,
+            )
 
 
 @pytest.mark.parametrize("first_seed", [0, 100])
-def test_any_event_order_converges_to_one_model(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
-    monkeypatch.setattr(replica_models, "BatchScorer", lambda model, _: SimpleNamespace(model=model, warm=lambda: None))
+def test_any_event_order_converges_to_one_model(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, first_seed: int
+) -> None:
+    monkeypatch.setattr(
+        replica_models,
+        "BatchScorer",
+        lambda model, _: SimpleNamespace(model=model, warm=lambda: None),
+    )
     monkeypatch.setattr(replica_models, "RETRY_S", -1.0)
     ends = set()
     for seed in range(first_seed, first_seed + 100):
         world = World(cluster, seed)
-        clock = SimpleNamespace(monotonic=time.monotonic, time_ns=time.time_ns, sleep=lambda _, world=world: world.report_all())
+        clock = SimpleNamespace(
+            monotonic=time.monotonic,
+            time_ns=time.time_ns,
+            sleep=lambda _, world=world: world.report_all(),
+        )
         monkeypatch.setattr(control, "time", clock)  # not the module, which other threads use, too
         for _ in range(3):
             world.change()
@@ -197,7 +238,9 @@ class Replicas:
         self.cluster, self.loading, self._monkeypatch = cluster, list[str](), monkeypatch
         self.slow: dict[str, threading.Event] = {}
         """Set once a model may be loaded, by path."""
-        monkeypatch.setattr("rayrec.inference.model.open_served", lambda path, device, own: self._load(path))
+        monkeypatch.setattr(
+            "rayrec.inference.model.open_served", lambda path, device, own: self._load(path)
+        )
         monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
 
     def _load(self, path: str) -> ServedModel:
@@ -206,7 +249,9 @@ class Replicas:
             assert self.slow[path].wait(60)
         return load(path)
 
-    def start(self, name: str, *, model: str = "a", shadow: str | None = None, announced: bool = True) -> deployment._Replica:
+    def start(
+        self, name: str, *, model: str = "a", shadow: str | None = None, announced: bool = True
+    ) -> deployment._Replica:
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="rayrec")
         self._monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
         replica = deployment._Replica(ServeConfig(), None, None, announced)
@@ -216,7 +261,9 @@ class Replicas:
         return replica
 
     def reach(self, name: str, replica: deployment._Replica) -> None:
-        self.cluster.calls[name] = lambda method, desired: asyncio.run(getattr(replica, method)(desired))
+        self.cluster.calls[name] = lambda method, desired: asyncio.run(
+            getattr(replica, method)(desired)
+        )
 
     def swap(self, path: str) -> dict[str, Any]:
         return Control("rayrec").change(lambda desired: swap_model(desired, path))
@@ -245,16 +292,24 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     result = replicas.swap("b")
     assert (result["model"], result["previous"], result["shadow"]) == ("b", "a", None)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
-    for path, cause in (("other columns", "schemas differ in"), ("gone", r"gone: damaged \(the current model stays\)")):
+    for path, cause in (
+        ("other columns", "schemas differ in"),
+        ("gone", r"gone: damaged \(the current model stays\)"),
+    ):
         rejects(cause, replicas.swap, path)
         rejects(cause, server.change, lambda desired, path=path: change_shadow(desired, path))
     assert len(server.call_register("describe")["failures"]) == 4
-    assert (server.change(revert_model)["model"], server.change(revert_model)["model"]) == ("a", "b")
+    assert (server.change(revert_model)["model"], server.change(revert_model)["model"]) == (
+        "a",
+        "b",
+    )
     result = server.change(lambda desired: change_shadow(desired, "c"))
     assert result["shadow"] == "c"
     assert {replica["shadow"] for replica in result["replicas"].values()} == {MODELS["c"].version}
     result = server.change(lambda desired: change_shadow(desired, None))
-    assert [result["shadow"], *(replica["shadow"] for replica in result["replicas"].values())] == [None] * 3
+    assert [result["shadow"], *(replica["shadow"] for replica in result["replicas"].values())] == [
+        None
+    ] * 3
 
 
 def test_register_rejects_second_change(replicas: Replicas) -> None:
@@ -299,7 +354,8 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
     swap.join(60)
     assert replicas.cluster.versions() == [MODELS["b"].version] * 2
     desired: Any = replicas.cluster.register.desired()
-    replicas.cluster.register.accept(swap_model(desired, "c"), desired.serial)  # and the process that asked for it died
+    # and the process that asked for it died
+    replicas.cluster.register.accept(swap_model(desired, "c"), desired.serial)
     asyncio.run(late.check_health())
     until(lambda: late._models.model is MODELS["c"])
 
@@ -307,8 +363,12 @@ def test_unreached_replica_catches_up(replicas: Replicas) -> None:
 def test_change_waits_for_unswitched_replica(replicas: Replicas) -> None:
     late = replicas.start("first")
     call = replicas.cluster.calls["first"]
-    replicas.cluster.calls["first"] = lambda method, desired: DIED if method == "switch" else call(method, desired)
-    change = partial(Control("rayrec").change, lambda desired: swap_model(desired, "b"), timeout_s=0.3)
+    replicas.cluster.calls["first"] = lambda method, desired: (
+        DIED if method == "switch" else call(method, desired)
+    )
+    change = partial(
+        Control("rayrec").change, lambda desired: swap_model(desired, "b"), timeout_s=0.3
+    )
     rejects("not all replicas have switched within 0.3 s", change)
     assert late._models.model is MODELS["a"]
 
@@ -323,11 +383,15 @@ def test_announcement_outlives_register() -> None:
     assert announced == [False, True, True]
 
 
-def test_unloadable_first_model_is_reported(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.5)  # for which a change waits for the replica that did not start
+def test_unloadable_first_model_is_reported(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # for which a change waits for the replica that did not start
+    monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.5)
     rejects("gone: damaged", replicas.start, "first", model="gone")
     assert replicas.cluster.register.describe()["failures"] == {"0": "gone: damaged"}
-    assert replicas.start("second", model="b")._models.model is MODELS["b"]  # of a configuration that was corrected
+    # of a configuration that was corrected
+    assert replicas.start("second", model="b")._models.model is MODELS["b"]
     replicas.start("third", model="b", shadow="gone")
     result = replicas.cluster.register.describe()
     assert (result["model"], result["shadow"]) == ("b", None)
@@ -343,7 +407,9 @@ def test_configuration_applies_once_and_keeps_swaps(replicas: Replicas) -> None:
         def is_wanted() -> bool:
             for replica in both:
                 asyncio.run(replica.check_health())
-            return getattr(replicas.cluster.register.desired(), "configured", None) == ConfiguredModels(model, shadow)
+            return getattr(
+                replicas.cluster.register.desired(), "configured", None
+            ) == ConfiguredModels(model, shadow)
 
         until(is_wanted)
 
@@ -383,7 +449,11 @@ def test_replicas_have_time_of_change(replicas: Replicas) -> None:
     rejects("damaged", replicas.swap, "gone")
     assert {method for method, _ in replicas.cluster.timeouts_s} == {"load", "switch", "drop"}
     assert all(0 < timeout_s <= control.CHANGE_S for _, timeout_s in replicas.cluster.timeouts_s)
-    assert all(timeout_s > control.CHANGE_S / 2 for method, timeout_s in replicas.cluster.timeouts_s if method != "drop")
+    assert all(
+        timeout_s > control.CHANGE_S / 2
+        for method, timeout_s in replicas.cluster.timeouts_s
+        if method != "drop"
+    )
 
 
 def test_unresponsive_replica_rejects_change(replicas: Replicas) -> None:
@@ -394,18 +464,26 @@ def test_unresponsive_replica_rejects_change(replicas: Replicas) -> None:
 
 
 @pytest.mark.parametrize("failing", ["drop", "fail"])
-def test_failed_cleanup_keeps_first_error(replicas: Replicas, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    """A replica or the register that is lost meanwhile neither hides the cause nor delays it by minutes."""
+def test_failed_cleanup_keeps_first_error(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """A replica or the register that is lost meanwhile neither hides the cause nor delays it by
+    minutes.
+    """
     replicas.start("first")
     call = replicas.cluster.calls["first"]
     limits_s: list[float] = []
     if failing == "drop":
         lost: Any = TimeoutError()
-        replicas.cluster.calls["first"] = lambda method, desired: lost if method == "drop" else call(method, desired)
+        replicas.cluster.calls["first"] = lambda method, desired: (
+            lost if method == "drop" else call(method, desired)
+        )
     else:
         call_register = Control.call_register
 
-        def fail(self: Control, method: str, *arguments: Any, timeout_s: float = control.CALL_S) -> Any:
+        def fail(
+            self: Control, method: str, *arguments: Any, timeout_s: float = control.CALL_S
+        ) -> Any:
             if method == "fail":
                 limits_s.append(timeout_s)
                 raise ray.exceptions.GetTimeoutError
@@ -433,7 +511,8 @@ def test_successful_change_omits_earlier_failures(replicas: Replicas) -> None:
     assert replicas.swap("b")["failures"] == {}
     assert server.change(revert_model)["failures"] == {}
     assert server.change(lambda desired: change_shadow(desired, "c"))["failures"] == {}
-    assert list(server.call_register("describe")["failures"].values()) == ["gone: damaged"]  # For the server's log
+    # For the server's log
+    assert list(server.call_register("describe")["failures"].values()) == ["gone: damaged"]
 
 
 def test_stopped_server_raises(cluster: Cluster) -> None:
@@ -466,8 +545,13 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     counters.rows.labels("v").inc(5)
     counters.batch_rows.observe(5)
     two.rows.labels("v").inc(10)
-    rows, waiting = ("rayrec_serve_rows_total", (("model", "v"),)), ("rayrec_serve_waiting_rows", ())
-    batches = [("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")]
+    rows, waiting = (
+        ("rayrec_serve_rows_total", (("model", "v"),)),
+        ("rayrec_serve_waiting_rows", ()),
+    )
+    batches = [
+        ("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")
+    ]
 
     def report(name: str, counted: Counters) -> None:
         sent = pickle.loads(pickle.dumps(counted.snapshot()))
@@ -490,8 +574,13 @@ def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_register_pickles_without_rayrec() -> None:
     actor = ray_compat.shared_actor(REGISTER, Register, started_serve=True)["deployment_actors"][0]
-    code = "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); assert 'rayrec' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120)
+    code = (
+        "import pickle, sys; pickle.loads(sys.stdin.buffer.read()); assert 'rayrec' not in "
+        "sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], input=actor._serialized_actor_class, check=True, timeout=120
+    )
 
 
 def test_announcement_reaches_late_replicas(replicas: Replicas) -> None:
@@ -506,7 +595,7 @@ def test_announcement_reaches_late_replicas(replicas: Replicas) -> None:
     assert first._models.announced
 
 
-# Model changes of a replica while it answers: swap, rollback, shadow --------------------------------------------------
+# -- Model changes of a replica while it answers: swap, rollback, shadow
 TEXT = b"".join(row_text(number) for number in range(20))
 A, B = ModelSource(0, "a"), ModelSource(1, "b")
 
@@ -549,7 +638,9 @@ def test_swap_under_load_loses_no_request() -> None:
     asyncio.run(load_it())
     assert {answer["model"] for answer in answers} == set(expected)
     for answer in answers:
-        np.testing.assert_allclose(np.array(answer["logits"], np.float32), expected[answer["model"]], atol=1e-5)
+        np.testing.assert_allclose(
+            np.array(answer["logits"], np.float32), expected[answer["model"]], atol=1e-5
+        )
     app.close()
 
 
@@ -582,13 +673,19 @@ def test_loaded_model_answers_after_switch() -> None:
 
 def test_started_replica_checks_schema() -> None:
     models, schema = ReplicaModels(load, Counters()), MODELS["a"].preprocessor.schema
-    assert "schemas differ in" in _switch(models, DesiredState(2, ModelSource(1, "other columns"), schema=schema))
+    assert "schemas differ in" in _switch(
+        models, DesiredState(2, ModelSource(1, "other columns"), schema=schema)
+    )
     assert not models.ready
-    assert "schemas differ in" in _switch(models, DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other columns")))
+    assert "schemas differ in" in _switch(
+        models, DesiredState(3, A, schema=schema, shadow=ModelSource(3, "other columns"))
+    )
     assert models.model is MODELS["a"]
 
 
-def test_failed_model_is_retried_and_rollback_needs_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_model_is_retried_and_rollback_needs_no_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     result = dict(MODELS)
     models, _ = _host(load=lambda path: result[path])
     model = result.pop("b")
@@ -612,7 +709,8 @@ def test_failed_model_is_retried_and_rollback_needs_no_loading(monkeypatch: pyte
         _switch(models, DesiredState(serial, model, previous=previous))
     assert models.model is MODELS["b"]
     assert opened == ["a", "b"]
-    _switch(models, DesiredState(4, ModelSource(4, "b")))  # wished for again: the folder may hold something else now
+    # wished for again: the folder may hold something else now
+    _switch(models, DesiredState(4, ModelSource(4, "b")))
     assert opened == ["a", "b", "b"]
 
 
@@ -628,7 +726,11 @@ def test_rollbacks_and_failures_are_not_counted_as_swaps() -> None:
     assert not _switch(models, desired)
     assert _switch(models, swap_model(desired, "gone"))
     counted = sample_values(counters.snapshot())
-    outcomes = {labels[0][1]: value for (name, labels), value in counted.items() if name == "rayrec_serve_swaps_total"}
+    outcomes = {
+        labels[0][1]: value
+        for (name, labels), value in counted.items()
+        if name == "rayrec_serve_swaps_total"
+    }
     assert outcomes == {"done": 2, "rolled_back": 1, "failed": 1}
 
 
@@ -639,11 +741,15 @@ def test_rollbacks_and_failures_are_not_counted_as_swaps() -> None:
         pytest.param(InputError("gone: damaged"), False, id="input"),
     ],
 )
-def test_bug_in_loading_leaves_traceback(caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool) -> None:
+def test_bug_in_loading_leaves_traceback(
+    caplog: pytest.LogCaptureFixture, error: Exception, is_logged: bool
+) -> None:
     models, _ = _host(load=lambda path: raising(error)() if path == "b" else load(path))
     assert _switch(models, DesiredState(1, B)) == str(error)
     records = [record for record in caplog.records if record.name == replica_models.__name__]
-    assert [record.exc_info is not None and record.exc_info[1] is error for record in records] == [True] * is_logged
+    assert [record.exc_info is not None and record.exc_info[1] is error for record in records] == [
+        True
+    ] * is_logged
     assert models.model is MODELS["a"]
 
 
@@ -656,7 +762,14 @@ def test_shadow_counts_score_differences() -> None:
     for _ in range(3):
         post(app, TEXT)
     version = MODELS["b"].version
-    until(lambda: sample_values(counters.snapshot()).get(("rayrec_serve_shadow_rows_total", (("model", version),))) == 80.0)
+    until(
+        lambda: (
+            sample_values(counters.snapshot()).get(
+                ("rayrec_serve_shadow_rows_total", (("model", version),))
+            )
+            == 80.0
+        )
+    )
     counted = sample_values(counters.snapshot())
     scores = [1 / (1 + np.exp(-logits_of(MODELS[name], TEXT).astype(np.float64))) for name in "ab"]
     differences = np.tile(np.abs(scores[0] - scores[1]), 4)
@@ -664,7 +777,10 @@ def test_shadow_counts_score_differences() -> None:
     assert counted[f"{name}_sum", ()] == pytest.approx(differences.sum(), rel=1e-3)
     assert counted[f"{name}_count", ()] == 80
     assert counted[f"{name}_bucket", (("le", "0.01"),)] == np.count_nonzero(differences <= 0.01)
-    assert f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80' in ask(app, "GET", "/metrics").body.decode()
+    assert (
+        f'rayrec_serve_shadow_rows_total{{model="{version}"}} 80'
+        in ask(app, "GET", "/metrics").body.decode()
+    )
     _switch(models, DesiredState(2, A))
     assert models.status().shadow is None
     app.close()
@@ -687,7 +803,9 @@ def test_slow_shadow_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_models, "_SHADOW_BYTES", 100)
     go_on, counters = threading.Event(), Counters()
-    scorer: Any = SimpleNamespace(model=SimpleNamespace(version="b"), score=lambda raw: go_on.wait(60) and np.zeros(2))
+    scorer: Any = SimpleNamespace(
+        model=SimpleNamespace(version="b"), score=lambda raw: go_on.wait(60) and np.zeros(2)
+    )
     shadow = replica_models.Shadow(scorer, counters)
     raw: Any = SimpleNamespace(nbytes=40)
     shadow.offer(raw, np.zeros(2))

@@ -1,4 +1,6 @@
-"""Lines without a header, in requests, files and encode.py: they have the column order of the training log."""
+"""Lines without a header, in requests, files and encode.py: they have the column order of the
+training log.
+"""
 
 import asyncio
 import csv
@@ -32,7 +34,9 @@ from rayrec.schema import Schema
 from rayrec.serve.app import ScoringApp
 
 QUIET = Console(quiet=True)
-CLICKS = Schema(label="click", dense=("age", "price"), sparse=("user", "job", "tags"), lists=("tags",))
+CLICKS = Schema(
+    label="click", dense=("age", "price"), sparse=("user", "job", "tags"), lists=("tags",)
+)
 ORDERS = {
     "label first": ("click", "job", "age", "note", "user", "tags", "price"),
     "label in the middle": ("price", "user", "note", "click", "tags", "age", "job"),
@@ -57,9 +61,13 @@ def rows_of_log(count: int = 60) -> list[dict[str, Any]]:
     ]
 
 
-def text_of(rows: Sequence[Mapping[str, Any]], order: Sequence[str], delimiter: str, *, header: bool) -> str:
+def text_of(
+    rows: Sequence[Mapping[str, Any]], order: Sequence[str], delimiter: str, *, header: bool
+) -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(out, order, delimiter=delimiter, lineterminator="\n", extrasaction="ignore")
+    writer = csv.DictWriter(
+        out, order, delimiter=delimiter, lineterminator="\n", extrasaction="ignore"
+    )
     if header:
         writer.writeheader()
     writer.writerows(rows)
@@ -68,7 +76,12 @@ def text_of(rows: Sequence[Mapping[str, Any]], order: Sequence[str], delimiter: 
 
 def json_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     scored = [*CLICKS.dense, *CLICKS.sparse]
-    return {"rows": [{name: row[name].split("|") if name == "tags" else row[name] for name in scored} for row in rows]}
+    return {
+        "rows": [
+            {name: row[name].split("|") if name == "tags" else row[name] for name in scored}
+            for row in rows
+        ]
+    }
 
 
 def counted(path: Path | str, schema: Schema, out: Path) -> Preprocessor:
@@ -86,13 +99,21 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cache_folder")
-@pytest.mark.parametrize("declared", [pytest.param(False, id="header row"), pytest.param(True, id="declared header")])
+@pytest.mark.parametrize(
+    "declared", [pytest.param(False, id="header row"), pytest.param(True, id="declared header")]
+)
 @pytest.mark.parametrize(
     ("suffix", "delimiter"),
-    [pytest.param("csv", ",", id="comma"), pytest.param("csv", ";", id="semicolon"), pytest.param("tsv", "\t", id="tab")],
+    [
+        pytest.param("csv", ",", id="comma"),
+        pytest.param("csv", ";", id="semicolon"),
+        pytest.param("tsv", "\t", id="tab"),
+    ],
 )
 @pytest.mark.parametrize("order", [pytest.param(order, id=name) for name, order in ORDERS.items()])
-def test_raw_lines_score_like_json(tmp_path: Path, order: tuple[str, ...], suffix: str, delimiter: str, declared: bool) -> None:
+def test_raw_lines_score_like_json(
+    tmp_path: Path, order: tuple[str, ...], suffix: str, delimiter: str, declared: bool
+) -> None:
     rows = rows_of_log()
     log = tmp_path / f"log.{suffix}"
     log.write_text(text_of(rows, order, delimiter, header=not declared))
@@ -105,14 +126,27 @@ def test_raw_lines_score_like_json(tmp_path: Path, order: tuple[str, ...], suffi
     media_type = "text/tab-separated-values" if delimiter == "\t" else "text/csv"
     full = text_of(rows, order, delimiter, header=False)
     bare = text_of(rows, [name for name in order if name != "click"], delimiter, header=False)
-    for text, parameters in ((full, ""), (bare, ""), (full, "; label=present"), (bare, "; label=absent")):
+    for text, parameters in (
+        (full, ""),
+        (bare, ""),
+        (full, "; label=present"),
+        (bare, "; label=absent"),
+    ):
         assert answers(app, text, media_type + parameters).json() == expected
     if delimiter != "\t":
-        assert answers(app, text_of(rows, order, delimiter, header=True), "text/csv").json() == expected
+        assert (
+            answers(app, text_of(rows, order, delimiter, header=True), "text/csv").json()
+            == expected
+        )
     first = full.partition("\n")[0]
-    assert answers(app, first, media_type).json()["logits"] == pytest.approx(expected["logits"][:1], rel=1e-5)
+    assert answers(app, first, media_type).json()["logits"] == pytest.approx(
+        expected["logits"][:1], rel=1e-5
+    )
     error = answers(app, first + delimiter, media_type)
-    assert (error.status, error.json()["error"]["message"]) == (400, "row 0 has 8 columns; 6 are needed, or 7 with click")
+    assert (error.status, error.json()["error"]["message"]) == (
+        400,
+        "row 0 has 8 columns; 6 are needed, or 7 with click",
+    )
 
 
 @pytest.mark.usefixtures("cache_folder")
@@ -125,7 +159,9 @@ def test_files_and_encoder_read_stored_order(tmp_path: Path, order: tuple[str, .
     expected = preprocessor.encode(raw_of(log, preprocessor.schema, tmp_path))
     bare = [name for name in order if name != "click"]
     encoder = Encoder(str(tmp_path / "prepared"))
-    for number, (columns, schema) in enumerate(((order, preprocessor.schema), (bare, preprocessor.schema.unlabelled()))):
+    for number, (columns, schema) in enumerate(
+        ((order, preprocessor.schema), (bare, preprocessor.schema.unlabelled()))
+    ):
         headless = tmp_path / f"headless{number}.csv"
         headless.write_text(text_of(rows, columns, ",", header=False))
         assert LogSource.at(str(headless)).is_labelled(preprocessor.schema) is (columns == order)
@@ -151,10 +187,16 @@ def test_criteo_lines_keep_order_of_schema(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
     preprocessor = counted(tmp_path / "log.txt", CRITEO, tmp_path / "prepared")
     assert preprocessor.schema.header is None
-    assert "header" not in json.loads((tmp_path / "prepared" / "preprocessor.json").read_text())["schema"]
+    assert (
+        "header"
+        not in json.loads((tmp_path / "prepared" / "preprocessor.json").read_text())["schema"]
+    )
     app = make_app(make_model(preprocessor, seed=1))
     expected = answers(app, "\n".join(lines), "text/tab-separated-values").json()
-    assert expected == answers(app, "\n".join(line[2:] for line in lines), "text/tab-separated-values").json()
+    assert (
+        expected
+        == answers(app, "\n".join(line[2:] for line in lines), "text/tab-separated-values").json()
+    )
     assert expected == post(app, {"rows": criteo_json(lines)}).json()
 
 
@@ -165,7 +207,9 @@ def test_criteo_tables_keep_file_order(tmp_path: Path, position: int) -> None:
     features = [*CRITEO.dense, *CRITEO.sparse]
     random.Random(position).shuffle(features)
     order = (*features[:position], "label", "unused", *features[position:])
-    table = pd.DataFrame([line.split("\t") for line in lines], columns=[*CRITEO.columns]).assign(unused="7")
+    table = pd.DataFrame([line.split("\t") for line in lines], columns=[*CRITEO.columns]).assign(
+        unused="7"
+    )
     table[[*order]].to_csv(tmp_path / "log.csv", index=False)
     preprocessor = counted(tmp_path / "log.csv", CRITEO, tmp_path / "prepared")
     assert preprocessor.schema.header == order
@@ -207,7 +251,9 @@ def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
     rows, order = rows_of_log(), ORDERS["label last"]
     folder = tmp_path / "log"
     folder.mkdir()
-    for number, columns in enumerate((order, ORDERS["label first"] if kind == "files that differ" else order)):
+    for number, columns in enumerate(
+        (order, ORDERS["label first"] if kind == "files that differ" else order)
+    ):
         (folder / f"part{number}.csv").write_text(text_of(rows, columns, ",", header=True))
     preprocessor = counted(folder, CLICKS, tmp_path / "prepared")
     if kind == "earlier version":
@@ -218,7 +264,10 @@ def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
     assert preprocessor.schema.header == (None if kind == "earlier version" else ())
     app = make_app(make_model(preprocessor, seed=1))
     text = text_of(rows, order, ",", header=False)
-    for body, media_type in ((text, "text/csv"), (text.replace(",", "\t"), "text/tab-separated-values")):
+    for body, media_type in (
+        (text, "text/csv"),
+        (text.replace(",", "\t"), "text/tab-separated-values"),
+    ):
         error = answers(app, body, media_type).json()["error"]["message"]
         assert error.startswith("rows without a header have no known order of columns, since ")
         assert kind in error
@@ -226,8 +275,19 @@ def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
     with_names = answers(app, text_of(rows, used, ",", header=True), "text/csv")
     assert with_names.json() == post(app, json_rows(rows)).json()
     (tmp_path / "headless.csv").write_text(text)
-    rejects("first row looks like data, so there is no header", raw_of, tmp_path / "headless.csv", preprocessor.schema, tmp_path)
-    fails_with(ValueError, "no known order of columns", Encoder(str(tmp_path / "prepared")).parse, text.splitlines())
+    rejects(
+        "first row looks like data, so there is no header",
+        raw_of,
+        tmp_path / "headless.csv",
+        preprocessor.schema,
+        tmp_path,
+    )
+    fails_with(
+        ValueError,
+        "no known order of columns",
+        Encoder(str(tmp_path / "prepared")).parse,
+        text.splitlines(),
+    )
 
 
 @pytest.mark.usefixtures("cache_folder")
@@ -245,15 +305,33 @@ def test_extended_preprocessor_keeps_order(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(text_of(rows, ORDERS["label last"], ",", header=True))
     old = counted(tmp_path / "log.csv", CLICKS, tmp_path / "old")
     (tmp_path / "next.csv").write_text(text_of(rows, ORDERS["label last"], ",", header=False))
-    rayrec.vocabulary(str(tmp_path / "next.csv"), out=str(tmp_path / "new"), extend=str(tmp_path / "old"), console=QUIET)
-    assert Preprocessor.load(str(tmp_path / "new")).schema.header == old.schema.header == ORDERS["label last"]
+    rayrec.vocabulary(
+        str(tmp_path / "next.csv"),
+        out=str(tmp_path / "new"),
+        extend=str(tmp_path / "old"),
+        console=QUIET,
+    )
+    assert (
+        Preprocessor.load(str(tmp_path / "new")).schema.header
+        == old.schema.header
+        == ORDERS["label last"]
+    )
 
 
 @pytest.mark.usefixtures("cache_folder")
 def test_preprocessed_data_keeps_order(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text(text_of(rows_of_log(), ORDERS["label last"], ",", header=True))
+    (tmp_path / "log.csv").write_text(
+        text_of(rows_of_log(), ORDERS["label last"], ",", header=True)
+    )
     out = str(tmp_path / "rows")
-    rayrec.preprocess(str(tmp_path / "log.csv"), out=out, format="parquet", schema=CLICKS, engine="threads", console=QUIET)
+    rayrec.preprocess(
+        str(tmp_path / "log.csv"),
+        out=out,
+        format="parquet",
+        schema=CLICKS,
+        engine="threads",
+        console=QUIET,
+    )
     source = LogSource.at(out)
     assert Preprocessor.load(source.preprocessor() or "").schema.header == ORDERS["label last"]
     assert source.schema(CLICKS).header == ORDERS["label last"]
@@ -262,7 +340,11 @@ def test_preprocessed_data_keeps_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "expected"),
     [
-        pytest.param(("user", "click", "unused", "tags", "price", "item", "age"), "user,unused,tags,price,item,age.", id="known"),
+        pytest.param(
+            ("user", "click", "unused", "tags", "price", "item", "age"),
+            "user,unused,tags,price,item,age.",
+            id="known",
+        ),
         pytest.param(None, "A header with the names of the columns", id="unknown"),
     ],
 )

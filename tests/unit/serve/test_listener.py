@@ -1,4 +1,6 @@
-"""Listener with real connections: several listeners at one port, limits, and shutdown after pending answers."""
+"""Listener with real connections: several listeners at one port, limits, and shutdown after pending
+answers.
+"""
 
 import contextlib
 import http.client
@@ -28,11 +30,18 @@ from rayrec.serve.server import PROXY_CALLBACK, PROXY_CALLBACK_VARIABLE
 
 def _post(port: int, text: bytes = row_text(1), *, times: int = 1, wait_s: float = 0.0) -> int:
     """Score on one connection, with pauses. Returns the status that all answers have."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    ) as connection:
         statuses = set()
         for number in range(times):
             time.sleep(wait_s if number else 0.0)
-            connection.request("POST", "/v1/score", body=text, headers={"content-type": "text/tab-separated-values"})
+            connection.request(
+                "POST",
+                "/v1/score",
+                body=text,
+                headers={"content-type": "text/tab-separated-values"},
+            )
             answer = connection.getresponse()
             statuses.add(answer.status)
             answer.read()
@@ -105,7 +114,10 @@ REFUSED = b"PUT /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000
 
 def _sent_until_closed(port: int, pieces: Iterable[bytes]) -> int:
     sent = 0
-    with _connected(port, 60) as connection, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with (
+        _connected(port, 60) as connection,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
         for chunk in pieces:
             connection.sendall(chunk)
             sent += len(chunk)
@@ -119,7 +131,10 @@ def test_endless_requests_are_cut(listen: Callable[..., int]) -> None:
     port = listen(keep_alive_s=0.5)
     endless = itertools.chain([HEAD], itertools.repeat(b"a: " + b"b" * 1000 + b"\r\n", 100_000))
     assert _sent_until_closed(port, endless) < 20_000_000
-    body = itertools.chain([HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n"], itertools.repeat(b"a: b\r\n" * 1000, 10_000))
+    body = itertools.chain(
+        [HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n"],
+        itertools.repeat(b"a: b\r\n" * 1000, 10_000),
+    )
     assert _sent_until_closed(port, body) < 20_000_000
     _sent_until_closed(port, [])  # says nothing
     _sent_until_closed(port, [b"POST /v1/score HTTP"])  # and not enough
@@ -130,7 +145,9 @@ def test_endless_requests_are_cut(listen: Callable[..., int]) -> None:
     ("length", "chunk"),
     [
         pytest.param("content-length: 40000", b"1" * 5000, id="announced"),
-        pytest.param("transfer-encoding: chunked", b"1388\r\n" + b"1" * 5000 + b"\r\n", id="chunked"),
+        pytest.param(
+            "transfer-encoding: chunked", b"1388\r\n" + b"1" * 5000 + b"\r\n", id="chunked"
+        ),
     ],
 )
 def test_too_large_body_is_answered(listen: Callable[..., int], length: str, chunk: bytes) -> None:
@@ -208,7 +225,10 @@ def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[
 
 
 OFFERS = [b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"]
-OFFERS += [b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"upgrade: h2c, foo/2\r\nconnection: keep-alive, upgrade\r\n"]
+OFFERS += [
+    b"Connection: upgrade\r\nUpgrade: websocket\r\n",
+    b"upgrade: h2c, foo/2\r\nconnection: keep-alive, upgrade\r\n",
+]
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "others"])
@@ -220,28 +240,43 @@ def test_upgrade_offer_with_body_is_answered(listen: Callable[..., int], offer: 
     last = (200, "close")
     assert _answers(port, offering + body + LAST) == [(200, None), last]
     assert _answers(port, offering, body, LAST) == [(200, None), last]
-    assert _answers(port, offering + body + REQUEST + offering + body + LAST) == [(200, None)] * 3 + [last]
+    assert _answers(port, offering + body + REQUEST + offering + body + LAST) == [
+        (200, None)
+    ] * 3 + [last]
     chunked = HEAD + offer + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(LINE)
-    assert _answers(port, chunked[:50], chunked[50:], LINE + b"\r\n0\r\n\r\n", LAST) == [(200, None), last]
+    assert _answers(port, chunked[:50], chunked[50:], LINE + b"\r\n0\r\n\r\n", LAST) == [
+        (200, None),
+        last,
+    ]
     smuggling = HEAD + offer + b"content-length: %d\r\n\r\n" % len(REQUEST)
     for pieces in ([smuggling, REQUEST], [smuggling + REQUEST]):
         assert _answers(port, *pieces, LAST) == [(400, None), last]
-    assert _answers(port, b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n" + LAST) == [(200, None), last]
+    assert _answers(
+        port, b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n" + LAST
+    ) == [(200, None), last]
 
 
 MALFORMED = [HEAD + b"content-length: %s\r\n\r\n" % length for length in (b"nonsense", b"-5")]
-MALFORMED += [HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"]
+MALFORMED += [
+    HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+]
 MALFORMED += [b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n"]
 
 
-@pytest.mark.parametrize("malformed", MALFORMED, ids=["length", "negative", "chunk", "tls", "connect"])
+@pytest.mark.parametrize(
+    "malformed", MALFORMED, ids=["length", "negative", "chunk", "tls", "connect"]
+)
 def test_malformed_request_is_answered(listen: Callable[..., int], malformed: bytes) -> None:
     assert _answers(listen(), malformed) == [(400, "close")]
 
 
 @pytest.mark.parametrize(
     "sent",
-    [b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n", HEAD + b"content-length: 50\r\n\r\ncut short"],
+    [
+        b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        HEAD + b"content-length: 50\r\n\r\ncut short",
+    ],
     ids=["long", "short"],
 )
 def test_invalid_http_is_rejected(sent: bytes, listen: Callable[..., int]) -> None:
@@ -262,8 +297,17 @@ def test_half_closed_connection_ends_and_host_header_is_checked(listen: Callable
             pass
     port = listen()
     path = b"GET /openapi.json HTTP/1.%d\r\nconnection: close\r\n%s\r\n"
-    for hosts, status in (([], 400), ([b"localhost"] * 2, 400), ([b""], 421), ([b"localhost"], 200), ([b"evil"], 421)):
-        assert _answers(port, path % (1, b"".join(b"host: %s\r\n" % host for host in hosts)))[0][0] == status
+    for hosts, status in (
+        ([], 400),
+        ([b"localhost"] * 2, 400),
+        ([b""], 421),
+        ([b"localhost"], 200),
+        ([b"evil"], 421),
+    ):
+        assert (
+            _answers(port, path % (1, b"".join(b"host: %s\r\n" % host for host in hosts)))[0][0]
+            == status
+        )
     assert _answers(port, path % (0, b"")) == [(200, "close")]
 
 
@@ -284,10 +328,16 @@ def test_proxy_without_application_answers_503(monkeypatch: pytest.MonkeyPatch) 
     (middleware,) = sole_proxy()
 
     def answer(app: Any, method: str = "POST", path: str = "/v1/score") -> Reply:
-        return ask(middleware.cls(app, *middleware.args, **middleware.kwargs), method, path, parts=[b"1"])
+        return ask(
+            middleware.cls(app, *middleware.args, **middleware.kwargs), method, path, parts=[b"1"]
+        )
 
     assert answer(PlainTextResponse("Path '/' not found.", 200)).status == 200
     reply = answer(PlainTextResponse("Path '/' not found.", 404))
-    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (503, "1", "close")
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (
+        503,
+        "1",
+        "close",
+    )
     assert reply.json()["error"]["message"]
     assert answer(make_app(make_model()), "GET", "/nowhere").status == 404

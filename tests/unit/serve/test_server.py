@@ -30,7 +30,9 @@ from rayrec.storage import write_json
 
 
 def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
-    return ServeInstance(with_proxies, "0.0.0.0", 9000, ("10.0.0.1",), ("10.0.0.2", "10.0.0.3"), applications)
+    return ServeInstance(
+        with_proxies, "0.0.0.0", 9000, ("10.0.0.1",), ("10.0.0.2", "10.0.0.3"), applications
+    )
 
 
 def test_ingress_is_resolved_for_cluster() -> None:
@@ -49,10 +51,20 @@ def test_ingress_is_resolved_for_cluster() -> None:
 
 def test_ingress_conflicts_are_rejected_and_urls_returned() -> None:
     with pytest.raises(InputError, match="without HTTP proxies, for other"):
-        settle(ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False)
-    rejects("proxies listen at 9000", settle, ServeConfig(ingress="direct", port=9000), _instance("other"), private_ray=False)
+        settle(
+            ServeConfig(ingress="serve"), _instance("other", with_proxies=False), private_ray=False
+        )
+    rejects(
+        "proxies listen at 9000",
+        settle,
+        ServeConfig(ingress="direct", port=9000),
+        _instance("other"),
+        private_ray=False,
+    )
     assert urls(ServeConfig(ingress="serve", host="::1"), _instance()) == ["http://[::1]:8000"]
-    assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == ["http://10.0.0.1:8000"]
+    assert urls(ServeConfig(ingress="serve", host="0.0.0.0"), _instance()) == [
+        "http://10.0.0.1:8000"
+    ]
     direct = ServeConfig(ingress="direct", host="::", port=7000)
     assert urls(direct, _instance()) == ["http://10.0.0.2:7000", "http://10.0.0.3:7000"]
 
@@ -60,27 +72,37 @@ def test_ingress_conflicts_are_rejected_and_urls_returned() -> None:
 def test_first_answering_url_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     (tmp_path / "healthz").write_text('{"status": "alive", "model": "v1"}')
-    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+    with HTTPServer(
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    ) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert first_answering(["http://127.0.0.1:1", url], versions=["v1"]) == url
         rejects("something else answers", first_answering, [url], versions=["v2"], timeout_s=0)
         server.shutdown()
-    with pytest.raises(InputError, match=r"does not answer at http://127.0.0.1:1 .*refused.*--host 0.0.0.0"):
+    with pytest.raises(
+        InputError, match=r"does not answer at http://127.0.0.1:1 .*refused.*--host 0.0.0.0"
+    ):
         first_answering(["http://127.0.0.1:1"], versions=["v1"], timeout_s=0)
     rejects("no replica or proxy has an address", first_answering, [], versions=["v1"], timeout_s=0)
 
 
 def test_ray_serve_application_is_built() -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 3}
-    deployment = build({"model": "s3://m/a", "autoscaling": autoscaling, "max_rows": 9})._bound_deployment
+    deployment = build(
+        {"model": "s3://m/a", "autoscaling": autoscaling, "max_rows": 9}
+    )._bound_deployment
     assert deployment.user_config == {"model": "s3://m/a", "shadow": None}
     assert deployment._deployment_config.autoscaling_config.max_replicas == 3
     default = ServeConfig(ingress="serve", host="0.0.0.0")
     assert deployment.init_args[0] == default.replace(max_rows=9)
-    from_text = build({"model": "7", "replicas": "2", "cpus_per_replica": "0.5", "token_env": "PATH"})._bound_deployment
+    from_text = build(
+        {"model": "7", "replicas": "2", "cpus_per_replica": "0.5", "token_env": "PATH"}
+    )._bound_deployment
     assert from_text.num_replicas == 2
-    assert from_text.init_args[0] == default.replace(replicas=2, cpus_per_replica=0.5, token_env="PATH")
+    assert from_text.init_args[0] == default.replace(
+        replicas=2, cpus_per_replica=0.5, token_env="PATH"
+    )
     assert len(from_text.init_args[1]) == 32
 
 
@@ -91,7 +113,10 @@ def test_invalid_application_is_rejected() -> None:
         ({"model": "a", "replicas": "many"}, "replicas"),
         ({"model": "a", "port": 80}, "http_options"),
         ({"model": "a", "autoscaling": "yes"}, "must be a mapping"),
-        ({"model": "a", "autoscaling": {}, "replicas": 2}, "must not be set together with replicas"),
+        (
+            {"model": "a", "autoscaling": {}, "replicas": 2},
+            "must not be set together with replicas",
+        ),
         ({"model": "a", "autoscaling": {}, "ingress": "direct"}, "does not see the requests"),
         ({"model": "a", "shadow": 3}, "shadow must be"),
     ):
@@ -99,12 +124,17 @@ def test_invalid_application_is_rejected() -> None:
 
 
 def test_port_has_one_server_until_process_ends() -> None:
-    """Replicas of the owner share the port. A second server, or one next to another program, cannot use it."""
+    """Replicas of the owner share the port. A second server, or one next to another program, cannot
+    use it.
+    """
     port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
     with lock_port("127.0.0.1", port):
         for _ in range(2):
             rejects(f"127.0.0.1:{port}: .*{owner}", lock_port("127.0.0.1", port).__enter__)
-        with bind("127.0.0.1", port, shared=True) as one, bind("127.0.0.1", port, shared=True) as other:
+        with (
+            bind("127.0.0.1", port, shared=True) as one,
+            bind("127.0.0.1", port, shared=True) as other,
+        ):
             one.listen()
             other.listen()
     with lock_port("127.0.0.1", port):
@@ -124,12 +154,19 @@ def test_port_has_one_server_until_process_ends() -> None:
 
 
 def test_cluster_with_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ray.is_initialized", "rayrec.serve.server.source_of", "rayrec.serve.server.quieten"):
+    for name in (
+        "ray.is_initialized",
+        "rayrec.serve.server.source_of",
+        "rayrec.serve.server.quieten",
+    ):
         monkeypatch.setattr(name, lambda *_: "run")
     monkeypatch.setattr("rayrec.cluster.connection.connect", lambda *_, **__: "10.0.0.1:6379")
     monkeypatch.setattr(server, "find_instance", _instance)
     context = server.serving("run", config=ServeConfig(), address=None, console=Console(quiet=True))
-    rejects("^10.0.0.1:6379: .* already runs .*--swap.*--stop.* --cluster.address 10.0.0.1:6379", context.__enter__)
+    rejects(
+        "^10.0.0.1:6379: .* already runs .*--swap.*--stop.* --cluster.address 10.0.0.1:6379",
+        context.__enter__,
+    )
 
 
 def test_host_header_matches_server_names() -> None:
@@ -172,20 +209,37 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")
     config = ServerConfig(token_env="SERVE_TOKEN")
-    run = partial(server.serve_forever, "run", config=config, address=None, console=Console(quiet=True), started=print)
+    run = partial(
+        server.serve_forever,
+        "run",
+        config=config,
+        address=None,
+        console=Console(quiet=True),
+        started=print,
+    )
     assert "open sesame" not in rejects("inherited: ", run)
 
 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        *((address, f"asked for {address}") for address in ("auto", "ray://127.0.0.1:10001")),  # passed unchanged
-        *((address, r"cluster\.address: needed") for address in (None, "local")),  # of a new Ray, which has none
-        *((f"{host}:70000", "no Ray cluster answers there") for host in ("127.0.0.1", "localhost", "[::1]")),
-        *((f"{host}:PORT", "no Ray cluster answers there") for host in ("127.0.0.1", "localhost", "[::1]")),
+        # passed unchanged
+        *((address, f"asked for {address}") for address in ("auto", "ray://127.0.0.1:10001")),
+        # of a new Ray, which has none
+        *((address, r"cluster\.address: needed") for address in (None, "local")),
+        *(
+            (f"{host}:70000", "no Ray cluster answers there")
+            for host in ("127.0.0.1", "localhost", "[::1]")
+        ),
+        *(
+            (f"{host}:PORT", "no Ray cluster answers there")
+            for host in ("127.0.0.1", "localhost", "[::1]")
+        ),
     ],
 )
-def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, address: str | None, message: str) -> None:
+def test_address_must_be_of_running_cluster(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, message: str
+) -> None:
     def connect(given: str, **_: object) -> None:
         raise InputError(f"asked for {given}")
 
@@ -195,7 +249,9 @@ def test_address_must_be_of_running_cluster(monkeypatch: pytest.MonkeyPatch, add
     if message.startswith("asked for"):
         monkeypatch.setattr(control, "quieten", lambda: None)
         monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
-    rejects(message, control.roll_back, address=address and address.replace("PORT", str(free_ports(1))))
+    rejects(
+        message, control.roll_back, address=address and address.replace("PORT", str(free_ports(1)))
+    )
 
 
 def test_options_for_running_server_are_rejected() -> None:
@@ -213,12 +269,22 @@ def test_options_for_running_server_are_rejected() -> None:
         rejects(unused, serve, model, **given)
 
 
-SOUND: dict[str, Any] = {"version": VERSION, "files": {}, "tensors": {}, "state": {}, "block_bytes": 1, "score": 0.9}
+SOUND: dict[str, Any] = {
+    "version": VERSION,
+    "files": {},
+    "tensors": {},
+    "state": {},
+    "block_bytes": 1,
+    "score": 0.9,
+}
 
 
 def _save(run: Path, step: int, score: float | None, *, without: str = "", **changes: Any) -> str:
     folder, manifest = folder_of(str(run), step), {**SOUND, "score": score, **changes}
-    write_json(f"{folder}/{MANIFEST}", seal({name: value for name, value in manifest.items() if name != without}))
+    write_json(
+        f"{folder}/{MANIFEST}",
+        seal({name: value for name, value in manifest.items() if name != without}),
+    )
     return folder
 
 
@@ -230,14 +296,21 @@ def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     newest = _save(tmp_path, 50, 0.7)
     assert (choose(str(tmp_path), "best"), choose(str(tmp_path), "newest")) == (best, newest)
     (Path(newest) / "manifest.json").write_text("{")
-    assert (choose(str(tmp_path), "newest"), choose(os.path.relpath(tmp_path), "best")) == (best, best)
+    assert (choose(str(tmp_path), "newest"), choose(os.path.relpath(tmp_path), "best")) == (
+        best,
+        best,
+    )
 
 
-def test_following_skips_damaged_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_following_skips_damaged_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     good = _save(tmp_path, 10, 0.5)
     for step, name in enumerate(("score", "files"), start=20):
         _save(tmp_path, step, 0.9, without=name)
-    for step, (name, value) in enumerate((("files", None), ("score", "0.9"), ("version", 9)), start=22):
+    for step, (name, value) in enumerate(
+        (("files", None), ("score", "0.9"), ("version", 9)), start=22
+    ):
         _save(tmp_path, step, **{"score": 0.9, name: value})
     (Path(folder_of(str(tmp_path), 30)) / MANIFEST).mkdir(parents=True)
     watched = Watched("the first", monkeypatch)
@@ -254,7 +327,11 @@ class Watched:
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_RETRY_S", 0.0)
         self.desired, self.changes = DesiredState(1, ModelSource(1, path)), list[str]()
-        self.failures, self.trouble, self.go_on = dict[str, str](), list[Exception](), threading.Event()
+        self.failures, self.trouble, self.go_on = (
+            dict[str, str](),
+            list[Exception](),
+            threading.Event(),
+        )
         self.go_on.set()
         self.watch = server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
 
@@ -263,7 +340,11 @@ class Watched:
         if self.trouble:
             raise self.trouble.pop(0)
         replica = {"model": os.path.basename(self.desired.model.path), "shadow": None}
-        return {"model": self.desired.model.path, "replicas": {"one": replica}, "failures": dict(self.failures)}
+        return {
+            "model": self.desired.model.path,
+            "replicas": {"one": replica},
+            "failures": dict(self.failures),
+        }
 
     def change(self, changed: Callable[[DesiredState], DesiredState]) -> None:
         assert self.go_on.wait(60)
@@ -276,7 +357,9 @@ class Watched:
             raise error
         self.desired = new
 
-    def follow(self, run: str | Path, which: Any = "newest", trouble: tuple[Exception, ...] = ()) -> None:
+    def follow(
+        self, run: str | Path, which: Any = "newest", trouble: tuple[Exception, ...] = ()
+    ) -> None:
         """Follow until the change is complete and reported. `trouble` is for the change alone."""
         self.trouble += trouble
         self.watch.follow(str(run), which)
@@ -328,11 +411,19 @@ def test_server_follows_run_until_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(server, "_Watch", lambda *_: watch)
     monkeypatch.setattr(server, "_POLL_EVERY_S", 0.001)
     config = ServerConfig(follow="best")
-    server.serve_forever(str(tmp_path), config=config, address=None, console=Console(quiet=True), started=lambda described: None)
+    server.serve_forever(
+        str(tmp_path),
+        config=config,
+        address=None,
+        console=Console(quiet=True),
+        started=lambda described: None,
+    )
     assert followed == [(str(tmp_path), "best")]
 
 
-def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_checkpoint_is_retried(
+    watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     newest = _save(tmp_path, 20, None)
     for _ in range(10):
         watched.follow(tmp_path, trouble=(InputError("the store was out"),))
@@ -340,7 +431,9 @@ def test_failed_checkpoint_is_retried(watched: Watched, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.count("Keeping the model: the store was out") == 4
 
 
-def test_following_survives_outages(watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_following_survives_outages(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     watch = watched.watch
     for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
         monkeypatch.setattr(server, "choose", raising(error) if error else choose)
@@ -348,7 +441,9 @@ def test_following_survives_outages(watched: Watched, tmp_path: Path, monkeypatc
             watched.follow(tmp_path)
     newest = _save(tmp_path, 20, None)
     for _ in range(5):
-        watched.trouble = [ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16) for _ in range(2)]
+        watched.trouble = [
+            ray.exceptions.ActorUnavailableError("it starts again", b"\0" * 16) for _ in range(2)
+        ]
         watched.follow(tmp_path)
         watch.follow(str(tmp_path), "newest")  # sees the failure
     watched.trouble = []

@@ -1,4 +1,6 @@
-"""Signals of a server's command: states, and the end of a process with all processes that it has started."""
+"""Signals of a server's command: states, and the end of a process with all processes that it has
+started.
+"""
 
 import os
 import signal
@@ -83,20 +85,27 @@ def test_program_gets_interrupt_at_second_signal() -> None:
 def test_hangup_is_ignored_only_with_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
     assert stop_signals() == {TERM, INT, HUP}
-    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if number == HUP else signal.SIG_DFL)
+    monkeypatch.setattr(
+        signal, "getsignal", lambda number: signal.SIG_IGN if number == HUP else signal.SIG_DFL
+    )
     assert stop_signals() == {TERM, INT}
 
 
 def test_function_leaves_signals_of_process_unchanged() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     masks = []
-    assert shutdown.run_until_signal(lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())) or 7) == 7
+    assert (
+        shutdown.run_until_signal(
+            lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ())) or 7
+        )
+        == 7
+    )
     assert masks == [before | {TERM, INT, HUP}]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     assert shutdown.command_end() is None
 
 
-# A process that runs a command, which starts processes as Ray does ------------------------------------------------------
+# -- A process that runs a command, which starts processes as Ray does
 COMMAND = """
 import subprocess, sys, threading, time
 from rayrec.serve import shutdown
@@ -146,19 +155,31 @@ class Result(NamedTuple):
 
 def _descendants(pid: int) -> set[int]:
     """Return the running processes that a process started, directly or not."""
-    running = [process for name in os.listdir("/proc") if name.isdigit() and (process := read_process(int(name)))]
+    running = [
+        process
+        for name in os.listdir("/proc")
+        if name.isdigit() and (process := read_process(int(name)))
+    ]
     result = {pid}
     for _ in range(4):  # generations
         result |= {process.pid for process in running if process.parent in result}
     return result - {pid}
 
 
-def _run_command(folder: Path, body: str, *numbers: signal.Signals, prefix: Sequence[str] = (), to_group: bool = False) -> Result:
+def _run_command(
+    folder: Path,
+    body: str,
+    *numbers: signal.Signals,
+    prefix: Sequence[str] = (),
+    to_group: bool = False,
+) -> Result:
     """Run a command, send signals once it has started, and check that no process of it is left."""
     command = [*prefix, sys.executable, "-c", COMMAND.replace("BODY", body)]
     out, err = folder / "out", folder / "err"
     with out.open("wb") as to_out, err.open("wb") as to_err:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, process_group=0)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, process_group=0
+        )
     try:
         line = "serving" if "begin_serving" in body else "begun"
         until(lambda: line in out.read_text(), told=err.read_text)
@@ -181,14 +202,22 @@ def _run_command(folder: Path, body: str, *numbers: signal.Signals, prefix: Sequ
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
 def test_signal_during_imports_ends_command(number: signal.Signals) -> None:
     code = IMPORTING.replace("NUMBER", str(int(number)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (STOPPED, f"rayrec serve: stopped by {number.name} before it was ready\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        STOPPED,
+        f"rayrec serve: stopped by {number.name} before it was ready\n",
+    )
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
 def test_signal_ends_starting_command_and_processes(tmp_path: Path, number: signal.Signals) -> None:
     result = _run_command(tmp_path, "time.sleep(600)", number)
-    assert (result.status, result.err) == (STOPPED, f"rayrec serve: stopped by {number.name} before it was ready\n")
+    assert (result.status, result.err) == (
+        STOPPED,
+        f"rayrec serve: stopped by {number.name} before it was ready\n",
+    )
 
 
 def test_command_in_blocking_call_ends(tmp_path: Path) -> None:
@@ -198,7 +227,10 @@ def test_command_in_blocking_call_ends(tmp_path: Path) -> None:
 
 
 def test_processes_outlive_signal_to_group_until_server_ends(tmp_path: Path) -> None:
-    body = f"{SERVE}; command.stop.requested.wait(); time.sleep(0.3); print(len(shutdown.child_processes()), flush=True)"
+    body = (
+        f"{SERVE}; command.stop.requested.wait(); time.sleep(0.3); "
+        "print(len(shutdown.child_processes()), flush=True)"
+    )
     result = _run_command(tmp_path, body, TERM, to_group=True)
     assert (result.status, result.err) == (0, "")
     assert result.out.split()[-1] == "2"
@@ -223,10 +255,12 @@ def test_hangup_after_nohup_is_ignored(tmp_path: Path) -> None:
 
 
 def test_unfinished_server_is_withdrawn_from_cluster(tmp_path: Path) -> None:
-    """The deployment then fails in the main thread, which neither prints that nor ends the process."""
+    """The deployment then fails in the main thread, which neither prints that nor ends the
+    process.
+    """
     body = (
-        "gone = threading.Event(); command.withdraw = lambda: (print('withdrawn', flush=True), gone.set(), time.sleep(0.3)); "
-        "gone.wait(); return 1"
+        "gone = threading.Event(); command.withdraw = lambda: (print('withdrawn', flush=True), "
+        "gone.set(), time.sleep(0.3)); gone.wait(); return 1"
     )
     result = _run_command(tmp_path, body, TERM)
     assert (result.status, result.out.split()[-1]) == (STOPPED, "withdrawn")
@@ -241,7 +275,9 @@ def test_end_spares_earlier_children(tmp_path: Path) -> None:
     """A shell with a background job becomes the command by `exec`."""
     code = COMMAND.replace("BODY", "")
     shell = f'sleep 600 & echo $!; exec {sys.executable} -c "$CODE"'
-    done = subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True, env={**os.environ, "CODE": code})
+    done = subprocess.Popen(
+        ["sh", "-c", shell], stdout=subprocess.PIPE, text=True, env={**os.environ, "CODE": code}
+    )
     assert done.stdout is not None
     background = int(done.stdout.readline())
     try:

@@ -29,7 +29,9 @@ from rayrec.training.resume import data_difference
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.data_versions import data_versions
 
-SCHEMA = Schema(label="liked", dense=("age",), sparse=("user", "movie"), tokens="any", delimiter=",")
+SCHEMA = Schema(
+    label="liked", dense=("age",), sparse=("user", "movie"), tokens="any", delimiter=","
+)
 COLUMNS = {"liked": "int64", "age": "double", "user": "string", "movie": "int64"}
 
 
@@ -61,7 +63,9 @@ def write(config: TrainConfig, data: Any, *, resumes: bool = False) -> list[str]
 
 
 def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
-    small = config(tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}, evaluate_every=4, **LEAN)
+    small = config(
+        tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}, evaluate_every=4, **LEAN
+    )
     frame, held_out = ratings(), ratings(200, seed=1)
     result = rayrec.train(small, data=frame, eval_data=held_out, console=QUIET)
     for name, rows in (("train", frame), ("eval", held_out)):
@@ -74,7 +78,11 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     message = r"data/train: the run started with other data \(rows: 600 -> 599\)"
     rejects(message, rayrec.train, longer, data=frame.iloc[1:], console=QUIET)
     resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=QUIET)
-    assert (resumed.summary["steps"], resumed.summary["rows_lost"], resumed.summary["rows_repeated"]) == (6, 0, 0)
+    assert (
+        resumed.summary["steps"],
+        resumed.summary["rows_lost"],
+        resumed.summary["rows_repeated"],
+    ) == (6, 0, 0)
 
 
 def test_dataframe_is_written_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +90,16 @@ def test_dataframe_is_written_as_parquet(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(frame_files, "_FILE_ROWS", 200)
     (note,) = write(config(tmp_path), ratings())
     place = tmp_path / "run" / "data" / "train"
-    assert note == f"Wrote 600 rows to {place} as Parquet (once); the run reads its train_data from there"
-    assert pq.read_table(place / "part-000000.parquet").column_names == ["liked", "age", "user", "movie"]
+    assert (
+        note
+        == f"Wrote 600 rows to {place} as Parquet (once); the run reads its train_data from there"
+    )
+    assert pq.read_table(place / "part-000000.parquet").column_names == [
+        "liked",
+        "age",
+        "user",
+        "movie",
+    ]
     files = [pq.ParquetFile(file.path) for file in storage.list_files(str(place))]
     assert [(file.metadata.num_rows, file.num_row_groups) for file in files] == [(200, 2)] * 3
     written = pd.concat([file.read().to_pandas() for file in files], ignore_index=True)
@@ -99,7 +115,10 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
     assert note.endswith("the given data is not read again")
     assert written.read_bytes() == before
     retyped = r"columns: {.*'age': 'double'.*} -> {.*'age': 'int64'.*}"
-    for changed, message in ((ratings(601), r"rows: 600 -> 601"), (ratings().assign(age=1), retyped)):
+    for changed, message in (
+        (ratings(601), r"rows: 600 -> 601"),
+        (ratings().assign(age=1), retyped),
+    ):
         told = rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"
         rejects(told, write, config(tmp_path), changed, resumes=True)
     write(config(tmp_path), ratings(601))  # nothing is trained yet
@@ -120,14 +139,22 @@ def test_interrupted_data_is_rewritten(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(dataframe_input, "write_rows", write_half)
         fails_with(KeyboardInterrupt, "", write, at_url, ratings())
     write(at_url, ratings(), resumes=True)
-    assert sorted(path.name for path in written.iterdir()) == ["part-000000.parquet", "written.json"]
+    assert sorted(path.name for path in written.iterdir()) == [
+        "part-000000.parquet",
+        "written.json",
+    ]
 
 
 def test_data_of_users_is_not_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "data" / "train"
     folder.mkdir(parents=True)
     (folder / "a.parquet").write_bytes(b"measured for years")
-    rejects(f"{folder}: not removed, because rayrec did not write it: it contains a.parquet", write, config(tmp_path), ratings())
+    rejects(
+        f"{folder}: not removed, because rayrec did not write it: it contains a.parquet",
+        write,
+        config(tmp_path),
+        ratings(),
+    )
     assert [path.name for path in folder.iterdir()] == ["a.parquet"]
 
 
@@ -139,10 +166,27 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
     for data, changes, message in (
-        ({"a": [1]}, {}, "train_data: must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict"),
-        (ratings(), {"train_data": {"path": "log"}}, "train_data: cannot use both data and train_data.path log"),
-        (ratings().drop(columns="user"), {}, "train_data: has no column named user; did you mean unused"),
-        (ratings().assign(user=pd.Timestamp(0)), {}, r"train_data: column user is of type timestamp\[ns\]; text or"),
+        (
+            {"a": [1]},
+            {},
+            "train_data: must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
+            "dict",
+        ),
+        (
+            ratings(),
+            {"train_data": {"path": "log"}},
+            "train_data: cannot use both data and train_data.path log",
+        ),
+        (
+            ratings().drop(columns="user"),
+            {},
+            "train_data: has no column named user; did you mean unused",
+        ),
+        (
+            ratings().assign(user=pd.Timestamp(0)),
+            {},
+            r"train_data: column user is of type timestamp\[ns\]; text or",
+        ),
         (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
     ):
         rejects(message, write, config(tmp_path, **changes), data)
@@ -155,11 +199,18 @@ def test_integer_column_names_are_digits(tmp_path: Path) -> None:
     write(recipes.clicks(schema=schema).replace(name="run", storage_path=str(tmp_path)), frame)
     written = pq.read_table(tmp_path / "run" / "data" / "train" / "part-000000.parquet")
     assert written.to_pydict() == {"0": [1, 0], "1": [30.0, 31.0], "2": ["u1", "u2"]}
-    rejects("train_data: has no column named liked; it has 0, 1, 2", write, config(tmp_path / "other"), frame)
+    rejects(
+        "train_data: has no column named liked; it has 0, 1, 2",
+        write,
+        config(tmp_path / "other"),
+        frame,
+    )
 
 
 def test_dataframe_has_no_order_of_lines(tmp_path: Path) -> None:
-    placed = dataframe_input.with_paths(config(tmp_path), str(tmp_path / "run"), {"train_data": ratings()})
+    placed = dataframe_input.with_paths(
+        config(tmp_path), str(tmp_path / "run"), {"train_data": ratings()}
+    )
     assert placed.workload.table_schema.header == ()
     declared = config(tmp_path, workload={"schema": {"header": ["liked", "user", "movie", "age"]}})
     placed = dataframe_input.with_paths(declared, str(tmp_path / "run"), {"train_data": ratings()})
@@ -167,14 +218,23 @@ def test_dataframe_has_no_order_of_lines(tmp_path: Path) -> None:
 
 
 def test_dataframe_input_accepts_criteo_not_other_recipes(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="train_data: recipe mnist_resnet18 does not train on tables"):
+    with pytest.raises(
+        InputError, match="train_data: recipe mnist_resnet18 does not train on tables"
+    ):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
-    # Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of missing values.
+    # Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of
+    # missing values.
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
-    columns = {schema.label: [0, 1], **{name: [None, 3] for name in schema.dense}, **dict.fromkeys(schema.sparse, "0000000a")}
+    columns = {
+        schema.label: [0, 1],
+        **{name: [None, 3] for name in schema.dense},
+        **dict.fromkeys(schema.sparse, "0000000a"),
+    }
     write(recipe, pd.DataFrame(columns))
-    assert pq.read_schema(tmp_path / "run/data/train/part-000000.parquet").names == list(schema.columns)
+    assert pq.read_schema(tmp_path / "run/data/train/part-000000.parquet").names == list(
+        schema.columns
+    )
 
 
 @pytest.mark.ray
@@ -185,24 +245,32 @@ def test_dataset_is_written_as_parquet(local_ray: None, tmp_path: Path) -> None:
     table = pa.Table.from_pandas(frame)
     dataset = ray.data.from_arrow([table.slice(0, 250), table.slice(250)])
     order, note = write(config(tmp_path), dataset)
-    assert order.startswith("preserve_order of Ray Data is off, so the order of row blocks may have changed in ")
+    assert order.startswith(
+        "preserve_order of Ray Data is off, so the order of row blocks may have changed in "
+    )
     assert "Wrote 600 rows to" in note
     place = tmp_path / "run" / "data" / "train"
     files = storage.list_files(str(place))
     written = pd.concat([pd.read_parquet(file.path) for file in files], ignore_index=True)
     written = written.sort_values(list(COLUMNS), ignore_index=True)
-    pd.testing.assert_frame_equal(written, frame[list(COLUMNS)].sort_values(list(COLUMNS), ignore_index=True))
+    pd.testing.assert_frame_equal(
+        written, frame[list(COLUMNS)].sort_values(list(COLUMNS), ignore_index=True)
+    )
     write(config(tmp_path), dataset, resumes=True)
     assert storage.list_files(str(place)) == files
 
 
-def test_interrupted_dataset_at_url_is_written_again(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_dataset_at_url_is_written_again(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray.data
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    dataset = ray.data.from_arrow(pa.Table.from_pandas(ratings().drop(columns="unused"), preserve_index=False))
+    dataset = ray.data.from_arrow(
+        pa.Table.from_pandas(ratings().drop(columns="unused"), preserve_index=False)
+    )
     at_url = config(f"file://{tmp_path}")
     with monkeypatch.context() as patch:
         patch.setattr(dataframe_input, "_write_manifest", interrupt)
@@ -239,11 +307,13 @@ def test_resumed_run_rejects_other_computed_dataset(local_ray: None, tmp_path: P
     import ray.data
 
     write(config(tmp_path), ratings())
-    other = ray.data.from_arrow(pa.Table.from_pandas(ratings(601).drop(columns="unused"), preserve_index=False))
+    other = ray.data.from_arrow(
+        pa.Table.from_pandas(ratings(601).drop(columns="unused"), preserve_index=False)
+    )
     rejects(r"other data \(rows: 600 -> 601\)", write, config(tmp_path), other, resumes=True)
 
 
-# Finished run under the same name: its summary for unchanged data, else one line and status 2 -------------------------
+# Finished run under the same name: its summary for unchanged data, else one line and status 2 -----
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -268,15 +338,26 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "grown folder": (lambda folder: write_days(folder, 2), "train_data has 3 files of"),
     "grown file": (lambda folder: write_days(folder, 1, rows=401), "train_data has 2 files of"),
     "bytes of the same size": (same_size, "train_data has 2 files of"),
-    "renamed file": (lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"), "still has 2 files of"),
-    "path that is gone": (lambda folder: (folder / "log").rename(folder / "gone"), "log: no such file or folder"),
-    "no files": (lambda folder: [file.unlink() for file in (folder / "log").iterdir()], "contains no data files"),
+    "renamed file": (
+        lambda folder: (folder / "log" / "day_0.csv").rename(folder / "log" / "a.csv"),
+        "still has 2 files of",
+    ),
+    "path that is gone": (
+        lambda folder: (folder / "log").rename(folder / "gone"),
+        "log: no such file or folder",
+    ),
+    "no files": (
+        lambda folder: [file.unlink() for file in (folder / "log").iterdir()],
+        "contains no data files",
+    ),
 }
 
 
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureFixture[str], change: str, quiet: bool) -> None:
+def test_finished_run_rejects_other_data(
+    finished: Path, capsys: pytest.CaptureFixture[str], change: str, quiet: bool
+) -> None:
     make, expected = CHANGES[change]
     make(finished)
     assert train(finished, quiet=quiet) == 2
@@ -288,7 +369,9 @@ def test_finished_run_rejects_other_data(finished: Path, capsys: pytest.CaptureF
     assert "choose another --name" in line.lower()
 
 
-def test_finished_run_with_same_data_prints_summary_only(finished: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_finished_run_with_same_data_prints_summary_only(
+    finished: Path, capsys: Any, monkeypatch: Any
+) -> None:
     (finished / "log" / "_SUCCESS").write_text("")
     assert train(finished) == 0
     summary = json.loads(capsys.readouterr().out)
@@ -296,11 +379,15 @@ def test_finished_run_with_same_data_prints_summary_only(finished: Path, capsys:
     (finished / "log").rename(finished / "moved")
     assert train(finished, log="moved") == 0
     assert json.loads(capsys.readouterr().out) == summary
-    monkeypatch.setattr("rayrec.workloads.recsys.ClickWorkload.prepare", raising(AssertionError("data was read")))
+    monkeypatch.setattr(
+        "rayrec.workloads.recsys.ClickWorkload.prepare", raising(AssertionError("data was read"))
+    )
     assert train(finished, log="moved") == 0
 
 
-def test_finished_run_rejects_added_evaluation_data(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_rejects_added_evaluation_data(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_days(finished / "other", 5)
     assert train(finished, "--eval-data.path", str(finished / "other" / "log")) == 2
     assert "eval_data has 1 file of" in capsys.readouterr().err
@@ -318,21 +405,43 @@ def test_summary_without_data_versions_is_accepted(finished: Path) -> None:
 
 
 def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path: Path) -> None:
-    schema = Schema(label="click", dense=("age",), sparse=("user", "item"), tokens="any", delimiter=",")
+    schema = Schema(
+        label="click", dense=("age",), sparse=("user", "item"), tokens="any", delimiter=","
+    )
     for name in ("first", "second"):
         options = {"schema": schema, "split": "sevenths", "console": QUIET}
-        rayrec.preprocess(str(trained / "log"), out=str(tmp_path / name), format="parquet", **options)
+        rayrec.preprocess(
+            str(trained / "log"), out=str(tmp_path / name), format="parquet", **options
+        )
     before = data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
     assert before["train_data"]["files"] > 3  # in folders
-    assert data_difference(before, data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))) is None
-    assert data_difference(before, data_versions(recipes.clicks(str(tmp_path / "second"), schema=schema)))
+    assert (
+        data_difference(
+            before, data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
+        )
+        is None
+    )
+    assert data_difference(
+        before, data_versions(recipes.clicks(str(tmp_path / "second"), schema=schema))
+    )
 
 
 def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits", train=20, test=10)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    small = {"vocabulary_size": 300, "block_size": 16, "shard_bytes": 2000, "validation_fraction": 0.2}
-    rayrec.preprocess(str(tmp_path / "text.txt"), out=str(tmp_path / "tokens"), format="mds", console=QUIET, **small)
+    small = {
+        "vocabulary_size": 300,
+        "block_size": 16,
+        "shard_bytes": 2000,
+        "validation_fraction": 0.2,
+    }
+    rayrec.preprocess(
+        str(tmp_path / "text.txt"),
+        out=str(tmp_path / "tokens"),
+        format="mds",
+        console=QUIET,
+        **small,
+    )
     shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
     labels, text = digits / "t10k-labels-idx1-ubyte.gz", recipes.gpt2_tiny(str(tmp_path / "tokens"))
     for config, file in ((mnist_resnet18(str(digits)), labels), (text, shard)):
@@ -349,10 +458,16 @@ def test_data_without_files_has_no_version(tmp_path: Path) -> None:
     config = recipes.clicks("table of a database").replace(storage_path=str(tmp_path), name="run")
     assert resume.listed_data(config) == {}
     resume._check_same_data("run", config, {"data": {}})
-    rejects("finished already, with other data: table of a database: no such file", resume._check_same_data, "run", config, {})
+    rejects(
+        "finished already, with other data: table of a database: no such file",
+        resume._check_same_data,
+        "run",
+        config,
+        {},
+    )
 
 
-# Training by command on each kind of split without test rows, which reports validation metrics ------------------------
+# Training by command on each kind of split without test rows, which reports validation metrics ----
 @pytest.fixture
 def csv_folder(own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -372,9 +487,14 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
         ("kind named_days validation-names day_3", {"train": 1200, "validation": 400}),
     ],
 )
-def test_train_without_test_rows_reports_validation(csv_folder: Path, capsys: Any, flags: str, sets: dict[str, int]) -> None:
+def test_train_without_test_rows_reports_validation(
+    csv_folder: Path, capsys: Any, flags: str, sets: dict[str, int]
+) -> None:
     names = flags.split()
-    assert not train(csv_folder, *(f"--workload.preset.split.{w}" if not place % 2 else w for place, w in enumerate(names)))
+    assert not train(
+        csv_folder,
+        *(f"--workload.preset.split.{w}" if not place % 2 else w for place, w in enumerate(names)),
+    )
     found = printed(capsys)
     assert (found["rows_of_sets"], found["metrics"]) == (sets, found["validation"])
     assert cli.run(["report", str(csv_folder / "run")]) == 0
@@ -382,8 +502,16 @@ def test_train_without_test_rows_reports_validation(csv_folder: Path, capsys: An
 
 
 @pytest.mark.parametrize("by", ["rows", "group --group user", "time"])
-def test_train_accepts_split_files_without_test(csv_folder: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
-    paths = [str(csv_folder / "log"), "--out", str(csv_folder / "parts"), "--schema", str(csv_folder / "schema.yaml")]
+def test_train_accepts_split_files_without_test(
+    csv_folder: Path, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    paths = [
+        str(csv_folder / "log"),
+        "--out",
+        str(csv_folder / "parts"),
+        "--schema",
+        str(csv_folder / "schema.yaml"),
+    ]
     assert cli.run(["split", *paths, "--by", *by.split(), "--test", "0"]) == 0
     assert list(printed(capsys)["parts"]) == ["train", "validation"]  # type: ignore[call-overload]
     assert not train(csv_folder, "--workload.preset.split.kind", "named_files", log="parts")
@@ -394,12 +522,31 @@ def test_train_accepts_split_files_without_test(csv_folder: Path, capsys: pytest
 
 def test_best_auroc_uses_same_test_rows(own_cache: None, tmp_path: Path, capsys: Any) -> None:
     synthetic.generate(str(tmp_path / "log"), rows=3_000, seed=1, parallelism=1)
-    common = ["--train-data.path", str(tmp_path / "log" / "train.txt"), "--storage-path", str(tmp_path), "-q"]
-    short = ["--steps", "1", "--batch-size", "200", "--evaluate-every", "1", "--scaling.num-workers", "1"]
+    common = [
+        "--train-data.path",
+        str(tmp_path / "log" / "train.txt"),
+        "--storage-path",
+        str(tmp_path),
+        "-q",
+    ]
+    short = [
+        "--steps",
+        "1",
+        "--batch-size",
+        "200",
+        "--evaluate-every",
+        "1",
+        "--scaling.num-workers",
+        "1",
+    ]
     for name, flags, known in (
         ("same", [], True),
         ("other", ["--workload.preset.split.kind", "fraction"], False),
-        ("none", ["--workload.preset.split.kind", "fraction", "--workload.preset.split.test", "0"], False),
+        (
+            "none",
+            ["--workload.preset.split.kind", "fraction", "--workload.preset.split.test", "0"],
+            False,
+        ),
     ):
         assert cli.run(["train", "criteo_demo", *common, *short, "--name", name, *flags]) == 0
         assert ("best_auroc" in printed(capsys)) is known, name

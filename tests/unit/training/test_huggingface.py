@@ -23,22 +23,37 @@ from rayrec.workloads.base import TrainConfig, WorkerContext
 
 
 def config(**changes: Any) -> TrainConfig:
-    """Return a configuration of 13 steps of 8 rows in two epochs and a bit (4 rows last), evaluated every 5 and saved every 4."""
+    """Return a configuration of 13 steps of 8 rows in two epochs and a bit (4 rows last), evaluated
+    every 5 and saved every 4.
+    """
     optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.01, max_gradient_norm=0.5)
-    workload = NextToken(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5))
-    made = TrainConfig(recipe="next_token", workload=workload, steps=13, batch_size=8, evaluate_every=5, log_every=2)
+    workload = NextToken(
+        optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3, decay_fraction=0.5)
+    )
+    made = TrainConfig(
+        recipe="next_token",
+        workload=workload,
+        steps=13,
+        batch_size=8,
+        evaluate_every=5,
+        log_every=2,
+    )
     return made.replace(checkpoint={"every": 4}).replace(**changes)
 
 
 class Attempt:
     """One call of a loop, from the start or from a save."""
 
-    def __init__(self, run: Any, wanted: TrainConfig, *, start: Any = None, **stop_signal: float) -> None:
+    def __init__(
+        self, run: Any, wanted: TrainConfig, *, start: Any = None, **stop_signal: float
+    ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.saves: dict[int, Any] = {}
         self.progress = progress = Progress(**start.progress) if start else Progress()
         context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
-        loader = wanted.workload.make_loader(context, None, state=start and start.loader, step=progress.step)
+        loader = wanted.workload.make_loader(
+            context, None, state=start and start.loader, step=progress.step
+        )
         self.setup = wanted.workload.set_up(context, None)
         if start:
             make_state(self.setup.optimizer)
@@ -46,13 +61,22 @@ class Attempt:
                 for name, tensor in self.tensors().items():
                     tensor.copy_(start.tensors[name])
 
-        def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
+        def save(
+            progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool
+        ) -> None:
             copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
-            self.saves[progress.step] = SimpleNamespace(progress=dataclasses.asdict(progress), loader=state, tensors=copies)
+            self.saves[progress.step] = SimpleNamespace(
+                progress=dataclasses.asdict(progress), loader=state, tensors=copies
+            )
 
-        parts: dict[str, Any] = {"log": lambda kind, fields: self.events.append((kind, fields)), "save": save}
+        parts: dict[str, Any] = {
+            "log": lambda kind, fields: self.events.append((kind, fields)),
+            "save": save,
+        }
         parts["stop_signal"] = StopSignal(lambda: progress.step, **stop_signal)
-        self.finished = run(Training(config=wanted, setup=self.setup, loader=loader, progress=progress, **parts))
+        self.finished = run(
+            Training(config=wanted, setup=self.setup, loader=loader, progress=progress, **parts)
+        )
         loader.close()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -60,9 +84,21 @@ class Attempt:
 
     def told(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events without clock-dependent fields."""
-        timed = {"rows_per_s", "blocked_fraction", "times_s", "multiply_adds_per_s", "peak_fraction", "memory_bytes", "seconds"}
-        kept = [(kind, fields) for kind, fields in self.events if kind not in ("data", "data_nodes")]
-        return [(kind, {k: v for k, v in fields.items() if k not in timed}) for kind, fields in kept]
+        timed = {
+            "rows_per_s",
+            "blocked_fraction",
+            "times_s",
+            "multiply_adds_per_s",
+            "peak_fraction",
+            "memory_bytes",
+            "seconds",
+        }
+        kept = [
+            (kind, fields) for kind, fields in self.events if kind not in ("data", "data_nodes")
+        ]
+        return [
+            (kind, {k: v for k, v in fields.items() if k not in timed}) for kind, fields in kept
+        ]
 
 
 @pytest.mark.parametrize(
@@ -82,13 +118,18 @@ def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
     assert own.told() == other.told()
     for run in (own, other):
         times_s = [fields["times_s"] for kind, fields in run.events if kind == "step"]
-        assert all(min(times[name] for name in ("data", "forward", "backward", "optimizer")) > 0 for times in times_s)
+        assert all(
+            min(times[name] for name in ("data", "forward", "backward", "optimizer")) > 0
+            for times in times_s
+        )
     assert own.saves.keys() == other.saves.keys() == {4, 8, 12, 13}
     for step, save in own.saves.items():
         assert same(save.tensors, other.saves[step].tensors)
         assert save.loader == other.saves[step].loader
     timeless = {"train_s": 0, "blocked_s": 0, "evaluation_s": 0}
-    assert dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
+    assert (
+        dataclasses.asdict(own.progress) | timeless == dataclasses.asdict(other.progress) | timeless
+    )
 
 
 def test_loops_with_onednn_and_accumulated_parts_match(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +153,9 @@ def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int
     rest = Attempt(huggingface.run, config(), start=whole.saves[step])
     assert rest.finished
     assert same(rest.tensors(), whole.tensors())
-    found, expected = ([event for event in each.told() if event[0] == "evaluate"] for each in (rest, whole))
+    found, expected = (
+        [event for event in each.told() if event[0] == "evaluate"] for each in (rest, whole)
+    )
     assert found == [event for event in expected if event[1]["step"] > step]
 
 
@@ -120,7 +163,8 @@ def test_stop_ends_preemption_saves_and_due_evaluation_is_made(whole: Attempt) -
     first = Attempt(huggingface.run, config(), stop_at=6)
     assert not first.finished
     assert (first.progress.step, list(first.saves)) == (6, [4, 6])
-    rest = Attempt(loop.run, config(), start=first.saves[6])  # either loop may resume where the other stopped
+    # either loop may resume where the other stopped
+    rest = Attempt(loop.run, config(), start=first.saves[6])
     assert same(rest.tensors(), whole.tensors())
     warned = Attempt(huggingface.run, config(), preempt_at=6)
     assert warned.finished
@@ -149,15 +193,30 @@ def test_trainer_options_reach_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def use(options: dict[str, Any]) -> None:
         monkeypatch.setattr(NextToken, "trainer_options", lambda self: options)
 
-    stop_at, options = 0, {"arguments": {"gradient_checkpointing": True}, "callbacks": [Observer()], "data_collator": collate}
+    stop_at, options = (
+        0,
+        {
+            "arguments": {"gradient_checkpointing": True},
+            "callbacks": [Observer()],
+            "data_collator": collate,
+        },
+    )
     run_config = config(workload={"model": {"dropout": 0.0}}, loop="huggingface")
     use(options)
     run_config.workload.check(run_config)
     with_options = Attempt(huggingface.run, run_config)
     assert seen == [(step, True) for step in range(1, 14)]
-    rejects("trainer_options: must be used with loop huggingface", run_config.workload.check, run_config.replace(loop="rayrec"))
+    rejects(
+        "trainer_options: must be used with loop huggingface",
+        run_config.workload.check,
+        run_config.replace(loop="rayrec"),
+    )
     use({"arguments": {"learning_rate": 1.0}})
-    rejects("trainer_options: learning_rate is not supported. Use arguments", run_config.workload.check, run_config)
+    rejects(
+        "trainer_options: learning_rate is not supported. Use arguments",
+        run_config.workload.check,
+        run_config,
+    )
     stop_at = 3
     use(options)
     rejects("a callback ended training at step 3", Attempt, huggingface.run, run_config)
@@ -168,8 +227,12 @@ def test_trainer_options_reach_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_non_finite_loss_raises_input_error() -> None:
-    with pytest.raises(InputError, match=r"the loss is (nan|inf) at step 2. Lower the learning rates"):
-        Attempt(huggingface.run, config(workload={"optimizer": {"learning_rate": 1e38}}, log_every=2))
+    with pytest.raises(
+        InputError, match=r"the loss is (nan|inf) at step 2. Lower the learning rates"
+    ):
+        Attempt(
+            huggingface.run, config(workload={"optimizer": {"learning_rate": 1e38}}, log_every=2)
+        )
 
 
 def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
@@ -177,7 +240,8 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
 
     plain = {"model": {"dropout": 0.0}, "schedule": {"warmup_steps": 0, "decay_fraction": 0.0}}
     workload = {**plain, "optimizer": {"eps": 1e-8, "weight_decay": 0.01}}
-    wanted = config(steps=10, log_every=1, batch_size=4, workload=workload)  # whole epochs of full batches
+    # whole epochs of full batches
+    wanted = config(steps=10, log_every=1, batch_size=4, workload=workload)
     ours = Attempt(huggingface.run, wanted)
     context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
     loader = wanted.workload.make_loader(context, None, state=None, step=0)
@@ -190,14 +254,25 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
-    settings: dict[str, Any] = {"max_steps": 10, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"}
-    settings |= {"learning_rate": 0.01, "weight_decay": 0.01, "max_grad_norm": 0.5, "logging_steps": 1}
+    settings: dict[str, Any] = {
+        "max_steps": 10,
+        "per_device_train_batch_size": 4,
+        "lr_scheduler_type": "constant",
+    }
+    settings |= {
+        "learning_rate": 0.01,
+        "weight_decay": 0.01,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+    }
     settings |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     set_seed(wanted.seed)
     model = wanted.workload.build(None)
     trainer = InOrder(
         model=model,
-        train_dataset=[{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)],  # type: ignore[arg-type]
+        train_dataset=[
+            {"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)
+        ],  # type: ignore[arg-type]
         args=TrainingArguments(output_dir=str(tmp_path), **settings),
     )
     trainer.remove_callback(PrinterCallback)
@@ -207,11 +282,17 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
         group["weight_decay"] = 0.01
     trainer.train()
     theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert [fields["loss"] for kind, fields in ours.told() if kind == "step"] == pytest.approx(theirs, abs=6e-5)
-    torch.testing.assert_close(ours.setup.model.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-5)
+    assert [fields["loss"] for kind, fields in ours.told() if kind == "step"] == pytest.approx(
+        theirs, abs=6e-5
+    )
+    torch.testing.assert_close(
+        ours.setup.model.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-5
+    )
 
 
-def test_huggingface_loop_restores_process_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_huggingface_loop_restores_process_and_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     before = torch.get_num_threads(), os.environ.get("ACCELERATE_TORCH_DEVICE")

@@ -33,9 +33,29 @@ from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import loop, step_log, worker
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.loop import SegmentEnd, next_segment_end
-from rayrec.training.progress import Progress, Training, judge, lower_on_plateau, meet_target, target_fields, with_lowered_rates
-from rayrec.training.step_log import StepAccounting, multiply_adds_per_s, multiply_adds_per_s_or_zero
-from rayrec.training.stop_monitor import MORE_WORKERS, NODE_PREEMPTED, RESUMES, GracePeriod, Signals, StopMonitor, last_save_s
+from rayrec.training.progress import (
+    Progress,
+    Training,
+    judge,
+    lower_on_plateau,
+    meet_target,
+    target_fields,
+    with_lowered_rates,
+)
+from rayrec.training.step_log import (
+    StepAccounting,
+    multiply_adds_per_s,
+    multiply_adds_per_s_or_zero,
+)
+from rayrec.training.stop_monitor import (
+    MORE_WORKERS,
+    NODE_PREEMPTED,
+    RESUMES,
+    GracePeriod,
+    Signals,
+    StopMonitor,
+    last_save_s,
+)
 from rayrec.training.worker import finish
 from rayrec.workloads.run_config import FailureConfig, ScalingConfig
 from rayrec.workloads.step_timer import HostTimer, StepTimer
@@ -52,7 +72,10 @@ def test_next_segment_end() -> None:
         (8, 8, 3, SegmentEnd(9, False, True)),
         (18, 100, 100, SegmentEnd(20, True, True)),
     ):
-        assert next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
+        assert (
+            next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every)
+            == expected
+        )
 
 
 class Pipeline:
@@ -81,11 +104,21 @@ class Pipeline:
 
 
 class Loader:
-    """Loader of numbers from `start` as batches, or batches with ten numbered rows. Skips or repeats one on request."""
+    """Loader of numbers from `start` as batches, or batches with ten numbered rows. Skips or
+    repeats one on request.
+    """
 
-    def __init__(self, start: int, stop: int, *, numbered: bool = False, skip: int = -1, again: int = -1) -> None:
+    def __init__(
+        self, start: int, stop: int, *, numbered: bool = False, skip: int = -1, again: int = -1
+    ) -> None:
         self.steps, self.steps_per_epoch = stop - start, 20
-        self.numbered, self._next, self._stop, self._skip, self._again = numbered, start, stop, skip, again
+        self.numbered, self._next, self._stop, self._skip, self._again = (
+            numbered,
+            start,
+            stop,
+            skip,
+            again,
+        )
 
     def __iter__(self) -> Loader:
         return self
@@ -98,7 +131,11 @@ class Loader:
         number, self._next = self._next, self._next + 1
         if number == self._again:
             self._again, self._next = -1, number
-        return SimpleNamespace(row_numbers=RowNumbers(0, np.arange(10 * number, 10 * number + 10))) if self.numbered else number
+        return (
+            SimpleNamespace(row_numbers=RowNumbers(0, np.arange(10 * number, 10 * number + 10)))
+            if self.numbered
+            else number
+        )
 
     def rows(self, batches: int) -> int:
         return 10 * batches
@@ -118,7 +155,9 @@ class Run:
         recipe: str = "criteo_demo",
         **changes: Any,
     ) -> None:
-        """`stop`: last step, in epochs of 20; `evaluation`: batches; `changes`: configuration or stop signal fields."""
+        """`stop`: last step, in epochs of 20; `evaluation`: batches; `changes`: configuration or
+        stop signal fields.
+        """
         self.evaluation = evaluation
         self.pipeline = pipeline = Pipeline(ahead)
         self.saves: list[tuple[int, int, float | None, bool, bool]] = []
@@ -128,17 +167,24 @@ class Run:
         self.loader = Loader(self.progress.step, stop)
         names = {field.name for field in dataclasses.fields(StopSignal)} & changes.keys()
         signal = {name: changes.pop(name) for name in names}
-        self.stop_signal = StopSignal(lambda: len(pipeline.trained), lambda: pipeline.scored, **signal)
+        self.stop_signal = StopSignal(
+            lambda: len(pipeline.trained), lambda: pipeline.scored, **signal
+        )
         self.clock: StepTimer = StepTimer()
         self.first_steps: list[tuple[float, float]] = []
         fields = {"evaluate_every": 8, "log_every": 4, "early_stopping": {"patience": 0}, **changes}
         self.config = recipes.ALL[recipe]("none").replace(**fields)
 
     def run(self, *, pause_at: float | None = None) -> bool:
-        metrics = SimpleNamespace(update=lambda output: None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100})
+        metrics = SimpleNamespace(
+            update=lambda output: None, compute=lambda: {"auroc": 0.5 + self.progress.step / 100}
+        )
 
-        def save(progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool) -> None:
-            assert self.loader.numbered or state["next"] == progress.step  # what was pulled was trained
+        def save(
+            progress: Progress, state: dict[str, Any], *, score: Any, needed: bool, complete: bool
+        ) -> None:
+            # what was pulled was trained
+            assert self.loader.numbered or state["next"] == progress.step
             self.saves.append((progress.step, progress.rows, score, needed, complete))
 
         def log(kind: str, fields: dict[str, Any]) -> None:
@@ -146,9 +192,19 @@ class Run:
             self.fields.append(fields)
 
         evaluation = {"validation": lambda: iter(range(-self.evaluation, 0))}
-        setup = fake_setup(self.pipeline, clock=self.clock, make_metrics=lambda: metrics, eval_batches=evaluation)
-        parts: dict[str, Any] = {"config": self.config, "loader": self.loader, "progress": self.progress, "pause_at": pause_at}
-        parts |= {"stop_signal": self.stop_signal, "first_step": lambda *times_s: self.first_steps.append(times_s)}
+        setup = fake_setup(
+            self.pipeline, clock=self.clock, make_metrics=lambda: metrics, eval_batches=evaluation
+        )
+        parts: dict[str, Any] = {
+            "config": self.config,
+            "loader": self.loader,
+            "progress": self.progress,
+            "pause_at": pause_at,
+        }
+        parts |= {
+            "stop_signal": self.stop_signal,
+            "first_step": lambda *times_s: self.first_steps.append(times_s),
+        }
         return loop.run(Training(setup=setup, log=log, save=save, **parts))
 
     def told(self, kind: str) -> list[int]:
@@ -166,7 +222,15 @@ def finished(**arguments: Any) -> Run:
 
 
 def test_last_step_of_fraction() -> None:
-    for share, step in [(None, 54), (1.0, 54), (1 / 27, 2), ((1 / 3) ** 3, 2), (1 / 9, 6), (0.1, 6), (1e-9, 1)]:
+    for share, step in [
+        (None, 54),
+        (1.0, 54),
+        (1 / 27, 2),
+        ((1 / 3) ** 3, 2),
+        (1 / 9, 6),
+        (0.1, 6),
+        (1e-9, 1),
+    ]:
         assert loop.last_step(54, share) == step
 
 
@@ -175,7 +239,8 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert not run.run(pause_at=0.25)
     assert run.pipeline.trained == list(range(5))
     assert run.events[-1] == ("evaluate", 5)
-    assert run.saves == [(5, 50, None, True, True)]  # without a score, since this is no evaluation of the run's own
+    # without a score, since this is no evaluation of the run's own
+    assert run.saves == [(5, 50, None, True, True)]
     assert (run.progress.best, run.progress.evaluation_due) == (None, False)
     again = Run(progress=run.progress)
     assert not again.run(pause_at=0.25)  # nothing is left to train
@@ -187,11 +252,18 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert last.pipeline.trained == list(range(8, 20))
     assert last.saves == [(16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
     fields = [event for each in (run, again, last) for event in each.fields if "set" in event]
-    assert [(event["step"], event["counted"]) for event in fields] == [(5, False), (8, True), (16, True), (20, True)]
+    assert [(event["step"], event["counted"]) for event in fields] == [
+        (5, False),
+        (8, True),
+        (16, True),
+        (20, True),
+    ]
 
 
 def test_evaluations_per_epoch() -> None:
-    """Recipes with published settings evaluate once per epoch: their patience counts epochs; `evaluate_every` overrides."""
+    """Recipes with published settings evaluate once per epoch: their patience counts epochs;
+    `evaluate_every` overrides.
+    """
     for recipe, config, expected in (
         ("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40]),
         ("criteo_demo", {"evaluations_per_epoch": 3}, [7, 14, 21, 28, 35, 40]),
@@ -202,7 +274,10 @@ def test_evaluations_per_epoch() -> None:
         ("criteo_dcnv3", {}, [20, 40]),
         ("criteo_dcnv3", {"evaluate_every": 16}, [16, 32, 40]),
     ):
-        assert finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate") == expected
+        assert (
+            finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate")
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +287,9 @@ def test_evaluations_per_epoch() -> None:
         pytest.param([0, 10, 20, 30, 40], 2.5, id="equal_steps"),
     ],
 )
-def test_logged_loss_is_mean_over_rows(monkeypatch: pytest.MonkeyPatch, rows_until: list[int], expected: float) -> None:
+def test_logged_loss_is_mean_over_rows(
+    monkeypatch: pytest.MonkeyPatch, rows_until: list[int], expected: float
+) -> None:
     run = Run(stop=4, evaluate_every=4)
     progress_of = run.pipeline.progress
 
@@ -238,7 +315,9 @@ def test_stop_trains_pulled_batches_and_saves(ahead: int) -> None:
 
 
 @pytest.mark.parametrize(("stop_at", "step", "evaluated"), [(15, 16, [16, 20]), (20, 20, [20])])
-def test_stop_at_due_evaluation_defers_to_next_start(stop_at: int, step: int, evaluated: list[int]) -> None:
+def test_stop_at_due_evaluation_defers_to_next_start(
+    stop_at: int, step: int, evaluated: list[int]
+) -> None:
     run = Run(ahead=1, stop_at=stop_at)
     assert not run.run()
     assert run.saves[-1] == (step, 10 * step, None, True, True)
@@ -254,7 +333,11 @@ def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
     assert run.saved() == [8, 14, 16, 20]
     assert run.saves[1] == (14, 140, None, True, True)
     assert run.pipeline.trained == list(range(20))
-    run = finished(early_stopping={"patience": 1, "min_improvement": 0.2}, evaluate_every=5, checkpoint={"every": 50})
+    run = finished(
+        early_stopping={"patience": 1, "min_improvement": 0.2},
+        evaluate_every=5,
+        checkpoint={"every": 50},
+    )
     # Better at every evaluation, though never by enough: the second ends it.
     assert [(save[0], *save[3:]) for save in run.saves] == [(5, True, False), (10, True, True)]
     assert run.told("early_stop") == [10]
@@ -263,21 +346,40 @@ def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
 
 def test_target_ends_run_and_survives_resume() -> None:
     run = finished(early_stopping={"patience": 0, "target": 0.65})
-    assert (run.told("evaluate"), run.told("early_stop"), run.pipeline.trained[-1]) == ([8, 16], [16], 15)
+    assert (run.told("evaluate"), run.told("early_stop"), run.pipeline.trained[-1]) == (
+        [8, 16],
+        [16],
+        15,
+    )
     assert run.saves[-1] == (16, 160, 0.66, True, True)
     first, last = (fields for fields in run.fields if "counted" in fields)
-    assert [event["best"] for event in (first, last)] == [{"step": 8, "auroc": 0.58}, {"step": 16, "auroc": 0.66}]
+    assert [event["best"] for event in (first, last)] == [
+        {"step": 8, "auroc": 0.58},
+        {"step": 16, "auroc": 0.66},
+    ]
     assert run.progress.evaluation_s == first["seconds"] + last["seconds"]
     reached = {"target": 0.65, "target_metric": "auroc", "target_step": 16, "target_rows": 160}
     reached["target_s"] = run.progress.train_s + run.progress.evaluation_s
     assert run.fields[-1] == {"step": 16, "best_step": 16, "best_score": 0.66, **reached}
     state = json.loads(json.dumps(run.progress.state()))
-    again = finished(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.65})
+    again = finished(
+        progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.65}
+    )
     assert (again.events, again.saves) == ([], [])  # nothing is trained or evaluated again
     assert target_fields(again.progress, again.config.workload) == reached
-    other = finished(progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9})
-    assert (other.pipeline.trained, other.told("early_stop"), other.progress.target_step) == ([16, 17, 18, 19], [], None)
-    old = {name: value for name, value in state.items() if not name.startswith(("target", "evaluation_s"))}
+    other = finished(
+        progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9}
+    )
+    assert (other.pipeline.trained, other.told("early_stop"), other.progress.target_step) == (
+        [16, 17, 18, 19],
+        [],
+        None,
+    )
+    old = {
+        name: value
+        for name, value in state.items()
+        if not name.startswith(("target", "evaluation_s"))
+    }
     assert Progress.from_state(old, rank=0).target_step is None  # of an earlier version
 
 
@@ -289,10 +391,12 @@ class CustomScore(ClickModelConfig):
 def test_target_uses_score_metric() -> None:
     for recipe, metrics, target, reached, name in (
         ("criteo_demo", {"auroc": 0.8, "logloss": 0.4}, 0.8, True, "auroc"),
-        ("criteo_demo", {"auroc": math.nan, "logloss": 0.4}, -1.0, False, "auroc"),  # its score is the negative logloss
+        # its score is the negative logloss
+        ("criteo_demo", {"auroc": math.nan, "logloss": 0.4}, -1.0, False, "auroc"),
         ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.5, True, "mse"),
         ("criteo_demo", {"mse": 0.5, "mae": 0.6}, 0.4, False, "mse"),
-        ("clicks", {"auroc": 0.8, "logloss": 0.4}, 0.8, True, "auroc"),  # its score is the negative logloss as well
+        # its score is the negative logloss as well
+        ("clicks", {"auroc": 0.8, "logloss": 0.4}, 0.8, True, "auroc"),
         ("clicks", {"auroc": 0.7, "logloss": 0.4}, 0.8, False, "auroc"),
         ("gpt2_tiny", {"loss": 3.2, "perplexity": 24.5}, 3.3, True, "loss"),
         ("gpt2_tiny", {"loss": 3.2, "perplexity": 24.5}, 3.1, False, "loss"),
@@ -301,10 +405,17 @@ def test_target_uses_score_metric() -> None:
         ("own", {"auroc": 0.8, "spread": 0.5}, -0.6, True, "score"),
     ):
         config = recipes.criteo_demo("none") if recipe == "own" else recipes.ALL[recipe]("none")
-        workload = dataclasses.replace(config.workload, model=CustomScore()) if recipe == "own" else config.workload
+        workload = (
+            dataclasses.replace(config.workload, model=CustomScore())
+            if recipe == "own"
+            else config.workload
+        )
         progress = Progress(step=8, target=target, metrics=metrics)
         meet_target(progress, workload)
-        assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (8 if reached else None, name)
+        assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (
+            8 if reached else None,
+            name,
+        )
 
 
 def test_patience_counts_from_last_sufficient_improvement() -> None:
@@ -339,7 +450,11 @@ def test_rates_fall_without_improvement_and_scale_schedule() -> None:
             group["lr"] = rate
 
     progress = Progress()
-    begin = with_lowered_rates(SimpleNamespace(begin_step=begin_step, optimizer=optimizer), progress, PlateauConfig(patience=1))
+    begin = with_lowered_rates(
+        SimpleNamespace(begin_step=begin_step, optimizer=optimizer),
+        progress,
+        PlateauConfig(patience=1),
+    )
     begin(0, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1e-5, 1e-7]
     progress.learning_rate_scale = 0.01
@@ -350,7 +465,10 @@ def test_rates_fall_without_improvement_and_scale_schedule() -> None:
 
 def test_plateau_is_logged_and_saved() -> None:
     run = finished(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
-    assert (run.told("plateau"), run.progress.state()["learning_rate_scale"]) == ([10, 15, 20], 0.125)
+    assert (run.told("plateau"), run.progress.state()["learning_rate_scale"]) == (
+        [10, 15, 20],
+        0.125,
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -374,7 +492,10 @@ def test_longest_worker_times_are_logged(monkeypatch: pytest.MonkeyPatch, num_wo
             assert "times_max_s" not in fields
         else:
             assert list(fields["times_max_s"]) == list(fields["times_s"]) == list(PHASES)
-            expected = {name: pytest.approx(seconds * 2 / 1.5) for name, seconds in fields["times_s"].items()}
+            expected = {
+                name: pytest.approx(seconds * 2 / 1.5)
+                for name, seconds in fields["times_s"].items()
+            }
             assert fields["times_max_s"] == expected
             assert fields["times_max_s"]["other"] > 0
 
@@ -408,25 +529,32 @@ def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(("step_s", "seen_at"), [(0.001, 16), (1.0, 13), (10.0, 10)])
-def test_stop_request_is_seen_between_logs(slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int) -> None:
+def test_stop_request_is_seen_between_logs(
+    slow_run: Callable[..., Run], ahead: int, step_s: float, seen_at: int
+) -> None:
     run = slow_run(step_s, ahead=ahead, stop_at=10)
     assert not run.run()
     stopped = seen_at + ahead - 1
     assert run.saves == [(stopped, 10 * stopped, None, True, True)]
     assert run.pipeline.trained == list(range(stopped))
-    assert run.told("step") == sorted({seen_at, stopped})  # what was trained is logged, so that it is accounted for
+    # what was trained is logged, so that it is accounted for
+    assert run.told("step") == sorted({seen_at, stopped})
     assert run.progress.train_s == pytest.approx(stopped * step_s)
 
 
 @pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
-def test_preemption_notice_shortens_poll_interval(slow_run: Callable[..., Run], notice: dict[str, int], stopped: int) -> None:
+def test_preemption_notice_shortens_poll_interval(
+    slow_run: Callable[..., Run], notice: dict[str, int], stopped: int
+) -> None:
     run = slow_run(0.5, ahead=1, evaluate_every=20, stop_at=12, **notice)
     assert not run.run()
     assert run.saved()[-1] == stopped
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_first_step_is_timed_separately(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int) -> None:
+def test_first_step_is_timed_separately(
+    slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
     run = slow_run(2.0, progress=Progress(step=start, rows=10 * start))
     pull = run.loader.__next__
 
@@ -439,13 +567,19 @@ def test_first_step_is_timed_separately(slow_run: Callable[..., Run], monkeypatc
     assert run.first_steps == [(0.75, 2.75)]  # the pipeline pulls three batches for it
 
 
-def test_polls_change_neither_logs_nor_saves(slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polls_change_neither_logs_nor_saves(
+    slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked = slow_run(10.0, ahead=1, log_every=7)
     assert looked.run()
     blind = slow_run(10.0, ahead=1, log_every=7)
     monkeypatch.setattr(StepAccounting, "_poll", lambda self: False)
     assert blind.run()
-    assert (looked.events, looked.saves, looked.progress) == (blind.events, blind.saves, blind.progress)
+    assert (looked.events, looked.saves, looked.progress) == (
+        blind.events,
+        blind.saves,
+        blind.progress,
+    )
     assert looked.told("step") == [7, 14, 20]
 
 
@@ -456,7 +590,9 @@ def test_preemption_notice_at_segment_end_saves() -> None:
         ({"checkpoint": {"every": 4}, "evaluate_every": 20}, [(12, None, True)]),
     ]:
         run = finished(ahead=1, preempt_at=12, **config)
-        assert [(step, score, complete) for step, _, score, _, complete in run.saves if step == 12] == expected
+        assert [
+            (step, score, complete) for step, _, score, _, complete in run.saves if step == 12
+        ] == expected
         assert [step for step in run.saved() if step != 12] == [4, 8, 16, 20]
         assert run.pipeline.trained == list(range(20))
         assert not run.progress.evaluation_due
@@ -466,7 +602,8 @@ def test_preemption_notice_at_segment_end_saves() -> None:
 def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     run = Run(ahead=ahead, evaluation=100, stop_after_scored=5)
     assert not run.run()
-    assert run.pipeline.scored == 8 + ahead - 1  # polls come after 1, 2, 4, 8 batches; what was pulled is scored
+    # polls come after 1, 2, 4, 8 batches; what was pulled is scored
+    assert run.pipeline.scored == 8 + ahead - 1
     assert run.saves == [(8, 80, None, True, True)]
     assert run.progress.evaluation_due
     assert run.told("evaluate") == []
@@ -480,7 +617,9 @@ def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def over_workers(*values: float) -> tuple[list[float], list[float]]:
         asked = len(values) == 3 and run.pipeline.scored >= 3  # by another worker
-        return list(values), [values[0], float(asked), *values[2:]] if len(values) == 3 else list(values)
+        return list(values), [values[0], float(asked), *values[2:]] if len(values) == 3 else list(
+            values
+        )
 
     monkeypatch.setattr(loop, "over_workers", over_workers)
     assert not run.run()
@@ -490,16 +629,27 @@ def test_workers_end_evaluation_together(monkeypatch: pytest.MonkeyPatch) -> Non
 EVALUATING: dict[str, Any] = {"evaluation": 10, "ahead": 1, "evaluate_every": 8}
 
 
-# At the second batch of 10 s, a quarter of grace_s is over. The score is not lost to a save in progress.
-@pytest.mark.parametrize(("batch_s", "saves"), [(10, [(None, True, False), (0.58, True, False)]), (1, [(0.58, False, False)])])
-def test_long_evaluation_saves_step_before_end(slow_run: Callable[..., Run], batch_s: float, saves: list[Any]) -> None:
+# At the second batch of 10 s, a quarter of grace_s is over. The score is not lost to a save in
+# progress.
+@pytest.mark.parametrize(
+    ("batch_s", "saves"),
+    [(10, [(None, True, False), (0.58, True, False)]), (1, [(0.58, False, False)])],
+)
+def test_long_evaluation_saves_step_before_end(
+    slow_run: Callable[..., Run], batch_s: float, saves: list[Any]
+) -> None:
     run = slow_run(batch_s, **EVALUATING)
     assert run.run()
     assert [save[2:] for save in run.saves if save[0] == 8] == saves
 
 
 def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[..., Run]) -> None:
-    run = slow_run(10.0, progress=Progress(step=8, rows=80, evaluation_due=True), stop_after_scored=12, **EVALUATING)
+    run = slow_run(
+        10.0,
+        progress=Progress(step=8, rows=80, evaluation_due=True),
+        stop_after_scored=12,
+        **EVALUATING,
+    )
     assert not run.run()
     assert run.saved() == [8, 16]
     assert run.saves[1] == (16, 160, None, True, True)
@@ -507,7 +657,12 @@ def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[...,
 
 def test_preemption_notice_during_evaluation_saves() -> None:
     run = finished(ahead=3, evaluation=100, preempt_after_scored=3)
-    assert [save[:3] for save in run.saves] == [(8, 80, None), (8, 80, 0.58), (16, 160, 0.66), (20, 200, 0.7)]
+    assert [save[:3] for save in run.saves] == [
+        (8, 80, None),
+        (8, 80, 0.58),
+        (16, 160, 0.66),
+        (20, 200, 0.7),
+    ]
 
 
 def tally(rows: int) -> TrainedRows:
@@ -517,13 +672,21 @@ def tally(rows: int) -> TrainedRows:
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-@pytest.mark.parametrize(("fault", "rows", "off"), [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))])
-def test_rows_count_when_trained(ahead: int, fault: dict[str, int], rows: int, off: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "rows", "off"),
+    [({}, 200, (0, 0)), ({"skip": 7}, 190, (10, 0)), ({"again": 7}, 200, (0, 10))],
+)
+def test_rows_count_when_trained(
+    ahead: int, fault: dict[str, int], rows: int, off: tuple[int, int]
+) -> None:
     run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
     run.loader = Loader(0, batches, numbered=True, **fault)
     run.loader.steps = rows // 10
     assert run.run()
-    assert (run.progress.rows, [fields["rows"] for fields in run.fields if "rows" in fields][-1]) == (rows, rows)
+    assert (
+        run.progress.rows,
+        [fields["rows"] for fields in run.fields if "rows" in fields][-1],
+    ) == (rows, rows)
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == off
 
 
@@ -543,22 +706,28 @@ def test_trained_rows_span_attempts_and_may_be_missing() -> None:
     assert Progress.from_state(state, rank=0).trained is None
 
 
-# End of a worker, and its measurements before training ----------------------------------------------------------------
+# -- End of a worker, and its measurements before training
 CPU = torch.device("cpu")
 LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
-STOPPED_EARLY = Progress(step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST)
+STOPPED_EARLY = Progress(
+    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST
+)
 
 
 class Evaluated:
     """Model whose only weight is its step, with a metric equal to the weight."""
 
-    def __init__(self, folder: Path, *, sets: tuple[str, ...] = ("validation",), patience: int = 3) -> None:
+    def __init__(
+        self, folder: Path, *, sets: tuple[str, ...] = ("validation",), patience: int = 3
+    ) -> None:
         self.model = torch.nn.Linear(1, 1, bias=False)
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.evaluations: list[tuple[str, float]] = []
         config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
         prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
-        self.attempt = AttemptContext(config, str(folder), prepared, None, 0.0, engine=None, channel=None, storage_token="")  # type: ignore[arg-type]
+        self.attempt = AttemptContext(
+            config, str(folder), prepared, None, 0.0, engine=None, channel=None, storage_token=""
+        )  # type: ignore[arg-type]
         with closing(savers.Run(folder)) as run:
             saver = run.saver(retention=Retention(num_to_keep=9))
             for step in (4, 7):
@@ -570,8 +739,12 @@ class Evaluated:
             model=self.model,
             pipeline=SimpleNamespace(progress=next, reset=lambda: None),
             eval_batches={name: lambda name=name: self.batches(name) for name in sets},
-            make_metrics=lambda: SimpleNamespace(update=None, compute=lambda: {"auroc": self.weight()}),
-            make_samples=lambda: [{"of": list(self.evaluations[-1:]), "training": self.model.training}],
+            make_metrics=lambda: SimpleNamespace(
+                update=None, compute=lambda: {"auroc": self.weight()}
+            ),
+            make_samples=lambda: [
+                {"of": list(self.evaluations[-1:]), "training": self.model.training}
+            ],
         )
 
     def weight(self) -> float:
@@ -600,17 +773,29 @@ VALIDATION = ("validation",)
     ],
 )
 def test_finish_evaluates_chosen_weights(
-    tmp_path: Path, sets: tuple[str, ...], patience: int, evaluated_step: int | None, chosen: int, evaluations: list[Any]
+    tmp_path: Path,
+    sets: tuple[str, ...],
+    patience: int,
+    evaluated_step: int | None,
+    chosen: int,
+    evaluations: list[Any],
 ) -> None:
     run = Evaluated(tmp_path, sets=sets, patience=patience)
     run.model.train()
     told = run.finish(evaluated_step=evaluated_step)
-    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (7, chosen, folder_of(str(tmp_path), chosen))
+    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (
+        7,
+        chosen,
+        folder_of(str(tmp_path), chosen),
+    )
     assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
     assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
     assert told["metrics_set"] == sets[-1]
     assert run.evaluations == evaluations
-    assert run.events == [("finish", told), ("samples", {"samples": [{"of": evaluations, "training": False}]})]
+    assert run.events == [
+        ("finish", told),
+        ("samples", {"samples": [{"of": evaluations, "training": False}]}),
+    ]
 
 
 def test_finish_evaluates_all_rows_after_short_evaluations(tmp_path: Path) -> None:
@@ -632,12 +817,17 @@ def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("trained", "expected"),
-    [([[0, 1], [3]], (1, 0)), ([[0, 1, 2, 3], [2]], (0, 1)), ([None], (None, None))],  # None: the loader numbers no rows
+    # None: the loader numbers no rows
+    [([[0, 1], [3]], (1, 0)), ([[0, 1, 2, 3], [2]], (0, 1)), ([None], (None, None))],
 )
-def test_finish_reports_lost_and_repeated_rows(tmp_path: Path, trained: list[Any], expected: tuple[Any, Any]) -> None:
+def test_finish_reports_lost_and_repeated_rows(
+    tmp_path: Path, trained: list[Any], expected: tuple[Any, Any]
+) -> None:
     run = Evaluated(tmp_path, patience=0)
     run.expected.add_ranges([(0, 4)], epoch=0)
-    progress = dataclasses.replace(STOPPED_EARLY, trained=None if trained == [None] else TrainedRows())
+    progress = dataclasses.replace(
+        STOPPED_EARLY, trained=None if trained == [None] else TrainedRows()
+    )
     for numbers in trained:
         progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
     told = run.finish(progress)
@@ -655,7 +845,9 @@ def test_stop_request_ends_final_test(tmp_path: Path) -> None:
 
 def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    log = worker.saver_log(str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0)
+    log = worker.saver_log(
+        str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0
+    )
     summary = tmp_path / "summary.json"
     summary.write_text("{}")
     log("checkpoint_late", {"step": 5, "cause": "full"})
@@ -665,14 +857,22 @@ def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path)
     for step in (6, 7):
         log("checkpoint", {"step": step, "write_s": 61.0})
     assert [(kind, fields["step"]) for kind, fields in events] == [
-        ("checkpoint_late", 5), ("checkpoint", 5), ("checkpoint", 6), ("checkpoint_slow", 6), ("checkpoint", 7)
-    ]  # fmt: skip
+        ("checkpoint_late", 5),
+        ("checkpoint", 5),
+        ("checkpoint", 6),
+        ("checkpoint_slow", 6),
+        ("checkpoint", 7),
+    ]
 
 
-def test_failed_matrix_product_is_skipped_or_returns_zero(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_matrix_product_is_skipped_or_returns_zero(
+    monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(step_log, "_WINDOW_S", 0.001)
     whole = multiply_adds_per_s(CPU, precision="fp32")
-    monkeypatch.setattr(torch.nn.functional, "linear", raising(NotImplementedError("no such operation")))
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", raising(NotImplementedError("no such operation"))
+    )
     if torch.backends.mkldnn.is_available():
         assert multiply_adds_per_s(CPU, precision="fp32") > 0
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
@@ -684,8 +884,12 @@ def test_failed_matrix_product_is_skipped_or_returns_zero(monkeypatch: Any, capl
     assert "Cannot measure the peak of cuda (CUDA out of memory)" in caplog.text
 
 
-@pytest.mark.parametrize(("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)])
-def test_peak_requires_all_workers(monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None) -> None:
+@pytest.mark.parametrize(
+    ("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)]
+)
+def test_peak_requires_all_workers(
+    monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None
+) -> None:
     def over_workers(*values: float) -> tuple[list[float], list[float]]:
         pairs = list(zip(values, (other, float(other == 0.0)), strict=True))
         return [sum(pair) / 2 for pair in pairs], [max(pair) for pair in pairs]
@@ -715,7 +919,7 @@ def test_tf32_follows_configuration(monkeypatch: pytest.MonkeyPatch, allowed: bo
     assert [switch.allow_tf32 for switch in switches] == [allowed, allowed]
 
 
-# Grace periods --------------------------------------------------------------------------------------------------------
+# -- Grace periods
 @pytest.mark.parametrize(
     ("grace_s", "written", "over_at"),
     [
@@ -723,11 +927,14 @@ def test_tf32_follows_configuration(monkeypatch: pytest.MonkeyPatch, allowed: bo
         (60.0, {0: 5}, 61),  # before the stop
         (60.0, {0: 5, 50: 6}, 111),
         (60.0, {10: 1, 75: 2}, 71),  # a stall longer than grace_s
-        (60.0, {10 + 30 * number: number for number in range(1, 100)}, 301),  # progress without an end
+        # progress without an end
+        (60.0, {10 + 30 * number: number for number in range(1, 100)}, 301),
         (0.0, {1: 1}, 1),
     ],
 )
-def test_grace_period_extends_while_save_progresses(grace_s: float, written: dict[int, int], over_at: int) -> None:
+def test_grace_period_extends_while_save_progresses(
+    grace_s: float, written: dict[int, int], over_at: int
+) -> None:
     grace = GracePeriod(FailureConfig(grace_s=grace_s, max_grace_s=5 * grace_s), now_s=1000.0)
     so_far = 0
     for second in range(1000):
@@ -747,7 +954,8 @@ def test_last_save_ends_shortly_before_preemption(write_s: float, step_s: float)
     while saved_s < begin_s:  # the first look behind the moment, after which the step is ended
         saved_s += between_s
     assert saved_s + step_s + write_s <= deadline_s
-    assert deadline_s - (saved_s + write_s) <= 0.5 * write_s + 2 * between_s + 2.0  # what is not used
+    # what is not used
+    assert deadline_s - (saved_s + write_s) <= 0.5 * write_s + 2 * between_s + 2.0
 
 
 @pytest.mark.parametrize(
@@ -774,7 +982,9 @@ def test_preemption_notice_saves_and_ends_before_deadline(
         now["s"] = 5000.0 + second
         if second >= 20:
             deadline_ms = None if deadline_s is None else 5_000_000 + 1000 * deadline_s
-            now["info"] = PreemptionInfo(deadline_ms=deadline_ms, preempted_node_to_ranks={"a": [1]})
+            now["info"] = PreemptionInfo(
+                deadline_ms=deadline_ms, preempted_node_to_ranks={"a": [1]}
+            )
         asked, look = watch.poll()
         assert other.poll() == (False, False)  # only rank 0 looks at the clock
         if asked:
@@ -800,13 +1010,19 @@ def test_preemption_overrides_scale_up_which_waits() -> None:
         assert watch.cause == expected
     assert NODE_PREEMPTED in RESUMES  # the driver starts another attempt
     watch = StopMonitor(None, rank=1)
-    for cause, expected in ((None, (False, False)), (MORE_WORKERS, (True, False)), ("SIGTERM", (True, True))):
+    for cause, expected in (
+        (None, (False, False)),
+        (MORE_WORKERS, (True, False)),
+        ("SIGTERM", (True, True)),
+    ):
         watch.cause = cause
         assert (watch.poll()[0], watch.urgent()) == expected
 
 
-# SIGTERM and Ctrl-C: at once, or noted while workers save -------------------------------------------------------------
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+# -- SIGTERM and Ctrl-C: at once, or noted while workers save
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
 def test_signals_raise_or_are_noted(number: signal.Signals, error: type[BaseException]) -> None:
     before = signal.getsignal(number)
     with Signals(), pytest.raises(error) as caught:

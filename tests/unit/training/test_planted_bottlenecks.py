@@ -50,7 +50,9 @@ def spin(seconds: float) -> None:
         hashlib.sha256(block).digest()
 
 
-def train(configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0) -> tuple[Diagnosis, list[Any]]:
+def train(
+    configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s: float = 0.0
+) -> tuple[Diagnosis, list[Any]]:
     events: list[dict[str, Any]] = [{"time": time.time(), "kind": "start", "step": 0, "rows": 0}]
 
     def log(kind: str, fields: dict[str, Any]) -> None:
@@ -58,9 +60,17 @@ def train(configuration: TrainConfig, setup: WorkerSetup, loader: Any, *, save_s
 
     def save(progress: Progress, state: dict[str, Any], **_: Any) -> None:
         time.sleep(save_s)
-        log("checkpoint", {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0})
+        log(
+            "checkpoint",
+            {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0},
+        )
 
-    parts: dict[str, Any] = {"progress": Progress(), "log": log, "save": save, "stop_signal": StopSignal()}
+    parts: dict[str, Any] = {
+        "progress": Progress(),
+        "log": log,
+        "save": save,
+        "stop_signal": StopSignal(),
+    }
     loop.run(Training(config=configuration, setup=setup, loader=loader, **parts))
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
@@ -93,7 +103,9 @@ class Slow(Small):
         return super().measure(model, tensors)
 
 
-def small_run(*, read: Callable[[], None] = lambda: None, model_s: float = 0.0, save_s: float = 0.0) -> Any:
+def small_run(
+    *, read: Callable[[], None] = lambda: None, model_s: float = 0.0, save_s: float = 0.0
+) -> Any:
     workload = Slow(optimizer=config(1).workload.optimizer, model_s=model_s)  # type: ignore[attr-defined]
     configuration = config(1).replace(workload=workload)
     context = WorkerContext(configuration, 0, 1, torch.device("cpu"), ThreadEngine(1))
@@ -114,7 +126,9 @@ def test_bottleneck_detects_slow_model_and_checkpoint_storage() -> None:
     for before, event in pairwise([event for event in events if event["kind"] == "step"]):
         assert event["times_s"]["forward"] >= 5 * DELAY_S
         assert event["multiply_adds_per_s"] > 0
-        assert sum(event["times_s"].values()) == pytest.approx((event["rows"] - before["rows"]) / event["rows_per_s"])
+        assert sum(event["times_s"].values()) == pytest.approx(
+            (event["rows"] - before["rows"]) / event["rows_per_s"]
+        )
     found, _ = small_run(save_s=0.5)
     assert found.bottleneck == "checkpoint"
 
@@ -125,7 +139,9 @@ Prepared = tuple[LogIndex, Preprocessor]
 @pytest.fixture(scope="module")
 def prepared(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     path = tmp_path_factory.mktemp("planted") / "log.txt"
-    path.write_bytes(b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:800]))
+    path.write_bytes(
+        b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:800])
+    )
     index = open_index(path, segment_bytes=9_000)
     return index, learn(index)
 
@@ -140,18 +156,32 @@ def click_run(prepared: Prepared) -> Diagnosis:
         return SimpleNamespace(loss=torch.tensor(1.0))
 
     order = BlockOrder(tuple(SegmentRange(s, 0, s.rows) for s in index.segments), "window", 0, 3)
-    source = TaskSource(InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1)
+    source = TaskSource(
+        InProcess(preprocessor), ThreadEngine(1), SCHEMA, order.max_block_rows, prefetch_blocks=1
+    )
     loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 32), epochs=1)
-    configuration = recipes.criteo_demo("none").replace(log_every=4, evaluate_every=10**6, early_stopping={"patience": 0})
-    return train(configuration, fake_setup(SimpleNamespace(progress=progress, reset=lambda: None), clock=clock), loader)[0]
+    configuration = recipes.criteo_demo("none").replace(
+        log_every=4, evaluate_every=10**6, early_stopping={"patience": 0}
+    )
+    return train(
+        configuration,
+        fake_setup(SimpleNamespace(progress=progress, reset=lambda: None), clock=clock),
+        loader,
+    )[0]
 
 
-SLOW_STAGES = {"storage": (storage, "read_into"), "parse": (TextParser, "parse"), "encode": (Preprocessor, "encode")}
+SLOW_STAGES = {
+    "storage": (storage, "read_into"),
+    "parse": (TextParser, "parse"),
+    "encode": (Preprocessor, "encode"),
+}
 """Functions that take long, by the cause of the bottleneck."""
 
 
 @pytest.mark.parametrize("cause", SLOW_STAGES)
-def test_bottleneck_detects_slow_data_stage(prepared: Prepared, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+def test_bottleneck_detects_slow_data_stage(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
     (owner, name), work = SLOW_STAGES[cause], time.sleep if cause == "storage" else spin
     plain: Any = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *a, **k: (work(DELAY_S), plain(*a, **k))[1])
@@ -161,7 +191,9 @@ def test_bottleneck_detects_slow_data_stage(prepared: Prepared, monkeypatch: pyt
 
 
 def test_measured_peak_matches_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least as fast as one product of this shape, and a billion multiply-adds per second, which any core reaches."""
+    """At least as fast as one product of this shape, and a billion multiply-adds per second, which
+    any core reaches.
+    """
     monkeypatch.setattr("rayrec.training.step_log._WINDOW_S", 0.5)
     assert multiply_adds_per_s(torch.device("cpu"), precision="fp32") > 1e9
     assert multiply_adds_per_s(torch.device("cpu"), precision="bf16") > 1e8

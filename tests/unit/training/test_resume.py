@@ -26,7 +26,14 @@ from ranks.checkpoint import same
 import rayrec
 from rayrec import checkpoint, recipes
 from rayrec import checkpoint as checkpoints
-from rayrec.checkpoint import Checkpoint, DamagedError, folder_of, full_tensors, latest_valid_checkpoint, open_checkpoint
+from rayrec.checkpoint import (
+    Checkpoint,
+    DamagedError,
+    folder_of,
+    full_tensors,
+    latest_valid_checkpoint,
+    open_checkpoint,
+)
 from rayrec.checkpoint.state import all_tensors, start_from
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -48,7 +55,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 class Resumed:
     """Start in a folder of checkpoints whose only weight is their step."""
 
-    def __init__(self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None
+    ) -> None:
         self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
         self.files = files or {}
         self.loaders: list[Mock] = []
@@ -59,12 +68,16 @@ class Resumed:
         for step in steps:
             state = {"progress": Progress(step=step).state(), "loader": {"at": step}}
             weights = {"model.weight": torch.full((1, 1), float(step))}
-            checkpoint.save(folder_of(self.folder, step), weights, state=state, extra_files=extra.write)
+            checkpoint.save(
+                folder_of(self.folder, step), weights, state=state, extra_files=extra.write
+            )
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
         return self.files
 
-    def make_loader(self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int) -> Mock:
+    def make_loader(
+        self, context: Any, prepared: Any, *, state: dict[str, Any] | None, step: int
+    ) -> Mock:
         self.loaders.append(Mock(state=state))
         return self.loaders[-1]
 
@@ -88,10 +101,13 @@ class Resumed:
 
 
 def tear(folder: str, step: int, name: str) -> None:
-    flip(f"{folder_of(folder, step)}/{name}", -2, bit=4)  # before it, a file so small is mostly header
+    # before it, a file so small is mostly header
+    flip(f"{folder_of(folder, step)}/{name}", -2, bit=4)
 
 
-def test_manifest_damaged_after_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_damaged_after_check_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resumed = Resumed(tmp_path, 1, 2)
 
     def look_and_tear(folder: str, **arguments: Any) -> Checkpoint | None:
@@ -121,7 +137,9 @@ def test_damage_found_by_reading_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(), (1, 2)])
-def test_restart_without_checkpoint_builds_no_second_model(tmp_path: Path, steps: tuple[int, ...]) -> None:
+def test_restart_without_checkpoint_builds_no_second_model(
+    tmp_path: Path, steps: tuple[int, ...]
+) -> None:
     resumed = Resumed(tmp_path, *steps)
     for step in steps:
         tear(resumed.folder, step, "data_00000.safetensors")
@@ -138,7 +156,9 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     resumed = Resumed(tmp_path, 1, 2, 3, files={"more/tokens.npy": str(source)})
     tear(resumed.folder, 2, "more/tokens.npy")  # in place, so of all three
     for step in (1, 2, 3):
-        with pytest.raises(DamagedError, match=r"tokens\.npy: damaged, its checksum does not match"):
+        with pytest.raises(
+            DamagedError, match=r"tokens\.npy: damaged, its checksum does not match"
+        ):
             checkpoint.verify(Checkpoint(folder_of(resumed.folder, step)))
     found, setup, loader, _ = resumed.start()
     assert (found.step, loader.state, float(setup.model.weight)) == (3, {"at": 3}, 3)
@@ -147,7 +167,8 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="damaged"):  # the link to the others is broken
         checkpoint.verify(Checkpoint(folder_of(resumed.folder, 2)))
     tear(resumed.folder, 3, "data_00000.safetensors")  # so that the one before is needed
-    Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")  # shorter: seen without reading
+    # shorter: seen without reading
+    Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")
     found, setup, *_ = resumed.start()
     assert (found.step, float(setup.model.weight)) == (2, 2)
     assert resumed.events[1:] == [("checkpoint_damaged", 3), ("checkpoint_repaired", 2)]
@@ -168,13 +189,18 @@ def test_shared_file_is_not_repaired_from_different_source(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "data_00000.safetensors"])
-def test_unreadable_disk_does_not_restart_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unreadable_disk_does_not_restart_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     resumed = Resumed(tmp_path, 1)
     unreadable(monkeypatch, name, OSError(errno.EIO, "Input/output error"))
-    rejects(rf"{name}: cannot be read .*, and there is no other checkpoint to resume from", resumed.start)
+    rejects(
+        rf"{name}: cannot be read .*, and there is no other checkpoint to resume from",
+        resumed.start,
+    )
 
 
-# Settings that may change between start and resume --------------------------------------------------------------------
+# -- Settings that may change between start and resume
 @dataclass(frozen=True, kw_only=True)
 class Own(data_parallel.Small):
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = ("workers_note",)
@@ -182,7 +208,11 @@ class Own(data_parallel.Small):
 
 
 def config(**changes: Any) -> TrainConfig:
-    return recipes.criteo_demo("log").replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)}).updated(changes)
+    return (
+        recipes.criteo_demo("log")
+        .replace(batch_size=100, steps=50, scaling={"num_workers": (1, 4)})
+        .updated(changes)
+    )
 
 
 def stored(config: TrainConfig) -> dict[str, Any]:
@@ -198,28 +228,51 @@ def test_compare_settings_classifies_changes() -> None:
         ({"train_data": {"shuffle": "none"}}, ["train_data.shuffle: window -> none"]),
         ({"train_data": {"block_bytes": 1 << 20}}, ["train_data.block_bytes: 33554432 -> 1048576"]),
         ({"train_data": {"files": ("a", "b")}}, ['train_data.files: [] -> ["a", "b"]']),
-        ({"train_data": {"path": "moved", "prefetch_blocks": 9}}, ["train_data.path", "train_data.prefetch_blocks"]),
+        (
+            {"train_data": {"path": "moved", "prefetch_blocks": 9}},
+            ["train_data.path", "train_data.prefetch_blocks"],
+        ),
         (
             {"workload": {"dense_optimizer": {"kind": "adagrad", "learning_rate": 0.5}}},
-            ["workload.dense_optimizer.kind: adam -> adagrad", "workload.dense_optimizer.learning_rate: 0.001 -> 0.5"],
+            [
+                "workload.dense_optimizer.kind: adam -> adagrad",
+                "workload.dense_optimizer.learning_rate: 0.001 -> 0.5",
+            ],
         ),
-        ({"workload": {"sparse_optimizer": {"eps": 1e-5}}}, ["workload.sparse_optimizer.eps: 0.005 -> 1e-05"]),
+        (
+            {"workload": {"sparse_optimizer": {"eps": 1e-5}}},
+            ["workload.sparse_optimizer.eps: 0.005 -> 1e-05"],
+        ),
         ({"workload": {"preset": {"min_count": 9}}}, ["workload.preset.min_count: 2 -> 9"]),
         ({"workload": {"preprocessor": "other"}}, ["workload.preprocessor: null -> other"]),
-        ({"workload": {"sharding": {"min_column_width": 8}}}, ["workload.sharding.min_column_width"]),
         (
-            {"workload": {"sharding": {"exchange_precision": "fp16"}}, "scaling": {"network_interface": "eth0"}},
+            {"workload": {"sharding": {"min_column_width": 8}}},
+            ["workload.sharding.min_column_width"],
+        ),
+        (
+            {
+                "workload": {"sharding": {"exchange_precision": "fp16"}},
+                "scaling": {"network_interface": "eth0"},
+            },
             ["workload.sharding.exchange_precision: fp32 -> fp16", "scaling.network_interface"],
         ),
         ({"tf32": True}, ["tf32: false -> true"]),
         (
-            {"checkpoint": {"every": 5}, "log_every": 1, "trackers": {"tensorboard": False}, "failure": {"grace_s": 9.0}},
+            {
+                "checkpoint": {"every": 5},
+                "log_every": 1,
+                "trackers": {"tensorboard": False},
+                "failure": {"grace_s": 9.0},
+            },
             ["log_every", "checkpoint.every", "failure.grace_s", "trackers.tensorboard"],
         ),
         ({"steps": 51, "epochs": 3}, ["steps", "epochs"]),
         ({"steps": None}, ["steps"]),
         ({"steps": 49}, ["steps: 50 -> 49"]),
-        ({"scaling": {"num_workers": 2, "threads_per_worker": 1}}, ["scaling.num_workers", "scaling.threads_per_worker"]),
+        (
+            {"scaling": {"num_workers": 2, "threads_per_worker": 1}},
+            ["scaling.num_workers", "scaling.threads_per_worker"],
+        ),
         ({"scaling": {"num_workers": 2}, "batch_size": 200}, ["batch_size", "scaling.num_workers"]),
         ({"scaling": {"num_workers": 2}, "batch_size": 100}, ["scaling.num_workers"]),
         ({"batch_size": 200}, ["batch_size: 100 -> 200"]),
@@ -227,7 +280,10 @@ def test_compare_settings_classifies_changes() -> None:
         ({"global_batch_size": 200}, ["batch_size: 100 -> null", "global_batch_size: null -> 200"]),
         (
             {"scaling": {"batch_policy": "per_worker", "learning_rate_policy": "sqrt"}},
-            ["scaling.batch_policy: global -> per_worker", "scaling.learning_rate_policy: constant -> sqrt"],
+            [
+                "scaling.batch_policy: global -> per_worker",
+                "scaling.learning_rate_policy: constant -> sqrt",
+            ],
         ),
     ):
         first, then = config(), config(**changes)
@@ -242,8 +298,10 @@ def test_compare_settings_handles_versions_members_and_class() -> None:
     settings["gone"] = settings["workload"]["gone"] = 3
     found = compare_settings(settings, config(min_steps_per_epoch=2))
     assert found.rejected == (
-        Change("workload.gone", 3, "not set"), Change("min_steps_per_epoch", "not set", 2), Change("gone", 3, "not set")
-    )  # fmt: skip
+        Change("workload.gone", 3, "not set"),
+        Change("min_steps_per_epoch", "not set", 2),
+        Change("gone", 3, "not set"),
+    )
     assert found.accepted == ()
     first = recipes.criteo_ensemble("log")
     settings = stored(first)
@@ -252,7 +310,9 @@ def test_compare_settings_handles_versions_members_and_class() -> None:
     settings["workload"]["model"]["models"][1]["first_dropout"] = 0.3
     (change,) = compare_settings(settings, first).rejected
     assert str(change) == "workload.model.models[1].first_dropout: 0.3 -> 0.1"
-    widedeep, deepfm = (config(workload={"model": {"class": name}}) for name in ("widedeep", "deepfm"))
+    widedeep, deepfm = (
+        config(workload={"model": {"class": name}}) for name in ("widedeep", "deepfm")
+    )
     (change,) = compare_settings(stored(widedeep), deepfm).rejected
     assert change.field == "workload.model.class"
 
@@ -265,7 +325,7 @@ def test_compare_settings_uses_free_fields_of_workload() -> None:
     assert [change.field for change in found.rejected] == ["workload.optimizer.kind"]
 
 
-# Warm start with another run's weights and optimizer state, by category and under any sharding plan -------------------
+# Warm start with another run's weights and optimizer state, by category and under any sharding plan
 ROWS, SEED = 600, 3
 Captured = Callable[[], dict[str, torch.Tensor]]
 SCHEMA = Schema(
@@ -291,7 +351,9 @@ def day(folder: Path, number: int) -> str:
         {
             "click": (rng.random(ROWS) < 0.2 + 0.5 * (item % 3 == 0)).astype(np.int8),
             "price": rng.random(ROWS),
-            "item": pa.array([None if row % 50 == 0 else f"i{value}" for row, value in enumerate(item)]),
+            "item": pa.array(
+                [None if row % 50 == 0 else f"i{value}" for row, value in enumerate(item)]
+            ),
             "user": pa.array([f"u{value}" for value in user]),
             "history": pa.array([[f"i{value}" for value in row] for row in history]),
         }
@@ -301,14 +363,29 @@ def day(folder: Path, number: int) -> str:
     return str(path)
 
 
-WORKLOAD: dict[str, Any] = {"model": DLRM, "schema": SCHEMA, "preset": {"min_count": 1}, "schedule": {"decay_fraction": 0.0}}
+WORKLOAD: dict[str, Any] = {
+    "model": DLRM,
+    "schema": SCHEMA,
+    "preset": {"min_count": 1},
+    "schedule": {"decay_fraction": 0.0},
+}
 WORKLOAD |= {"sparse_optimizer": {"learning_rate": 0.1}, "dense_optimizer": {"learning_rate": 0.02}}
-RUN = {"batch_size": 100, "min_steps_per_epoch": 1, "steps": 8, "evaluate_every": 8, "seed": SEED, **LEAN}
-RUN["early_stopping"] = {"patience": 0}  # the last weights: a resumed run has more evaluations to choose from
+RUN = {
+    "batch_size": 100,
+    "min_steps_per_epoch": 1,
+    "steps": 8,
+    "evaluate_every": 8,
+    "seed": SEED,
+    **LEAN,
+}
+# the last weights: a resumed run has more evaluations to choose from
+RUN["early_stopping"] = {"patience": 0}
 
 
 def warm_config(path: str, folder: Path, name: str, **workload: Any) -> rayrec.TrainConfig:
-    return recipes.clicks(path).replace(name=name, storage_path=str(folder), workload={**WORKLOAD, **workload}, **RUN)
+    return recipes.clicks(path).replace(
+        name=name, storage_path=str(folder), workload={**WORKLOAD, **workload}, **RUN
+    )
 
 
 @pytest.fixture
@@ -329,11 +406,19 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(open_checkpoint(str(run))))
 
 
-OPTIMIZERS = {"rowwise_adagrad": "adam", "adagrad": "adagrad", "adam": "adamw", "adamw": "sgd", "sparse_adam": "lamb"}
+OPTIMIZERS = {
+    "rowwise_adagrad": "adam",
+    "adagrad": "adagrad",
+    "adam": "adamw",
+    "adamw": "sgd",
+    "sparse_adam": "lamb",
+}
 
 
 @pytest.mark.parametrize(("sparse", "dense"), OPTIMIZERS.items())
-def test_warm_start_keeps_known_and_starts_new_rows(tmp_path: Path, captured: Captured, sparse: Any, dense: Any) -> None:
+def test_warm_start_keeps_known_and_starts_new_rows(
+    tmp_path: Path, captured: Captured, sparse: Any, dense: Any
+) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
     optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}
     optimizers["dense_optimizer"] = {"kind": dense, "learning_rate": 0.02}
@@ -342,16 +427,22 @@ def test_warm_start_keeps_known_and_starts_new_rows(tmp_path: Path, captured: Ca
     new = warm_config(day(tmp_path, 1), tmp_path, "new", **optimizers)
     train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
     before, after = tensors(tmp_path / "old"), captured()
-    old_p, new_p = (Preprocessor.load(str(tmp_path / run / "preprocessor")) for run in ("old", "new"))
+    old_p, new_p = (
+        Preprocessor.load(str(tmp_path / run / "preprocessor")) for run in ("old", "new")
+    )
     assert before.keys() == after.keys()
     moved, compared = 0, 0
     for name, tensor in after.items():
         vocabulary = name.partition("embedding_bags.")[2].partition(".")[0]
         if not vocabulary or not tensor.dim():
-            assert torch.equal(tensor, before[name]), name  # the network, and the numbers of Adam's steps
+            # the network, and the numbers of Adam's steps
+            assert torch.equal(tensor, before[name]), name
             continue
         n = new_p.inputs.sparse.index(vocabulary)
-        old_ids, new_ids = (dict(zip(p.vocabulary(n).tolist(), p.sparse[n].ids().tolist(), strict=True)) for p in (old_p, new_p))
+        old_ids, new_ids = (
+            dict(zip(p.vocabulary(n).tolist(), p.sparse[n].ids().tolist(), strict=True))
+            for p in (old_p, new_p)
+        )
         fresh = torch.zeros_like(tensor)
         if name.startswith("model."):
             TableValues(SEED, vocabulary, len(tensor), DIM).fill(fresh)
@@ -374,16 +465,25 @@ def test_warm_start_keeps_known_and_starts_new_rows(tmp_path: Path, captured: Ca
 def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None:
     log, old = day(tmp_path, 0), str(tmp_path / "old")
     first = train(warm_config(log, tmp_path, "old")).summary
-    still: dict[str, Any] = {"sparse_optimizer": {"learning_rate": 0.0}, "dense_optimizer": {"learning_rate": 0.0}}
+    still: dict[str, Any] = {
+        "sparse_optimizer": {"learning_rate": 0.0},
+        "dense_optimizer": {"learning_rate": 0.0},
+    }
     shutil.copytree(f"{old}/preprocessor", tmp_path / "vocabulary")
     same = {"preprocessor": str(tmp_path / "vocabulary")}
-    kept = train(warm_config(log, tmp_path, "kept", **still, **same).replace(init_from=old, steps=1)).summary
+    kept = train(
+        warm_config(log, tmp_path, "kept", **still, **same).replace(init_from=old, steps=1)
+    ).summary
     assert (kept["weights_sha256"], kept["metrics"]) == (first["weights_sha256"], first["metrics"])
-    runs = [warm_config(log, tmp_path, name, **same).replace(init_from=old, steps=4) for name in ("one", "two", "three")]
+    runs = [
+        warm_config(log, tmp_path, name, **same).replace(init_from=old, steps=4)
+        for name in ("one", "two", "three")
+    ]
     one, two = train(runs[0]).summary, train(runs[1]).summary
     assert one["weights_sha256"] == two["weights_sha256"] != first["weights_sha256"]
     assert (one["steps"], one["rows"]) == (4, 400)
-    # What resumes has its own checkpoint, and does not start with the old one again, which may be gone.
+    # What resumes has its own checkpoint, and does not start with the old one again, which may be
+    # gone.
     train(runs[2].replace(steps=2))
     shutil.move(old, tmp_path / "moved")
     assert train(runs[2]).summary["weights_sha256"] == one["weights_sha256"]
@@ -394,32 +494,56 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "adamw"])
-def test_warm_start_is_independent_of_sharding_plan(tmp_path: Path, captured: Captured, sparse: str) -> None:
+def test_warm_start_is_independent_of_sharding_plan(
+    tmp_path: Path, captured: Captured, sparse: str
+) -> None:
     optimizer = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1}}
     logs = [day(tmp_path, number) for number in (0, 1)]
     train(warm_config(logs[0], tmp_path, "old", **optimizer))
     found = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
-        new = warm_config(logs[1], tmp_path, plan, **optimizer, sharding={"sharding_types": (plan,), "min_column_width": 4})
+        new = warm_config(
+            logs[1],
+            tmp_path,
+            plan,
+            **optimizer,
+            sharding={"sharding_types": (plan,), "min_column_width": 4},
+        )
         train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
-        # Columns of a row-wise state have names of their own, and equal values after a start from whole rows.
-        found.append({name.partition(".columns_")[0]: tensor for name, tensor in captured().items()})
+        # Columns of a row-wise state have names of their own, and equal values after a start from
+        # whole rows.
+        found.append(
+            {name.partition(".columns_")[0]: tensor for name, tensor in captured().items()}
+        )
     assert same(found[0], found[1])
     assert same(found[0], found[2])
 
 
-def test_warm_start_supports_sequences_and_ensembles(tmp_path: Path, captured: Captured, capsys: Any) -> None:
+def test_warm_start_supports_sequences_and_ensembles(
+    tmp_path: Path, captured: Captured, capsys: Any
+) -> None:
     model = {"model": DINConfig(embedding_dim=4, attention=(8,), mlp=(8,), members=2)}
     train(warm_config(day(tmp_path, 0), tmp_path, "old", **model))
-    rayrec.vocabulary(day(tmp_path, 1), out=str(tmp_path / "extended"), extend=str(tmp_path / "old"), console=QUIET)
-    new = warm_config(day(tmp_path, 1), tmp_path, "new", **model, preprocessor=str(tmp_path / "extended"))
-    rayrec.train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1), console=Console())
+    rayrec.vocabulary(
+        day(tmp_path, 1),
+        out=str(tmp_path / "extended"),
+        extend=str(tmp_path / "old"),
+        console=QUIET,
+    )
+    new = warm_config(
+        day(tmp_path, 1), tmp_path, "new", **model, preprocessor=str(tmp_path / "extended")
+    )
+    rayrec.train(
+        new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1), console=Console()
+    )
     assert "categories: 70 kept, 10 fresh, 0 dropped" in " ".join(capsys.readouterr().err.split())
     before, after = tensors(tmp_path / "old"), captured()
     (table,) = [name for name in after if name.startswith("model.sequences.")]
     assert len(after[table]) == len(before[table]) + 10
     for name, tensor in before.items():
-        assert torch.equal(after[name][: len(tensor)] if tensor.dim() else after[name], tensor), name
+        assert torch.equal(after[name][: len(tensor)] if tensor.dim() else after[name], tensor), (
+            name
+        )
     (event,) = events_of(tmp_path / "new", "warm_start")
     assert (event["kept"], event["fresh"], event["dropped"]) == (70, 10, 0)
 
@@ -428,16 +552,32 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
     log = day(tmp_path, 0)
     train(warm_config(log, tmp_path, "old"))
     wrong: dict[str, dict[str, Any]] = {
-        "model must be DCNv2Config, as in this run, got DLRMConfig": {"model": DCNv2Config(embedding_dim=DIM)},
-        "shape must be .7., got .8.. Use the model and settings of its config.yaml": {"model": DLRM.replace(bottom_mlp=(7, DIM))},
-        "embedding width .* must be 4, as in this run, got 8": {"model": DLRM.replace(embedding_dim=4, bottom_mlp=(8, 4))},
-        "sparse_optimizer.kind rowwise_adagrad, this run has adam": {"sparse_optimizer": {"kind": "adam"}},
+        "model must be DCNv2Config, as in this run, got DLRMConfig": {
+            "model": DCNv2Config(embedding_dim=DIM)
+        },
+        "shape must be .7., got .8.. Use the model and settings of its config.yaml": {
+            "model": DLRM.replace(bottom_mlp=(7, DIM))
+        },
+        "embedding width .* must be 4, as in this run, got 8": {
+            "model": DLRM.replace(embedding_dim=4, bottom_mlp=(8, 4))
+        },
+        "sparse_optimizer.kind rowwise_adagrad, this run has adam": {
+            "sparse_optimizer": {"kind": "adam"}
+        },
         "dense_optimizer.kind adam, this run has sgd": {"dense_optimizer": {"kind": "sgd"}},
-        "sparse columns must be": {"schema": SCHEMA.replace(sparse=("item", "user"), lists=(), features=())},
-        "shares? a row|hashing does not match": {"preset": {"min_count": 1, "max_num_embeddings": 20}},
+        "sparse columns must be": {
+            "schema": SCHEMA.replace(sparse=("item", "user"), lists=(), features=())
+        },
+        "shares? a row|hashing does not match": {
+            "preset": {"min_count": 1, "max_num_embeddings": 20}
+        },
     }
     for message, workload in wrong.items():
-        rejects(message, train, warm_config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old")))
+        rejects(
+            message,
+            train,
+            warm_config(log, tmp_path, "new", **workload).replace(init_from=str(tmp_path / "old")),
+        )
         assert events_of(tmp_path / "new", "attempt") == []
         shutil.rmtree(tmp_path / "new")
 
@@ -448,15 +588,25 @@ def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     settings = plain.replace(name="old", storage_path=str(tmp_path), workload=workload, **LEAN)
     first = train(settings).summary
     unmoved = {"optimizer": {"learning_rate": 0.0}}
-    still = settings.replace(name="kept", init_from=str(tmp_path / "old"), steps=1, workload=unmoved)
-    assert train(still).summary["validation"]["loss"] != first["validation"]["loss"]  # batch norm has seen another batch
+    still = settings.replace(
+        name="kept", init_from=str(tmp_path / "old"), steps=1, workload=unmoved
+    )
+    # batch norm has seen another batch
+    assert train(still).summary["validation"]["loss"] != first["validation"]["loss"]
     before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
     assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items() if name.endswith("weight"))
+    assert all(
+        torch.equal(tensor, after[name])
+        for name, tensor in before.items()
+        if name.endswith("weight")
+    )
     (steps,) = {int(tensor) for name, tensor in after.items() if name.endswith(".step")}
     assert steps == 7  # Adam's own, which goes with its moments
     absent, rule = "bias: shape must be absent, got .6.", "optimizer.kind adamw, this run has sgd"
-    for message, changes in ((absent, {"batch_norm": False}), (rule, {"optimizer": {"kind": "sgd"}})):
+    for message, changes in (
+        (absent, {"batch_norm": False}),
+        (rule, {"optimizer": {"kind": "sgd"}}),
+    ):
         rejects(message, train, still.replace(name="refused", workload=changes))
 
 
@@ -469,4 +619,9 @@ def test_warm_start_rejects_damaged_or_lost_checkpoints(tmp_path: Path) -> None:
     rejects("damaged, the checksum", train, new)
     os.truncate(weights, weights.stat().st_size - 1)
     rejects("bytes instead of", train, new.replace(name="newer"))
-    rejects("would start again from init_from", worker._start_warm, SimpleNamespace(folder="runs/new", warm_start=None), None)
+    rejects(
+        "would start again from init_from",
+        worker._start_warm,
+        SimpleNamespace(folder="runs/new", warm_start=None),
+        None,
+    )

@@ -32,8 +32,12 @@ class Recorded:
     def __init__(self, folder: Path, *, rank: int = 0, memory: bool = True) -> None:
         self.written: list[Window] = []
         self.failed: list[str] = []
-        make = partial(StepProfiler, str(folder), rank=rank, device=torch.device("cpu"), memory=memory)
-        self.profiler = make(on_saved=self.written.append, on_failed=lambda window, cause: self.failed.append(cause))
+        make = partial(
+            StepProfiler, str(folder), rank=rank, device=torch.device("cpu"), memory=memory
+        )
+        self.profiler = make(
+            on_saved=self.written.append, on_failed=lambda window, cause: self.failed.append(cause)
+        )
 
     def record(self, window: Window, first: int, end: int) -> Recorded:
         self.profiler.request(window)
@@ -53,7 +57,11 @@ def train(profiler: StepProfiler, first: int, end: int) -> None:
 
 
 def steps_of(folder: Path) -> list[str]:
-    return [event["name"] for event in trace(folder) if event["name"].startswith("step ") and event.get("ph") == "X"]
+    return [
+        event["name"]
+        for event in trace(folder)
+        if event["name"].startswith("step ") and event.get("ph") == "X"
+    ]
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
@@ -85,7 +93,9 @@ def test_late_window_is_shifted_and_window_of_resumed_run_keeps_end(tmp_path: Pa
     assert steps_of(tmp_path / "configured" / "rank_0") == ["step 6", "step 7"]
 
 
-def test_profiler_records_nothing_without_request_or_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiler_records_nothing_without_request_or_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rayrec.training.step_profiler.profile", None)
     run = Recorded(tmp_path)
     run.profiler.request(Window("never", 100, 110))
@@ -93,7 +103,9 @@ def test_profiler_records_nothing_without_request_or_memory(tmp_path: Path, monk
     assert not run.failed
     run.profiler.close()
     assert run.failed == ["training ended, or was interrupted, before step 101"]
-    assert Recorded(tmp_path).record(Window("long", 0, 201), 0, 2).failed == ["201 steps; at most 200 fit into memory"]
+    assert Recorded(tmp_path).record(Window("long", 0, 201), 0, 2).failed == [
+        "201 steps; at most 200 fit into memory"
+    ]
     assert not list(tmp_path.iterdir())
 
 
@@ -101,10 +113,15 @@ def test_replaced_profile_request_fails(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     run.profiler.request(Window("first", 1, 2))
     run.record(Window("second", 1, 2), 0, 3)
-    assert (run.failed, run.names()) == (["another profile was requested before this one began"], ["second"])
+    assert (run.failed, run.names()) == (
+        ["another profile was requested before this one began"],
+        ["second"],
+    )
 
 
-def test_unwritable_profile_fails_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_profile_fails_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     twice = Window("twice", 0, 1)
     assert not Recorded(tmp_path).record(twice, 0, 2).failed
     (cause,) = Recorded(tmp_path).record(twice, 0, 2).failed
@@ -117,9 +134,13 @@ def test_unwritable_profile_fails_and_leaves_nothing(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("where", ["construct", "start", "stop"])
-def test_recording_error_does_not_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_recording_error_does_not_reach_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     parts = {"start": lambda: None, "stop": lambda: None} | {where: raising(MemoryError(where))}
-    monkeypatch.setattr(step_profiler, "profile", parts.get("construct", lambda **_: SimpleNamespace(**parts)))
+    monkeypatch.setattr(
+        step_profiler, "profile", parts.get("construct", lambda **_: SimpleNamespace(**parts))
+    )
     run = Recorded(tmp_path).record(Window("broken", 0, 1), 0, 3)
     assert (run.failed, run.written) == ([where], [])
 
@@ -138,7 +159,9 @@ def test_failed_mark_ends_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (len(run.failed), run.names()) == (1, ["next"])  # torch's profiler was let go
 
 
-def test_profile_fails_without_writer_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_fails_without_writer_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Recorded(tmp_path)
     run.profiler.request(Window("unwritten", 0, 1))
     with monkeypatch.context() as patch:
@@ -148,7 +171,7 @@ def test_profile_fails_without_writer_thread(tmp_path: Path, monkeypatch: pytest
     assert run.failed == ["can't start new thread"]
 
 
-# Profile requests to a run in progress, and the answer to the caller --------------------------------------------------
+# -- Profile requests to a run in progress, and the answer to the caller
 def write_traces(folder: Path, wish: dict[str, Any], *delays_s: float) -> None:
     """Write the trace of each rank after a delay."""
     for rank, delay_s in enumerate(delays_s):
@@ -175,9 +198,20 @@ def events(*, rate: float = 0.0) -> list[dict[str, Any]]:
     ]
 
 
-def request(folder: Path, train: Callable[[Any], object] | None = None, **changes: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"steps": 2, "note": print, "timeout_s": 120.0 if train else 0.0, **changes}
-    with watched_requests(str(folder), SimpleNamespace(send_profile_request=train)) if train else contextlib.nullcontext():
+def request(
+    folder: Path, train: Callable[[Any], object] | None = None, **changes: Any
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "steps": 2,
+        "note": print,
+        "timeout_s": 120.0 if train else 0.0,
+        **changes,
+    }
+    with (
+        watched_requests(str(folder), SimpleNamespace(send_profile_request=train))
+        if train
+        else contextlib.nullcontext()
+    ):
         return request_profile(str(folder), settings.pop("events", events()), **settings)
 
 
@@ -191,24 +225,47 @@ def test_profile_request_waits_for_all_workers(tmp_path: Path) -> None:
     told = request(tmp_path, write, steps=5)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
-    assert told == {"profile": str(tmp_path / "profile" / wish["name"]), "first_step": 40, "steps": 5, "ranks": 2}
+    assert told == {
+        "profile": str(tmp_path / "profile" / wish["name"]),
+        "first_step": 40,
+        "steps": 5,
+        "ranks": 2,
+    }
     assert (tmp_path / "profile" / wish["name"] / "rank_1" / "trace.json.gz").exists()
     assert not (tmp_path / "profile" / "request.json").exists()
 
 
-def test_first_profiled_step_is_ahead_of_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_profiled_step_is_ahead_of_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 2.0)
     monkeypatch.setattr(profiling, "_POLL_S", 0.0)
     monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
     notes: list[str] = []
-    rejects("The run has no running driver", request, tmp_path, events=events(rate=4), steps=5, note=notes.append)
+    rejects(
+        "The run has no running driver",
+        request,
+        tmp_path,
+        events=events(rate=4),
+        steps=5,
+        note=notes.append,
+    )
     assert notes == ["Requested 5 steps from step 48"]
-    rejects("The run has no running driver", request, tmp_path, events=events(rate=40), steps=30, note=notes.append)
+    rejects(
+        "The run has no running driver",
+        request,
+        tmp_path,
+        events=events(rate=40),
+        steps=30,
+        note=notes.append,
+    )
     assert notes[1] == "Requested 30 steps from step 70"  # the last there are
     assert not (tmp_path / "profile" / "request.json").exists()
 
 
-def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_request_reports_worker_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = at_first([OSError(28, "No space left on device")], storage.writing_folder, end="rank_1")
     monkeypatch.setattr(storage, "writing_folder", full)
     place, config = tmp_path / "events.jsonl", recipes.criteo_demo("none")
@@ -216,9 +273,15 @@ def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pyt
     def train(wish: dict[str, Any]) -> None:
         with EventWriter(place) as log_of_first:
             for rank in range(2):
-                write: Any = (lambda kind, fields: log_of_first.write(kind, **fields)) if rank == 0 else lambda *_: None
+                write: Any = (
+                    (lambda kind, fields: log_of_first.write(kind, **fields))
+                    if rank == 0
+                    else lambda *_: None
+                )
                 worker: Any = WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
-                profiler = step_profiler.make_profiler(worker, str(tmp_path), SimpleNamespace(subscribe=id), write)
+                profiler = step_profiler.make_profiler(
+                    worker, str(tmp_path), SimpleNamespace(subscribe=id), write
+                )
                 profiler.request(profiling.Window(**wish))
                 for step in range(40, 50):
                     profiler.begin_step(step)
@@ -227,7 +290,11 @@ def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pyt
     rejects(r"no profile\. worker 1: .*No space left on device", request, tmp_path, train)
     written = {event["kind"]: event for event in read_events(place)}
     assert (written["profile"]["rank"], written["profile_failed"]["rank"]) == (0, 1)
-    assert written["profile"]["name"] == written["profile_failed"]["name"] == Path(written["profile"]["path"]).name
+    assert (
+        written["profile"]["name"]
+        == written["profile_failed"]["name"]
+        == Path(written["profile"]["path"]).name
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,9 +306,14 @@ def test_profile_request_reports_worker_failure(tmp_path: Path, monkeypatch: pyt
         ("run", {}, "another driver began"),
     ],
 )
-def test_profile_request_reports_end_of_training(tmp_path: Path, kind: str, fields: dict[str, Any], told: str) -> None:
+def test_profile_request_reports_end_of_training(
+    tmp_path: Path, kind: str, fields: dict[str, Any], told: str
+) -> None:
     place = tmp_path / "events.jsonl"
-    so_far = [{"kind": "run", "time": time.time() - 100}, {"kind": "failure", "time": time.time() - 60, "cause": "old"}]
+    so_far = [
+        {"kind": "run", "time": time.time() - 100},
+        {"kind": "failure", "time": time.time() - 60, "cause": "old"},
+    ]
     place.write_text("".join(json.dumps(event) + "\n" for event in so_far))
 
     def end(wish: dict[str, Any]) -> None:
@@ -252,7 +324,9 @@ def test_profile_request_reports_end_of_training(tmp_path: Path, kind: str, fiel
     rejects(ended, request, tmp_path, end, events=[*so_far, *events()])
 
 
-def test_profile_written_at_training_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_written_at_training_end_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling, "_WRITING_S", 60.0)
 
     def end(wish: dict[str, Any]) -> None:
@@ -275,14 +349,20 @@ def test_foreign_profile_request_is_kept(tmp_path: Path) -> None:
 
 def test_profile_request_rejects_invalid_steps_and_idle_run(tmp_path: Path) -> None:
     for steps in (0, 201, 100_000):
-        rejects(rf"^steps: must be between 1 and 200, .* got {steps:,}$", request, tmp_path, steps=steps)
+        rejects(
+            rf"^steps: must be between 1 and 200, .* got {steps:,}$", request, tmp_path, steps=steps
+        )
     for of in ([*events(), {"kind": "finish", "time": time.time(), "step": 100}], events()[:1], []):
         rejects("is not training", request, tmp_path, events=of)
     assert not (tmp_path / "profile").exists()
 
 
-OTHER_REQUESTS: list[Any] = [{"name": name, "first": 1, "end": 2} for name in ("../../elsewhere", "/etc", "..")]
-OTHER_REQUESTS += [{"name": "x", "first": first, "end": end} for first, end in ((2, 2), (2, 203), ("many", 2))]
+OTHER_REQUESTS: list[Any] = [
+    {"name": name, "first": 1, "end": 2} for name in ("../../elsewhere", "/etc", "..")
+]
+OTHER_REQUESTS += [
+    {"name": "x", "first": first, "end": end} for first, end in ((2, 2), (2, 203), ("many", 2))
+]
 
 
 @pytest.mark.parametrize("request_", ["no JSON", "[]", *map(json.dumps, OTHER_REQUESTS)])
@@ -293,7 +373,8 @@ def test_invalid_profile_request_is_removed(tmp_path: Path, request_: str) -> No
     (folder / "request.json").write_text(request_)
     with watched_requests(str(tmp_path), SimpleNamespace(send_profile_request=heard.append)):
         until(lambda: not (folder / "request.json").exists())
-        storage.write_json(str(folder / "request.json"), {"name": "good", "first": 1, "end": 2})  # whole or not at all
+        # whole or not at all
+        storage.write_json(str(folder / "request.json"), {"name": "good", "first": 1, "end": 2})
         until(lambda: heard)
     assert heard == [{"name": "good", "first": 1, "end": 2}]
 
@@ -308,7 +389,11 @@ def test_kineto_variables_reach_workers_and_settings_are_checked() -> None:
     assert ProfileConfig(steps="10:20").window() == (10, 20)
     assert ProfileConfig().window() is None
     assert ProfileConfig(steps="10:210").window() == (10, 210)
-    rejects(r"^profile\.steps: at most 200 steps fit in memory, got '10:211' \(201\)$", ProfileConfig, steps="10:211")
+    rejects(
+        r"^profile\.steps: at most 200 steps fit in memory, got '10:211' \(201\)$",
+        ProfileConfig,
+        steps="10:211",
+    )
     for steps in ("10", "20:10", "10:10", ":5", "a:b", "-1:5", "1:2:3"):
         rejects(r"profile\.steps", ProfileConfig, steps=steps)
     config = recipes.criteo_demo().replace(profile={"steps": "1:2"}, trackers={"wandb": "offline"})

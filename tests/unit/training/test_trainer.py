@@ -44,7 +44,9 @@ Failing = Callable[..., list[dict[str, Any]]]
 
 
 def told() -> list[dict[str, Any]]:
-    """Write the events of two drivers of a run, running for 30 and 20 seconds with a night between them."""
+    """Write the events of two drivers of a run, running for 30 and 20 seconds with a night between
+    them.
+    """
     step = {"kind": "step", "loss": 0.5, "rows_per_s": 10.0, "blocked_fraction": 0.1, "steps": 20}
     return [
         {"kind": "run", "time": 1000.0},
@@ -67,8 +69,20 @@ def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, 
     saved = folder_of(str(folder), 15)
     checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
     metrics = {"accuracy": 0.5}
-    finish: dict[str, Any] = {"step": 15, "chosen_step": 10, "rows": ROWS * 3 // 2, "rows_lost": 0, "rows_repeated": 0}
-    finish |= {"train_s": 12.0, "metrics": metrics, "validation": metrics, "blocked_fraction": 0.1, "checkpoint": saved}
+    finish: dict[str, Any] = {
+        "step": 15,
+        "chosen_step": 10,
+        "rows": ROWS * 3 // 2,
+        "rows_lost": 0,
+        "rows_repeated": 0,
+    }
+    finish |= {
+        "train_s": 12.0,
+        "metrics": metrics,
+        "validation": metrics,
+        "blocked_fraction": 0.1,
+        "checkpoint": saved,
+    }
     finish |= {"weights_sha256": "00ff", "metrics_set": "validation"}
     notes: list[str] = []
     with EventWriter(folder / "events.jsonl") as events:
@@ -107,33 +121,51 @@ class Prepared(data_parallel.Small):
     wrong: str = ""
 
     def prepare(self, context: RunContext) -> Any:
-        context.note(f"waits {storage.outage_s():g} s for a store, its tasks {context.engine.placement.max_outage_s:g} s")
+        context.note(
+            f"waits {storage.outage_s():g} s for a store, its tasks "
+            f"{context.engine.placement.max_outage_s:g} s"
+        )
         if self.wrong:
             raise InputError(self.wrong)
 
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """Train a run that logs a step and fails: `wrong` before training, `finishes` in the summary. Notes go to NOTES."""
+    """Train a run that logs a step and fails: `wrong` before training, `finishes` in the summary.
+    Notes go to NOTES.
+    """
     monkeypatch.setattr(ray_launcher.connection, "connect", lambda *_, **__: None)
     monkeypatch.setattr(ray_launcher.connection, "ship_code", lambda *_: None)
-    monkeypatch.setattr(ray_launcher, "allocate_resources", lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1))
+    monkeypatch.setattr(
+        ray_launcher,
+        "allocate_resources",
+        lambda *_: SimpleNamespace(driver=TaskPlacement(), num_nodes=1),
+    )
     monkeypatch.setattr(ray_launcher, "wait_for_resources", ray_launcher.allocate_resources)
-    monkeypatch.setattr(ray_launcher, "prestart_workers", lambda *_: None)  # a test before may have left a Ray
+    # a test before may have left a Ray
+    monkeypatch.setattr(ray_launcher, "prestart_workers", lambda *_: None)
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
 
-    def fail(error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any) -> list[dict[str, Any]]:
+    def fail(
+        error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any
+    ) -> list[dict[str, Any]]:
         def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any]:
             for event in told()[1:3]:
-                driver.events.write(**{name: value for name, value in event.items() if name != "time"})
+                driver.events.write(
+                    **{name: value for name, value in event.items() if name != "time"}
+                )
             if finishes:
                 return {"step": 15}
             raise error
 
         monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
         trackers = {"prometheus": False, "tensorboard": False, "mllog": True}
-        config = data_parallel.config(1).replace(name="run", storage_path=str(tmp_path), trackers=trackers)
-        config = config.replace(workload=Prepared(wrong=str(error) if wrong else ""), failure={"max_outage_s": 900.0})
+        config = data_parallel.config(1).replace(
+            name="run", storage_path=str(tmp_path), trackers=trackers
+        )
+        config = config.replace(
+            workload=Prepared(wrong=str(error) if wrong else ""), failure={"max_outage_s": 900.0}
+        )
         CONFIGS.append(config)
         NOTES.clear()
         with pytest.raises(type(error)) as raised:
@@ -152,9 +184,18 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
     ],
 )
-def test_final_error_is_recorded_and_reported(tmp_path: Path, failing: Failing, error: Exception, cause: Any) -> None:
+def test_final_error_is_recorded_and_reported(
+    tmp_path: Path, failing: Failing, error: Exception, cause: Any
+) -> None:
     events, cause = failing(error), cause or str(error)
-    assert [event["kind"] for event in events] == ["run", "prepared", "start_up", "start", "step", "failure"]
+    assert [event["kind"] for event in events] == [
+        "run",
+        "prepared",
+        "start_up",
+        "start",
+        "step",
+        "failure",
+    ]
     assert (events[-1]["cause"], events[-1]["last"]) == (cause, True)
     assert RunSummary(events).standing() == f"failed ({cause}) at step 5 of 20"
     assert f"failed ({cause})" in html.unescape((tmp_path / "run" / "report.html").read_text())
@@ -162,11 +203,16 @@ def test_final_error_is_recorded_and_reported(tmp_path: Path, failing: Failing, 
 
 
 def test_error_before_training_is_recorded(tmp_path: Path, failing: Failing) -> None:
-    assert [event["kind"] for event in failing(InputError("no such log"), wrong=True)] == ["run", "failure"]
+    assert [event["kind"] for event in failing(InputError("no such log"), wrong=True)] == [
+        "run",
+        "failure",
+    ]
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_resumed_run_waits_longer_for_store(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_waits_longer_for_store(
+    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYREC_STORAGE_OUTAGE_S", "30")
     for waits_s in (30, 900):
         failing(InputError("no such log"), wrong=True)
@@ -174,11 +220,18 @@ def test_resumed_run_waits_longer_for_store(tmp_path: Path, failing: Failing, mo
         checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
 
 
-def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of a finished run that cannot be extended, nor of a run to be resumed with other settings."""
+def test_rejected_settings_change_no_file(
+    tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of a finished run that cannot be extended, nor of a run to be resumed with other
+    settings.
+    """
     failing(InputError("no room"))  # nothing is saved yet
     failing(InputError("no room"), seed=5)  # so that it may be another run
-    assert f"Starting {tmp_path}/run again with other settings, because no step was saved (seed: 0 -> 5)" in NOTES
+    assert (
+        f"Starting {tmp_path}/run again with other settings, because no step was saved (seed: 0 "
+        "-> 5)" in NOTES
+    )
     checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
     settings = tmp_path / "run" / "config.yaml"
     before = settings.read_bytes()
@@ -199,27 +252,51 @@ def test_rejected_settings_change_no_file(tmp_path: Path, failing: Failing, monk
     failing(InputError("no room"), **longer)  # refused by the workers
     assert storage.read_json(str(tmp_path / "run" / "summary.json")) == summary
     NOTES.clear()
-    assert trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch)).summary == summary
-    assert NOTES[-1].endswith("ignored, because nothing remains to be trained: checkpoint.every: null -> 7")
+    assert (
+        trainer.train(finished.replace(checkpoint={"every": 7}), console=quiet(monkeypatch)).summary
+        == summary
+    )
+    assert NOTES[-1].endswith(
+        "ignored, because nothing remains to be trained: checkpoint.every: null -> 7"
+    )
 
 
 def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> None:
     config = data_parallel.config(1).replace(storage_path="", steps=20)
     settings = config.to_dict()
-    del settings["global_batch_size"], settings["workload"]["parallel_options"], settings["checkpoint"]["keep_every"]
-    summary = {"config_hash": settings_hash(settings), "steps": 20, "epochs": 0.4, "checkpoint": "c"}
+    del (
+        settings["global_batch_size"],
+        settings["workload"]["parallel_options"],
+        settings["checkpoint"]["keep_every"],
+    )
+    summary = {
+        "config_hash": settings_hash(settings),
+        "steps": 20,
+        "epochs": 0.4,
+        "checkpoint": "c",
+    }
     storage.write_json(str(tmp_path / "summary.json"), summary)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     graph = {"parallel_options": {"static_graph": True}}
     for changes, expected in (({}, summary), ({"workload": graph}, summary), ({"steps": 30}, None)):
         new = config.replace(**changes)
-        assert finished_summary(str(tmp_path), new, changes_since(str(tmp_path), new), NOTES.append) == expected
-    other = config.replace(workload={"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16"}})
-    differences, message = changes_since(str(tmp_path), other), r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
+        assert (
+            finished_summary(str(tmp_path), new, changes_since(str(tmp_path), new), NOTES.append)
+            == expected
+        )
+    other = config.replace(
+        workload={"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16"}}
+    )
+    differences, message = (
+        changes_since(str(tmp_path), other),
+        r"\(workload.parallel_options.param_dtype: not set -> bf16\)",
+    )
     rejects(message, finished_summary, str(tmp_path), other, differences, NOTES.append)
 
 
-def test_summary_waits_for_store_like_save(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_waits_for_store_like_save(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def waits(*_: Any, **__: Any) -> Any:
         raise InputError(f"waits {storage.outage_s():g} s for a store")
 
@@ -236,7 +313,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Console:
 
 def test_summary_covers_all_drivers_despite_damaged_events(tmp_path: Path) -> None:
     result, notes = summarized(tmp_path)
-    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)  # neither the four that were allowed nor one
+    # neither the four that were allowed nor one
+    assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
     assert (result.summary["wall_s"], result.summary["restarts"]) == (pytest.approx(50.0), 1)
     assert not notes
     assert read_events(tmp_path / "events.jsonl")[-1]["kind"] == "summary"
@@ -248,29 +326,65 @@ def test_summary_covers_all_drivers_despite_damaged_events(tmp_path: Path) -> No
     assert "events.jsonl, line 3: not an event" in note
     assert "\n" not in note
     result, notes = summarized(tmp_path, [])
-    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (0.0, 0, None)
+    assert (result.summary["wall_s"], result.summary["restarts"], result.summary["verdict"]) == (
+        0.0,
+        0,
+        None,
+    )
     assert result.summary["epochs"] == pytest.approx(1.5, abs=0.02)
     assert not notes
 
 
 def test_result_has_attributes_of_ray_train(tmp_path: Path) -> None:
-    evaluations = [{"kind": "evaluate", "time": 1021.0, "step": 5, "set": "validation", "accuracy": 0.75, "loss": 0.7}]
-    evaluations.append({**evaluations[0], "time": 51_019.5, "step": 15, "accuracy": 0.5, "loss": 0.6})
+    evaluations = [
+        {
+            "kind": "evaluate",
+            "time": 1021.0,
+            "step": 5,
+            "set": "validation",
+            "accuracy": 0.75,
+            "loss": 0.7,
+        }
+    ]
+    evaluations.append(
+        {**evaluations[0], "time": 51_019.5, "step": 15, "accuracy": 0.5, "loss": 0.6}
+    )
     workers = {"workers": [{"loss": 0.25}, {"loss": 0.75}]}
-    events = [{**event, **(workers if event["kind"] == "step" else {})} for event in told()] + evaluations
+    events = [
+        {**event, **(workers if event["kind"] == "step" else {})} for event in told()
+    ] + evaluations
     checkpoint.save(folder_of(str(tmp_path), 5), {"model.weight": torch.ones(3)}, state={})
     result, _ = summarized(tmp_path, [json.dumps(event) + "\n" for event in events])
-    assert (result.path, result.filesystem.type_name, result.error) == (str(tmp_path), "local", None)
+    assert (result.path, result.filesystem.type_name, result.error) == (
+        str(tmp_path),
+        "local",
+        None,
+    )
     frame = result.metrics_dataframe
-    assert frame.columns.tolist()[3:-1] == ["loss", "rows_per_s", "blocked_fraction", "loss_worker_0", "loss_worker_1",
-                                            "validation_accuracy", "validation_loss"]  # fmt: skip
-    assert frame[["loss_worker_1", "validation_loss"]].to_numpy().tolist() == [[0.75, 0.7], [0.75, 0.6]]
+    assert frame.columns.tolist()[3:-1] == [
+        "loss",
+        "rows_per_s",
+        "blocked_fraction",
+        "loss_worker_0",
+        "loss_worker_1",
+        "validation_accuracy",
+        "validation_loss",
+    ]
+    assert frame[["loss_worker_1", "validation_loss"]].to_numpy().tolist() == [
+        [0.75, 0.7],
+        [0.75, 0.6],
+    ]
     (early, first), (late, last) = result.best_checkpoints
     assert (early, first) == (folder_of(str(tmp_path), 5), {"accuracy": 0.75, "loss": 0.7})
     assert (late, last) == (result.checkpoint, {"accuracy": 0.5, "loss": 0.6})
     assert result.get_best_checkpoint("accuracy", "max") == early
     assert result.get_best_checkpoint("loss", "min") == late
-    rejects("metric: must be one of accuracy, loss, got 'auroc'", result.get_best_checkpoint, "auroc", "max")
+    rejects(
+        "metric: must be one of accuracy, loss, got 'auroc'",
+        result.get_best_checkpoint,
+        "auroc",
+        "max",
+    )
     rejects("mode: must be min or max, got 'best'", result.get_best_checkpoint, "loss", "best")
     assert repr(result).startswith("Result(\n  metrics={'accuracy': 0.5},\n")
     assert "<tr><th>accuracy</th><td>0.5000</td></tr>" in result._repr_html_()
@@ -289,18 +403,26 @@ def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
     assert checkpoint.open_checkpoint(result.checkpoint).step == 15
     with result.checkpoint.as_directory() as folder:
         assert folder == result.checkpoint
-    assert checkpoint.open_checkpoint(result.checkpoint.to_directory(str(tmp_path / "copy" / "step_00000015"))).step == 15
+    assert (
+        checkpoint.open_checkpoint(
+            result.checkpoint.to_directory(str(tmp_path / "copy" / "step_00000015"))
+        ).step
+        == 15
+    )
     files = {path.name for path in Path(result.checkpoint).iterdir()}
     with CheckpointPath(f"file://{result.checkpoint}").as_directory() as folder:
         assert {path.name for path in Path(folder).iterdir()} == files
         assert checkpoint.open_checkpoint(folder).step == 15
     assert not Path(folder).exists()
     config = recipes.criteo_demo("log")
-    given, plain = (config.replace(init_from=path).to_yaml() for path in (result.checkpoint, str(result.checkpoint)))
+    given, plain = (
+        config.replace(init_from=path).to_yaml()
+        for path in (result.checkpoint, str(result.checkpoint))
+    )
     assert given == plain
 
 
-# Ray Train's tutorial of DDP, ResNet18 on MNIST: its loop trains the same model, its cells take our result ------------
+# Ray Train's tutorial of DDP, ResNet18 on MNIST: its loop trains the same model, its cells take our
 SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
 
 
@@ -309,7 +431,8 @@ class ModelWorker:
 
     def __init__(self, checkpoint: CheckpointPath) -> None:
         with checkpoint.as_directory() as ckpt_dir:
-            # The tutorial: state_dict = torch.load(os.path.join(ckpt_dir, "model.pt"), weights_only=True)
+            # The tutorial: state_dict = torch.load(os.path.join(ckpt_dir, "model.pt"),
+            # weights_only=True)
             stored = full_tensors(open_checkpoint(ckpt_dir), "model.")
             state_dict = {name.removeprefix("model."): value for name, value in stored}
         self.model = SMALL.build()
@@ -357,7 +480,10 @@ def test_result_cells_of_ddp_tutorial(tmp_path: Path) -> None:
     assert all(str(result.checkpoint) in shown for shown in (repr(result), result._repr_html_()))
     frame = result.metrics_dataframe
     assert frame[["epoch", "step"]].to_numpy().tolist() == [[1.0, 10], [2.0, 20]]
-    rows = {name: torch.from_numpy(value) for name, value in read_part(str(digits), "train", num_classes=10).items()}
+    rows = {
+        name: torch.from_numpy(value)
+        for name, value in read_part(str(digits), "train", num_classes=10).items()
+    }
     data = TensorDataset((rows["images"][:, None] / 255 - 0.5) / 0.5, rows["labels"])
     assert frame["loss"].tolist() == pytest.approx(train_loop(data, 2, 20), abs=5e-3)
     (_, first), (last, metrics) = result.best_checkpoints
@@ -368,4 +494,8 @@ def test_result_cells_of_ddp_tutorial(tmp_path: Path) -> None:
     test = read_part(str(digits), "t10k", num_classes=10)
     batch = (torch.from_numpy(test["images"])[:, None] / 255 - 0.5) / 0.5
     predictions = torch.tensor(ModelWorker(result.checkpoint).predict(batch))
-    assert int((predictions == torch.from_numpy(test["labels"])).sum()) == round(50 * result.metrics["accuracy"]) > 5
+    assert (
+        int((predictions == torch.from_numpy(test["labels"])).sum())
+        == round(50 * result.metrics["accuracy"])
+        > 5
+    )

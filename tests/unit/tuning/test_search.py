@@ -1,4 +1,6 @@
-"""Searches in this process: shared preprocessed rows, pauses, failures, kills, and equality with plain training."""
+"""Searches in this process: shared preprocessed rows, pauses, failures, kills, and equality with
+plain training.
+"""
 
 import errno
 import json
@@ -42,8 +44,13 @@ SEARCH: dict[str, Any] = {RATE: {"grid": [0.004, 1e30, 0.001, 2e-5]}}
 
 @pytest.fixture(scope="module")
 def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    plain = recipes.criteo_demo(str(click_log / "train.txt")).replace(steps=54, evaluate_every=18, batch_size=256, **HERE)
-    storage_path, workload = str(tmp_path_factory.mktemp("searches")), {"dense_optimizer": {"learning_rate": 1e-5}}
+    plain = recipes.criteo_demo(str(click_log / "train.txt")).replace(
+        steps=54, evaluate_every=18, batch_size=256, **HERE
+    )
+    storage_path, workload = (
+        str(tmp_path_factory.mktemp("searches")),
+        {"dense_optimizer": {"learning_rate": 1e-5}},
+    )
     return plain.replace(storage_path=storage_path, name="search", workload=workload)
 
 
@@ -70,22 +77,36 @@ def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: Tr
     assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
     assert [step for step, _ in own["curve"]] == [18, 36, 54]
     assert result["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
-    assert result["best"] == {"number": 1, "values": {RATE: 0.004}, "auroc": best["best"], "checkpoint": best["checkpoint"]}
+    assert result["best"] == {
+        "number": 1,
+        "values": {RATE: 0.004},
+        "auroc": best["best"],
+        "checkpoint": best["checkpoint"],
+    }
     assert best["best"] == best["curve"][-1][1]
     assert (result["validation_rows"], result["test_rows"]) == (1429, 1428)
     compared = result["compared"]["auroc"]
     assert compared["low"] < compared["difference"] < compared["high"]
-    trials = [storage.read_json(f"{folder}/trials/trial_000{number}/summary.json") for number in (1, 0)]
+    trials = [
+        storage.read_json(f"{folder}/trials/trial_000{number}/summary.json") for number in (1, 0)
+    ]
     one, other = (trial["metrics"]["auroc"] for trial in trials)
     assert compared["difference"] == pytest.approx(one - other, abs=1e-6)
     assert json.loads((folder / "trials.json").read_text())["best"] == result["best"]
     assert "auroc by workload.dense_optimizer.learning_rate" in (folder / "report.html").read_text()
     winner = recipes.load_config((folder / "best.yaml").read_text())
-    assert winner == config.replace(name=None, workload={"dense_optimizer": {"learning_rate": 0.004}})
+    assert winner == config.replace(
+        name=None, workload={"dense_optimizer": {"learning_rate": 0.004}}
+    )
 
 
-def test_repeated_tune_call_trains_nothing(result: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [Path(result["folder"], "trials", f"trial_000{number}", "events.jsonl") for number in range(5)]
+def test_repeated_tune_call_trains_nothing(
+    result: dict[str, Any], config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [
+        Path(result["folder"], "trials", f"trial_000{number}", "events.jsonl")
+        for number in range(5)
+    ]
     before = [place.read_bytes() for place in events]
     monkeypatch.setattr(of_searches, "InProcessPool", None)
     assert rayrec.tune(config, search=SEARCH, console=QUIET) == result
@@ -100,9 +121,15 @@ def test_repeated_tune_call_trains_nothing(result: dict[str, Any], config: Train
 
 @pytest.mark.extended
 def test_killed_search_matches_uninterrupted_one(
-    result: dict[str, Any], config: TrainConfig, click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: dict[str, Any],
+    config: TrainConfig,
+    click_log: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed after a trial paused, before its state was saved: no step is trained twice, and no trial reads the log."""
+    """Killed after a trial paused, before its state was saved: no step is trained twice, and no
+    trial reads the log.
+    """
     log, away = tmp_path / "train.txt", tmp_path / "away"
     shutil.copy(click_log / "train.txt", log)
     parts: list[tuple[int, int]] = []
@@ -129,18 +156,46 @@ def test_killed_search_matches_uninterrupted_one(
 
 
 def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
-    """With a model of user code, and the recipe's own settings in the grid. Baselines are added later."""
-    searched = config.replace(name="seeds", steps=18, seed=5, workload={"dense_optimizer": {"learning_rate": 0.004}})
+    """With a model of user code, and the recipe's own settings in the grid. Baselines are added
+    later.
+    """
+    searched = config.replace(
+        name="seeds", steps=18, seed=5, workload={"dense_optimizer": {"learning_rate": 0.004}}
+    )
     own, models = f"{OwnConfig.__module__}.OwnConfig", "workload.model.class"
-    options: dict[str, Any] = {"search": {models: {"grid": [own, "dlrm"]}}, "seeds": 2, "console": QUIET}
-    rejects(r"^tune\.baselines: require several seeds", rayrec.tune, searched, **{**options, "seeds": 1}, baselines=["logistic"])
+    options: dict[str, Any] = {
+        "search": {models: {"grid": [own, "dlrm"]}},
+        "seeds": 2,
+        "console": QUIET,
+    }
+    rejects(
+        r"^tune\.baselines: require several seeds",
+        rayrec.tune,
+        searched,
+        **{**options, "seeds": 1},
+        baselines=["logistic"],
+    )
     result = rayrec.tune(searched, **options)
-    assert sorted((trial["number"], trial["values"]["seed"]) for trial in result["trials"]) == [(0, 5), (1, 6), (2, 5), (3, 6)]
+    assert sorted((trial["number"], trial["values"]["seed"]) for trial in result["trials"]) == [
+        (0, 5),
+        (1, 6),
+        (2, 5),
+        (3, 6),
+    ]
     for group, name, numbers in zip(result["groups"], ("dlrm", own), ([0, 1], [2, 3]), strict=True):
         assert (group["name"], group["trials"], group["seconds"] > 0) == (name, numbers, True)
-        runs = [storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json") for number in numbers]
-        assert [(run["steps"], run["metrics"]["rows"]) for run in runs] == [(18, result["test_rows"])] * 2
-        for metric, rows in (("auroc", "metrics"), ("logloss", "metrics"), ("validation", "validation")):
+        runs = [
+            storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json")
+            for number in numbers
+        ]
+        assert [(run["steps"], run["metrics"]["rows"]) for run in runs] == [
+            (18, result["test_rows"])
+        ] * 2
+        for metric, rows in (
+            ("auroc", "metrics"),
+            ("logloss", "metrics"),
+            ("validation", "validation"),
+        ):
             values = [run[rows]["auroc" if metric == "validation" else metric] for run in runs]
             expected = statistics.mean(values), statistics.stdev(values)
             assert (group[metric], group[f"{metric}_std"]) == pytest.approx(expected, abs=1e-6)
@@ -150,19 +205,31 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
     assert other["difference"] == pytest.approx(other["auroc"] - dlrm["auroc"])
     assert other["low"] < other["difference"] < other["high"]
     assert 0 < logistic["p_value"] <= logistic["corrected_p_value"] <= 1
-    assert (logistic["auroc_std"], logistic["logloss_std"], "seeds" in logistic) == (None, None, False)
+    assert (logistic["auroc_std"], logistic["logloss_std"], "seeds" in logistic) == (
+        None,
+        None,
+        False,
+    )
     lines = of_searches.table_text(again).splitlines()
     assert [line.split()[0] for line in lines[-4:-1]] == ["dlrm", own, "logistic"]
     assert ["±" in line for line in lines[-4:-1]] == [True, True, False]
-    assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (of_searches.SEEDS_NOTE, True)
+    assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (
+        of_searches.SEEDS_NOTE,
+        True,
+    )
 
 
 def test_best_trial_is_compared_with_recipe(config: TrainConfig) -> None:
     """The recipe's own settings are neither the best nor the worst."""
     searched = config.replace(name="middle", workload={"dense_optimizer": {"learning_rate": 1e-3}})
-    result = rayrec.tune(searched, search={RATE: {"grid": [0.004, 1e-5]}}, stop_early=False, console=QUIET)
+    result = rayrec.tune(
+        searched, search={RATE: {"grid": [0.004, 1e-5]}}, stop_early=False, console=QUIET
+    )
     assert [trial["number"] for trial in result["trials"]] == [1, 0, 2]
-    summaries = [storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json") for number in (1, 0)]
+    summaries = [
+        storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json")
+        for number in (1, 0)
+    ]
     best, recipe = (summary["metrics"]["auroc"] for summary in summaries)
     assert result["compared"]["auroc"]["difference"] == pytest.approx(best - recipe, abs=1e-6)
 
@@ -172,21 +239,36 @@ def test_seeds_score_test_rows_alone(test_first: bool, config: TrainConfig, tmp_
     """Also if validation rows follow the test rows."""
     preset = {"split": {"test_first": test_first}}
     searched = config.replace(name=f"first_{test_first}", steps=9, workload={"preset": preset})
-    result = rayrec.tune(searched, search={RATE: {"grid": [0.004]}}, seeds=2, stop_early=False, console=QUIET)
+    result = rayrec.tune(
+        searched, search={RATE: {"grid": [0.004]}}, seeds=2, stop_early=False, console=QUIET
+    )
     lines = Path(str(config.train_data.path)).read_text().splitlines(keepends=True)
     first, stop = open_preprocessed(f"{result['folder']}/data").sets["test"]
     assert (stop - first, stop == len(lines)) == (result["test_rows"], not test_first)
     test_rows = tmp_path / "test.txt"
     test_rows.write_text("".join(lines[first:stop]))
     for group in result["groups"]:
-        checkpoints = [trial["checkpoint"] for trial in result["trials"] if trial["number"] in group["trials"]]
-        alone = [rayrec.evaluate(checkpoint, str(test_rows), console=QUIET) for checkpoint in checkpoints]
+        checkpoints = [
+            trial["checkpoint"] for trial in result["trials"] if trial["number"] in group["trials"]
+        ]
+        alone = [
+            rayrec.evaluate(checkpoint, str(test_rows), console=QUIET) for checkpoint in checkpoints
+        ]
         assert [metrics["rows"] for metrics in alone] == [result["test_rows"]] * 2
         for name in ("auroc", "logloss"):
-            assert group[name] == pytest.approx(statistics.mean(metrics[name] for metrics in alone), abs=1e-6)
+            assert group[name] == pytest.approx(
+                statistics.mean(metrics[name] for metrics in alone), abs=1e-6
+            )
 
 
-ONE_LABEL = Schema(label="click", dense=("price",), sparse=("item", "user", "day"), group="user", tokens="any", delimiter=",")
+ONE_LABEL = Schema(
+    label="click",
+    dense=("price",),
+    sparse=("item", "user", "day"),
+    group="user",
+    tokens="any",
+    delimiter=",",
+)
 TWO_LABELS = ONE_LABEL.replace(
     labels=(Label(name="seconds", kind="number"),),
     sparse=(*ONE_LABEL.sparse, "tags"),
@@ -199,7 +281,9 @@ OWN_SEARCH: dict[str, Any] = {"workload.dense_optimizer.learning_rate": {"grid":
 
 
 def own_log(path: str) -> str:
-    """Write a log with numbers, strings, dates, weighted lists, row weights and two labels, as CSV or Parquet."""
+    """Write a log with numbers, strings, dates, weighted lists, row weights and two labels, as CSV
+    or Parquet.
+    """
     rng = np.random.default_rng(0)
     rows, item = 2100, rng.integers(0, 30, 2100)
     click = (rng.random(rows) < np.where(item % 3 == 0, 0.8, 0.2)).astype(np.int8)
@@ -226,7 +310,11 @@ def own_log(path: str) -> str:
 
 
 def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
-    workload = {"schema": schema, "preset": {"min_count": 1}, "dense_optimizer": {"learning_rate": 1e-6}}
+    workload = {
+        "schema": schema,
+        "preset": {"min_count": 1},
+        "dense_optimizer": {"learning_rate": 1e-6},
+    }
     workload["model"] = {"first_order": False}  # Learns at the tables' rate
     plain = recipes.clicks(log).replace(steps=27, batch_size=64, **HERE)
     return plain.replace(storage_path=storage_path, name="own", workload=workload)
@@ -234,26 +322,40 @@ def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("name", "schema", "format"),
-    [("log.csv", TWO_LABELS, "parquet"), ("log.parquet", TWO_LABELS, "parquet"), ("log.csv", ONE_LABEL, "npy")],
+    [
+        ("log.csv", TWO_LABELS, "parquet"),
+        ("log.parquet", TWO_LABELS, "parquet"),
+        ("log.csv", ONE_LABEL, "npy"),
+    ],
 )
-def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any, name: str, schema: Schema, format: str) -> None:
+def test_search_matches_training_from_raw_rows(
+    tmp_path: Path, monkeypatch: Any, name: str, schema: Schema, format: str
+) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     config = own_config(own_log(str(tmp_path / name)), schema, str(tmp_path / "runs"))
     result = rayrec.tune(config, search=OWN_SEARCH, console=QUIET)
     assert [trial["error"] for trial in result["trials"]] == [None, None]
     assert open_preprocessed(f"{result['folder']}/data").format == format
     assert result["best"]["number"] == 1
-    trials = [storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json") for number in (0, 1)]
+    trials = [
+        storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json")
+        for number in (0, 1)
+    ]
     difference = trials[1]["metrics"]["auroc"] - trials[0]["metrics"]["auroc"]
     assert result["compared"]["auroc"]["difference"] == pytest.approx(difference, abs=1e-6)
     best = recipes.load_config(Path(result["best_config"]).read_text())
-    assert best.workload == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
+    assert (
+        best.workload
+        == config.replace(workload={"dense_optimizer": {"learning_rate": 0.03}}).workload
+    )
     assert best.workload.schema.group == "user"
     alone = trainer.train(best.replace(name="alone", **ALONE), console=QUIET)
     assert alone.summary["weights_sha256"] == trials[1]["weights_sha256"]
     header = stored_schema(f"{result['folder']}/data/preprocessor").header
     assert header is not None
-    assert " ".join(header) == "click seconds price item user day tags tag_weights weight at", "served lines have this order"
+    assert " ".join(header) == "click seconds price item user day tags tag_weights weight at", (
+        "served lines have this order"
+    )
     # CSV is converted once, inside the storage path.
     converted = list(tmp_path.glob("**/tables/**/*.parquet"))
     assert len(converted) == (1 if name == "log.csv" else 0)
@@ -261,21 +363,36 @@ def test_search_matches_training_from_raw_rows(tmp_path: Path, monkeypatch: Any,
 
 
 @pytest.mark.extended
-def test_search_in_s3_resumes_and_matches_local_search(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_in_s3_resumes_and_matches_local_search(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     log = own_log(str(tmp_path / "log.csv"))
-    here, there = (own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs"))
+    here, there = (
+        own_config(log, ONE_LABEL, path) for path in (str(tmp_path / "runs"), f"{bucket}/runs")
+    )
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_manifest", raising(KeyboardInterrupt()))
-        fails_with(KeyboardInterrupt, "", rayrec.tune, there, search=OWN_SEARCH, stop_early=False, console=QUIET)
-    result = [rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET) for config in (here, there)]
+        fails_with(
+            KeyboardInterrupt,
+            "",
+            rayrec.tune,
+            there,
+            search=OWN_SEARCH,
+            stop_early=False,
+            console=QUIET,
+        )
+    result = [
+        rayrec.tune(config, search=OWN_SEARCH, stop_early=False, console=QUIET)
+        for config in (here, there)
+    ]
     assert open_preprocessed(f"{result[1]['folder']}/data").format == "parquet"
     assert outcomes(result[1]) == outcomes(result[0])
     assert result[1]["compared"] == result[0]["compared"]
     assert storage.exists(result[1]["best_config"])
 
 
-# Successive halving ---------------------------------------------------------------------------------------------------
+# -- Successive halving
 THIRDS = TuneConfig()
 
 
@@ -303,12 +420,20 @@ def test_rank_best_excludes_failed_trials() -> None:
 
 
 class Pool:
-    """Fake pool that saves a fixed metric for each trial and wave, in random order among the submitted jobs."""
+    """Fake pool that saves a fixed metric for each trial and wave, in random order among the
+    submitted jobs.
+    """
 
-    def __init__(self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False
+    ) -> None:
         self.trained: list[tuple[int, int]] = []
         self._waiting: list[trials.Job] = []
-        self._chance, self._killed_after, self._disk_is_full = random.Random(seed), killed_after, disk_is_full
+        self._chance, self._killed_after, self._disk_is_full = (
+            random.Random(seed),
+            killed_after,
+            disk_is_full,
+        )
 
     def submit(self, job: trials.Job) -> None:
         self._waiting.append(job)
@@ -328,8 +453,14 @@ class Pool:
         elif job.number == 9:  # Stops early.
             trials.TrialState("finished", (0.645,)).save(folder)
         else:
-            value = None if job.number == 6 else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-            trials.TrialState("finished" if job.fraction == 1 else "paused", (*before.values, value)).save(folder)
+            value = (
+                None
+                if job.number == 6
+                else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
+            )
+            trials.TrialState(
+                "finished" if job.fraction == 1 else "paused", (*before.values, value)
+            ).save(folder)
         return job
 
 
@@ -347,7 +478,8 @@ def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
     result = [searched(tmp_path / str(number), pool) for number, pool in enumerate(pools)]
     assert all(each == result[0] for each in result)
     assert all(sorted(pool.trained) == sorted(pools[0].trained) for pool in pools)
-    # Of 18, six continue after the first wave. Number 9 has finished by then. Number 17 fails in the second wave.
+    # Of 18, six continue after the first wave. Number 9 has finished by then. Number 17 fails in
+    # the second wave.
     waves = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
     assert waves == [set(range(1, 19)), {18, 17, 16, 15, 14}, {14}, {0, 14}]
     states = {number: standing.state for number, standing in result[0].items()}
@@ -365,14 +497,23 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
     assert searched(tmp_path / "killed", second) == expected
     assert sorted(first.trained + second.trained) == sorted(whole.trained)
     nothing = raising(AssertionError("nothing is left to train"))
-    assert trials.run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None) == expected
+    assert (
+        trials.run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None)
+        == expected
+    )
 
 
 def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
     expected = searched(tmp_path / "whole", Pool(0))
     first, second = Pool(1, disk_is_full=True), Pool(2)
     before = searched(tmp_path / "full", first)
-    assert {number for number, standing in before.items() if standing.state == "failed"} == {0, 5, 16, 17, 18}
+    assert {number for number, standing in before.items() if standing.state == "failed"} == {
+        0,
+        5,
+        16,
+        17,
+        18,
+    }
     assert searched(tmp_path / "full", second) == expected | {13: before[13]}  # 13 replaced 18.
     assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
     assert not {5, 17} & {number for number, _ in second.trained}
@@ -387,7 +528,11 @@ def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
     ],
 )
 def test_failed_trial_records_retry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, cause: Exception | None, can_retry: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    cause: Exception | None,
+    can_retry: bool,
 ) -> None:
     error.__cause__ = cause
     monkeypatch.setattr(trials, "train_until", raising(error))
@@ -399,24 +544,45 @@ def test_failed_trial_records_retry(
 
 def test_selected_metric_skips_earlier_pauses() -> None:
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": 2})
-    events = [{"auroc": value, "logloss": 0.5, "counted": value != 0.8} for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)]
+    events = [
+        {"auroc": value, "logloss": 0.5, "counted": value != 0.8}
+        for value in (0.7, 0.74, 0.8, 0.75, 0.74, 0.74)
+    ]
     assert trials.selected_metric(events, config, "auroc") == 0.75
-    assert trials.selected_metric(events[:3], config, "auroc") == 0.8  # It pauses there, so these weights exist.
-    assert trials.selected_metric([{**event, "counted": False} for event in events], config, "auroc") == 0.74
-    assert trials.selected_metric([{"auroc": event["auroc"], "logloss": 0.5} for event in events], config, "auroc") == 0.8
+    # It pauses there, so these weights exist.
+    assert trials.selected_metric(events[:3], config, "auroc") == 0.8
+    assert (
+        trials.selected_metric([{**event, "counted": False} for event in events], config, "auroc")
+        == 0.74
+    )
+    assert (
+        trials.selected_metric(
+            [{"auroc": event["auroc"], "logloss": 0.5} for event in events], config, "auroc"
+        )
+        == 0.8
+    )
 
 
 @pytest.mark.parametrize(("patience", "expected"), [(0, 0.71), (2, 0.74)])
 def test_selected_metric_matches_final_weights(patience: int, expected: float) -> None:
     config = recipes.criteo_demo("log").replace(early_stopping={"patience": patience})
-    events: list[dict[str, Any]] = [{"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)]
+    events: list[dict[str, Any]] = [
+        {"auroc": value, "logloss": 0.5} for value in (0.7, 0.74, None, 0.71)
+    ]
     assert trials.selected_metric(events, config, "auroc") == expected
-    assert trials.selected_metric(events[:3], config.replace(early_stopping={"patience": 0}), "auroc") is None
+    assert (
+        trials.selected_metric(events[:3], config.replace(early_stopping={"patience": 0}), "auroc")
+        is None
+    )
     assert trials.selected_metric([], config, "auroc") is None
 
 
-# Search spaces: files, settings of trials, and errors -----------------------------------------------------------------
-RATE, TOWER, BATCH = "workload.dense_optimizer.learning_rate", "workload.model.top_mlp", "batch_size"
+# -- Search spaces: files, settings of trials, and errors
+RATE, TOWER, BATCH = (
+    "workload.dense_optimizer.learning_rate",
+    "workload.model.top_mlp",
+    "batch_size",
+)
 TEXT = f"""
 {RATE}: {{loguniform: [1e-4, 1.0e-2]}}
 {TOWER}: {{choice: [[64, 1], [32, 1]]}}
@@ -440,20 +606,33 @@ def test_space_file_defines_trials() -> None:
 
 
 @pytest.mark.parametrize("recipe", [recipes.clicks, recipes.criteo_demo])
-def test_embedding_dim_search_keeps_bottom_mlp_consistent(recipe: Callable[[str], TrainConfig]) -> None:
+def test_embedding_dim_search_keeps_bottom_mlp_consistent(
+    recipe: Callable[[str], TrainConfig],
+) -> None:
     config = recipe("log")
     space = Space.of({"workload.model.embedding_dim": {"grid": [8, 32]}}, source="s")
     space.check(config)
-    workloads = [with_values(config, values).workload.to_dict() for values in space.trials(3, seed=0)]
+    workloads = [
+        with_values(config, values).workload.to_dict() for values in space.trials(3, seed=0)
+    ]
     own = config.workload.to_dict()["model"]
-    expected = [{**own, "embedding_dim": dim, "bottom_mlp": [*own["bottom_mlp"][:-1], dim]} for dim in (8, 32)]
+    expected = [
+        {**own, "embedding_dim": dim, "bottom_mlp": [*own["bottom_mlp"][:-1], dim]}
+        for dim in (8, 32)
+    ]
     assert [workload["model"] for workload in workloads] == [own, *expected]
 
 
 def test_grids_are_tried_once_and_draws_cover_ranges() -> None:
     space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
-    assert space.trials(100, seed=0) == [{}, *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1))]
-    space = Space.of({"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}}, source="s")
+    assert space.trials(100, seed=0) == [
+        {},
+        *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1)),
+    ]
+    space = Space.of(
+        {"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}},
+        source="s",
+    )
     trials = space.trials(2001, seed=3)[1:]
     assert sum(math.log10(trial["a"]) for trial in trials) / 2000 == pytest.approx(-3, abs=0.15)
     assert {trial["b"] for trial in trials} == {1, 2, 3}
@@ -468,7 +647,10 @@ def test_space_rejects_invalid_files() -> None:
         ("a: {normal: [0, 1]}", "a: must be one of .*, got normal"),
         ("a: {choice: []}", "a.choice: must be a list of values"),
         ("a: {choice: abc}", "a.choice: must be a list of values"),
-        ("a: {uniform: [1, 0]}", r"a.uniform: must be two numbers \(minimum, maximum\), got \[1, 0\]"),
+        (
+            "a: {uniform: [1, 0]}",
+            r"a.uniform: must be two numbers \(minimum, maximum\), got \[1, 0\]",
+        ),
         ("a: {integers: [0.5, 2]}", r"a.integers: must be two integers"),
         ("a: {uniform: [0, .inf]}", "must be two numbers"),
         ("a: {loguniform: [0, 1]}", "a.loguniform: must be above 0, got 0"),
@@ -478,13 +660,29 @@ def test_space_rejects_invalid_files() -> None:
 
 def test_space_rejects_shared_and_invalid_fields() -> None:
     for field, values, message in (
-        ("workload.model.top_mpl", [[1]], "search: workload.model.top_mpl: .* did you mean 'top_mlp'"),
-        ("workload.model.top_mlp", [[8, 0]], r"DLRMConfig.top_mlp: must each be at least 1, got \(8, 0\)"),
-        ("workload.preset.min_count", [2, 10], "cannot be searched: all trials share one Preprocessor"),
+        (
+            "workload.model.top_mpl",
+            [[1]],
+            "search: workload.model.top_mpl: .* did you mean 'top_mlp'",
+        ),
+        (
+            "workload.model.top_mlp",
+            [[8, 0]],
+            r"DLRMConfig.top_mlp: must each be at least 1, got \(8, 0\)",
+        ),
+        (
+            "workload.preset.min_count",
+            [2, 10],
+            "cannot be searched: all trials share one Preprocessor",
+        ),
         ("train_data.path", ["a"], "cannot be searched: all trials read the same rows"),
         ("scaling", [{}], "cannot be searched: a trial trains in one process"),
     ):
-        rejects(message, Space.of({field: {"choice": values}}, source="s").check, recipes.criteo_demo("log"))
+        rejects(
+            message,
+            Space.of({field: {"choice": values}}, source="s").check,
+            recipes.criteo_demo("log"),
+        )
 
 
 def test_tune_config_rejects_invalid_values() -> None:
@@ -500,11 +698,15 @@ def test_tune_config_rejects_invalid_values() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param({"train_data": {"path": "log"}, "eval_data": {"path": "other"}}, id="log for validation"),
+        pytest.param(
+            {"train_data": {"path": "log"}, "eval_data": {"path": "other"}}, id="log for validation"
+        ),
         pytest.param({"train_data": {"path": "dataset"}}, id="preprocessed"),
     ],
 )
-def test_tune_rejects_other_data_than_one_log(data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_rejects_other_data_than_one_log(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "dataset.json").write_text("{}")
@@ -517,24 +719,49 @@ def test_tune_rejects_other_data_than_one_log(data: dict[str, Any], tmp_path: Pa
     )
 
 
-# Table and page of a search -------------------------------------------------------------------------------------------
+# -- Table and page of a search
 def search_result(**changes: Any) -> dict[str, Any]:
-    def trial(number: int, values: dict[str, Any], best: float | None, **others: Any) -> dict[str, Any]:
+    def trial(
+        number: int, values: dict[str, Any], best: float | None, **others: Any
+    ) -> dict[str, Any]:
         curve = [] if best is None else [[10, best - 0.01], [20, best]]
-        told = {"state": "finished", "error": None, "step": 20, "rows": 2000, "seconds": 3.4, "checkpoint": "c"}
+        told = {
+            "state": "finished",
+            "error": None,
+            "step": 20,
+            "rows": 2000,
+            "seconds": 3.4,
+            "checkpoint": "c",
+        }
         return {"number": number, "values": values, "best": best, "curve": curve, **told, **others}
 
     values = {"workload.model.dropout": 0.25, "batch_size": 512}
-    failed = trial(2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large")
-    result = {"metric": "auroc", "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"}}
+    failed = trial(
+        2, {**values, "batch_size": 1024}, None, state="failed", error="InputError: <too> large"
+    )
+    result = {
+        "metric": "auroc",
+        "best": {"number": 1, "values": values, "auroc": 0.75, "checkpoint": "c"},
+    }
     result |= {"validation_rows": 1429, "test_rows": 1428, "trained_share": 0.1353, "groups": []}
-    result["compared"] = {"auroc": {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}}
+    result["compared"] = {
+        "auroc": {"difference": 0.012, "low": 0.002, "high": 0.022, "p_value": 0.0123}
+    }
     return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
 
 
 def test_search_table_and_page_show_trials() -> None:
     lines = of_searches.table_text(search_result()).splitlines()
-    assert lines[0].split() == ["trial", "dropout", "batch_size", "auroc", "step", "rows", "seconds", "state"]
+    assert lines[0].split() == [
+        "trial",
+        "dropout",
+        "batch_size",
+        "auroc",
+        "step",
+        "rows",
+        "seconds",
+        "state",
+    ]
     assert lines[1].split() == ["1", "0.25", "512", "0.75000", "20", "2,000", "3", "finished"]
     assert lines[2].split()[:4] == ["0", "recipe", "recipe", "0.74000"]
     assert lines[3].endswith("InputError: <too> large")
@@ -544,14 +771,25 @@ def test_search_table_and_page_show_trials() -> None:
     assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
     text = of_searches.table_text(
-        search_result(best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"}, compared=None, trained_share=1.0)
+        search_result(
+            best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"},
+            compared=None,
+            trained_share=1.0,
+        )
     )
     assert "It has the settings of the recipe." in text
     assert "differs by" not in text
     assert "stopped early" not in text
     nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
-    assert "1,428 test rows are too few" in of_searches.table_text(search_result(compared={"auroc": nothing}))
+    assert "1,428 test rows are too few" in of_searches.table_text(
+        search_result(compared={"auroc": nothing})
+    )
     page = of_searches.render("first", search_result())
-    words = ["Search first", "Validation auroc", "auroc by workload.model.dropout", "InputError: &lt;too&gt; large"]
+    words = [
+        "Search first",
+        "Validation auroc",
+        "auroc by workload.model.dropout",
+        "InputError: &lt;too&gt; large",
+    ]
     assert [text for text in words if text not in page] == []
     assert "<script" not in page

@@ -32,12 +32,25 @@ from rayrec.workloads.worker_setup import learning_rate_factor, memory_errors
 
 @pytest.mark.parametrize(
     ("policy", "world_size", "expected"),
-    [("global", 4, 100), ("global", 2, 200), ("global", 3, 134), ("per_worker", 3, 100), ("per_worker", 4, 100)],
+    [
+        ("global", 4, 100),
+        ("global", 2, 200),
+        ("global", 3, 134),
+        ("per_worker", 3, 100),
+        ("per_worker", 4, 100),
+    ],
 )
 def test_batch_size_follows_policy(policy: str, world_size: int, expected: int) -> None:
-    config = recipes.criteo_demo().replace(batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy})
+    config = recipes.criteo_demo().replace(
+        batch_size=100, scaling={"num_workers": (1, 4), "batch_policy": policy}
+    )
     assert config.effective_batch_size(rows=1_000_000, world_size=world_size) == expected
-    assert config.replace(scaling={"num_workers": 4}).effective_batch_size(rows=1_000_000, world_size=4) == 100
+    assert (
+        config.replace(scaling={"num_workers": 4}).effective_batch_size(
+            rows=1_000_000, world_size=4
+        )
+        == 100
+    )
 
 
 def test_global_batch_size_is_shared_by_workers() -> None:
@@ -46,22 +59,46 @@ def test_global_batch_size_is_shared_by_workers() -> None:
     assert recipes.load_config(config.to_yaml()) == config
     assert config.replace(scaling={"num_workers": 2}).worker_batch_size == 60
     elastic = config.replace(scaling={"num_workers": (2, 4)})
-    assert [elastic.effective_batch_size(rows=1_000_000, world_size=size) for size in (2, 3, 4)] == [60, 40, 30]
-    assert (config.replace(batch_size=7).worker_batch_size, config.replace(batch_size=7).global_batch_size) == (7, None)
-    rejects("batch_size and global_batch_size: set only one, got 1 and 4", config.replace, batch_size=1, global_batch_size=4)
-    rejects("global_batch_size: must be a multiple of the 4 workers, got 6. Use 8.", config.replace, global_batch_size=6)
-    rejects("scaling.batch_policy: must be global with global_batch_size", config.replace, scaling={"batch_policy": "per_worker"})
+    assert [
+        elastic.effective_batch_size(rows=1_000_000, world_size=size) for size in (2, 3, 4)
+    ] == [60, 40, 30]
+    assert (
+        config.replace(batch_size=7).worker_batch_size,
+        config.replace(batch_size=7).global_batch_size,
+    ) == (7, None)
+    rejects(
+        "batch_size and global_batch_size: set only one, got 1 and 4",
+        config.replace,
+        batch_size=1,
+        global_batch_size=4,
+    )
+    rejects(
+        "global_batch_size: must be a multiple of the 4 workers, got 6. Use 8.",
+        config.replace,
+        global_batch_size=6,
+    )
+    rejects(
+        "scaling.batch_policy: must be global with global_batch_size",
+        config.replace,
+        scaling={"batch_policy": "per_worker"},
+    )
 
 
 def test_small_data_shrinks_batches() -> None:
-    config = recipes.criteo_demo().replace(batch_size=100, min_steps_per_epoch=10, scaling={"num_workers": 2})
+    config = recipes.criteo_demo().replace(
+        batch_size=100, min_steps_per_epoch=10, scaling={"num_workers": 2}
+    )
     assert config.effective_batch_size(rows=400, world_size=2) == 20
     assert config.effective_batch_size(rows=3, world_size=2) == 1
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("constant", 1.0), ("linear", 0.25), ("sqrt", 0.5)])
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("constant", 1.0), ("linear", 0.25), ("sqrt", 0.5)]
+)
 def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> None:
-    scaling = ScalingConfig(num_workers=(1, 4), batch_policy="per_worker", learning_rate_policy=policy)
+    scaling = ScalingConfig(
+        num_workers=(1, 4), batch_policy="per_worker", learning_rate_policy=policy
+    )
     assert learning_rate_factor(scaling, world_size=1) == expected
     assert learning_rate_factor(scaling, world_size=4) == 1.0
 
@@ -83,17 +120,31 @@ def test_evaluation_may_have_fewer_rows(recipe: str) -> None:
 
 def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:
     unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
-    rejects("must be at least 1, because early stopping uses the best weights", recipes.criteo_demo().replace, **unkept)
+    rejects(
+        "must be at least 1, because early stopping uses the best weights",
+        recipes.criteo_demo().replace,
+        **unkept,
+    )
     assert not Workload.SHORT_EVALUATIONS
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ClickWorkload, "SHORT_EVALUATIONS", False)
-        rejects("eval_rows: recipe criteo_demo can only evaluate all rows, got 9", recipes.criteo_demo().replace, eval_rows=9)
+        rejects(
+            "eval_rows: recipe criteo_demo can only evaluate all rows, got 9",
+            recipes.criteo_demo().replace,
+            eval_rows=9,
+        )
     for factor in (0.0, 1.0):
         rejects("above 0 and below 1", recipes.criteo_demo().replace, plateau={"factor": factor})
-    config = recipes.clicks(str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=","))
+    config = recipes.clicks(
+        str(tmp_path), Schema(dense=("age", "price"), tokens="any", delimiter=",")
+    )
     config.workload.check(config)  # numbers alone
     with_lists = config.replace(workload={"model": DINConfig()})
-    rejects(r"must have a sparse column for DINConfig. Name a column of categories", with_lists.workload.check, with_lists)
+    rejects(
+        r"must have a sparse column for DINConfig. Name a column of categories",
+        with_lists.workload.check,
+        with_lists,
+    )
     buckets = config.replace(workload={"preset": {"dense": "buckets"}})
     buckets.workload.check(buckets)
 
@@ -102,23 +153,38 @@ def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> Non
     ("model", "message"),
     [
         (DINConfig(), "DINConfig: the schema must have a list"),
-        (FinalMLPConfig(feature_gates=True, first_context=("city",)), "FinalMLPConfig.first_context: feature 'city' not found"),
+        (
+            FinalMLPConfig(feature_gates=True, first_context=("city",)),
+            "FinalMLPConfig.first_context: feature 'city' not found",
+        ),
     ],
 )
-def test_click_workload_rejects_unsupported_columns(tmp_path: Path, model: ClickModelConfig, message: str) -> None:
-    config = recipes.clicks(str(tmp_path), Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=","))
+def test_click_workload_rejects_unsupported_columns(
+    tmp_path: Path, model: ClickModelConfig, message: str
+) -> None:
+    config = recipes.clicks(
+        str(tmp_path), Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=",")
+    )
     config.workload.check(config)
     refused = config.replace(workload={"model": model})
     rejects(f"^{message}", refused.workload.check, refused)
 
 
-# GPU out-of-memory errors ---------------------------------------------------------------------------------------------
+# -- GPU out-of-memory errors
 CUDA = torch.device("cuda", 3)
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.11 GiB.")
+FULL = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 3 has a total capacity of 79.11 GiB."
+)
 
 
 def placed(name: str, rows: int, *, ranks: dict[int, int], share: float = 1.0) -> dict[str, Any]:
-    return {"table": name, "num_embeddings": rows, "embedding_dim": 128, "bytes_of_rank": ranks, "device_share": share}
+    return {
+        "table": name,
+        "num_embeddings": rows,
+        "embedding_dim": 128,
+        "bytes_of_rank": ranks,
+        "device_share": share,
+    }
 
 
 def told(described: dict[str, Any], error: Exception = FULL) -> str:
@@ -137,23 +203,28 @@ def test_out_of_memory_error_names_tables_cache_and_remedies() -> None:
         placed("third", 2_000, ranks={1: 1_024_000}),
     ]
     assert told({"tables": tables, "batch_size": 65_536}) == (
-        "worker 1: cuda:3 is out of memory for 20.00 GiB more; its tables take 25.6 GB, the largest items (40,000,000 x 128) "
-        "20.5 GB, users (10,000,000 x 128) 5.12 GB, third (2,000 x 128) 1.02 MB. Try to lower --batch-size (now 65,536), or "
-        "shard the tables over more workers (--scaling.num-workers), or store tables in host memory "
-        "(--workload.sharding.uvm-caching), or shrink them (embedding_dim, min_count, max_num_embeddings)."
+        "worker 1: cuda:3 is out of memory for 20.00 GiB more; its tables take 25.6 GB, the "
+        "largest items (40,000,000 x 128) 20.5 GB, users (10,000,000 x 128) 5.12 GB, third (2,000 "
+        "x 128) 1.02 MB. Try to lower --batch-size (now 65,536), or shard the tables over more "
+        "workers (--scaling.num-workers), or store tables in host memory "
+        "(--workload.sharding.uvm-caching), or shrink them (embedding_dim, min_count, "
+        "max_num_embeddings)."
     )
     text = told({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
     assert "its tables take 2.05 GB" in text
     assert "--workload.sharding.uvm-cache-fraction" in text
     assert "--workload.sharding.uvm-caching)" not in text
     assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
-    assert told({}).endswith("cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory.")
-    assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))  # of a library under torch
+    assert told({}).endswith(
+        "cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory."
+    )
+    # of a library under torch
+    assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory_errors({}, rank=0, device=CUDA):
         raise RuntimeError("shapes")
 
 
-# Times of a step ------------------------------------------------------------------------------------------------------
+# -- Times of a step
 SHORT_S = 0.02
 ROUNDING_S = 1e-6
 
@@ -239,7 +310,9 @@ def test_device_timer_uses_events_in_compute_stream(monkeypatch: pytest.MonkeyPa
             clock.cut()
             times_s = clock.read()
             expected = {"other": 3e-3, "backward": (10 * interval + 10) / 1e3, "collectives": 5e-3}
-            assert {name: seconds for name, seconds in times_s.items() if seconds} == pytest.approx(expected)
+            assert {name: seconds for name, seconds in times_s.items() if seconds} == pytest.approx(
+                expected
+            )
         clock.stop()
     assert made.call_count < 15  # they are used again
 
@@ -316,7 +389,9 @@ def backward_passes(folder: str, rank: int) -> None:
 
 
 def test_backward_end_waits_for_slowest_worker(tmp_path: Path) -> None:
-    """A longer computation on rank 1 counts as backward there, and as collectives on rank 0, though DDP waits in C++."""
+    """A longer computation on rank 1 counts as backward there, and as collectives on rank 0, though
+    DDP waits in C++.
+    """
     run_ranks(backward_passes, 2, str(tmp_path))
     quick, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert quick["collectives"] > SLEEP_S / 2

@@ -1,4 +1,6 @@
-"""Tests of data-parallel training: DDP and FSDP match one worker and resume from each other's checkpoints."""
+"""Tests of data-parallel training: DDP and FSDP match one worker and resume from each other's
+checkpoints.
+"""
 
 import dataclasses
 import logging
@@ -41,7 +43,10 @@ class TwoRates(DenseOptimizerConfig):
     def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
         matrices = [value for value in named_parameters.values() if value.dim() > 1]
         biases = [value for value in named_parameters.values() if value.dim() <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": biases, "lr": self.bias_rate}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": biases, "lr": self.bias_rate},
+        ]
         return NamedOptimizer(torch.optim.RMSprop(groups, lr=self.learning_rate), named_parameters)
 
 
@@ -53,9 +58,13 @@ class Halving(LearningRateSchedule):
         return 0.5 ** (step // self.every)
 
 
-def test_custom_optimizer_and_schedule_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_optimizer_and_schedule_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = data_parallel.config(1, batch_norm=True)
-    workload = plain.workload.replace(optimizer=TwoRates(learning_rate=0.01, bias_rate=0.04), schedule=Halving(every=4))
+    workload = plain.workload.replace(
+        optimizer=TwoRates(learning_rate=0.01, bias_rate=0.04), schedule=Halving(every=4)
+    )
     configuration = plain.replace(workload=workload)
     rates: list[list[float]] = []
     step = NamedOptimizer.step
@@ -65,11 +74,18 @@ def test_custom_optimizer_and_schedule_are_used(tmp_path: Path, monkeypatch: pyt
         step(self)
 
     monkeypatch.setattr(NamedOptimizer, "step", noted)
-    losses = [event["loss"] for event in data_parallel.train(str(tmp_path), 0, configuration) if event["kind"] == "step"]
+    losses = [
+        event["loss"]
+        for event in data_parallel.train(str(tmp_path), 0, configuration)
+        if event["kind"] == "step"
+    ]
     assert losses[-1] < losses[0]
-    assert rates == [[0.01 * 0.5 ** (number // 4), 0.04 * 0.5 ** (number // 4)] for number in range(12)]
+    assert rates == [
+        [0.01 * 0.5 ** (number // 4), 0.04 * 0.5 ** (number // 4)] for number in range(12)
+    ]
     whole = weights_sha256(Checkpoint(str(tmp_path / "12")))
-    data_parallel.train(str(tmp_path), 0, configuration, from_step=6)  # RMSprop's state is in the checkpoint
+    # RMSprop's state is in the checkpoint
+    data_parallel.train(str(tmp_path), 0, configuration, from_step=6)
     assert weights_sha256(Checkpoint(str(tmp_path / "12"))) == whole
 
 
@@ -84,7 +100,8 @@ def test_uncountable_model_trains(caplog: pytest.LogCaptureFixture) -> None:
     workload: Any = data_parallel.config(1).workload
     sets = {"validation": workload.open_set(None, None, "validation")}
     context: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert multiply_adds_per_row(workload, workload.build(None), sets, context) == 4 * 36  # four layers of 6 by 6
+    # four layers of 6 by 6
+    assert multiply_adds_per_row(workload, workload.build(None), sets, context) == 4 * 36
     model = _Uncountable()
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_row(workload, model, sets, context) is None
@@ -97,17 +114,23 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.allclose(one[name].float(), other[name].float(), atol=1e-6) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name].float(), other[name].float(), atol=1e-6) for name in one
+    )
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Run one worker for 12 steps of 16 rows, saved at steps 6 and 12. Returns the folder and its events."""
+    """Run one worker for 12 steps of 16 rows, saved at steps 6 and 12. Returns the folder and its
+    events.
+    """
     folder = tmp_path_factory.mktemp("alone")
     return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
-def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_one_worker_matches_plain_torch_and_evaluates(
+    alone: tuple[Path, list[dict[str, Any]]],
+) -> None:
     folder, events = alone
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
@@ -115,19 +138,25 @@ def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[di
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, fused=True)
     rows = configuration.workload.open_set(None, None, "train")  # type: ignore[attr-defined]
     losses = []
-    epochs = [torch.randperm(101, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
+    epochs = [
+        torch.randperm(101, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)
+    ]
     order = [batch for epoch in epochs for batch in epoch.split(16)]
     for step in range(12):
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * min(1.0, (step + 1) / 3)
         arrays = rows.read(order[step].numpy())
-        loss = functional.cross_entropy(model(torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"]))
+        loss = functional.cross_entropy(
+            model(torch.from_numpy(arrays["x"])), torch.from_numpy(arrays["label"])
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(loss.item())
-    assert [event["loss"] for event in events if event["kind"] == "step"] == pytest.approx(losses, abs=1e-6)
+    assert [event["loss"] for event in events if event["kind"] == "step"] == pytest.approx(
+        losses, abs=1e-6
+    )
     stored = _tensors(folder / "12")
     assert {"model.inner.weight", "optimizer.inner.weight.exp_avg"} <= stored.keys()
     assert "model.outer.weight" not in stored  # tied to the inner one
@@ -135,17 +164,23 @@ def test_one_worker_matches_plain_torch_and_evaluates(alone: tuple[Path, list[di
         assert torch.equal(stored[f"model.{name}"], value), name
     evaluations = [event for event in events if event["kind"] == "evaluate"]
     assert [event["step"] for event in evaluations] == [6, 12]
-    assert evaluations[-1]["accuracy"] * 37 == pytest.approx(round(evaluations[-1]["accuracy"] * 37))
+    assert evaluations[-1]["accuracy"] * 37 == pytest.approx(
+        round(evaluations[-1]["accuracy"] * 37)
+    )
     assert evaluations[-1]["loss"] < evaluations[0]["loss"] < 2.0
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_workers_match_one(kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_two_workers_match_one(
+    kind: str, alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     run_ranks(getattr(data_parallel, kind), 2, str(tmp_path))
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
 
 
-def test_parallel_options_keep_training(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_parallel_options_keep_training(
+    alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     run_ranks(data_parallel.parallel_options, 2, str(tmp_path))
     expected = _tensors(alone[0] / "12")
     for name in ("graph", "unused", "unsharded"):
@@ -160,12 +195,25 @@ def test_parallel_options_keep_training(alone: tuple[Path, list[dict[str, Any]]]
 def test_parallel_options_reject_other_kind() -> None:
     ddp = data_parallel.config(1).workload
     fsdp = ddp.replace(parallel="fsdp")
-    for workload, options in ((ddp, {"cpu_offload": True}), (fsdp, {"bucket_cap_mb": 1.0}), (fsdp, {"static_graph": True})):
+    for workload, options in (
+        (ddp, {"cpu_offload": True}),
+        (fsdp, {"bucket_cap_mb": 1.0}),
+        (fsdp, {"static_graph": True}),
+    ):
         [name] = options
-        rejects(f"workload.parallel_options.{name}: must be", workload.replace, parallel_options=options)
-    rejects("static_graph: requires workload.accumulate 1", ddp.replace, accumulate=2, parallel_options={"static_graph": True})
+        rejects(
+            f"workload.parallel_options.{name}: must be", workload.replace, parallel_options=options
+        )
+    rejects(
+        "static_graph: requires workload.accumulate 1",
+        ddp.replace,
+        accumulate=2,
+        parallel_options={"static_graph": True},
+    )
     rejects("bucket_cap_mb: must be above 0", ddp.replace, parallel_options={"bucket_cap_mb": 0.0})
-    offloaded = mnist_resnet18("digits").replace(workload={"parallel": "fsdp", "parallel_options": {"cpu_offload": True}})
+    offloaded = mnist_resnet18("digits").replace(
+        workload={"parallel": "fsdp", "parallel_options": {"cpu_offload": True}}
+    )
     rejects("cpu_offload: requires scaling.use_gpu", check_settings, offloaded)
 
 
@@ -174,14 +222,21 @@ def test_fsdp_with_onednn_matches_without_full_parameters(tmp_path: Path) -> Non
     workload = data_parallel.config(1).workload
     for kind in ("lamb", "lars"):
         workload.replace(optimizer={"kind": kind})
-        rejects(f"kind: {kind} requires norms of full parameters", workload.replace, optimizer={"kind": kind}, parallel="fsdp")
+        rejects(
+            f"kind: {kind} requires norms of full parameters",
+            workload.replace,
+            optimizer={"kind": kind},
+            parallel="fsdp",
+        )
     # FSDP shards and gathers the oneDNN layers of a GPT-2.
     data_parallel.train(str(tmp_path / "alone"), 0, data_parallel.next_token_config(1))
     run_ranks(data_parallel.fsdp_by_onednn, 2, str(tmp_path / "fsdp"))
     assert _close(_tensors(tmp_path / "alone" / "6"), _tensors(tmp_path / "fsdp" / "6"))
 
 
-def test_fsdp_checkpoint_resumes_on_one_worker_and_back(alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_fsdp_checkpoint_resumes_on_one_worker_and_back(
+    alone: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     run_ranks(data_parallel.fsdp, 2, str(tmp_path))
     data_parallel.train(str(tmp_path), 0, data_parallel.config(1), from_step=6)
     assert _close(_tensors(alone[0] / "12"), _tensors(tmp_path / "12"))
@@ -191,7 +246,9 @@ def test_fsdp_checkpoint_resumes_on_one_worker_and_back(alone: tuple[Path, list[
     assert _close(_tensors(resumed / "12"), _tensors(tmp_path / "12"))
 
 
-def test_repeated_or_no_steps_keep_weights_and_statistics(tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_repeated_or_no_steps_keep_weights_and_statistics(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]]
+) -> None:
     run_ranks(data_parallel.noisy, 2, str(tmp_path))
     run_ranks(data_parallel.statistics, 2, str(tmp_path))
     again = tmp_path / "again"
@@ -209,7 +266,9 @@ def test_repeated_or_no_steps_keep_weights_and_statistics(tmp_path: Path, alone:
 
 
 def test_step_seeds_differ_and_seed_generators_equally(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(5) for rank in range(2)}
+    seeds = {
+        step_seed(seed, step, rank) for seed in range(3) for step in range(5) for rank in range(2)
+    }
     assert len(seeds) == 30
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(1, 2, 0) == step_seed(1, 2, 0)
@@ -217,12 +276,16 @@ def test_step_seeds_differ_and_seed_generators_equally(monkeypatch: pytest.Monke
     draws = []
     for seed in (torch.manual_seed, lambda number: seed_generators(number, torch.device("cpu"))):
         seed(number)
-        draws.append([torch.rand(5), torch.randperm(20), torch.nn.functional.dropout(torch.ones(50))])
-        monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a stack trace in every step"))
+        draws.append(
+            [torch.rand(5), torch.randperm(20), torch.nn.functional.dropout(torch.ones(50))]
+        )
+        monkeypatch.setattr(
+            "traceback.format_stack", lambda *_: pytest.fail("a stack trace in every step")
+        )
     assert all(torch.equal(*pair) for pair in zip(*draws, strict=True))
 
 
-# Data-parallel scoring: row order, saved weights and exact means ------------------------------------------------------
+# -- Data-parallel scoring: row order, saved weights and exact means
 Saved = tuple[str, Net]
 
 
@@ -232,9 +295,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def _open(checkpoint: str, path: str, **changes: Any) -> Scoring:
-    context: dict[str, Any] = {"config": scored(), "evaluating": False, "batch_rows": None, "console": QUIET, **changes}
+    context: dict[str, Any] = {
+        "config": scored(),
+        "evaluating": False,
+        "batch_rows": None,
+        "console": QUIET,
+        **changes,
+    }
     never = raising(AssertionError("opening rows needs no data tasks"))
-    return context["config"].workload.open_scoring(ScoringContext(checkpoint=checkpoint, path=path, engine=never, **context))
+    return context["config"].workload.open_scoring(
+        ScoringContext(checkpoint=checkpoint, path=path, engine=never, **context)
+    )
 
 
 def _tables(scoring: Scoring) -> list[pa.Table]:
@@ -250,13 +321,21 @@ def _metrics(scoring: Scoring, rows: int) -> dict[str, float]:
     return totals.compute()
 
 
-@pytest.mark.parametrize(("rows", "batch", "blocks"), [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)])
-def test_rows_are_predicted_once_in_order(saved: Saved, tmp_path: Path, rows: int, batch: int | None, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "batch", "blocks"),
+    [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)],
+)
+def test_rows_are_predicted_once_in_order(
+    saved: Saved, tmp_path: Path, rows: int, batch: int | None, blocks: int
+) -> None:
     path = rows_file(tmp_path, rows, labelled=False)
     scoring = _open(saved[0], path, batch_rows=batch)
     assert (scoring.rows, scoring.num_blocks) == (rows, blocks)
     table = pa.concat_tables(_tables(scoring))
-    assert (table.column("row").to_pylist(), table.column("row").type) == (list(range(rows)), pa.int64())
+    assert (table.column("row").to_pylist(), table.column("row").type) == (
+        list(range(rows)),
+        pa.int64(),
+    )
     with torch.no_grad():
         expected = saved[1](torch.from_numpy(np.load(path)["x"])).numpy()
     logits = np.array(table.column("logits").to_pylist())
@@ -271,20 +350,28 @@ def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_p
     arrays = np.load(path)
     with torch.no_grad():
         logits = saved[1](torch.from_numpy(arrays["x"]))
-        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(arrays["label"]), reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits, torch.from_numpy(arrays["label"]), reduction="none"
+        )
     metrics = _metrics(_open(saved[0], path, evaluating=True), 1003)
     assert metrics["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-7)
     assert (metrics["perplexity"], metrics["bits"]) == (pytest.approx(np.exp(metrics["loss"])), 32)
-    scoring = _open(saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16"))
+    scoring = _open(
+        saved[0], rows_file(tmp_path, 5), evaluating=True, config=scored().replace(precision="bf16")
+    )
     assert _metrics(scoring, 5)["bits"] == 16
-    rejects("has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True)
+    rejects(
+        "has no labels", _open, saved[0], rows_file(tmp_path, 5, labelled=False), evaluating=True
+    )
     rejects("has no rows to score", _open, saved[0], rows_file(tmp_path, 0))
     model = load_model(scored().workload, scored(), checkpoint=saved[0])  # type: ignore[arg-type]
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.outer.weight is model.inner.weight
     assert same(model.state_dict(), saved[1].state_dict())
-    assert not any(name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"])
+    assert not any(
+        name.startswith("model.outer.weight") for name in Checkpoint(saved[0]).manifest()["tensors"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +382,9 @@ def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_p
         ("outer", torch.nn.Linear(4, 4), r": outer.weight: shape must be \[4, 4\], got absent"),
     ],
 )
-def test_model_rejects_other_weights(saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str) -> None:
+def test_model_rejects_other_weights(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str
+) -> None:
     config, other = scored(), Net()
     setattr(other, part, module)
     monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other)
@@ -308,5 +397,7 @@ def test_damaged_weights_and_click_models_are_rejected(tmp_path: Path) -> None:
     flip(f"{checkpoint}/{chunk['file']}", chunk["start"])
     rejects("damaged, the checksum", load_model, scored().workload, scored(), checkpoint=checkpoint)
     config = recipes.criteo_demo()
-    with pytest.raises(InputError, match=r"recipe criteo_demo cannot be exported. Use `rayrec predict`"):
+    with pytest.raises(
+        InputError, match=r"recipe criteo_demo cannot be exported. Use `rayrec predict`"
+    ):
         config.workload.export(config, checkpoint="run", out=str(tmp_path))

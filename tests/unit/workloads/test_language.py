@@ -39,7 +39,15 @@ from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
 from rayrec.workloads.language import GPT2Config, LanguageWorkload, Prepared
-from rayrec.workloads.language_model import LENGTHS, PROMPTS, continued, generate, load_weights, read_prompts, row_losses
+from rayrec.workloads.language_model import (
+    LENGTHS,
+    PROMPTS,
+    continued,
+    generate,
+    load_weights,
+    read_prompts,
+    row_losses,
+)
 
 BLOCK = 16
 PART_BYTES = 1024
@@ -50,25 +58,43 @@ FILES, ROWS = characters(set(TEXT)), {"train": 20, "validation": 4}
 TOKENIZER = TextTokenizer(FILES, "tokenizer")
 
 
-def folder_of(path: Path, *, files: Files = FILES, block_size: int = BLOCK, sets: Any = ROWS, text: str = "") -> TokenFolder:
+def folder_of(
+    path: Path, *, files: Files = FILES, block_size: int = BLOCK, sets: Any = ROWS, text: str = ""
+) -> TokenFolder:
     path.mkdir(exist_ok=True)
     tokenizer = TextTokenizer(files, "tokenizer")
     write_tokenizer(files, str(path / "tokenizer"))
-    manifest = {"format": "rayrec-tokens", "version": 1, "block_size": block_size, "part_bytes": PART_BYTES}
-    manifest |= {"vocabulary_size": tokenizer.vocabulary_size, "tokenizer": tokenizer.hash, "end_token": tokenizer.end_token}
-    manifest |= {"sets": {name: {"blocks": count} for name, count in sets.items()}, "hash": f"{block_size}{text}"}
+    manifest = {
+        "format": "rayrec-tokens",
+        "version": 1,
+        "block_size": block_size,
+        "part_bytes": PART_BYTES,
+    }
+    manifest |= {
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "tokenizer": tokenizer.hash,
+        "end_token": tokenizer.end_token,
+    }
+    manifest |= {
+        "sets": {name: {"blocks": count} for name, count in sets.items()},
+        "hash": f"{block_size}{text}",
+    }
     (path / "manifest.json").write_text(json.dumps(manifest))
     return open_tokens(str(path))
 
 
 def small(path: Path | None, **workload: Any) -> TrainConfig:
     model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}
-    return gpt2_tiny(path and str(path)).replace(workload={"model": model, "max_new_tokens": 12, **workload})
+    return gpt2_tiny(path and str(path)).replace(
+        workload={"model": model, "max_new_tokens": 12, **workload}
+    )
 
 
 def prepare(config: TrainConfig, folder: Path) -> Prepared:
     config.workload.check(config)
-    context = RunContext(config, str(folder), ThreadEngine(1), lambda text: None, lambda what, done, total: None)
+    context = RunContext(
+        config, str(folder), ThreadEngine(1), lambda text: None, lambda what, done, total: None
+    )
     return config.workload.prepare(context)
 
 
@@ -86,11 +112,18 @@ def test_row_losses_match_model_and_cost_counts_products() -> None:
     text_blocks = torch.randint(0, 30, (5, BLOCK))
     losses = row_losses(model, text_blocks)
     assert losses.shape == (5,)
-    assert losses.mean().item() == pytest.approx(model(text_blocks, labels=text_blocks).loss.item(), rel=1e-6)
+    assert losses.mean().item() == pytest.approx(
+        model(text_blocks, labels=text_blocks).loss.item(), rel=1e-6
+    )
     for row, loss in zip(text_blocks, losses, strict=True):
-        assert loss.item() == pytest.approx(model(row[None], labels=row[None]).loss.item(), rel=1e-5)
+        assert loss.item() == pytest.approx(
+            model(row[None], labels=row[None]).loss.item(), rel=1e-5
+        )
     workload = LanguageWorkload()
-    assert workload.metrics({"loss": 2.0}) == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2.0))}
+    assert workload.metrics({"loss": 2.0}) == {
+        "loss": 2.0,
+        "perplexity": pytest.approx(math.exp(2.0)),
+    }
     assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
     assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
     width, layers, vocabulary_size = 512, 2, 40  # so that the largest are oneDNN's
@@ -100,27 +133,40 @@ def test_row_losses_match_model_and_cost_counts_products() -> None:
     rows = ArrayRows({"tokens": np.zeros((3, BLOCK), np.int64)})
     context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
     cost = multiply_adds_per_row(config.workload, model, {"validation": rows}, context)
-    assert cost == BLOCK * (layers * (12 * width * width + 2 * BLOCK * width) + vocabulary_size * width)
+    assert cost == BLOCK * (
+        layers * (12 * width * width + 2 * BLOCK * width) + vocabulary_size * width
+    )
 
 
 # -- generation
 def prompts_of(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-align prompts, padded with a token that must not matter."""
     width = max(map(len, rows))
-    return torch.tensor([[7] * (width - len(row)) + row for row in rows]), torch.tensor([len(row) for row in rows])
+    return torch.tensor([[7] * (width - len(row)) + row for row in rows]), torch.tensor(
+        [len(row) for row in rows]
+    )
 
 
-def made(model: torch.nn.Module, *rows: list[int], count: int, temperature: float = 0.0, **how: Any) -> list[list[int]]:
+def made(
+    model: torch.nn.Module, *rows: list[int], count: int, temperature: float = 0.0, **how: Any
+) -> list[list[int]]:
     prompts, lengths = prompts_of(*rows)
     chances = how.pop("chances", torch.full((len(rows), count), 0.5))
     how = {"window": BLOCK, "end_token": None, **how}
-    return generate(model, prompts, lengths, chances=chances, temperature=temperature, **how).tolist()
+    return generate(
+        model, prompts, lengths, chances=chances, temperature=temperature, **how
+    ).tolist()
 
 
 def test_greedy_text_matches_transformers_and_without_cache() -> None:
     model = model_of()
-    prompt, greedy = torch.tensor([[3, 1, 4]]), {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[0, 3:].tolist()
+    prompt, greedy = (
+        torch.tensor([[3, 1, 4]]),
+        {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0},
+    )
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[
+        0, 3:
+    ].tolist()
     assert made(model, [3, 1, 4], count=BLOCK - 3) == [expected]
 
     class Forgetful(torch.nn.Module):
@@ -131,7 +177,9 @@ def test_greedy_text_matches_transformers_and_without_cache() -> None:
             self.model, self.seen = model_of(), torch.empty(1, 0, dtype=torch.long)
 
         def forward(self, *, input_ids: torch.Tensor, past_key_values: Any, **_: Any) -> Any:
-            self.seen = input_ids if past_key_values is None else torch.cat([self.seen, input_ids], dim=1)
+            self.seen = (
+                input_ids if past_key_values is None else torch.cat([self.seen, input_ids], dim=1)
+            )
             output = self.model(self.seen, use_cache=False)
             output.past_key_values = "there is one"
             return output
@@ -146,10 +194,14 @@ def test_continuation_is_independent_of_padding(temperature: float) -> None:
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
     together = made(model, *rows, count=40, temperature=temperature, chances=chances)
     for number, row in enumerate(rows):
-        # The longest has no padding in either; the others go on alike up to where windows end at other tokens.
+        # The longest has no padding in either; the others go on alike up to where windows end at
+        # other tokens.
         count = 40 if number == 1 else 10
         own = chances[number : number + 1, :count]
-        assert made(model, row, count=count, temperature=temperature, chances=own)[0] == together[number][:count]
+        assert (
+            made(model, row, count=count, temperature=temperature, chances=own)[0]
+            == together[number][:count]
+        )
 
 
 def test_sampling_follows_probabilities_and_prompt_only() -> None:
@@ -157,16 +209,30 @@ def test_sampling_follows_probabilities_and_prompt_only() -> None:
     probabilities = model(torch.tensor([[3, 1, 4]])).logits[0, -1].softmax(dim=0)
     rows = 4000
     chances = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0))
-    drawn = torch.tensor(made(model, *[[3, 1, 4]] * rows, count=1, temperature=1.0, chances=chances)).flatten()
+    drawn = torch.tensor(
+        made(model, *[[3, 1, 4]] * rows, count=1, temperature=1.0, chances=chances)
+    ).flatten()
     assert (torch.bincount(drawn, minlength=30) / rows - probabilities).abs().max() < 0.03
-    assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
-    assert made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0] < 30
+    assert (
+        made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
+    )
+    assert (
+        made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0]
+        < 30
+    )
     model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
-    settings: dict[str, Any] = {"tokenizer": TOKENIZER, "window": BLOCK, "max_new_tokens": 8, "temperature": 1.0}
+    settings: dict[str, Any] = {
+        "tokenizer": TOKENIZER,
+        "window": BLOCK,
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+    }
 
     def texts(*prompts: str) -> list[str]:
         rows, lengths = prompts_of(*(TOKENIZER.encode(prompt).tolist() for prompt in prompts))
-        return continued(model, rows.numpy(), lengths.numpy(), device=torch.device("cpu"), **settings)
+        return continued(
+            model, rows.numpy(), lengths.numpy(), device=torch.device("cpu"), **settings
+        )
 
     together = texts("the dog", "fox", "the dog")
     assert together[0] == together[2] == texts("the dog")[0]
@@ -182,7 +248,8 @@ def test_prompts_are_lines_and_generation_stops_at_end_token(tmp_path: Path) -> 
     stopped = made(model, [3, 1, 4], [5, 9], count=30, end_token=end)
     first = free[0].index(end)
     assert (stopped[0][: first + 1], set(stopped[0][first:])) == (free[0][: first + 1], {end})
-    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1  # nothing is made after it
+    # nothing is made after it
+    assert len(made(model, [3, 1, 4], count=30, end_token=end)[0]) == first + 1
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"the fox\r\n\n" + b"the lazy dog " * 3)
     arrays = read_prompts(str(path), TOKENIZER, window=BLOCK).read(np.arange(3))
@@ -200,8 +267,16 @@ def built_and_saved(config: TrainConfig, prepared: Prepared, folder: Path) -> tu
     """Return the path of a checkpoint, and its model."""
     torch.manual_seed(0)
     model, step = config.workload.build(prepared), str(folder / "step")
-    tensors = {f"model.{name}": value for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()}
-    checkpoint.save(step, tensors, state={}, extra_files=ExtraFiles(config.workload.checkpoint_files(prepared)).write)
+    tensors = {
+        f"model.{name}": value
+        for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()
+    }
+    checkpoint.save(
+        step,
+        tensors,
+        state={},
+        extra_files=ExtraFiles(config.workload.checkpoint_files(prepared)).write,
+    )
     return step, model
 
 
@@ -214,7 +289,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return config, *built_and_saved(config, prepare(config, folder), folder)
 
 
-def test_tied_weights_are_stored_once_and_export_loads_elsewhere(saved: Saved, tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_export_loads_elsewhere(
+    saved: Saved, tmp_path: Path
+) -> None:
     config, folder, model = saved
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
@@ -240,20 +317,28 @@ def test_predictions_continue_prompts(saved: Saved, tmp_path: Path) -> None:
     model = load_model(config.workload, config, checkpoint=folder)
 
     def predicted(*numbers: int) -> dict[str, list[str]]:
-        tensors = {name: torch.from_numpy(array) for name, array in source.read(np.array(numbers)).items()}
+        tensors = {
+            name: torch.from_numpy(array) for name, array in source.read(np.array(numbers)).items()
+        }
         with torch.inference_mode():
             return config.workload.predict(model, tensors)
 
     columns = predicted(0, 1, 2)
     assert columns["prompt"] == ["the fox", "\n", "quick"]
-    assert columns == {name: [predicted(number)[name][0] for number in range(3)] for name in columns}
+    assert columns == {
+        name: [predicted(number)[name][0] for number in range(3)] for name in columns
+    }
     assert all(columns["text"])
 
 
-def test_scoring_uses_tokenizer_and_cut_of_training(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_uses_tokenizer_and_cut_of_training(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, folder, _ = saved
     (tmp_path / "more.txt").write_text(TEXT * 3)
-    source = config.workload.open_labelled(config, checkpoint=folder, path=str(tmp_path / "more.txt"))
+    source = config.workload.open_labelled(
+        config, checkpoint=folder, path=str(tmp_path / "more.txt")
+    )
     rows = source.read(np.arange(len(source)))["tokens"]
     assert rows.shape[1] == BLOCK
     assert (TEXT * 3).startswith(load_tokenizer(f"{folder}/tokenizer").decode(rows.reshape(-1)))
@@ -267,11 +352,15 @@ def test_scoring_uses_tokenizer_and_cut_of_training(saved: Saved, tmp_path: Path
     del described["part_bytes"]
     (older / "config.json").write_text(json.dumps(described))
     for checkpoint_folder in (folder, str(older)):
-        config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=str(tmp_path / "more.txt"))
+        config.workload.open_labelled(
+            config, checkpoint=checkpoint_folder, path=str(tmp_path / "more.txt")
+        )
     assert [part_bytes for _, part_bytes, _ in reads] == [PART_BYTES, 4 << 20]
 
 
-def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_starts_from_matching_pretrained_weights(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Covers exports, save_pretrained, and hub weights without the name prefix and with masks."""
     from safetensors.torch import load_file, save_file
 
@@ -290,37 +379,67 @@ def test_training_starts_from_matching_pretrained_weights(saved: Saved, tmp_path
         assert same(other.state_dict(), model.state_dict()), place
     del plain["ln_f.bias"]
     save_file(plain, hub / "model.safetensors")
-    rejects(r"ln_f.bias must have shape \[16\], as in the model, got None", load_weights, other, str(hub))
+    rejects(
+        r"ln_f.bias must have shape \[16\], as in the model, got None",
+        load_weights,
+        other,
+        str(hub),
+    )
     (hub / "model.safetensors").rename(hub / "pytorch_model.bin")
-    rejects("model.safetensors not found. Other formats may contain code", load_weights, other, str(hub))
+    rejects(
+        "model.safetensors not found. Other formats may contain code", load_weights, other, str(hub)
+    )
     for path in (str(export), "export"):
         begun = config.replace(workload={"weights": path})
-        with monkeypatch.context() as patch:  # the relative path is of the driver's directory, which is not the workers'
+        # the relative path is of the driver's directory, which is not the workers'
+        with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             prepared = prepare(begun, tmp_path)
         torch.manual_seed(5)
-        assert torch.equal(begun.workload.build(prepared).transformer.wte.weight, model.transformer.wte.weight)
+        assert torch.equal(
+            begun.workload.build(prepared).transformer.wte.weight, model.transformer.wte.weight
+        )
     wider = config.replace(workload={"weights": str(export), "model": {"n_embd": 32}})
     rejects("n_embd must be 32, as in the model, got 16", prepare, wider, tmp_path)
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "gpt_neox": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "llama": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "gpt_neox": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
     "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},  # without position_ids
 }
 
 
 def described(folder: Path, kind: str, **values: Any) -> str:
     folder.mkdir(parents=True)
-    sizes = {"model_type": kind, "vocab_size": 40, "torch_dtype": "bfloat16", **SIZES.get(kind, {}), **values}
-    (folder / "config.json").write_text(json.dumps({**sizes, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
+    sizes = {
+        "model_type": kind,
+        "vocab_size": 40,
+        "torch_dtype": "bfloat16",
+        **SIZES.get(kind, {}),
+        **values,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**sizes, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}})
+    )
     return str(folder)
 
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_config_folder_builds_any_causal_model(tmp_path: Path, kind: str) -> None:
-    """Built, saved, scored, continued, exported, and trained from the export's weights; code that it names is not looked for."""
+    """Built, saved, scored, continued, exported, and trained from the export's weights; code that
+    it names is not looked for.
+    """
     folder_of(tmp_path / "tokens")
     config = small(tmp_path / "tokens", model={"config": described(tmp_path / "config", kind)})
     prepared = prepare(config, tmp_path)
@@ -336,11 +455,18 @@ def test_config_folder_builds_any_causal_model(tmp_path: Path, kind: str) -> Non
         assert type(other) is type(model)
         assert torch.equal(other(tokens).logits, model(tokens).logits)
     (tmp_path / "prompts.txt").write_text("the fox\nquick\n")
-    source = config.workload.open_inputs(config, checkpoint=step, path=str(tmp_path / "prompts.txt"))
+    source = config.workload.open_inputs(
+        config, checkpoint=step, path=str(tmp_path / "prompts.txt")
+    )
     inputs = {name: torch.from_numpy(array) for name, array in source.read(np.arange(2)).items()}
     with torch.inference_mode():
         both = config.workload.predict(loaded, inputs)["text"]
-        alone = [config.workload.predict(loaded, {name: each[row, None] for name, each in inputs.items()}) for row in range(2)]
+        alone = [
+            config.workload.predict(
+                loaded, {name: each[row, None] for name, each in inputs.items()}
+            )
+            for row in range(2)
+        ]
     assert both == [columns["text"][0] for columns in alone]
     tuned = config.replace(workload={"weights": out})
     torch.manual_seed(1)
@@ -351,15 +477,27 @@ def test_config_folder_builds_any_causal_model(tmp_path: Path, kind: str) -> Non
     ("kind", "values", "message"),
     [
         ("vit", {}, "model_type must be a causal model of transformers, got vit"),
-        ("mamba", {"hidden_size": 16, "num_hidden_layers": 1}, "must cache keys and values for generation, got mamba"),
+        (
+            "mamba",
+            {"hidden_size": 16, "num_hidden_layers": 1},
+            "must cache keys and values for generation, got mamba",
+        ),
         ("llama", {"vocab_size": 5}, r"vocab_size must be at least \d+, as in the tokens, got 5"),
-        ("llama", {"max_position_embeddings": 4}, f"max_position_embeddings must be at least {BLOCK}, .* got 4"),
+        (
+            "llama",
+            {"max_position_embeddings": 4},
+            f"max_position_embeddings must be at least {BLOCK}, .* got 4",
+        ),
         ("llama", {"num_attention_heads": 0}, "transformers cannot build the model"),
     ],
 )
-def test_config_folder_rejects_unsuitable_models(tmp_path: Path, kind: str, values: dict[str, Any], message: str) -> None:
+def test_config_folder_rejects_unsuitable_models(
+    tmp_path: Path, kind: str, values: dict[str, Any], message: str
+) -> None:
     folder_of(tmp_path / "tokens")
-    config = small(tmp_path / "tokens", model={"config": described(tmp_path / "config", kind, **values)})
+    config = small(
+        tmp_path / "tokens", model={"config": described(tmp_path / "config", kind, **values)}
+    )
     rejects(message, prepare, config, tmp_path)
 
 
@@ -368,41 +506,60 @@ def test_samples_continue_validation_text(tmp_path: Path) -> None:
     folder_of(tmp_path)
     config = small(tmp_path)
     prepared = prepare(config, tmp_path)
-    rows = np.stack([TOKENIZER.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(np.int64)
+    rows = np.stack([TOKENIZER.encode(TEXT)[start : start + BLOCK] for start in range(4)]).astype(
+        np.int64
+    )
     model = config.workload.build(prepared)
     sets = {"validation": ArrayRows({"tokens": rows})}
 
     def samples() -> list[dict[str, Any]]:
-        return config.workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
+        return config.workload.samples(
+            model, prepared=prepared, sets=sets, device=torch.device("cpu")
+        )
 
     made = samples()
     assert [sample["kind"] for sample in made] == ["text"] * 3
-    assert [sample["prompt"] for sample in made] == [TEXT[start : start + BLOCK // 2] for start in (0, 1, 3)]
+    assert [sample["prompt"] for sample in made] == [
+        TEXT[start : start + BLOCK // 2] for start in (0, 1, 3)
+    ]
     assert all(len(sample["text"]) == 12 for sample in made)
     assert samples() == made
     json.dumps(made)
 
 
-def test_shard_cache_respects_limit(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_cache_respects_limit(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rayrec.data.text import mds
 
     _, checkpoint_folder, _ = saved
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     token_folder = tmp_path / "tokens"
     rows = np.arange(4 * BLOCK, dtype=np.uint16).reshape(4, BLOCK)
-    folder_of(token_folder, files=read_tokenizer(f"{checkpoint_folder}/tokenizer"), sets={"train": 4, "validation": 4})
+    folder_of(
+        token_folder,
+        files=read_tokenizer(f"{checkpoint_folder}/tokenizer"),
+        sets={"train": 4, "validation": 4},
+    )
     for name in ("train", "validation"):
-        mds.write_index(str(token_folder / name), [mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))])
+        mds.write_index(
+            str(token_folder / name),
+            [mds.write_shard(rows, str(token_folder / name / "shard.00000.mds"))],
+        )
     url = f"file://{token_folder}"
 
     def open_with(opened: str, **limits: int) -> None:
-        config = gpt2_tiny(url).replace(**{data: {"cache_bytes": limit} for data, limit in limits.items()})
+        config = gpt2_tiny(url).replace(
+            **{data: {"cache_bytes": limit} for data, limit in limits.items()}
+        )
         if opened == "labelled":
             source = config.workload.open_labelled(config, checkpoint=checkpoint_folder, path=url)
         else:
             folder = open_tokens(url)
             context = WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1))
-            source = config.workload.open_set(context, Prepared(folder, folder, "validation", {}, 0), opened)
+            source = config.workload.open_set(
+                context, Prepared(folder, folder, "validation", {}, 0), opened
+            )
         np.testing.assert_array_equal(source.read(np.arange(4))["tokens"], rows)
         source.close()
 
@@ -410,18 +567,28 @@ def test_shard_cache_respects_limit(saved: Saved, tmp_path: Path, monkeypatch: p
         limited, other = sorted(("train_data", "eval_data"), reverse=opened == "train")
         open_with(opened, **{limited: 1 << 20, other: 1})
         rejects("cache_bytes 1 is too small", open_with, opened, **{limited: 1, other: 1 << 20})
-    rejects(r"DataConfig.cache_bytes: must be at least 1, got 0", gpt2_tiny(url).replace, train_data={"cache_bytes": 0})
+    rejects(
+        r"DataConfig.cache_bytes: must be at least 1, got 0",
+        gpt2_tiny(url).replace,
+        train_data={"cache_bytes": 0},
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": 2 * BLOCK}, "blocks of 32 tokens exceed the model's n_positions 16. Raise --workload.model.n-positions"),
+        (
+            {"block_size": 2 * BLOCK},
+            "blocks of 32 tokens exceed the model's n_positions 16. Raise "
+            "--workload.model.n-positions",
+        ),
         ({"sets": {"train": 4}}, "no validation blocks. Preprocess with --validation-fraction, or"),
         ({"sets": {"train": 0, "validation": 4}}, "has no training blocks"),
     ],
 )
-def test_prepare_rejects_unusable_tokens(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_prepare_rejects_unusable_tokens(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     folder_of(tmp_path, **changes)
     rejects(message, prepare, small(tmp_path), tmp_path)
 
@@ -430,7 +597,10 @@ def test_plain_text_error_names_preprocess_command(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     for path, message in (
-        (text, rf"rayrec preprocess {text} --format mds --out DIR`, then pass --train-data.path DIR.$"),
+        (
+            text,
+            rf"rayrec preprocess {text} --format mds --out DIR`, then pass --train-data.path DIR.$",
+        ),
         (tmp_path / "none", f"{tmp_path}/none: no such file or folder$"),
         (None, "must be a folder of token blocks"),
     ):
@@ -442,7 +612,9 @@ def test_evaluation_rejects_other_tokens_and_uses_all_blocks(tmp_path: Path) -> 
     folder_of(tmp_path / "same")
     folder_of(tmp_path / "other", files=characters(set("others")), text="others")
     configs = [small(tmp_path / name) for name in ("tokens", "same", "other")]
-    tokens, same, other = (config.workload.data_hash(prepare(config, tmp_path)) for config in configs)
+    tokens, same, other = (
+        config.workload.data_hash(prepare(config, tmp_path)) for config in configs
+    )
     assert tokens == same != other
     apart = configs[0].replace(eval_data={"path": str(tmp_path / "other")})
     rejects("block size, tokenizer or vocabulary does not match", prepare, apart, tmp_path)
@@ -462,14 +634,23 @@ def test_recipes_match_descriptions() -> None:
         assert config.replace(loop="huggingface").loop == "huggingface"
 
 
-# GPT-2 models against HuggingFace, and their oneDNN layers ------------------------------------------------------------
+# -- GPT-2 models against HuggingFace, and their oneDNN layers
 WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
 """Config wide enough for oneDNN, also in the backward pass."""
 
 
 def pair(activation: str = "gelu_new") -> tuple[GPT2LMHeadModel, GPT2LMHeadModel]:
-    """Return ours and HuggingFace's, by default with GPT-2's activation. All other settings are transformers' defaults."""
-    sizes = {"vocab_size": 50, "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 24, "activation_function": activation}
+    """Return ours and HuggingFace's, by default with GPT-2's activation. All other settings are
+    transformers' defaults.
+    """
+    sizes = {
+        "vocab_size": 50,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 64,
+        "n_positions": 24,
+        "activation_function": activation,
+    }
     model = WIDE.build(50, end_of_text=49)
     other = GPT2LMHeadModel(HuggingFaceConfig(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     other.load_state_dict(model.state_dict())
@@ -484,7 +665,9 @@ def test_loss_and_gradients_match_huggingface(monkeypatch: pytest.MonkeyPatch) -
     assert (model.config.eos_token_id, model.config.n_positions) == (49, 24)
     assert model.lm_head.weight is model.transformer.wte.weight
     assert sum(parameter.numel() for parameter in model.parameters()) == WIDE.num_parameters(50)
-    shapes, expected = ({name: value.shape for name, value in each.named_parameters()} for each in (model, other))
+    shapes, expected = (
+        {name: value.shape for name, value in each.named_parameters()} for each in (model, other)
+    )
     assert shapes == expected
     losses = [each(tokens, labels=tokens).loss for each in (model, other)]
     assert len(products) == 4 * WIDE.n_layer + 1  # and none in the other
@@ -513,7 +696,9 @@ def test_bf16_and_small_products_use_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(products) == 2 * WIDE.n_layer  # the two wide ones of each block
 
 
-def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_onednn_layers_support_copy_pickle_and_checkpointing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     products_by_onednn(monkeypatch)
     tokens = torch.randint(0, 50, (2, 24))
     model, _ = pair()
@@ -522,7 +707,9 @@ def test_onednn_layers_support_copy_pickle_and_checkpointing(monkeypatch: pytest
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(again(tokens).logits, model(tokens).logits)
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(type(model).from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(
+        type(model).from_pretrained(tmp_path)(tokens).logits, model(tokens).logits
+    )
     model.train()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -538,6 +725,9 @@ def test_settings_reject_invalid_values() -> None:
         (GPT2Config, {"n_embd": 10, "n_head": 3}, "must be a multiple of n_head 3"),
         (GPT2Config, {"dropout": 1.0}, "below 1"),
         (LanguageWorkload, {"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
-        *((LanguageWorkload, {"temperature": t}, "must be at least 0 and below inf, got") for t in (-1.0, math.inf)),
+        *(
+            (LanguageWorkload, {"temperature": t}, "must be at least 0 and below inf, got")
+            for t in (-1.0, math.inf)
+        ),
     ):
         rejects(message, config, **fields)

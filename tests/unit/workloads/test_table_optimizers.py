@@ -1,4 +1,6 @@
-"""Tests of Adam on tables: matches torch.optim.Adam over all weights under every plan, and resumes."""
+"""Tests of Adam on tables: matches torch.optim.Adam over all weights under every plan, and
+resumes.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -34,13 +36,20 @@ def _quiet(single_rank: None) -> Iterator[None]:
 
 
 def set_up(plan: Any, *, max_gradient_norm: float | None = None, **sparse: Any) -> WorkerSetup:
-    optimizers = {"sparse_optimizer": SparseOptimizerConfig(**SPARSE, **sparse), "dense_optimizer": DENSE}
+    optimizers = {
+        "sparse_optimizer": SparseOptimizerConfig(**SPARSE, **sparse),
+        "dense_optimizer": DENSE,
+    }
     sharding = ShardingConfig(sharding_types=(plan,), min_column_width=4)
-    config = click.config(TABLES, 1, **optimizers, max_gradient_norm=max_gradient_norm, sharding=sharding)
+    config = click.config(
+        TABLES, 1, **optimizers, max_gradient_norm=max_gradient_norm, sharding=sharding
+    )
     return config.workload.set_up(click.context(config, 0, 1), click.prepared(TABLES))
 
 
-def check_against_torch(setup: WorkerSetup, folder: Path, *rule: Any, **clipping: Any) -> dict[str, torch.Tensor]:
+def check_against_torch(
+    setup: WorkerSetup, folder: Path, *rule: Any, **clipping: Any
+) -> dict[str, torch.Tensor]:
     """Train, compare losses and weights with torch's optimizer, and return the weights."""
     losses, found = train(setup, range(STEPS)), saved(setup, folder)
     expected_losses, expected = by_torch(*rule, **clipping)
@@ -64,15 +73,29 @@ def saved(setup: WorkerSetup, folder: Path) -> dict[str, torch.Tensor]:
     return dict(full_tensors(Checkpoint(str(folder))))
 
 
-def by_torch(kind: str, weight_decay: float, *, max_gradient_norm: float | None = None) -> tuple[list[float], dict[str, Any]]:
+def by_torch(
+    kind: str, weight_decay: float, *, max_gradient_norm: float | None = None
+) -> tuple[list[float], dict[str, Any]]:
     """Train the model with plain tables and torch's optimizer. Returns losses and weights."""
     workload = click.workload(TABLES)
-    model = build_click_model(workload.model, ModelInputs.of(workload.schema), num_embeddings=TABLES, embedding_device="cpu")
+    model = build_click_model(
+        workload.model,
+        ModelInputs.of(workload.schema),
+        num_embeddings=TABLES,
+        embedding_device="cpu",
+    )
     rule = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     tables = list(model.embeddings.parameters())
-    others = [weight for name, weight in model.named_parameters() if not name.startswith("embeddings.")]
+    others = [
+        weight for name, weight in model.named_parameters() if not name.startswith("embeddings.")
+    ]
     decay = weight_decay if max_gradient_norm is None else 0.0
-    optimizer = rule([{"params": tables, "weight_decay": decay}, {"params": others}], lr=0.01, eps=1e-3, weight_decay=0.0)
+    optimizer = rule(
+        [{"params": tables, "weight_decay": decay}, {"params": others}],
+        lr=0.01,
+        eps=1e-3,
+        weight_decay=0.0,
+    )
     losses = []
     for step in range(STEPS):
         loss, _ = model(click.batch(TABLES, step, 0, 1))
@@ -89,33 +112,58 @@ def by_torch(kind: str, weight_decay: float, *, max_gradient_norm: float | None 
 
 @pytest.mark.parametrize(
     ("kind", "weight_decay", "plan"),
-    [("adam", 0.0, "table_wise"), ("adam", 0.3, "column_wise"), ("adam", 0.3, "data_parallel"), ("adamw", 0.3, "table_wise")],
+    [
+        ("adam", 0.0, "table_wise"),
+        ("adam", 0.3, "column_wise"),
+        ("adam", 0.3, "data_parallel"),
+        ("adamw", 0.3, "table_wise"),
+    ],
 )
-def test_dense_adam_matches_under_every_plan(kind: Any, weight_decay: float, plan: str, tmp_path: Path) -> None:
+def test_dense_adam_matches_under_every_plan(
+    kind: Any, weight_decay: float, plan: str, tmp_path: Path
+) -> None:
     setup = set_up(plan, kind=kind, weight_decay=weight_decay)
     assert {row["sharding_type"] for row in setup.described["tables"]} == {plan}
     check_against_torch(setup, tmp_path / "end", kind, weight_decay)
 
 
-@pytest.mark.parametrize(("max_gradient_norm", "plan"), [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")])
-def test_joint_clipping_covers_all_gradients(max_gradient_norm: float, plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_gradient_norm", "plan"),
+    [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")],
+)
+def test_joint_clipping_covers_all_gradients(
+    max_gradient_norm: float, plan: str, tmp_path: Path
+) -> None:
     setup = set_up(plan, kind="adam", weight_decay=0.3, max_gradient_norm=max_gradient_norm)
-    found = check_against_torch(setup, tmp_path / "end", "adam", 0.3, max_gradient_norm=max_gradient_norm)
+    found = check_against_torch(
+        setup, tmp_path / "end", "adam", 0.3, max_gradient_norm=max_gradient_norm
+    )
     whole = by_torch("adam", 0.3)[1]
-    assert all(torch.allclose(whole[name], found[name]) for name in whole) == (max_gradient_norm == 100.0)
+    assert all(torch.allclose(whole[name], found[name]) for name in whole) == (
+        max_gradient_norm == 100.0
+    )
 
 
 def test_joint_clipping_rejects_unsupported_settings() -> None:
     for settings, message in (
         ({"max_gradient_norm": 1.0}, "sgd updates tables during the backward pass"),
-        ({"max_gradient_norm": 1.0, "sparse_optimizer": ADAM, "dense_optimizer": CLIPPED}, "Set one."),
+        (
+            {"max_gradient_norm": 1.0, "sparse_optimizer": ADAM, "dense_optimizer": CLIPPED},
+            "Set one.",
+        ),
     ):
         config = click.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
         rejects(message, config.workload.check, config)
 
 
 def test_sparse_adam_skips_other_rows_and_zero_norm_is_rejected(tmp_path: Path) -> None:
-    rejects(r"max_gradient_norm: must be above 0, got 0\.0", click.config, TABLES, 1, max_gradient_norm=0.0)
+    rejects(
+        r"max_gradient_norm: must be above 0, got 0\.0",
+        click.config,
+        TABLES,
+        1,
+        max_gradient_norm=0.0,
+    )
     ends = []
     for plan in ("table_wise", "column_wise", "data_parallel"):
         setup = set_up(plan, kind="sparse_adam")
@@ -146,7 +194,11 @@ def test_resumed_run_matches_uninterrupted(kind: Any, tmp_path: Path) -> None:
         assert same(saved(resumed, tmp_path / f"{plan}_half"), half)
         assert train(resumed, range(2, STEPS)) == pytest.approx(losses[2:], rel=1e-6)
     assert same(saved(resumed, tmp_path / "resumed"), expected)
-    states = {name.rpartition(".")[2] for name in half if "cat_1.weight" in name and name.startswith("optimizer.")}
+    states = {
+        name.rpartition(".")[2]
+        for name in half
+        if "cat_1.weight" in name and name.startswith("optimizer.")
+    }
     assert states == {"exp_avg", "exp_avg_sq", "step"}
 
 
@@ -166,4 +218,8 @@ def test_initial_values_match_and_evaluation_has_no_gradients(tmp_path: Path) ->
     before = saved(setup, tmp_path / "before")
     setup.optimizer.step()  # with zero gradients and no moments, it moves nothing
     after = saved(setup, tmp_path / "after")
-    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("model.") and "bags" in name)
+    assert all(
+        torch.equal(before[name], after[name])
+        for name in before
+        if name.startswith("model.") and "bags" in name
+    )

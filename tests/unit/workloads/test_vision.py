@@ -39,7 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepare(config: TrainConfig) -> Prepared:
     config.workload.check(config)
-    return config.workload.prepare(RunContext(config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None))
+    return config.workload.prepare(
+        RunContext(
+            config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None
+        )
+    )
 
 
 def on_worker(config: TrainConfig) -> WorkerContext:
@@ -78,9 +82,14 @@ def test_augmentation_follows_seed_and_applies_to_training_only() -> None:
     torch.testing.assert_close(moved(images), images.float(), atol=1e-2, rtol=0)
     assert moved(images[:0], **how).shape == (0, 28, 28)
     assert not AugmentationConfig().moves
-    tensors = {"images": torch.full((2, 8, 8), 7, dtype=torch.uint8), "labels": torch.tensor([0, 2])}
+    tensors = {
+        "images": torch.full((2, 8, 8), 7, dtype=torch.uint8),
+        "labels": torch.tensor([0, 2]),
+    }
     assert VisionWorkload(model=SMALL).augment(tensors) is tensors
-    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(tensors)
+    changed = VisionWorkload(model=SMALL, augmentation=AugmentationConfig(max_shift=4.0)).augment(
+        tensors
+    )
     assert changed["images"].dtype == torch.float32
     assert changed["labels"] is tensors["labels"]
     assert tensors["images"].dtype == torch.uint8
@@ -116,13 +125,19 @@ def test_shifts_are_pixels_and_measures_cross_entropy_and_hits() -> None:
         assert torch.equal(images, torch.full((2, 1, 8, 8), -1.0))
         return table
 
-    losses = (functional.cross_entropy(table, tensors["labels"], reduction="none", label_smoothing=each) for each in (0.0, 0.2))
+    losses = (
+        functional.cross_entropy(table, tensors["labels"], reduction="none", label_smoothing=each)
+        for each in (0.0, 0.2)
+    )
     plain, smooth = (loss.tolist() for loss in losses)
     measures = workload.measure(model, tensors)  # type: ignore[arg-type]
     assert measures["loss"].tolist() == pytest.approx(smooth)
     with torch.no_grad():
         measures = workload.measure(model, tensors)  # type: ignore[arg-type]
-    assert (measures["loss"].tolist(), measures["accuracy"].tolist()) == (pytest.approx(plain), [1.0, 0.0])
+    assert (measures["loss"].tolist(), measures["accuracy"].tolist()) == (
+        pytest.approx(plain),
+        [1.0, 0.0],
+    )
     assert workload.score({"accuracy": 0.5, "loss": 3.0}) == 0.5
 
 
@@ -133,12 +148,17 @@ def test_rotation_and_scaling_are_centered(fields: dict[str, float]) -> None:
     up = centres(moved(spots(400, (3, 23)), **fields)) - middle
     lengths = across.norm(dim=1) / 10, up.norm(dim=1) / 8
     torch.testing.assert_close(*lengths, atol=0.02, rtol=0)  # the same chance in both calls
-    angles = torch.atan2(across[:, 0], across[:, 1]).rad2deg(), torch.atan2(-up[:, 1], up[:, 0]).rad2deg()
+    angles = (
+        torch.atan2(across[:, 0], across[:, 1]).rad2deg(),
+        torch.atan2(-up[:, 1], up[:, 0]).rad2deg(),
+    )
     angles = angles[0], (angles[1] + 360) % 360 - 180
     torch.testing.assert_close(*angles, atol=1.0, rtol=0)
     if "max_scale" in fields:
         assert angles[0].abs().max() < 0.5
-        assert (lengths[0].min().item(), lengths[0].max().item()) == pytest.approx((0.8, 1.2), abs=0.02)
+        assert (lengths[0].min().item(), lengths[0].max().item()) == pytest.approx(
+            (0.8, 1.2), abs=0.02
+        )
     else:
         assert lengths[0].sub(1).abs().max() < 0.02
         assert (angles[0].min().item(), angles[0].max().item()) == pytest.approx((-20, 20), abs=0.7)
@@ -151,15 +171,24 @@ def test_sets_match_file_rows(folder: Path, tmp_path: Path) -> None:
     held_out = config.replace(workload={"validation_rows": 7})
     prepared = prepare(held_out)
     assert held_out.workload.set_rows(prepared) == {"train": 53, "validation": 7, "test": 30}
-    sets = [held_out.workload.open_set(on_worker(held_out), prepared, name) for name in ("train", "validation")]
+    sets = [
+        held_out.workload.open_set(on_worker(held_out), prepared, name)
+        for name in ("train", "validation")
+    ]
     images = str(folder / "train-images-idx3-ubyte.gz")
     rows = config.workload.open_labelled(config, checkpoint="", path=images).read(np.arange(60))
     joined = [rows_of_set.read(np.arange(len(rows_of_set))) for rows_of_set in sets]
     for name in ("images", "labels"):
         assert np.array_equal(np.concatenate([part[name] for part in joined]), rows[name])
     assert (rows["images"].dtype, rows["labels"].dtype) == (np.uint8, np.int64)
-    elsewhere = config.replace(eval_data={"path": str(write_digits(tmp_path / "other", train=20, test=10))})
-    assert elsewhere.workload.set_rows(prepare(elsewhere)) == {"train": 60, "validation": 10, "test": 10}
+    elsewhere = config.replace(
+        eval_data={"path": str(write_digits(tmp_path / "other", train=20, test=10))}
+    )
+    assert elsewhere.workload.set_rows(prepare(elsewhere)) == {
+        "train": 60,
+        "validation": 10,
+        "test": 10,
+    }
 
 
 def test_resume_and_prepare_reject_other_images(folder: Path, tmp_path: Path) -> None:
@@ -179,7 +208,10 @@ def test_resume_and_prepare_reject_other_images(folder: Path, tmp_path: Path) ->
     rejects(r"^train_data: [^\n]* data_hash [^\n]* another --name\.$", loader_of, moved, state)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((2, 8, 8), np.uint8)))
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(2, np.uint8)))
-    with pytest.raises(InputError, match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)"):
+    with pytest.raises(
+        InputError,
+        match=r"test images of \(8, 8\) pixels do not match training images of \(28, 28\)",
+    ):
         prepare(mnist_resnet18(str(folder)).replace(eval_data={"path": str(tmp_path)}))
 
 
@@ -187,11 +219,20 @@ def test_resume_and_prepare_reject_other_images(folder: Path, tmp_path: Path) ->
     ("change", "message"),
     [
         ({"train_data": {"path": None}}, "must be a folder of images, .*rayrec fetch mnist"),
-        ({"train_data": {"path": "nowhere"}}, "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere"),
+        (
+            {"train_data": {"path": "nowhere"}},
+            "nowhere: train-images-idx3-ubyte not found, .* rayrec fetch mnist --out nowhere",
+        ),
         ({"eval_data": {"path": "nowhere"}}, "nowhere: t10k-images-idx3-ubyte not found"),
         ({"workload": {"weights": "nowhere.pt"}}, r"workload\.weights: nowhere\.pt: no such file"),
-        ({"workload": {"validation_rows": 60}}, r"more training rows than validation_rows \(60\), got 60 training and 30 test"),
-        ({"workload": {"model": {"num_classes": 9}}}, "must be 0 to 8, got 9; set num_classes to 10"),
+        (
+            {"workload": {"validation_rows": 60}},
+            r"more training rows than validation_rows \(60\), got 60 training and 30 test",
+        ),
+        (
+            {"workload": {"model": {"num_classes": 9}}},
+            "must be 0 to 8, got 9; set num_classes to 10",
+        ),
     ],
 )
 def test_prepare_rejects_unusable_input(folder: Path, change: dict[str, Any], message: str) -> None:
@@ -199,7 +240,12 @@ def test_prepare_rejects_unusable_input(folder: Path, change: dict[str, Any], me
 
 
 def test_settings_reject_impossible_values() -> None:
-    for fields in ({"std": 0.0}, {"validation_rows": -1}, {"label_smoothing": 1.0}, {"accumulate": 0}):
+    for fields in (
+        {"std": 0.0},
+        {"validation_rows": -1},
+        {"label_smoothing": 1.0},
+        {"accumulate": 0},
+    ):
         rejects(rf"^VisionWorkload\.{next(iter(fields))}", VisionWorkload, **fields)
     rejects(r"^(VisionWorkload\.|workload)", VisionWorkload, model=ResNetConfig(num_channels=3))
     rejects(r"^AugmentationConfig.max_", AugmentationConfig, max_scale=1.0)
@@ -223,7 +269,11 @@ def test_initial_weights_load_from_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
-    tensors = {"half": torch.randn(5).bfloat16(), "count": torch.tensor(7), "none": torch.zeros(0, 3)}
+    tensors = {
+        "half": torch.randn(5).bfloat16(),
+        "count": torch.tensor(7),
+        "none": torch.zeros(0, 3),
+    }
     tensors |= {"whole": torch.randn(3, 4), "turned": torch.randn(3, 4).t()}
     path = str(tmp_path / "w.safetensors")
     assert write_weights(path, tensors) == Path(path).stat().st_size
@@ -234,7 +284,9 @@ def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
     torch.testing.assert_close(library.load_file(path), tensors, rtol=0, atol=0)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     library.save_file(contiguous, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    torch.testing.assert_close(read_weights(str(tmp_path / "theirs.safetensors")), tensors, rtol=0, atol=0)
+    torch.testing.assert_close(
+        read_weights(str(tmp_path / "theirs.safetensors")), tensors, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
@@ -249,11 +301,20 @@ def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str
         path.write_bytes(content)
         rejects(rf"{name}: (damaged|must contain only tensors)", read_weights, str(path))
     if name == "w.safetensors":
-        for head in (b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}', b'{"a":{"dtype":"F9"}}', b"[1]", b'{"a":3}'):
+        for head in (
+            b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}',
+            b'{"a":{"dtype":"F9"}}',
+            b"[1]",
+            b'{"a":3}',
+        ):
             path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
             rejects("damaged, must be a complete safetensors file", read_weights, str(path))
     else:
-        for value in ([torch.ones(2)], {"optimizer": {"a": torch.ones(2)}}, {"state_dict": {"a": {}}}):
+        for value in (
+            [torch.ones(2)],
+            {"optimizer": {"a": torch.ones(2)}},
+            {"state_dict": {"a": {}}},
+        ):
             torch.save(value, path)
             rejects("must contain only named tensors", read_weights, str(path))
         torch.save({"epoch": 3, "state_dict": {"a": torch.ones(2)}}, path)
@@ -283,7 +344,11 @@ def test_path_resolves_to_image_and_label_files(folder: Path, tmp_path: Path) ->
     (tmp_path / "mine").write_bytes(idx(np.zeros((3, 28, 28), np.uint8)))
     assert inputs(tmp_path / "mine") == (3, ["images"])
     rejects("mine: label file not found", labelled, tmp_path / "mine")
-    rejects(r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist", inputs, tmp_path / "nowhere")
+    rejects(
+        r"nowhere: t10k-images-idx3-ubyte not found, .*; rayrec fetch mnist",
+        inputs,
+        tmp_path / "nowhere",
+    )
 
 
 def test_predictions_and_samples_match_softmax(folder: Path) -> None:
@@ -302,12 +367,19 @@ def test_predictions_and_samples_match_softmax(folder: Path) -> None:
     assert np.array_equal(columns["probability"], likely.max(axis=1))
     assert "label" not in workload.predict(model, {"images": tensors["images"]})
     prepared = prepare(config)
-    sets = {name: workload.open_set(on_worker(config), prepared, name) for name in ("validation", "test")}
+    sets = {
+        name: workload.open_set(on_worker(config), prepared, name)
+        for name in ("validation", "test")
+    }
     samples = workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
-    assert samples == workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
+    assert samples == workload.samples(
+        model, prepared=prepared, sets=sets, device=torch.device("cpu")
+    )
     assert len(samples) == 9
     for sample in samples:
-        (place,) = (place for place in range(30) if rows["images"][place].tolist() == sample["pixels"])
+        (place,) = (
+            place for place in range(30) if rows["images"][place].tolist() == sample["pixels"]
+        )
         told = (sample["kind"], sample["label"], sample["prediction"])
         assert told == ("image", str(rows["labels"][place]), str(columns["prediction"][place]))
         assert sample["probability"] == pytest.approx(columns["probability"][place], abs=1e-5)
@@ -317,8 +389,12 @@ def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -
     config = mnist_resnet18().replace(workload={"model": SMALL, "mean": 0.25})
     model = SMALL.build()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    checkpoint.save(str(tmp_path / "step"), {**tensors, "optimizer.fc.bias.exp_avg": torch.zeros(10)}, state={})
-    told = config.workload.export(config, checkpoint=str(tmp_path / "step"), out=str(tmp_path / "out"))
+    checkpoint.save(
+        str(tmp_path / "step"), {**tensors, "optimizer.fc.bias.exp_avg": torch.zeros(10)}, state={}
+    )
+    told = config.workload.export(
+        config, checkpoint=str(tmp_path / "step"), out=str(tmp_path / "out")
+    )
     found = read_weights(str(tmp_path / "out" / "model.safetensors"))
     assert told["tensors"] == len(found) == len(tensors)
     assert same(found, model.state_dict())
@@ -332,26 +408,47 @@ def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -
     assert better.workload.augmentation.moves
 
 
-# ResNet: torchvision's names, shapes, arithmetic, initial values and weights ------------------------------------------
-BLOCK = {"conv1": "layer.0.convolution", "bn1": "layer.0.normalization", "conv2": "layer.1.convolution"}
-BLOCK |= {"bn2": "layer.1.normalization", "downsample.0": "shortcut.convolution", "downsample.1": "shortcut.normalization"}
-OTHERS = {f"{name}1": f"resnet.embedder.embedder.{what}" for name, what in (("conv", "convolution"), ("bn", "normalization"))}
+# -- ResNet: torchvision's names, shapes, arithmetic, initial values and weights
+BLOCK = {
+    "conv1": "layer.0.convolution",
+    "bn1": "layer.0.normalization",
+    "conv2": "layer.1.convolution",
+}
+BLOCK |= {
+    "bn2": "layer.1.normalization",
+    "downsample.0": "shortcut.convolution",
+    "downsample.1": "shortcut.normalization",
+}
+OTHERS = {
+    f"{name}1": f"resnet.embedder.embedder.{what}"
+    for name, what in (("conv", "convolution"), ("bn", "normalization"))
+}
 OTHERS["fc"] = "classifier.1"
 """Modules of transformers by torchvision's names, within a block such as layer2.0 and outside."""
 
 
 def of_transformers(model: ResNet) -> ResNetForImageClassification:
-    """Return transformers' network with the weights of ours, which have the names of torchvision's resnet18()."""
+    """Return transformers' network with the weights of ours, which have the names of torchvision's
+    resnet18().
+    """
     state = {}
     for name, value in model.state_dict().items():
         module, _, part = name.rpartition(".")
         if block := re.fullmatch(r"layer([1-4])\.([01])\.(.+)", module):
-            module = f"resnet.encoder.stages.{int(block[1]) - 1}.layers.{block[2]}.{BLOCK[block[3]]}"
+            module = (
+                f"resnet.encoder.stages.{int(block[1]) - 1}.layers.{block[2]}.{BLOCK[block[3]]}"
+            )
         else:
             module = OTHERS[module]
         state[f"{module}.{part}"] = value.clone()
-    sizes: dict[str, Any] = {"hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
-    other = ResNetForImageClassification(HuggingFaceConfig(num_channels=1, embedding_size=64, num_labels=10, **sizes))
+    sizes: dict[str, Any] = {
+        "hidden_sizes": [64, 128, 256, 512],
+        "depths": [2, 2, 2, 2],
+        "layer_type": "basic",
+    }
+    other = ResNetForImageClassification(
+        HuggingFaceConfig(num_channels=1, embedding_size=64, num_labels=10, **sizes)
+    )
     other.load_state_dict(state)
     return other
 
@@ -366,7 +463,10 @@ def test_names_shapes_and_initial_values_match_torchvision() -> None:
     of_transformers(model)
     assert len(model.state_dict()) == 122
     # 11,689,512 of the one for 3 channels and 1,000 classes.
-    assert sum(parameter.numel() for parameter in built(num_channels=3, num_classes=1000).parameters()) == 11_689_512
+    assert (
+        sum(parameter.numel() for parameter in built(num_channels=3, num_classes=1000).parameters())
+        == 11_689_512
+    )
     deeper = ResNetConfig(blocks=(3, 4, 6, 3), num_channels=3, num_classes=1000).build()
     assert sum(parameter.numel() for parameter in deeper.parameters()) == 21_797_672  # resnet34
     assert same(model.state_dict(), built().state_dict())
@@ -376,7 +476,9 @@ def test_names_shapes_and_initial_values_match_torchvision() -> None:
     for name, weight in state.items():
         module, _, part = name.rpartition(".")
         if weight.dim() == 4:
-            assert weight.std().item() == pytest.approx(math.sqrt(2 / (len(weight) * weight[0, 0].numel())), rel=0.06), name
+            assert weight.std().item() == pytest.approx(
+                math.sqrt(2 / (len(weight) * weight[0, 0].numel())), rel=0.06
+            ), name
             assert abs(weight.mean().item()) < 0.1 * weight.std().item()
         elif f"{module}.running_mean" in state and part in ("weight", "bias"):
             assert (weight == (part == "weight")).all(), name
@@ -393,7 +495,9 @@ def test_forward_matches_transformers(training: bool) -> None:
     other = of_transformers(model).train(training)
     images = torch.randn(5, 1, 28, 28, generator=generator)
     with torch.no_grad():
-        torch.testing.assert_close(model.train(training)(images), other(images).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model.train(training)(images), other(images).logits, rtol=1e-4, atol=1e-4
+        )
     assert model.bn1.num_batches_tracked.item() == (1 if training else 0)
 
 
@@ -402,7 +506,10 @@ def test_batch_norm_accepts_one_row(rows: int) -> None:
     model = built().train()
     before = model.layer4[1].bn2.running_var.clone()
     model(torch.randn(rows, 1, 28, 28)).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
     assert torch.equal(model.layer4[1].bn2.running_var, before) == (rows == 1)
     plain, ours = torch.nn.BatchNorm2d(3), BatchNorm(3)
     values = torch.randn(2, 3, 2, 2)
@@ -415,26 +522,47 @@ def test_three_channel_weights_load_for_gray() -> None:
     gray = ResNetConfig().build().eval()
     load_weights(gray, coloured.state_dict(), where="a.pt")
     images = torch.randn(4, 1, 28, 28)
-    torch.testing.assert_close(gray(images), coloured(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gray(images), coloured(images.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5
+    )
     # Files of the first years have no counters.
-    load_weights(gray, {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name}, where="a.pt")
+    load_weights(
+        gray,
+        {name: value for name, value in coloured.state_dict().items() if "num_batches" not in name},
+        where="a.pt",
+    )
 
 
 def test_load_weights_rejects_other_networks() -> None:
     for other, message in [
-        ({"num_classes": 1000}, r"a\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)\. Choose weights"),
-        ({"blocks": (3, 4, 6, 3)}, r"a.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1.2.conv1.weight, .* more"),
-        ({"blocks": (1, 1, 1, 1)}, r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more"),
+        (
+            {"num_classes": 1000},
+            r"a\.pt: fc\.weight must have shape \(10, 512\), got \(1000, 512\)\. Choose weights",
+        ),
+        (
+            {"blocks": (3, 4, 6, 3)},
+            r"a.pt: must match a ResNet with blocks \(2, 2.*, got unknown layer1.2.conv1.weight, "
+            r".* more",
+        ),
+        (
+            {"blocks": (1, 1, 1, 1)},
+            r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more",
+        ),
     ]:
         model, weights = built(), ResNetConfig(**other).build().state_dict()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         rejects(message, load_weights, model, weights, where="a.pt")
         assert same(model.state_dict(), before)
-        with pytest.raises(InputError, match=r"conv1\.weight must have shape \(64, 3, 7, 7\), got \(64, 1, 7, 7\)"):
+        with pytest.raises(
+            InputError, match=r"conv1\.weight must have shape \(64, 3, 7, 7\), got \(64, 1, 7, 7\)"
+        ):
             load_weights(built(num_channels=3), before, where="a.pt")
 
 
-@pytest.mark.parametrize(("channels", "classes", "size", "expected"), [(3, 1000, 224, 1_814_073_344), (1, 10, 28, 33_010_944)])
+@pytest.mark.parametrize(
+    ("channels", "classes", "size", "expected"),
+    [(3, 1000, 224, 1_814_073_344), (1, 10, 28, 33_010_944)],
+)
 def test_multiply_adds_match_layers(channels: int, classes: int, size: int, expected: int) -> None:
     model = ResNetConfig(num_channels=channels, num_classes=classes).build()
     assert counted(model, lambda: model(torch.zeros(1, channels, size, size))) == expected

@@ -1,4 +1,6 @@
-"""Counts of one column's tokens, in a growing table, and on disk if all tables together exceed the memory limit."""
+"""Counts of one column's tokens, in a growing table, and on disk if all tables together exceed the
+memory limit.
+"""
 
 import contextlib
 import ctypes
@@ -22,8 +24,9 @@ Items = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 TILE = 256  # From counting.c: tokens that a table must have room for
 NO_ROW = 2**63 - 1
 
-# A table filled in the order of another table's slots needs a different hash function, or each part would fill one corner.
-# Tasks use the first, the driver the second, the merging of spilled partitions the third.
+# A table filled in the order of another table's slots needs a different hash function, or each part
+# would fill one corner. Tasks use the first, the driver the second, the merging of spilled
+# partitions the third.
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD)
 
 
@@ -35,7 +38,9 @@ _HUGE_PAGE = 2 << 20
 
 
 def _zeros(slots: int, words: int) -> np.ndarray:
-    """Allocate a table; a large one in separate memory with huge pages, returned to the system immediately when freed."""
+    """Allocate a table; a large one in separate memory with huge pages, returned to the system
+    immediately when freed.
+    """
     size = slots * words * 8
     if size < _HUGE_PAGE:
         return np.zeros((slots, words), np.uint64)
@@ -47,10 +52,21 @@ def _zeros(slots: int, words: int) -> np.ndarray:
 
 
 class TokenCounter:
-    """Counts of one column's tokens in a growing open-addressing table with 16 bytes per slot, 24 with first rows."""
+    """Counts of one column's tokens in a growing open-addressing table with 16 bytes per slot, 24
+    with first rows.
+    """
 
-    def __init__(self, slots: int = 1024, *, dtype: Any = np.uint32, first_rows: bool = False, family: int = 0) -> None:
-        """Create a table for `dtype` uint32 or uint64; `first_rows` keeps each token's smallest row, `family` is a hash of 3."""
+    def __init__(
+        self,
+        slots: int = 1024,
+        *,
+        dtype: Any = np.uint32,
+        first_rows: bool = False,
+        family: int = 0,
+    ) -> None:
+        """Create a table for `dtype` uint32 or uint64; `first_rows` keeps each token's smallest
+        row, `family` is a hash of 3.
+        """
         self.dtype = np.dtype(dtype)
         assert self.dtype in (np.uint32, np.uint64)
         self.first_rows = first_rows
@@ -71,11 +87,22 @@ class TokenCounter:
         return self._slots_with(tokens) * self._slots.shape[1] * 8
 
     def count_values(self, tokens: np.ndarray, rows: np.ndarray | None = None) -> None:
-        """Count tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers if first rows are kept."""
+        """Count tokens (uint32 or uint64), one each; `rows` (int64) are their row numbers if first
+        rows are kept.
+        """
         self._add(tokens, None, rows, 0)
 
-    def merge(self, tokens: np.ndarray, counts: np.ndarray, first_rows: np.ndarray | None = None, *, shift_rows: int = 0) -> None:
-        """Add tokens with their counts (1 or more) and, if kept, first rows, each raised by shift_rows."""
+    def merge(
+        self,
+        tokens: np.ndarray,
+        counts: np.ndarray,
+        first_rows: np.ndarray | None = None,
+        *,
+        shift_rows: int = 0,
+    ) -> None:
+        """Add tokens with their counts (1 or more) and, if kept, first rows, each raised by
+        shift_rows.
+        """
         self.reserve(len(tokens))
         self._add(tokens, counts, first_rows, shift_rows)
 
@@ -84,10 +111,14 @@ class TokenCounter:
         return self.partitioned(0, min_count)[0]
 
     def partitioned(self, bits: int, min_count: int = 1) -> tuple[Items, np.ndarray]:
-        """Return items ordered by partition, 2^bits of them, and the start of each, with the end."""
+        """Return items ordered by partition, 2^bits of them, and the start of each, with the
+        end.
+        """
         offsets = np.empty((1 << bits) + 1, np.int64)
         sizes = (ctypes.c_int32(self.dtype.itemsize), ctypes.c_int32(bits))
-        write = functools.partial(call, "rayrec_count_items", ctypes.byref(self._c), min_count, *sizes, offsets)
+        write = functools.partial(
+            call, "rayrec_count_items", ctypes.byref(self._c), min_count, *sizes, offsets
+        )
         size = write(None, None, None)
         tokens, counts = np.empty(size, self.dtype), np.empty(size, np.int64)
         rows = np.empty(size, np.int64) if self.first_rows else None
@@ -120,7 +151,13 @@ class TokenCounter:
         shift = 64 - (slots.bit_length() - 1)
         self._c = _CCounter(self._slots.ctypes.data, slots, 0, _FACTORS[self._family], shift, words)
 
-    def _add(self, tokens: np.ndarray, counts: np.ndarray | None, rows: np.ndarray | None, shift_rows: int) -> None:
+    def _add(
+        self,
+        tokens: np.ndarray,
+        counts: np.ndarray | None,
+        rows: np.ndarray | None,
+        shift_rows: int,
+    ) -> None:
         assert tokens.dtype in (np.uint32, np.uint64)
         assert tokens.itemsize <= self.dtype.itemsize
         assert not self.first_rows or rows is not None or not len(tokens)
@@ -131,7 +168,14 @@ class TokenCounter:
         while True:
             counted, numbers = (None if each is None else each[done:] for each in (counts, rows))
             sizes = (shift_rows, len(tokens) - done, ctypes.byref(self._c))
-            done += call("rayrec_count_values", tokens[done:], ctypes.c_int32(tokens.itemsize), counted, numbers, *sizes)
+            done += call(
+                "rayrec_count_values",
+                tokens[done:],
+                ctypes.c_int32(tokens.itemsize),
+                counted,
+                numbers,
+                *sizes,
+            )
             if done == len(tokens):
                 return
             self.reserve(0)
@@ -141,17 +185,28 @@ def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
     return np.require(array, dtype, ["C", "A"])
 
 
-def count_columns(counters: Sequence[TokenCounter], raw: RawBlock, first_row: int, absences: np.ndarray) -> None:
-    """Count the categorical columns of a log of hexadecimal tokens, with one counter each. Row r is number first_row + r.
-    `absences` int64 [columns, 2] is the number of rows without a value and the first such row."""
+def count_columns(
+    counters: Sequence[TokenCounter], raw: RawBlock, first_row: int, absences: np.ndarray
+) -> None:
+    """Count the categorical columns of a log of hexadecimal tokens, with one counter each. Row r is
+    number first_row + r. `absences` int64 [columns, 2] is the number of rows without a value and
+    the first such row.
+    """
     tokens, done = raw.categories, 0
     if not counters:
         return
     assert tokens.flags.c_contiguous
     assert all(tokens.itemsize <= counter.dtype.itemsize for counter in counters)
     while True:
-        pointers = (ctypes.c_void_p * len(counters))(*(ctypes.addressof(counter._c) for counter in counters))
-        sizes = (raw.rows - done, tokens.shape[1], ctypes.c_int32(len(raw.schema.dense)), ctypes.c_int32(len(counters)))
+        pointers = (ctypes.c_void_p * len(counters))(
+            *(ctypes.addressof(counter._c) for counter in counters)
+        )
+        sizes = (
+            raw.rows - done,
+            tokens.shape[1],
+            ctypes.c_int32(len(raw.schema.dense)),
+            ctypes.c_int32(len(counters)),
+        )
         left = (tokens[done:], ctypes.c_int32(tokens.itemsize), raw.missing[done:])
         done += call("rayrec_count_rows", *left, *sizes, first_row + done, pointers, absences)
         if done == raw.rows:
@@ -166,7 +221,9 @@ _CHUNK = 1 << 16
 
 
 class _Run:
-    """Items of one column in the spill file, ordered by partition: all tokens, then all counts, then all first rows."""
+    """Items of one column in the spill file, ordered by partition: all tokens, then all counts,
+    then all first rows.
+    """
 
     def __init__(self, start: int, offsets: np.ndarray, dtypes: Sequence[np.dtype]) -> None:
         self.start, self.offsets, self.dtypes = start, offsets, dtypes
@@ -185,7 +242,9 @@ class _Run:
 
 
 class Spill:
-    """Counts that exceeded the memory limit, in one unnamed file, whose space is freed however this process ends."""
+    """Counts that exceeded the memory limit, in one unnamed file, whose space is freed however this
+    process ends.
+    """
 
     def __init__(self, folder: str | None, memory_bytes: int) -> None:
         if folder is not None and storage.is_url(folder):
@@ -231,11 +290,17 @@ class Spill:
             self.written_bytes += done
             view = view[done:]
 
-    def merged(self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None) -> tuple[Items, int]:
-        """Return a column's spilled tokens counted at least `min_count` times or equal to `always`, and the distinct number."""
+    def merged(
+        self, column: int, like: TokenCounter, min_count: int, *, always: int | None = None
+    ) -> tuple[Items, int]:
+        """Return a column's spilled tokens counted at least `min_count` times or equal to `always`,
+        and the distinct number.
+        """
         runs, distinct = self._runs.get(column, []), 0
         result = like.items(NO_ROW)
-        sizes = sum((np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64))
+        sizes = sum(
+            (np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64)
+        )
         for first, stop, split_bits in _groups(sizes.tolist(), self.table_bytes, like):
             for part in range(1 << split_bits):
                 counter = TokenCounter(dtype=like.dtype, first_rows=like.first_rows, family=2)
@@ -243,7 +308,9 @@ class Spill:
                 for run in runs:
                     for arrays in run.read(self._file.fileno(), first, stop):
                         if split_bits:
-                            arrays = _select(arrays, _PARTITION_BITS + split_bits, (first << split_bits) + part)
+                            arrays = _select(
+                                arrays, _PARTITION_BITS + split_bits, (first << split_bits) + part
+                            )
                         counter.merge(*arrays)
                 distinct += counter.used
                 _extend(result, frequent_items(counter, min_count, always))
@@ -256,8 +323,12 @@ class Spill:
         self._runs.clear()
 
 
-def _groups(sizes: Sequence[int], table_bytes: int, like: TokenCounter) -> Iterator[tuple[int, int, int]]:
-    """Yield (first partition, end, split bits): partitions that fit into a table together, or one to read 2^split bits times."""
+def _groups(
+    sizes: Sequence[int], table_bytes: int, like: TokenCounter
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (first partition, end, split bits): partitions that fit into a table together, or one
+    to read 2^split bits times.
+    """
     empty = TokenCounter(dtype=like.dtype, first_rows=like.first_rows)
     first = 0
     while first < len(sizes):
@@ -266,7 +337,10 @@ def _groups(sizes: Sequence[int], table_bytes: int, like: TokenCounter) -> Itera
             total += sizes[stop]
             stop += 1
         split_bits = 0
-        while empty.num_bytes_with(total >> split_bits) > table_bytes and total >> split_bits > 2 * TILE:
+        while (
+            empty.num_bytes_with(total >> split_bits) > table_bytes
+            and total >> split_bits > 2 * TILE
+        ):
             split_bits += 1
         if total:
             yield first, stop, split_bits
@@ -283,7 +357,9 @@ def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.
 
 
 def frequent_items(counter: TokenCounter, min_count: int, always: int | None) -> Items:
-    """Return the tokens counted at least `min_count` times, and the token `always` if it was counted."""
+    """Return the tokens counted at least `min_count` times, and the token `always` if it was
+    counted.
+    """
     if always is None or min_count <= 1:
         return counter.items(min_count)
     tokens, counts, rows = counter.items()
@@ -292,7 +368,9 @@ def frequent_items(counter: TokenCounter, min_count: int, always: int | None) ->
 
 
 def _extend(items: Items, more: Items) -> None:
-    """Append in place: the kernel moves the pages of large arrays instead of copying them, so there are never two copies."""
+    """Append in place: the kernel moves the pages of large arrays instead of copying them, so there
+    are never two copies.
+    """
     for array, new in zip(items, more, strict=True):
         if array is not None and new is not None:
             start = len(array)

@@ -20,22 +20,34 @@ COLUMN: Final = "clipped:"
 
 @final
 class ClipCounter:
-    """Finder of the numbers that the bounds of the rules changed. Thread-safe. A bound is never the input of a counted row
-    (`rayrec.data.encoding.presets`), so an input equal to a bound is beyond it, in preprocessed data, too."""
+    """Finder of the numbers that the bounds of the rules changed. Thread-safe. A bound is never the
+    input of a counted row (`rayrec.data.encoding.presets`), so an input equal to a bound is beyond
+    it, in preprocessed data, too.
+    """
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         rules = [
             (index, name, rule)
-            for index, (name, rule) in enumerate(zip(preprocessor.dense_names, preprocessor.dense, strict=True))
+            for index, (name, rule) in enumerate(
+                zip(preprocessor.dense_names, preprocessor.dense, strict=True)
+            )
             if rule.lower is not None
         ]
         self.names = tuple(name for _, name, _ in rules)
-        """Columns with bounds. Empty for Criteo's logs, and for a Preprocessor of an earlier version."""
-        with_indicator = [name for name, rule in zip(preprocessor.dense_names, preprocessor.dense, strict=True) if rule.indicator]
+        """Columns with bounds. Empty for Criteo's logs, and for a Preprocessor of an earlier
+        version.
+        """
+        with_indicator = [
+            name
+            for name, rule in zip(preprocessor.dense_names, preprocessor.dense, strict=True)
+            if rule.indicator
+        ]
         first = len(preprocessor.dense)
         self._indices = np.array([index for index, _, _ in rules], np.intp)
         self._indicators = {
-            number: first + with_indicator.index(name) for number, name in enumerate(self.names) if name in with_indicator
+            number: first + with_indicator.index(name)
+            for number, name in enumerate(self.names)
+            if name in with_indicator
         }
         self._lower = np.array([rule.lower for _, _, rule in rules], np.float32)
         self._upper = np.array([rule.upper for _, _, rule in rules], np.float32)
@@ -45,8 +57,10 @@ class ClipCounter:
         return (inputs <= self._lower) | (inputs >= self._upper)
 
     def count(self, dense: np.ndarray) -> np.ndarray:
-        """Return the values, and those beyond the bounds, of each column in `names`: int64 [columns, 2], from model inputs,
-        float32 [rows, num_dense]. Without an indicator, a missing number counts as a value."""
+        """Return the values, and those beyond the bounds, of each column in `names`: int64
+        [columns, 2], from model inputs, float32 [rows, num_dense]. Without an indicator, a missing
+        number counts as a value.
+        """
         counts = np.empty((len(self.names), 2), np.int64)
         if not self.names:
             return counts
@@ -57,12 +71,16 @@ class ClipCounter:
         return counts
 
     def columns(self, dense: np.ndarray) -> dict[str, np.ndarray]:
-        """Return for each column in `names`, after a prefix, 1 if the value is beyond the bounds, 0 if not, and -1 if it is
-        missing, int8 [rows]."""
+        """Return for each column in `names`, after a prefix, 1 if the value is beyond the bounds, 0
+        if not, and -1 if it is missing, int8 [rows].
+        """
         clipped = self._clipped(dense).astype(np.int8)
         for number, indicator in self._indicators.items():
             clipped[dense[:, indicator] != 0, number] = -1
-        return {COLUMN + name: np.ascontiguousarray(clipped[:, number]) for number, name in enumerate(self.names)}
+        return {
+            COLUMN + name: np.ascontiguousarray(clipped[:, number])
+            for number, name in enumerate(self.names)
+        }
 
 
 @final
@@ -85,7 +103,9 @@ class ClipSum:
 
 
 def arrow_flags(flags: np.ndarray) -> pa.Array:
-    """Return a column of `ClipCounter.columns` as an Arrow array of booleans, a bit each, null if missing."""
+    """Return a column of `ClipCounter.columns` as an Arrow array of booleans, a bit each, null if
+    missing.
+    """
     return pc.cast(arrow_numbers(flags, flags < 0), pa.bool_())
 
 
@@ -107,8 +127,10 @@ class ClipTotals:
 
 
 def clipping_report(counts: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
-    """Return the columns with values beyond their bounds, each with the number of these values, `clipped`, and their `share` of
-    all values. `counts` has both numbers by column, the values first."""
+    """Return the columns with values beyond their bounds, each with the number of these values,
+    `clipped`, and their `share` of all values. `counts` has both numbers by column, the values
+    first.
+    """
     return {
         name: {"clipped": int(clipped), "share": int(clipped) / int(values)}
         for name, (values, clipped) in counts.items()
@@ -117,14 +139,21 @@ def clipping_report(counts: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
 
 
 def clipping_warning(counts: Mapping[str, Sequence[int]]) -> str:
-    """Return a sentence that names the columns with more than 1 % of their values beyond the bounds. Empty without such."""
-    fractions = {name: clipped / values for name, (values, clipped) in counts.items() if clipped > MAX_CLIPPED_FRACTION * values}
+    """Return a sentence that names the columns with more than 1 % of their values beyond the
+    bounds. Empty without such.
+    """
+    fractions = {
+        name: clipped / values
+        for name, (values, clipped) in counts.items()
+        if clipped > MAX_CLIPPED_FRACTION * values
+    }
     if not fractions:
         return ""
     worst = sorted(fractions, key=lambda name: -fractions[name])[:8]
     listed = ", ".join(f"{name} ({fractions[name]:.1%} of its values)" for name in worst)
     more = f" and {len(fractions) - 8} more" if len(fractions) > 8 else ""
     return (
-        f"beyond the range of the training rows, and used as its end: {listed}{more}. Train again on newer rows; declare a time "
-        "as `timestamp`, and leave numbers that only grow out of the schema."
+        f"beyond the range of the training rows, and used as its end: {listed}{more}. Train again "
+        "on newer rows; declare a time as `timestamp`, and leave numbers that only grow out of the "
+        "schema."
     )

@@ -1,4 +1,6 @@
-"""Distributed counting of all categories and of the dense columns' moments in bounded memory, alone or while a log is indexed."""
+"""Distributed counting of all categories and of the dense columns' moments in bounded memory, alone
+or while a log is indexed.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,23 @@ from rayrec import host_resources, storage
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_bytes, arrow_texts
 from rayrec.data.encoded_rows import JaggedIds
-from rayrec.data.encoding.category_counter import NO_ROW, Items, Spill, TokenCounter, count_columns, frequent_items, narrow
+from rayrec.data.encoding.category_counter import (
+    NO_ROW,
+    Items,
+    Spill,
+    TokenCounter,
+    count_columns,
+    frequent_items,
+    narrow,
+)
 from rayrec.data.encoding.encoder import Derivation, file_key
-from rayrec.data.encoding.growth import MIN_CATEGORIES, RowOrder, category_warning, num_changes, number_warning
+from rayrec.data.encoding.growth import (
+    MIN_CATEGORIES,
+    RowOrder,
+    category_warning,
+    num_changes,
+    number_warning,
+)
 from rayrec.data.encoding.moments import Moments
 from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import Engine, TaskContext
@@ -33,14 +49,20 @@ from rayrec.native import call, keep_freed_memory
 from rayrec.schema import Schema
 
 DENSE_UNITS = 1 << 20
-"""Units of the fixed-point numbers whose exact sums yield mean and variance. See Counts.dense_moments."""
+"""Units of the fixed-point numbers whose exact sums yield mean and variance. See
+Counts.dense_moments.
+"""
 DENSE_LOW_BITS = 26
 _MEMORY_FRACTION = 0.25
-"""Default fraction of the available memory for count tables. Ray's object store and the system need the rest."""
+"""Default fraction of the available memory for count tables. Ray's object store and the system need
+the rest.
+"""
 
 
 def default_memory_bytes() -> int:
-    """Return the default memory for count tables: a quarter of the memory available within the control group's limits."""
+    """Return the default memory for count tables: a quarter of the memory available within the
+    control group's limits.
+    """
     return max(64 << 20, int(host_resources.memory().available * _MEMORY_FRACTION))
 
 
@@ -60,11 +82,19 @@ class CountingJob:
     first_rows: bool = False
     """Whether to record the first row of every token."""
     transform: DenseColumn | None = None
-    """Transform of the numbers whose exact moments are counted. None: `Counts.dense_moments`, of sign(x) ln(1 + |x|)."""
+    """Transform of the numbers whose exact moments are counted. None: `Counts.dense_moments`, of
+    sign(x) ln(1 + |x|).
+    """
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
         inputs, dtype = self.derivation.inputs(self.schema), category_type(self.schema)
-        counts = Counts.empty(len(inputs.dense), len(inputs.sparse), dtype=dtype, first_rows=self.first_rows, spill=spill)
+        counts = Counts.empty(
+            len(inputs.dense),
+            len(inputs.sparse),
+            dtype=dtype,
+            first_rows=self.first_rows,
+            spill=spill,
+        )
         if self.transform is not None:
             counts.transform = self.transform
             counts.exact_moments = [Moments() for _ in inputs.dense]
@@ -72,7 +102,11 @@ class CountingJob:
         return counts
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
-        return self.empty(spill=Spill(spill_folder, default_memory_bytes() if memory_bytes is None else memory_bytes))
+        return self.empty(
+            spill=Spill(
+                spill_folder, default_memory_bytes() if memory_bytes is None else memory_bytes
+            )
+        )
 
 
 @dataclass
@@ -81,15 +115,23 @@ class Counts:
 
     rows: int
     tokens: list[TokenCounter]
-    """Counter of each sparse column, or of the first with its vocabulary. After spilling, use `frequent_tokens`."""
+    """Counter of each sparse column, or of the first with its vocabulary. After spilling, use
+    `frequent_tokens`.
+    """
     missing: np.ndarray
-    """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse, 2]."""
+    """Number of rows without a value and the first such row (2^63 - 1 if none), int64 [num_sparse,
+    2].
+    """
     dense_moments: np.ndarray
-    """Count, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, for present values, int64 [num_dense, 4]. q
-    = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below 2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows.
-    Integers, so that sums are exact in any order."""
+    """Count, sum of q, and sums of the upper and lower DENSE_LOW_BITS bits of q * q, for present
+    values, int64 [num_dense, 4]. q = sign(x) ln(1 + |x|) in units of 1 / DENSE_UNITS. |q| is below
+    2^26 (ln 10^18 = 41.4), so each sum has room for 2^37 rows. Integers, so that sums are exact in
+    any order.
+    """
     file_minimum: dict[str, int]
-    """File (see `file_key`) -> smallest integer in all its dense columns, 0 for a missing one. Integer logs only."""
+    """File (see `file_key`) -> smallest integer in all its dense columns, 0 for a missing one.
+    Integer logs only.
+    """
     labels: np.ndarray
     """Number of rows with label 0 and with label 1, int64 [2]."""
     spill: Spill | None = None
@@ -97,23 +139,37 @@ class Counts:
     transform: DenseColumn | None = None
     """Transform of the numbers, `CountingJob.transform`."""
     exact_moments: list[Moments] = field(default_factory=list)
-    """Moments of each dense column after `transform`. Empty without one: then `dense_moments` are counted."""
+    """Moments of each dense column after `transform`. Empty without one: then `dense_moments` are
+    counted.
+    """
     row_orders: list[RowOrder] = field(default_factory=list)
-    """Order of each dense column's values, for warnings only: it depends on the grouping of rows. Empty without `transform`."""
+    """Order of each dense column's values, for warnings only: it depends on the grouping of rows.
+    Empty without `transform`.
+    """
     changes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Number of rows whose category differs from the one before, within the blocks read, int64 [num_sparse], for warnings only. 0
-    for lists and hexadecimal tokens."""
+    """Number of rows whose category differs from the one before, within the blocks read, int64
+    [num_sparse], for warnings only. 0 for lists and hexadecimal tokens.
+    """
     _distinct: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def empty(
-        cls, num_dense: int, num_sparse: int, *, dtype: Any = np.uint32, first_rows: bool = False, spill: Spill | None = None
+        cls,
+        num_dense: int,
+        num_sparse: int,
+        *,
+        dtype: Any = np.uint32,
+        first_rows: bool = False,
+        spill: Spill | None = None,
     ) -> Counts:
         # Tables filled from parts of other tables need a different hash function.
         family = 0 if spill is None else 1
         return cls(
             rows=0,
-            tokens=[TokenCounter(dtype=dtype, first_rows=first_rows, family=family) for _ in range(num_sparse)],
+            tokens=[
+                TokenCounter(dtype=dtype, first_rows=first_rows, family=family)
+                for _ in range(num_sparse)
+            ],
             missing=np.array([[0, NO_ROW]] * num_sparse, np.int64).reshape(-1, 2),
             dense_moments=np.zeros((num_dense, 4), np.int64),
             file_minimum={},
@@ -122,17 +178,25 @@ class Counts:
             changes=np.zeros(num_sparse, np.int64),
         )
 
-    def frequent_tokens(self, column: int, min_count: int = 1, *, always: int | None = None) -> Items:
-        """Return a sparse column's tokens counted at least `min_count` times, and the token `always` with any count. Spilled
-        counts are read in parts, so that only the returned ones are in memory together."""
+    def frequent_tokens(
+        self, column: int, min_count: int = 1, *, always: int | None = None
+    ) -> Items:
+        """Return a sparse column's tokens counted at least `min_count` times, and the token
+        `always` with any count. Spilled counts are read in parts, so that only the returned ones
+        are in memory together.
+        """
         if self.spill is None or not self.spill.has_spilled:
             return frequent_items(self.tokens[column], min_count, always)
         self.spill.write(self.tokens)
-        items, self._distinct[column] = self.spill.merged(column, self.tokens[column], min_count, always=always)
+        items, self._distinct[column] = self.spill.merged(
+            column, self.tokens[column], min_count, always=always
+        )
         return items
 
     def num_distinct(self, column: int) -> int:
-        """Return the number of distinct tokens of a sparse column. Free after `frequent_tokens` of the same column."""
+        """Return the number of distinct tokens of a sparse column. Free after `frequent_tokens` of
+        the same column.
+        """
         if self.spill is None or not self.spill.has_spilled:
             return self.tokens[column].used
         if column not in self._distinct:
@@ -144,7 +208,10 @@ class Counts:
         if self.spill is None or not self.spill.has_spilled:
             return ""
         limit, size = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
-        return f"spilled {size:,} MiB of category counts beyond {limit:,} MiB of memory to {self.spill.folder}"
+        return (
+            f"spilled {size:,} MiB of category counts beyond {limit:,} MiB of memory to "
+            f"{self.spill.folder}"
+        )
 
     def close(self) -> None:
         """Free the spilled counts. `frequent_tokens` must not be called afterwards."""
@@ -178,16 +245,26 @@ class Counts:
             count_columns(self.tokens, block, first_row, self.missing)
             return
         rows = np.arange(first_row, first_row + block.rows, dtype=np.int64)
-        columns = zip(block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True)
+        columns = zip(
+            block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True
+        )
         for number, (name, owner, absences) in enumerate(columns):
-            counter, values, missing = self.tokens[owner], block.column(name), block.is_missing(name)
+            counter, values, missing = (
+                self.tokens[owner],
+                block.column(name),
+                block.is_missing(name),
+            )
             absent = rows[missing]
             if not isinstance(values, JaggedIds):
                 self.changes[number] += num_changes(values)
             if isinstance(values, JaggedIds):
-                counter.count_values(values.values, np.repeat(rows, values.lengths) if counter.first_rows else None)
+                counter.count_values(
+                    values.values, np.repeat(rows, values.lengths) if counter.first_rows else None
+                )
             elif len(absent):
-                counter.count_values(values[~missing], rows[~missing] if counter.first_rows else None)
+                counter.count_values(
+                    values[~missing], rows[~missing] if counter.first_rows else None
+                )
             else:
                 counter.count_values(values, rows)
             if len(absent):
@@ -198,16 +275,24 @@ class Counts:
         if block.schema.tokens == "hexadecimal" and self.transform is None:
             if len(self.dense_moments):
                 units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
-                read = (block.numbers, block.missing, block.rows, ctypes.c_int32(len(self.dense_moments)))
+                read = (
+                    block.numbers,
+                    block.missing,
+                    block.rows,
+                    ctypes.c_int32(len(self.dense_moments)),
+                )
                 call("rayrec_dense_moments", *read, *units, self.dense_moments)
             return
-        for number, (column, name) in enumerate(zip(block.numbers.T, block.schema.dense, strict=True)):
+        for number, (column, name) in enumerate(
+            zip(block.numbers.T, block.schema.dense, strict=True)
+        ):
             present = column[~block.is_missing(name)]
             if self.transform is not None:
                 self.exact_moments[number].add_values(self.transform.transform(present))
                 self.row_orders[number].add(present, first_row)
             else:
-                logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)  # Rounded as for integer columns
+                # Rounded as for integer columns
+                logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)
                 add_logarithms(self.dense_moments[number], logarithms.astype(np.float64))
 
     def add_source(self, block: RawBlock, path: str) -> None:
@@ -217,35 +302,47 @@ class Counts:
             clicks = int(np.count_nonzero(labels))
             self.labels += block.rows - clicks, clicks
         if block.schema.tokens == "hexadecimal" and block.numbers.size:
-            self._lower(file_key(path), int(block.numbers.min()))  # The parser stores 0 for a missing one
+            # The parser stores 0 for a missing one
+            self._lower(file_key(path), int(block.numbers.min()))
 
     def _lower(self, name: str, value: int) -> None:
         self.file_minimum[name] = min(value, self.file_minimum.get(name, value))
 
     def to_table(self) -> pa.Table:
-        """Convert in-memory counts to one row of binary columns, which is compact and read without a copy."""
+        """Convert in-memory counts to one row of binary columns, which is compact and read without
+        a copy.
+        """
         assert self.spill is None
         items = [counter.items() for counter in self.tokens]
         row = {
             "rows": np.array([self.rows], np.int64),
             "missing": self.missing,
             "dense": self.dense_moments,
-            "exact": np.frombuffer(json.dumps([moments.to_json() for moments in self.exact_moments]).encode(), np.uint8),
-            "orders": np.frombuffer(json.dumps([order.spans for order in self.row_orders]).encode(), np.uint8),
+            "exact": np.frombuffer(
+                json.dumps([moments.to_json() for moments in self.exact_moments]).encode(), np.uint8
+            ),
+            "orders": np.frombuffer(
+                json.dumps([order.spans for order in self.row_orders]).encode(), np.uint8
+            ),
             "changes": self.changes,
             "labels": self.labels,
             "file_minimum": np.frombuffer(json.dumps(self.file_minimum).encode(), np.uint8),
             "sizes": np.array([len(tokens) for tokens, _, _ in items], np.int64),
             "tokens": _concatenate([tokens for tokens, _, _ in items], np.uint32),
             "counts": narrow(_concatenate([counts for _, counts, _ in items], np.int64)),
-            "first_rows": _concatenate([rows for _, _, rows in items if rows is not None], np.int64),
+            "first_rows": _concatenate(
+                [rows for _, _, rows in items if rows is not None], np.int64
+            ),
         }
         return pa.table({name: arrow_bytes([value.tobytes()]) for name, value in row.items()})
 
     def add(self, table: pa.Table, *, first_row: int = 0) -> None:
         """Add counts of other passes, one per table row. Their row numbers start at `first_row`."""
         for number in range(len(table)):
-            self._add_row({name: table.column(name)[number].as_buffer() for name in table.column_names}, first_row)
+            self._add_row(
+                {name: table.column(name)[number].as_buffer() for name in table.column_names},
+                first_row,
+            )
 
     def _add_row(self, buffers: dict[str, pa.Buffer], first_row: int) -> None:
         def read(name: str, dtype: Any = np.int64) -> np.ndarray:
@@ -254,7 +351,9 @@ class Counts:
         self._distinct.clear()
         self.rows += int(read("rows")[0])
         self.dense_moments += read("dense").reshape(-1, 4)
-        for moments, other in zip(self.exact_moments, json.loads(bytes(buffers["exact"])), strict=True):
+        for moments, other in zip(
+            self.exact_moments, json.loads(bytes(buffers["exact"])), strict=True
+        ):
             moments.merge(Moments.from_json(other))
         for order, spans in zip(self.row_orders, json.loads(bytes(buffers["orders"])), strict=True):
             order.merge(spans, first_row)
@@ -263,21 +362,34 @@ class Counts:
         missing = read("missing").reshape(-1, 2)
         self.missing[:, 0] += missing[:, 0]
         present = missing[:, 0] > 0
-        self.missing[present, 1] = np.minimum(self.missing[present, 1], missing[present, 1] + first_row)
+        self.missing[present, 1] = np.minimum(
+            self.missing[present, 1], missing[present, 1] + first_row
+        )
         for name, value in json.loads(bytes(buffers["file_minimum"])).items():
             self._lower(name, value)
         sizes = read("sizes")
         if not sizes.sum():
             return
         tokens = read("tokens", self.tokens[0].dtype)
-        counts = read("counts", np.uint32 if len(buffers["counts"]) == 4 * len(tokens) else np.int64)
+        counts = read(
+            "counts", np.uint32 if len(buffers["counts"]) == 4 * len(tokens) else np.int64
+        )
         rows = read("first_rows") if self.tokens[0].first_rows else None
-        for column, (size, stop) in enumerate(zip(sizes.tolist(), np.cumsum(sizes).tolist(), strict=True)):
+        for column, (size, stop) in enumerate(
+            zip(sizes.tolist(), np.cumsum(sizes).tolist(), strict=True)
+        ):
             for part in self._fitting(column, stop - size, stop):
-                self.tokens[column].merge(tokens[part], counts[part], None if rows is None else rows[part], shift_rows=first_row)
+                self.tokens[column].merge(
+                    tokens[part],
+                    counts[part],
+                    None if rows is None else rows[part],
+                    shift_rows=first_row,
+                )
 
     def _fitting(self, column: int, start: int, stop: int) -> Iterator[slice]:
-        """Yield the slices of [start, stop) that a column's table can take sequentially, with tables spilled in between."""
+        """Yield the slices of [start, stop) that a column's table can take sequentially, with
+        tables spilled in between.
+        """
         if self.spill is None:
             yield slice(start, stop)
             return
@@ -304,26 +416,41 @@ def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
     """Return the mean and variance of a row of Counts.dense_moments, exact up to the division."""
     present, total, high, low = (int(value) for value in moments)
     squares = (high << DENSE_LOW_BITS) + low
-    return total / (present * DENSE_UNITS), (present * squares - total * total) / (present * DENSE_UNITS) ** 2
+    return total / (present * DENSE_UNITS), (present * squares - total * total) / (
+        present * DENSE_UNITS
+    ) ** 2
 
 
 def problems_of(counts: Counts, inputs: Schema) -> list[str]:
-    """Return sentences on problems of the counted rows: labels of one class, or columns in `inputs` without a value."""
+    """Return sentences on problems of the counted rows: labels of one class, or columns in `inputs`
+    without a value.
+    """
     problems = []
     if counts.rows and counts.labels.sum() and not counts.labels.all():
         only = int(np.flatnonzero(counts.labels)[0])
-        problems.append(f"all {counts.rows:,} training rows have label {only}, so nothing can be learned; check the label column")
+        problems.append(
+            f"all {counts.rows:,} training rows have label {only}, so nothing can be learned; "
+            "check the label column"
+        )
     present = [*counts.present, *(counts.rows - counts.missing[:, 0])]
-    empty = [name for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True) if not values]
+    empty = [
+        name
+        for name, values in zip((*inputs.dense, *inputs.sparse), present, strict=True)
+        if not values
+    ]
     if counts.rows and empty:
         shown = ", ".join(empty[:8]) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
-        problems.append(f"no training row has a value in {shown}; check these columns, or leave them out of the schema")
+        problems.append(
+            f"no training row has a value in {shown}; check these columns, or leave them out of "
+            "the schema"
+        )
     return problems
 
 
 def trends_of(counts: Counts, inputs: Schema) -> list[str]:
-    """Return sentences on columns in `inputs` that only grow or whose categories never return. Call it after `frequent_tokens` of
-    spilled counts, which it would repeat."""
+    """Return sentences on columns in `inputs` that only grow or whose categories never return. Call
+    it after `frequent_tokens` of spilled counts, which it would repeat.
+    """
     warnings = [
         number_warning(name, order.trend)
         for name, order in zip(inputs.dense, counts.row_orders, strict=False)
@@ -372,7 +499,9 @@ class CountAccumulator:
 
 
 def count_parts(parts: Sequence[SegmentRange], *, counting: CountingJob) -> pa.Table:
-    """Count the rows of some segments in a data task. Returns one row of `Counts.to_table`, or more if tables grow large."""
+    """Count the rows of some segments in a data task. Returns one row of `Counts.to_table`, or more
+    if tables grow large.
+    """
     keep_freed_memory()
     packer = CountAccumulator(counting)
     for part in parts:
@@ -392,13 +521,17 @@ def count_log(
     progress: Callable[[int], None] | None = None,
     into: Counts | None = None,
 ) -> Counts:
-    """Count the given rows in one pass of data tasks that pre-aggregate. `progress` receives the number of counted rows. `into`
-    are counts of other rows to add to. Tables that together exceed `memory_bytes` (None: `default_memory_bytes()`) are spilled to
-    a file in `spill_folder` (None: the folder for temporary files) and read back later; the result is the same. Close the Counts
-    to free that file. Raises InputError if rows are missing, or if the disk is full."""
+    """Count the given rows in one pass of data tasks that pre-aggregate. `progress` receives the
+    number of counted rows. `into` are counts of other rows to add to. Tables that together exceed
+    `memory_bytes` (None: `default_memory_bytes()`) are spilled to a file in `spill_folder` (None:
+    the folder for temporary files) and read back later; the result is the same. Close the Counts to
+    free that file. Raises InputError if rows are missing, or if the disk is full.
+    """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
     segments = [part.segment for part in parts]
-    sizes = [(each.stop - each.start) * (1 if each.format == "text" else _ROW_BYTES) for each in segments]
+    sizes = [
+        (each.stop - each.start) * (1 if each.format == "text" else _ROW_BYTES) for each in segments
+    ]
     tasks = tasks_of(parts, sizes, task_bytes)
     try:
         for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
@@ -414,7 +547,9 @@ def count_log(
 _ROW_BYTES = 256
 """Assumed size of a table row, about that of one in Criteo's text."""
 _MIN_TASKS, _MIN_TASK_BYTES = 16, 24 << 20
-"""Minimum number of tasks for a short log, and their minimum size. More tasks use all cores; each costs about 25 ms."""
+"""Minimum number of tasks for a short log, and their minimum size. More tasks use all cores; each
+costs about 25 ms.
+"""
 
 
 def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
@@ -435,8 +570,12 @@ def filled(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[list[
     return tasks
 
 
-def _index_and_count(chunks: Sequence[tuple[Chunk, tuple[int, int]]], *, counting: CountingJob, segment_bytes: int) -> pa.Table:
-    """Index chunks in a data task, and count segments within bytes [start, stop) of the file. Rows are numbered from 0."""
+def _index_and_count(
+    chunks: Sequence[tuple[Chunk, tuple[int, int]]], *, counting: CountingJob, segment_bytes: int
+) -> pa.Table:
+    """Index chunks in a data task, and count segments within bytes [start, stop) of the file. Rows
+    are numbered from 0.
+    """
     keep_freed_memory()
     packer, entries, total, rows = CountAccumulator(counting), [], Faults(), 0
     counted = []
@@ -449,18 +588,26 @@ def _index_and_count(chunks: Sequence[tuple[Chunk, tuple[int, int]]], *, countin
                 counted += [rows, rows + raw.rows]
             rows += raw.rows
     table = packer.table()
-    result = {"entries": entries, "faults": total.to_dict(), "counted": [min(counted), max(counted)] if counted else None}
+    result = {
+        "entries": entries,
+        "faults": total.to_dict(),
+        "counted": [min(counted), max(counted)] if counted else None,
+    }
     return table.append_column("index", arrow_texts([json.dumps(result), *[""] * (len(table) - 1)]))
 
 
 _MARGIN: Final = 0.03
-"""Fraction of a log left uncounted at estimated borders of the chosen rows, which only the index determines exactly."""
+"""Fraction of a log left uncounted at estimated borders of the chosen rows, which only the index
+determines exactly.
+"""
 
 
 @final
 class CountingIndexer:
-    """Indexer of a text log that counts most of the chosen rows in the same pass. Must be closed. Only the index determines the
-    chosen rows exactly, so the pass estimates them from file sizes. `counts` adds missed rows, or counts again if too many."""
+    """Indexer of a text log that counts most of the chosen rows in the same pass. Must be closed.
+    Only the index determines the chosen rows exactly, so the pass estimates them from file sizes.
+    `counts` adds missed rows, or counts again if too many.
+    """
 
     def __init__(
         self,
@@ -476,17 +623,32 @@ class CountingIndexer:
         self._partial: tuple[Counts, int, int] | None = None
         """Counts of rows [start, stop) of the log, from the pass that indexed it."""
 
-    def index(self, files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
+    def index(
+        self,
+        files: Sequence[storage.File],
+        schema: Schema,
+        *,
+        segment_bytes: int,
+        context: TaskContext,
+    ) -> LogIndex:
         """Index like `index_log`; counts nothing if the index is cached."""
         assert schema == self._counting.schema
         self.close()
-        cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes)
+        cache = CachedIndex.at(
+            context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
+        )
         if cached := cache.read():
             return cached
         range_of = dict(zip([file.path for file in files], self._guess(files), strict=True))
-        chunks = [(chunk, range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))]
-        tasks = tasks_of(chunks, [chunk.stop - chunk.start for chunk, _ in chunks], self._task_bytes)
-        function = functools.partial(_index_and_count, counting=self._counting, segment_bytes=segment_bytes)
+        chunks = [
+            (chunk, range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))
+        ]
+        tasks = tasks_of(
+            chunks, [chunk.stop - chunk.start for chunk, _ in chunks], self._task_bytes
+        )
+        function = functools.partial(
+            _index_and_count, counting=self._counting, segment_bytes=segment_bytes
+        )
         total = self._counting.total(self._memory_bytes, None)
         entries: list[SegmentEntry] = []
         faults, rows, done, size = Faults(), 0, 0, sum(file.size_bytes for file in files)
@@ -511,20 +673,33 @@ class CountingIndexer:
         return cache.keep(LogIndex(numbered(entries), faults), context.note)
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
-        """Return the bytes [start, stop) of each file with chosen rows only, assuming equally long rows, minus a margin."""
-        sizes = numbered(SegmentEntry(file.path, 0, file.size_bytes, file.size_bytes) for file in files)
+        """Return the bytes [start, stop) of each file with chosen rows only, assuming equally long
+        rows, minus a margin.
+        """
+        sizes = numbered(
+            SegmentEntry(file.path, 0, file.size_bytes, file.size_bytes) for file in files
+        )
         try:
             start, stop = self._chosen(LogIndex(sizes, Faults()))
         except InputError:  # From the estimate; the index is checked later
             return [(0, 0)] * len(files)
-        borders = {size.first_row for size in sizes} | {size.first_row + size.rows for size in sizes}
+        borders = {size.first_row for size in sizes} | {
+            size.first_row + size.rows for size in sizes
+        }
         margin = int(sum(size.rows for size in sizes) * _MARGIN)
         start += 0 if start in borders else margin
         stop -= 0 if stop in borders else margin
-        return [(max(start - size.first_row, 0), min(max(stop - size.first_row, 0), size.rows)) for size in sizes]
+        return [
+            (max(start - size.first_row, 0), min(max(stop - size.first_row, 0), size.rows))
+            for size in sizes
+        ]
 
-    def counts(self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None) -> Counts:
-        """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the arguments."""
+    def counts(
+        self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None
+    ) -> Counts:
+        """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the
+        arguments.
+        """
         start, stop = self._chosen(index)
         counts, missing = None, [(start, stop)]
         if self._partial is not None:
@@ -534,7 +709,9 @@ class CountingIndexer:
                 counts.close()
                 counts, missing = None, [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
-        count = functools.partial(count_log, memory_bytes=self._memory_bytes, task_bytes=self._task_bytes)
+        count = functools.partial(
+            count_log, memory_bytes=self._memory_bytes, task_bytes=self._task_bytes
+        )
         return count(self._counting, parts, engine=engine, progress=progress, into=counts)
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Encoder of raw blocks by a Preprocessor's rules: derived columns, lookup tables, kernels, and bags of synthetic ids."""
+"""Encoder of raw blocks by a Preprocessor's rules: derived columns, lookup tables, kernels, and
+bags of synthetic ids.
+"""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -24,8 +26,9 @@ def file_key(path: str) -> str:
 
 
 def indicator_names(columns: Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """Return the names of the indicator inputs of dense columns: `age is missing` for age, with a star if the log has such a
-    column."""
+    """Return the names of the indicator inputs of dense columns: `age is missing` for age, with a
+    star if the log has such a column.
+    """
     names: list[str] = []
     for column in columns:
         name = f"{column} is missing"
@@ -40,12 +43,15 @@ class Derivation:
     """Derivation of a model's input columns; the log's columns unchanged for most presets."""
 
     buckets: bool = False
-    """Whether to convert integers to categories, before the others: floor(ln(x)^2) for x > 2, else x, plus 2^31 to sort like the
-    numbers. 0 is missing (the rule of FuxiCTR on Criteo_x4)."""
+    """Whether to convert integers to categories, before the others: floor(ln(x)^2) for x > 2, else
+    x, plus 2^31 to sort like the numbers. 0 is missing (the rule of FuxiCTR on Criteo_x4).
+    """
     modulo: int | None = None
     """Modulo applied to categories before counting. None: no modulo."""
     file_minimum: dict[str, int] | None = None
-    """Smallest integer of each file by `file_key`, "" for others, subtracted from its integers; a missing one is 0."""
+    """Smallest integer of each file by `file_key`, "" for others, subtracted from its integers; a
+    missing one is 0.
+    """
     indicators: tuple[str, ...] = ()
     """Dense columns with an additional input that is 1 if their value is missing."""
 
@@ -62,16 +68,25 @@ class Derivation:
         block = self._bucketed(block) if self.buckets else block
         if self.modulo is None:
             return block
-        return replace(block, categories=block.categories % block.categories.dtype.type(self.modulo))
+        return replace(
+            block, categories=block.categories % block.categories.dtype.type(self.modulo)
+        )
 
     def from_minimum(self, block: RawBlock) -> RawBlock:
-        """Return the rows with the integers that the Encoder takes. The Encoder converts them to categories itself."""
+        """Return the rows with the integers that the Encoder takes. The Encoder converts them to
+        categories itself.
+        """
         if self.file_minimum is None:
             return block
         numbers = block.numbers.copy()
         for path, start, stop in block.files or (("", 0, block.rows),):
-            numbers[start:stop] -= self.file_minimum.get(file_key(path), self.file_minimum[""])  # 0 if missing
-        return replace(block, numbers=numbers, missing=block.missing & ~np.uint64((1 << len(block.schema.dense)) - 1))
+            # 0 if missing
+            numbers[start:stop] -= self.file_minimum.get(file_key(path), self.file_minimum[""])
+        return replace(
+            block,
+            numbers=numbers,
+            missing=block.missing & ~np.uint64((1 << len(block.schema.dense)) - 1),
+        )
 
     def applied(self, block: RawBlock) -> RawBlock:
         """Return the model's input columns."""
@@ -85,11 +100,18 @@ class Derivation:
         call("rayrec_bucket_integers", numbers, block.rows, categories, num_dense, columns)
         categories[:, num_dense:] = block.categories
         missing = block.missing.copy()
-        for column in range(num_dense):  # 0 means missing; the parser stores it for a missing number
+        # 0 means missing; the parser stores it for a missing number
+        for column in range(num_dense):
             missing |= (block.numbers[:, column] == 0).astype(np.uint64) << np.uint64(column)
         # The mask's bits stay in place: dense columns precede sparse ones there too.
         numbers = np.empty((block.rows, 0), np.int64)
-        return replace(block, schema=self.inputs(block.schema), numbers=numbers, categories=categories, missing=missing)
+        return replace(
+            block,
+            schema=self.inputs(block.schema),
+            numbers=numbers,
+            categories=categories,
+            missing=missing,
+        )
 
 
 MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
@@ -98,17 +120,20 @@ MLPERF_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHot(Config):
-    """Bags like MLPerf's DLRM-DCNv2 (torchrec_dlrm's materialize_synthetic_multihot_dataset): id i is expanded to the bag [i, h -
-    1 random ids], always the same ones.
+    """Bags like MLPerf's DLRM-DCNv2 (torchrec_dlrm's materialize_synthetic_multihot_dataset): id i
+    is expanded to the bag [i, h - 1 random ids], always the same ones.
 
-    The random ids are a function of (seed, column, id, position), so no table of them is needed: the original's takes 24 GB.
-    Distributions and sizes equal the original's, the individual ids differ.
+    The random ids are a function of (seed, column, id, position), so no table of them is needed:
+    the original's takes 24 GB. Distributions and sizes equal the original's, the individual ids
+    differ.
     """
 
     sizes: tuple[int, ...] = MLPERF_SIZES
     """Ids per row in each sparse column."""
     distribution: Literal["uniform", "pareto"] = "uniform"
-    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo table size (NumPy, a = 0.25)."""
+    """Distribution of ids. uniform: over the table; pareto: (1 - u)^-4 - 1 in 32 bits, modulo table
+    size (NumPy, a = 0.25).
+    """
     seed: int = 0
     """Seed of the random ids."""
 
@@ -118,31 +143,56 @@ class MultiHot(Config):
             raise InputError(f"multi_hot.sizes: must be 1 or more each, got {self.sizes}")
 
     def expand(self, ids: Sequence[np.ndarray], num_embeddings: Sequence[int]) -> list[np.ndarray]:
-        """Expand each column's ids [rows] to [rows, size], unchanged if the size is 1; the dtype stays."""
+        """Expand each column's ids [rows] to [rows, size], unchanged if the size is 1; the dtype
+        stays.
+        """
         return [
             column if size == 1 else self._expand_column(number, column, size, rows)
-            for number, (column, size, rows) in enumerate(zip(ids, self.sizes, num_embeddings, strict=True))
+            for number, (column, size, rows) in enumerate(
+                zip(ids, self.sizes, num_embeddings, strict=True)
+            )
         ]
 
-    def _expand_column(self, number: int, ids: np.ndarray, size: int, num_embeddings: int) -> np.ndarray:
+    def _expand_column(
+        self, number: int, ids: np.ndarray, size: int, num_embeddings: int
+    ) -> np.ndarray:
         ids = np.ascontiguousarray(ids)
         out = np.empty((len(ids), size), ids.dtype)
-        seed, pareto = ctypes.c_uint64(self.seed & (2**64 - 1)), ctypes.c_int32(self.distribution == "pareto")
-        call("rayrec_expand_bags", ids, len(ids), ids.itemsize, size, num_embeddings, seed, number, pareto, out)
+        seed, pareto = (
+            ctypes.c_uint64(self.seed & (2**64 - 1)),
+            ctypes.c_int32(self.distribution == "pareto"),
+        )
+        call(
+            "rayrec_expand_bags",
+            ids,
+            len(ids),
+            ids.itemsize,
+            size,
+            num_embeddings,
+            seed,
+            number,
+            pareto,
+            out,
+        )
         return out
 
 
-DENSE_KINDS = ("signed_log", "log", "identity")  # In the order of rayrec_dense_kind in native/kernels.h
+# In the order of rayrec_dense_kind in native/kernels.h
+DENSE_KINDS = ("signed_log", "log", "identity")
 
 
 class CSparseColumn(ctypes.Structure):
     _fields_ = c_fields(
-        "void* slots; int64 num_slots; uint64 modulo; int64 base missing_id unknown_id hash; uint32 token_modulo; int32 padding"
+        "void* slots; int64 num_slots; uint64 modulo; int64 base missing_id unknown_id hash; "
+        "uint32 token_modulo; int32 padding"
     )
 
 
 class CDenseColumn(ctypes.Structure):
-    _fields_ = c_fields("int64 kind lowest; double shift mean mean_low scale; float missing_value lower upper; int32 bounded")
+    _fields_ = c_fields(
+        "int64 kind lowest; double shift mean mean_low scale; float missing_value lower upper; "
+        "int32 bounded"
+    )
 
 
 def c_dense_column(column: DenseColumn) -> CDenseColumn:
@@ -154,8 +204,12 @@ def c_dense_column(column: DenseColumn) -> CDenseColumn:
 
 
 def _c_sparse_column(column: SparseColumn, slots: np.ndarray | None) -> CSparseColumn:
-    """Return the kernels' view of a column of 32-bit categories; it points into `slots`, which must outlive it."""
-    out = CSparseColumn(missing_id=column.missing_id, unknown_id=column.unknown_id, base=column.first_id)
+    """Return the kernels' view of a column of 32-bit categories; it points into `slots`, which must
+    outlive it.
+    """
+    out = CSparseColumn(
+        missing_id=column.missing_id, unknown_id=column.unknown_id, base=column.first_id
+    )
     out.token_modulo, out.hash = column.token_modulo or 0, column.murmur3 + 2 * column.mixed
     if slots is None:
         out.slots, out.modulo = None, column.num_embeddings - column.first_id
@@ -165,7 +219,9 @@ def _c_sparse_column(column: SparseColumn, slots: np.ndarray | None) -> CSparseC
 
 
 def num_slots(num_tokens: int) -> int:
-    """Return the size of the open-addressing table for `num_tokens` tokens: a power of two, at most two thirds full."""
+    """Return the size of the open-addressing table for `num_tokens` tokens: a power of two, at most
+    two thirds full.
+    """
     slots = 16
     while slots * 2 < num_tokens * 3:
         slots *= 2
@@ -173,8 +229,10 @@ def num_slots(num_tokens: int) -> int:
 
 
 def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> bool:
-    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False for a repeated one. `out` has
-    a power of two of slots, more than categories: uint64 [slots] for uint32, uint64 [slots, 2] for uint64."""
+    """Fill the zeroed table `out` so that category i has id ids[i] (int32, 0 or more); return False
+    for a repeated one. `out` has a power of two of slots, more than categories: uint64 [slots] for
+    uint32, uint64 [slots, 2] for uint64.
+    """
     wide = categories.dtype == np.uint64
     assert categories.dtype in (np.uint32, np.uint64)
     assert (out.dtype, out.ndim) == (np.uint64, 1 + wide)
@@ -186,17 +244,24 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     assert ids.flags.c_contiguous
     assert out.flags.c_contiguous
     item_bytes, sizes = ctypes.c_int32(categories.itemsize), (len(categories), out, len(out))
-    return not call("rayrec_build_slots", categories, item_bytes, ids, *sizes, returns=ctypes.c_int32)
+    return not call(
+        "rayrec_build_slots", categories, item_bytes, ids, *sizes, returns=ctypes.c_int32
+    )
 
 
 def find_ids(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.ndarray:
-    """Return the id of each category in a table of `build_slots`, unknown_id if absent, int32 [categories]."""
+    """Return the id of each category in a table of `build_slots`, unknown_id if absent, int32
+    [categories].
+    """
     assert slots.flags.c_contiguous
     assert slots.dtype == np.uint64
     assert categories.dtype == (np.uint64 if slots.ndim == 2 else np.uint32)
     categories = np.ascontiguousarray(categories)
     out = np.empty(len(categories), np.int32)
-    item_bytes, table = ctypes.c_int32(categories.itemsize), (slots, len(slots), ctypes.c_int32(unknown_id))
+    item_bytes, table = (
+        ctypes.c_int32(categories.itemsize),
+        (slots, len(slots), ctypes.c_int32(unknown_id)),
+    )
     call("rayrec_look_up", categories, item_bytes, len(categories), *table, out)
     return out
 
@@ -208,8 +273,9 @@ def id_type(columns: Sequence[SparseColumn]) -> np.dtype:
 
 
 class Encoder:
-    """Encoder of blocks by given rules. Not picklable, because it has pointers. A kernel encodes logs of hexadecimal tokens by
-    row; the rules themselves encode other logs by column."""
+    """Encoder of blocks by given rules. Not picklable, because it has pointers. A kernel encodes
+    logs of hexadecimal tokens by row; the rules themselves encode other logs by column.
+    """
 
     def __init__(
         self,
@@ -220,14 +286,17 @@ class Encoder:
         derivation: Derivation,
         multi_hot: MultiHot | None,
     ) -> None:
-        """Create an encoder. `slots` is the lookup table of each categorical column, None if it is hashed."""
+        """Create an encoder. `slots` is the lookup table of each categorical column, None if it is
+        hashed.
+        """
         self._numbers, self._categories, self._slots = numbers, categories, slots
         self._derivation, self._multi_hot = derivation, multi_hot
         self._id_type = id_type(categories)
 
     def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
-        """Encode rows `order` (int64, default all in order) of a block. About 0.5 microseconds per Criteo row. A row without a
-        category in a list has one id there, missing_id, of weight 1."""
+        """Encode rows `order` (int64, default all in order) of a block. About 0.5 microseconds per
+        Criteo row. A row without a category in a list has one id there, missing_id, of weight 1.
+        """
         schema = block.schema
         ids: Sequence[Ids]
         if schema.tokens == "hexadecimal":
@@ -237,33 +306,68 @@ class Encoder:
             dense, ids = self._by_rules(block)
         if self._multi_hot is not None:
             one_hot = [column for column in ids if isinstance(column, np.ndarray)]
-            ids = self._multi_hot.expand(one_hot, [column.num_embeddings for column in self._categories])
-        labels = block.labels if order is None else {name: values[order] for name, values in block.labels.items()}
+            ids = self._multi_hot.expand(
+                one_hot, [column.num_embeddings for column in self._categories]
+            )
+        labels = (
+            block.labels
+            if order is None
+            else {name: values[order] for name, values in block.labels.items()}
+        )
         return EncodedRows(dense, ids, labels, block.weights, timestamps=block.times)
 
     def ids(self, categories: np.ndarray, column: int) -> np.ndarray:
         """Return the ids of categories in one column."""
-        return self._categories[column].encode(categories, None, self._vocabulary_lookup(column), self._id_type)
+        return self._categories[column].encode(
+            categories, None, self._vocabulary_lookup(column), self._id_type
+        )
 
-    def _by_kernel(self, block: RawBlock, order: np.ndarray | None) -> tuple[np.ndarray, Sequence[Ids]]:
-        order = np.arange(block.rows, dtype=np.int64) if order is None else np.ascontiguousarray(order, np.int64)
-        rows, (num_dense, num_sparse) = len(order), (block.numbers.shape[1], block.categories.shape[1])
+    def _by_kernel(
+        self, block: RawBlock, order: np.ndarray | None
+    ) -> tuple[np.ndarray, Sequence[Ids]]:
+        order = (
+            np.arange(block.rows, dtype=np.int64)
+            if order is None
+            else np.ascontiguousarray(order, np.int64)
+        )
+        rows, (num_dense, num_sparse) = (
+            len(order),
+            (block.numbers.shape[1], block.categories.shape[1]),
+        )
         dense = np.empty((rows, len(self._numbers)), np.float32)
         ids = np.empty((len(self._categories), rows), self._id_type)
         matrices = (block.numbers, block.categories, block.missing)
         assert all(matrix.flags.c_contiguous for matrix in matrices)
         raw = CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)
-        layout, buckets = CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES), ctypes.c_int32(self._derivation.buckets)
+        layout, buckets = (
+            CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES),
+            ctypes.c_int32(self._derivation.buckets),
+        )
         rules = (buckets, *self._c_columns)
-        call("rayrec_encode", ctypes.byref(raw), ctypes.byref(layout), order, rows, *rules, dense, ids, ids.itemsize, rows)
+        call(
+            "rayrec_encode",
+            ctypes.byref(raw),
+            ctypes.byref(layout),
+            order,
+            rows,
+            *rules,
+            dense,
+            ids,
+            ids.itemsize,
+            rows,
+        )
         return dense, ids  # type: ignore[return-value]  # A matrix is a sequence of its rows
 
     @cached_property
     def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:
-        """Rules as C structs, cached: building them costs as much as encoding 300 rows, and servers encode single ones."""
+        """Rules as C structs, cached: building them costs as much as encoding 300 rows, and servers
+        encode single ones.
+        """
         return (
             (CDenseColumn * len(self._numbers))(*map(c_dense_column, self._numbers)),
-            (CSparseColumn * len(self._categories))(*map(_c_sparse_column, self._categories, self._slots)),
+            (CSparseColumn * len(self._categories))(
+                *map(_c_sparse_column, self._categories, self._slots)
+            ),
         )
 
     def _by_rules(self, block: RawBlock) -> tuple[np.ndarray, Sequence[Ids]]:
@@ -283,7 +387,14 @@ class Encoder:
             if isinstance(values, JaggedIds):
                 ids.append(_bags(self.ids(values.values, index), values, rule.missing_id))
             else:
-                ids.append(rule.encode(values, block.is_missing(name), self._vocabulary_lookup(index), self._id_type))
+                ids.append(
+                    rule.encode(
+                        values,
+                        block.is_missing(name),
+                        self._vocabulary_lookup(index),
+                        self._id_type,
+                    )
+                )
         return dense, ids
 
     def _vocabulary_lookup(self, column: int) -> Callable[[np.ndarray], np.ndarray]:

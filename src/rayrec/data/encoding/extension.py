@@ -1,4 +1,6 @@
-"""Preprocessors that continue older ids with a log's new categories, or take ids from tables that other programs wrote."""
+"""Preprocessors that continue older ids with a log's new categories, or take ids from tables that
+other programs wrote.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extension:
-    """Preprocessor with an older one's ids and additional ids. Counts of categories are by each vocabulary's first column."""
+    """Preprocessor with an older one's ids and additional ids. Counts of categories are by each
+    vocabulary's first column.
+    """
 
     preprocessor: Preprocessor
     existing: dict[str, int]
@@ -39,23 +43,33 @@ class Extension:
 def rules_of(old: Preprocessor, source: str) -> Preset:
     """Return the rules of a Preprocessor. Raises InputError if it cannot be extended."""
     if old.multi_hot is not None:
-        raise InputError(f"{source}: cannot be extended, because multi_hot bags depend on the table sizes; count all days again")
+        raise InputError(
+            f"{source}: cannot be extended, because multi_hot bags depend on the table sizes; "
+            "count all days again"
+        )
     if "rules" not in old.constants:
-        raise InputError(f"{source}: adopted data has ids instead of categories, so it has no vocabulary to extend")
+        raise InputError(
+            f"{source}: adopted data has ids instead of categories, so it has no vocabulary to "
+            "extend"
+        )
     return Preset().updated(old.constants["rules"], where=f"{source}: ")
 
 
 def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
-    """Append the categories in `counts` with at least min_count to the vocabularies of `old`, ordered by `preset`. Constants of
-    numbers and hashed columns stay. `counts` come from a log with the columns of `old`, counted with its rules, `preset`. Memory:
-    the tokens of both, and a sorted copy of one column's tokens. Raises InputError for a column that cannot keep its ids."""
+    """Append the categories in `counts` with at least min_count to the vocabularies of `old`,
+    ordered by `preset`. Constants of numbers and hashed columns stay. `counts` come from a log with
+    the columns of `old`, counted with its rules, `preset`. Memory: the tokens of both, and a sorted
+    copy of one column's tokens. Raises InputError for a column that cannot keep its ids.
+    """
     inputs = old.inputs
     sparse: list[SparseColumn] = []
     tokens: list[np.ndarray] = []
     existing: dict[str, int] = {}
     appended: dict[str, int] = {}
     left_out: dict[str, int] = {}
-    for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
+    for number, (name, owner) in enumerate(
+        zip(inputs.sparse, inputs.vocabulary_owners, strict=True)
+    ):
         if owner != number:
             sparse.append(sparse[owner])
             continue
@@ -67,32 +81,56 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
             vocabulary = np.concatenate([vocabulary, added])
         sparse.append(column)
         tokens.append(vocabulary)
-    owners = {name: inputs.sparse[owner] for name, owner in zip(inputs.sparse, inputs.vocabulary_owners, strict=True)}
+    owners = {
+        name: inputs.sparse[owner]
+        for name, owner in zip(inputs.sparse, inputs.vocabulary_owners, strict=True)
+    }
     constants = {
         **old.constants,
         "rows": old.constants.get("rows", 0) + counts.rows,
         # Appended categories may be more frequent than earlier ids.
-        ENDS: {name: ends for name, ends in old.constants.get(ENDS, {}).items() if not appended.get(owners[name])},
+        ENDS: {
+            name: ends
+            for name, ends in old.constants.get(ENDS, {}).items()
+            if not appended.get(owners[name])
+        },
         "extends": old.hash(),
     }
-    preprocessor = replace(old, sparse=tuple(sparse), tokens=np.concatenate(tokens or [old.tokens]), constants=constants)
+    preprocessor = replace(
+        old,
+        sparse=tuple(sparse),
+        tokens=np.concatenate(tokens or [old.tokens]),
+        constants=constants,
+    )
     return Extension(preprocessor, existing, appended, left_out)
 
 
 def with_indicators_of(old: Preprocessor, new: Preprocessor) -> tuple[Preprocessor, list[str]]:
-    """Return `new` with the indicators of `old`, for a network that continues with the inputs of `old`, and the columns that lose
-    their indicator. Their missing numbers are the mean, like those of any column."""
+    """Return `new` with the indicators of `old`, for a network that continues with the inputs of
+    `old`, and the columns that lose their indicator. Their missing numbers are the mean, like those
+    of any column.
+    """
     if old.dense_names != new.dense_names:  # The networks do not fit anyway
         return new, []
-    rules = [replace(rule, indicator=before.indicator) for before, rule in zip(old.dense, new.dense, strict=True)]
+    rules = [
+        replace(rule, indicator=before.indicator)
+        for before, rule in zip(old.dense, new.dense, strict=True)
+    ]
     lost = [
-        name for name, before, rule in zip(new.dense_names, new.dense, rules, strict=True) if before.indicator > rule.indicator
+        name
+        for name, before, rule in zip(new.dense_names, new.dense, rules, strict=True)
+        if before.indicator > rule.indicator
     ]
     return replace(new, dense=tuple(rules)), lost
 
 
 def _extended(
-    preset: Preset, old: SparseColumn, vocabulary: np.ndarray, new: VocabularyColumn, number: int, name: str
+    preset: Preset,
+    old: SparseColumn,
+    vocabulary: np.ndarray,
+    new: VocabularyColumn,
+    number: int,
+    name: str,
 ) -> tuple[SparseColumn, np.ndarray, int]:
     """Return the column's new rule, the tokens to append, and the number of omitted ones."""
     fresh = ~np.isin(new.tokens, vocabulary)
@@ -103,8 +141,13 @@ def _extended(
         if gap is not None:
             raise _gap_error(name)
         gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: new.gap]))
-    if old.has_unique_ids and old.unknown_id == old.first_id + num_old + (old.gap is not None) and len(added):
-        # The row of unknown categories followed the vocabulary; it keeps its place, now in the middle.
+    if (
+        old.has_unique_ids
+        and old.unknown_id == old.first_id + num_old + (old.gap is not None)
+        and len(added)
+    ):
+        # The row of unknown categories followed the vocabulary; it keeps its place, now in the
+        # middle.
         if gap is not None:
             raise _gap_error(name)
         gap = old.unknown_id
@@ -116,16 +159,26 @@ def _extended(
         left_out, added = max(0, len(added) - available), added[:available]
     rows = max(old.num_embeddings, end + len(added))
     rows = rows if limit is None else min(rows, limit)
-    column = replace(old, num_embeddings=rows, num_tokens=num_old + len(added), gap=gap, missing_id=missing_id % rows)
-    if preset.missing == "zero" and old.missing_id == old.unknown_id and len(zero := np.flatnonzero(added == 0)):
+    column = replace(
+        old,
+        num_embeddings=rows,
+        num_tokens=num_old + len(added),
+        gap=gap,
+        missing_id=missing_id % rows,
+    )
+    if (
+        preset.missing == "zero"
+        and old.missing_id == old.unknown_id
+        and len(zero := np.flatnonzero(added == 0))
+    ):
         column = replace(column, missing_id=int(column.ids()[num_old + int(zero[0])]))
     return column, added, left_out
 
 
 def _gap_error(name: str) -> InputError:
     return InputError(
-        f"column {name}: its rows of empty fields and of unknown categories would both be in the middle of the vocabulary; "
-        "count all days again with a preset whose unknown_id is a number"
+        f"column {name}: its rows of empty fields and of unknown categories would both be in the "
+        "middle of the vocabulary; count all days again with a preset whose unknown_id is a number"
     )
 
 
@@ -134,22 +187,36 @@ _MAX_ID = 2**31 - 2
 
 
 def with_id_tables(preprocessor: Preprocessor, rules: Preset, folder: str) -> Preprocessor:
-    """Return the Preprocessor of `rules` with the ids of a folder's tables: for each vocabulary a Parquet or CSV file whose name
-    contains its column's name. Its two columns are the values and their ids. An empty value is the empty field. Values with the
-    id of unknown categories share that row. Raises InputError for missing or unknown files, repeated values and ids, and gaps."""
+    """Return the Preprocessor of `rules` with the ids of a folder's tables: for each vocabulary a
+    Parquet or CSV file whose name contains its column's name. Its two columns are the values and
+    their ids. An empty value is the empty field. Values with the id of unknown categories share
+    that row. Raises InputError for missing or unknown files, repeated values and ids, and gaps.
+    """
     if rules.dense == "buckets" or rules.ids == "murmur3" or rules.token_modulo is not None:
-        raise InputError(f"id_tables: preset {rules.name} does not look categories up as they are. Use another --preset")
+        raise InputError(
+            f"id_tables: preset {rules.name} does not look categories up as they are. Use another "
+            "--preset"
+        )
     inputs, files = preprocessor.inputs, storage.list_files(folder)
     owners = [inputs.sparse[owner] for owner in dict.fromkeys(inputs.vocabulary_owners)]
     paths = {name: file.path for file in files for name in [_column_of(file.path, owners)]}
     if absent := [name for name in owners if name not in paths]:
-        raise InputError(f"{folder}: no table for column {absent[0]}. Add {absent[0]}.parquet or {absent[0]}.csv")
+        raise InputError(
+            f"{folder}: no table for column {absent[0]}. Add {absent[0]}.parquet or {absent[0]}.csv"
+        )
     if len(paths) < len(files):
-        raise InputError(f"{folder}: must have one table for each column, got {len(files)} for {len(paths)}. Remove the others")
-    columns = {name: _column(preprocessor.schema, rules, name, path) for name, path in paths.items()}
+        raise InputError(
+            f"{folder}: must have one table for each column, got {len(files)} for {len(paths)}. "
+            "Remove the others"
+        )
+    columns = {
+        name: _column(preprocessor.schema, rules, name, path) for name, path in paths.items()
+    }
     sparse = tuple(columns[inputs.sparse[owner]][0] for owner in inputs.vocabulary_owners)
     tokens = np.concatenate([columns[name][1] for name in owners])
-    return replace(preprocessor, sparse=sparse, tokens=tokens, constants={**preprocessor.constants, ENDS: {}})
+    return replace(
+        preprocessor, sparse=sparse, tokens=tokens, constants={**preprocessor.constants, ENDS: {}}
+    )
 
 
 def _column_of(path: str, names: list[str]) -> str:
@@ -157,7 +224,10 @@ def _column_of(path: str, names: list[str]) -> str:
     words = f"_{storage.name_of(path).rsplit('.', 1)[0].replace('-', '_').replace('.', '_')}_"
     matches = [name for name in names if f"_{name.replace('-', '_').replace('.', '_')}_" in words]
     if not matches:
-        raise InputError(f"{path}: its name has no column with a vocabulary. Name it after one of {', '.join(names)}")
+        raise InputError(
+            f"{path}: its name has no column with a vocabulary. Name it after one of "
+            f"{', '.join(names)}"
+        )
     return max(matches, key=len)
 
 
@@ -165,32 +235,60 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
     """Return the rule and the vocabulary of a column's table."""
     values, ids = _read(path)
     integers = (name,) if name in schema.integers else ()
-    alone = Schema(label=None, sparse=(name,), tokens=schema.tokens, integers=integers, category_rules=schema.category_rules)
+    alone = Schema(
+        label=None,
+        sparse=(name,),
+        tokens=schema.tokens,
+        integers=integers,
+        category_rules=schema.category_rules,
+    )
     block, faults = parse_table(pa.table({name: values}), alone, path=path)
     if faults.total:
         raise InputError(f"{path}: {faults.describe()}")
     tokens, missing = block.categories[:, 0], block.is_missing(name)
     if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_ID:
-        raise InputError(f"{path}: IDs must be from 0 to {_MAX_ID:,}, got {ids.min():,} to {ids.max():,}. Renumber the values")
+        raise InputError(
+            f"{path}: IDs must be from 0 to {_MAX_ID:,}, got {ids.min():,} to {ids.max():,}. "
+            "Renumber the values"
+        )
     if missing.sum() > 1 or len(np.unique(tokens[~missing])) < np.count_nonzero(~missing):
         raise InputError(f"{path}: a value has several IDs. Give each value one row")
     separate = ~missing & (ids != rules.unknown_id)
     order = np.argsort(ids[separate])
     tokens, ordered = tokens[separate][order], ids[separate][order]
     if len(repeated := ordered[1:][ordered[1:] == ordered[:-1]]):
-        raise InputError(f"{path}: ID {repeated[0]:,} belongs to several values. Give each value an ID of its own")
-    first, stop = (int(ordered[0]), int(ordered[-1]) + 1) if len(ordered) else (rules.first_id, rules.first_id)
+        raise InputError(
+            f"{path}: ID {repeated[0]:,} belongs to several values. Give each value an ID of its "
+            "own"
+        )
+    first, stop = (
+        (int(ordered[0]), int(ordered[-1]) + 1)
+        if len(ordered)
+        else (rules.first_id, rules.first_id)
+    )
     missing_id = int(ids[missing][0]) if missing.any() else None
     gap = missing_id if missing_id is not None and first <= missing_id < stop else None
     unused = np.setdiff1d(np.arange(first, min(stop, first + len(ordered) + 1)), ordered)
     if len(unused := unused[unused != gap]):
-        raise InputError(f"{path}: IDs must have no gaps, but no value has ID {unused[0]:,}. Number the values consecutively")
+        raise InputError(
+            f"{path}: IDs must have no gaps, but no value has ID {unused[0]:,}. Number the values "
+            "consecutively"
+        )
     unknown_id = max(stop, (missing_id or 0) + 1) if rules.unknown_id is None else rules.unknown_id
     if missing_id is None:
         zero = np.flatnonzero(tokens == 0) if rules.missing == "zero" else tokens[:0]
-        missing_id = first + int(zero[0]) if len(zero) else rules.missing if isinstance(rules.missing, int) else unknown_id
+        missing_id = (
+            first + int(zero[0])
+            if len(zero)
+            else rules.missing
+            if isinstance(rules.missing, int)
+            else unknown_id
+        )
         if not len(zero) and first <= missing_id < stop:
-            raise InputError(f"{path}: ID {missing_id} of empty fields ({rules.name}) is a value's. Add an empty value")
+            raise InputError(
+                f"{path}: ID {missing_id} of empty fields ({rules.name}) is a value's. Add an "
+                "empty value"
+            )
     rows = max(stop, unknown_id + 1, missing_id + 1)
     return SparseColumn(rows, len(tokens), first, unknown_id, missing_id, gap), tokens
 
@@ -206,6 +304,10 @@ def _read(path: str) -> tuple[pa.Array, np.ndarray]:
             types = pa.csv.ConvertOptions(column_types={"value": pa.string(), "id": pa.int64()})
             table = pa.csv.read_csv(data, named, convert_options=types)
         values, ids = table.columns
-        return plain_array(values), pc.fill_null(pc.cast(plain_array(ids), pa.int64()), -1).to_numpy(zero_copy_only=False)
+        return plain_array(values), pc.fill_null(
+            pc.cast(plain_array(ids), pa.int64()), -1
+        ).to_numpy(zero_copy_only=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
-        raise InputError(f"{path}: must be Parquet or CSV with two columns, values and integer IDs ({error})") from None
+        raise InputError(
+            f"{path}: must be Parquet or CSV with two columns, values and integer IDs ({error})"
+        ) from None

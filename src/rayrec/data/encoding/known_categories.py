@@ -1,5 +1,6 @@
-"""Known categories of a Preprocessor, and their frequencies. Ids fall in frequency, so a few numbers per column give each
-id's."""
+"""Known categories of a Preprocessor, and their frequencies. Ids fall in frequency, so a few
+numbers per column give each id's.
+"""
 
 from dataclasses import replace
 from itertools import pairwise, takewhile
@@ -14,7 +15,9 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.raw_block import RawBlock
 
 ENDS: Final = "frequency_ends"
-"""Key in a Preprocessor's constants: for each sparse column, its number of tokens in at least 1, 2, 10, 100, ... rows."""
+"""Key in a Preprocessor's constants: for each sparse column, its number of tokens in at least 1, 2,
+10, 100, ... rows.
+"""
 UNKNOWN: Final = "(not in the vocabulary)"
 
 
@@ -22,19 +25,25 @@ _EDGES: Final = (1, 2, *(10**digits for digits in range(1, 19)))
 
 
 def frequency_ends(amounts: np.ndarray) -> list[int]:
-    """Return the number of tokens at or above each frequency edge, without trailing zeros, from the rows of each token."""
+    """Return the number of tokens at or above each frequency edge, without trailing zeros, from the
+    rows of each token.
+    """
     return list(takewhile(bool, (int(np.count_nonzero(amounts >= edge)) for edge in _EDGES)))
 
 
 def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
-    """Return a sparse column's buckets "1", "2-9", "10-99", ..., and UNKNOWN. Raises InputError if frequencies are unknown."""
+    """Return a sparse column's buckets "1", "2-9", "10-99", ..., and UNKNOWN. Raises InputError if
+    frequencies are unknown.
+    """
     ends = _ends(preprocessor, column)
     ranges = ["1", *(f"{low:,}-{high - 1:,}" for low, high in pairwise(_EDGES[1 : len(ends) + 1]))]
     return [*ranges[: len(ends)], UNKNOWN]
 
 
 def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.ndarray:
-    """Return the index in `bucket_names` of each id of a present value, int8 [rows]. Raises InputError like `bucket_names`."""
+    """Return the index in `bucket_names` of each id of a present value, int8 [rows]. Raises
+    InputError like `bucket_names`.
+    """
     ends = _ends(preprocessor, column)
     rule = preprocessor.sparse[preprocessor.inputs.sparse.index(column)]
     numbers = ids.astype(np.int64) - rule.first_id
@@ -42,31 +51,43 @@ def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.n
         numbers -= ids > rule.gap
     # The number of ends above a token's number is the number of edges that its count reaches.
     buckets = np.searchsorted(-np.array(ends, np.int64), -numbers, side="left") - 1
-    return np.where((ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0), buckets, len(ends)).astype(np.int8)
+    return np.where(
+        (ids != rule.unknown_id) & (numbers >= 0) & (buckets >= 0), buckets, len(ends)
+    ).astype(np.int8)
 
 
 def _ends(preprocessor: Preprocessor, column: str) -> list[int]:
     if column not in preprocessor.inputs.sparse:
-        raise InputError(f"slice_by: frequency:{column}: the model takes {column} as a number; choose a sparse column")
+        raise InputError(
+            f"slice_by: frequency:{column}: the model takes {column} as a number; choose a sparse "
+            "column"
+        )
     if preprocessor.multi_hot:
-        raise InputError(f"slice_by: frequency:{column}: every row has many ids in {column}; slice by its values")
+        raise InputError(
+            f"slice_by: frequency:{column}: every row has many ids in {column}; slice by its values"
+        )
     ends_of: dict[str, Any] = preprocessor.constants.get(ENDS, {})
     if column not in ends_of:
         raise InputError(
-            f"slice_by: frequency:{column}: token counts are unknown (hashed columns, ids by first appearance, and "
-            "Preprocessors of earlier versions have none); choose another column"
+            f"slice_by: frequency:{column}: token counts are unknown (hashed columns, ids by first "
+            "appearance, and Preprocessors of earlier versions have none); choose another column"
         )
     ends: list[int] = ends_of[column]
     return ends
 
 
 def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
-    """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings]. The token is the category if
-    it is an integer, else the 64-bit hash of its text. Raises InputError for a hashed column."""
+    """Return the token of each id in a sparse column, -1 if an id has none, int64 [num_embeddings].
+    The token is the category if it is an integer, else the 64-bit hash of its text. Raises
+    InputError for a hashed column.
+    """
     number = preprocessor.inputs.sparse.index(column)
     rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
     if not rule.has_unique_ids:
-        raise InputError(f"column {column}: ids must belong to one category each. Use a vocabulary without a limit.")
+        raise InputError(
+            f"column {column}: ids must belong to one category each. Use a vocabulary without a "
+            "limit."
+        )
     result = np.full(rule.num_embeddings, -1, np.int64)
     result[rule.ids()] = tokens.astype(np.uint64).view(np.int64)
     return result
@@ -74,32 +95,54 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
 
 @final
 class OOVCounter:
-    """Counter of present categories outside the vocabulary, by row and column. A hashed column knows all categories."""
+    """Counter of present categories outside the vocabulary, by row and column. A hashed column
+    knows all categories.
+    """
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
         inputs, columns = preprocessor.inputs, preprocessor.sparse
-        self._singles = [index for index, name in enumerate(inputs.sparse) if name not in inputs.lists]
+        self._singles = [
+            index for index, name in enumerate(inputs.sparse) if name not in inputs.lists
+        ]
         self._lists = [index for index, name in enumerate(inputs.sparse) if name in inputs.lists]
-        self._with_vocabulary = np.array([column.num_tokens is not None for column in columns], np.int32)
+        self._with_vocabulary = np.array(
+            [column.num_tokens is not None for column in columns], np.int32
+        )
         self._unknown_ids = np.array([column.unknown_id for column in columns], np.int64)
         self._told_apart: Encoder | None = None
         with_vocabulary = [column for column in columns if column.num_tokens is not None]
-        # A known category may have the id of unknown ones, for example through ids modulo the table's rows. Then these get id -1.
+        # A known category may have the id of unknown ones, for example through ids modulo the
+        # table's rows. Then these get id -1.
         if any((column.ids() == column.unknown_id).any() for column in with_vocabulary):
             self._unknown_ids[:] = -1
-            columns = tuple(column if column.num_tokens is None else replace(column, unknown_id=-1) for column in columns)
+            columns = tuple(
+                column if column.num_tokens is None else replace(column, unknown_id=-1)
+                for column in columns
+            )
             slots = [preprocessor.slots_of(number) for number in range(len(columns))]
-            self._told_apart = Encoder(preprocessor.dense, columns, slots, derivation=preprocessor.derivation, multi_hot=None)
+            self._told_apart = Encoder(
+                preprocessor.dense,
+                columns,
+                slots,
+                derivation=preprocessor.derivation,
+                multi_hot=None,
+            )
 
     def count(self, block: RawBlock, encoded: EncodedRows) -> np.ndarray:
-        """Return counts by row and column of `preprocessor.inputs`, int32 [rows, num_sparse]. About 0.1 µs per Criteo row."""
+        """Return counts by row and column of `preprocessor.inputs`, int32 [rows, num_sparse]. About
+        0.1 µs per Criteo row.
+        """
         ids = encoded.ids if self._told_apart is None else self._told_apart.encode(block).ids
         if self._preprocessor.integer_buckets:
             block = self._preprocessor.derivation.applied(block)
         unknown = np.zeros((block.rows, len(self._unknown_ids)), np.int32)
         if self._singles:
-            first = ids if isinstance(ids, np.ndarray) else np.stack([_one_hot(ids[index]) for index in self._singles])
+            first = (
+                ids
+                if isinstance(ids, np.ndarray)
+                else np.stack([_one_hot(ids[index]) for index in self._singles])
+            )
             is_unknown = (self._unknown_ids[self._singles] == first.T) & ~block.singles_missing()
             if not self._lists:
                 return is_unknown * self._with_vocabulary

@@ -1,4 +1,6 @@
-"""Exact moments: sums of floating-point numbers and their squares without rounding, equal in any order."""
+"""Exact moments: sums of floating-point numbers and their squares without rounding, equal in any
+order.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ _NUM_BINS: Final = 2048
 
 @dataclass
 class Moments:
-    """Moments of the present values of a column, after its transform. Two big integers have every bit of the sums, so they do not
-    depend on how rows are divided into tasks. That matters for numbers far from 0 with a small spread, such as times: the
-    difference of two rounded sums would have no correct digit."""
+    """Moments of the present values of a column, after its transform. Two big integers have every
+    bit of the sums, so they do not depend on how rows are divided into tasks. That matters for
+    numbers far from 0 with a small spread, such as times: the difference of two rounded sums would
+    have no correct digit.
+    """
 
     present: int = 0
     """Number of values, including those that are not finite."""
     not_finite: int = 0
-    """Number of infinities and NaN, the logarithms of numbers that have none. They are in no sum."""
+    """Number of infinities and NaN, the logarithms of numbers that have none. They are in no
+    sum.
+    """
     total: int = 0
     """Sum of the values, in units of 2^-1074."""
     squares: int = 0
@@ -49,7 +55,9 @@ class Moments:
         self.lowest, self.highest = limits.tolist()
         exponents = np.flatnonzero(bins.any(axis=1)).tolist()
         sums = bins.view(np.int64)[exponents, 1].tolist()  # The upper half of a signed number
-        for exponent, high, (low, _, square_low, square_high) in zip(exponents, sums, bins[exponents].tolist(), strict=True):
+        for exponent, high, (low, _, square_low, square_high) in zip(
+            exponents, sums, bins[exponents].tolist(), strict=True
+        ):
             # A bin's unit is 2^(exponent - 1075), and 2^1 of ours for exponent 2.
             shift = exponent - 1
             self.total += ((high << 64) + low) << shift
@@ -74,18 +82,27 @@ class Moments:
         return mean, float(exact - Fraction(mean))
 
     def deviation(self) -> float:
-        """Return the standard deviation of the finite values. 0 if they are equal, or without values."""
+        """Return the standard deviation of the finite values. 0 if they are equal, or without
+        values.
+        """
         finite = self.present - self.not_finite
         if not finite:
             return 0.0
-        # finite^2 times the variance, in units of 2^-2148. Its root has at least 53 correct bits, except near the smallest
-        # float64.
+        # finite^2 times the variance, in units of 2^-2148. Its root has at least 53 correct bits,
+        # except near the smallest float64.
         scaled = finite * self.squares - self.total * self.total
         return float(Fraction(math.isqrt(scaled), finite << _UNIT_BITS))
 
     def to_json(self) -> list[Any]:
         """Return the fields as JSON values."""
-        return [self.present, self.not_finite, hex(self.total), hex(self.squares), self.lowest, self.highest]
+        return [
+            self.present,
+            self.not_finite,
+            hex(self.total),
+            hex(self.squares),
+            self.lowest,
+            self.highest,
+        ]
 
     @classmethod
     def from_json(cls, stored: list[Any]) -> Moments:

@@ -1,4 +1,6 @@
-"""Preprocessor: schema, dense constants and vocabularies that convert raw columns to model inputs, versioned and hashed."""
+"""Preprocessor: schema, dense constants and vocabularies that convert raw columns to model inputs,
+versioned and hashed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
-from rayrec.data.encoding.encoder import DENSE_KINDS, Derivation, Encoder, MultiHot, build_slots, id_type, num_slots
+from rayrec.data.encoding.encoder import (
+    DENSE_KINDS,
+    Derivation,
+    Encoder,
+    MultiHot,
+    build_slots,
+    id_type,
+    num_slots,
+)
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.raw_block import RawBlock, category_type
@@ -35,7 +45,14 @@ _ADDED: Final[dict[str, Any]] = {"mean_low": 0.0, "lower": None, "upper": None, 
 
 def _check_dense(name: str, column: DenseColumn) -> None:
     bounds = [bound for bound in (column.lower, column.upper) if bound is not None]
-    numbers = (column.shift, column.mean, column.scale, column.missing_value, column.mean_low, *bounds)
+    numbers = (
+        column.shift,
+        column.mean,
+        column.scale,
+        column.missing_value,
+        column.mean_low,
+        *bounds,
+    )
     if (
         column.kind not in DENSE_KINDS
         or type(column.lowest) is not int
@@ -45,7 +62,9 @@ def _check_dense(name: str, column: DenseColumn) -> None:
         or bounds != sorted(bounds)
         or type(column.indicator) is not bool
     ):
-        raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
+        raise InputError(
+            f"preprocessor: column {name} has the invalid rule {column}; it is damaged"
+        )
 
 
 def _check_sparse(name: str, column: SparseColumn) -> None:
@@ -56,7 +75,11 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
         "num_embeddings": (rows, 1, MAX_TABLE_ROWS),
         "num_tokens": (0 if tokens is None else tokens, 0, largest),
         "first_id": (column.first_id, 0, largest - tokens if type(tokens) is int else rows - 1),
-        "unknown_id": (column.unknown_id, 0, rows - 1 if tokens is None else min(rows - 1, largest)),
+        "unknown_id": (
+            column.unknown_id,
+            0,
+            rows - 1 if tokens is None else min(rows - 1, largest),
+        ),
         "missing_id": (column.missing_id, 0, rows - 1),
         "gap": (0 if column.gap is None else column.gap, 0, MAX_TABLE_ROWS),
         "token_modulo": (1 if column.token_modulo is None else column.token_modulo, 1, 2**32 - 1),
@@ -64,15 +87,20 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
     for limited, (value, minimum, maximum) in limits.items():
         if type(value) is not int or not minimum <= value <= maximum:
             raise InputError(
-                f"preprocessor: {limited} of column {name} must be an integer from {minimum} to {maximum}, got {value!r}; damaged"
+                f"preprocessor: {limited} of column {name} must be an integer from {minimum} to "
+                f"{maximum}, got {value!r}; damaged"
             )
     if not type(column.murmur3) is type(column.mixed) is bool:
-        raise InputError(f"preprocessor: column {name} has the invalid rule {column}; it is damaged")
+        raise InputError(
+            f"preprocessor: column {name} has the invalid rule {column}; it is damaged"
+        )
 
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Immutable conversion of raw rows of a click log to model inputs. Built by `rayrec vocabulary`."""
+    """Immutable conversion of raw rows of a click log to model inputs. Built by `rayrec
+    vocabulary`.
+    """
 
     preset: str
     schema: Schema
@@ -82,11 +110,17 @@ class Preprocessor:
     sparse: tuple[SparseColumn, ...]
     """Rule of each column of `inputs.sparse`."""
     tokens: np.ndarray
-    """Concatenated vocabularies in id order, uint32, or uint64 for any tokens. Columns with a shared one store it once."""
+    """Concatenated vocabularies in id order, uint32, or uint64 for any tokens. Columns with a
+    shared one store it once.
+    """
     integer_buckets: bool = False
-    """Whether to convert the log's integers to categories, before the sparse columns: floor(ln(x)^2) above 2, else x."""
+    """Whether to convert the log's integers to categories, before the sparse columns:
+    floor(ln(x)^2) above 2, else x.
+    """
     file_minimum: dict[str, int] | None = None
-    """Integer subtracted from each file's integers, by base name without `.gz`; "" for other files. None: no subtraction."""
+    """Integer subtracted from each file's integers, by base name without `.gz`; "" for other files.
+    None: no subtraction.
+    """
     multi_hot: MultiHot | None = None
     """Expansion of each id to a bag of several. None: no expansion."""
     constants: dict[str, Any] = field(default_factory=dict)
@@ -98,30 +132,50 @@ class Preprocessor:
         dtype = category_type(self.schema)
         if self.tokens.dtype != dtype or self.tokens.ndim != 1:
             raise InputError(
-                f"preprocessor: tokens must be {dtype} [tokens], got {self.tokens.dtype} {self.tokens.shape}; build it again"
+                f"preprocessor: tokens must be {dtype} [tokens], got {self.tokens.dtype} "
+                f"{self.tokens.shape}; build it again"
             )
         if dtype == np.uint64 and any(column.murmur3 for column in self.sparse):
-            raise InputError("preprocessor: murmur3 needs categories of 8 hexadecimal digits; build it again")
+            raise InputError(
+                "preprocessor: murmur3 needs categories of 8 hexadecimal digits; build it again"
+            )
         expected = sum(self._stored_tokens)
         if expected != len(self.tokens):
-            raise InputError(f"preprocessor: has {len(self.tokens)} tokens, but its columns need {expected}; build it again")
+            raise InputError(
+                f"preprocessor: has {len(self.tokens)} tokens, but its columns need {expected}; "
+                "build it again"
+            )
 
     def check(self) -> None:
-        """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises InputError."""
+        """Check for values that `rayrec vocabulary` never writes and that break the kernels. Raises
+        InputError.
+        """
         for name, column in zip(self.inputs.sparse, self.sparse, strict=True):
             _check_sparse(name, column)
         for name, dense in zip(self.dense_names, self.dense, strict=True):
             _check_dense(name, dense)
             if dense.indicator and self.schema.tokens == "hexadecimal":
-                raise InputError(f"preprocessor: column {name} of a hexadecimal log cannot have an indicator; it is damaged")
+                raise InputError(
+                    f"preprocessor: column {name} of a hexadecimal log cannot have an indicator; "
+                    "it is damaged"
+                )
         if self.multi_hot is not None and len(self.multi_hot.sizes) != len(self.sparse):
-            raise InputError("preprocessor: multi_hot.sizes do not match its sparse columns; it is damaged")
+            raise InputError(
+                "preprocessor: multi_hot.sizes do not match its sparse columns; it is damaged"
+            )
         for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
             if column != self.sparse[owner]:
-                raise InputError(f"preprocessor: columns sharing the vocabulary of {self.inputs.sparse[owner]} differ; damaged")
+                raise InputError(
+                    f"preprocessor: columns sharing the vocabulary of {self.inputs.sparse[owner]} "
+                    "differ; damaged"
+                )
         minimum = self.file_minimum
-        if minimum is not None and ("" not in minimum or any(type(value) is not int for value in minimum.values())):
-            raise InputError("preprocessor: file_minimum must be a table of integers; it is damaged")
+        if minimum is not None and (
+            "" not in minimum or any(type(value) is not int for value in minimum.values())
+        ):
+            raise InputError(
+                "preprocessor: file_minimum must be a table of integers; it is damaged"
+            )
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -130,18 +184,26 @@ class Preprocessor:
 
     @cached_property
     def inputs(self) -> Schema:
-        """Columns that the model gets: the raw log's columns, with integers moved to sparse if they are categories, and with
-        the indicators of missing numbers."""
+        """Columns that the model gets: the raw log's columns, with integers moved to sparse if they
+        are categories, and with the indicators of missing numbers.
+        """
         return self.derivation.inputs(self.schema)
 
     @property
     def _stored_tokens(self) -> list[int]:
-        """Number of entries in `tokens` by sparse column, 0 if hashed, or stored at an earlier column."""
+        """Number of entries in `tokens` by sparse column, 0 if hashed, or stored at an earlier
+        column.
+        """
         owners = self.inputs.vocabulary_owners
-        return [(column.num_tokens or 0) if owners[number] == number else 0 for number, column in enumerate(self.sparse)]
+        return [
+            (column.num_tokens or 0) if owners[number] == number else 0
+            for number, column in enumerate(self.sparse)
+        ]
 
     def vocabulary(self, column: int) -> np.ndarray:
-        """Return the tokens of a sparse column's vocabulary in id order, none if the column is hashed."""
+        """Return the tokens of a sparse column's vocabulary in id order, none if the column is
+        hashed.
+        """
         stored, owner = self._stored_tokens, self.inputs.vocabulary_owners[column]
         first = sum(stored[:owner])
         return self.tokens[first : first + stored[owner]]
@@ -165,15 +227,22 @@ class Preprocessor:
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises InputError for a repeated one."""
+        """Concatenated lookup tables of all vocabularies, uint64. About 20 ns per token. Raises
+        InputError for a repeated one.
+        """
         offsets = self._slot_offsets
-        slots = np.zeros((offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64)
+        slots = np.zeros(
+            (offsets[-1], 2) if self.tokens.dtype == np.uint64 else offsets[-1], np.uint64
+        )
         for number, (name, column) in enumerate(zip(self.inputs.sparse, self.sparse, strict=True)):
             out = slots[offsets[number] : offsets[number + 1]]
             if not len(out):
                 continue
             if not build_slots(np.ascontiguousarray(self.vocabulary(number)), column.ids(), out):
-                raise InputError(f"preprocessor: column {name} has a repeated token; build it again with `rayrec vocabulary`")
+                raise InputError(
+                    f"preprocessor: column {name} has a repeated token; build it again with "
+                    "`rayrec vocabulary`"
+                )
         return slots
 
     @cached_property
@@ -181,7 +250,9 @@ class Preprocessor:
         """Start of each sparse column's own vocabulary in `slots`, and the end."""
         owners = self.inputs.vocabulary_owners
         sizes = [
-            0 if column.num_tokens is None or owners[number] != number else num_slots(column.num_tokens)
+            0
+            if column.num_tokens is None or owners[number] != number
+            else num_slots(column.num_tokens)
             for number, column in enumerate(self.sparse)
         ]
         return [0, *itertools.accumulate(sizes)]
@@ -194,7 +265,9 @@ class Preprocessor:
         return self.slots[offsets[owner] : offsets[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:
-        """Return the same Preprocessor with another `Schema.group`, which is not stored, for group keys in encoded rows."""
+        """Return the same Preprocessor with another `Schema.group`, which is not stored, for group
+        keys in encoded rows.
+        """
         if column == self.schema.group:
             return self
         changed = replace(self, schema=self.schema.replace(group=column))
@@ -208,14 +281,19 @@ class Preprocessor:
             "version": VERSION,
             "profile": self.preset,  # The key of earlier versions
             "schema": self.schema.describe(),
-            # Fields that were added later are left out if they have no effect: descriptions and hashes of earlier Preprocessors
-            # stay the same.
+            # Fields that were added later are left out if they have no effect: descriptions and
+            # hashes of earlier Preprocessors stay the same.
             "dense": [
-                {name: value for name, value in vars(column).items() if name not in _ADDED or value != _ADDED[name]}
+                {
+                    name: value
+                    for name, value in vars(column).items()
+                    if name not in _ADDED or value != _ADDED[name]
+                }
                 for column in self.dense
             ],
             "sparse": [
-                {name: value for name, value in vars(column).items() if name != "mixed" or value} for column in self.sparse
+                {name: value for name, value in vars(column).items() if name != "mixed" or value}
+                for column in self.sparse
             ],
             "integer_buckets": self.integer_buckets,
             "file_minimum": self.file_minimum,
@@ -233,19 +311,25 @@ class Preprocessor:
         """Write tokens.npy, then preprocessor.json with the hash."""
         with storage.writing(storage.join(folder, "tokens.npy")) as path, open(path, "wb") as file:
             np.save(file, self.tokens, allow_pickle=False)
-        storage.write_json(storage.join(folder, "preprocessor.json"), {**self.describe(), "hash": self.hash()})
+        storage.write_json(
+            storage.join(folder, "preprocessor.json"), {**self.describe(), "hash": self.hash()}
+        )
 
     @classmethod
     def load(cls, folder: str) -> Preprocessor:
-        """Load a saved Preprocessor, from its folder or that of a run, checkpoint, export or preprocessed log. Raises InputError
-        if it is absent, damaged, or of another version."""
+        """Load a saved Preprocessor, from its folder or that of a run, checkpoint, export or
+        preprocessed log. Raises InputError if it is absent, damaged, or of another version.
+        """
         folder = preprocessor_folder(folder)
         path = storage.join(folder, "preprocessor.json")
         stored = storage.read_json(path)
         if not isinstance(stored, dict):
             raise InputError(f"{path}: damaged, not a mapping; build it again")
         if stored.get("version") != VERSION:
-            raise InputError(f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; build it again")
+            raise InputError(
+                f"{path}: version {stored.get('version')}, this rayrec reads version {VERSION}; "
+                "build it again"
+            )
         packed = storage.read_bytes(storage.join(folder, "tokens.npy"))
         try:
             self = cls(
@@ -263,23 +347,34 @@ class Preprocessor:
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
         except (AttributeError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
-            raise InputError(f"{folder}: the preprocessor's files are damaged ({error}); build it again") from None
+            raise InputError(
+                f"{folder}: the preprocessor's files are damaged ({error}); build it again"
+            ) from None
         if self.hash() != stored.get("hash"):
-            raise InputError(f"{folder}: hash {self.hash()} does not match the stored {stored.get('hash')}; damaged files")
+            raise InputError(
+                f"{folder}: hash {self.hash()} does not match the stored {stored.get('hash')}; "
+                "damaged files"
+            )
         _ = self.slots  # Built here, for all users of this object
         return self
 
     @property
     def derivation(self) -> Derivation:
         """Derivation of the inputs from a log's columns."""
-        indicators = tuple(name for name, rule in zip(self.dense_names, self.dense, strict=False) if rule.indicator)
-        return Derivation(buckets=self.integer_buckets, file_minimum=self.file_minimum, indicators=indicators)
+        indicators = tuple(
+            name for name, rule in zip(self.dense_names, self.dense, strict=False) if rule.indicator
+        )
+        return Derivation(
+            buckets=self.integer_buckets, file_minimum=self.file_minimum, indicators=indicators
+        )
 
     @cached_property
     def encoder(self) -> Encoder:
         """Encoder with these rules, which points into `slots`."""
         slots = [self.slots_of(column) for column in range(len(self.sparse))]
-        return Encoder(self.dense, self.sparse, slots, derivation=self.derivation, multi_hot=self.multi_hot)
+        return Encoder(
+            self.dense, self.sparse, slots, derivation=self.derivation, multi_hot=self.multi_hot
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes except pointers into this process's memory."""
@@ -291,19 +386,22 @@ class Preprocessor:
 
 
 def preprocessor_folder(path: str) -> str:
-    """Return the Preprocessor folder in a run, checkpoint, export, preprocessed log or `path` itself. Raises InputError."""
+    """Return the Preprocessor folder in a run, checkpoint, export, preprocessed log or `path`
+    itself. Raises InputError.
+    """
     for folder in (path, storage.join(path, PREPROCESSOR_FOLDER)):
         if storage.exists(storage.join(folder, "preprocessor.json")):
             return folder
     raise InputError(
-        f"{path}: has no Preprocessor (preprocessor.json not found); use the --out folder of `rayrec vocabulary`, a run or a "
-        "checkpoint"
+        f"{path}: has no Preprocessor (preprocessor.json not found); use the --out folder of "
+        "`rayrec vocabulary`, a run or a checkpoint"
     )
 
 
 def stored_schema(folder: str) -> Schema:
-    """Return the schema of a saved Preprocessor without its vocabularies, from any folder that `Preprocessor.load` accepts.
-    Raises InputError if it is absent or damaged."""
+    """Return the schema of a saved Preprocessor without its vocabularies, from any folder that
+    `Preprocessor.load` accepts. Raises InputError if it is absent or damaged.
+    """
     path = storage.join(preprocessor_folder(folder), "preprocessor.json")
     try:
         return Schema.described(storage.read_json(path)["schema"])
@@ -312,6 +410,8 @@ def stored_schema(folder: str) -> Schema:
 
 
 def put_preprocessor(preprocessor: Preprocessor, engine: StreamEngine) -> Shared[Preprocessor]:
-    """Share the Preprocessor with an engine's tasks; all processes on a machine share its arrays without copies."""
+    """Share the Preprocessor with an engine's tasks; all processes on a machine share its arrays
+    without copies.
+    """
     _ = preprocessor.slots  # Built once, before sharing
     return engine.share(preprocessor)

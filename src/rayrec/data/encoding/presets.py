@@ -29,19 +29,23 @@ MLPERF_NUM_EMBEDDINGS = tuple(min(rows, 40_000_000) for rows in TERABYTE_CATEGOR
 MAX_INPUT: Final = 8.0
 """Maximum absolute input of a number in standard deviations, for logs other than Criteo's."""
 _MARGIN: Final = 1e-6
-"""Distance between a bound and the inputs of counted rows, at least the spacing of float32 numbers there. An input equal to a
-bound is thus beyond it, and can be counted without the number itself."""
+"""Distance between a bound and the inputs of counted rows, at least the spacing of float32 numbers
+there. An input equal to a bound is thus beyond it, and can be counted without the number itself.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset(Config):
-    """Rules that convert raw columns to model inputs. A missing number counts as 0, as in all Criteo pipelines. In other logs, it
-    is 0 after the numbers are standardized, their mean."""
+    """Rules that convert raw columns to model inputs. A missing number counts as 0, as in all
+    Criteo pipelines. In other logs, it is 0 after the numbers are standardized, their mean.
+    """
 
     name: str = "rayrec"
     """Name of the pipeline."""
     dense: Literal["signed_log", "log", "identity", "buckets"] = "signed_log"
-    """Transform of numbers: sign(x) ln(1 + |x|), ln(x + shift), x, or categories floor(ln(x)^2) for x > 2, else x, 0 missing."""
+    """Transform of numbers: sign(x) ln(1 + |x|), ln(x + shift), x, or categories floor(ln(x)^2) for
+    x > 2, else x, 0 missing.
+    """
     dense_shift: float = 1.0
     """Shift before the logarithm ("log")."""
     dense_lowest: int | None = None
@@ -49,16 +53,24 @@ class Preset(Config):
     dense_from_file_minimum: bool = False
     """Whether to subtract the minimum of all dense columns in the file."""
     dense_standardized: bool = True
-    """Whether to subtract the mean and divide by the standard deviation of the counted rows after the transform."""
+    """Whether to subtract the mean and divide by the standard deviation of the counted rows after
+    the transform.
+    """
     ids: Literal["frequency", "first_seen", "murmur3"] = "frequency"
-    """Order of ids. frequency: by falling count, then rising token; first_seen: by the first row with the category in the log;
-    murmur3: no vocabulary, a hash of the category modulo the table's rows (needs num_embeddings)."""
+    """Order of ids. frequency: by falling count, then rising token; first_seen: by the first row
+    with the category in the log; murmur3: no vocabulary, a hash of the category modulo the table's
+    rows (needs num_embeddings).
+    """
     first_id: int = 2
     """Id of the first category."""
     unknown_id: int | None = 0
-    """Id of categories that are new or too rare. None: an additional row at the end of the table."""
+    """Id of categories that are new or too rare. None: an additional row at the end of the
+    table.
+    """
     missing: int | Literal["token", "zero", "unknown"] = 1
-    """Id of an empty field. token: a counted category; zero: the category 00000000; unknown: like a new category."""
+    """Id of an empty field. token: a counted category; zero: the category 00000000; unknown: like a
+    new category.
+    """
     min_count: int = 2
     """Minimum count of a category. Rarer ones get unknown_id."""
     token_modulo: int | None = None
@@ -68,10 +80,13 @@ class Preset(Config):
     max_num_embeddings: int | None = None
     """Maximum rows of a table. None: no limit."""
     beyond_limit: Literal["hash", "modulo"] = "hash"
-    """Handling of columns above max_num_embeddings. hash: no vocabulary, id = first_id + token modulo the rest (64-bit tokens are
-    mixed first); modulo: ids modulo the limit."""
+    """Handling of columns above max_num_embeddings. hash: no vocabulary, id = first_id + token
+    modulo the rest (64-bit tokens are mixed first); modulo: ids modulo the limit.
+    """
     counted: Literal["train", "all"] = "train"
-    """Rows used for vocabulary and constants. all: includes held-out rows, like the published pipeline."""
+    """Rows used for vocabulary and constants. all: includes held-out rows, like the published
+    pipeline.
+    """
     multi_hot: MultiHot | None = None
     """Expansion of every id to a bag. None: no expansion."""
     split: Split = field(default_factory=Split)
@@ -82,16 +97,28 @@ class Preset(Config):
         if self.min_count < 1:
             raise InputError(f"min_count: must be at least 1, got {self.min_count}")
         if self.max_num_embeddings is not None and self.max_num_embeddings <= self.first_id:
-            raise InputError(f"max_num_embeddings: must be above {self.first_id}, got {self.max_num_embeddings}")
+            raise InputError(
+                f"max_num_embeddings: must be above {self.first_id}, got {self.max_num_embeddings}"
+            )
         if self.dense_lowest is not None and abs(self.dense_lowest) > -MIN_INTEGER:
-            raise InputError(f"dense_lowest: must be between -2^62 and 2^62, got {self.dense_lowest}")
+            raise InputError(
+                f"dense_lowest: must be between -2^62 and 2^62, got {self.dense_lowest}"
+            )
         if self.token_modulo is not None and not 1 <= self.token_modulo < 2**32:
-            raise InputError(f"token_modulo: must be between 1 and 2^32 - 1, got {self.token_modulo}")
+            raise InputError(
+                f"token_modulo: must be between 1 and 2^32 - 1, got {self.token_modulo}"
+            )
         if self.ids == "murmur3" and self.num_embeddings is None:
             raise InputError("preset: ids murmur3 need num_embeddings, the rows of each table")
-        reserved = {self.unknown_id, self.missing if isinstance(self.missing, int) else None} - {None}
-        if self.first_id < 0 or any(not 0 <= name < self.first_id for name in reserved if name is not None):
-            raise InputError(f"preset: unknown_id and missing must be below first_id {self.first_id}")
+        reserved = {self.unknown_id, self.missing if isinstance(self.missing, int) else None} - {
+            None
+        }
+        if self.first_id < 0 or any(
+            not 0 <= name < self.first_id for name in reserved if name is not None
+        ):
+            raise InputError(
+                f"preset: unknown_id and missing must be below first_id {self.first_id}"
+            )
 
     @property
     def derivation(self) -> Derivation:
@@ -101,12 +128,16 @@ class Preset(Config):
     def counting(self, schema: Schema) -> CountingJob:
         """Return the counting job for a log of `schema`."""
         return CountingJob(
-            schema, derivation=self.derivation, first_rows=self.ids == "first_seen", transform=self._counted_transform(schema)
+            schema,
+            derivation=self.derivation,
+            first_rows=self.ids == "first_seen",
+            transform=self._counted_transform(schema),
         )
 
     def standardizes(self, schema: Schema) -> bool:
-        """Return whether missing numbers of a log are 0 after they are standardized, and inputs are bounded. Published pipelines
-        and Criteo's logs have no such rules, and keep theirs."""
+        """Return whether missing numbers of a log are 0 after they are standardized, and inputs are
+        bounded. Published pipelines and Criteo's logs have no such rules, and keep theirs.
+        """
         return schema.tokens == "any" and self.dense_standardized and self.dense != "buckets"
 
     def _transform(self) -> DenseColumn:
@@ -116,8 +147,9 @@ class Preset(Config):
         return DenseColumn(self.dense, self.dense_shift, lowest)
 
     def _counted_transform(self, schema: Schema) -> DenseColumn | None:
-        """Return the transform for exact moments. None: those of integers in fixed point, which Criteo's Preprocessors have, and
-        which others without standardized numbers do not use."""
+        """Return the transform for exact moments. None: those of integers in fixed point, which
+        Criteo's Preprocessors have, and which others without standardized numbers do not use.
+        """
         if self.dense == "buckets" or not self.dense_standardized:
             return None
         if schema.tokens == "hexadecimal" and self.dense == "signed_log":
@@ -137,7 +169,10 @@ class Preset(Config):
         }
         unfit = [name for name, used in rules.items() if used]
         if unfit:
-            raise InputError(f"preset {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, such as Criteo's")
+            raise InputError(
+                f"preset {self.name}: {' and '.join(unfit)} need a log of hexadecimal tokens, "
+                "such as Criteo's"
+            )
 
     def inputs(self, schema: Schema) -> Schema:
         """Return the columns that are counted and passed to the model."""
@@ -145,15 +180,22 @@ class Preset(Config):
 
 
 def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preprocessor:
-    """Build a Preprocessor from counts, independent of their division into tasks. Raises InputError if the log does not fit."""
+    """Build a Preprocessor from counts, independent of their division into tasks. Raises InputError
+    if the log does not fit.
+    """
     preset.check(schema)
     inputs = preset.inputs(schema)
     if preset.num_embeddings is not None and len(preset.num_embeddings) != len(inputs.sparse):
-        raise InputError(f"preset.num_embeddings: {len(preset.num_embeddings)} tables for {len(inputs.sparse)} sparse columns")
+        raise InputError(
+            f"preset.num_embeddings: {len(preset.num_embeddings)} tables for {len(inputs.sparse)} "
+            "sparse columns"
+        )
     sparse: list[SparseColumn] = []
     vocabularies: list[np.ndarray] = []
     ends: dict[str, list[int]] = {}
-    for number, (name, owner) in enumerate(zip(inputs.sparse, inputs.vocabulary_owners, strict=True)):
+    for number, (name, owner) in enumerate(
+        zip(inputs.sparse, inputs.vocabulary_owners, strict=True)
+    ):
         if owner != number:
             sparse.append(sparse[owner])
             if inputs.sparse[owner] in ends:
@@ -168,11 +210,15 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
     return Preprocessor(
         preset=preset.name,
         schema=schema,
-        dense=tuple(_dense_column(preset, schema, counts, number) for number in range(len(inputs.dense))),
+        dense=tuple(
+            _dense_column(preset, schema, counts, number) for number in range(len(inputs.dense))
+        ),
         sparse=tuple(sparse),
         tokens=np.concatenate(vocabularies) if vocabularies else np.zeros(0, category_type(schema)),
         integer_buckets=preset.dense == "buckets",
-        file_minimum={"": min(minimums.values(), default=0), **minimums} if preset.dense_from_file_minimum else None,
+        file_minimum={"": min(minimums.values(), default=0), **minimums}
+        if preset.dense_from_file_minimum
+        else None,
         multi_hot=preset.multi_hot,
         constants={"rules": preset.to_dict(), "rows": counts.rows, ENDS: ends},
     )
@@ -192,16 +238,21 @@ def _dense_column(preset: Preset, schema: Schema, counts: Counts, number: int) -
         plain = replace(plain, mean=mean, scale=scale)
     missing_value = float(plain.apply(np.zeros(1))[0])
     if not math.isfinite(missing_value):
-        raise InputError(f"preset {preset.name}: a missing number counts as 0, with logarithm {missing_value}; raise dense_shift")
+        raise InputError(
+            f"preset {preset.name}: a missing number counts as 0, with logarithm {missing_value}; "
+            "raise dense_shift"
+        )
     return replace(plain, missing_value=missing_value)
 
 
 def _standardized(plain: DenseColumn, moments: Moments, name: str) -> DenseColumn:
-    """Return the rule with the mean and the scale of the counted values. A constant column has scale 1, so its input is 0."""
+    """Return the rule with the mean and the scale of the counted values. A constant column has
+    scale 1, so its input is 0.
+    """
     if moments.not_finite:
         raise InputError(
-            f"column {name}: {moments.not_finite:,} numbers have no logarithm after dense_shift {plain.shift:g}. Raise it, or "
-            "set dense_lowest or another transform."
+            f"column {name}: {moments.not_finite:,} numbers have no logarithm after dense_shift "
+            f"{plain.shift:g}. Raise it, or set dense_lowest or another transform."
         )
     mean, mean_low = moments.mean()
     deviation = moments.deviation()
@@ -212,9 +263,11 @@ def _standardized(plain: DenseColumn, moments: Moments, name: str) -> DenseColum
 
 
 def _bounded(standardized: DenseColumn, moments: Moments, rows: int) -> DenseColumn:
-    """Return the rule of another log's column: a missing number is 0, the mean, with an indicator if the counted rows had gaps,
-    and inputs have bounds. They are those of the counted rows: no weight has learned about numbers beyond, such as the times of
-    later weeks. They are at most MAX_INPUT, for outliers among the counted rows themselves."""
+    """Return the rule of another log's column: a missing number is 0, the mean, with an indicator
+    if the counted rows had gaps, and inputs have bounds. They are those of the counted rows: no
+    weight has learned about numbers beyond, such as the times of later weeks. They are at most
+    MAX_INPUT, for outliers among the counted rows themselves.
+    """
     lowest = -MAX_INPUT
     highest = MAX_INPUT
     if moments.present:
@@ -270,13 +323,17 @@ def build_vocabulary(preset: Preset, counts: Counts, number: int) -> VocabularyC
     return VocabularyColumn(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
-def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseColumn, VocabularyColumn]:
+def _sparse_column(
+    preset: Preset, counts: Counts, number: int
+) -> tuple[SparseColumn, VocabularyColumn]:
     """Return the column's rule, and its vocabulary (empty if hashed)."""
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     if preset.ids == "murmur3":
         assert fixed is not None
         missing_id = int(murmur3(np.zeros(1, np.uint32))[0]) % fixed
-        column = SparseColumn(fixed, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True)
+        column = SparseColumn(
+            fixed, None, first_id=0, unknown_id=0, missing_id=missing_id, murmur3=True
+        )
         return column, VocabularyColumn(np.zeros(0, np.uint32))
     vocabulary = build_vocabulary(preset, counts, number)
     first_id, limit = preset.first_id, fixed or preset.max_num_embeddings
@@ -286,16 +343,32 @@ def _sparse_column(preset: Preset, counts: Counts, number: int) -> tuple[SparseC
     unknown_id = num_ids if preset.unknown_id is None else preset.unknown_id
     missing_id = _missing_id(preset, vocabulary, unknown_id)
     if fixed is None and (limit is None or num_embeddings <= limit):
-        column = SparseColumn(num_embeddings, len(vocabulary.tokens), first_id, unknown_id, missing_id, gap, preset.token_modulo)
+        column = SparseColumn(
+            num_embeddings,
+            len(vocabulary.tokens),
+            first_id,
+            unknown_id,
+            missing_id,
+            gap,
+            preset.token_modulo,
+        )
         return column, vocabulary
     assert limit is not None
     if fixed is None and preset.beyond_limit == "hash":
-        missing_id = missing_id if isinstance(preset.missing, int) else first_id  # The id of token 0
-        wide = vocabulary.tokens.dtype == np.uint64  # Tokens may be regular numbers; Criteo's are hashes
+        # The id of token 0
+        missing_id = missing_id if isinstance(preset.missing, int) else first_id
+        # Tokens may be regular numbers; Criteo's are hashes
+        wide = vocabulary.tokens.dtype == np.uint64
         column = SparseColumn(limit, None, first_id, unknown_id % limit, missing_id, mixed=wide)
         return column, VocabularyColumn(vocabulary.tokens[:0])
     column = SparseColumn(
-        limit, len(vocabulary.tokens), first_id, unknown_id % limit, missing_id % limit, gap, preset.token_modulo
+        limit,
+        len(vocabulary.tokens),
+        first_id,
+        unknown_id % limit,
+        missing_id % limit,
+        gap,
+        preset.token_modulo,
     )
     return column, vocabulary
 
@@ -324,19 +397,28 @@ def merged(
 
 
 ALL: dict[str, Preset] = {
-    name: Preset(name=name).updated({field: value for field, value in rules.items() if field != "about"})
+    name: Preset(name=name).updated(
+        {field: value for field, value in rules.items() if field != "about"}
+    )
     for name, rules in _STORED["presets"].items()
 }
 """All presets by name. presets.json also tells which program each follows (`about`)."""
-RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024 = (ALL[name] for name in ("rayrec", "mlperf-v1", "torchrec", "torchrec-2024"))
-RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4 = (ALL[name] for name in ("ray-template", "nvt", "fuxictr-x1", "fuxictr-x4"))
+RAYREC, MLPERF_V1, TORCHREC, TORCHREC_2024 = (
+    ALL[name] for name in ("rayrec", "mlperf-v1", "torchrec", "torchrec-2024")
+)
+RAY_TEMPLATE, NVT, FUXICTR_X1, FUXICTR_X4 = (
+    ALL[name] for name in ("ray-template", "nvt", "fuxictr-x1", "fuxictr-x4")
+)
 
 
 def by_name(name: str) -> Preset:
-    """Return the preset with this name. Raises InputError for an unknown name, with the nearest one."""
+    """Return the preset with this name. Raises InputError for an unknown name, with the nearest
+    one.
+    """
     if name not in ALL:
         matches = difflib.get_close_matches(name, ALL, n=1)
         raise InputError(
-            f"preset '{name}' not found; " + (f"did you mean '{matches[0]}'?" if matches else f"choose from {', '.join(ALL)}")
+            f"preset '{name}' not found; "
+            + (f"did you mean '{matches[0]}'?" if matches else f"choose from {', '.join(ALL)}")
         )
     return ALL[name]

@@ -1,5 +1,6 @@
-"""Rules that convert numbers and categories to model inputs, in NumPy. The `encode.py` of an export contains this module's text,
-and the kernels are tested against it."""
+"""Rules that convert numbers and categories to model inputs, in NumPy. The `encode.py` of an export
+contains this module's text, and the kernels are tested against it.
+"""
 
 import math
 import re
@@ -20,12 +21,16 @@ ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d
 
 
 QUOTED = r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
-"""Pattern of an item in quotes. Like the next three, with equal results in Python's `re` and in Arrow's RE2."""
+"""Pattern of an item in quotes. Like the next three, with equal results in Python's `re` and in
+Arrow's RE2.
+"""
 BRACKET_ITEM = (
     r"""(?s)[ \t]*(?:(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|(-?[0-9.]+))[ \t]*(?:,|[ \t]|$)"""
     r"""|(?:null|None|NaN|nan)[ \t]*(?:,|$)|([^,"'\[\]]*?)[ \t]*(?:,|$))"""
 )
-"""Pattern of an item between brackets and its end: text in quotes, a number, a missing item, or other text."""
+"""Pattern of an item between brackets and its end: text in quotes, a number, a missing item, or
+other text.
+"""
 BRACKETED = r"""(?s)^[ \t]*\[(?:[^"'\[\]]|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*\][ \t]*$"""
 """Pattern of a list in brackets without lists in it."""
 GLUED = r"""'[^, \t\]]|[^', \t\[][ \t]*'"""
@@ -33,10 +38,16 @@ GLUED = r"""'[^, \t\]]|[^', \t\[][ \t]*'"""
 
 
 def bracket_items(text: str) -> list[str] | None:
-    """Return the items of a list in brackets, such as ['a', 'b'] or ["a", "b"], empty if missing. None for other text."""
+    """Return the items of a list in brackets, such as ['a', 'b'] or ["a", "b"], empty if missing.
+    None for other text.
+    """
     if not text.strip(" \t"):
         return []
-    if not re.search(BRACKETED, text) or "\x1e" in text or re.search(GLUED, re.sub(QUOTED, "'", text)):
+    if (
+        not re.search(BRACKETED, text)
+        or "\x1e" in text
+        or re.search(GLUED, re.sub(QUOTED, "'", text))
+    ):
         return None
     inner = text.strip(" \t")[1:-1]
     matches = re.finditer(BRACKET_ITEM, inner)
@@ -61,7 +72,9 @@ def unescaped(text: str) -> str:
 
 
 def seconds_of(value: date | str) -> float | None:
-    """Return the seconds since 1970 of a date or time, or of its ISO 8601 text, in UTC unless it has a zone. Other text: None."""
+    """Return the seconds since 1970 of a date or time, or of its ISO 8601 text, in UTC unless it
+    has a zone. Other text: None.
+    """
     if isinstance(value, str):
         try:
             value = datetime.fromisoformat(value if re.fullmatch(ISO_TIME, value, re.ASCII) else "")
@@ -74,8 +87,10 @@ def seconds_of(value: date | str) -> float | None:
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """Transform x -> (f(x) - mean - mean_low) * scale as float32, computed in float64 and bounded. A missing value becomes
-    missing_value. The fields from `mean_low` on were added later: their defaults are the rules of earlier versions."""
+    """Transform x -> (f(x) - mean - mean_low) * scale as float32, computed in float64 and bounded.
+    A missing value becomes missing_value. The fields from `mean_low` on were added later: their
+    defaults are the rules of earlier versions.
+    """
 
     kind: Literal["signed_log", "log", "identity"] = "signed_log"
     """Function f(x): sign(x) ln(1 + |x|), ln(max(x, lowest) + shift), or max(x, lowest)."""
@@ -91,10 +106,14 @@ class DenseColumn:
     upper: float | None = None
     """Upper bound of the inputs, exact in float32. None: no bounds."""
     indicator: bool = False
-    """Whether the model has an additional input for the column: 1 if the value is missing, else 0."""
+    """Whether the model has an additional input for the column: 1 if the value is missing, else
+    0.
+    """
 
     def transform(self, values: np.ndarray) -> np.ndarray:
-        """Return f(x) of present numbers of any dtype, float64. The logarithm of 0 or less is -inf or NaN."""
+        """Return f(x) of present numbers of any dtype, float64. The logarithm of 0 or less is -inf
+        or NaN.
+        """
         x = np.asarray(values, np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             if self.kind == "signed_log":
@@ -103,10 +122,13 @@ class DenseColumn:
             return np.log(raised + self.shift) if self.kind == "log" else raised
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """Return the model inputs of present numbers of any dtype, float32. Without bounds, they are -inf or NaN if the logarithm
-        is."""
+        """Return the model inputs of present numbers of any dtype, float32. Without bounds, they
+        are -inf or NaN if the logarithm is.
+        """
         with np.errstate(over="ignore"):
-            inputs = ((self.transform(values) - self.mean - self.mean_low) * self.scale).astype(np.float32)
+            inputs = ((self.transform(values) - self.mean - self.mean_low) * self.scale).astype(
+                np.float32
+            )
         if self.lower is None or self.upper is None:
             return inputs
         # fmax turns NaN, the logarithm of a negative number, into the lower bound, like -inf of 0.
@@ -119,9 +141,11 @@ class DenseColumn:
 
 @dataclass(frozen=True)
 class SparseColumn:
-    """Rule that converts a category to an id below num_embeddings. With a vocabulary of `num_tokens` known tokens, token number i
-    has id first_id + i, plus one from `gap` on, modulo num_embeddings. Without one (`num_tokens` None), a token has id first_id +
-    token mod (num_embeddings - first_id)."""
+    """Rule that converts a category to an id below num_embeddings. With a vocabulary of
+    `num_tokens` known tokens, token number i has id first_id + i, plus one from `gap` on, modulo
+    num_embeddings. Without one (`num_tokens` None), a token has id first_id + token mod
+    (num_embeddings - first_id).
+    """
 
     num_embeddings: int
     """Rows of the column's embedding table."""
@@ -139,7 +163,9 @@ class SparseColumn:
     murmur3: bool = False
     """Whether to replace 32-bit tokens of a hashed column by their murmur3 hashes."""
     mixed: bool = False
-    """Whether to mix a hashed column's token bits before the modulo, to spread multiples over all rows. Old versions: False."""
+    """Whether to mix a hashed column's token bits before the modulo, to spread multiples over all
+    rows. Old versions: False.
+    """
 
     @property
     def has_unique_ids(self) -> bool:
@@ -157,35 +183,52 @@ class SparseColumn:
         return (ids % self.num_embeddings).astype(np.int32)
 
     def encode(
-        self, tokens: np.ndarray, missing: np.ndarray | None, lookup: Callable[[np.ndarray], np.ndarray], dtype: np.dtype
+        self,
+        tokens: np.ndarray,
+        missing: np.ndarray | None,
+        lookup: Callable[[np.ndarray], np.ndarray],
+        dtype: np.dtype,
     ) -> np.ndarray:
-        """Return the id of each token (uint32 or uint64), in `dtype` (int32 or int64) [tokens]. `missing` is the mask of empty
-        fields, bool [tokens], or None if all are present. `lookup` returns the vocabulary's ids of tokens, after `token_modulo`.
-        It is not called for a hashed column."""
+        """Return the id of each token (uint32 or uint64), in `dtype` (int32 or int64) [tokens].
+        `missing` is the mask of empty fields, bool [tokens], or None if all are present. `lookup`
+        returns the vocabulary's ids of tokens, after `token_modulo`. It is not called for a hashed
+        column.
+        """
         if self.num_tokens is None:
             if self.murmur3:
                 tokens = murmur3(tokens)
             tokens = tokens.astype(np.uint64, copy=False)
             if self.mixed:
                 tokens = mix64(tokens)
-            ids = (tokens % np.uint64(self.num_embeddings - self.first_id)).astype(dtype) + dtype.type(self.first_id)
+            ids = (tokens % np.uint64(self.num_embeddings - self.first_id)).astype(
+                dtype
+            ) + dtype.type(self.first_id)
         else:
             ids = lookup(self.apply_modulo(tokens)).astype(dtype, copy=False)
         return ids if missing is None else np.where(missing, dtype.type(self.missing_id), ids)
 
     def apply_modulo(self, tokens: np.ndarray) -> np.ndarray:
         """Return the tokens after `token_modulo`, of the same dtype."""
-        return tokens if self.token_modulo is None else tokens % tokens.dtype.type(self.token_modulo)
+        return (
+            tokens if self.token_modulo is None else tokens % tokens.dtype.type(self.token_modulo)
+        )
 
 
 def bucket_tokens(integers: np.ndarray) -> np.ndarray:
-    """Convert integers to categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens sort like the numbers. Takes
-    int64 and returns uint32 [rows]. Uses the C library's logarithm, like the kernel: NumPy's may differ at an integer."""
-    buckets = [math.floor(math.log(x) * math.log(x)) if x > 2 else max(x, -(2**31)) for x in integers.tolist()]
+    """Convert integers to categories: floor(ln(x)^2) for x > 2, else x, plus 2^31 so that tokens
+    sort like the numbers. Takes int64 and returns uint32 [rows]. Uses the C library's logarithm,
+    like the kernel: NumPy's may differ at an integer.
+    """
+    buckets = [
+        math.floor(math.log(x) * math.log(x)) if x > 2 else max(x, -(2**31))
+        for x in integers.tolist()
+    ]
     return (np.array(buckets, np.int64) + 2**31).astype(np.uint32)
 
 
-def expand_bag(ids: np.ndarray, size: int, num_embeddings: int, *, column: int, seed: int, pareto: bool) -> np.ndarray:
+def expand_bag(
+    ids: np.ndarray, size: int, num_embeddings: int, *, column: int, seed: int, pareto: bool
+) -> np.ndarray:
     """Return each id followed by its `size` - 1 random ids, int64 [rows, size]. See `MultiHot`."""
     stream = mix64(mix64(np.array([(seed + GOLDEN) & (2**64 - 1)], np.uint64)) + np.uint64(column))
     bag = mix64(stream + np.uint64(GOLDEN) * (ids.astype(np.uint64) + np.uint64(1)))
@@ -204,4 +247,8 @@ def _upper_half(values: np.ndarray, factor: int) -> np.ndarray:
     half, mask = np.uint64(32), np.uint64(2**32 - 1)
     high, low = np.uint64(factor >> 32), np.uint64(factor & (2**32 - 1))
     middle = (values >> half) * low + ((values & mask) * low >> half)
-    return (values >> half) * high + (middle >> half) + ((values & mask) * high + (middle & mask) >> half)
+    return (
+        (values >> half) * high
+        + (middle >> half)
+        + ((values & mask) * high + (middle & mask) >> half)
+    )

@@ -1,9 +1,12 @@
-"""Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens. The token of an integer is its 64-bit
-two's complement; text is hashed by XXH64 (seed 0, UTF-8). Integers have the same tokens in CSV and in Parquet files. Text in the
-canonical decimal form of an int64 (no plus, no leading zeros, no -0) counts as that integer, and a larger integer, unsigned or
-decimal, as its text. Booleans are the integers 1 and 0, also as the texts true, True, TRUE, false, False and FALSE. Two different
-categories get the same token with probability 2^-64, and are then one category to the model. Among n different texts in a column,
-n^2 / 2^65 such pairs are expected: 3e-8 for a million, 0.03 for a billion, 1 for 6.1 billion."""
+"""Values of Arrow columns of any type: numbers, times, and categories as 64-bit tokens. The token
+of an integer is its 64-bit two's complement; text is hashed by XXH64 (seed 0, UTF-8). Integers have
+the same tokens in CSV and in Parquet files. Text in the canonical decimal form of an int64 (no
+plus, no leading zeros, no -0) counts as that integer, and a larger integer, unsigned or decimal, as
+its text. Booleans are the integers 1 and 0, also as the texts true, True, TRUE, false, False and
+FALSE. Two different categories get the same token with probability 2^-64, and are then one category
+to the model. Among n different texts in a column, n^2 / 2^65 such pairs are expected: 3e-8 for a
+million, 0.03 for a billion, 1 for 6.1 billion.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class Text:
         _, offsets, data = array.buffers()
         empty = not len(array)  # Arrow may then have no buffers
         return cls(
-            np.zeros(1, np.int64) if empty else np.frombuffer(offsets, np.int64, len(array) + 1, 8 * array.offset),
+            np.zeros(1, np.int64)
+            if empty
+            else np.frombuffer(offsets, np.int64, len(array) + 1, 8 * array.offset),
             np.zeros(1, np.uint8) if not data or not data.size else np.frombuffer(data, np.uint8),
             array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None,
         )
@@ -53,20 +58,28 @@ class Text:
         return len(self.offsets) - 1
 
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:
-        """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REJECTED for each value, uint8 [values]."""
+        """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REJECTED for each
+        value, uint8 [values].
+        """
         status = np.empty(len(self), np.uint8)
         call(kernel, self.offsets, self.data, self.null, len(self), *outputs, status)
         return status
 
 
 def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
-    """Write the tokens of an Arrow array of text to `out` (contiguous uint64) and return their status, uint8 [values]. Invalid
-    UTF-8 is REJECTED. Without `booleans`, true and false are plain text. About 20 ns per value."""
-    return Text.of(array).call("rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out)
+    """Write the tokens of an Arrow array of text to `out` (contiguous uint64) and return their
+    status, uint8 [values]. Invalid UTF-8 is REJECTED. Without `booleans`, true and false are plain
+    text. About 20 ns per value.
+    """
+    return Text.of(array).call(
+        "rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out
+    )
 
 
 def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of an Arrow array with integers of any width, or booleans (0 and 1), and return their status."""
+    """Write the tokens of an Arrow array with integers of any width, or booleans (0 and 1), and
+    return their status.
+    """
     if types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
     empty = array.is_null().to_numpy(zero_copy_only=False)
@@ -104,18 +117,28 @@ class Markers:
     @classmethod
     @lru_cache(maxsize=64)
     def of_labels(cls, markers: tuple[str, ...], positive: tuple[str, ...]) -> Markers:
-        """Return the markers in a label column: none that are numbers or count as 1, since -1 may be a label."""
+        """Return the markers in a label column: none that are numbers or count as 1, since -1 may
+        be a label.
+        """
         texts = [marker.encode() for marker in markers if marker not in positive]
         _, status = _text_numbers(pa.array(texts, pa.large_binary()))
-        return cls.of(tuple(text.decode() for text, kind in zip(texts, status, strict=True) if kind != VALUE))
+        return cls.of(
+            tuple(text.decode() for text, kind in zip(texts, status, strict=True) if kind != VALUE)
+        )
 
     def to_null(self, array: pa.Array) -> pa.Array:
-        """Replace the markers among the values of a text column by null. Columns of other types are returned unchanged."""
+        """Replace the markers among the values of a text column by null. Columns of other types are
+        returned unchanged.
+        """
         if not len(self.texts) or not is_text(array.type):
             return array
         array = pc.cast(array, pa.large_binary())
         marked = pc.is_in(array, value_set=self.texts)
-        return pc.if_else(marked, pa.scalar(None, pa.large_binary()), array) if pc.any(marked).as_py() else array
+        return (
+            pc.if_else(marked, pa.scalar(None, pa.large_binary()), array)
+            if pc.any(marked).as_py()
+            else array
+        )
 
     def mark_numbers(self, values: np.ndarray, status: np.ndarray) -> np.ndarray:
         """Return the status of numbers, EMPTY for the markers among them, uint8 [values]."""
@@ -124,15 +147,19 @@ class Markers:
         return np.where((status == VALUE) & np.isin(values, self.numbers), EMPTY, status)
 
     def mark_tokens(self, tokens: np.ndarray, status: np.ndarray) -> np.ndarray:
-        """Return the status of categories, EMPTY for the integers among the markers, uint8 [values]."""
+        """Return the status of categories, EMPTY for the integers among the markers, uint8
+        [values].
+        """
         if not len(self.integers):
             return status
         return np.where((status == VALUE) & np.isin(tokens, self.integers), EMPTY, status)
 
 
 def split_lists(array: pa.Array, mark: str, *, trim: bool) -> tuple[pa.Array, np.ndarray]:
-    """Split lists in text at `mark`, a character or BRACKETS. With `trim`, without blanks around items; those in brackets never
-    have them. Return a list array, null for null, and which values are no lists in brackets, bool [values]."""
+    """Split lists in text at `mark`, a character or BRACKETS. With `trim`, without blanks around
+    items; those in brackets never have them. Return a list array, null for null, and which values
+    are no lists in brackets, bool [values].
+    """
     text = pc.cast(array, pa.large_binary())
     if mark == BRACKETS:
         return _split_brackets(text)
@@ -148,23 +175,35 @@ _ITEM_END = "\x1e"
 
 
 def _split_brackets(text: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Split lists in brackets. Values of RE2's and Python's expressions are equal, see `rules.bracket_items`."""
+    """Split lists in brackets. Values of RE2's and Python's expressions are equal, see
+    `rules.bracket_items`.
+    """
     is_list_text = pc.match_substring_regex(text, BRACKETED)
     is_list_text = pc.and_(is_list_text, pc.invert(pc.match_substring(text, _ITEM_END)))
     unquoted = pc.replace_substring_regex(text, pattern=QUOTED, replacement="'")
     is_list_text = pc.and_(is_list_text, pc.invert(pc.match_substring_regex(unquoted, GLUED)))
     empty = pc.or_(pc.is_null(text), pc.match_substring_regex(text, r"^[ \t]*$").fill_null(True))
     bad = pc.invert(pc.or_(is_list_text.fill_null(False), empty)).to_numpy(zero_copy_only=False)
-    inner = pc.replace_substring_regex(text, pattern=r"(?s)^[ \t]*\[(.*)\][ \t]*$", replacement=r"\1")
-    marked = pc.replace_substring_regex(inner, pattern=BRACKET_ITEM, replacement=rf"\1\2\3\4{_ITEM_END}")
-    marked = pc.if_else(pc.and_(is_list_text, pc.invert(empty)).fill_null(False), marked, pa.scalar(b"", pa.large_binary()))
+    inner = pc.replace_substring_regex(
+        text, pattern=r"(?s)^[ \t]*\[(.*)\][ \t]*$", replacement=r"\1"
+    )
+    marked = pc.replace_substring_regex(
+        inner, pattern=BRACKET_ITEM, replacement=rf"\1\2\3\4{_ITEM_END}"
+    )
+    marked = pc.if_else(
+        pc.and_(is_list_text, pc.invert(empty)).fill_null(False),
+        marked,
+        pa.scalar(b"", pa.large_binary()),
+    )
     lists = pc.split_pattern(marked, pattern=_ITEM_END)
     items = pc.list_flatten(lists)
     escaped = pc.match_substring(items, "\\")
     if pc.any(escaped).as_py():
         # Escapes are rare, so that only the distinct items with one are decoded in Python.
         coded = items.filter(escaped).dictionary_encode()
-        plain = pa.array([_unescaped_bytes(item) for item in coded.dictionary.to_pylist()], items.type)
+        plain = pa.array(
+            [_unescaped_bytes(item) for item in coded.dictionary.to_pylist()], items.type
+        )
         items = pc.replace_with_mask(items, escaped, plain.take(coded.indices))
         lists = pa.LargeListArray.from_arrays(pc.cast(lists.offsets, pa.int64()), items)
     return lists, bad
@@ -184,7 +223,9 @@ MakeError = Callable[[str, str], InputError]
 
 
 def type_error(table_schema: pa.Schema, path: str) -> MakeError:
-    return lambda name, fix: InputError(f"{path}: column {name} is of type {table_schema.field(name).type}; {fix}")
+    return lambda name, fix: InputError(
+        f"{path}: column {name} is of type {table_schema.field(name).type}; {fix}"
+    )
 
 
 MAX_SECONDS = 2.0**42
@@ -192,17 +233,38 @@ MAX_SECONDS = 2.0**42
 
 
 _EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (math.inf, 1e9))
-"""Units of numbers since 1970 by their magnitude, as (limit, units per second): seconds up to the year 5138, milliseconds,
-microseconds and nanoseconds. The ranges of the years 1973 to 5138 in these units do not overlap."""
-_TIME_FORMATS = ("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d", "%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y")
-_US_FORMATS = ("%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %I:%M %p", "%m/%d/%Y %H:%M:%S", "%m/%d/%Y %H:%M", "%m/%d/%Y")
-"""Formats of timestamps in text other than ISO 8601. Of a date with slashes, the month precedes the day."""
+"""Units of numbers since 1970 by their magnitude, as (limit, units per second): seconds up to the
+year 5138, milliseconds, microseconds and nanoseconds. The ranges of the years 1973 to 5138 in these
+units do not overlap.
+"""
+_TIME_FORMATS = (
+    "%Y/%m/%d %H:%M:%S",
+    "%Y/%m/%d %H:%M",
+    "%Y/%m/%d",
+    "%d.%m.%Y %H:%M:%S",
+    "%d.%m.%Y %H:%M",
+    "%d.%m.%Y",
+)
+_US_FORMATS = (
+    "%m/%d/%Y %I:%M:%S %p",
+    "%m/%d/%Y %I:%M %p",
+    "%m/%d/%Y %H:%M:%S",
+    "%m/%d/%Y %H:%M",
+    "%m/%d/%Y",
+)
+"""Formats of timestamps in text other than ISO 8601. Of a date with slashes, the month precedes the
+day.
+"""
 
 
 def epoch_seconds(numbers: np.ndarray) -> np.ndarray:
-    """Convert numbers since 1970 in seconds, or in smaller units if they are as large, to seconds, float64."""
+    """Convert numbers since 1970 in seconds, or in smaller units if they are as large, to seconds,
+    float64.
+    """
     magnitudes = np.abs(numbers)
-    scales = np.select([magnitudes < limit for limit, _ in _EPOCH_UNITS], [scale for _, scale in _EPOCH_UNITS], 1.0)
+    scales = np.select(
+        [magnitudes < limit for limit, _ in _EPOCH_UNITS], [scale for _, scale in _EPOCH_UNITS], 1.0
+    )
     return numbers / scales
 
 
@@ -211,13 +273,16 @@ def _formatted_times(text: pa.Array) -> pa.Array:
     times = pa.nulls(len(text), pa.timestamp("us"))
     for form in (*_TIME_FORMATS, *_US_FORMATS):
         if times.null_count > text.null_count:
-            times = pc.coalesce(times, pc.strptime(text, format=form, unit="us", error_is_null=True))
+            times = pc.coalesce(
+                times, pc.strptime(text, format=form, unit="us", error_is_null=True)
+            )
     return times
 
 
 def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO 8601 date or time. `formats`
-    also allows other common forms. Times without a zone are UTC."""
+    """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO
+    8601 date or time. `formats` also allows other common forms. Times without a zone are UTC.
+    """
     binary = pc.cast(array, pa.large_binary())
     status = Text.of(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
@@ -225,18 +290,24 @@ def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.n
     seconds = epoch_seconds(seconds)
     good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
-    text = pc.cast(pc.if_else(pc.match_substring_regex(binary, ISO_TIME), binary, null), pa.large_string())
+    text = pc.cast(
+        pc.if_else(pc.match_substring_regex(binary, ISO_TIME), binary, null), pa.large_string()
+    )
     zoned = pc.match_substring_regex(text, r"(Z|[+-]\d\d:?\d\d)$").fill_null(False)
     for mask, kind in ((zoned, pa.timestamp("us", "UTC")), (pc.invert(zoned), pa.timestamp("us"))):
         times = _cast_or_null(pc.if_else(mask, text, pa.scalar(None, pa.large_string())), kind)
         valid = times.is_valid().to_numpy(zero_copy_only=False)
-        values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
+        values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[
+            valid
+        ]
         good |= valid
     if formats and not good.all():
         unparsed = pc.if_else(pa.array(~good), binary, null)
         times = _formatted_times(_utf8_or_null(unparsed))
         valid = times.is_valid().to_numpy(zero_copy_only=False)
-        values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[valid]
+        values[valid] = pc.fill_null(pc.cast(times, pa.int64()), 0).to_numpy(zero_copy_only=False)[
+            valid
+        ]
         good |= valid
     return values, np.where(good, VALUE, REJECTED).astype(np.uint8)
 
@@ -248,14 +319,18 @@ def _utf8_or_null(binary: pa.Array) -> pa.Array:
 
 
 def _cast_or_null(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Cast the values to `kind`; impossible ones, such as February 30, become null. Each of these costs several casts."""
+    """Cast the values to `kind`; impossible ones, such as February 30, become null. Each of these
+    costs several casts.
+    """
     try:
         return pc.cast(array, kind)
     except pa.ArrowInvalid:
         middle = len(array) // 2
         if not middle:
             return pa.nulls(1, kind)
-        return pa.concat_arrays([_cast_or_null(half, kind) for half in (array[:middle], array[middle:])])
+        return pa.concat_arrays(
+            [_cast_or_null(half, kind) for half in (array[:middle], array[middle:])]
+        )
 
 
 def plain_array(column: pa.ChunkedArray) -> pa.Array:
@@ -264,7 +339,9 @@ def plain_array(column: pa.ChunkedArray) -> pa.Array:
         column = column.cast(pa.large_binary())  # 32-bit offsets may overflow over all chunks
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
-        array = pa.array([], column.type) if not array.num_chunks else pa.concat_arrays(array.chunks)
+        array = (
+            pa.array([], column.type) if not array.num_chunks else pa.concat_arrays(array.chunks)
+        )
     return resolved(array)
 
 
@@ -276,12 +353,20 @@ def resolved(array: pa.Array) -> pa.Array:
 
 def is_text(kind: pa.DataType) -> bool:
     views = types.is_string_view(kind) or types.is_binary_view(kind)
-    return views or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    return (
+        views
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+    )
 
 
 def is_list(kind: pa.DataType) -> bool:
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
-    return views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return (
+        views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    )
 
 
 def _empty(array: pa.Array) -> np.ndarray:
@@ -294,30 +379,46 @@ def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     array = pc.cast(array, pa.large_binary())
     status = Text.of(array).call("rayrec_check_numbers")
     text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
-    values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(zero_copy_only=False)
+    values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(
+        zero_copy_only=False
+    )
     words = np.flatnonzero(status == REJECTED)
     if len(words):
         values = values.copy()
         for value, spellings in _WORDS.items():
-            matches = pc.is_in(array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary()))
+            matches = pc.is_in(
+                array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary())
+            )
             meant = words[matches.to_numpy(zero_copy_only=False)]
             values[meant], status[meant] = value, VALUE
     return values, status
 
 
-_WORDS = {1.0: [b"true", b"True", b"TRUE"], 0.0: [b"false", b"False", b"FALSE"], math.nan: [b"nan", b"NaN", b"NAN"]}
+_WORDS = {
+    1.0: [b"true", b"True", b"TRUE"],
+    0.0: [b"false", b"False", b"FALSE"],
+    math.nan: [b"nan", b"NaN", b"NAN"],
+}
 
 
 def _seconds(array: pa.Array) -> pa.Array:
-    """Return the seconds from 1970-01-01 00:00 UTC (or local time without a zone) to dates or timestamps, float64."""
+    """Return the seconds from 1970-01-01 00:00 UTC (or local time without a zone) to dates or
+    timestamps, float64.
+    """
     if types.is_date(array.type):
         array = pc.cast(array, pa.timestamp("s"))
     units = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-    return pc.divide(pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit]))
+    return pc.divide(
+        pc.cast(pc.cast(array, pa.int64()), pa.float64(), safe=False), float(units[array.type.unit])
+    )
 
 
-def numbers_of(array: pa.Array, name: str, make_error: MakeError, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`, dates and times in seconds."""
+def numbers_of(
+    array: pa.Array, name: str, make_error: MakeError, *, times: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`,
+    dates and times in seconds.
+    """
     if types.is_null(array.type):
         return np.zeros(len(array)), np.full(len(array), EMPTY, np.uint8)
     if is_text(array.type):
@@ -331,14 +432,20 @@ def numbers_of(array: pa.Array, name: str, make_error: MakeError, *, times: bool
         array = pc.cast(array, pa.uint8())
     if times and (types.is_timestamp(array.type) or types.is_date(array.type)):
         array = _seconds(array)
-    if not (types.is_integer(array.type) or types.is_floating(array.type) or types.is_decimal(array.type)):
+    if not (
+        types.is_integer(array.type)
+        or types.is_floating(array.type)
+        or types.is_decimal(array.type)
+    ):
         raise make_error(name, "numbers are needed; convert it, or leave it out of the schema")
     values = pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
     return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
 
 
 def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.ndarray, np.ndarray]:
-    """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of other types."""
+    """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of
+    other types.
+    """
     if is_text(array.type):
         values = np.empty(len(array), np.int64)
         return values, Text.of(array).call("rayrec_text_integers", values)
@@ -364,8 +471,9 @@ _WIDEST = 76
 
 
 def _decimal_digits(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """Return the digits of decimal numbers without their fractions, as text, and which have no fraction, bool [values]. Null is
-    null, and has none. A float64 would be exact to 2^53 only."""
+    """Return the digits of decimal numbers without their fractions, as text, and which have no
+    fraction, bool [values]. Null is null, and has none. A float64 would be exact to 2^53 only.
+    """
     wide = pc.cast(array, pa.decimal256(_WIDEST, max(array.type.scale, 0)))
     truncated = pc.trunc(wide)
     integral = pc.equal(wide, truncated).fill_null(True).to_numpy(zero_copy_only=False)
@@ -373,8 +481,10 @@ def _decimal_digits(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
 
 
 def decimal_tokens(array: pa.Array, out: np.ndarray, *, is_int64: bool = False) -> np.ndarray:
-    """Write the tokens of integral decimal numbers of any size, as for their digits in CSV, and return their status. A fraction
-    is REJECTED, and with `is_int64` a number beyond the range of int64."""
+    """Write the tokens of integral decimal numbers of any size, as for their digits in CSV, and
+    return their status. A fraction is REJECTED, and with `is_int64` a number beyond the range of
+    int64.
+    """
     text, integral = _decimal_digits(array)
     status = Text.of(text).call("rayrec_text_whole", out) if is_int64 else text_tokens(text, out)
     out[~integral] = 0
@@ -382,11 +492,15 @@ def decimal_tokens(array: pa.Array, out: np.ndarray, *, is_int64: bool = False) 
 
 
 def float_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of integers stored as floating-point numbers, as pandas stores integers with gaps, and return their
-    status. NaN is a missing value. A number is REJECTED if it is fractional or beyond the exact integers of its type."""
+    """Write the tokens of integers stored as floating-point numbers, as pandas stores integers with
+    gaps, and return their status. NaN is a missing value. A number is REJECTED if it is fractional
+    or beyond the exact integers of its type.
+    """
     mantissa = {pa.float16(): 11, pa.float32(): 24}.get(array.type, 53)
     missing = array.is_null().to_numpy(zero_copy_only=False)
-    values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(zero_copy_only=False)
+    values = pc.fill_null(pc.cast(array, pa.float64(), safe=False), 0.0).to_numpy(
+        zero_copy_only=False
+    )
     missing |= np.isnan(values)
     good = (np.abs(values) < 2.0**mantissa) & (np.trunc(values) == values)
     out[:] = np.where(good, values, 0).astype(np.int64).view(np.uint64)

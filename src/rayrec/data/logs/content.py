@@ -22,8 +22,9 @@ _MAX_LINES: Final = 5
 _CRITEO_TABS: Final = (38, 39)
 _MAX_CACHED: Final = 4096
 _MAGIC: Final[dict[str, str]] = packaged_json(__package__, "file_starts.json")
-"""First bytes of formats that logs cannot have, in hexadecimal digits, perhaps with bytes behind them; what such a file is, and
-the fix."""
+"""First bytes of formats that logs cannot have, in hexadecimal digits, perhaps with bytes behind
+them; what such a file is, and the fix.
+"""
 _NUMBER: Final = r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?"
 _LINES: Final = {
     rf"{_NUMBER}(?: qid:[0-9]+)?(?: [0-9]+:{_NUMBER})+": "libsvm text (label index:value ...); read it with "
@@ -42,8 +43,9 @@ def _starts_as_parquet(path: str, version: tuple[int, int] | None) -> bool:
 
 
 def is_parquet(path: str) -> bool:
-    """Return whether a file is Parquet: named so, or with its first bytes. Reads other files once per process: 4 bytes, a request
-    at a URL. Raises InputError if that is impossible."""
+    """Return whether a file is Parquet: named so, or with its first bytes. Reads other files once
+    per process: 4 bytes, a request at a URL. Raises InputError if that is impossible.
+    """
     if storage.name_of(path).lower().endswith(".parquet"):
         return True
     version = None
@@ -54,8 +56,9 @@ def is_parquet(path: str) -> bool:
 
 
 def text_head(path: str, max_bytes: int = _HEAD_BYTES) -> bytes:
-    """Return the first bytes of a file, or of what is packed in a gzip file. Of a damaged one, what can be unpacked. Raises
-    InputError if the file is unreadable."""
+    """Return the first bytes of a file, or of what is packed in a gzip file. Of a damaged one, what
+    can be unpacked. Raises InputError if the file is unreadable.
+    """
     head = head_of(path, max_bytes)
     if not head.startswith(GZIP_MAGIC):
         return head
@@ -68,31 +71,49 @@ def text_head(path: str, max_bytes: int = _HEAD_BYTES) -> bytes:
 
 def count_names(path: str, schema: Schema) -> int:
     """Return the number of the schema's columns that the first line of a text file names."""
-    first = next((line for line in text_head(path).removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()), b"")
-    fields = {field.strip(" \t'\"") for field in re.split(r"[\t,;|]", first.decode("utf-8", "replace"))}
+    first = next(
+        (
+            line
+            for line in text_head(path).removeprefix(b"\xef\xbb\xbf").splitlines()
+            if line.strip()
+        ),
+        b"",
+    )
+    fields = {
+        field.strip(" \t'\"") for field in re.split(r"[\t,;|]", first.decode("utf-8", "replace"))
+    }
     return len(fields.intersection(schema.columns))
 
 
 def is_criteo_text(path: str) -> bool:
-    """Return whether the first file of a path has lines of Criteo's columns, perhaps without the label. False if unreadable."""
+    """Return whether the first file of a path has lines of Criteo's columns, perhaps without the
+    label. False if unreadable.
+    """
     with suppress(InputError, OSError):
         first = next((file for file in storage.list_files(path) if file.size_bytes), None)
-        return first is not None and text_head(first.path).partition(b"\n")[0].count(b"\t") in _CRITEO_TABS
+        return (
+            first is not None
+            and text_head(first.path).partition(b"\n")[0].count(b"\t") in _CRITEO_TABS
+        )
     return False
 
 
 def foreign_format(head: bytes) -> str:
-    """Return the format of a file's first bytes if logs cannot have it, with the fix; empty if it may be a log."""
+    """Return the format of a file's first bytes if logs cannot have it, with the fix; empty if it
+    may be a log.
+    """
     for magic, cause in _MAGIC.items():
         start, _, inside = magic.partition(" ")
         if head.startswith(bytes.fromhex(start)) and bytes.fromhex(inside) in head:
             return cause
     if re.match(rb'\s*\[?\s*\{\s*"[^"\n]*"\s*:', head):
         return (
-            "JSON, not columns; write it as Parquet, such as pandas.read_json(FILE, lines=True).to_parquet(OUT) or "
-            "ray.data.read_json(FILE).write_parquet(OUT)"
+            "JSON, not columns; write it as Parquet, such as pandas.read_json(FILE, "
+            "lines=True).to_parquet(OUT) or ray.data.read_json(FILE).write_parquet(OUT)"
         )
-    lines = [line.rstrip() for line in head.decode("utf-8", "replace").splitlines()[:-1] if line.strip()][:_MAX_LINES]
+    lines = [
+        line.rstrip() for line in head.decode("utf-8", "replace").splitlines()[:-1] if line.strip()
+    ][:_MAX_LINES]
     for pattern, cause in _LINES.items():
         if lines and all(re.fullmatch(pattern, line) for line in lines):
             return f"{cause} and write Parquet or CSV with a header"
@@ -100,7 +121,9 @@ def foreign_format(head: bytes) -> str:
 
 
 def reject_foreign_content(file: storage.File) -> None:
-    """Check that a file is not of a format that logs cannot have. Raises InputError with the way out."""
+    """Check that a file is not of a format that logs cannot have. Raises InputError with the way
+    out.
+    """
     cause = foreign_format(text_head(file.path))
     if cause:
         raise InputError(f"{file.path}: is {cause}")

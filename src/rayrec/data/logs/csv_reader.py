@@ -27,7 +27,9 @@ MAX_ROW_BYTES = 64 << 20
 MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
 """Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
 FAULT = "rayrec.fault"
-"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED quote, TRAILING text after a closing quote, or 0."""
+"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED quote, TRAILING text
+after a closing quote, or 0.
+"""
 TOO_FEW, TOO_MANY, UNMATCHED, TRAILING = 1, 2, 3, 4
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10
@@ -45,20 +47,34 @@ _SHOWN_NAMES = 12
 
 
 def check_columns(
-    names: Sequence[str], required: Sequence[str], *, path: str, hint: str = "", optional: Sequence[str] = ()
+    names: Sequence[str],
+    required: Sequence[str],
+    *,
+    path: str,
+    hint: str = "",
+    optional: Sequence[str] = (),
 ) -> None:
-    """Check that each wanted column exists once; optional ones may be absent. Raises InputError with the nearest names."""
+    """Check that each wanted column exists once; optional ones may be absent. Raises InputError
+    with the nearest names.
+    """
     for name in required:
         count = list(names).count(name)
         if count != 1 and not (count == 0 and name in optional):
-            plain = [name if name.strip() == name and name else repr(name) for name in map(str, names)]
+            plain = [
+                name if name.strip() == name and name else repr(name) for name in map(str, names)
+            ]
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             shown = ", ".join(plain[:_SHOWN_NAMES]) + more
             problem = "no column" if not count else f"{count} columns"
             nearest = [] if count else _nearest(name, plain)
             meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-            fix = "fix it, or the schema: `rayrec schema FILE` drafts one for `rayrec train clicks --schema`"
-            raise InputError(f"{path}: has {problem} named {name}{meant}; it has {shown or 'none'}{hint}; {fix}")
+            fix = (
+                "fix it, or the schema: `rayrec schema FILE` drafts one for `rayrec train clicks "
+                "--schema`"
+            )
+            raise InputError(
+                f"{path}: has {problem} named {name}{meant}; it has {shown or 'none'}{hint}; {fix}"
+            )
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
@@ -66,7 +82,10 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
     by_letters: dict[str, str] = {}
     for other in names:
         by_letters.setdefault(other.strip("' ").casefold(), other)
-    return [by_letters[letters] for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)]
+    return [
+        by_letters[letters]
+        for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)
+    ]
 
 
 def csv_head(path: str, encoding: str | None = None) -> bytes:
@@ -84,9 +103,11 @@ def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
 
 
 def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """Yield the schema's columns of a CSV file (plain or gzip) as tables of UTF-8 bytes, with the column FAULT. Invalid rows have
-    empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one invalid row and the next row
-    starts at the next line. Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES."""
+    """Yield the schema's columns of a CSV file (plain or gzip) as tables of UTF-8 bytes, with the
+    column FAULT. Invalid rows have empty values; empty lines are skipped. In a row with an
+    unmatched quote, the first line is one invalid row and the next row starts at the next line.
+    Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES.
+    """
     with _opened(path, schema) as stream:
         text = _head(stream, path, read_bytes, schema)
         if not text.strip(b"\r\n"):
@@ -102,8 +123,9 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
 
 
 class CsvRange:
-    """Rows that begin in bytes [start, stop) of a plain CSV file in UTF-8, independent of earlier rows, as tables like those from
-    `read_csv`. `start` is 0 or the first byte of a row."""
+    """Rows that begin in bytes [start, stop) of a plain CSV file in UTF-8, independent of earlier
+    rows, as tables like those from `read_csv`. `start` is 0 or the first byte of a row.
+    """
 
     def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
         self._path, self._schema, self._start, self._stop = path, schema, start, stop
@@ -113,12 +135,17 @@ class CsvRange:
     def __iter__(self) -> Iterator[pa.Table]:
         path, at, text = self._path, self._start, b""
         with _opened(path, self._schema) as stream:
-            splitter = _Splitter.of_file(path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema)
+            splitter = _Splitter.of_file(
+                path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema
+            )
         if at:
             splitter.has_header = False  # It is in another range
         elif _bytes_at(path, (0, len(_BOM))) == _BOM:
             at = len(_BOM)
-        ranges = [(start, min(READ_BYTES, self._stop - start)) for start in range(at, self._stop, READ_BYTES)]
+        ranges = [
+            (start, min(READ_BYTES, self._stop - start))
+            for start in range(at, self._stop, READ_BYTES)
+        ]
         for chunk in storage.in_parallel(functools.partial(_bytes_at, path), ranges, of=path):
             tables, rest = splitter.split(text + chunk, final=False)
             at += len(text) + len(chunk) - len(rest)
@@ -139,7 +166,9 @@ class CsvRange:
 
 
 def row_start(path: str, start: int) -> int:
-    """Return the first byte after the line end at or after `start` - 1: a row start, unless the line end is in a quoted field."""
+    """Return the first byte after the line end at or after `start` - 1: a row start, unless the
+    line end is in a quoted field.
+    """
     at = start - 1
     while chunk := _bytes_at(path, (at, _SEARCHED_BYTES)):
         ends = [end_at for end in (b"\n", b"\r") if (end_at := chunk.find(end)) >= 0]
@@ -166,8 +195,12 @@ def _bytes_at(path: str, byte_range: tuple[int, int]) -> bytes:
     return buffer[: storage.read_into(path, start, buffer)].tobytes()
 
 
-def read_csv_text(text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str) -> pa.Table:
-    """Return the same table for rows in memory without a header, skipping empty lines. `columns` names their fields in order."""
+def read_csv_text(
+    text: bytes, schema: Schema, *, delimiter: str, columns: Sequence[str], path: str
+) -> pa.Table:
+    """Return the same table for rows in memory without a header, skipping empty lines. `columns`
+    names their fields in order.
+    """
     splitter = _Splitter(path, Header(delimiter, tuple(columns), is_row=False), schema)
     tables, _ = splitter.split(text, final=True)
     if tables:
@@ -183,16 +216,25 @@ def _opened(path: str, schema: Schema) -> Iterator[_ByteStream]:
     with filesystem.open_input_stream(inner, compression=None) as file:
         stream: _ByteStream = file
         if is_gzip(path):
-            # Arrow's reader refuses the zeros behind the data with which tapes and object stores fill blocks.
+            # Arrow's reader refuses the zeros behind the data with which tapes and object stores
+            # fill blocks.
             stream = _Chunks(gunzip(iter(functools.partial(file.read, READ_BYTES), b"")))
         if not schema.is_utf8:
-            stream = _Chunks(_in_utf8(iter(functools.partial(stream.read, READ_BYTES), b""), str(schema.encoding)))
+            stream = _Chunks(
+                _in_utf8(
+                    iter(functools.partial(stream.read, READ_BYTES), b""), str(schema.encoding)
+                )
+            )
         try:
             yield stream
         except UnicodeError as error:
-            raise InputError(f"{path}: is no text in {schema.encoding}, the schema's encoding ({error})") from None
+            raise InputError(
+                f"{path}: is no text in {schema.encoding}, the schema's encoding ({error})"
+            ) from None
         except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"{path}: cannot be read to its end ({error or 'it is cut'}); fetch it again") from None
+            raise InputError(
+                f"{path}: cannot be read to its end ({error or 'it is cut'}); fetch it again"
+            ) from None
 
 
 class _ByteStream(Protocol):
@@ -220,7 +262,9 @@ class _Chunks:
 
 
 def _in_utf8(chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Convert text in another encoding. Bytes that it leaves undefined stay as they are, so that their rows are not UTF-8."""
+    """Convert text in another encoding. Bytes that it leaves undefined stay as they are, so that
+    their rows are not UTF-8.
+    """
     decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
     for chunk in chunks:
         yield decoder.decode(chunk).encode("utf-8", "surrogateescape")
@@ -236,7 +280,9 @@ def _head(stream: _ByteStream, path: str, read_bytes: int, schema: Schema) -> by
         if ended and line.count(b'"') % 2 == 0:
             break
     if schema.is_utf8 and text.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{path}: is UTF-16; name it in the schema, `encoding: utf-16`, or save it as UTF-8")
+        raise InputError(
+            f"{path}: is UTF-16; name it in the schema, `encoding: utf-16`, or save it as UTF-8"
+        )
     return text.removeprefix(_BOM)
 
 
@@ -246,7 +292,8 @@ class _Splitter:
     def __init__(self, path: str, header: Header, schema: Schema) -> None:
         self.path = path
         names = present_columns(header.columns, schema)
-        self.names = tuple(name for name in names if name in header.columns)  # Others are partition columns
+        # Others are partition columns
+        self.names = tuple(name for name in names if name in header.columns)
         self.delimiter = header.delimiter
         self.columns = len(header.columns)
         index = {name: number for number, name in enumerate(self.names)}
@@ -259,14 +306,18 @@ class _Splitter:
 
     @classmethod
     def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
-        """Create a splitter for the file that begins with `head`. Raises InputError if its header lacks a column."""
+        """Create a splitter for the file that begins with `head`. Raises InputError if its header
+        lacks a column.
+        """
         header = read_header(head, schema, path=path)
         names = columns_of(path, header.columns)
         hint = f" (split at {header.delimiter!r})"
         check_columns(names, schema.columns, path=path, hint=hint, optional=schema.optional)
         return cls(path, header, schema)
 
-    def split(self, text: bytes, *, final: bool, max_rows: int | None = None) -> tuple[list[pa.Table], bytes]:
+    def split(
+        self, text: bytes, *, final: bool, max_rows: int | None = None
+    ) -> tuple[list[pa.Table], bytes]:
         """Return the complete rows, all or the first `max_rows`, and the remaining text."""
         data = np.frombuffer(bytearray(text), np.uint8)
         tables, begin = [], 0
@@ -283,30 +334,65 @@ class _Splitter:
     def check_length(self, text: bytes) -> None:
         """Check that the text, an incomplete row, is not too long. Raises InputError."""
         if len(text) > MAX_ROW_BYTES:
-            raise InputError(f"{self.path}: row {self.row} exceeds {MAX_ROW_BYTES >> 20} MiB, so it is not a CSV file")
+            raise InputError(
+                f"{self.path}: row {self.row} exceeds {MAX_ROW_BYTES >> 20} MiB, so it is not a "
+                "CSV file"
+            )
 
     def _table(self, data: np.ndarray, final: bool, max_rows: int) -> tuple[pa.Table, int]:
         """Return rows at the start of the text, and their size in bytes."""
         columns_out = len(self.names)
-        capacity = min(len(data) // max(self.columns, 2) + 1, max_rows)  # More rows come with the next call
-        starts, lengths = np.empty((capacity, columns_out), np.int64), np.empty((capacity, columns_out), np.int64)
+        # More rows come with the next call
+        capacity = min(len(data) // max(self.columns, 2) + 1, max_rows)
+        starts, lengths = (
+            np.empty((capacity, columns_out), np.int64),
+            np.empty((capacity, columns_out), np.int64),
+        )
         kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
         marks = (ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.escape))
         how = (ctypes.c_int32(final), *marks, ctypes.c_int32(self.trim))
         columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(columns_out), capacity)
         out = (starts, lengths, kinds, consumed)
-        rows = call("rayrec_split_csv", data, len(data), *how, MAX_QUOTED_BYTES, MAX_QUOTED_LINES, *columns, *out)
+        rows = call(
+            "rayrec_split_csv",
+            data,
+            len(data),
+            *how,
+            MAX_QUOTED_BYTES,
+            MAX_QUOTED_LINES,
+            *columns,
+            *out,
+        )
         skip = 1 if rows and self.has_header else 0
         if skip and kinds[0]:
             raise InputError(f"{self.path}: first row must be a header (an unmatched quote)")
         self.has_header = self.has_header and not rows
         self.row += rows - skip
-        arrays = [self._gather(data, starts[skip:rows], lengths[skip:rows], column) for column in range(columns_out)]
-        return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(consumed[0])
+        arrays = [
+            self._gather(data, starts[skip:rows], lengths[skip:rows], column)
+            for column in range(columns_out)
+        ]
+        return pa.table([*arrays, pa.array(kinds[skip:rows])], names=[*self.names, FAULT]), int(
+            consumed[0]
+        )
 
-    def _gather(self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, column: int) -> pa.Array:
+    def _gather(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, column: int
+    ) -> pa.Array:
         rows, width = starts.shape
         offsets = np.empty(rows + 1, np.int64)
         out = np.empty(lengths[:, column].sum(), np.uint8)
-        call("rayrec_gather_text", data, starts, lengths, rows, ctypes.c_int32(width), ctypes.c_int32(column), offsets, out)
-        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), rows, [None, pa.py_buffer(offsets), pa.py_buffer(out)])
+        call(
+            "rayrec_gather_text",
+            data,
+            starts,
+            lengths,
+            rows,
+            ctypes.c_int32(width),
+            ctypes.c_int32(column),
+            offsets,
+            out,
+        )
+        return pa.LargeBinaryArray.from_buffers(
+            pa.large_binary(), rows, [None, pa.py_buffer(offsets), pa.py_buffer(out)]
+        )

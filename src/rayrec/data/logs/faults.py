@@ -38,7 +38,9 @@ class Fault:
 
     def __str__(self) -> str:
         position = f"byte {self.byte}" if self.row is None else f"row {self.row}"
-        return f"{self.path} at {position}: {self.kind}" + (f" in column {self.column}" if self.column else "")
+        return f"{self.path} at {position}: {self.kind}" + (
+            f" in column {self.column}" if self.column else ""
+        )
 
 
 @dataclass
@@ -70,7 +72,11 @@ class Faults:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Faults:
-        return cls(stored["counts"], [Fault(**fault) for fault in stored["first"]], labels=stored.get("labels", {}))
+        return cls(
+            stored["counts"],
+            [Fault(**fault) for fault in stored["first"]],
+            labels=stored.get("labels", {}),
+        )
 
     def describe(self) -> str:
         """Return one line: each kind with its count, and the first occurrence."""
@@ -80,25 +86,31 @@ class Faults:
         return f"{self.total:,} invalid rows ({kinds}); first: {self.first[0]}"
 
     def text_fix(self) -> str:
-        """Return a sentence with the schema fields that may make rows of text valid; empty if there are none."""
+        """Return a sentence with the schema fields that may make rows of text valid; empty if there
+        are none.
+        """
         return "; ".join(fix for kind, fix in _FIXES.items() if self.counts.get(kind))
 
     def wrong_labels(self, *, with_rule: bool = False) -> str | None:
-        """Return the problem and its fix if most faults are labels other than 0 and 1, else None. `with_rule` names the rule of a
-        schema, which tables may have."""
+        """Return the problem and its fix if most faults are labels other than 0 and 1, else None.
+        `with_rule` names the rule of a schema, which tables may have.
+        """
         if not self.labels or 2 * self.counts.get(LABEL_FAULT, 0) <= self.total:
             return None
         column, values = next(iter(self.labels.items()))
         values = [value for value in values if value]
         wrong = [value for value in values if value not in ("0", "1")]
-        if not values or (len(wrong) == 1 and not is_number(wrong[0])):  # A header line, or a placeholder
+        # A header line, or a placeholder
+        if not values or (len(wrong) == 1 and not is_number(wrong[0])):
             return None
         rule, value = label_rule(values)
         if all(map(is_number, values)) and {0.0, 1.0}.issuperset(map(float, values)):
             fix = "write them as 0 and 1"
         else:
             shown_value = value if rule == "at_least" else repr(value)
-            fix = f"derive one, such as {column} {'>=' if rule == 'at_least' else '=='} {shown_value}"
+            fix = (
+                f"derive one, such as {column} {'>=' if rule == 'at_least' else '=='} {shown_value}"
+            )
             if with_rule:
                 stored = value if rule == "at_least" else f"[{value!r}]"
                 fix += f", or write in the schema label: {{name: {column}, {rule}: {stored}}}"
@@ -107,8 +119,9 @@ class Faults:
 
 
 def label_rule(values: Sequence[str]) -> tuple[Literal["at_least", "positive"], str]:
-    """Return a rule for distinct labels, sorted as by `distinct_labels`: the smallest number of the upper two fifths, or the text
-    that means a click."""
+    """Return a rule for distinct labels, sorted as by `distinct_labels`: the smallest number of the
+    upper two fifths, or the text that means a click.
+    """
     threshold = values[min(len(values) - 1, len(values) * 3 // 5)]
     if all(map(is_number, values)):
         return "at_least", threshold
@@ -142,7 +155,9 @@ _MARKS: Final = {
 
 
 def likely_cause(head: bytes) -> str:
-    """Return a sentence on why many lines of a text log are invalid, with the fix, from its first bytes; empty if unknown."""
+    """Return a sentence on why many lines of a text log are invalid, with the fix, from its first
+    bytes; empty if unknown.
+    """
     for mark, cause in _MARKS.items():
         if head.startswith(mark):
             return cause
@@ -151,12 +166,22 @@ def likely_cause(head: bytes) -> str:
     lines = [line.rstrip(b"\r") for line in head.split(b"\n")]
     first = lines[0]
     if b"\t" not in first:
-        for separator, name in ((b",", "commas"), (b";", "semicolons"), (b"|", "bars"), (b" ", "blanks")):
+        for separator, name in (
+            (b",", "commas"),
+            (b";", "semicolons"),
+            (b"|", "bars"),
+            (b" ", "blanks"),
+        ):
             if first.count(separator) >= 2:
                 return f"its columns are separated by {name}, not tabs; add a header, or convert it"
         return "its first line has no tab, and columns are separated by tabs"
     fields = first.split(b"\t")
-    words = [field for field in fields if field.strip() and not field[:1].isdigit() and field[:1] != b"-"]
+    words = [
+        field for field in fields if field.strip() and not field[:1].isdigit() and field[:1] != b"-"
+    ]
     if fields[0] and not fields[0].isdigit() and len(words) > len(fields) // 2:
-        return "its first line looks like a header; remove it (tail -n +2), or name its columns in --schema"
+        return (
+            "its first line looks like a header; remove it (tail -n +2), or name its columns in "
+            "--schema"
+        )
     return ""

@@ -20,7 +20,9 @@ _COMPARED_LETTERS: Final = 64 << 10
 """Maximum rows and letters below the first row that are compared with it."""
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _MIN_NUMBERED: Final = 8
-"""Minimum number of columns that may be named 0, 1, 2, ..., as pandas names them. A row of data rarely counts as far."""
+"""Minimum number of columns that may be named 0, 1, 2, ..., as pandas names them. A row of data
+rarely counts as far.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class Header:
 
 
 def quoted_text(escape: str | None) -> str:
-    """Return the pattern of a quoted field's text between its quotes. In it, a doubled quote, or one behind the escape character,
-    is a quote."""
+    """Return the pattern of a quoted field's text between its quotes. In it, a doubled quote, or
+    one behind the escape character, is a quote.
+    """
     if escape is None:
         return r'(?:[^"]|"")*+'
     mark = re.escape(escape)
@@ -45,7 +48,9 @@ def quoted_text(escape: str | None) -> str:
 
 @lru_cache(maxsize=64)
 def _patterns(marks: str, escape: str | None) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return the patterns of a quoted field, and of a row up to its line end, for some possible delimiters."""
+    """Return the patterns of a quoted field, and of a row up to its line end, for some possible
+    delimiters.
+    """
     quoted = rf'(?<![^{re.escape(marks)}\r\n])"{quoted_text(escape)}"'
     return re.compile(quoted, re.DOTALL), re.compile(rf'(?:[^\r\n"]++|{quoted}|")++', re.DOTALL)
 
@@ -53,7 +58,9 @@ def _patterns(marks: str, escape: str | None) -> tuple[re.Pattern[str], re.Patte
 def split_fields(row: str, delimiter: str, escape: str | None = None) -> list[str]:
     """Split one row into its fields, without quotes. Quoted fields may contain the delimiter."""
     mark = re.escape(delimiter)
-    matches = re.finditer(rf'(?:^|{mark})(?:"({quoted_text(escape)})")?([^{mark}]*)', row, re.DOTALL)
+    matches = re.finditer(
+        rf'(?:^|{mark})(?:"({quoted_text(escape)})")?([^{mark}]*)', row, re.DOTALL
+    )
     return [_unquoted(match[1] or "", escape) + match[2] for match in islice(matches, _MAX_FIELDS)]
 
 
@@ -65,8 +72,9 @@ def _unquoted(text: str, escape: str | None) -> str:
 
 
 def delimiter_of(text: str, schema: Schema) -> str:
-    """Return the delimiter: the schema's, or in place of the default, a tab, the mark that occurs most in the first row, outside
-    quotes."""
+    """Return the delimiter: the schema's, or in place of the default, a tab, the mark that occurs
+    most in the first row, outside quotes.
+    """
     if schema.delimiter != "\t":
         return schema.delimiter
     marks = "\t,;".replace(schema.list_delimiter, "")
@@ -77,22 +85,30 @@ def delimiter_of(text: str, schema: Schema) -> str:
 
 
 def head_rows(text: str, delimiter: str, escape: str | None) -> Iterator[list[str]]:
-    """Yield the fields of each row that is not empty, of the first row and up to _COMPARED_ROWS below it."""
+    """Yield the fields of each row that is not empty, of the first row and up to _COMPARED_ROWS
+    below it.
+    """
     _, row = _patterns(delimiter, escape)
     first = row.search(text)
     if first is None:
         return
     yield split_fields(first[0], delimiter, escape)
-    for match in islice(row.finditer(text[first.end() : first.end() + _COMPARED_LETTERS]), _COMPARED_ROWS):
+    for match in islice(
+        row.finditer(text[first.end() : first.end() + _COMPARED_LETTERS]), _COMPARED_ROWS
+    ):
         yield split_fields(match[0], delimiter, escape)
 
 
 def looks_like_data(first: Sequence[str], rows: Iterable[Sequence[str]]) -> bool:
-    """Return whether the first row of a file is data instead of column names, judged by its fields and by the `rows` below. Data
-    are numbers or times, unless they count columns (0, 1, 2, ...), and texts that occur again in their own column."""
+    """Return whether the first row of a file is data instead of column names, judged by its fields
+    and by the `rows` below. Data are numbers or times, unless they count columns (0, 1, 2, ...),
+    and texts that occur again in their own column.
+    """
     fields = [field.strip(_BLANKS) for field in first]
     values = [field for field in fields if _is_value(field)]
-    counts_up = values in ([str(start + number) for number in range(len(values))] for start in (0, 1))
+    counts_up = values in (
+        [str(start + number) for number in range(len(values))] for start in (0, 1)
+    )
     if values and len(values) == sum(map(bool, fields)):
         return not (counts_up and len(values) >= _MIN_NUMBERED)
     if values and not counts_up:
@@ -108,14 +124,18 @@ def _is_value(text: str) -> bool:
 
 
 def _recurs(field: str, values: Sequence[str]) -> bool:
-    """Return whether the field of a first row occurs in its column. 0 and 1, which may be names, must be the only values."""
+    """Return whether the field of a first row occurs in its column. 0 and 1, which may be names,
+    must be the only values.
+    """
     return bool(field) and field in values and (not _is_value(field) or {*values} <= {"0", "1"})
 
 
 def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
-    """Return the header in a file's first bytes (without a byte order mark). If the schema's delimiter is a tab, the default, a
-    comma or semicolon is accepted too. A first row without names is data in the order of `Schema.line_forms`. Raises InputError
-    for data of unknown order, and for names that differ only in blanks or case."""
+    """Return the header in a file's first bytes (without a byte order mark). If the schema's
+    delimiter is a tab, the default, a comma or semicolon is accepted too. A first row without names
+    is data in the order of `Schema.line_forms`. Raises InputError for data of unknown order, and
+    for names that differ only in blanks or case.
+    """
     text = head.decode("utf-8", "replace")
     delimiter = delimiter_of(text, schema)
     first, *rows = [*head_rows(text, delimiter, schema.escape)] or [[]]
@@ -127,18 +147,22 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     columns = schema.line_columns(len(first))
     if columns is None:
         forms = " or ".join(str(len(form)) for form in schema.line_forms)
-        counts = f"; it has {len(first)} columns, and lines of this log have {forms}" if forms else ""
+        counts = (
+            f"; it has {len(first)} columns, and lines of this log have {forms}" if forms else ""
+        )
         unknown = ", and the training log had no order of columns" if schema.header == () else ""
         raise InputError(
-            f"{path}: its first row looks like data, so there is no header{unknown}{counts}. Add one, or name the columns in "
-            "file order in the schema of the training: `header: [...]`"
+            f"{path}: its first row looks like data, so there is no header{unknown}{counts}. Add "
+            "one, or name the columns in file order in the schema of the training: `header: [...]`"
         )
     return Header(delimiter, columns, is_row=False)
 
 
 def _is_header(first: Sequence[str], rows: Sequence[Sequence[str]], schema: Schema) -> bool:
-    """Return whether the first row has names, also wrong ones. If lines have a known order, most names of another file are known
-    too. Others are read as data if `header` is declared, or if they look like it."""
+    """Return whether the first row has names, also wrong ones. If lines have a known order, most
+    names of another file are known too. Others are read as data if `header` is declared, or if they
+    look like it.
+    """
     is_data = looks_like_data(first, rows)
     if not schema.line_forms:
         return not is_data
@@ -153,16 +177,25 @@ def _is_header(first: Sequence[str], rows: Sequence[Sequence[str]], schema: Sche
         return not is_data
     is_declared = schema.header is not None and not schema.header_row
     numeric = {*schema.dense, *schema.dropped, *schema.label_names}
-    has_number = any(name in numeric and _is_value(field.strip(_BLANKS)) for name, field in zip(columns, first, strict=True))
+    has_number = any(
+        name in numeric and _is_value(field.strip(_BLANKS))
+        for name, field in zip(columns, first, strict=True)
+    )
     return not (is_declared or is_data or has_number)
 
 
 def _reject_similar(names: Sequence[str], schema: Schema, path: str) -> None:
-    """Check that no other name is a column's name but for blanks and case. Raises InputError. Columns that differ so in the
-    schema itself are found by their exact names."""
+    """Check that no other name is a column's name but for blanks and case. Raises InputError.
+    Columns that differ so in the schema itself are found by their exact names.
+    """
     for column in schema.columns:
-        similar = [name for name in dict.fromkeys(names) if name.strip(_BLANKS).casefold() == column.strip(_BLANKS).casefold()]
+        similar = [
+            name
+            for name in dict.fromkeys(names)
+            if name.strip(_BLANKS).casefold() == column.strip(_BLANKS).casefold()
+        ]
         if len(similar) > 1 and not {*similar} <= {*schema.columns}:
             raise InputError(
-                f"{path}: names {' and '.join(map(repr, similar))} differ only in blanks or case; rename one in the header"
+                f"{path}: names {' and '.join(map(repr, similar))} differ only in blanks or case; "
+                "rename one in the header"
             )

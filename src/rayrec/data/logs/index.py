@@ -24,7 +24,9 @@ _MAX_INDICES = 64
 """Maximum number of indices per folder."""
 
 Format = Literal["text", "table", "random", "binary", "npy", "npz", "parquet"]
-"""File format. text: lines; table: Parquet or CSV; random: rows without a file; others: preprocessed data (data/materialized)."""
+"""File format. text: lines; table: Parquet or CSV; random: rows without a file; others:
+preprocessed data (data/materialized).
+"""
 MAPPED = ("binary", "npy", "npz")
 """Memory-mapped formats, in which single rows are read and written."""
 VERSION = 2
@@ -54,7 +56,9 @@ class Segment:
     rows: int
     format: Format = "text"
     checksum: int | None = None
-    """Checksum (native/checksum.c) of the rows' bytes, in a table of the schema's columns. None: unknown or preprocessed."""
+    """Checksum (native/checksum.c) of the rows' bytes, in a table of the schema's columns. None:
+    unknown or preprocessed.
+    """
 
     @property
     def is_preprocessed(self) -> bool:
@@ -98,13 +102,23 @@ class Block:
     def order(self) -> np.ndarray:
         """Return the index in the parsed `segments` of each row of the block, int64 [rows]."""
         segments = self.segments
-        bases = dict(zip(segments, itertools.accumulate((segment.rows for segment in segments), initial=0), strict=False))
+        bases = dict(
+            zip(
+                segments,
+                itertools.accumulate((segment.rows for segment in segments), initial=0),
+                strict=False,
+            )
+        )
         parts = ((bases[part.segment], part) for part in self.parts)
-        indices = [np.arange(base + part.start, base + part.stop, dtype=np.int64) for base, part in parts]
+        indices = [
+            np.arange(base + part.start, base + part.stop, dtype=np.int64) for base, part in parts
+        ]
         rows = np.concatenate(indices)
         if self.seed is None:
             return rows
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(rows)
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed))).permutation(
+            rows
+        )
 
 
 @dataclass(frozen=True)
@@ -139,16 +153,23 @@ class LogIndex:
 
     def parts(self, start: int, stop: int) -> Iterator[SegmentRange]:
         """Yield rows [start, stop) of the log."""
-        number = max(bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0)
+        number = max(
+            bisect_right(self.segments, start, key=lambda segment: segment.first_row) - 1, 0
+        )
         while number < len(self.segments) and self.segments[number].first_row < stop:
             segment = self.segments[number]
-            low, high = max(start - segment.first_row, 0), min(stop - segment.first_row, segment.rows)
+            low, high = (
+                max(start - segment.first_row, 0),
+                min(stop - segment.first_row, segment.rows),
+            )
             if low < high:
                 yield SegmentRange(segment, low, high)
             number += 1
 
     def check(self, max_bad_fraction: float, path: str) -> None:
-        """Check that the log has rows, and not too many invalid ones. Raises InputError with the likely cause."""
+        """Check that the log has rows, and not too many invalid ones. Raises InputError with the
+        likely cause.
+        """
         if self.rows and self.bad_fraction <= max_bad_fraction:
             return
         why = self.faults.describe() if self.faults.total else "it is empty"
@@ -160,8 +181,8 @@ class LogIndex:
             raise InputError(f"{path}: no usable rows; {why}")
         fix = "" if wrong_labels else "; fix the log or raise --max-bad-fraction"
         raise InputError(
-            f"{path}: {self.bad_fraction:.2%} of its lines are invalid, more than max_bad_fraction {max_bad_fraction:.2%}; "
-            f"{why}{fix}"
+            f"{path}: {self.bad_fraction:.2%} of its lines are invalid, more than max_bad_fraction "
+            f"{max_bad_fraction:.2%}; {why}{fix}"
         )
 
     def _cause(self) -> str:
@@ -174,15 +195,24 @@ class LogIndex:
         paths = sorted({segment.path for segment in self.segments})
         number = {path: i for i, path in enumerate(paths)}
         segments = [[number[s.path], s.start, s.stop, s.rows, s.checksum] for s in self.segments]
-        return {"paths": paths, "format": self.format, "segments": segments, "faults": self.faults.to_dict()}
+        return {
+            "paths": paths,
+            "format": self.format,
+            "segments": segments,
+            "faults": self.faults.to_dict(),
+        }
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> LogIndex:
-        entries = (SegmentEntry(stored["paths"][number], *rest) for number, *rest in stored["segments"])
+        entries = (
+            SegmentEntry(stored["paths"][number], *rest) for number, *rest in stored["segments"]
+        )
         return cls(numbered(entries, stored["format"]), Faults.from_dict(stored["faults"]))
 
 
-def numbered(entries: Iterable[SegmentEntry | tuple[str, int, int, int]], format: Format = "text") -> tuple[Segment, ...]:
+def numbered(
+    entries: Iterable[SegmentEntry | tuple[str, int, int, int]], format: Format = "text"
+) -> tuple[Segment, ...]:
     """Return segments in log order with consecutive row numbers."""
     segments, first_row = [], 0
     for entry in entries:
@@ -193,25 +223,34 @@ def numbered(entries: Iterable[SegmentEntry | tuple[str, int, int, int]], format
 
 
 def checksum(data: np.ndarray) -> int:
-    """Compute the checksum of contiguous uint8, 0 to 2^63 - 1. Always detects a changed 8-byte word, else misses 1 in 2^63."""
+    """Compute the checksum of contiguous uint8, 0 to 2^63 - 1. Always detects a changed 8-byte
+    word, else misses 1 in 2^63.
+    """
     return call("rayrec_checksum", data, data.nbytes)
 
 
 def changed(path: str, start: int, stop: int, unit: str) -> InputError:
-    """Return the error for a segment that changed since the log was indexed; `unit` is bytes or rows."""
+    """Return the error for a segment that changed since the log was indexed; `unit` is bytes or
+    rows.
+    """
     return InputError(
-        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or choose another --name"
+        f"{path}: {unit} {start}-{stop} changed since the log was indexed; restore the file, or "
+        "choose another --name"
     )
 
 
 def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
     """Return the numbers in the log of the segments' rows, concatenated, int64."""
-    return np.concatenate([np.arange(each.first_row, each.first_row + each.rows, dtype=np.int64) for each in segments])
+    return np.concatenate(
+        [np.arange(each.first_row, each.first_row + each.rows, dtype=np.int64) for each in segments]
+    )
 
 
 def source_of(path: str) -> tuple[str, str]:
-    """Return a key of the user's file behind a segment, and its name with its partitions. The segment's file may have been
-    unpacked (see `unpacked_path`) or rewritten in several parts (see data/logs/parquet.py)."""
+    """Return a key of the user's file behind a segment, and its name with its partitions. The
+    segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see
+    data/logs/parquet.py).
+    """
     folder, base = storage.folder_of(path), storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(path))
@@ -222,8 +261,9 @@ def source_of(path: str) -> tuple[str, str]:
 
 
 def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the sources (see `source_of`) of segments in log order, sorted by path, or by name if some are in the cache
-    folder."""
+    """Return the sources (see `source_of`) of segments in log order, sorted by path, or by name if
+    some are in the cache folder.
+    """
     sources = list(dict.fromkeys(map(source_of, dict.fromkeys(paths))))
     if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
         return sorted(sources)
@@ -243,18 +283,30 @@ class CachedIndex:
 
     @classmethod
     def at(
-        cls, folder: str | None, *, files: Sequence[storage.File], schema: Schema, segment_bytes: int, suffix: str = ""
+        cls,
+        folder: str | None,
+        *,
+        files: Sequence[storage.File],
+        schema: Schema,
+        segment_bytes: int,
+        suffix: str = "",
     ) -> CachedIndex:
-        """Return the entry in `folder` (None: no cache). `suffix` distinguishes indices with further dependencies."""
+        """Return the entry in `folder` (None: no cache). `suffix` distinguishes indices with
+        further dependencies.
+        """
         paths = [file.path for file in files]
-        source = hashlib.sha256(repr((paths, schema.to_dict(), segment_bytes, suffix)).encode()).hexdigest()[:16]
+        source = hashlib.sha256(
+            repr((paths, schema.to_dict(), segment_bytes, suffix)).encode()
+        ).hexdigest()[:16]
         versions = [(file.size_bytes, file.modified_ns) for file in files]
         version = hashlib.sha256(repr((VERSION, versions)).encode()).hexdigest()[:16]
         path = None if folder is None else storage.join(folder, f"index-{source}.json")
         return cls(path, version, frozenset(paths))
 
     def read(self) -> LogIndex | None:
-        """Return the index; None if absent, damaged, of other file versions, or if files derived from them are missing."""
+        """Return the index; None if absent, damaged, of other file versions, or if files derived
+        from them are missing.
+        """
         version, index = self._stored()
         if index is None or version != self.version:
             return None
@@ -262,13 +314,19 @@ class CachedIndex:
         return index if len(storage.find_files(sorted(derived))) == len(derived) else None
 
     def write(self, index: LogIndex) -> str | None:
-        """Replace the index of an older version of the files. Return its first segment with other bytes now, or None."""
+        """Replace the index of an older version of the files. Return its first segment with other
+        bytes now, or None.
+        """
         if self.path is None:
             return None
         _, old = self._stored()
         storage.write_json(self.path, {"version": self.version, **index.to_dict()})
         folder = storage.folder_of(self.path)
-        indices = [file for file in storage.files_in(folder) if storage.name_of(file.path).startswith("index-")]
+        indices = [
+            file
+            for file in storage.files_in(folder)
+            if storage.name_of(file.path).startswith("index-")
+        ]
         for file in sorted(indices, key=lambda file: file.modified_ns)[:-_MAX_INDICES]:
             storage.remove_file(file.path)
         return None if old is None else _edited(old, index)
@@ -277,7 +335,10 @@ class CachedIndex:
         """Write the index, and report if the log was edited since it was last indexed."""
         edited = self.write(index)
         if edited:
-            note(f"{edited} changed since the log was last indexed; runs on the old rows cannot resume")
+            note(
+                f"{edited} changed since the log was last indexed; runs on the old rows cannot "
+                "resume"
+            )
         return index
 
     def _stored(self) -> tuple[str | None, LogIndex | None]:
@@ -287,12 +348,19 @@ class CachedIndex:
         try:
             stored = storage.read_json(self.path)
             return stored["version"], LogIndex.from_dict(stored)
-        except (ValueError, TypeError, LookupError, AttributeError):  # Not JSON, or JSON of another shape
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ):  # Not JSON, or JSON of another shape
             return None, None
 
 
 def _edited(old: LogIndex, new: LogIndex) -> str | None:
-    checksums = {(segment.path, segment.start, segment.stop): segment.checksum for segment in old.segments}
+    checksums = {
+        (segment.path, segment.start, segment.stop): segment.checksum for segment in old.segments
+    }
     for segment in new.segments:
         before = checksums.get((segment.path, segment.start, segment.stop))
         if before is not None and segment.checksum not in (None, before):

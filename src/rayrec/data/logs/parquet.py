@@ -1,4 +1,6 @@
-"""Parquet files with row groups small enough to be read separately: the user's own, or rewritten from Parquet or CSV."""
+"""Parquet files with row groups small enough to be read separately: the user's own, or rewritten
+from Parquet or CSV.
+"""
 
 import functools
 import itertools
@@ -51,7 +53,9 @@ class ParquetPart:
 
 @contextmanager
 def open_parquet(path: str, *, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file, with read errors as InputErrors. Reads column chunks in parts of `buffer_size` bytes, 0: at once."""
+    """Open a Parquet file, with read errors as InputErrors. Reads column chunks in parts of
+    `buffer_size` bytes, 0: at once.
+    """
     filesystem, inner = storage.resolve(path)
     try:
         with pq.ParquetFile(inner, filesystem=filesystem, buffer_size=buffer_size) as file:
@@ -63,11 +67,16 @@ def open_parquet(path: str, *, buffer_size: int = 0) -> Iterator[pq.ParquetFile]
 def _unreadable(path: str, error: BaseException) -> InputError:
     if isinstance(error, FileNotFoundError):
         return InputError(f"{path}: no such file")
-    return InputError(f"{path}: cannot be read as Parquet ({str(error).partition(chr(10))[0]}); fetch or write it again")
+    return InputError(
+        f"{path}: cannot be read as Parquet ({str(error).partition(chr(10))[0]}); fetch or write "
+        "it again"
+    )
 
 
 def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the rows and the approximate raw bytes of each row group, in the named columns only."""
+    """Return the rows and the approximate raw bytes of each row group, in the named columns
+    only.
+    """
     metadata, sizes = file.metadata, []
     leaves = _leaves(metadata, names)
     for number in range(metadata.num_row_groups):
@@ -86,27 +95,52 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 
 def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
     """Check the columns of a file and its partitions, and their types. Raises InputError."""
-    check_columns(columns_of(path, parquet.schema_arrow.names), schema.columns, path=path, optional=schema.optional)
+    check_columns(
+        columns_of(path, parquet.schema_arrow.names),
+        schema.columns,
+        path=path,
+        optional=schema.optional,
+    )
     empty = with_partitions(parquet.schema_arrow.empty_table(), path, schema)
     check_types(empty.schema, schema, path=path)
 
 
-def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str) -> list[ParquetPart]:
-    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`. Raises InputError for unusable columns."""
+def prepared(
+    file: storage.File, schema: Schema, segment_bytes: int, folder: str
+) -> list[ParquetPart]:
+    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`. Raises InputError
+    for unusable columns.
+    """
     if is_parquet(file.path):
         with open_parquet(file.path) as parquet:
             check_schema(parquet, file.path, schema)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [ParquetPart(file.path, file.path, 0, groups)]
-    text = (schema.delimiter, schema.escape, schema.encoding, schema.header, schema.header_row, schema.dropped)
+    text = (
+        schema.delimiter,
+        schema.escape,
+        schema.encoding,
+        schema.header,
+        schema.header_row,
+        schema.dropped,
+    )
     form = *text, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
-    folder = storage.join(folder, version_key((file.path, schema.columns, *form), (VERSION, file.size_bytes, file.modified_ns)))
+    folder = storage.join(
+        folder,
+        version_key(
+            (file.path, schema.columns, *form), (VERSION, file.size_bytes, file.modified_ns)
+        ),
+    )
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = _read_parquet(file.path, schema) if is_parquet(file.path) else _read_csv(file.path, schema)
+        tables = (
+            _read_parquet(file.path, schema)
+            if is_parquet(file.path)
+            else _read_csv(file.path, schema)
+        )
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(file.path), name])
@@ -114,7 +148,9 @@ def prepared(file: storage.File, schema: Schema, segment_bytes: int, folder: str
         storage.write_json(manifest, stored)  # Last: files without it are ignored
     parts, first_row = [], 0
     for path, groups in stored:
-        parts.append(ParquetPart(file.path, path, first_row, [(rows, size) for rows, size in groups]))
+        parts.append(
+            ParquetPart(file.path, path, first_row, [(rows, size) for rows, size in groups])
+        )
         first_row += parts[-1].rows
     return parts
 
@@ -128,14 +164,17 @@ def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
 
 def _read_csv(path: str, schema: Schema) -> Iterator[pa.Table]:
     for table in read_csv(path, schema):
-        with_partitions(table.slice(0, 0), path, schema)  # An unusable value ends this before the file is rewritten
+        # An unusable value ends this before the file is rewritten
+        with_partitions(table.slice(0, 0), path, schema)
         yield table
 
 
 def _write_parts(
     tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their paths and row groups."""
+    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their
+    paths and row groups.
+    """
     sized = _of_size(tables, segment_bytes)
     rows = next(sized, None)
     number = 0
@@ -143,7 +182,9 @@ def _write_parts(
         path = storage.join(folder, f"{number:05d}", name)
         groups: list[tuple[int, int]] = []
         coded = [name for name in (*schema.sparse, FAULT) if name in rows.schema.names]
-        create = functools.partial(pq.ParquetWriter, compression="lz4", write_statistics=False, use_dictionary=coded)
+        create = functools.partial(
+            pq.ParquetWriter, compression="lz4", write_statistics=False, use_dictionary=coded
+        )
         with storage.writing(path) as local, create(local, rows.schema) as writer:
             while rows is not None and len(groups) < PART_GROUPS:
                 writer.write_table(rows, row_group_size=len(rows))
@@ -192,7 +233,9 @@ def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
     try:
         with filesystem.open_input_file(inner) as file, pq.ParquetFile(file) as parquet:
             metadata = parquet.metadata
-            rows = (metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+            rows = (
+                metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)
+            )
             starts = tuple(itertools.accumulate(rows, initial=0))
             return _Footer(metadata, tuple(parquet.schema_arrow.names), starts, file.size())
     except (OSError, pa.ArrowException) as error:
@@ -210,11 +253,14 @@ def _version(path: str) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def read_rows(path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
-    """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the file. The columns are
-    `schema.columns`, or `columns` among them, without optional ones that the file lacks, and FAULT if present. Partition columns
-    come from the file's path. Neighbouring column chunks are one request to a store. Raises InputError for unreadable or changed
-    files."""
+def read_rows(
+    path: str, start: int, stop: int, schema: Schema, *, columns: Sequence[str] | None = None
+) -> tuple[pa.Table, int]:
+    """Return rows [start, stop), which are full row groups, and the checksum of their bytes in the
+    file. The columns are `schema.columns`, or `columns` among them, without optional ones that the
+    file lacks, and FAULT if present. Partition columns come from the file's path. Neighbouring
+    column chunks are one request to a store. Raises InputError for unreadable or changed files.
+    """
     version = _version(path)
     footer = _footer(path, version)
     groups = _groups(footer, start, stop)
@@ -252,13 +298,17 @@ Range = tuple[int, int]
 """Bytes [start, stop) of a file."""
 
 
-def _chunks_of(metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]) -> list[Range]:
+def _chunks_of(
+    metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]
+) -> list[Range]:
     """Return the byte range of each column chunk of some row groups."""
     leaves, chunks = _leaves(metadata, columns), []
     for number in groups:
         group = metadata.row_group(number)
         for chunk in map(group.column, leaves):
-            start = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
+            start = min(
+                filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0
+            )
             chunks.append((start, start + chunk.total_compressed_size))
     return chunks
 
@@ -285,7 +335,9 @@ class _Spans:
 
     closed = False
 
-    def __init__(self, path: str, size_bytes: int, spans: Sequence[Range], buffers: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, path: str, size_bytes: int, spans: Sequence[Range], buffers: Sequence[np.ndarray]
+    ) -> None:
         self._path, self._size_bytes, self._buffers = path, size_bytes, buffers
         self._starts = [start for start, _ in spans]
         self._at = 0

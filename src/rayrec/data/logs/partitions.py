@@ -1,4 +1,6 @@
-"""Partition columns of a log: folders KEY=VALUE directly above a file (Hive), whose rows all have that value in column KEY."""
+"""Partition columns of a log: folders KEY=VALUE directly above a file (Hive), whose rows all have
+that value in column KEY.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,7 +18,9 @@ _MISSING: Final = ("", "__HIVE_DEFAULT_PARTITION__")
 
 
 def partition_names(path: str) -> list[str]:
-    """Return the folders KEY=VALUE directly above a file, as stored (percent-encoded), the outermost first."""
+    """Return the folders KEY=VALUE directly above a file, as stored (percent-encoded), the
+    outermost first.
+    """
     names: list[str] = []
     for name in reversed(storage.folder_names(path)):
         if not storage.PARTITION.fullmatch(name):
@@ -35,22 +39,32 @@ def partitions_of(path: str) -> dict[str, str | None]:
 
 
 def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the partition columns of a file that are not among its own columns `names`, which take precedence."""
+    """Return the partition columns of a file that are not among its own columns `names`, which take
+    precedence.
+    """
     return {key: value for key, value in partitions_of(path).items() if key not in names}
 
 
 def columns_of(path: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of a file's rows: its own columns `names`, then those of its partitions."""
+    """Return the columns of a file's rows: its own columns `names`, then those of its
+    partitions.
+    """
     return (*names, *missing_partitions(path, names))
 
 
-def with_partitions(table: pa.Table, path: str, schema: Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Add the file's partition columns that the schema (or `columns`) names: float64 for dense columns and the weight, text for
-    others, as in a CSV file. Raises InputError for a value that cannot be read as what the schema makes of the column."""
+def with_partitions(
+    table: pa.Table, path: str, schema: Schema, *, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Add the file's partition columns that the schema (or `columns`) names: float64 for dense
+    columns and the weight, text for others, as in a CSV file. Raises InputError for a value that
+    cannot be read as what the schema makes of the column.
+    """
     required = schema.columns if columns is None else columns
     for key, value in missing_partitions(path, table.column_names).items():
         if key in required:
-            table = table.append_column(key, pa.repeat(_partition_value(key, value, schema, path), len(table)))
+            table = table.append_column(
+                key, pa.repeat(_partition_value(key, value, schema, path), len(table))
+            )
     return table
 
 
@@ -58,24 +72,36 @@ def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> 
     value = None if value in schema.missing else value
     text = pa.array([value], pa.large_string())
     if key in schema.dense or key == schema.weight:
-        numbers, status = numbers_of(text, key, type_error(pa.schema([(key, text.type)]), path), times=key in schema.dense)
+        numbers, status = numbers_of(
+            text, key, type_error(pa.schema([(key, text.type)]), path), times=key in schema.dense
+        )
         if value is not None and status[0] != VALUE:
             raise InputError(
-                f"{path}: column {key} is the partition {key}={value}, which is not a number; add it to the sparse columns"
+                f"{path}: column {key} is the partition {key}={value}, which is not a number; add "
+                "it to the sparse columns"
             )
         return pa.scalar(None if value is None else float(numbers[0]), pa.float64())
     if key == schema.timestamp and (value is None or times_of(text)[1][0] != VALUE):
-        raise InputError(f"{path}: column {key} is the partition {key}={value or ''}, which is not a time; name another column")
+        raise InputError(
+            f"{path}: column {key} is the partition {key}={value or ''}, which is not a time; "
+            "name another column"
+        )
     return text[0]
 
 
 def with_sampled_partitions(table: pa.Table, files: Sequence[storage.File]) -> pa.Table:
-    """Add the first file's partition columns as text, with the values of evenly spread files. Rows of one file have one value,
-    which shows nothing about the column."""
+    """Add the first file's partition columns as text, with the values of evenly spread files. Rows
+    of one file have one value, which shows nothing about the column.
+    """
     columns = missing_partitions(files[0].path, table.column_names)
     rows = len(table)
     step = max(len(files) / max(rows, 1), 1.0)
-    values = [partitions_of(files[int(row * step) % len(files)].path) for row in range(rows if columns else 0)]
+    values = [
+        partitions_of(files[int(row * step) % len(files)].path)
+        for row in range(rows if columns else 0)
+    ]
     for key in columns:
-        table = table.append_column(key, pa.array([value.get(key) for value in values], pa.large_string()))
+        table = table.append_column(
+            key, pa.array([value.get(key) for value in values], pa.large_string())
+        )
     return table

@@ -1,4 +1,6 @@
-"""Random click log without files, `random:ROWS` or `random:ROWS:SEED`: the rows of `rayrec generate`, made when they are read."""
+"""Random click log without files, `random:ROWS` or `random:ROWS:SEED`: the rows of `rayrec
+generate`, made when they are read.
+"""
 
 import itertools
 import re
@@ -27,14 +29,22 @@ def _parsed(path: str) -> tuple[int, int]:
     """Return the number of rows and the seed. Raises InputError."""
     match = re.fullmatch(r"random:(\d+)(?::(\d+))?(/day_\d+)?", path)
     if match is None or not int(match[1]):
-        raise InputError(f"{path}: must be random:ROWS or random:ROWS:SEED with at least one row, such as random:1000000")
+        raise InputError(
+            f"{path}: must be random:ROWS or random:ROWS:SEED with at least one row, such as "
+            "random:1000000"
+        )
     return int(match[1]), int(match[2] or 0)
 
 
 def random_files(path: str) -> list[storage.File]:
-    """Return a file per day, with its rows in place of bytes. Raises InputError for another path than random:ROWS[:SEED]."""
+    """Return a file per day, with its rows in place of bytes. Raises InputError for another path
+    than random:ROWS[:SEED].
+    """
     starts = _day_starts(_parsed(path)[0])
-    return [storage.File(f"{path}/day_{day}", stop - start, 0) for day, (start, stop) in enumerate(itertools.pairwise(starts))]
+    return [
+        storage.File(f"{path}/day_{day}", stop - start, 0)
+        for day, (start, stop) in enumerate(itertools.pairwise(starts))
+    ]
 
 
 def _day_starts(rows: int) -> list[int]:
@@ -44,13 +54,18 @@ def _day_starts(rows: int) -> list[int]:
 
 
 def check_random(path: str, schema: Schema) -> None:
-    """Check that the schema has the columns of Criteo's logs, which random rows have. Raises InputError."""
+    """Check that the schema has the columns of Criteo's logs, which random rows have. Raises
+    InputError.
+    """
     from rayrec.data.synthetic_law import NUM_DENSE, NUM_SPARSE
 
-    if schema.tokens != "hexadecimal" or (len(schema.dense), len(schema.sparse)) != (NUM_DENSE, NUM_SPARSE):
+    if schema.tokens != "hexadecimal" or (len(schema.dense), len(schema.sparse)) != (
+        NUM_DENSE,
+        NUM_SPARSE,
+    ):
         raise InputError(
-            f"{path}: random rows have the columns of Criteo's logs, {NUM_DENSE} dense and {NUM_SPARSE} sparse, which the schema "
-            "must have. Use a recipe for Criteo, or a log."
+            f"{path}: random rows have the columns of Criteo's logs, {NUM_DENSE} dense and "
+            f"{NUM_SPARSE} sparse, which the schema must have. Use a recipe for Criteo, or a log."
         )
 
 
@@ -75,7 +90,9 @@ def _ground_truth(seed: int) -> "GroundTruth":
 
 
 def read_random(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Make the rows of segments. A row depends on its number, the number of rows (by its day) and the seed only."""
+    """Make the rows of segments. A row depends on its number, the number of rows (by its day) and
+    the seed only.
+    """
     with stage("parse"):
         return RawBlock.concatenated([_made(segment, schema) for segment in segments])
 

@@ -30,14 +30,19 @@ def read_raw(segments: Sequence[Segment], schema: Schema) -> RawBlock:
 
 
 def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:
-    """Return the position of each segment's first line (or table row) in the full log, including invalid ones. Row numbers of
-    preprocessed data are returned unchanged. Reads a text log with invalid lines once more."""
+    """Return the position of each segment's first line (or table row) in the full log, including
+    invalid ones. Row numbers of preprocessed data are returned unchanged. Reads a text log with
+    invalid lines once more.
+    """
     if not index.faults.total or index.format not in ("text", "table"):
         return {segment: segment.first_row for segment in index.segments}
     if index.format == "table":
         sizes = [segment.stop - segment.start for segment in index.segments]
         return dict(zip(index.segments, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
-    groups = [index.segments[i : i + segments_per_task] for i in range(0, len(index.segments), segments_per_task)]
+    groups = [
+        index.segments[i : i + segments_per_task]
+        for i in range(0, len(index.segments), segments_per_task)
+    ]
     tables = engine.run("count lines", _count_lines, groups, block_bytes=1 << 12)
     lines = [count for table in tables for count in table.column("lines").to_pylist()]
     starts = np.concatenate([[0], np.cumsum(lines, dtype=np.int64)])
@@ -46,25 +51,33 @@ def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> d
 
 
 def _count_lines(segments: Sequence[Segment]) -> pa.Table:
-    return pa.table({"lines": [len(line_starts(read_text(each), each.stop - each.start)) for each in segments]})
+    return pa.table(
+        {"lines": [len(line_starts(read_text(each), each.stop - each.start)) for each in segments]}
+    )
 
 
 def line_starts(text: np.ndarray, length: int) -> np.ndarray:
-    """Return the start of each line of text[:length], int64. A line cut off by the segment's end counts, since it starts here."""
+    """Return the start of each line of text[:length], int64. A line cut off by the segment's end
+    counts, since it starts here.
+    """
     if not length:
         return np.empty(0, np.int64)
     return np.concatenate([[0], np.flatnonzero(text[: length - 1] == ord("\n")) + 1])
 
 
 def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
-    """Return the position of each valid row among the segment's lines (or table rows), from 0, int64 [segment.rows]."""
+    """Return the position of each valid row among the segment's lines (or table rows), from 0,
+    int64 [segment.rows].
+    """
     if segment.format == "table":
         return good_rows(segment, schema)
     text, length = read_text(segment), segment.stop - segment.start
     starts = line_starts(text, length)
     if len(starts) == segment.rows:
         return np.arange(segment.rows, dtype=np.int64)
-    faults = TextParser(schema, max_rows_in(schema, length)).parse(text, length, max_faults=len(starts))
+    faults = TextParser(schema, max_rows_in(schema, length)).parse(
+        text, length, max_faults=len(starts)
+    )
     bad = np.searchsorted(starts, np.array([fault.byte for fault in faults.first], np.int64))
     good = np.delete(np.arange(len(starts), dtype=np.int64), bad)
     assert len(good) == segment.rows
@@ -72,21 +85,31 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
 
 
 def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
-    """Return the column's value in each row of an unpermuted block, whose segments `raw` contains; null if missing. uint32 for a
-    category of 8 hexadecimal digits, text (as a dictionary) for other categories, int64 or float64 for a number."""
+    """Return the column's value in each row of an unpermuted block, whose segments `raw` contains;
+    null if missing. uint32 for a category of 8 hexadecimal digits, text (as a dictionary) for other
+    categories, int64 or float64 for a number.
+    """
     order = block.order()
     values = raw.column(column)
-    if isinstance(values, np.ndarray) and (column in schema.dense or schema.tokens == "hexadecimal"):
+    if isinstance(values, np.ndarray) and (
+        column in schema.dense or schema.tokens == "hexadecimal"
+    ):
         return pa.array(values[order], mask=raw.is_missing(column)[order])
     # 64-bit tokens are hashes of the text.
-    return pa.concat_arrays([_text(part, column, schema) for part in block.parts]).dictionary_encode()
+    return pa.concat_arrays(
+        [_text(part, column, schema) for part in block.parts]
+    ).dictionary_encode()
 
 
 def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     """Return the column's text in the part's rows, null if missing, large_string."""
     segment = part.segment
     table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
-    values = table.column(column) if column in table.column_names else pa.chunked_array([pa.nulls(len(table))])
+    values = (
+        table.column(column)
+        if column in table.column_names
+        else pa.chunked_array([pa.nulls(len(table))])
+    )
     if segment.rows != segment.stop - segment.start:
         values = values.take(pa.array(good_rows(segment, schema)))
     values = values.slice(part.start, part.rows)
@@ -95,21 +118,37 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.uint8())  # Like its tokens
     if pa.types.is_floating(values.type):  # Integers, and NaN if missing
-        values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values).cast(pa.int64())
-    text = (values.cast(pa.large_binary()) if is_text(values.type) else values).cast(pa.large_string())
+        values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values).cast(
+            pa.int64()
+        )
+    text = (values.cast(pa.large_binary()) if is_text(values.type) else values).cast(
+        pa.large_string()
+    )
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
 
 
 def slice_of(block: Block, slices: Sequence[Slice]) -> pa.Array:
-    """Return the name of each row's range in an unpermuted block, as a dictionary. The ranges are adjacent and cover the log."""
+    """Return the name of each row's range in an unpermuted block, as a dictionary. The ranges are
+    adjacent and cover the log.
+    """
     starts = np.array([each.start for each in slices], np.int64)
-    rows = np.concatenate([part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64) for part in block.parts])
+    rows = np.concatenate(
+        [
+            part.segment.first_row + np.arange(part.start, part.stop, dtype=np.int64)
+            for part in block.parts
+        ]
+    )
     numbers = np.searchsorted(starts, rows, side="right") - 1
-    return pa.DictionaryArray.from_arrays(pa.array(numbers.astype(np.int32)), pa.array(distinct_names(slices), pa.large_string()))
+    return pa.DictionaryArray.from_arrays(
+        pa.array(numbers.astype(np.int32)), pa.array(distinct_names(slices), pa.large_string())
+    )
 
 
 def distinct_names(slices: Sequence[Slice]) -> list[str]:
     """Return the names of the ranges, numbered if files in several folders have the same name."""
     assert all(before.stop == after.start for before, after in pairwise(slices))
     names = [each.name for each in slices]
-    return [f"{name} ({names[:number].count(name) + 1})" if names.count(name) > 1 else name for number, name in enumerate(names)]
+    return [
+        f"{name} ({names[:number].count(name) + 1})" if names.count(name) > 1 else name
+        for number, name in enumerate(names)
+    ]

@@ -22,25 +22,35 @@ class Slice:
     """End of the rows [start, stop) of the log."""
 
 
-Kind = Literal["sevenths", "last_file", "last_partition", "named_files", "fraction", "days", "named_days"]
+Kind = Literal[
+    "sevenths", "last_file", "last_partition", "named_files", "fraction", "days", "named_days"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitParts(Config):
-    """Part sizes of a split, for the kinds that allow a choice. A day is a file, or all files of a folder KEY=VALUE."""
+    """Part sizes of a split, for the kinds that allow a choice. A day is a file, or all files of a
+    folder KEY=VALUE.
+    """
 
     validation: float = 0.1
     """Fraction of the log's rows for validation, in log order. Kind fraction only."""
     test: float = 0.1
-    """Fraction of the rows for the final test, at the end of the log. 0: no test. Kind fraction only."""
+    """Fraction of the rows for the final test, at the end of the log. 0: no test. Kind fraction
+    only.
+    """
     train_days: int | None = None
-    """Number of first days for training. None: all days before the held-out ones. Kind days only."""
+    """Number of first days for training. None: all days before the held-out ones. Kind days
+    only.
+    """
     validation_days: int = 1
     """Number of days for validation, before the test days. Kind days only."""
     test_days: int = 1
     """Number of last days for the final test. 0: no test. Kind days only."""
     train_names: tuple[str, ...] = ()
-    """Training days, by name or pattern (day_1*, dt=2026-01-*). Empty: all days not held out. Kind named_days only."""
+    """Training days, by name or pattern (day_1*, dt=2026-01-*). Empty: all days not held out. Kind
+    named_days only.
+    """
     validation_names: tuple[str, ...] = ()
     """Validation days, by name or pattern. Kind named_days only."""
     test_names: tuple[str, ...] = ()
@@ -50,11 +60,18 @@ class SplitParts(Config):
         super().__post_init__()
         if not (0 < self.validation < 1 and 0 <= self.test < 1 and self.validation + self.test < 1):
             raise InputError(
-                f"split fraction: validation must be above 0, test at least 0, and their sum below 1, got {self.validation} "
-                f"and {self.test}"
+                "split fraction: validation must be above 0, test at least 0, and their sum below "
+                f"1, got {self.validation} and {self.test}"
             )
-        if self.validation_days < 1 or self.test_days < 0 or (self.train_days is not None and self.train_days < 1):
-            raise InputError("split days: train_days and validation_days must be at least 1, and test_days at least 0")
+        if (
+            self.validation_days < 1
+            or self.test_days < 0
+            or (self.train_days is not None and self.train_days < 1)
+        ):
+            raise InputError(
+                "split days: train_days and validation_days must be at least 1, and test_days at "
+                "least 0"
+            )
 
 
 _KIND_FIELDS: dict[str, tuple[str, ...]] = {
@@ -66,13 +83,20 @@ _KIND_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def check_parts(kind: str, parts: SplitParts) -> None:
-    """Check that only sizes of the kind are set, and that named_days has validation days. Raises InputError."""
+    """Check that only sizes of the kind are set, and that named_days has validation days. Raises
+    InputError.
+    """
     for owner, names in _KIND_FIELDS.items():
         for name in names:
             if kind != owner and getattr(parts, name) != getattr(SplitParts(), name):
-                raise InputError(f"split {kind}: {name} applies to kind {owner} only; remove it or choose {owner}")
+                raise InputError(
+                    f"split {kind}: {name} applies to kind {owner} only; remove it or choose "
+                    f"{owner}"
+                )
     if kind == "named_days" and not parts.validation_names:
-        raise InputError("split named_days: validation_names is empty; name the days for validation")
+        raise InputError(
+            "split named_days: validation_names is empty; name the days for validation"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +104,30 @@ class Split(SplitParts):
     """Split of a log into row ranges, in log order."""
 
     kind: Kind = "sevenths"
-    """Split method. sevenths: six of seven parts for training (Criteo Kaggle). last_file: all files but the last (Criteo 1TB).
-    last_partition: all files except those in the last folder KEY=VALUE, such as the last day of dt=2026-01-31/. These three halve
-    the rest into validation and test. named_files: files whose names begin with train, valid and test, as written by `rayrec
-    split`. fraction: by fractions of the rows. days: by day counts. named_days: by day names."""
+    """Split method. sevenths: six of seven parts for training (Criteo Kaggle). last_file: all files
+    but the last (Criteo 1TB). last_partition: all files except those in the last folder KEY=VALUE,
+    such as the last day of dt=2026-01-31/. These three halve the rest into validation and test.
+    named_files: files whose names begin with train, valid and test, as written by `rayrec split`.
+    fraction: by fractions of the rows. days: by day counts. named_days: by day names.
+    """
     test_first: bool = False
-    """Whether to use the first held-out rows for the test and the rest for validation, instead of the other way round."""
+    """Whether to use the first held-out rows for the test and the rest for validation, instead of
+    the other way round.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self.kind, self)
 
     def rows(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        """Return the row ranges [start, stop) of `train`, `validation` and `test`, which do not overlap. Kinds days and
-        named_days may omit rows; `test` may be absent for kinds named_files, fraction, days and named_days. sevenths: seven
-        near-equal chunks, the first `rows mod 7` one row longer. The last chunk's first half, longer by one row if odd, is for
-        validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's data_utils). fraction: rounded to
-        rows. Raises InputError for an empty part, and for named days that are missing or not adjacent."""
+        """Return the row ranges [start, stop) of `train`, `validation` and `test`, which do not
+        overlap. Kinds days and named_days may omit rows; `test` may be absent for kinds
+        named_files, fraction, days and named_days. sevenths: seven near-equal chunks, the first
+        `rows mod 7` one row longer. The last chunk's first half, longer by one row if odd, is for
+        validation (TorchRec's order for Criteo 1TB), or with test_first for the test (dlrm's
+        data_utils). fraction: rounded to rows. Raises InputError for an empty part, and for named
+        days that are missing or not adjacent.
+        """
         if self.kind == "named_files":
             return _by_name(index)
         if self.kind == "named_days":
@@ -115,7 +146,10 @@ class Split(SplitParts):
         """Return the parts of the kinds that hold out the end of a log; they may be empty."""
         train_stop = None
         if self.kind == "fraction":
-            sizes = {"validation": round(index.rows * self.validation), "test": round(index.rows * self.test)}
+            sizes = {
+                "validation": round(index.rows * self.validation),
+                "test": round(index.rows * self.test),
+            }
             absent = not self.test
         elif self.kind == "days":
             days = _days(index)
@@ -133,7 +167,10 @@ class Split(SplitParts):
         boundary = max(middle - sizes[first], 0)
         if train_stop is not None and self.train_days is not None and train_stop > boundary:
             boundary_days = len([day for day in _days(index) if day.stop <= boundary])
-            raise InputError(f"split days: train_days {self.train_days} and held-out days overlap; {boundary_days} days are left")
+            raise InputError(
+                f"split days: train_days {self.train_days} and held-out days overlap; "
+                f"{boundary_days} days are left"
+            )
         stop = boundary if train_stop is None else min(train_stop, boundary)
         split = {"train": (0, stop), first: (boundary, middle), second: (middle, index.rows)}
         return {name: split[name] for name in NAMES if not (absent and name == "test")}
@@ -146,31 +183,55 @@ class Split(SplitParts):
         return next((s.first_row for s in index.segments if unit(s.path) == last), 0)
 
     def _sizes_of_days(self, days: Sequence[Slice]) -> dict[str, int]:
-        first, second = (self.test_days, self.validation_days) if self.test_first else (self.validation_days, self.test_days)
+        first, second = (
+            (self.test_days, self.validation_days)
+            if self.test_first
+            else (self.validation_days, self.test_days)
+        )
         if len(days) < first + second + 1:
             raise InputError(
-                f"split days: the log has {len(days)} days, and {first + second} held-out ones leave none for training; "
-                "add files or hold out fewer"
+                f"split days: the log has {len(days)} days, and {first + second} held-out ones "
+                "leave none for training; add files or hold out fewer"
             )
         rows = [day.stop - day.start for day in days]
         of_second = sum(rows[len(rows) - second :])
         of_first = sum(rows[len(rows) - second - first : len(rows) - second])
-        return {"test": of_first, "validation": of_second} if self.test_first else {"validation": of_first, "test": of_second}
+        return (
+            {"test": of_first, "validation": of_second}
+            if self.test_first
+            else {"validation": of_first, "test": of_second}
+        )
 
     def _by_named_days(self, index: LogIndex) -> dict[str, tuple[int, int]]:
-        patterns = {"train": self.train_names, "validation": self.validation_names, "test": self.test_names}
+        patterns = {
+            "train": self.train_names,
+            "validation": self.validation_names,
+            "test": self.test_names,
+        }
         days = _days(index)
         part_of: list[str | None] = []
         for day in days:
-            named = [name for name, texts in patterns.items() if any(_matches(day.name, pattern) for pattern in texts)]
+            named = [
+                name
+                for name, texts in patterns.items()
+                if any(_matches(day.name, pattern) for pattern in texts)
+            ]
             if len(named) > 1:
-                raise InputError(f"split named_days: {day.name} is named for {' and '.join(named)}; name it for one of them")
+                raise InputError(
+                    f"split named_days: {day.name} is named for {' and '.join(named)}; name it "
+                    "for one of them"
+                )
             part_of.append(named[0] if named else (None if self.train_names else "train"))
         for name, texts in patterns.items():
             for pattern in texts:
                 if not any(_matches(day.name, pattern) for day in days):
-                    shown = ", ".join(day.name for day in days[:8]) + (f" and {len(days) - 8} more" if days[8:] else "")
-                    raise InputError(f"split named_days: {name}_names: no day is named {pattern}; the log has {shown}")
+                    shown = ", ".join(day.name for day in days[:8]) + (
+                        f" and {len(days) - 8} more" if days[8:] else ""
+                    )
+                    raise InputError(
+                        f"split named_days: {name}_names: no day is named {pattern}; the log has "
+                        f"{shown}"
+                    )
         split: dict[str, tuple[int, int]] = {}
         for day, part in zip(days, part_of, strict=True):
             if part is None:
@@ -178,24 +239,30 @@ class Split(SplitParts):
             start, stop = split.get(part, (day.start, day.start))
             if stop != day.start:
                 raise InputError(
-                    f"split named_days: the days of {part} are not adjacent at {day.name}; name adjacent days, or reorder "
-                    "them with --train-data.files"
+                    f"split named_days: the days of {part} are not adjacent at {day.name}; name "
+                    "adjacent days, or reorder them with --train-data.files"
                 )
             split[part] = (start, day.stop)
         named = [name for name in NAMES if name == "train" or patterns[name]]
         empty = [name for name in named if name not in split or split[name][0] == split[name][1]]
         if empty:
-            raise InputError(f"split named_days: no rows for {' and '.join(empty)}; name other days")
+            raise InputError(
+                f"split named_days: no rows for {' and '.join(empty)}; name other days"
+            )
         return {name: split[name] for name in NAMES if name in split}
 
 
 def _matches(day: str, pattern: str) -> bool:
     """Return whether a pattern, or a name with or without file extensions, matches a day."""
-    return fnmatchcase(day, pattern) or re.sub(r"(\.(txt|tsv|csv|parquet|gz))+$", "", day) == pattern
+    return (
+        fnmatchcase(day, pattern) or re.sub(r"(\.(txt|tsv|csv|parquet|gz))+$", "", day) == pattern
+    )
 
 
 def _days(index: LogIndex) -> list[Slice]:
-    """Return the days of a log in its order: folders KEY=VALUE if all files are in one, else files."""
+    """Return the days of a log in its order: folders KEY=VALUE if all files are in one, else
+    files.
+    """
     sources = [source_of(segment.path) for segment in index.segments]
     if sources and all("/" in name for _, name in sources):
         sources = [(folder := name.rpartition("/")[0], folder) for _, name in sources]
@@ -203,7 +270,9 @@ def _days(index: LogIndex) -> list[Slice]:
 
 
 def _slices(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
-    """Return the row ranges of adjacent segments with the same unit. `units` is the (key, name) of each segment."""
+    """Return the row ranges of adjacent segments with the same unit. `units` is the (key, name) of
+    each segment.
+    """
     slices: list[Slice] = []
     last = None
     for segment, (key, name) in zip(index.segments, units, strict=True):
@@ -220,7 +289,10 @@ def _partition(path: str) -> str:
     """Return the partition path of a file. Raises InputError if it has none."""
     partition = source_of(path)[1].rpartition("/")[0]
     if not partition:
-        raise InputError(f"split last_partition: {path} must be in a folder named KEY=VALUE; choose last_file or sevenths")
+        raise InputError(
+            f"split last_partition: {path} must be in a folder named KEY=VALUE; choose last_file "
+            "or sevenths"
+        )
     return partition
 
 
@@ -230,14 +302,21 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
         base = source_of(segment.path)[1].rpartition("/")[2].lower()
         name = next((name for name in NAMES if base.startswith(name[:5])), None)
         if name is None:
-            raise InputError(f"split named_files: {segment.path} must begin with train, valid or test; rename it")
+            raise InputError(
+                f"split named_files: {segment.path} must begin with train, valid or test; rename it"
+            )
         start, stop = split.get(name, (segment.first_row, segment.first_row))
         if stop != segment.first_row:
-            raise InputError(f"split named_files: the files of {name} are not adjacent at {segment.path}; join them")
+            raise InputError(
+                f"split named_files: the files of {name} are not adjacent at {segment.path}; join "
+                "them"
+            )
         split[name] = (start, segment.first_row + segment.rows)
     missing = [name for name in NAMES[:2] if name not in split]
     if missing:
-        raise InputError(f"split named_files: no file begins with {' or '.join(name[:5] for name in missing)}")
+        raise InputError(
+            f"split named_files: no file begins with {' or '.join(name[:5] for name in missing)}"
+        )
     return {name: split[name] for name in NAMES if name in split}
 
 
@@ -251,7 +330,10 @@ def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     if len(files) > MAX_SLICES:
         ends = [len(files) * (i + 1) // MAX_SLICES for i in range(MAX_SLICES)]
         groups = [files[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
-        return "files", [Slice(f"{group[0].name} ... {group[-1].name}", group[0].start, group[-1].stop) for group in groups]
+        return "files", [
+            Slice(f"{group[0].name} ... {group[-1].name}", group[0].start, group[-1].stop)
+            for group in groups
+        ]
     if len(files) != 1:
         return "file", files
     size, longer = divmod(index.rows, 7)

@@ -1,6 +1,8 @@
-"""Click logs in Parquet and CSV: segments of full row groups, read into raw columns. A row group is the smallest readable unit.
-Parquet files are read directly if their row groups are small enough to be shuffled. Others, and all CSV files, are rewritten
-once, with row groups of the size of a segment."""
+"""Click logs in Parquet and CSV: segments of full row groups, read into raw columns. A row group is
+the smallest readable unit. Parquet files are read directly if their row groups are small enough to
+be shuffled. Others, and all CSV files, are rewritten once, with row groups of the size of a
+segment.
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -34,8 +36,10 @@ _TASK_FILES = 64
 
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Return whether the files are tables: Parquet, or text with a header, which a schema with tokens "any" needs. Looks into the
-    first file that is not named as a table. Raises InputError if only some names are those of tables."""
+    """Return whether the files are tables: Parquet, or text with a header, which a schema with
+    tokens "any" needs. Looks into the first file that is not named as a table. Raises InputError if
+    only some names are those of tables.
+    """
     if schema.tokens == "any":
         return True
     texts = [file for file in files if not file.path.lower().endswith(TABLES_ONLY)]
@@ -45,7 +49,9 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     has_columns = first is not None and _has_columns(first.path, schema)
     if len(texts) < len(files) and not has_columns:
         table = next(file for file in files if file not in texts)
-        raise InputError(f"{table.path} is a table and {texts[0].path} is not; select the files of one log")
+        raise InputError(
+            f"{table.path} is a table and {texts[0].path} is not; select the files of one log"
+        )
     return has_columns
 
 
@@ -54,24 +60,42 @@ def _has_columns(path: str, schema: Schema) -> bool:
     return is_parquet(path) or 2 * count_names(path, schema) > len(schema.columns)
 
 
-def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext) -> LogIndex:
-    """Read the full log once to number its rows and count its faults. The cache folder gets the index, which is returned for the
-    same files later, and rewritten files. Raises InputError for a missing column or an unusable type."""
-    cache = CachedIndex.at(context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes, suffix=f"-{VERSION}")
+def index_tables(
+    files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
+) -> LogIndex:
+    """Read the full log once to number its rows and count its faults. The cache folder gets the
+    index, which is returned for the same files later, and rewritten files. Raises InputError for a
+    missing column or an unusable type.
+    """
+    cache = CachedIndex.at(
+        context.cache_folder,
+        files=files,
+        schema=schema,
+        segment_bytes=segment_bytes,
+        suffix=f"-{VERSION}",
+    )
     if cached := cache.read():
         return cached
     assert context.cache_folder is not None
     folder = storage.absolute(storage.join(context.cache_folder, "tables"))
     unnamed = [file for file in files if not file.path.lower().endswith(".parquet")]
-    is_csv = any(not is_parquet(file.path) for file in unnamed[:1])  # One look: a log may have 100,000 files
+    # One look: a log may have 100,000 files
+    is_csv = any(not is_parquet(file.path) for file in unnamed[:1])
     if is_csv:
         context.note(f"Writing {len(unnamed)} CSV files as Parquet to {folder} (once)")
-    prepare = functools.partial(_prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder)
+    prepare = functools.partial(
+        _prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder
+    )
     parts: list[ParquetPart] = []
     total = 0
-    groups = grouped(files, lambda file: file.size_bytes, max_bytes=_TASK_BYTES, max_items=_TASK_FILES)
+    groups = grouped(
+        files, lambda file: file.size_bytes, max_bytes=_TASK_BYTES, max_items=_TASK_FILES
+    )
     for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
-        new = [ParquetPart(**{**part, "groups": [tuple(group) for group in part["groups"]]}) for part in json_of(table)]
+        new = [
+            ParquetPart(**{**part, "groups": [tuple(group) for group in part["groups"]]})
+            for part in json_of(table)
+        ]
         parts += new
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
@@ -79,31 +103,49 @@ def index_tables(files: Sequence[storage.File], schema: Schema, *, segment_bytes
     sources = {part.source for part in rewritten} - {file.path for file in unnamed if is_csv}
     if sources:
         context.note(
-            f"Rewrote {len(sources)} Parquet files with row groups of more than {2 * segment_bytes >> 10:,} KiB, too large to "
+            f"Rewrote {len(sources)} Parquet files with row groups of more than "
+            f"{2 * segment_bytes >> 10:,} KiB, too large to "
             f"shuffle, to {folder} (once)"
         )
     if rewritten:
-        remove_older(folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten})
+        remove_older(
+            folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten}
+        )
     chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
-    sized = grouped(chunks, lambda chunk: chunk[1], max_bytes=_TASK_SEGMENTS * segment_bytes, max_items=_TASK_FILES)
+    sized = grouped(
+        chunks,
+        lambda chunk: chunk[1],
+        max_bytes=_TASK_SEGMENTS * segment_bytes,
+        max_items=_TASK_FILES,
+    )
     tasks = [[chunk for chunk, _ in task] for task in sized]
     entries: list[SegmentEntry] = []
     faults, done = Faults(), 0
-    results = context.engine.run("index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16)
+    results = context.engine.run(
+        "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
+    )
     for task, result in zip(tasks, map(json_of, results), strict=True):
         ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
         results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
-        entries.extend(SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges)
+        entries.extend(
+            SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges
+        )
         faults.add(Faults.from_dict(result["faults"]))
         done += sum(stop - start for _, start, stop in ranges)
         context.progress("index (rows)", done, total)
     return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
 
 
-def _prepare_task(files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str) -> pa.Table:
+def _prepare_task(
+    files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str
+) -> pa.Table:
     """Prepare a large file, or several small ones whose requests to a store run in parallel."""
     prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
-    parts = [part for file_parts in storage.in_parallel(prepare, files, of=files[0].path) for part in file_parts]
+    parts = [
+        part
+        for file_parts in storage.in_parallel(prepare, files, of=files[0].path)
+        for part in file_parts
+    ]
     return json_reply([vars(part) for part in parts])
 
 
@@ -136,7 +178,9 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 
     tables = storage.in_parallel(read, ranges_of_parts, of=ranges_of_parts[0][0].path)
     for (part, start, _), (table, sum_) in zip(ranges_of_parts, tables, strict=True):
-        raw, new_faults = parse_table(table, schema, path=part.source, first_row=part.first_row + start)
+        raw, new_faults = parse_table(
+            table, schema, path=part.source, first_row=part.first_row + start
+        )
         rows.append(raw.rows)
         sums.append(sum_)
         faults.add(new_faults)
@@ -144,8 +188,12 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read segments of one log in turn, without invalid rows. Raises InputError if a segment no longer has its indexed rows."""
-    tables = storage.in_parallel(functools.partial(_read_table, schema=schema), segments, of=segments[0].path)
+    """Read segments of one log in turn, without invalid rows. Raises InputError if a segment no
+    longer has its indexed rows.
+    """
+    tables = storage.in_parallel(
+        functools.partial(_read_table, schema=schema), segments, of=segments[0].path
+    )
     blocks = []
     for segment in segments:
         with stage("read"):
@@ -159,7 +207,9 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
 
 
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
-    """Return the position of each valid row among the segment's rows, from 0, int64 [segment.rows]."""
+    """Return the position of each valid row among the segment's rows, from 0, int64
+    [segment.rows].
+    """
     table = _read_table(segment, schema)
     good = good_rows_of(table, schema, path=segment.path)
     if len(good) != segment.rows:
@@ -168,7 +218,9 @@ def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
 
 
 def file_columns(file: storage.File, schema: Schema) -> tuple[str, ...]:
-    """Return the columns of a table's file in file order, without partition columns, none if it is empty."""
+    """Return the columns of a table's file in file order, without partition columns, none if it is
+    empty.
+    """
     if not is_parquet(file.path):
         return csv_columns(file.path, schema)
     with open_parquet(file.path) as parquet:
@@ -182,7 +234,9 @@ def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:
-    """Read a segment's rows, including invalid ones. Raises InputError if they changed since the log was indexed."""
+    """Read a segment's rows, including invalid ones. Raises InputError if they changed since the
+    log was indexed.
+    """
     table, sum_ = read_rows(segment.path, segment.start, segment.stop, schema)
     if segment.checksum is not None and sum_ != segment.checksum:
         raise changed(segment.path, segment.start, segment.stop, "rows")

@@ -1,4 +1,6 @@
-"""Parser of Arrow tables to raw columns: numbers, categories and lists of many types, counting invalid rows."""
+"""Parser of Arrow tables to raw columns: numbers, categories and lists of many types, counting
+invalid rows.
+"""
 
 from dataclasses import replace
 from typing import Literal
@@ -32,8 +34,22 @@ from rayrec.data.logs.column_values import (
     times_of,
     type_error,
 )
-from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED, present_columns
-from rayrec.data.logs.faults import LABEL_FAULT, TRAILING_FAULT, UTF8_FAULT, Fault, Faults, distinct_labels
+from rayrec.data.logs.csv_reader import (
+    FAULT,
+    TOO_FEW,
+    TOO_MANY,
+    TRAILING,
+    UNMATCHED,
+    present_columns,
+)
+from rayrec.data.logs.faults import (
+    LABEL_FAULT,
+    TRAILING_FAULT,
+    UTF8_FAULT,
+    Fault,
+    Faults,
+    distinct_labels,
+)
 from rayrec.data.raw_block import RawBlock, category_type, number_type, packed_bits
 from rayrec.schema import Feature, Label, LabelRule, Schema
 
@@ -58,9 +74,25 @@ _KINDS = (
     TRAILING_FAULT,
 )
 (
-    NO_LABEL, LABEL, WEIGHT, NOT_FINITE, TOO_LARGE, NOT_AN_INTEGER, NOT_HEXADECIMAL, NOT_UTF8, FEW, MANY, QUOTE, NOT_INTEGRAL,
-    LIST_WEIGHTS, TIME, LIST_POSITIONS, NEGATIVE, BRACKET, TRAIL,
-) = range(len(_KINDS))  # fmt: skip
+    NO_LABEL,
+    LABEL,
+    WEIGHT,
+    NOT_FINITE,
+    TOO_LARGE,
+    NOT_AN_INTEGER,
+    NOT_HEXADECIMAL,
+    NOT_UTF8,
+    FEW,
+    MANY,
+    QUOTE,
+    NOT_INTEGRAL,
+    LIST_WEIGHTS,
+    TIME,
+    LIST_POSITIONS,
+    NEGATIVE,
+    BRACKET,
+    TRAIL,
+) = range(len(_KINDS))
 _FULL_ROW = -1
 _POSITION_BITS = 32
 """Low bits for a list item's position in its row, below the row number."""
@@ -74,7 +106,9 @@ class _TableParser:
         self.type_error = type_error(table.schema, path)
         self.markers = Markers.of(schema.missing)
         rule = schema.label_rule
-        self.label_markers = Markers.of_labels(schema.missing, rule.positive if rule is not None else ())
+        self.label_markers = Markers.of_labels(
+            schema.missing, rule.positive if rule is not None else ()
+        )
         self.fault_kinds = np.full(table.num_rows, -1, np.int8)
         self.fault_columns = np.zeros(table.num_rows, np.int16)
         self.labels: dict[str, list[str]] = {}
@@ -84,7 +118,12 @@ class _TableParser:
         table, schema = self.table, self.schema
         if FAULT in table.column_names:
             fault = table.column(FAULT).to_numpy()
-            for value, kind in ((TOO_FEW, FEW), (TOO_MANY, MANY), (UNMATCHED, QUOTE), (TRAILING, TRAIL)):
+            for value, kind in (
+                (TOO_FEW, FEW),
+                (TOO_MANY, MANY),
+                (UNMATCHED, QUOTE),
+                (TRAILING, TRAIL),
+            ):
                 self._reject(fault == value, kind, _FULL_ROW)
         labels: dict[str, np.ndarray] = {}
         weights = None
@@ -123,17 +162,29 @@ class _TableParser:
         counts = np.bincount(self.fault_kinds[rows], minlength=len(_KINDS)).tolist()
         names = [*self.schema.columns, ""]  # The last one for _FULL_ROW
         first = [
-            Fault(self.path, None, _KINDS[self.fault_kinds[row]], names[self.fault_columns[row]], first_row + row)
+            Fault(
+                self.path,
+                None,
+                _KINDS[self.fault_kinds[row]],
+                names[self.fault_columns[row]],
+                first_row + row,
+            )
             for row in rows[: Faults.keep].tolist()
         ]
-        return Faults({kind: count for kind, count in zip(_KINDS, counts, strict=True) if count}, first, labels=self.labels)
+        return Faults(
+            {kind: count for kind, count in zip(_KINDS, counts, strict=True) if count},
+            first,
+            labels=self.labels,
+        )
 
     def _reject(self, bad: np.ndarray, kind: int, column: str | int) -> None:
         """Record a fault of the rows `bad`, bool [rows], in a column, or _FULL_ROW."""
         if bad.any():
             new = bad & (self.fault_kinds < 0)
             self.fault_kinds[new] = kind
-            self.fault_columns[new] = column if isinstance(column, int) else self.schema.columns.index(column)
+            self.fault_columns[new] = (
+                column if isinstance(column, int) else self.schema.columns.index(column)
+            )
 
     def _reject_labels(self, bad: np.ndarray, name: str) -> None:
         """Record labels other than 0 and 1."""
@@ -146,7 +197,11 @@ class _TableParser:
             )
 
     def _array(self, name: str) -> pa.Array:
-        return plain_array(self.table.column(name)) if name in self.table.column_names else pa.nulls(self.table.num_rows)
+        return (
+            plain_array(self.table.column(name))
+            if name in self.table.column_names
+            else pa.nulls(self.table.num_rows)
+        )
 
     def _numbers(self, name: str, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
         return numbers_of(self._array(name), name, self.type_error, times=times)
@@ -155,7 +210,9 @@ class _TableParser:
         return numbers_of(self.label_markers.to_null(self._array(name)), name, self.type_error)
 
     def _dense(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which are missing."""
+        """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which
+        are missing.
+        """
         if self.schema.tokens == "hexadecimal":
             values, status = integers_of(self._array(name), name, self.type_error)
             self._reject(status == REJECTED, NOT_AN_INTEGER, name)
@@ -178,7 +235,9 @@ class _TableParser:
             return self._ruled_clicks(name, self.schema.label_rule)
         values, status = self._label_numbers(name)
         self._reject(status == EMPTY, NO_LABEL, name)
-        self._reject_labels((status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1))), name)
+        self._reject_labels(
+            (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1))), name
+        )
         return (values == 1).astype(np.float32)
 
     def _ruled_clicks(self, name: str, rule: LabelRule) -> np.ndarray:
@@ -197,15 +256,21 @@ class _TableParser:
         return is_positive.astype(np.float32)
 
     def _label(self, label: Label) -> np.ndarray:
-        """Return an additional label, NaN if missing (the missing number of pandas), float32 [rows]."""
+        """Return an additional label, NaN if missing (the missing number of pandas), float32
+        [rows].
+        """
         values, status = self._label_numbers(label.name)
         missing = (status == EMPTY) | np.isnan(values)
         if label.missing == "fault":
             self._reject(missing, NO_LABEL, label.name)
         if label.kind == "binary":
-            self._reject_labels(~missing & ((status != VALUE) | ((values != 0) & (values != 1))), label.name)
+            self._reject_labels(
+                ~missing & ((status != VALUE) | ((values != 0) & (values != 1))), label.name
+            )
         else:
-            self._reject(~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, label.name)
+            self._reject(
+                ~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, label.name
+            )
             self._reject(~missing & (np.abs(values) > LIMIT), TOO_LARGE, label.name)
             if label.kind == "count":
                 self._reject(~missing & (values < 0), NEGATIVE, label.name)
@@ -218,11 +283,16 @@ class _TableParser:
             values, status = times_of(array)
         else:
             if types.is_boolean(array.type):
-                raise self.type_error(name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970")
+                raise self.type_error(
+                    name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970"
+                )
             seconds, status = self._numbers(name, times=True)
             seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
             good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
-            values, status = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64), np.where(good, VALUE, REJECTED)
+            values, status = (
+                np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64),
+                np.where(good, VALUE, REJECTED),
+            )
         self._reject(status != VALUE, TIME, name)
         return values
 
@@ -238,7 +308,9 @@ class _TableParser:
                 if is_list(array.type) and schema.tokens == "any":
                     raise self.type_error(name, "name it in the schema's lists, or leave it out")
                 index = schema.positions[name]
-                status, kind = self._categories(array, name, block.categories[:, index - len(schema.dense)])
+                status, kind = self._categories(
+                    array, name, block.categories[:, index - len(schema.dense)]
+                )
                 block.missing[:, index] = status == EMPTY
                 bad = status == REJECTED
             self._reject(bad, kind, name)
@@ -246,12 +318,17 @@ class _TableParser:
             other = schema.feature(name).aligned_with
             if other is not None:
                 bad = np.zeros(block.rows, bool)
-                bad[np.setxor1d(positions[name], positions[other], assume_unique=True) >> _POSITION_BITS] = True
+                bad[
+                    np.setxor1d(positions[name], positions[other], assume_unique=True)
+                    >> _POSITION_BITS
+                ] = True
                 self._reject(bad, LIST_POSITIONS, name)
         return tuple(lists)
 
     def _categories(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
-        """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of REJECTED), see column_values."""
+        """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of
+        REJECTED), see column_values.
+        """
         status, kind = self._tokens(self.markers.to_null(array), name, out)
         marked = self.markers.mark_tokens(out, status)
         if marked is not status:
@@ -259,7 +336,9 @@ class _TableParser:
         return marked, kind
 
     def _tokens(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
-        """Write categories to `out` as `_categories`, without the schema's markers of missing ones."""
+        """Write categories to `out` as `_categories`, without the schema's markers of missing
+        ones.
+        """
         schema = self.schema
         if types.is_null(array.type):
             out[:] = 0
@@ -267,7 +346,9 @@ class _TableParser:
         if schema.tokens == "hexadecimal":
             if not is_text(array.type):
                 raise self.type_error(
-                    name, "needs 8 hexadecimal digits as text; set the schema's tokens: any for other categories"
+                    name,
+                    "needs 8 hexadecimal digits as text; set the schema's tokens: any for other "
+                    "categories",
                 )
             values = np.empty(len(array), np.uint32)
             status = Text.of(array).call("rayrec_text_hexadecimal", values)
@@ -277,7 +358,8 @@ class _TableParser:
             array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
         if is_text(array.type):
             if name in schema.integers:
-                # 64-bit integers in any form: 7, 07, +7, 7.0, between blanks, true and false as 1 and 0, `nan` if missing.
+                # 64-bit integers in any form: 7, 07, +7, 7.0, between blanks, true and false as 1
+                # and 0, `nan` if missing.
                 return Text.of(array).call("rayrec_text_whole", out), NOT_INTEGRAL
             return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
         if types.is_integer(array.type) or types.is_boolean(array.type):
@@ -289,13 +371,17 @@ class _TableParser:
         if types.is_timestamp(array.type):
             raise self.type_error(
                 name,
-                "text or integers are needed: convert it to text, or to the part that distinguishes rows, such as the date "
-                "(pandas: .dt.date) or the hour (.dt.hour)",
+                "text or integers are needed: convert it to text, or to the part that "
+                "distinguishes rows, such as the date (pandas: .dt.date) or the hour (.dt.hour)",
             )
-        raise self.type_error(name, "text or integers are needed; convert it, or leave it out of the schema")
+        raise self.type_error(
+            name, "text or integers are needed; convert it, or leave it out of the schema"
+        )
 
     def _lists(self, array: pa.Array, name: str) -> tuple[JaggedIds, np.ndarray, int, np.ndarray]:
-        """Return (column, rejected rows bool [rows], their fault kind, row and position of each category int64)."""
+        """Return (column, rejected rows bool [rows], their fault kind, row and position of each
+        category int64).
+        """
         feature, rows = self.schema.feature(name), len(array)
         if types.is_null(array.type):
             weights = None if feature.weights is None else np.zeros(0, np.float32)
@@ -310,31 +396,54 @@ class _TableParser:
             weights, bad = self._list_weights(feature, lengths, status != EMPTY)
             kind = LIST_WEIGHTS if bad.any() else kind
         present, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
-        positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[present]
+        positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[
+            present
+        ]
         if status.any():
             lengths = np.bincount(row_of[present], minlength=rows)
             bad |= np.bincount(row_of[status == REJECTED], minlength=rows) > 0
             tokens = np.ascontiguousarray(tokens[present])
             weights = None if weights is None else weights[present]
         column = JaggedIds(tokens, lengths.astype(np.int32), weights)
-        return column if feature.max_length is None else column.last(feature.max_length), bad, kind, positions
+        return (
+            column if feature.max_length is None else column.last(feature.max_length),
+            bad,
+            kind,
+            positions,
+        )
 
-    def _items(self, array: pa.Array, name: str, feature: Feature) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-        """Return the concatenated items of a feature's lists or weights, each list's length, int64 [rows], and which text is not
-        a list, bool [rows]."""
+    def _items(
+        self, array: pa.Array, name: str, feature: Feature
+    ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+        """Return the concatenated items of a feature's lists or weights, each list's length, int64
+        [rows], and which text is not a list, bool [rows].
+        """
         bad = np.zeros(len(array), bool)
         if is_text(array.type):
             trim = feature.list_delimiter is not None
-            array, bad = split_lists(self.markers.to_null(array), self.schema.list_mark(feature.name), trim=trim)
+            array, bad = split_lists(
+                self.markers.to_null(array), self.schema.list_mark(feature.name), trim=trim
+            )
         elif not is_list(array.type):
-            raise self.type_error(name, "a list is needed, or text with the schema's list_delimiter; remove it from lists")
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+            raise self.type_error(
+                name,
+                "a list is needed, or text with the schema's list_delimiter; remove it from lists",
+            )
+        lengths = (
+            pc.fill_null(pc.list_value_length(array), 0)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
         return resolved(pc.list_flatten(array)), lengths, bad
 
-    def _list_weights(self, feature: Feature, lengths: np.ndarray, present: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool [rows]. `present` marks the
-        items that are categories, bool. A row is rejected if its weight and item counts differ, or if a category's weight is not
-        a finite number. A row without categories may also have no weights."""
+    def _list_weights(
+        self, feature: Feature, lengths: np.ndarray, present: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool
+        [rows]. `present` marks the items that are categories, bool. A row is rejected if its weight
+        and item counts differ, or if a category's weight is not a finite number. A row without
+        categories may also have no weights.
+        """
         name = feature.weights or ""
         array = self._array(name)
         weights = np.zeros(len(present), np.float32)
@@ -353,18 +462,31 @@ class _TableParser:
         wrong[targets] = ~good[sources] & present[targets]
         row_of, rows = np.repeat(np.arange(len(lengths)), lengths), len(lengths)
         empty = np.bincount(row_of[present], minlength=rows) == 0
-        empty &= np.bincount(np.repeat(np.arange(rows), num_weights)[status != EMPTY], minlength=rows) == 0
+        empty &= (
+            np.bincount(np.repeat(np.arange(rows), num_weights)[status != EMPTY], minlength=rows)
+            == 0
+        )
         return weights, (~fits & ~empty) | (np.bincount(row_of[wrong], minlength=rows) > 0)
 
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
-    """Check that the types of the columns, which must exist, match the schema. Raises InputError."""
-    parse_table(table_schema.empty_table().select(list(present_columns(table_schema.names, schema))), schema, path=path)
+    """Check that the types of the columns, which must exist, match the schema. Raises
+    InputError.
+    """
+    parse_table(
+        table_schema.empty_table().select(list(present_columns(table_schema.names, schema))),
+        schema,
+        path=path,
+    )
 
 
-def parse_table(table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0) -> tuple[RawBlock, Faults]:
-    """Parse a table with the schema's columns to its valid rows, and its faults, numbered from `first_row`. Null and empty text
-    are missing; such list items are dropped. An absent column is all missing. Raises InputError for an unusable type."""
+def parse_table(
+    table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
+) -> tuple[RawBlock, Faults]:
+    """Parse a table with the schema's columns to its valid rows, and its faults, numbered from
+    `first_row`. Null and empty text are missing; such list items are dropped. An absent column is
+    all missing. Raises InputError for an unusable type.
+    """
     parser = _TableParser(table, schema, path)
     return parser.parse(), parser.faults(first_row)
 

@@ -35,7 +35,9 @@ _FAULT_DTYPE = np.dtype([("byte", np.int64), ("kind", np.int32), ("column", np.i
 
 
 def max_rows_in(schema: Schema, length: int) -> int:
-    """Return the maximum number of rows in `length` bytes: a row has a byte per separator and one for its label."""
+    """Return the maximum number of rows in `length` bytes: a row has a byte per separator and one
+    for its label.
+    """
     return length // (len(schema.columns) + (1 if schema.label else 0)) + 1
 
 
@@ -48,7 +50,9 @@ def padded(text: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
 
 
 class TextParser:
-    """Parser of text into columns with room for `capacity` rows; `block` returns them without a copy."""
+    """Parser of text into columns with room for `capacity` rows; `block` returns them without a
+    copy.
+    """
 
     def __init__(self, schema: Schema, capacity: int) -> None:
         self.schema, self.capacity = schema, capacity
@@ -72,9 +76,11 @@ class TextParser:
         max_faults: int = Faults.keep,
         labelled: bool | None = None,
     ) -> Faults:
-        """Append the rows of text[:length], and return the faults among its lines with details of the first `max_faults`. `text`
-        is uint8 with PADDING_BYTES after `length`; it begins with a line, at `first_byte` of file `path`. `labelled` is whether
-        lines begin with a label. None: if the schema has one."""
+        """Append the rows of text[:length], and return the faults among its lines with details of
+        the first `max_faults`. `text` is uint8 with PADDING_BYTES after `length`; it begins with a
+        line, at `first_byte` of file `path`. `labelled` is whether lines begin with a label. None:
+        if the schema has one.
+        """
         assert text.dtype == np.uint8
         assert text.flags.c_contiguous
         assert len(text) >= length + PADDING_BYTES
@@ -87,7 +93,10 @@ class TextParser:
         details = np.zeros(max_faults, _FAULT_DTYPE)
         num_details = ctypes.c_int64()
         layout = CLayout(labelled, len(schema.dense), len(schema.sparse), MAX_LINE_BYTES)
-        out = CRawRows(*(start + before * row_bytes for start, row_bytes in self._addresses), self.capacity - before)
+        out = CRawRows(
+            *(start + before * row_bytes for start, row_bytes in self._addresses),
+            self.capacity - before,
+        )
         parsed = (counts, details, len(details), ctypes.byref(num_details))
         rows = call("rayrec_parse", text, length, ctypes.byref(layout), ctypes.byref(out), *parsed)
         assert rows >= 0, "capacity is derived from the shortest possible row"
@@ -95,16 +104,28 @@ class TextParser:
         if not np.count_nonzero(counts):
             return Faults()
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
-        located = [(start, FAULT_KINDS[kind], names[column]) for start, kind, column in details[: num_details.value].tolist()]
+        located = [
+            (start, FAULT_KINDS[kind], names[column])
+            for start, kind, column in details[: num_details.value].tolist()
+        ]
         wrong = [
-            text[start : start + LABEL_LETTERS].tobytes().partition(b"\t")[0].decode("utf-8", "replace")
+            text[start : start + LABEL_LETTERS]
+            .tobytes()
+            .partition(b"\t")[0]
+            .decode("utf-8", "replace")
             for start, kind, _ in located
             if kind == LABEL_FAULT
         ]
-        good = (str(int(label)) for label in np.unique(self._labels[before : self.rows]).tolist()) if wrong else ()
+        good = (
+            (str(int(label)) for label in np.unique(self._labels[before : self.rows]).tolist())
+            if wrong
+            else ()
+        )
         return Faults(
             labels={names[0]: distinct_labels([*wrong, *good])} if wrong else {},
-            counts={kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count},
+            counts={
+                kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count
+            },
             first=[Fault(path, first_byte + start, kind, name) for start, kind, name in located],
         )
 
@@ -123,7 +144,9 @@ class TextParser:
             self._categories[:rows],
             self._missing[:rows],
             labels={} if label is None else {label: self._labels[:rows]},
-            files=tuple((path, start, stop) for (path, start), stop in zip(self._files, stops, strict=True)),
+            files=tuple(
+                (path, start, stop) for (path, start), stop in zip(self._files, stops, strict=True)
+            ),
         )
 
 

@@ -1,1 +1,3 @@
-"""Preprocessed data: rows of model inputs, written once and read instead of a raw log, with the same batches."""
+"""Preprocessed data: rows of model inputs, written once and read instead of a raw log, with the
+same batches.
+"""

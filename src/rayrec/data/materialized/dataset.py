@@ -1,5 +1,7 @@
-"""Preprocessed click log: written once by `preprocess`, read instead of the raw log, with the same batches. Its index has the
-segments of the raw log, with the same rows, file grouping and sort order. Blocks, epoch orders and positions are identical."""
+"""Preprocessed click log: written once by `preprocess`, read instead of the raw log, with the same
+batches. Its index has the segments of the raw log, with the same rows, file grouping and sort
+order. Blocks, epoch orders and positions are identical.
+"""
 
 import functools
 import hashlib
@@ -23,7 +25,14 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import MAPPED, LogIndex, Segment, numbered, row_numbers
-from rayrec.data.materialized.formats import MappedRange, MappedRows, combine, damaged, file_checksum, from_named_columns
+from rayrec.data.materialized.formats import (
+    MappedRange,
+    MappedRows,
+    combine,
+    damaged,
+    file_checksum,
+    from_named_columns,
+)
 from rayrec.data.materialized.torchrec_arrays import PRESET
 
 VERSION = 1
@@ -50,7 +59,9 @@ class PreprocessedDataset:
 
     @property
     def adopted(self) -> bool:
-        """Return whether another program wrote the arrays, so that rayrec does not know the raw values of the ids."""
+        """Return whether another program wrote the arrays, so that rayrec does not know the raw
+        values of the ids.
+        """
         return self.manifest["preset"] == PRESET
 
     @property
@@ -72,7 +83,9 @@ class PreprocessedDataset:
         return list(storage.find_files([storage.join(self.path, name) for name in names]).values())
 
     def check_preprocessor(self, preprocessor: Preprocessor) -> None:
-        """Check that the rows were made with this Preprocessor, whose hash is computed once. Raises InputError."""
+        """Check that the rows were made with this Preprocessor, whose hash is computed once. Raises
+        InputError.
+        """
         if any(checked is preprocessor for checked in self._checked):
             return
         if preprocessor.hash() != self.manifest["preprocessor"]:
@@ -80,8 +93,8 @@ class PreprocessedDataset:
             if self.adopted:
                 fix = "adopt it with the model's: --preprocessor RUN --out DIR"
             raise InputError(
-                f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with {preprocessor.hash()}. Use "
-                f"the one in {self.preprocessor}, or {fix}."
+                f"{self.path}: made with Preprocessor {self.manifest['preprocessor']}, not with "
+                f"{preprocessor.hash()}. Use the one in {self.preprocessor}, or {fix}."
             )
         self._checked[:] = [preprocessor]
 
@@ -92,7 +105,9 @@ _OPENED: dict[str, PreprocessedDataset] = {}
 def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
     """Write dataset.json, which makes the folder a preprocessed dataset."""
     # One line per entry. Indented JSON would be ten times as long for a large log.
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items())
+    lines = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.items()
+    )
     storage.write_bytes(storage.join(folder, MANIFEST), f"{{\n{lines}\n}}\n".encode())
 
 
@@ -102,22 +117,31 @@ def hash_of(files: list[dict[str, Any]]) -> str:
 
 
 def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset:
-    """Open a preprocessed dataset and check file sizes. `verify` also compares checksums. Raises InputError if the folder is not
-    a preprocessed dataset, has another version, or is incomplete or damaged."""
+    """Open a preprocessed dataset and check file sizes. `verify` also compares checksums. Raises
+    InputError if the folder is not a preprocessed dataset, has another version, or is incomplete or
+    damaged.
+    """
     dataset = _load(storage.absolute(path).rstrip("/"))
     _check_files(dataset.path, dataset.manifest["files"], verify=verify)
     return dataset
 
 
 def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
-    """Open a preprocessed dataset and compare the CRC-32 of its files in data tasks. Skips this if a record in the cache folder
-    shows that files with the same names, sizes, times and checksums passed before. Raises the errors of `open_preprocessed`."""
+    """Open a preprocessed dataset and compare the CRC-32 of its files in data tasks. Skips this if
+    a record in the cache folder shows that files with the same names, sizes, times and checksums
+    passed before. Raises the errors of `open_preprocessed`.
+    """
     dataset = _load(storage.absolute(path).rstrip("/"))
     path, files = dataset.path, dataset.manifest["files"]
     stored_files = _check_files(path, files, verify=False)
     assert context.cache_folder is not None
-    record = storage.join(context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json")
-    state = [[file["name"], file["bytes"], file["crc32"], stored_files[file["name"]].modified_ns] for file in files]
+    record = storage.join(
+        context.cache_folder, "verified", f"{hashlib.sha256(path.encode()).hexdigest()[:16]}.json"
+    )
+    state = [
+        [file["name"], file["bytes"], file["crc32"], stored_files[file["name"]].modified_ns]
+        for file in files
+    ]
     version = {"path": path, "files": hashlib.sha256(json.dumps(state).encode()).hexdigest()}
     if not storage.exists(record) or storage.read_json(record) != version:
         _compare_checksums(path, files, context)
@@ -127,26 +151,45 @@ def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
 
 def _load(path: str) -> PreprocessedDataset:
     if not storage.exists(storage.join(path, MANIFEST)):
-        raise InputError(f"{path}: {MANIFEST} not found. Make a preprocessed dataset with `rayrec preprocess LOG --out {path}`.")
+        raise InputError(
+            f"{path}: {MANIFEST} not found. Make a preprocessed dataset with `rayrec preprocess "
+            f"LOG --out {path}`."
+        )
     manifest = storage.read_json(storage.join(path, MANIFEST))
     if manifest.get("version") != VERSION:
         raise InputError(
-            f"{path}: preprocessed dataset must have version {VERSION}, got {manifest.get('version')}. Run `rayrec preprocess`."
+            f"{path}: preprocessed dataset must have version {VERSION}, got "
+            f"{manifest.get('version')}. Run `rayrec preprocess`."
         )
     if manifest["format"] in MAPPED and storage.is_url(path):
-        raise InputError(f"{path}: {manifest['format']} needs a file system. Copy it to one, or preprocess to parquet.")
-    if path in _OPENED and _OPENED[path].manifest == manifest:  # Its mapped files and in-memory rows remain valid.
+        raise InputError(
+            f"{path}: {manifest['format']} needs a file system. Copy it to one, or preprocess to "
+            "parquet."
+        )
+    # Its mapped files and in-memory rows remain valid.
+    if path in _OPENED and _OPENED[path].manifest == manifest:
         return _OPENED[path]
-    raw_files = [storage.join(path, f"{number:05d}", name) for number, name in enumerate(manifest["raw_files"])]
-    segments = numbered(((raw_files[number], *rows) for number, *rows in manifest["segments"]), manifest["format"])
+    raw_files = [
+        storage.join(path, f"{number:05d}", name)
+        for number, name in enumerate(manifest["raw_files"])
+    ]
+    segments = numbered(
+        ((raw_files[number], *rows) for number, *rows in manifest["segments"]), manifest["format"]
+    )
     index = LogIndex(segments, Faults.from_dict(manifest["faults"]))
     preprocessor = storage.join(path, "preprocessor")
-    _OPENED[path] = PreprocessedDataset(path, index, preprocessor, manifest, MappedRows(path, manifest))
+    _OPENED[path] = PreprocessedDataset(
+        path, index, preprocessor, manifest, MappedRows(path, manifest)
+    )
     return _OPENED[path]
 
 
-def _check_files(path: str, files: Sequence[dict[str, Any]], *, verify: bool) -> dict[str, storage.File]:
-    """Check the sizes of the manifest's files and return all files of the folder by relative path."""
+def _check_files(
+    path: str, files: Sequence[dict[str, Any]], *, verify: bool
+) -> dict[str, storage.File]:
+    """Check the sizes of the manifest's files and return all files of the folder by relative
+    path.
+    """
     filesystem, inner = storage.resolve(path)
     stored = {
         posixpath.relpath(info.path, inner): storage.File(info.path, info.size, info.mtime_ns or 0)
@@ -174,12 +217,16 @@ def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
 
 
 def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-    """Read rows `order` (int64) of the concatenated segments. The result equals encoding the raw rows. Raises InputError if the
-    dataset was made with another Preprocessor, a file is damaged, or an id is outside its table."""
+    """Read rows `order` (int64) of the concatenated segments. The result equals encoding the raw
+    rows. Raises InputError if the dataset was made with another Preprocessor, a file is damaged, or
+    an id is outside its table.
+    """
     order = np.ascontiguousarray(order, np.int64)
     dataset, _ = dataset_of(segments[0])
     dataset.check_preprocessor(preprocessor)
-    assert not len(order) or (order.min() >= 0 and order.max() < sum(segment.rows for segment in segments))
+    assert not len(order) or (
+        order.min() >= 0 and order.max() < sum(segment.rows for segment in segments)
+    )
     if dataset.format == "parquet":
         rows = _read_parquet(dataset, segments, order, preprocessor)
     else:
@@ -190,12 +237,20 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
         name, row = _locate_row(dataset, segments, int(order[number]), column)
         size = preprocessor.num_embeddings[column]
         feature = preprocessor.inputs.sparse[column]
-        raise damaged(dataset.path, name, f"row {row} column {feature}: id {id_} is outside its table of {size:,} rows")
+        raise damaged(
+            dataset.path,
+            name,
+            f"row {row} column {feature}: id {id_} is outside its table of {size:,} rows",
+        )
     return replace(rows, row_numbers=row_numbers(segments)[order])
 
 
-def _locate_row(dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int) -> tuple[str, int]:
-    """Return the file with this sparse column of row `row` of the segments, and the row number in that file."""
+def _locate_row(
+    dataset: PreprocessedDataset, segments: Sequence[Segment], row: int, column: int
+) -> tuple[str, int]:
+    """Return the file with this sparse column of row `row` of the segments, and the row number in
+    that file.
+    """
     if dataset.format == "parquet":
         number = int(row_numbers(segments)[row])
         files = dataset.manifest["parquet"]
@@ -203,7 +258,9 @@ def _locate_row(dataset: PreprocessedDataset, segments: Sequence[Segment], row: 
         return file["name"], number - file["first_row"]
     run = next(run for run in _runs(segments) if row < run.stop)
     name = {"binary": "rows", "npy": "sparse"}.get(dataset.format, str(column))
-    file_name = next(stored[1] for stored in dataset.manifest["matrices"][run.file] if stored[0] == name)
+    file_name = next(
+        stored[1] for stored in dataset.manifest["matrices"][run.file] if stored[0] == name
+    )
     return file_name, run.first + row - run.start
 
 
@@ -223,9 +280,14 @@ def _runs(segments: Sequence[Segment]) -> list[MappedRange]:
 
 
 def _read_parquet(
-    dataset: PreprocessedDataset, segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor
+    dataset: PreprocessedDataset,
+    segments: Sequence[Segment],
+    order: np.ndarray,
+    preprocessor: Preprocessor,
 ) -> EncodedRows:
-    """Read the row groups with the requested rows. A segment that is split between two sets has two row groups."""
+    """Read the row groups with the requested rows. A segment that is split between two sets has two
+    row groups.
+    """
     files = dataset.manifest["parquet"]
     first_rows = [file["first_row"] for file in files]
     groups: list[tuple[int, int]] = []
@@ -256,10 +318,16 @@ def _read_parquet(
             path = storage.join(dataset.path, files[file]["name"])
             if file not in opened:
                 filesystem, inner = storage.resolve(path)
-                opened[file] = pq.ParquetFile(filesystem.open_input_file(inner), pre_buffer=storage.is_url(path))
+                opened[file] = pq.ParquetFile(
+                    filesystem.open_input_file(inner), pre_buffer=storage.is_url(path)
+                )
             tables.append(opened[file].read_row_group(group, use_threads=False))
     except (OSError, pa.ArrowInvalid) as error:
-        raise damaged(dataset.path, files[file]["name"], f"cannot be read ({str(error).partition(chr(10))[0]})") from None
+        raise damaged(
+            dataset.path,
+            files[file]["name"],
+            f"cannot be read ({str(error).partition(chr(10))[0]})",
+        ) from None
     finally:
         for reader in opened.values():
             reader.close()
@@ -288,15 +356,22 @@ def _compare_checksums(path: str, files: Sequence[Mapping[str, Any]], context: T
         for number, file in enumerate(files)
         for start in range(0, file["bytes"], _TASK_BYTES)
     ]
-    groups = grouped(ranges, lambda part: part.stop - part.start, max_bytes=_TASK_BYTES, max_items=len(ranges))
+    groups = grouped(
+        ranges, lambda part: part.stop - part.start, max_bytes=_TASK_BYTES, max_items=len(ranges)
+    )
     total, done = sum(file["bytes"] for file in files), 0
     checksums = [0] * len(files)
     task = functools.partial(_checksums, path=path)
-    for group, table in zip(groups, context.engine.run("verify", task, groups, block_bytes=1 << 12), strict=True):
+    for group, table in zip(
+        groups, context.engine.run("verify", task, groups, block_bytes=1 << 12), strict=True
+    ):
         for part, checksum in zip(group, table.column("crc32").to_pylist(), strict=True):
             checksums[part.file] = combine(checksums[part.file], checksum, part.stop - part.start)
             done += part.stop - part.start
-            if part.stop == files[part.file]["bytes"] and f"{checksums[part.file]:08x}" != files[part.file]["crc32"]:
+            if (
+                part.stop == files[part.file]["bytes"]
+                and f"{checksums[part.file]:08x}" != files[part.file]["crc32"]
+            ):
                 raise damaged(path, part.name, "checksum does not match")
         context.progress("verify (bytes)", done, total)
 
@@ -315,14 +390,19 @@ def _checksums(group: Sequence[_ByteRange], *, path: str) -> pa.Table:
     return pa.table({"crc32": pa.array(checksums, pa.int64())})
 
 
-def find_invalid_id(rows: EncodedRows, num_embeddings: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return (row index, sparse column number, id) of the first id outside [0, num_embeddings) of its column, column by column.
-    None if all ids are valid. One pass over the ids, about 1 ns per id."""
+def find_invalid_id(
+    rows: EncodedRows, num_embeddings: Sequence[int]
+) -> tuple[int, int, int] | None:
+    """Return (row index, sparse column number, id) of the first id outside [0, num_embeddings) of
+    its column, column by column. None if all ids are valid. One pass over the ids, about 1 ns per
+    id.
+    """
     for column, (ids, size) in enumerate(zip(rows.ids, num_embeddings, strict=True)):
         values = ids.values if isinstance(ids, JaggedIds) else ids
         if not values.size:
             continue
-        unsigned = values.view(np.dtype(f"u{values.itemsize}"))  # Negative ids become the largest values.
+        # Negative ids become the largest values.
+        unsigned = values.view(np.dtype(f"u{values.itemsize}"))
         if int(unsigned.max()) < size:
             continue
         index = int(np.argmax(unsigned.reshape(-1) >= size))

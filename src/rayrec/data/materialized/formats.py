@@ -1,4 +1,6 @@
-"""Storage layouts of preprocessed formats: fixed-width matrices, memory-mapped or loaded into memory, or named columns."""
+"""Storage layouts of preprocessed formats: fixed-width matrices, memory-mapped or loaded into
+memory, or named columns.
+"""
 
 import contextlib
 import ctypes
@@ -34,7 +36,9 @@ class Matrix:
     """Matrix of one raw file's rows inside a preprocessed file: row-major, little-endian."""
 
     name: str
-    """Name `rows` (binary: int32 label, integers, ids), `dense`, `labels`, `sparse`, or the number of a sparse column."""
+    """Name `rows` (binary: int32 label, integers, ids), `dense`, `labels`, `sparse`, or the number
+    of a sparse column.
+    """
     file: str
     offset: int
     """Byte offset of the first row in the file."""
@@ -73,13 +77,21 @@ def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) ->
     return [
         _plan_npy("dense", f"{stem}_dense.npy", "<f4", rows, num_dense),
         _plan_npy("labels", f"{stem}_labels.npy", "<i4", rows, 1),
-        _plan_npy("sparse", f"{stem}_sparse.npy", preprocessor.id_dtype.newbyteorder("<").str, rows, len(hotness)),
+        _plan_npy(
+            "sparse",
+            f"{stem}_sparse.npy",
+            preprocessor.id_dtype.newbyteorder("<").str,
+            rows,
+            len(hotness),
+        ),
     ]
 
 
 def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> FilePlan:
     buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": (rows, columns)})
+    np.lib.format.write_array_header_1_0(
+        buffer, {"descr": dtype, "fortran_order": False, "shape": (rows, columns)}
+    )
     header = buffer.getvalue()
     matrix = Matrix(name, file, len(header), dtype, columns)
     return FilePlan(file, len(header) + rows * matrix.row_bytes, rows, (matrix,), header)
@@ -110,7 +122,9 @@ def _power(length: int) -> int:
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Compute the CRC-32 of two concatenated pieces from their CRC-32 values and the length of the second."""
+    """Compute the CRC-32 of two concatenated pieces from their CRC-32 values and the length of the
+    second.
+    """
     return _multiply(_power(length), first) ^ second
 
 
@@ -134,9 +148,12 @@ def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
             os.fsync(file.fileno())
 
 
-def finish_files(folder: str, plans: Sequence[FilePlan], row_ranges: Iterable[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
-    """Return [{name, bytes, crc32}] of the complete files. Combines each file's checksum from its header and `row_ranges`
-    (file, start, length, CRC-32), without reading rows again."""
+def finish_files(
+    folder: str, plans: Sequence[FilePlan], row_ranges: Iterable[tuple[str, int, int, int]]
+) -> list[dict[str, Any]]:
+    """Return [{name, bytes, crc32}] of the complete files. Combines each file's checksum from its
+    header and `row_ranges` (file, start, length, CRC-32), without reading rows again.
+    """
     of_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, start, length, of_range in row_ranges:
         of_file.setdefault(name, []).append((start, length, of_range))
@@ -163,31 +180,46 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         return
     schema, hotness = preprocessor.schema, preprocessor.hotness
     if labelled and schema.weight:
-        raise InputError(f"format {format} cannot store the weights of column {schema.weight}. Use --format parquet.")
+        raise InputError(
+            f"format {format} cannot store the weights of column {schema.weight}. Use --format "
+            "parquet."
+        )
     if labelled and (schema.labels or schema.timestamp):
-        names = ", ".join((*(label.name for label in schema.labels), *filter(None, [schema.timestamp])))
+        names = ", ".join(
+            (*(label.name for label in schema.labels), *filter(None, [schema.timestamp]))
+        )
         raise InputError(f"format {format} cannot store columns {names}. Use --format parquet.")
     for name, size in zip(preprocessor.inputs.sparse, hotness, strict=True):
         if size is None:
-            raise InputError(f"format {format} cannot store the lists of column {name}. Use --format parquet.")
+            raise InputError(
+                f"format {format} cannot store the lists of column {name}. Use --format parquet."
+            )
         if size != 1:
-            raise InputError(f"format {format} stores one id per column, {name} has {size}. Use --format parquet.")
+            raise InputError(
+                f"format {format} stores one id per column, {name} has {size}. Use --format "
+                "parquet."
+            )
     if format != "binary":
         return
     if schema.tokens != "hexadecimal":
-        raise InputError("format binary stores integers, but tokens: any allows other numbers. Use --format npy or parquet.")
+        raise InputError(
+            "format binary stores integers, but tokens: any allows other numbers. Use --format "
+            "npy or parquet."
+        )
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
         integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
         call("rayrec_transform_dense", integer, 1, ctypes.byref(c_dense_column(column)), zero)
         if zero[0] != np.float32(column.missing_value):
             raise InputError(
-                f"format binary stores a missing integer as 0, but in column {name} 0 becomes {zero[0]} and missing "
-                f"{column.missing_value}. Use --format npy or parquet."
+                f"format binary stores a missing integer as 0, but in column {name} 0 becomes "
+                f"{zero[0]} and missing {column.missing_value}. Use --format npy or parquet."
             )
 
 
 def best_format(preprocessor: Preprocessor, out: str) -> str:
-    """Return the fastest format for `out` that can store every labelled row. Never `binary`, which has only 32-bit integers."""
+    """Return the fastest format for `out` that can store every labelled row. Never `binary`, which
+    has only 32-bit integers.
+    """
     if not storage.is_url(out):
         with contextlib.suppress(InputError):
             check("npy", preprocessor, labelled=True)
@@ -196,10 +228,19 @@ def best_format(preprocessor: Preprocessor, out: str) -> str:
 
 
 def stored(
-    format: str, raw: RawBlock, preprocessor: Preprocessor, start: int, stop: int, *, path: str, first_row: int
+    format: str,
+    raw: RawBlock,
+    preprocessor: Preprocessor,
+    start: int,
+    stop: int,
+    *,
+    path: str,
+    first_row: int,
 ) -> pa.Table:
-    """Encode rows [start, stop) of `raw` into a table: one fixed-size list column per matrix, or named columns for parquet.
-    Raises InputError if the format cannot store a number. `first_row` is its number in file `path`, for errors."""
+    """Encode rows [start, stop) of `raw` into a table: one fixed-size list column per matrix, or
+    named columns for parquet. Raises InputError if the format cannot store a number. `first_row` is
+    its number in file `path`, for errors.
+    """
     rows = preprocessor.encode(raw, np.arange(start, stop, dtype=np.int64))
     if format == "parquet":
         return named_columns(rows, preprocessor.inputs)
@@ -207,40 +248,57 @@ def stored(
         packed, wrong = _pack(raw, rows, preprocessor, start, stop)
         if wrong >= 0:
             row, column = divmod(wrong, packed.shape[1])
-            names = (preprocessor.schema.label, *preprocessor.inputs.dense, *preprocessor.inputs.sparse)
+            names = (
+                preprocessor.schema.label,
+                *preprocessor.inputs.dense,
+                *preprocessor.inputs.sparse,
+            )
             raise InputError(
-                f"{path}: row {first_row + start + row} column {names[column]}: must be a 32-bit number for format "
-                "binary. Use --format npy or parquet."
+                f"{path}: row {first_row + start + row} column {names[column]}: must be a 32-bit "
+                "number for format binary. Use --format npy or parquet."
             )
         return _table({"rows": packed})
     labels = rows.label.astype(np.int32) if rows.labels else np.full(len(rows), -1, np.int32)
     sparse = np.empty((len(rows), len(rows.ids)), preprocessor.id_dtype)
-    for base in range(0, len(rows), 1024):  # Keeps the written rows in the CPU cache for all columns.
+    # Keeps the written rows in the CPU cache for all columns.
+    for base in range(0, len(rows), 1024):
         for number, column in enumerate(rows.ids):
             assert isinstance(column, np.ndarray)
             sparse[base : base + 1024, number] = column[base : base + 1024]
     return _table({"dense": rows.dense, "labels": labels.reshape(-1, 1), "sparse": sparse})
 
 
-def _pack(raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int) -> tuple[np.ndarray, int]:
-    """Return int32 [rows, 1 + dense + sparse], and the flat index of the first number that does not fit, or -1."""
+def _pack(
+    raw: RawBlock, rows: EncodedRows, preprocessor: Preprocessor, start: int, stop: int
+) -> tuple[np.ndarray, int]:
+    """Return int32 [rows, 1 + dense + sparse], and the flat index of the first number that does not
+    fit, or -1.
+    """
     integers = np.ascontiguousarray(preprocessor.derivation.applied(raw).numbers[start:stop])
     minimums = np.array(
-        [np.iinfo(np.int64).min if each.kind == "signed_log" else each.lowest for each in preprocessor.dense], np.int64
+        [
+            np.iinfo(np.int64).min if each.kind == "signed_log" else each.lowest
+            for each in preprocessor.dense
+        ],
+        np.int64,
     )
     ids = np.ascontiguousarray(rows.ids)
     num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
     out = np.empty((len(rows), 1 + num_dense + num_sparse), np.int32)
     label = rows.label if rows.labels else None
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
-    wrong = call("rayrec_pack_rows", integers, minimums, ids, ids.itemsize, label, len(rows), *columns, out)
+    wrong = call(
+        "rayrec_pack_rows", integers, minimums, ids, ids.itemsize, label, len(rows), *columns, out
+    )
     return out, wrong
 
 
 def _table(matrices: dict[str, np.ndarray]) -> pa.Table:
     return pa.table(
         {
-            name: pa.FixedSizeListArray.from_arrays(arrow_numbers(matrix.reshape(-1)), matrix.shape[1])
+            name: pa.FixedSizeListArray.from_arrays(
+                arrow_numbers(matrix.reshape(-1)), matrix.shape[1]
+            )
             for name, matrix in matrices.items()
             if matrix.shape[1]
         }
@@ -254,8 +312,10 @@ def matrix_of(table: pa.Table, name: str) -> np.ndarray:
 
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
-    """Convert encoded rows to columns named by the schema. Label is int8; weight, dense, list weights and further labels are
-    float32; timestamp is int64, in microseconds since 1970-01-01 00:00 UTC. Ids keep their type."""
+    """Convert encoded rows to columns named by the schema. Label is int8; weight, dense, list
+    weights and further labels are float32; timestamp is int64, in microseconds since 1970-01-01
+    00:00 UTC. Ids keep their type.
+    """
     columns: dict[str, pa.Array] = {}
     if schema.label in rows.labels:
         columns[schema.label] = arrow_numbers(rows.labels[schema.label].astype(np.int8))
@@ -268,7 +328,9 @@ def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
         columns[name] = ids_to_arrow(ids)
         if isinstance(ids, JaggedIds) and ids.weights is not None:
             columns[schema.feature(name).weights or ""] = ids_to_arrow(ids, ids.weights)
-    columns |= {name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label}
+    columns |= {
+        name: arrow_numbers(values) for name, values in rows.labels.items() if name != schema.label
+    }
     if rows.timestamps is not None:
         columns[_timestamp_column(schema)] = arrow_numbers(rows.timestamps)
     return pa.table(columns)
@@ -283,14 +345,20 @@ def _timestamp_column(schema: Schema) -> str:
 
 def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     """Convert a table back to encoded rows. Inverse of `named_columns`."""
-    columns = {name: column.combine_chunks() for name, column in zip(table.column_names, table.columns, strict=True)}
+    columns = {
+        name: column.combine_chunks()
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
     dense = np.empty((table.num_rows, len(schema.dense)), np.float32)
     for number, name in enumerate(schema.dense):
         dense[:, number] = numpy_of(columns[name])
     names = (name for name in schema.label_names if name in columns)
     labels = {name: numpy_of(columns[name]).astype(np.float32, copy=False) for name in names}
     weights = numpy_of(columns[schema.weight]) if schema.weight in columns else None
-    ids = [ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or "")) for name in schema.sparse]
+    ids = [
+        ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or ""))
+        for name in schema.sparse
+    ]
     timestamp = _timestamp_column(schema) if schema.timestamp is not None else None
     timestamps = numpy_of(columns[timestamp]) if timestamp in columns else None
     return EncodedRows(dense, ids, labels, weights, timestamps=timestamps)
@@ -314,19 +382,26 @@ class MappedRange:
 
 def damaged(path: str, name: str, cause: str) -> InputError:
     return InputError(
-        f"{storage.join(path, name)}: {cause}: the dataset is damaged. Copy it again, or make it again with `rayrec preprocess`."
+        f"{storage.join(path, name)}: {cause}: the dataset is damaged. Copy it again, or make it "
+        "again with `rayrec preprocess`."
     )
 
 
 @dataclass(frozen=True)
 class MappedRows:
-    """Files of one preprocessed dataset. They stay mapped, or in memory, as long as this object exists."""
+    """Files of one preprocessed dataset. They stay mapped, or in memory, as long as this object
+    exists.
+    """
 
     path: str
     manifest: dict[str, Any]
-    _contents: dict[str, tuple[np.ndarray, mmap.mmap | None]] = field(default_factory=dict, repr=False)
+    _contents: dict[str, tuple[np.ndarray, mmap.mmap | None]] = field(
+        default_factory=dict, repr=False
+    )
     """Bytes of each file by name, with the memory map if it is mapped."""
-    _matrices: dict[tuple[int, str], tuple[Matrix, np.ndarray, int]] = field(default_factory=dict, repr=False)
+    _matrices: dict[tuple[int, str], tuple[Matrix, np.ndarray, int]] = field(
+        default_factory=dict, repr=False
+    )
     """Matrix, rows and address of the first row, by raw file number and matrix name."""
 
     def load(self, files: Sequence[int]) -> None:
@@ -337,24 +412,31 @@ class MappedRows:
         needed, free = sum(to_load.values()), host_resources.memory().available
         if needed > free:
             raise InputError(
-                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of free memory. Set in_memory off."
+                f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of "
+                "free memory. Set in_memory off."
             )
         for name, size in to_load.items():
             content = np.empty(size, np.uint8)
             if storage.read_into(storage.join(self.path, name), 0, content) != size:
                 raise damaged(self.path, name, "became shorter")
             self._contents[name] = content, None
-        for key in [key for key, (matrix, _, _) in self._matrices.items() if matrix.file in to_load]:
+        for key in [
+            key for key, (matrix, _, _) in self._matrices.items() if matrix.file in to_load
+        ]:
             del self._matrices[key]
 
-    def read(self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
+    def read(
+        self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor
+    ) -> EncodedRows:
         """Read rows `order` (int64) of the concatenated runs."""
         format, labelled = self.manifest["format"], self.manifest["labelled"]
         if format == "binary":
             return self._unpack(runs, order, preprocessor)
         labels = {}
         if labelled:
-            labels[preprocessor.schema.label or ""] = self._gather("labels", runs, order).reshape(-1).astype(np.float32)
+            labels[preprocessor.schema.label or ""] = (
+                self._gather("labels", runs, order).reshape(-1).astype(np.float32)
+            )
         dense = self._gather("dense", runs, order)
         if format == "npy":
             columns: Any = self._gather("sparse", runs, order, transposed=True)
@@ -380,24 +462,39 @@ class MappedRows:
             try:
                 with open(storage.join(self.path, name), "rb") as file:
                     if os.fstat(file.fileno()).st_size != size:
-                        raise damaged(self.path, name, f"size must be {size} bytes, got {os.fstat(file.fileno()).st_size}")
-                    mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
+                        raise damaged(
+                            self.path,
+                            name,
+                            f"size must be {size} bytes, got {os.fstat(file.fileno()).st_size}",
+                        )
+                    mapped = (
+                        mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
+                    )
             except FileNotFoundError:
                 raise damaged(self.path, name, "not found") from None
-            self._contents[name] = np.frombuffer(mapped, np.uint8) if mapped else np.empty(0, np.uint8), mapped
+            self._contents[name] = (
+                np.frombuffer(mapped, np.uint8) if mapped else np.empty(0, np.uint8),
+                mapped,
+            )
         return self._contents[name][0]
 
     def _matrix(self, file: int, name: str) -> tuple[Matrix, np.ndarray, int]:
         key = file, name
         if key not in self._matrices:
-            matrix = next(Matrix(*stored) for stored in self.manifest["matrices"][file] if stored[0] == name)
+            matrix = next(
+                Matrix(*stored) for stored in self.manifest["matrices"][file] if stored[0] == name
+            )
             rows = self.manifest["file_rows"][file]
-            content = self._content(matrix.file)[matrix.offset : matrix.offset + rows * matrix.row_bytes]
+            content = self._content(matrix.file)[
+                matrix.offset : matrix.offset + rows * matrix.row_bytes
+            ]
             values = content.view(matrix.dtype).reshape(rows, matrix.columns)
             self._matrices[key] = matrix, values, values.ctypes.data
         return self._matrices[key]
 
-    def _c_runs(self, name: str, runs: Sequence[MappedRange]) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
+    def _c_runs(
+        self, name: str, runs: Sequence[MappedRange]
+    ) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
         """Return the runs as a kernel argument, and the arrays to keep alive during the call."""
         addresses = np.empty(len(runs), np.uint64)
         for number, run in enumerate(runs):
@@ -408,12 +505,20 @@ class MappedRows:
             if mapped is not None:
                 start = matrix.offset + run.first * matrix.row_bytes
                 down = start % mmap.PAGESIZE
-                mapped.madvise(mmap.MADV_WILLNEED, start - down, (run.stop - run.start) * matrix.row_bytes + down)
+                mapped.madvise(
+                    mmap.MADV_WILLNEED,
+                    start - down,
+                    (run.stop - run.start) * matrix.row_bytes + down,
+                )
         starts = np.array([run.start for run in runs], np.int64)
         return _CRuns(addresses.ctypes.data, starts.ctypes.data, len(runs)), (addresses, starts)
 
-    def _gather(self, name: str, runs: Sequence[MappedRange], order: np.ndarray, *, transposed: bool = False) -> np.ndarray:
-        """Gather rows of a matrix as [rows, columns], or [columns, rows] if transposed. Mixed dtypes are promoted."""
+    def _gather(
+        self, name: str, runs: Sequence[MappedRange], order: np.ndarray, *, transposed: bool = False
+    ) -> np.ndarray:
+        """Gather rows of a matrix as [rows, columns], or [columns, rows] if transposed. Mixed
+        dtypes are promoted.
+        """
         matrix, values, _ = self._matrix(runs[0].file, name)
         dtypes = [self._matrix(run.file, name)[1].dtype for run in runs]
         shape = (matrix.columns, len(order)) if transposed else (len(order), matrix.columns)
@@ -421,9 +526,13 @@ class MappedRows:
             out = np.empty(shape, np.result_type(*dtypes))
             of_run = np.searchsorted([run.start for run in runs], order, "right") - 1
             for dtype in set(dtypes):
-                same_dtype = [run for run, other in zip(runs, dtypes, strict=True) if other == dtype]
+                same_dtype = [
+                    run for run, other in zip(runs, dtypes, strict=True) if other == dtype
+                ]
                 mask = np.isin(of_run, [runs.index(run) for run in same_dtype])
-                out[(..., mask) if transposed else mask] = self._gather(name, same_dtype, order[mask], transposed=transposed)
+                out[(..., mask) if transposed else mask] = self._gather(
+                    name, same_dtype, order[mask], transposed=transposed
+                )
             return out
         out = np.empty(shape, values.dtype)
         if out.size:
@@ -433,7 +542,9 @@ class MappedRows:
             del buffers
         return out
 
-    def _unpack(self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
+    def _unpack(
+        self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor
+    ) -> EncodedRows:
         """Read rows of format binary in one pass."""
         num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
         dense = np.empty((len(order), num_dense), np.float32)
@@ -445,4 +556,8 @@ class MappedRows:
         call("rayrec_unpack_rows", ctypes.byref(c_runs), order, *sizes, rules, dense, ids, labels)
         del buffers
         columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
-        return EncodedRows(dense, columns, {preprocessor.schema.label or "": labels} if self.manifest["labelled"] else {})
+        return EncodedRows(
+            dense,
+            columns,
+            {preprocessor.schema.label or "": labels} if self.manifest["labelled"] else {},
+        )

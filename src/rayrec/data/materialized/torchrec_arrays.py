@@ -1,8 +1,10 @@
-"""Click logs preprocessed by TorchRec's scripts: discovery and validation of their arrays, which rayrec reads in place.
+"""Click logs preprocessed by TorchRec's scripts: discovery and validation of their arrays, which
+rayrec reads in place.
 
-`npy_preproc_criteo.py`, `contiguous_preproc_criteo.py` and `shuffle_preproc_criteo.py` write three arrays per day:
-day_N_dense.npy, float32 [rows, 13]; day_N_sparse.npy, int32 or int64 [rows, 26]; day_N_labels.npy, int32 [rows, 1].
-`materialize_synthetic_multihot_dataset.py` writes day_N_sparse_multi_hot.npz: arrays "0", "1", ... [rows, ids], one per feature.
+`npy_preproc_criteo.py`, `contiguous_preproc_criteo.py` and `shuffle_preproc_criteo.py` write three
+arrays per day: day_N_dense.npy, float32 [rows, 13]; day_N_sparse.npy, int32 or int64 [rows, 26];
+day_N_labels.npy, int32 [rows, 1]. `materialize_synthetic_multihot_dataset.py` writes
+day_N_sparse_multi_hot.npz: arrays "0", "1", ... [rows, ids], one per feature.
 """
 
 from __future__ import annotations
@@ -66,20 +68,30 @@ class Day:
     def hotness(self) -> list[int]:
         """Number of ids per row in each sparse column."""
         ids = self.plans[2].matrices
-        return [matrix.columns for matrix in ids] if ids[0].name != "sparse" else [1] * ids[0].columns
+        return (
+            [matrix.columns for matrix in ids] if ids[0].name != "sparse" else [1] * ids[0].columns
+        )
 
 
 def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[str]) -> list[Day]:
-    """Find the days stored in the folders and read the headers of their files. Returns the days in the order of `names`, or all
-    in natural order if it is empty. `ids` selects the id files; None takes the only kind present. Raises InputError if no or
-    several kinds of ids are found, a file is missing, truncated or unlike those of TorchRec's scripts, or the columns of the days
-    differ."""
+    """Find the days stored in the folders and read the headers of their files. Returns the days in
+    the order of `names`, or all in natural order if it is empty. `ids` selects the id files; None
+    takes the only kind present. Raises InputError if no or several kinds of ids are found, a file
+    is missing, truncated or unlike those of TorchRec's scripts, or the columns of the days
+    differ.
+    """
     files_by_stem, folder_names = _named_files(folders), " and ".join(folders)
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in files_by_stem.values())]
     if not kinds:
-        raise InputError(f"{folder_names}: TorchRec's ids not found, such as day_0_sparse.npy or day_0_sparse_multi_hot.npz")
+        raise InputError(
+            f"{folder_names}: TorchRec's ids not found, such as day_0_sparse.npy or "
+            "day_0_sparse_multi_hot.npz"
+        )
     if ids is None and len(kinds) > 1:
-        raise InputError(f"{folder_names}: found ids in files *_{' and *_'.join(kinds)}. Choose one with --ids {kinds[0]}.")
+        raise InputError(
+            f"{folder_names}: found ids in files *_{' and *_'.join(kinds)}. Choose one with --ids "
+            f"{kinds[0]}."
+        )
     kind = ids or kinds[0]
     days = []
     for name in names or sorted(files_by_stem, key=_natural_key):
@@ -87,21 +99,29 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
         missing = [part for part in ("dense", "labels", kind) if part not in files]
         if missing:
             ending = "npz" if missing[0] == "sparse_multi_hot" else "npy"
-            raise InputError(f"{folder_names}: {name}_{missing[0]}.{ending} not found. Copy it, or set the days with --files.")
+            raise InputError(
+                f"{folder_names}: {name}_{missing[0]}.{ending} not found. Copy it, or set the "
+                "days with --files."
+            )
         days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
     for day in days[1:]:
         for one, first in zip(day.matrices, days[0].matrices, strict=False):
             if one.columns != first.columns:
                 raise InputError(
-                    f"{one.file}: array {one.name} must have {first.columns} columns as in {first.file}, got {one.columns}"
+                    f"{one.file}: array {one.name} must have {first.columns} columns as in "
+                    f"{first.file}, got {one.columns}"
                 )
         if len(day.matrices) != len(days[0].matrices):
-            raise InputError(f"{day.plans[2].name}: columns do not match those of {days[0].plans[2].name}")
+            raise InputError(
+                f"{day.plans[2].name}: columns do not match those of {days[0].plans[2].name}"
+            )
     return days
 
 
 def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the file paths by stem and part. Raises InputError if two folders contain the same file."""
+    """Return the file paths by stem and part. Raises InputError if two folders contain the same
+    file.
+    """
     files_by_stem: dict[str, dict[str, str]] = {}
     for folder in folders:
         for file in storage.list_files(folder):
@@ -110,7 +130,9 @@ def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
                 continue
             stem, part = match["npz"] or match["stem"], match["part"] or "sparse_multi_hot"
             if part in files_by_stem.setdefault(stem, {}):
-                raise InputError(f"{file.path}: {files_by_stem[stem][part]} has the same name. Keep one of them.")
+                raise InputError(
+                    f"{file.path}: {files_by_stem[stem][part]} has the same name. Keep one of them."
+                )
             files_by_stem[stem][part] = file.path
     return files_by_stem
 
@@ -130,7 +152,9 @@ def _day(name: str, paths: Sequence[str]) -> Day:
         raise InputError(f"{labels}: {plans[1].matrices[0].columns} labels per row, must be 1")
     for plan, path in zip(plans, paths, strict=True):
         if plan.rows != plans[0].rows:
-            raise InputError(f"{path}: must have {plans[0].rows:,} rows like {plans[0].name}, got {plan.rows:,}")
+            raise InputError(
+                f"{path}: must have {plans[0].rows:,} rows like {plans[0].name}, got {plan.rows:,}"
+            )
     return Day(name, plans[0].rows, plans, tuple(paths))
 
 
@@ -140,7 +164,10 @@ def _npy(path: str, name: str, *, kinds: str, sizes: Sequence[int]) -> FilePlan:
         rows, matrix = _matrix(file, path, name, path, kinds, sizes)
     expected = matrix.offset + rows * matrix.row_bytes
     if size_bytes != expected:
-        raise InputError(f"{path}: size must be {expected:,} bytes by its header, got {size_bytes:,}. Copy it again.")
+        raise InputError(
+            f"{path}: size must be {expected:,} bytes by its header, got {size_bytes:,}. Copy it "
+            "again."
+        )
     return FilePlan(matrix.file, size_bytes, rows, (matrix,))
 
 
@@ -153,17 +180,25 @@ def _npz(path: str) -> FilePlan:
             members = archive.infolist()
             names = {member.filename: member for member in members}
             if set(names) != {f"{number}.npy" for number in range(len(members))}:
-                raise InputError(f"{path}: arrays must be 0, 1, 2, ..., got {', '.join(sorted(names)[:4])}, ...")
+                raise InputError(
+                    f"{path}: arrays must be 0, 1, 2, ..., got {', '.join(sorted(names)[:4])}, ..."
+                )
             for number in range(len(members)):
                 member = names[f"{number}.npy"]
                 if member.compress_type != zipfile.ZIP_STORED:
-                    raise InputError(f"{path}: is compressed and cannot be mapped. Write it with numpy.savez.")
+                    raise InputError(
+                        f"{path}: is compressed and cannot be mapped. Write it with numpy.savez."
+                    )
                 file.seek(member.header_offset)
                 lengths = struct.unpack("<HH", file.read(_LOCAL_HEADER_BYTES)[-4:])
                 start = file.seek(member.header_offset + _LOCAL_HEADER_BYTES + sum(lengths))
-                count, matrix = _matrix(file, f"{path}: array {number}", str(number), path, "i", (4, 8))
+                count, matrix = _matrix(
+                    file, f"{path}: array {number}", str(number), path, "i", (4, 8)
+                )
                 if matrix.offset - start + count * matrix.row_bytes != member.file_size:
-                    raise InputError(f"{path}: size of array {number} does not match its header. Copy it again.")
+                    raise InputError(
+                        f"{path}: size of array {number} does not match its header. Copy it again."
+                    )
                 rows.append(count)
                 matrices.append(matrix)
     except (zipfile.BadZipFile, struct.error) as error:
@@ -173,23 +208,36 @@ def _npz(path: str) -> FilePlan:
     return FilePlan(storage.name_of(path), size_bytes, rows[0], tuple(matrices))
 
 
-def _matrix(file: BinaryIO, source: str, name: str, path: str, kinds: str, sizes: Sequence[int]) -> tuple[int, Matrix]:
+def _matrix(
+    file: BinaryIO, source: str, name: str, path: str, kinds: str, sizes: Sequence[int]
+) -> tuple[int, Matrix]:
     """Read the .npy header at the file's current offset and return (rows, matrix)."""
     try:
         version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, by_columns, dtype = read(file)
     except (ValueError, EOFError) as error:
         raise InputError(f"{source}: not a NumPy array ({' '.join(str(error).split())})") from None
     expected = " or ".join({"f": "float", "i": "int", "u": "uint"}[kind] for kind in kinds)
     if dtype.kind not in kinds or dtype.itemsize not in sizes or dtype.byteorder == ">":
-        raise InputError(f"{source}: must be {expected} of {' or '.join(str(8 * size) for size in sizes)} bits, got {dtype}")
+        raise InputError(
+            f"{source}: must be {expected} of {' or '.join(str(8 * size) for size in sizes)} "
+            f"bits, got {dtype}"
+        )
     if len(shape) not in (1, 2) or not shape[0] or not shape[-1]:
         raise InputError(f"{source}: shape must be rows and columns, got {shape}")
     columns = shape[1] if len(shape) == 2 else 1
     if by_columns and columns > 1:
-        raise InputError(f"{source}: must be stored row by row. Write it again with numpy.ascontiguousarray.")
-    return shape[0], Matrix(name, storage.name_of(path), file.tell(), dtype.newbyteorder("<").str, columns)
+        raise InputError(
+            f"{source}: must be stored row by row. Write it again with numpy.ascontiguousarray."
+        )
+    return shape[0], Matrix(
+        name, storage.name_of(path), file.tell(), dtype.newbyteorder("<").str, columns
+    )
 
 
 @dataclass(frozen=True)
@@ -212,7 +260,9 @@ def row_ranges(days: Sequence[Day]) -> list[RowRange]:
 
 
 def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
-    """Scan all arrays of a row range: checksums, minimum and maximum id of each column, and invalid rows."""
+    """Scan all arrays of a row range: checksums, minimum and maximum id of each column, and invalid
+    rows.
+    """
     day = days[row_range.day]
     ranges: list[list[Any]] = []
     min_ids: list[int] = []
@@ -229,13 +279,20 @@ def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
             ranges.append([matrix.file, matrix.name, start, len(data), zlib.crc32(data.data)])
             if matrix.name == "dense":
                 finite = np.isfinite(rows)
-                faulty[_NOT_FINITE] = np.empty(0, np.int64) if finite.all() else np.flatnonzero(~finite.all(axis=1))
+                faulty[_NOT_FINITE] = (
+                    np.empty(0, np.int64) if finite.all() else np.flatnonzero(~finite.all(axis=1))
+                )
             elif matrix.name == "labels":
                 wrong = np.flatnonzero((rows[:, 0] != 0) & (rows[:, 0] != 1))
-                faulty[LABEL_FAULT] = wrong[~np.isin(wrong, faulty[_NOT_FINITE])]  # a row has one fault
+                # a row has one fault
+                faulty[LABEL_FAULT] = wrong[~np.isin(wrong, faulty[_NOT_FINITE])]
                 unlabelled = int(np.count_nonzero(rows[:, 0] == UNLABELLED))
                 if len(wrong) > unlabelled:
-                    labels = distinct_labels(f"{label:g}" for label in np.unique(rows[:, 0]).tolist() if label != UNLABELLED)
+                    labels = distinct_labels(
+                        f"{label:g}"
+                        for label in np.unique(rows[:, 0]).tolist()
+                        if label != UNLABELLED
+                    )
             else:
                 axis = 0 if matrix.name == "sparse" else None
                 min_ids += np.atleast_1d(rows.min(axis=axis)).tolist()
@@ -247,7 +304,10 @@ def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
             "lowest": min_ids,
             "highest": max_ids,
             "faults": {kind: len(rows) for kind, rows in faulty.items()},
-            "faulty": {kind: (rows[:MAX_FAULTY_ROWS] + row_range.start).tolist() for kind, rows in faulty.items()},
+            "faulty": {
+                kind: (rows[:MAX_FAULTY_ROWS] + row_range.start).tolist()
+                for kind, rows in faulty.items()
+            },
             "unlabelled": unlabelled,
             "labels": labels,
         }
@@ -272,9 +332,13 @@ class ScanResult:
 
     @classmethod
     def of(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> ScanResult:
-        """Merge the results of `scan` for `row_ranges(days)`, in order. Raises InputError if only some days have labels."""
+        """Merge the results of `scan` for `row_ranges(days)`, in order. Raises InputError if only
+        some days have labels.
+        """
         columns = len(days[0].hotness)
-        self = cls(np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min))
+        self = cls(
+            np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min)
+        )
         merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
         unlabelled = [0] * len(days)
         faulty: list[dict[str, list[int]]] = [{_NOT_FINITE: [], LABEL_FAULT: []} for _ in days]
@@ -284,33 +348,52 @@ class ScanResult:
             np.maximum(self.max_ids, reply["highest"], out=self.max_ids)
             for file, array, start, length, checksum in reply["ranges"]:
                 _, first, before, of_before = merged.get((file, array), (file, start, 0, 0))
-                merged[file, array] = file, first, before + length, combine(of_before, checksum, length)
+                merged[file, array] = (
+                    file,
+                    first,
+                    before + length,
+                    combine(of_before, checksum, length),
+                )
             unlabelled[row_range.day] += reply["unlabelled"]
             if reply["labels"]:
                 self.faults.add(Faults(labels={"labels": reply["labels"]}))
             for kind, rows in reply["faulty"].items():
                 counts[row_range.day][kind] += reply["faults"][kind]
-                faulty[row_range.day][kind] += rows[: MAX_FAULTY_ROWS + 1 - len(faulty[row_range.day][kind])]
+                faulty[row_range.day][kind] += rows[
+                    : MAX_FAULTY_ROWS + 1 - len(faulty[row_range.day][kind])
+                ]
         self.ranges = list(merged.values())
         bare = [day.name for day, count in zip(days, unlabelled, strict=True) if count == day.rows]
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
             labelled_days = " ".join(day.name for day in days if day.name not in bare)
-            raise InputError(f"{bare[0]}: all labels are {UNLABELLED}, so unlabelled. Exclude it with --files {labelled_days}.")
+            raise InputError(
+                f"{bare[0]}: all labels are {UNLABELLED}, so unlabelled. Exclude it with --files "
+                f"{labelled_days}."
+            )
         for day, of_day, count_of in zip(days, faulty, counts, strict=True):
             if not self.labelled:
                 del of_day[LABEL_FAULT], count_of[LABEL_FAULT]
             files = {_NOT_FINITE: day.paths[0], LABEL_FAULT: day.paths[1]}
-            faults = [Fault(files[kind], None, kind, "", row) for kind in of_day for row in of_day[kind][: Faults.keep]]
+            faults = [
+                Fault(files[kind], None, kind, "", row)
+                for kind in of_day
+                for row in of_day[kind][: Faults.keep]
+            ]
             kinds = {kind: count for kind, count in count_of.items() if count}
             self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))
-            self.faulty_rows.append(np.unique(np.array([row for rows in of_day.values() for row in rows], np.int64)))
+            self.faulty_rows.append(
+                np.unique(np.array([row for rows in of_day.values() for row in rows], np.int64))
+            )
         return self
 
 
-def preprocessor_of(num_dense: int, hotness: Sequence[int], num_embeddings: Sequence[int]) -> Preprocessor:
-    """Build the Preprocessor of adopted arrays: dense columns int_0, ... unchanged, sparse columns cat_0, ... of ids modulo
-    num_embeddings. A column with several ids per row is a list."""
+def preprocessor_of(
+    num_dense: int, hotness: Sequence[int], num_embeddings: Sequence[int]
+) -> Preprocessor:
+    """Build the Preprocessor of adopted arrays: dense columns int_0, ... unchanged, sparse columns
+    cat_0, ... of ids modulo num_embeddings. A column with several ids per row is a list.
+    """
     names = tuple(f"cat_{number}" for number in range(len(hotness)))
     schema = Schema(
         label="label",
@@ -324,6 +407,9 @@ def preprocessor_of(num_dense: int, hotness: Sequence[int], num_embeddings: Sequ
         preset=PRESET,
         schema=schema,
         dense=tuple(DenseColumn(kind="identity") for _ in range(num_dense)),
-        sparse=tuple(SparseColumn(rows, None, first_id=0, unknown_id=0, missing_id=0) for rows in num_embeddings),
+        sparse=tuple(
+            SparseColumn(rows, None, first_id=0, unknown_id=0, missing_id=0)
+            for rows in num_embeddings
+        ),
         tokens=np.empty(0, np.uint64),
     )

@@ -70,11 +70,15 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     """Encode the rows of each part into the stored form."""
     keep_freed_memory()
     job.folder.require()
-    preprocessor = _loaded(job.preprocessor) if isinstance(job.preprocessor, str) else job.preprocessor.get()
+    preprocessor = (
+        _loaded(job.preprocessor) if isinstance(job.preprocessor, str) else job.preprocessor.get()
+    )
     for part, (_, row) in zip(task.parts, task.file_rows, strict=True):
         raw = read_raw([part.segment], job.schema)
         path, first_row = part.segment.path, row - part.start
-        yield stored(job.format, raw, preprocessor, part.start, part.stop, path=path, first_row=first_row)
+        yield stored(
+            job.format, raw, preprocessor, part.start, part.stop, path=path, first_row=first_row
+        )
 
 
 def write_rows(task: Task, *, job: Job) -> pa.Table:
@@ -85,7 +89,10 @@ def write_rows(task: Task, *, job: Job) -> pa.Table:
 def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) -> pa.Table:
     """Write the task's rows into a run file, sorted by their shuffled positions."""
     tables = list(_rows_of(task, job))
-    positions = Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row)) + first_row
+    positions = (
+        Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row))
+        + first_row
+    )
     with job.folder.disk_errors():
         write_run(tables, positions, job.run_path(task.number))
     return job.folder.done("scatter", task.number, {})
@@ -95,7 +102,9 @@ def gather_rows(task: Task, *, job: Job, runs: Sequence[int]) -> pa.Table:
     """Gather the task's row range from all run files and write it."""
     keep_freed_memory()
     job.folder.require()
-    rows = gather_runs([job.run_path(number) for number in runs], task.first_row, task.first_row + task.rows)
+    rows = gather_runs(
+        [job.run_path(number) for number in runs], task.first_row, task.first_row + task.rows
+    )
     starts = accumulate((part.rows for part in task.parts), initial=0)
     return _write(task, job, (rows.slice(start, stop - start) for start, stop in pairwise(starts)))
 
@@ -106,7 +115,9 @@ def _write(task: Task, job: Job, tables: Iterator[pa.Table]) -> pa.Table:
             result = _write_parquet(task, job, tables)
         else:
             result = {"ranges": _write_matrices(task, job, tables)}
-    return job.folder.done("write", task.number, {"number": task.number, "rows": task.rows, **result})
+    return job.folder.done(
+        "write", task.number, {"number": task.number, "rows": task.rows, **result}
+    )
 
 
 def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str, Any]:
@@ -135,7 +146,9 @@ def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[li
                 if not matrix.columns:
                     continue
                 if matrix.file not in opened:
-                    opened[matrix.file] = os.open(storage.join(job.folder.path, matrix.file), os.O_WRONLY)
+                    opened[matrix.file] = os.open(
+                        storage.join(job.folder.path, matrix.file), os.O_WRONLY
+                    )
                     stack.callback(os.close, opened[matrix.file])
                 rows = np.ascontiguousarray(matrix_of(table, matrix.name))
                 data = memoryview(rows.view(np.uint8).data).cast("B")
@@ -157,8 +170,10 @@ _POSITION = "rayrec.place"  # Run file column with the shuffled position of each
 
 
 class Permutation:
-    """Pseudorandom permutation of [0, size), computed row by row from the seed. A Feistel network over pairs of [0, a) x [0, b),
-    a b >= size, with cycle walking below `size` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
+    """Pseudorandom permutation of [0, size), computed row by row from the seed. A Feistel network
+    over pairs of [0, a) x [0, b), a b >= size, with cycle walking below `size` (Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002).
+    """
 
     def __init__(self, size: int, *, seed: int) -> None:
         self.size = size
@@ -169,7 +184,8 @@ class Permutation:
     def __call__(self, rows: np.ndarray) -> np.ndarray:
         """Return the position of each row, int64 [rows]. About 0.15 microseconds per row."""
         out = np.empty(len(rows), np.int64)
-        for start in range(0, len(rows), _CHUNK_ROWS):  # Keeps the state between rounds in the CPU cache.
+        # Keeps the state between rounds in the CPU cache.
+        for start in range(0, len(rows), _CHUNK_ROWS):
             positions = self._once(np.asarray(rows[start : start + _CHUNK_ROWS], np.uint64))
             outside = np.flatnonzero(positions >= self.size)
             while len(outside):
@@ -194,7 +210,11 @@ def write_run(tables: Sequence[pa.Table], positions: np.ndarray, path: str) -> N
     """Write rows and their target positions, sorted by position, atomically."""
     table = pa.concat_tables(tables).combine_chunks().append_column(_POSITION, pa.array(positions))
     table = table.take(pa.array(np.argsort(positions, kind="stable")))
-    with storage.writing(path) as local, pa.OSFile(local, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    with (
+        storage.writing(path) as local,
+        pa.OSFile(local, "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
         writer.write_table(table.combine_chunks())
 
 
@@ -205,7 +225,9 @@ def gather_runs(paths: Sequence[str], start: int, stop: int) -> pa.Table:
         with pa.memory_map(path) as source, pa.ipc.open_file(source) as run:
             batches = [run.get_batch(number) for number in range(run.num_record_batches)]
         for batch in batches:  # Memory-mapped: the search reads only the pages it touches.
-            low, high = np.searchsorted(batch.column(_POSITION).to_numpy(zero_copy_only=True), [start, stop])
+            low, high = np.searchsorted(
+                batch.column(_POSITION).to_numpy(zero_copy_only=True), [start, stop]
+            )
             if low < high:
                 slices.append(pa.Table.from_batches([batch.slice(low, high - low)]))
     table = pa.concat_tables(slices).combine_chunks()

@@ -1,4 +1,6 @@
-"""Writer of preprocessed datasets: a resumable job whose tasks encode segments to their places. dataset.json comes last."""
+"""Writer of preprocessed datasets: a resumable job whose tasks encode segments to their places.
+dataset.json comes last.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.logs.index import LogIndex, source_of, sources_in_order
 from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
-from rayrec.data.materialized.formats import FilePlan, check, create_files, finish_files, plan_files, row_bytes
+from rayrec.data.materialized.formats import (
+    FilePlan,
+    check,
+    create_files,
+    finish_files,
+    plan_files,
+    row_bytes,
+)
 from rayrec.data.materialized.write_tasks import Job, Task, gather_rows, scatter_rows, write_rows
 
 
@@ -32,7 +41,9 @@ class Output:
     """Row ranges by set name, as returned by Split. Parquet stores each set in a folder."""
     segments_per_task: int = 8
     shuffle: Literal["none", "full"] = "none"
-    """Shuffle mode. `full` puts the rows of `train` (without sets, all rows) in random order and leaves other sets unchanged."""
+    """Shuffle mode. `full` puts the rows of `train` (without sets, all rows) in random order and
+    leaves other sets unchanged.
+    """
     seed: int = 0
     """Shuffle seed."""
     labelled: bool = True
@@ -48,9 +59,11 @@ def preprocess(
     note: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and rows_per_s. The bytes do not
-    depend on engine or interruptions. `settings` are fields of Output. `progress` takes finished rows, `note` messages. Raises
-    InputError for an unsuitable format, an existing `out`, an unfinished job with other inputs, or a small disk."""
+    """Write a log to the new folder `out` and return rows, out, format, hash, bytes, seconds and
+    rows_per_s. The bytes do not depend on engine or interruptions. `settings` are fields of Output.
+    `progress` takes finished rows, `note` messages. Raises InputError for an unsuitable format, an
+    existing `out`, an unfinished job with other inputs, or a small disk.
+    """
     start_s = time.perf_counter()
     out, output = storage.absolute(out).rstrip("/"), Output(**settings)
     _check_target(index, out, output)
@@ -66,7 +79,11 @@ def preprocess(
         "shuffle": output.shuffle,
         "seed": output.seed if output.shuffle == "full" else None,
     }
-    job_inputs = {**identity, "log": _identity(index, sources), "segments_per_task": output.segments_per_task}
+    job_inputs = {
+        **identity,
+        "log": _identity(index, sources),
+        "segments_per_task": output.segments_per_task,
+    }
     schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
     with resumable_job(out, job_inputs, last_file=MANIFEST) as running:
         folder, saved = running.folder, storage.join(running.folder.path, "preprocessor")
@@ -76,7 +93,10 @@ def preprocess(
             with folder.disk_errors():
                 create_files(folder.path, layout.all_plans)
                 preprocessor.save(saved)
-        shared = put_preprocessor(preprocessor, engine) if isinstance(engine, StreamEngine) else saved  # Spark's tasks load it.
+        # Spark's tasks load it.
+        shared = (
+            put_preprocessor(preprocessor, engine) if isinstance(engine, StreamEngine) else saved
+        )
         job = Job(folder, output.format, schema, shared)
         replies = running.finished("write", layout.tasks)
         done = before = sum(of_task["rows"] for of_task in replies.values())
@@ -88,7 +108,11 @@ def preprocess(
             progress(done)
         results = [replies[task.number] for task in layout.tasks]
         if layout.plans:
-            files = finish_files(folder.path, layout.all_plans, (range_ for of_task in results for range_ in of_task["ranges"]))
+            files = finish_files(
+                folder.path,
+                layout.all_plans,
+                (range_ for of_task in results for range_ in of_task["ranges"]),
+            )
         else:
             files = [of_task["file"] for of_task in results]
         manifest = {
@@ -106,29 +130,41 @@ def preprocess(
         write_manifest(folder.path, manifest)
     seconds = time.perf_counter() - start_s
     size_bytes, speed = sum(file["bytes"] for file in files), (index.rows - before) / seconds
-    result = {"rows": index.rows, "out": out, "format": output.format, "hash": manifest["hash"], "bytes": size_bytes}
+    result = {
+        "rows": index.rows,
+        "out": out,
+        "format": output.format,
+        "hash": manifest["hash"],
+        "bytes": size_bytes,
+    }
     return {**result, "seconds": seconds, "rows_per_s": speed}
 
 
 def _check_target(index: LogIndex, out: str, output: Output) -> None:
     if index.is_preprocessed:
-        raise InputError(f"the log is preprocessed already, in format {index.format}. Use the raw log.")
+        raise InputError(
+            f"the log is preprocessed already, in format {index.format}. Use the raw log."
+        )
     if not index.rows:
         raise InputError("the log has no rows to write")
     if storage.is_url(out):
         if output.format != "parquet":
             raise InputError(
-                f"{out}: format {output.format} is written in place, which needs a file system. Set --out to a folder and copy "
-                "it there, or choose --format parquet."
+                f"{out}: format {output.format} is written in place, which needs a file system. "
+                "Set --out to a folder and copy it there, or choose --format parquet."
             )
         if output.shuffle != "none":
-            raise InputError(f"{out}: a full shuffle needs a file system. Set --out to a folder and copy it there.")
+            raise InputError(
+                f"{out}: a full shuffle needs a file system. Set --out to a folder and copy it "
+                "there."
+            )
 
 
 def _sources(index: LogIndex) -> list[storage.File]:
     paths = list(dict.fromkeys(segment.path for segment in index.segments))
     if index.format == "random":
-        return [storage.File(path, 0, 0) for path in paths]  # Each path has the log's rows and seed.
+        # Each path has the log's rows and seed.
+        return [storage.File(path, 0, 0) for path in paths]
     files = storage.find_files(paths)
     for path in paths:
         if path not in files:
@@ -141,10 +177,14 @@ def _identity(index: LogIndex, sources: Sequence[storage.File]) -> str:
     return json_hash([files, index.to_dict()])
 
 
-def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int, output: Output) -> None:
+def _check_disk(
+    work: str, layout: Layout, preprocessor: Preprocessor, rows: int, output: Output
+) -> None:
     """Check that the remaining output fits on the disk. Raises InputError."""
     # The Parquet size is unknown in advance. For Criteo it is a third of the plain size.
-    needed = sum(plan.size_bytes for plan in layout.all_plans) or rows * row_bytes(preprocessor) // 2
+    needed = (
+        sum(plan.size_bytes for plan in layout.all_plans) or rows * row_bytes(preprocessor) // 2
+    )
     if output.shuffle == "full":
         needed += sum(task.rows for task in layout.shuffled) * (row_bytes(preprocessor) + 8)
     needed += preprocessor.tokens.nbytes
@@ -153,12 +193,18 @@ def _check_disk(work: str, layout: Layout, preprocessor: Preprocessor, rows: int
     free = shutil.disk_usage(work).free
     if needed > free:
         raise InputError(
-            f"{work}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Free space or choose another --out."
+            f"{work}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free. Free "
+            "space or choose another --out."
         )
 
 
 def _run(
-    running: ResumableJob, engine: Engine, job: Job, layout: Layout, finished: set[int], output: Output
+    running: ResumableJob,
+    engine: Engine,
+    job: Job,
+    layout: Layout,
+    finished: set[int],
+    output: Output,
 ) -> Iterator[dict[str, Any]]:
     """Run the unfinished tasks and yield their results."""
     moved = layout.shuffled if output.shuffle == "full" else []
@@ -170,7 +216,9 @@ def _run(
     if not later:
         return
     rows = sum(task.rows for task in moved)
-    scatter = functools.partial(scatter_rows, job=job, first_row=moved[0].first_row, rows=rows, seed=output.seed)
+    scatter = functools.partial(
+        scatter_rows, job=job, first_row=moved[0].first_row, rows=rows, seed=output.seed
+    )
     for _ in running.run("scatter", scatter, moved, engine):
         pass
     gather = functools.partial(gather_rows, job=job, runs=[task.number for task in moved])
@@ -178,7 +226,9 @@ def _run(
 
 
 MAX_SHUFFLE_TASKS = 1024
-"""Maximum number of tasks in each phase of a full shuffle. Each gather task reads from all scatter tasks."""
+"""Maximum number of tasks in each phase of a full shuffle. Each gather task reads from all scatter
+tasks.
+"""
 _ENDINGS = re.compile(r"\.(txt|tsv|csv|log)$")
 
 
@@ -204,7 +254,9 @@ class Layout:
         return [task for task in self.tasks if task.set in ("train", "all")]
 
     def manifest(self, index: LogIndex) -> dict[str, Any]:
-        """Return the manifest entries that readers need, with [file number, first row, end row, row count] of each segment."""
+        """Return the manifest entries that readers need, with [file number, first row, end row, row
+        count] of each segment.
+        """
         number_of = {path: number for number, path in enumerate(self.raw_files)}
         done = [0] * len(self.raw_files)
         segments = []
@@ -216,7 +268,10 @@ class Layout:
         return {
             "raw_files": [storage.name_of(path) for path in self.raw_files],
             "file_rows": self.file_rows,
-            "matrices": [[list(vars(matrix).values()) for plan in plans for matrix in plan.matrices] for plans in self.plans],
+            "matrices": [
+                [list(vars(matrix).values()) for plan in plans for matrix in plan.matrices]
+                for plans in self.plans
+            ],
             "segments": segments,
         }
 
@@ -232,12 +287,17 @@ def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layo
     plans: list[list[FilePlan]] = []
     if output.format != "parquet":
         stems = _stems(raw_files)
-        plans = [plan_files(output.format, preprocessor, stem, rows) for stem, rows in zip(stems, file_rows, strict=True)]
+        plans = [
+            plan_files(output.format, preprocessor, stem, rows)
+            for stem, rows in zip(stems, file_rows, strict=True)
+        ]
     return Layout(raw_files, file_rows, plans, _tasks(index, raw_files, plans, output))
 
 
 def _stems(paths: Sequence[str]) -> list[str]:
-    """Return a unique output name prefix for each raw file: day_0, train, or with a number for duplicates."""
+    """Return a unique output name prefix for each raw file: day_0, train, or with a number for
+    duplicates.
+    """
     stems: dict[str, None] = {}
     numbers: dict[str, int] = {}
     for path in paths:
@@ -252,13 +312,18 @@ def _stems(paths: Sequence[str]) -> list[str]:
 
 
 def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[str, int, int]]:
-    """Return (set, first row, end row) in log order. Rows outside all sets belong to the set `other`."""
+    """Return (set, first row, end row) in log order. Rows outside all sets belong to the set
+    `other`.
+    """
     if sets is None:
         return [("all", 0, rows)]
     ranges, done = [], 0
     for name, (start, stop) in sorted(sets.items(), key=lambda item: item[1]):
         if start < done or stop > rows or start > stop:
-            raise InputError(f"sets: rows {start}-{stop} of {name} overlap other sets or exceed the log of {rows} rows")
+            raise InputError(
+                f"sets: rows {start}-{stop} of {name} overlap other sets or exceed the log of "
+                f"{rows} rows"
+            )
         if start > done:
             ranges.append(("other", done, start))
         if start < stop:
@@ -267,7 +332,9 @@ def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[st
     return [*ranges, ("other", done, rows)] if done < rows else ranges
 
 
-def _tasks(index: LogIndex, raw_files: Sequence[str], plans: Sequence[Sequence[FilePlan]], output: Output) -> list[Task]:
+def _tasks(
+    index: LogIndex, raw_files: Sequence[str], plans: Sequence[Sequence[FilePlan]], output: Output
+) -> list[Task]:
     number_of = {path: number for number, path in enumerate(raw_files)}
     matrices = [tuple(matrix for plan in of_file for matrix in plan.matrices) for of_file in plans]
     first_rows: dict[str, int] = {}

@@ -1,6 +1,8 @@
-"""Token blocks in MDS shards: written by MosaicML streaming, which only this file imports, and read without it.
-`storage.cache.ShardCache` keeps fetched shards: the processes of a node share files. The first one to need a shard fetches it
-under a lock, which is released if it dies. Rows have a fixed size and are copied from mapped files without decoding."""
+"""Token blocks in MDS shards: written by MosaicML streaming, which only this file imports, and read
+without it. `storage.cache.ShardCache` keeps fetched shards: the processes of a node share files.
+The first one to need a shard fetches it under a lock, which is released if it dies. Rows have a
+fixed size and are copied from mapped files without decoding.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ LENGTHS: Final = "lengths"
 """Batch key of the token counts of padded rows, int64 [rows]."""
 Layout = Literal["equal", "pack", "pad"]
 _HASHES: Final = ("xxh3_64", "xxh64", "sha1", "sha256", "md5")
-"""Checksum algorithms in order of preference. Shards are checked with the first one in their index."""
+"""Checksum algorithms in order of preference. Shards are checked with the first one in their
+index.
+"""
 _ENCODING: Final = re.compile(r"ndarray(?::(uint8|uint16|uint32|int32|int64)(?::(\d+))?)?")
 _DTYPES: Final = {8: "uint8", 16: "uint16", 32: "uint32", 33: "int32", 65: "int64"}
-"""Token dtypes by the type code that streaming writes before an array if the encoding has no dtype."""
+"""Token dtypes by the type code that streaming writes before an array if the encoding has no
+dtype.
+"""
 _OPEN_SHARDS: Final = 256
 """Maximum number of mapped shards. Each uses a file descriptor."""
 _NUM_DOWNLOADS: Final = 4
@@ -89,18 +95,25 @@ class TokenColumn:
     block_size: int
     """Number of tokens in every row, or in every block made of rows."""
     layout: Layout = "equal"
-    """Blocks of training. equal: rows; pack: rows of a shard joined, then cut; pad: rows padded or cut to block_size."""
+    """Blocks of training. equal: rows; pack: rows of a shard joined, then cut; pad: rows padded or
+    cut to block_size.
+    """
     end_token: int | None = None
     """Token inserted after packed rows that do not end with it. None: rows are joined unchanged."""
     blocks: Sequence[int] = ()
     """Number of blocks in each shard, if packed or padded."""
 
     def blocks_of(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Pack or pad the tokens of a shard's rows into int32 [blocks, block_size]. Padded ones begin with their length."""
+        """Pack or pad the tokens of a shard's rows into int32 [blocks, block_size]. Padded ones
+        begin with their length.
+        """
         size = self.block_size
         if self.layout == "pack":
             if self.end_token is not None:
-                rows = [row if row[-1:] == self.end_token else np.append(row, self.end_token) for row in rows]
+                rows = [
+                    row if row[-1:] == self.end_token else np.append(row, self.end_token)
+                    for row in rows
+                ]
             joined = np.concatenate(rows)
             return joined[: len(joined) // size * size].reshape(-1, size).astype("<i4")
         blocks = np.zeros((len(rows), 1 + size), "<i4")
@@ -120,90 +133,148 @@ class Index:
 
     @classmethod
     def parse(cls, content: bytes, path: str) -> Index:
-        """Parse the content of the index file at `path`. Raises InputError if it is not an index of MDS shards."""
+        """Parse the content of the index file at `path`. Raises InputError if it is not an index of
+        MDS shards.
+        """
         try:
             index = json.loads(content)
             shards = tuple(map(_shard, index["shards"])) if index["version"] == 2 else ()
             layouts = {
-                tuple(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
+                tuple(
+                    zip(
+                        shard["column_names"],
+                        shard["column_encodings"],
+                        shard["column_sizes"],
+                        strict=True,
+                    )
+                )
                 for shard in index["shards"]
             }
             formats = {shard["format"] for shard in index["shards"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}: not an index of MDS shards, or damaged ({error!r})") from None
-        if not shards or any(os.path.basename(shard.name) != shard.name or shard.rows < 1 for shard in shards):
-            raise InputError(f"{path}: must name shards in its folder that have rows. Prepare the text again.")
+            raise InputError(
+                f"{path}: not an index of MDS shards, or damaged ({error!r})"
+            ) from None
+        if not shards or any(
+            os.path.basename(shard.name) != shard.name or shard.rows < 1 for shard in shards
+        ):
+            raise InputError(
+                f"{path}: must name shards in its folder that have rows. Prepare the text again."
+            )
         if formats != {"mds"} or len(layouts) > 1:
-            raise InputError(f"{path}: its shards must all have format mds and the same columns. Write them again.")
+            raise InputError(
+                f"{path}: its shards must all have format mds and the same columns. Write them "
+                "again."
+            )
         return cls(shards, layouts.pop())
 
     def default_column(self, path: str) -> TokenColumn:
-        """Return the token column of a set written by rayrec. Raises InputError for a set of another program."""
+        """Return the token column of a set written by rayrec. Raises InputError for a set of
+        another program.
+        """
         (name, encoding, _), *extra = self.columns
         match = _ENCODING.fullmatch(encoding)
         if name != COLUMN or extra or match is None or match[2] is None:
             described = ", ".join(f"{column} ({kind})" for column, kind, _ in self.columns)
             raise InputError(
-                f"{path}: its shards have {described}, but rayrec writes '{COLUMN}' of fixed length. Make a folder of "
-                "another program usable with `rayrec adopt`."
+                f"{path}: its shards have {described}, but rayrec writes '{COLUMN}' of fixed "
+                "length. Make a folder of another program usable with `rayrec adopt`."
             )
         return TokenColumn(COLUMN, np.dtype(match[1]).newbyteorder("<").str, int(match[2]))
 
     def find_column(self, name: str | None, path: str) -> tuple[str, str]:
-        """Find (name, encoding) of the token column: `name`, tokens, input_ids, or the only one. Raises InputError without
-        one."""
+        """Find (name, encoding) of the token column: `name`, tokens, input_ids, or the only one.
+        Raises InputError without one.
+        """
         encodings = {column: encoding for column, encoding, _ in self.columns}
         guesses = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
-        selected = name or (guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None)
+        selected = name or (
+            guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None
+        )
         described = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
         if selected not in encodings:
             hint = f", {name} not found" if name else ""
-            raise InputError(f"{path}: its rows have {described}. Name the token column with --column{hint}.")
+            raise InputError(
+                f"{path}: its rows have {described}. Name the token column with --column{hint}."
+            )
         encoding = encodings[selected]
         if encoding == "str":
             raise InputError(
-                f"{path}: column {selected} is text, not tokens. Write the text into a file, one document per line, and run "
-                "`rayrec preprocess FILE --format mds`."
+                f"{path}: column {selected} is text, not tokens. Write the text into a file, one "
+                "document per line, and run `rayrec preprocess FILE --format mds`."
             )
         if encoding != "bytes" and _ENCODING.fullmatch(encoding) is None:
-            raise InputError(f"{path}: column {selected}: token type must be ndarray of integers or bytes, got {encoding}")
+            raise InputError(
+                f"{path}: column {selected}: token type must be ndarray of integers or bytes, got "
+                f"{encoding}"
+            )
         return selected, encoding
 
     def measure(self, content: mmap.mmap, name: str, bytes_dtype: str, path: str) -> TokenColumn:
-        """Infer the token column from the first row of a shard. `bytes_dtype` is the token dtype of a bytes column."""
+        """Infer the token column from the first row of a shard. `bytes_dtype` is the token dtype of
+        a bytes column.
+        """
         start, _ = np.frombuffer(content, "<u4", 2, 4).tolist()
         _, size, _, dtype = self._locate_tokens(content, start, name, bytes_dtype, path)
         if not size or size % dtype.itemsize:
-            raise InputError(f"{path}: column {name}: {size} bytes are not a row of {dtype}. Set --token-dtype.")
+            raise InputError(
+                f"{path}: column {name}: {size} bytes are not a row of {dtype}. Set --token-dtype."
+            )
         return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
 
     def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
-        """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if damaged or with unequal rows."""
+        """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if
+        damaged or with unequal rows.
+        """
         starts, dtype = _starts(content, shard, path), np.dtype(column.dtype)
-        first, size, head, stored_dtype = self._locate_tokens(content, int(starts[0]), column.name, column.dtype, path)
+        first, size, head, stored_dtype = self._locate_tokens(
+            content, int(starts[0]), column.name, column.dtype, path
+        )
         row_bytes = int(starts[1] - starts[0])
-        same = stored_dtype == dtype and size == column.block_size * dtype.itemsize and not (np.diff(starts) != row_bytes).any()
+        same = (
+            stored_dtype == dtype
+            and size == column.block_size * dtype.itemsize
+            and not (np.diff(starts) != row_bytes).any()
+        )
         if same and head:
-            heads = np.ndarray((shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1))
+            heads = np.ndarray(
+                (shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1)
+            )
             same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
         if not same:
             raise different_rows(path, column.block_size, column.dtype)
-        return np.ndarray((shard.rows, column.block_size), dtype, content, int(starts[0]) + first, (row_bytes, dtype.itemsize))
+        return np.ndarray(
+            (shard.rows, column.block_size),
+            dtype,
+            content,
+            int(starts[0]) + first,
+            (row_bytes, dtype.itemsize),
+        )
 
-    def unequal_rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> list[np.ndarray]:
+    def unequal_rows(
+        self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str
+    ) -> list[np.ndarray]:
         """Return the tokens of each row of a mapped shard, int64. Raises InputError if damaged."""
         rows = []
         for start in _starts(content, shard, path)[:-1].tolist():
-            first, size, _, dtype = self._locate_tokens(content, start, column.name, column.dtype, path)
+            first, size, _, dtype = self._locate_tokens(
+                content, start, column.name, column.dtype, path
+            )
             if size % dtype.itemsize or start + first + size > shard.size_bytes:
                 raise damaged(path, f"column {column.name}: {size} bytes are not a row of {dtype}")
-            rows.append(np.frombuffer(content, dtype, size // dtype.itemsize, start + first).astype(np.int64))
+            rows.append(
+                np.frombuffer(content, dtype, size // dtype.itemsize, start + first).astype(
+                    np.int64
+                )
+            )
         return rows
 
     def _locate_tokens(
         self, content: mmap.mmap, start: int, name: str, bytes_dtype: str, path: str
     ) -> tuple[int, int, list[tuple[int, int]], np.dtype[Any]]:
-        """Locate the tokens of the row at byte `start`: (offset in the row, byte count, ranges of the layout header, dtype)."""
+        """Locate the tokens of the row at byte `start`: (offset in the row, byte count, ranges of
+        the layout header, dtype).
+        """
         variable = sum(not size for _, _, size in self.columns)
         sizes = iter(np.frombuffer(content, "<u4", variable, start).tolist())
         at = 4 * variable
@@ -226,22 +297,34 @@ class Index:
                 prefix += 1 + (shape >> 2) * (1 << (shape & 3))
             if dtype is None:
                 raise InputError(f"{path}: column {name}: tokens must be arrays of integers")
-            return prefix, size - (prefix - at), [*head, *([(at, prefix)] if prefix > at else [])], np.dtype(dtype)
+            return (
+                prefix,
+                size - (prefix - at),
+                [*head, *([(at, prefix)] if prefix > at else [])],
+                np.dtype(dtype),
+            )
         raise AssertionError(name)
 
 
 def different_rows(path: str, block_size: int, dtype: str) -> InputError:
     return InputError(
-        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)} at the same offset. Adopt them with --rows pack or "
-        "--rows pad."
+        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)} at the same offset. "
+        "Adopt them with --rows pack or --rows pad."
     )
 
 
 def _starts(content: mmap.mmap, shard: Shard, path: str) -> np.ndarray:
-    """Return the offset of each row of a mapped shard, and its size, int64 [rows + 1]. Raises InputError if damaged."""
+    """Return the offset of each row of a mapped shard, and its size, int64 [rows + 1]. Raises
+    InputError if damaged.
+    """
     count = int(np.frombuffer(content, "<u4", 1)[0])
     starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
-    if count != shard.rows or starts[-1] != shard.size_bytes or starts[0] <= 0 or (np.diff(starts) <= 0).any():
+    if (
+        count != shard.rows
+        or starts[-1] != shard.size_bytes
+        or starts[0] <= 0
+        or (np.diff(starts) <= 0).any()
+    ):
         raise damaged(path, f"does not have {shard.rows:,} rows")
     return starts
 
@@ -254,10 +337,14 @@ def _shard(info: Mapping[str, Any]) -> Shard:
     raw, packed = info["raw_data"], None
     if info["compression"] is not None:
         file = info["zip_data"]
-        packed = Packed(str(file["basename"]), str(info["compression"]), int(file["bytes"]), _checksum(file))
+        packed = Packed(
+            str(file["basename"]), str(info["compression"]), int(file["bytes"]), _checksum(file)
+        )
         if os.path.basename(packed.name) != packed.name:
             raise ValueError(packed.name)
-    return Shard(str(raw["basename"]), int(info["samples"]), int(raw["bytes"]), _checksum(raw), packed)
+    return Shard(
+        str(raw["basename"]), int(info["samples"]), int(raw["bytes"]), _checksum(raw), packed
+    )
 
 
 def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -268,14 +355,19 @@ _import_lock: Final = threading.Lock()
 
 
 def load_streaming() -> ModuleType:
-    """Import streaming without its vision, text and multimodal datasets, which import torchvision, whose pip build crashes with a
-    CPU build of torch. The caller can still import them. Raises InputError if not installed."""
+    """Import streaming without its vision, text and multimodal datasets, which import torchvision,
+    whose pip build crashes with a CPU build of torch. The caller can still import them. Raises
+    InputError if not installed.
+    """
     require("streaming", extra="language")
     with _import_lock:
         if "streaming" in sys.modules:
             return importlib.import_module("streaming")
         # Empty modules in their place while the package is imported.
-        empty = {f"streaming.{name}": ModuleType(f"streaming.{name}") for name in ("vision", "text", "multimodal")}
+        empty = {
+            f"streaming.{name}": ModuleType(f"streaming.{name}")
+            for name in ("vision", "text", "multimodal")
+        }
         sys.modules.update(empty)
         try:
             streaming = importlib.import_module("streaming")
@@ -288,11 +380,15 @@ def load_streaming() -> ModuleType:
 
 
 def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
-    """Write tokens [rows, block_size], uint16 or uint32, as a shard, atomically and reproducibly. Return its index entry."""
+    """Write tokens [rows, block_size], uint16 or uint32, as a shard, atomically and reproducibly.
+    Return its index entry.
+    """
     streaming = load_streaming()
     columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
     with storage.Scratch("shard") as folder:
-        with streaming.MDSWriter(out=folder, columns=columns, hashes=["xxh64"], size_limit=None) as writer:
+        with streaming.MDSWriter(
+            out=folder, columns=columns, hashes=["xxh64"], size_limit=None
+        ) as writer:
             for row in tokens:
                 writer.write({COLUMN: row})
         (info,) = storage.read_json(os.path.join(folder, INDEX))["shards"]
@@ -309,23 +405,30 @@ def write_index(folder: str, shards: Sequence[Mapping[str, Any]]) -> None:
 
 @final
 class TokenRows:
-    """RowSource over a folder of shards (with index.json, local or at a URL), with tokens int64 [n, block_size].
+    """RowSource over a folder of shards (with index.json, local or at a URL), with tokens int64 [n,
+    block_size].
 
-    Remote and compressed shards are cached, unpacked, in a folder shared by the processes of a node, so that each is fetched
-    once. Shards are checked against the index before use. Create it in the process that reads: it cannot be pickled. One thread
-    reads; another may call `will_read`.
+    Remote and compressed shards are cached, unpacked, in a folder shared by the processes of a
+    node, so that each is fetched once. Shards are checked against the index before use. Create it
+    in the process that reads: it cannot be pickled. One thread reads; another may call `will_read`.
 
     Args:
         path: Folder of the set.
         column: Token column of a set written by another program. None for a set of rayrec.
         cache_folder: Shard cache. None uses `shards` in $RAYREC_CACHE, else in ~/.cache/rayrec.
-        cache_bytes: Maximum cache size of this set. Beyond it, the least recently used shards that are not in use are removed.
+        cache_bytes: Maximum cache size of this set. Beyond it, the least recently used shards that
+            are not in use are removed.
 
     Raises InputError if the folder cannot be read.
     """
 
     def __init__(
-        self, path: str, *, column: TokenColumn | None = None, cache_folder: str | None = None, cache_bytes: int | None = None
+        self,
+        path: str,
+        *,
+        column: TokenColumn | None = None,
+        cache_folder: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         path = storage.absolute(path).rstrip("/")
         content = storage.read_bytes(storage.join(path, INDEX))
@@ -349,12 +452,20 @@ class TokenRows:
         self._cache: ShardCache | None = None
         self._max_open = _OPEN_SHARDS
         self._ahead: ThreadPoolExecutor | None = None
-        if storage.is_url(path) or column.layout != "equal" or any(shard.packed for shard in index.shards):
+        if (
+            storage.is_url(path)
+            or column.layout != "equal"
+            or any(shard.packed for shard in index.shards)
+        ):
             sizes_bytes = {shard.name: shard.size_bytes for shard in self._shards}
             folder = cache_folder or os.path.join(cache.folder(), "shards")
-            self._cache = ShardCache(path, index=content, sizes_bytes=sizes_bytes, folder=folder, limit_bytes=cache_bytes)
+            self._cache = ShardCache(
+                path, index=content, sizes_bytes=sizes_bytes, folder=folder, limit_bytes=cache_bytes
+            )
             if cache_bytes is not None:  # Mapped shards cannot be evicted.
-                self._max_open = min(_OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // MIN_FILES)
+                self._max_open = min(
+                    _OPEN_SHARDS, cache_bytes // max(sizes_bytes.values()) // MIN_FILES
+                )
             self._folder = self._cache.folder
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
         self._bounds = np.cumsum([0, *self.chunk_rows])
@@ -369,17 +480,25 @@ class TokenRows:
         raise TypeError("TokenRows cannot be pickled: create it in the process that reads")
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Read rows in the given order, with LENGTHS if 0-padded. Raises InputError for a bad shard, OSError in an outage."""
+        """Read rows in the given order, with LENGTHS if 0-padded. Raises InputError for a bad
+        shard, OSError in an outage.
+        """
         padded = self._column.layout == "pad"
         rows = np.empty((len(indices), self.block_size + padded), np.int64)
         shards = self._shards_of(indices)
         for shard in np.unique(shards).tolist():
             matches = np.flatnonzero(shards == shard)
             rows[matches] = self._rows_of(shard)[indices[matches] - self._bounds[shard]]
-        return {COLUMN: np.ascontiguousarray(rows[:, 1:]), LENGTHS: rows[:, 0].copy()} if padded else {COLUMN: rows}
+        return (
+            {COLUMN: np.ascontiguousarray(rows[:, 1:]), LENGTHS: rows[:, 0].copy()}
+            if padded
+            else {COLUMN: rows}
+        )
 
     def will_read(self, indices: np.ndarray) -> None:
-        """Fetch the shards of these rows in the background. `read` retries failures and raises them."""
+        """Fetch the shards of these rows in the background. `read` retries failures and raises
+        them.
+        """
         if self._ahead is None:
             return
         for shard in np.unique(self._shards_of(indices)).tolist():
@@ -417,7 +536,9 @@ class TokenRows:
                 _logger.warning("Fetching a shard again: %s", error)
                 self._cache.remove(self._index.shards[number].name)
             self._fetch(number)
-        raise InputError(f"{self._folder}: shards are evicted as fast as they arrive. Increase cache_bytes.")
+        raise InputError(
+            f"{self._folder}: shards are evicted as fast as they arrive. Increase cache_bytes."
+        )
 
     def _map(self, number: int) -> np.ndarray:
         """Map a shard. Raises FileNotFoundError if it has not been fetched."""
@@ -435,26 +556,36 @@ class TokenRows:
         return self._index.rows(content, shard, self._column, path)
 
     def _fetch(self, number: int) -> None:
-        """Fetch a shard into the folder unless present. Waits if another thread or process is fetching it."""
+        """Fetch a shard into the folder unless present. Waits if another thread or process is
+        fetching it.
+        """
         shard = self._index.shards[number]
         if self._cache is None:
-            raise InputError(f"{self._folder}/{shard.name}: not found. Copy it there or prepare the text again.")
+            raise InputError(
+                f"{self._folder}/{shard.name}: not found. Copy it there or prepare the text again."
+            )
 
         def check(local: str) -> None:
             map_shard(local, self._shards[number], storage.join(self._path, shard.name))
 
         def blocks() -> Iterator[bytes]:
             with opened_shard(self._path, shard) as (content, path):
-                yield self._column.blocks_of(self._index.unequal_rows(content, shard, self._column, path)).tobytes()
+                yield self._column.blocks_of(
+                    self._index.unequal_rows(content, shard, self._column, path)
+                ).tobytes()
 
-        read = blocks if self._column.layout != "equal" else partial(shard_content, self._path, shard)
+        read = (
+            blocks if self._column.layout != "equal" else partial(shard_content, self._path, shard)
+        )
         fetched_bytes = self._cache.fetch(shard.name, check, read)
         with self._count_lock:
             self.downloaded_bytes += fetched_bytes
 
 
 def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
-    """Read a shard from a folder, local or at a URL, and unpack it. Raises InputError if a compressed file is damaged."""
+    """Read a shard from a folder, local or at a URL, and unpack it. Raises InputError if a
+    compressed file is damaged.
+    """
     packed = shard.packed
     if packed is None:
         yield from storage.read_stream(storage.join(folder, shard.name))
@@ -462,7 +593,9 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
     path = storage.join(folder, packed.name)
     content = storage.read_bytes(path)
     if len(content) != packed.size_bytes:
-        raise damaged(path, f"size must be {packed.size_bytes:,} bytes by its index, got {len(content):,}")
+        raise damaged(
+            path, f"size must be {packed.size_bytes:,} bytes by its index, got {len(content):,}"
+        )
     _check_bytes(content, packed.checksum, path)
     algorithm = packed.algorithm.partition(":")[0]  # Without the level.
     if algorithm not in _PACKED:
@@ -479,7 +612,9 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
 
 @contextmanager
 def opened_shard(folder: str, shard: Shard) -> Iterator[tuple[mmap.mmap, str]]:
-    """Check, map and yield a shard, packed or plain, with its path. Raises InputError if missing or damaged."""
+    """Check, map and yield a shard, packed or plain, with its path. Raises InputError if missing or
+    damaged.
+    """
     path = storage.join(folder, shard.packed.name if shard.packed else shard.name)
     if not storage.exists(path):
         raise InputError(f"{path}: file not found. Copy it there")
@@ -492,8 +627,10 @@ def opened_shard(folder: str, shard: Shard) -> Iterator[tuple[mmap.mmap, str]]:
 
 
 def scan_shard(shard: Shard, *, folder: str, index: Index, column: TokenColumn) -> pa.Table:
-    """Check a shard in a data task. The reply has `dtype` and `block_size` (measured for equal rows), the smallest and largest
-    token, and the numbers of `blocks`, their `tokens`, and tokens `left_out`. Raises InputError for an unsuitable shard."""
+    """Check a shard in a data task. The reply has `dtype` and `block_size` (measured for equal
+    rows), the smallest and largest token, and the numbers of `blocks`, their `tokens`, and tokens
+    `left_out`. Raises InputError for an unsuitable shard.
+    """
     with opened_shard(folder, shard) as (content, path):
         if column.layout == "equal":
             column = index.measure(content, column.name, column.dtype, path)
@@ -503,9 +640,20 @@ def scan_shard(shard: Shard, *, folder: str, index: Index, column: TokenColumn) 
             rows = index.unequal_rows(content, shard, column, path)
             tokens, blocks = np.concatenate(rows), column.blocks_of(rows)
             num_tokens = int(blocks[:, 0].sum()) if column.layout == "pad" else blocks.size
-        reply = {"dtype": column.dtype, "block_size": column.block_size, "min": int(tokens.min(initial=0))}
+        reply = {
+            "dtype": column.dtype,
+            "block_size": column.block_size,
+            "min": int(tokens.min(initial=0)),
+        }
         reply["max"] = int(tokens.max(initial=0))
-        return json_reply({**reply, "blocks": len(blocks), "tokens": num_tokens, "left_out": max(0, tokens.size - num_tokens)})
+        return json_reply(
+            {
+                **reply,
+                "blocks": len(blocks),
+                "tokens": num_tokens,
+                "left_out": max(0, tokens.size - num_tokens),
+            }
+        )
 
 
 def map_shard(local: str, shard: Shard, path: str | None = None) -> mmap.mmap:
@@ -519,7 +667,9 @@ def map_shard(local: str, shard: Shard, path: str | None = None) -> mmap.mmap:
 def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes != shard.size_bytes or size_bytes < 4 * (shard.rows + 2):
-        raise damaged(path, f"size must be {shard.size_bytes:,} bytes by its index, got {size_bytes:,}")
+        raise damaged(
+            path, f"size must be {shard.size_bytes:,} bytes by its index, got {size_bytes:,}"
+        )
     return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
 

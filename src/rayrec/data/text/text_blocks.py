@@ -22,7 +22,9 @@ VERSION: Final = 1
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """Folder written by `rayrec preprocess --format mds`, or an adopted folder of another program's shards."""
+    """Folder written by `rayrec preprocess --format mds`, or an adopted folder of another program's
+    shards.
+    """
 
     path: str
     block_size: int
@@ -57,14 +59,18 @@ class TokenFolder:
 
 
 def sets_of_shards(path: str) -> dict[str, str]:
-    """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to `path`. The folder itself is
-    train (""), or it contains train and possibly one of validation, val, valid, eval and test. Empty without shards."""
+    """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to
+    `path`. The folder itself is train (""), or it contains train and possibly one of validation,
+    val, valid, eval and test. Empty without shards.
+    """
     if storage.exists(storage.join(path, INDEX)):
         return {"train": ""}
     if not storage.exists(storage.join(path, "train", INDEX)):
         return {}
     names = ("validation", "val", "valid", "eval", "test")
-    validation = next((name for name in names if storage.exists(storage.join(path, name, INDEX))), None)
+    validation = next(
+        (name for name in names if storage.exists(storage.join(path, name, INDEX))), None
+    )
     return {"train": "train", "validation": validation} if validation else {"train": "train"}
 
 
@@ -75,14 +81,21 @@ def is_tokens(path: str) -> bool:
 
 
 def open_tokens(path: str) -> TokenFolder:
-    """Open prepared text at a path or URL. Raises InputError if it is not found or has another version."""
+    """Open prepared text at a path or URL. Raises InputError if it is not found or has another
+    version.
+    """
     path = storage.absolute(path).rstrip("/")
     manifest = storage.join(path, MANIFEST)
     if not storage.exists(manifest):
-        raise InputError(f"{path}: {MANIFEST} not found. Make it with `rayrec preprocess TEXT --format mds --out {path}`.")
+        raise InputError(
+            f"{path}: {MANIFEST} not found. Make it with `rayrec preprocess TEXT --format mds "
+            f"--out {path}`."
+        )
     content = storage.read_json(manifest)
     if _format(content) != FORMAT or content.get("version") != VERSION:
-        raise InputError(f"{manifest}: must be of prepared text, version {VERSION}. Prepare the text again.")
+        raise InputError(
+            f"{manifest}: must be of prepared text, version {VERSION}. Prepare the text again."
+        )
     return TokenFolder(
         path=path,
         block_size=content["block_size"],
@@ -93,7 +106,11 @@ def open_tokens(path: str) -> TokenFolder:
         sets={name: entry["blocks"] for name, entry in content["sets"].items()},
         hash=content["hash"],
         set_folders={name: entry.get("folder", name) for name, entry in content["sets"].items()},
-        columns={name: TokenColumn(**entry["column"]) for name, entry in content["sets"].items() if "column" in entry},
+        columns={
+            name: TokenColumn(**entry["column"])
+            for name, entry in content["sets"].items()
+            if "column" in entry
+        },
     )
 
 
@@ -102,9 +119,11 @@ def _format(manifest: Any) -> str | None:
 
 
 def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) -> RowSource:
-    """Tokenise plain or gzip text (file, glob or folder, local or at a URL) into rows {tokens int64 [n, block_size]} in memory.
-    `tokenizer` is a folder. Tokens equal those of `rayrec preprocess` with the same sizes; an incomplete last row is dropped.
-    Raises InputError if no text is found, it is shorter than a row, or it cannot be tokenised."""
+    """Tokenise plain or gzip text (file, glob or folder, local or at a URL) into rows {tokens int64
+    [n, block_size]} in memory. `tokenizer` is a folder. Tokens equal those of `rayrec preprocess`
+    with the same sizes; an incomplete last row is dropped. Raises InputError if no text is found,
+    it is shorter than a row, or it cannot be tokenised.
+    """
     loaded = load_tokenizer(tokenizer)
     token_arrays: list[np.ndarray] = []
     for file in storage.list_files(path):
@@ -115,7 +134,9 @@ def text_rows(path: str, *, tokenizer: str, block_size: int, part_bytes: int) ->
     tokens = np.concatenate([np.empty(0, np.int64), *token_arrays]).astype(np.int64)
     rows = len(tokens) // block_size
     if not rows:
-        raise InputError(f"{path}: {len(tokens):,} tokens are less than one row of {block_size}. Use more text.")
+        raise InputError(
+            f"{path}: {len(tokens):,} tokens are less than one row of {block_size}. Use more text."
+        )
     return ArrayRows({COLUMN: tokens[: rows * block_size].reshape(rows, block_size)})
 
 
@@ -143,7 +164,9 @@ class TextPart:
     size_bytes: int
     """File size."""
     follows: bool
-    """Whether to insert an end-of-text token before this part, because it begins a file that is not the first of its set."""
+    """Whether to insert an end-of-text token before this part, because it begins a file that is not
+    the first of its set.
+    """
 
 
 @dataclass(frozen=True)
@@ -156,7 +179,9 @@ class Source:
 
 
 def cut(read: Read, size_bytes: int, position: int) -> int:
-    """Return the first line start, or the text's end, from `position` on; in lines over LINE_BYTES, the first character start."""
+    """Return the first line start, or the text's end, from `position` on; in lines over LINE_BYTES,
+    the first character start.
+    """
     if position <= 0 or position >= size_bytes:
         return min(max(position, 0), size_bytes)
     offset = position - 1
@@ -172,8 +197,12 @@ def cut(read: Read, size_bytes: int, position: int) -> int:
     return position + next((i for i, byte in enumerate(around) if byte & 0xC0 != 0x80), 0)
 
 
-def parts_of(sources: Sequence[Source], *, validation_fraction: float, part_bytes: int) -> list[TextPart]:
-    """Split the text into parts, in order. The last `validation_fraction` of its bytes becomes the set `validation`."""
+def parts_of(
+    sources: Sequence[Source], *, validation_fraction: float, part_bytes: int
+) -> list[TextPart]:
+    """Split the text into parts, in order. The last `validation_fraction` of its bytes becomes the
+    set `validation`.
+    """
     total = sum(source.size_bytes for source in sources)
     validation_start = total if validation_fraction == 0 else int(total * (1 - validation_fraction))
     parts: list[TextPart] = []
@@ -186,7 +215,18 @@ def parts_of(sources: Sequence[Source], *, validation_fraction: float, part_byte
             edges = [first, *inner, last] if first < last else []
             for start, stop in itertools.pairwise(edges):
                 follows = start == 0 and name in started_sets
-                parts.append(TextPart(len(parts), name, source.path, source.name, start, stop, source.size_bytes, follows))
+                parts.append(
+                    TextPart(
+                        len(parts),
+                        name,
+                        source.path,
+                        source.name,
+                        start,
+                        stop,
+                        source.size_bytes,
+                        follows,
+                    )
+                )
                 started_sets.add(name)
         before += source.size_bytes
     return parts
@@ -204,25 +244,29 @@ def read_part(part: TextPart) -> str:
 
 
 def decode(content: bytes, name: str, start: int) -> str:
-    """Decode bytes that begin at byte `start` of file `name`. Raises InputError if they are not UTF-8."""
+    """Decode bytes that begin at byte `start` of file `name`. Raises InputError if they are not
+    UTF-8.
+    """
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{name}: byte {start + error.start:,} is not UTF-8 ({error.reason}). Convert the file, for example with iconv."
+            f"{name}: byte {start + error.start:,} is not UTF-8 ({error.reason}). Convert the "
+            "file, for example with iconv."
         ) from None
 
 
 def _unpacked(content: bytes, path: str) -> bytes:
     """Unpack gzip content. Raises InputError before the text fills the memory."""
     text = bytearray()
-    max_bytes = host_resources.memory().available // 4  # The text, its parts and their tokens are in memory together.
+    # The text, its parts and their tokens are in memory together.
+    max_bytes = host_resources.memory().available // 4
     for chunk in gunzip([content]):
         text += chunk
         if len(text) > max_bytes:
             raise InputError(
-                f"{path}: unpacks to more than {max_bytes / 1e9:.1f} GB, a quarter of the free memory. Prepare token blocks "
-                "first, which are read from files."
+                f"{path}: unpacks to more than {max_bytes / 1e9:.1f} GB, a quarter of the free "
+                "memory. Prepare token blocks first, which are read from files."
             )
     return bytes(text)
 
@@ -234,7 +278,12 @@ def read_texts(file: storage.File, part_bytes: int) -> list[str]:
         try:
             content = _unpacked(content, file.path)
         except (EOFError, zlib.error) as error:
-            raise InputError(f"{file.path}: damaged gzip file ({error or 'truncated'}). Fetch it again.") from None
+            raise InputError(
+                f"{file.path}: damaged gzip file ({error or 'truncated'}). Fetch it again."
+            ) from None
     edges = [*range(0, len(content), part_bytes), len(content)]
-    cuts = [cut(lambda start, count: content[start : start + count], len(content), edge) for edge in edges]
+    cuts = [
+        cut(lambda start, count: content[start : start + count], len(content), edge)
+        for edge in edges
+    ]
     return [decode(content[low:high], file.path, low) for low, high in itertools.pairwise(cuts)]

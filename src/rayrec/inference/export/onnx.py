@@ -1,5 +1,7 @@
-"""ONNX graph of an exported click model, tables included, and its model repository for NVIDIA's Triton Inference Server. Triton's
-standard image runs ONNX without PyTorch or Python. The export checks the scores in the runtime that Triton embeds."""
+"""ONNX graph of an exported click model, tables included, and its model repository for NVIDIA's
+Triton Inference Server. Triton's standard image runs ONNX without PyTorch or Python. The export
+checks the scores in the runtime that Triton embeds.
+"""
 
 from __future__ import annotations
 
@@ -35,26 +37,40 @@ _EXAMPLE_ROWS = 4
 
 
 class _FullModel(nn.Module):
-    """Model with tables: ids of all columns, int64 [rows, ids], and float32 [rows, num_dense], if any -> logits [rows, 1]."""
+    """Model with tables: ids of all columns, int64 [rows, ids], and float32 [rows, num_dense], if
+    any -> logits [rows, 1].
+    """
 
     def __init__(
-        self, model: nn.Module, tables: Sequence[torch.Tensor], *, row_format: RowFormat, hotness: Sequence[int]
+        self,
+        model: nn.Module,
+        tables: Sequence[torch.Tensor],
+        *,
+        row_format: RowFormat,
+        hotness: Sequence[int],
     ) -> None:
         super().__init__()
         self._model, self._format, self._hotness = model, row_format, tuple(hotness)
         width = row_format.dim // 2 if row_format.quantization == "int4" else row_format.dim
         for number, table in enumerate(tables):
             self.register_buffer(f"values_{number}", table[:, :width].contiguous())
-            if row_format.quantization in ("int8", "int4"):  # ONNX cannot reinterpret bytes as floats
+            # ONNX cannot reinterpret bytes as floats
+            if row_format.quantization in ("int8", "int4"):
                 kind = torch.float32 if row_format.quantization == "int8" else torch.float16
-                affine = table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
+                affine = (
+                    table[:, width:].clone(memory_format=torch.contiguous_format).view(kind).float()
+                )
                 self.register_buffer(f"affine_{number}", affine)
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor | None = None) -> torch.Tensor:
         pooled, start = [], 0
         for number, size in enumerate(self._hotness):
             column = ids[:, start : start + size]
-            pooled.append(self._rows(number, column).sum(1) if size > 1 else self._rows(number, column.squeeze(1)))
+            pooled.append(
+                self._rows(number, column).sum(1)
+                if size > 1
+                else self._rows(number, column.squeeze(1))
+            )
             start += size
         if dense is None:
             dense = pooled[0][:, :0]
@@ -66,13 +82,17 @@ class _FullModel(nn.Module):
             return values.float()
         affine = getattr(self, f"affine_{number}")[ids]
         if self._format.quantization == "int4":
-            values = torch.stack((values % 16, values // 16), dim=-1).reshape(*ids.shape, self._format.dim)
+            values = torch.stack((values % 16, values // 16), dim=-1).reshape(
+                *ids.shape, self._format.dim
+            )
         return values.float() * affine[..., :1] + affine[..., 1:]
 
 
 def write_onnx(preprocessor: Preprocessor, scorer: ClickScorer, path: str) -> None:
-    """Write an export's model to local file `path`, and its weights to `path`.data. Memory: two more copies of the weights.
-    Raises InputError if the extra `onnx` is not installed, and for models with list columns."""
+    """Write an export's model to local file `path`, and its weights to `path`.data. Memory: two
+    more copies of the weights. Raises InputError if the extra `onnx` is not installed, and for
+    models with list columns.
+    """
     require(extra="onnx")
     import torch.onnx
 
@@ -114,11 +134,16 @@ def _quietly() -> Iterator[None]:
 
 
 def id_widths(preprocessor: Preprocessor) -> list[int]:
-    """Return the number of ids per row of each sparse column. Raises InputError for a model that `write_onnx` rejects."""
+    """Return the number of ids per row of each sparse column. Raises InputError for a model that
+    `write_onnx` rejects.
+    """
     widths = []
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
-            raise InputError(f"onnx: column {name} has a varying number of ids, but inputs a fixed width. Serve with rayrec.")
+            raise InputError(
+                f"onnx: column {name} has a varying number of ids, but inputs a fixed width. "
+                "Serve with rayrec."
+            )
         widths.append(size)
     return widths
 
@@ -126,7 +151,10 @@ def id_widths(preprocessor: Preprocessor) -> list[int]:
 def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
     """Convert encoded rows to inputs of the graph."""
     columns = [np.asarray(column, np.int64).reshape(len(rows), -1) for column in rows.ids]
-    return {IDS: np.concatenate(columns, axis=1), **({DENSE: rows.dense} if rows.dense.shape[1] else {})}
+    return {
+        IDS: np.concatenate(columns, axis=1),
+        **({DENSE: rows.dense} if rows.dense.shape[1] else {}),
+    }
 
 
 # -- model repository of Triton
@@ -134,36 +162,57 @@ def onnx_inputs(rows: EncodedRows) -> dict[str, np.ndarray]:
 MODEL_NAME: Final = "click_model"
 MAX_BATCH_ROWS: Final = 8192
 _LARGEST_DIFFERENCE: Final = 1e-4
-"""Maximum difference of logits from the export, relative to max(1, |logit|), as orders of sums differ. For bf16 100 times it."""
+"""Maximum difference of logits from the export, relative to max(1, |logit|), as orders of sums
+differ. For bf16 100 times it.
+"""
 
 
-def write_repository(exported: ExportedModel, scorer: ClickScorer, folder: str, *, rows: ParityRows) -> dict[str, Any]:
-    """Write click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into `folder`, and compare the scores of
-    ONNX Runtime on `rows`. Returns the report. Raises InputError if the ONNX graph cannot be built or scores differently."""
+def write_repository(
+    exported: ExportedModel, scorer: ClickScorer, folder: str, *, rows: ParityRows
+) -> dict[str, Any]:
+    """Write click_model/config.pbtxt and click_model/1/model.onnx (with model.onnx.data) into
+    `folder`, and compare the scores of ONNX Runtime on `rows`. Returns the report. Raises
+    InputError if the ONNX graph cannot be built or scores differently.
+    """
     preprocessor = exported.preprocessor
     graph = storage.join(folder, MODEL_NAME, "1", "model.onnx")
     write_onnx(preprocessor, scorer, graph)
     import onnxruntime  # which it requires
 
-    config = config_pbtxt(exported.version, num_dense=len(preprocessor.inputs.dense), num_ids=sum(id_widths(preprocessor)))
+    config = config_pbtxt(
+        exported.version,
+        num_dense=len(preprocessor.inputs.dense),
+        num_ids=sum(id_widths(preprocessor)),
+    )
     storage.write_bytes(storage.join(folder, MODEL_NAME, "config.pbtxt"), config.encode())
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
     logits = rows.score(lambda batch: session.run([OUTPUT], onnx_inputs(batch))[0][:, 0])
     expected = rows.score(scorer.score)
-    difference = float((np.abs(logits.astype(np.float64) - expected) / np.maximum(1.0, np.abs(expected))).max())
-    if not difference <= (_LARGEST_DIFFERENCE if exported.precision == "fp32" else 100 * _LARGEST_DIFFERENCE):
-        raise InputError(f"triton: logits of the ONNX graph differ by up to {difference:.2g}. Export without --triton.")
+    difference = float(
+        (np.abs(logits.astype(np.float64) - expected) / np.maximum(1.0, np.abs(expected))).max()
+    )
+    if not difference <= (
+        _LARGEST_DIFFERENCE if exported.precision == "fp32" else 100 * _LARGEST_DIFFERENCE
+    ):
+        raise InputError(
+            f"triton: logits of the ONNX graph differ by up to {difference:.2g}. Export without "
+            "--triton."
+        )
     return {
         "model": MODEL_NAME,
         "backend": "onnxruntime",
         "max_relative_difference": difference,
-        "bytes": sum(os.path.getsize(file.path) for file in storage.files_in(os.path.dirname(graph))),
+        "bytes": sum(
+            os.path.getsize(file.path) for file in storage.files_in(os.path.dirname(graph))
+        ),
         "sha256": sha256_of(graph),
     }
 
 
 def config_pbtxt(version: str, *, num_dense: int, num_ids: int) -> str:
-    """Return Triton's ModelConfig as protobuf text. `dims` omit the batch. `dynamic_batching` merges waiting requests."""
+    """Return Triton's ModelConfig as protobuf text. `dims` omit the batch. `dynamic_batching`
+    merges waiting requests.
+    """
     inputs = [f'{{ name: "{IDS}" data_type: TYPE_INT64 dims: [ {num_ids} ] }}']
     if num_dense:
         inputs.insert(0, f'{{ name: "{DENSE}" data_type: TYPE_FP32 dims: [ {num_dense} ] }}')

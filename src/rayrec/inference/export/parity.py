@@ -67,10 +67,16 @@ class ParityRows:
 
     def labels(self) -> np.ndarray | None:
         """Return the labels, float32 [rows], None for random rows."""
-        return np.concatenate([batch.label for batch in self.batches]) if self.batches[0].labels else None
+        return (
+            np.concatenate([batch.label for batch in self.batches])
+            if self.batches[0].labels
+            else None
+        )
 
     def rows_per_s(self, score: Score) -> float:
-        """Measure the speed of one caller with one batch, the best within half a second, because other load only slows it."""
+        """Measure the speed of one caller with one batch, the best within half a second, because
+        other load only slows it.
+        """
         batch, best_s, end = self.batches[0], math.inf, time.perf_counter() + _SPEED_S
         while (start := time.perf_counter()) < end or best_s == math.inf:
             score(batch)
@@ -78,42 +84,64 @@ class ParityRows:
         return len(batch) / best_s
 
 
-def parity_rows(config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str) -> ParityRows:
-    """Read the rows to compare an export on: from `settings.parity_path`, else from the run's evaluation log (--eval-data.path,
-    or the test rows if there are enough). If the log is unreadable and `settings.ignore_parity` is set, returns random rows with
-    a `fault`. Folder `cache` stores the index. Raises InputError without rows, or if parity_path is unusable or unlabelled."""
+def parity_rows(
+    config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str
+) -> ParityRows:
+    """Read the rows to compare an export on: from `settings.parity_path`, else from the run's
+    evaluation log (--eval-data.path, or the test rows if there are enough). If the log is
+    unreadable and `settings.ignore_parity` is set, returns random rows with a `fault`. Folder
+    `cache` stores the index. Raises InputError without rows, or if parity_path is unusable or
+    unlabelled.
+    """
     if settings.parity_path is not None:
         path = settings.parity_path
         if not LogSource.at(path).is_labelled(preprocessor.schema):
-            raise InputError(f"{path}: labels not found, but needed to compare the AUROC. Use a labelled log.")
-        index = open_run_log(config.train_data.replace(path=path, files=()), preprocessor, cache=cache)
+            raise InputError(
+                f"{path}: labels not found, but needed to compare the AUROC. Use a labelled log."
+            )
+        index = open_run_log(
+            config.train_data.replace(path=path, files=()), preprocessor, cache=cache
+        )
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
         return _of_the_run(config, preprocessor, settings, cache)
     except (InputError, OSError) as error:  # The log may be moved, removed or unavailable
         path = config.eval_data.path or config.train_data.path or "none"
-        fault = f"no rows of the run's log {path}, which cannot be read ({' '.join(str(error).split())})"
+        fault = (
+            f"no rows of the run's log {path}, which cannot be read "
+            f"({' '.join(str(error).split())})"
+        )
         if not settings.ignore_parity:
             raise InputError(
-                f"export: found {fault} to compare. Set --parity-path to a labelled log, or --ignore-parity for random rows."
+                f"export: found {fault} to compare. Set --parity-path to a labelled log, or "
+                "--ignore-parity for random rows."
             ) from None
         return replace(random_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 
 
-def _of_the_run(config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str) -> ParityRows:
+def _of_the_run(
+    config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str
+) -> ParityRows:
     assert isinstance(config.workload, ClickWorkload)
     data = config.evaluated_data
     index = open_run_log(data, preprocessor, cache=cache)
     if config.eval_data.path is None:
         name, (start, stop) = config.workload.evaluation_rows(config, index)
         if stop - start >= settings.parity_rows:
-            return _read(index, (start, stop), preprocessor, settings, origin=f"{name} rows of {data.path}")
+            return _read(
+                index, (start, stop), preprocessor, settings, origin=f"{name} rows of {data.path}"
+            )
         # Training rows are as good for a comparison, and an AUROC of few rows is noise.
     return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {data.path}")
 
 
 def _read(
-    index: LogIndex, rows: tuple[int, int], preprocessor: Preprocessor, settings: ExportConfig, *, origin: str
+    index: LogIndex,
+    rows: tuple[int, int],
+    preprocessor: Preprocessor,
+    settings: ExportConfig,
+    *,
+    origin: str,
 ) -> ParityRows:
     parts = tuple(spread(list(index.parts(*rows)), rows=settings.parity_rows))
     return ParityRows(origin, tuple(encode_parts(parts, preprocessor)), parts=parts)
@@ -140,27 +168,46 @@ def random_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Pari
         count = min(BATCH_ROWS, rows - start)
         dense = rng.standard_normal((count, len(preprocessor.inputs.dense)), np.float32)
         lengths_of, dtype = _random_lengths(rng, preprocessor.schema, count), preprocessor.id_dtype
-        columns = zip(preprocessor.inputs.sparse, preprocessor.num_embeddings, preprocessor.hotness, strict=True)
+        columns = zip(
+            preprocessor.inputs.sparse,
+            preprocessor.num_embeddings,
+            preprocessor.hotness,
+            strict=True,
+        )
         ids: list[Ids] = []
         for name, num_embeddings, hotness in columns:
             if hotness is None:
                 lengths = lengths_of(name).astype(np.int32)
-                ids.append(JaggedIds(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths))
+                ids.append(
+                    JaggedIds(rng.integers(0, num_embeddings, int(lengths.sum()), dtype), lengths)
+                )
             else:
-                ids.append(rng.integers(0, num_embeddings, count if hotness == 1 else (count, hotness), dtype))
+                ids.append(
+                    rng.integers(
+                        0, num_embeddings, count if hotness == 1 else (count, hotness), dtype
+                    )
+                )
         batches.append(EncodedRows(dense, ids))
-    return ParityRows("rows drawn at random, their labels by the checkpoint's own scores", tuple(batches))
+    return ParityRows(
+        "rows drawn at random, their labels by the checkpoint's own scores", tuple(batches)
+    )
 
 
-def _random_lengths(rng: np.random.Generator, schema: Schema, rows: int) -> Callable[[str], np.ndarray]:
-    """Return a function from list names to random lengths, equal for aligned lists, int64 [rows]."""
+def _random_lengths(
+    rng: np.random.Generator, schema: Schema, rows: int
+) -> Callable[[str], np.ndarray]:
+    """Return a function from list names to random lengths, equal for aligned lists, int64
+    [rows].
+    """
     draw = functools.cache(lambda first: rng.integers(0, _MAX_RANDOM_IDS + 1, rows))
     return lambda name: draw(schema.feature(name).aligned_with or name)
 
 
 def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) -> dict[str, Any]:
-    """Compare the Encoder of an export's `encode.py` with the Preprocessor, on the raw values of `rows`, or on random values if
-    there are no raw ones, as in preprocessed data. Returns `rows`, `origin`, and `failure`: the first difference or None."""
+    """Compare the Encoder of an export's `encode.py` with the Preprocessor, on the raw values of
+    `rows`, or on random values if there are no raw ones, as in preprocessed data. Returns `rows`,
+    `origin`, and `failure`: the first difference or None.
+    """
     is_random = not rows.parts or rows.parts[0].segment.format not in ("text", "table")
     random = [_as_table_rows(_random_table(preprocessor), preprocessor.schema)] if is_random else []
     batches = random or _raw_rows(rows.parts, encoder, preprocessor)
@@ -170,14 +217,20 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
         count += len(values)
         if failure:
             break
-    return {"rows": count, "origin": "drawn values" if is_random else rows.origin, "failure": failure}
+    return {
+        "rows": count,
+        "origin": "drawn values" if is_random else rows.origin,
+        "failure": failure,
+    }
 
 
 RawValues = tuple[RawBlock, list[dict[str, Any]]]
 """Rows as input of the Preprocessor, and as input of an Encoder."""
 
 
-def _raw_rows(parts: Sequence[SegmentRange], encoder: Any, preprocessor: Preprocessor) -> Iterator[RawValues]:
+def _raw_rows(
+    parts: Sequence[SegmentRange], encoder: Any, preprocessor: Preprocessor
+) -> Iterator[RawValues]:
     schema = preprocessor.schema
     for part in parts:
         segment = part.segment
@@ -187,7 +240,9 @@ def _raw_rows(parts: Sequence[SegmentRange], encoder: Any, preprocessor: Preproc
             yield _as_table_rows(table.take(good), schema)
             continue
         text = read_text(segment)
-        starts = np.append(line_starts(text, segment.stop - segment.start), segment.stop - segment.start)
+        starts = np.append(
+            line_starts(text, segment.stop - segment.start), segment.stop - segment.start
+        )
         lines = [text[starts[number] : starts[number + 1]].tobytes() for number in good]
         raw, _ = parse(schema, b"".join(lines))
         yield raw, encoder.parse(line.decode() for line in lines)
@@ -195,45 +250,76 @@ def _raw_rows(parts: Sequence[SegmentRange], encoder: Any, preprocessor: Preproc
 
 def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     raw, _ = parse_table(table, schema.unlabelled())
-    values = table.select([name for name in (*schema.dense, *schema.sparse) if name in table.column_names])
+    values = table.select(
+        [name for name in (*schema.dense, *schema.sparse) if name in table.column_names]
+    )
     for index, field in enumerate(values.schema):
         if pa.types.is_timestamp(field.type):  # Python's datetime has no nanoseconds
             kind = pa.timestamp("us", field.type.tz)
-            values = values.set_column(index, field.name, values.column(index).cast(kind, safe=False))
+            values = values.set_column(
+                index, field.name, values.column(index).cast(kind, safe=False)
+            )
     return raw, values.to_pylist()
 
 
 def _random_table(preprocessor: Preprocessor) -> pa.Table:
-    """Generate raw values of every column: numbers, known and unknown categories, missing values."""
+    """Generate raw values of every column: numbers, known and unknown categories, missing
+    values.
+    """
     schema, rng = preprocessor.schema, np.random.default_rng(0)
-    hexadecimal, lengths_of = schema.tokens == "hexadecimal", _random_lengths(rng, schema, _RANDOM_ROWS)
+    hexadecimal, lengths_of = (
+        schema.tokens == "hexadecimal",
+        _random_lengths(rng, schema, _RANDOM_ROWS),
+    )
 
     def present() -> np.ndarray:
         return rng.random(_RANDOM_ROWS) < 0.9
 
     columns: dict[str, pa.Array] = {
-        name: pa.array(np.rint(rng.standard_cauchy(_RANDOM_ROWS) * 20).clip(-1e9, 1e9).astype(np.int64), mask=~present())
+        name: pa.array(
+            np.rint(rng.standard_cauchy(_RANDOM_ROWS) * 20).clip(-1e9, 1e9).astype(np.int64),
+            mask=~present(),
+        )
         for name in schema.dense
     }
     for number, name in enumerate(preprocessor.inputs.sparse):
         if name not in schema.sparse:
             continue
         lengths = lengths_of(name) if name in schema.lists else np.ones(_RANDOM_ROWS, np.int64)
-        dtype, vocabulary = (np.uint32 if hexadecimal else np.uint64), preprocessor.vocabulary(number)
+        dtype, vocabulary = (
+            (np.uint32 if hexadecimal else np.uint64),
+            preprocessor.vocabulary(number),
+        )
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
         if len(vocabulary):
-            tokens = np.where(rng.random(len(tokens)) < 0.8, vocabulary[rng.integers(0, len(vocabulary), len(tokens))], tokens)
-        texts = [f"{token:08x}" for token in tokens.tolist()] if hexadecimal else tokens.view(np.int64).astype(str).tolist()
+            tokens = np.where(
+                rng.random(len(tokens)) < 0.8,
+                vocabulary[rng.integers(0, len(vocabulary), len(tokens))],
+                tokens,
+            )
+        texts = (
+            [f"{token:08x}" for token in tokens.tolist()]
+            if hexadecimal
+            else tokens.view(np.int64).astype(str).tolist()
+        )
         values = pa.array(texts, pa.large_string())
         if name in schema.lists:
-            columns[name] = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), values)
+            columns[name] = pa.LargeListArray.from_arrays(
+                np.concatenate([[0], np.cumsum(lengths)]), values
+            )
         else:
-            columns[name] = pc.if_else(pa.array(present()), values, pa.scalar(None, pa.large_string()))
+            columns[name] = pc.if_else(
+                pa.array(present()), values, pa.scalar(None, pa.large_string())
+            )
     return pa.table(columns)
 
 
-def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, values: list[dict[str, Any]]) -> str | None:
-    """Return the first difference between the results of an Encoder and the Preprocessor, None if they are equal."""
+def _encoder_failure(
+    encoder: Any, preprocessor: Preprocessor, raw: RawBlock, values: list[dict[str, Any]]
+) -> str | None:
+    """Return the first difference between the results of an Encoder and the Preprocessor, None if
+    they are equal.
+    """
     expected, inputs = preprocessor.encode(raw), preprocessor.inputs
     try:
         dense, ids = encoder.encode(values)
@@ -245,11 +331,16 @@ def _encoder_failure(encoder: Any, preprocessor: Preprocessor, raw: RawBlock, va
         different = ~np.isclose(*pair, rtol=1e-6, atol=1e-6, equal_nan=True)
         if different.any():
             row = int(different.argmax())
-            return f"it encodes {values[row].get(name)!r} of {name} as {pair[0][row]} instead of {pair[1][row]}"
+            return (
+                f"it encodes {values[row].get(name)!r} of {name} as {pair[0][row]} instead of "
+                f"{pair[1][row]}"
+            )
     for name, column, expected_column in zip(inputs.sparse, ids, expected.ids, strict=True):
         actual = column if isinstance(column, tuple) else (column,)
         required = (
-            (expected_column.values, expected_column.lengths) if isinstance(expected_column, JaggedIds) else (expected_column,)
+            (expected_column.values, expected_column.lengths)
+            if isinstance(expected_column, JaggedIds)
+            else (expected_column,)
         )
         if len(actual) != len(required) or not all(map(np.array_equal, actual, required)):
             return f"its ids of column {name} differ"
@@ -277,22 +368,35 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return json_values({**vars(self), "auroc_difference": self.auroc_difference})
 
-    def failure(self, quantization: Quantization, *, auroc_limit: float, relative: bool = False) -> str | None:
-        """Describe the first exceeded limit, or None. `relative` admits larger differences of large logits. Pure."""
+    def failure(
+        self, quantization: Quantization, *, auroc_limit: float, relative: bool = False
+    ) -> str | None:
+        """Describe the first exceeded limit, or None. `relative` admits larger differences of large
+        logits. Pure.
+        """
         if not math.isfinite(self.max_logit_difference):
             return "logits that are not finite"
         largest = self.max_relative_difference if relative else self.max_logit_difference
         if quantization == "fp32" and largest > LARGEST_LOGIT_DIFFERENCE:
-            return f"a logit that differs by {largest:.2g}{relative * ' of it'}, more than {LARGEST_LOGIT_DIFFERENCE:g}"
+            return (
+                f"a logit that differs by {largest:.2g}{relative * ' of it'}, more than "
+                f"{LARGEST_LOGIT_DIFFERENCE:g}"
+            )
         if quantization != "fp32" and math.isnan(self.auroc_difference):
             return "no AUROC to compare (the rows are of one class)"
         if self.auroc_difference > auroc_limit:
-            return f"an AUROC that differs by {self.auroc_difference:.2g}, more than {auroc_limit:g}"
+            return (
+                f"an AUROC that differs by {self.auroc_difference:.2g}, more than {auroc_limit:g}"
+            )
         return None
 
 
-def compare(origin: str, labels: np.ndarray | None, checkpoint: np.ndarray, export: np.ndarray) -> Comparison:
-    """Compare logits, float32 [rows]. Missing labels are sampled from the checkpoint's scores, with a fixed seed."""
+def compare(
+    origin: str, labels: np.ndarray | None, checkpoint: np.ndarray, export: np.ndarray
+) -> Comparison:
+    """Compare logits, float32 [rows]. Missing labels are sampled from the checkpoint's scores, with
+    a fixed seed.
+    """
     differences = np.abs(checkpoint.astype(np.float64) - export.astype(np.float64))
     if not np.isfinite(differences).all():
         return Comparison(len(checkpoint), origin, math.inf, math.inf, math.inf, math.nan, math.nan)

@@ -18,11 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bracket_items, bucket_tokens, expand_bag, seconds_of
+from rayrec.data.encoding.rules import (
+    DenseColumn,
+    SparseColumn,
+    bracket_items,
+    bucket_tokens,
+    expand_bag,
+    seconds_of,
+)
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
-"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of ids in each row."""
+"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of
+ids in each row.
+"""
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
 _CANONICAL = re.compile(r"0|-?[1-9][0-9]*")
@@ -30,10 +39,43 @@ _INTEGER = re.compile(r"([+-]?[0-9]+)(\.0*)?")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _BOOLEANS = {"true": 1, "True": 1, "TRUE": 1, "false": 0, "False": 0, "FALSE": 0}
 _LIMIT = 10**18
-_STORED = {"version", "profile", "schema", "dense", "sparse", "integer_buckets", "file_minimum", "multi_hot", "constants", "hash"}
+_STORED = {
+    "version",
+    "profile",
+    "schema",
+    "dense",
+    "sparse",
+    "integer_buckets",
+    "file_minimum",
+    "multi_hot",
+    "constants",
+    "hash",
+}
 _SCHEMA = {
-    *("label", "dense", "sparse", "tokens", "lists", "weight", "delimiter", "list_delimiter", "integers", "optional"),
-    *("features", "labels", "timestamp", "nan", "category_rules", "label_rule", "missing", "encoding", "escape", "header"),
+    *(
+        "label",
+        "dense",
+        "sparse",
+        "tokens",
+        "lists",
+        "weight",
+        "delimiter",
+        "list_delimiter",
+        "integers",
+        "optional",
+    ),
+    *(
+        "features",
+        "labels",
+        "timestamp",
+        "nan",
+        "category_rules",
+        "label_rule",
+        "missing",
+        "encoding",
+        "escape",
+        "header",
+    ),
     *("header_row", "dropped"),
 }
 _FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with", "list_delimiter"}
@@ -43,7 +85,9 @@ class Encoder:
     """Preprocessor of an export. `folder` is its folder `preprocessor`."""
 
     def __init__(self, folder: str) -> None:
-        """Load the Preprocessor. Raises ValueError for settings that are unknown to this version of the file."""
+        """Load the Preprocessor. Raises ValueError for settings that are unknown to this version of
+        the file.
+        """
         with open(os.path.join(folder, "preprocessor.json"), encoding="utf-8") as file:
             stored = json.load(file)
         tokens = np.load(os.path.join(folder, "tokens.npy"), allow_pickle=False)
@@ -54,14 +98,18 @@ class Encoder:
         for name, feature in self._features.items():
             _reject_unknown(feature, _FEATURE, f"feature {name}")
             if feature.get("weights"):
-                raise ValueError(f"preprocessor.json: weights of list {name} are not supported by this program")
+                raise ValueError(
+                    f"preprocessor.json: weights of list {name} are not supported by this program"
+                )
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
         self._booleans = self.schema.get("category_rules", 1) >= 2
         self._scored = {*self.schema["dense"], *self.schema["sparse"]}
         self._missing = set(self.schema.get("missing", ()))
         numbers = [_marker_number(marker) for marker in self._missing]
         self._missing_numbers = {number for number in numbers if number is not None}
-        self._missing_tokens = {int(number) % 2**64 for number in self._missing_numbers if _is_integral(number)}
+        self._missing_tokens = {
+            int(number) % 2**64 for number in self._missing_numbers if _is_integral(number)
+        }
         self._buckets: bool = stored["integer_buckets"]
         minimum = stored["file_minimum"]
         self._least = None if minimum is None else minimum[""]
@@ -81,9 +129,11 @@ class Encoder:
             self._sparse.append((column, _make_lookup(vocabularies[vocabulary], column)))
 
     def parse(self, lines: Iterable[str]) -> list[dict[str, str]]:
-        """Parse lines of the log without a header, labelled or not, into rows for `encode`. Their columns have the order of the
-        training log. For files with a header use csv.DictReader, and strip blanks around values. Raises ValueError for a line
-        with a wrong number of columns or a wrong quote, and if the training log had no order."""
+        """Parse lines of the log without a header, labelled or not, into rows for `encode`. Their
+        columns have the order of the training log. For files with a header use csv.DictReader, and
+        strip blanks around values. Raises ValueError for a line with a wrong number of columns or a
+        wrong quote, and if the training log had no order.
+        """
         forms = {len(form): form for form in self._line_forms()}
         rows = []
         for number, values in enumerate(self._split_lines(lines, forms)):
@@ -99,15 +149,29 @@ class Encoder:
         schema = self.schema
         full = schema.get("header")
         if full is None and self._hexadecimal:
-            full = [*([schema["label"]] if schema.get("label") else ()), *schema["dense"], *schema["sparse"]]
+            full = [
+                *([schema["label"]] if schema.get("label") else ()),
+                *schema["dense"],
+                *schema["sparse"],
+            ]
         if not full:
-            raise ValueError("lines have no known order of columns, since the training log had none; give rows with names")
+            raise ValueError(
+                "lines have no known order of columns, since the training log had none; give rows "
+                "with names"
+            )
         labels = [label["name"] for label in schema.get("labels", ())]
-        unused = {schema.get("label"), schema.get("weight"), schema.get("timestamp"), *labels} - self._scored
+        unused = {
+            schema.get("label"),
+            schema.get("weight"),
+            schema.get("timestamp"),
+            *labels,
+        } - self._scored
         return [full, [name for name in full if name not in unused]]
 
     def _split_lines(self, lines: Iterable[str], widths: Collection[int]) -> list[list[str]]:
-        """Return the fields of each row, by the rules for the training log. `widths`: possible numbers of fields."""
+        """Return the fields of each row, by the rules for the training log. `widths`: possible
+        numbers of fields.
+        """
         if self._hexadecimal:
             return [line.rstrip("\r\n").split("\t") for line in lines]
         mark, escape = self.schema["delimiter"], self.schema.get("escape")
@@ -116,13 +180,18 @@ class Encoder:
             inner = rf'(?:[^"{re.escape(escape)}]|""|{re.escape(escape)}.)*+'
         row = re.compile(rf'(?:(?<![^\t,;{re.escape(mark)}\r\n])"{inner}"|[^\r\n])++', re.DOTALL)
         rows = row.findall("\n".join(line.rstrip("\r\n") for line in lines))
-        if mark == "\t" and rows:  # The default, in place of which files may have commas or semicolons
-            mark = next((mark for mark in "\t,;" if len(self._fields(rows[0], mark, inner)) in widths), mark)
+        # The default, in place of which files may have commas or semicolons
+        if mark == "\t" and rows:
+            mark = next(
+                (mark for mark in "\t,;" if len(self._fields(rows[0], mark, inner)) in widths), mark
+            )
         split = []
         for number, text in enumerate(rows):
             values = self._fields(text, mark, inner)
             if None in values:
-                raise ValueError(f"row {number} has an unmatched quote, or text after a closing quote")
+                raise ValueError(
+                    f"row {number} has an unmatched quote, or text after a closing quote"
+                )
             split.append([value for value in values if value is not None])
         return split
 
@@ -130,11 +199,15 @@ class Encoder:
         """Return the fields of a row, None for one with a wrong quote."""
         end = re.escape(mark)
         values: list[str | None] = []
-        for match in re.finditer(rf'(?:^|{end})(?:"({inner})"[ \t]*(?={end}|\Z)|([^{end}]*))', row, re.DOTALL):
+        for match in re.finditer(
+            rf'(?:^|{end})(?:"({inner})"[ \t]*(?={end}|\Z)|([^{end}]*))', row, re.DOTALL
+        ):
             quoted, plain = match[1], match[2]
             if quoted is not None:
                 escape = re.escape(self.schema.get("escape") or '"')
-                values.append(re.sub(rf'"(")|{escape}(["{escape}])', lambda pair: pair[1] or pair[2], quoted))
+                values.append(
+                    re.sub(rf'"(")|{escape}(["{escape}])', lambda pair: pair[1] or pair[2], quoted)
+                )
             elif plain.startswith('"'):
                 values.append(None)
             else:
@@ -142,19 +215,27 @@ class Encoder:
         return values
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, list[Ids]]:
-        """Encode rows. Returns dense features, float32 [rows, dense columns + indicators], and the ids of each sparse column. An
-        indicator is 1 if the number of its column is missing. `manifest.json` names them after the dense columns.
+        """Encode rows. Returns dense features, float32 [rows, dense columns + indicators], and the
+        ids of each sparse column. An indicator is 1 if the number of its column is missing.
+        `manifest.json` names them after the dense columns.
 
-        A value that is absent, None, empty or in the schema's missing is missing. Categories are text, integers or dates.
-        Lists are lists of categories, or text with their list_delimiter. A date or time in a column of numbers, or its
-        ISO 8601 text, becomes its seconds since 1970.
+        A value that is absent, None, empty or in the schema's missing is missing. Categories are
+        text, integers or dates. Lists are lists of categories, or text with their list_delimiter. A
+        date or time in a column of numbers, or its ISO 8601 text, becomes its seconds since 1970.
 
-        Raises ValueError with row and column for anything else."""
+        Raises ValueError with row and column for anything else.
+        """
         names = self.schema["dense"]
         numbers = [self._numbers(rows, name) for name in names]
         categories = [self._categories(rows, name) for name in self.schema["sparse"]]
         if self._buckets:
-            categories = [*((bucket_tokens(values), missing | (values == 0), None) for values, missing in numbers), *categories]
+            categories = [
+                *(
+                    (bucket_tokens(values), missing | (values == 0), None)
+                    for values, missing in numbers
+                ),
+                *categories,
+            ]
             numbers = []
         indicators = [index for index, column in enumerate(self._dense) if column.indicator]
         dense = np.empty((len(rows), len(numbers) + len(indicators)), np.float32)
@@ -163,12 +244,16 @@ class Encoder:
         for position, index in enumerate(indicators, start=len(numbers)):
             dense[:, position] = numbers[index][1]
         ids: list[Ids] = []
-        for (rule, lookup), (tokens, missing, lengths) in zip(self._sparse, categories, strict=True):
+        for (rule, lookup), (tokens, missing, lengths) in zip(
+            self._sparse, categories, strict=True
+        ):
             encoded = rule.encode(tokens, missing, lookup, np.dtype(np.int64))
             ids.append(encoded if lengths is None else (encoded, lengths))
         return dense, self._expanded(ids)
 
-    def _numbers(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
+    def _numbers(
+        self, rows: Sequence[Mapping[str, Any]], name: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         parsed = [self._number(row.get(name), name, number) for number, row in enumerate(rows)]
         missing = np.array([value is None for value in parsed], bool)
         dtype = np.int64 if self._hexadecimal else np.float64
@@ -195,15 +280,22 @@ class Encoder:
                 value = _BOOLEANS[text] if text in _BOOLEANS else float(text)
             elif not self._hexadecimal and (seconds := seconds_of(text)) is not None:
                 value = seconds
-        if value is None or (isinstance(value, float) and np.isnan(value) and self.schema.get("nan") == "missing"):
+        if value is None or (
+            isinstance(value, float) and np.isnan(value) and self.schema.get("nan") == "missing"
+        ):
             return None
         if self._hexadecimal and isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int if self._hexadecimal else (int, float)) or not -_LIMIT <= value <= _LIMIT:
+        if (
+            not isinstance(value, int if self._hexadecimal else (int, float))
+            or not -_LIMIT <= value <= _LIMIT
+        ):
             raise ValueError(f"row {row}: {name} must be a number of this column, got {value!r}")
         return None if value in self._missing_numbers else value
 
-    def _categories(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _categories(
+        self, rows: Sequence[Mapping[str, Any]], name: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return tokens, a mask of missing ones, and for lists the number of tokens in each row."""
         values = [_plain(row.get(name)) for row in rows]
         lengths = None
@@ -214,9 +306,13 @@ class Encoder:
                 zip(lists, self._lists(rows, other) if other else lists, strict=True)
             ):
                 if _positions(row_tokens) != _positions(other_tokens):
-                    raise ValueError(f"row {row}: categories of {name} are not aligned with {other}")
+                    raise ValueError(
+                        f"row {row}: categories of {name} are not aligned with {other}"
+                    )
             max_length = self._features.get(name, {}).get("max_length") or 0
-            present = [[token for token in of_row if token is not None][-max_length:] for of_row in lists]
+            present = [
+                [token for token in of_row if token is not None][-max_length:] for of_row in lists
+            ]
             lengths = np.array([max(1, len(of_row)) for of_row in present], np.int64)
             tokens = [token for of_row in present for token in of_row or (None,)]
         else:
@@ -234,7 +330,9 @@ class Encoder:
                 items = self._split(items, name)
             if not isinstance(items, (list, tuple, np.ndarray, type(None))):
                 raise ValueError(f"row {row}: {name} must be a list, got {items!r}")
-            lists.append([self._token(_plain(item), name, row) for item in (() if items is None else items)])
+            lists.append(
+                [self._token(_plain(item), name, row) for item in (() if items is None else items)]
+            )
         return lists
 
     def _split(self, text: str, name: str) -> list[str] | str:
@@ -261,7 +359,9 @@ class Encoder:
         if self._hexadecimal:
             if isinstance(value, str) and _HEXADECIMAL.fullmatch(value):
                 return int(value, 16)
-            raise ValueError(f"row {row}: {name} must be 8 hexadecimal digits as text, got {value!r}")
+            raise ValueError(
+                f"row {row}: {name} must be 8 hexadecimal digits as text, got {value!r}"
+            )
         if isinstance(value, date) and not isinstance(value, datetime):
             return _text_token(value.isoformat(), self._booleans)
         if isinstance(value, Decimal) and value.is_nan():
@@ -285,8 +385,12 @@ class Encoder:
         return [
             column_ids
             if size == 1 or isinstance(column_ids, tuple)
-            else expand_bag(column_ids, size, rule.num_embeddings, column=number, seed=seed, pareto=pareto)
-            for number, (column_ids, size, (rule, _)) in enumerate(zip(ids, self._multi_hot["sizes"], self._sparse, strict=True))
+            else expand_bag(
+                column_ids, size, rule.num_embeddings, column=number, seed=seed, pareto=pareto
+            )
+            for number, (column_ids, size, (rule, _)) in enumerate(
+                zip(ids, self._multi_hot["sizes"], self._sparse, strict=True)
+            )
         ]
 
 
@@ -322,7 +426,10 @@ def _is_integer(value: Decimal) -> bool:
 def _reject_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:
     unknown = sorted(stored.keys() - allowed)
     if unknown:
-        raise ValueError(f"preprocessor.json: unknown setting {unknown[0]} in {location}; use the encode.py of the same export")
+        raise ValueError(
+            f"preprocessor.json: unknown setting {unknown[0]} in {location}; use the encode.py of "
+            "the same export"
+        )
 
 
 def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
@@ -330,8 +437,12 @@ def _column(cls: Any, name: str, values: dict[str, Any]) -> Any:
     return cls(**values)
 
 
-def _make_lookup(vocabulary: np.ndarray, column: SparseColumn) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from tokens to ids. `vocabulary` has the vocabulary's tokens in the order of their ids."""
+def _make_lookup(
+    vocabulary: np.ndarray, column: SparseColumn
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from tokens to ids. `vocabulary` has the vocabulary's tokens in the order
+    of their ids.
+    """
     order = np.argsort(vocabulary)
     ordered, ids = vocabulary[order], column.ids()[order] if len(vocabulary) else order
 

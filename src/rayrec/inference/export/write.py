@@ -1,4 +1,6 @@
-"""Export of trained models as folders for other tools. Click model exports score without TorchRec and Ray."""
+"""Export of trained models as folders for other tools. Click model exports score without TorchRec
+and Ray.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,37 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
 from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
-from rayrec.inference.export.manifest import DENSE, ENCODER, PROGRAM, README, REPORT, TABLES, ExportedModel, open_export, seal_all
+from rayrec.inference.export.manifest import (
+    DENSE,
+    ENCODER,
+    PROGRAM,
+    README,
+    REPORT,
+    TABLES,
+    ExportedModel,
+    open_export,
+    seal_all,
+)
 from rayrec.inference.export.onnx import id_widths, write_repository
-from rayrec.inference.export.parity import Comparison, ParityRows, compare, compare_encoder, parity_rows
+from rayrec.inference.export.parity import (
+    Comparison,
+    ParityRows,
+    compare,
+    compare_encoder,
+    parity_rows,
+)
 from rayrec.inference.model import open_served, version_of
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.candidates import model_inputs
-from rayrec.workloads.recsys.scorer import ClickScorer, PlainModel, click_settings, empty_model, flat_values, load_preprocessor
+from rayrec.workloads.recsys.scorer import (
+    ClickScorer,
+    PlainModel,
+    click_settings,
+    empty_model,
+    flat_values,
+    load_preprocessor,
+)
 from rayrec.workloads.recsys.scoring import BATCH_ROWS, cache_folder
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import PREFIX
@@ -44,16 +69,21 @@ if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
 
-def export(checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None) -> dict[str, Any]:
-    """Export the model of a checkpoint or run, atomically into folder `out`. Returns the workload's report, out and checkpoint.
-    Raises InputError for an unusable checkpoint, an unsupported model, different scores, and if `out` exists."""
+def export(
+    checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None
+) -> dict[str, Any]:
+    """Export the model of a checkpoint or run, atomically into folder `out`. Returns the workload's
+    report, out and checkpoint. Raises InputError for an unusable checkpoint, an unsupported model,
+    different scores, and if `out` exists.
+    """
     settings = settings or ExportConfig()
     opened = open_checkpoint(checkpoint)
     reject_pickles(opened.path, opened.manifest()["files"])
     is_click_model = isinstance(config.workload, ClickWorkload)
     if not is_click_model and settings != ExportConfig():
         raise InputError(
-            f"export: recipe {config.recipe} is not for click models, needed for --quantize, --triton and comparison"
+            f"export: recipe {config.recipe} is not for click models, needed for --quantize, "
+            "--triton and comparison"
         )
     with storage.writing_folder(out) as folder:
         if is_click_model:
@@ -76,21 +106,31 @@ class _Reference:
     weight_bytes: int
 
 
-def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig) -> dict[str, Any]:
-    """Export a click model into the empty local folder `out`. Returns the content of report.json. Memory: first the checkpoint's
-    weights, then one table of them, then the export's weights. Raises InputError for damaged weights, values beyond the
-    quantisation's range, missing rows to compare, and an export that scores differently."""
+def export_clicks(
+    checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig
+) -> dict[str, Any]:
+    """Export a click model into the empty local folder `out`. Returns the content of report.json.
+    Memory: first the checkpoint's weights, then one table of them, then the export's weights.
+    Raises InputError for damaged weights, values beyond the quantisation's range, missing rows to
+    compare, and an export that scores differently.
+    """
     model, precision = click_settings(checkpoint, config)
     preprocessor = load_preprocessor(checkpoint.path)
     if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export
         raise InputError(
-            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), unsupported in exports. Serve the checkpoint."
+            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), unsupported in "
+            "exports. Serve the checkpoint."
         )
-    exported = ExportedModel(model, precision, settings.quantization, version_of(checkpoint), preprocessor)
+    exported = ExportedModel(
+        model, precision, settings.quantization, version_of(checkpoint), preprocessor
+    )
     exported.row_format.check()
     if settings.triton:  # Checked before the slow part
         if not model.LABELLED:
-            raise InputError(f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave --triton out.")
+            raise InputError(
+                f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave "
+                "--triton out."
+            )
         require(extra="onnx")
         id_widths(preprocessor)
     # Reads rows, which may be missing, before weights, which take long to read and verify.
@@ -100,20 +140,31 @@ def export_clicks(checkpoint: Checkpoint, out: str, *, config: TrainConfig, sett
     score = served.scorer.values
     reference = _Reference(rows.score(score), rows.rows_per_s(score), served.scorer.weight_bytes)
     del served, score  # Frees memory for the weights of the export
-    _write_program(_write_weights(checkpoint, out, exported), storage.join(out, PROGRAM), preprocessor.num_embeddings)
+    _write_program(
+        _write_weights(checkpoint, out, exported),
+        storage.join(out, PROGRAM),
+        preprocessor.num_embeddings,
+    )
     storage.write_bytes(storage.join(out, README), readme(exported).encode())
     files = seal_all(out, exported, {})
     _, scorer = open_export(out, own=type(model))
-    report = {**_compare(out, exported, scorer, rows, reference, settings), "encoder_parity": encoder_parity}
+    report = {
+        **_compare(out, exported, scorer, rows, reference, settings),
+        "encoder_parity": encoder_parity,
+    }
     if settings.triton:
-        report["triton"] = write_repository(exported, scorer, storage.join(out, "triton"), rows=rows)
+        report["triton"] = write_repository(
+            exported, scorer, storage.join(out, "triton"), rows=rows
+        )
     storage.write_json(storage.join(out, REPORT), report)
     seal_all(out, exported, files)
     return report
 
 
 def encoder_program() -> str:
-    """Return the text of `encode.py`: `plain_encoder` and the rayrec modules that it needs, with merged imports."""
+    """Return the text of `encode.py`: `plain_encoder` and the rayrec modules that it needs, with
+    merged imports.
+    """
     heads: dict[str, None] = {"from __future__ import annotations": None}
     bodies = []
     for module in (hashing, rules, plain_encoder):
@@ -131,28 +182,45 @@ def encoder_program() -> str:
     return "\n".join([title, *sorted(heads), *(f"\n\n{body}" for body in bodies), ""])
 
 
-def _write_encoder(out: str, preprocessor: Preprocessor, rows: ParityRows, settings: ExportConfig) -> dict[str, Any]:
-    """Write the Preprocessor and `encode.py`, and compare their results. Raises InputError if they differ."""
+def _write_encoder(
+    out: str, preprocessor: Preprocessor, rows: ParityRows, settings: ExportConfig
+) -> dict[str, Any]:
+    """Write the Preprocessor and `encode.py`, and compare their results. Raises InputError if they
+    differ.
+    """
     preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
     program = storage.join(out, ENCODER)
     storage.write_bytes(program, encoder_program().encode())
     try:
-        compared = compare_encoder(runpy.run_path(program)["Encoder"](storage.join(out, PREPROCESSOR_FOLDER)), preprocessor, rows)
+        compared = compare_encoder(
+            runpy.run_path(program)["Encoder"](storage.join(out, PREPROCESSOR_FOLDER)),
+            preprocessor,
+            rows,
+        )
     except ValueError as error:
         compared = {"rows": 0, "origin": rows.origin, "failure": str(error)}
     if compared["failure"] and not settings.ignore_parity:
         raise InputError(
-            f"export: {ENCODER} does not encode rows as the Preprocessor does: {compared['failure']}, on {compared['rows']} "
-            f"{compared['origin']}. Report it to rayrec's maintainers, or pass --ignore-parity and do not use {ENCODER}."
+            f"export: {ENCODER} does not encode rows as the Preprocessor does: "
+            f"{compared['failure']}, on {compared['rows']} "
+            f"{compared['origin']}. Report it to rayrec's maintainers, or pass --ignore-parity "
+            f"and do not use {ENCODER}."
         )
     return compared
 
 
 def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) -> PlainModel:
-    """Write the tables, one at a time, and the network weights. Returns the model with the latter."""
+    """Write the tables, one at a time, and the network weights. Returns the model with the
+    latter.
+    """
     row_format, dense = exported.row_format, {}
-    model = empty_model(exported.model, preprocessor=exported.preprocessor, precision=exported.precision)
-    vocabulary_of = {PREFIX + weight: model.inputs.table_of[feature] for feature, weight in model.table_weights().items()}
+    model = empty_model(
+        exported.model, preprocessor=exported.preprocessor, precision=exported.precision
+    )
+    vocabulary_of = {
+        PREFIX + weight: model.inputs.table_of[feature]
+        for feature, weight in model.table_weights().items()
+    }
 
     def chunks() -> Iterator[memoryview]:
         for name, tensor in full_tensors(checkpoint, PREFIX):
@@ -161,10 +229,13 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
                 continue
             values = tensor.numpy()
             for start in range(0, len(values), _CHUNK_ROWS):
-                yield np.ascontiguousarray(row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])).data
+                yield np.ascontiguousarray(
+                    row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])
+                ).data
 
     tables, entries, begin = exported.tables(), [], 0
-    for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):  # In the order of full_tensors
+    # In the order of full_tensors
+    for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):
         dtype, shape = tables[vocabulary]
         size_bytes = shape[0] * shape[1] * dtype.itemsize
         entries.append((vocabulary, dtype, shape, begin, size_bytes))
@@ -182,9 +253,13 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     examples = [torch.zeros(BATCH_ROWS, inputs.num_dense), torch.zeros(BATCH_ROWS, width)]
     of_sequences: list[dict[int, Any]] = []
     first = dict(inputs.aligned)
-    lists = [first.get(name, name) for name in model.sequences]  # Aligned lists share the number of ids
+    # Aligned lists share the number of ids
+    lists = [first.get(name, name) for name in model.sequences]
     for name in lists:
-        examples += [torch.zeros(2 * BATCH_ROWS, dim), torch.full((BATCH_ROWS,), 2, dtype=torch.int64)]
+        examples += [
+            torch.zeros(2 * BATCH_ROWS, dim),
+            torch.full((BATCH_ROWS,), 2, dtype=torch.int64),
+        ]
         of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
     if not isinstance(model.heads[0], LabelHead):
         rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
@@ -200,9 +275,16 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
 
 
 def _compare(
-    out: str, exported: ExportedModel, scorer: ClickScorer, rows: ParityRows, reference: _Reference, settings: ExportConfig
+    out: str,
+    exported: ExportedModel,
+    scorer: ClickScorer,
+    rows: ParityRows,
+    reference: _Reference,
+    settings: ExportConfig,
 ) -> dict[str, Any]:
-    """Compare an export with its checkpoint, and return the report. Raises InputError if a difference exceeds its limit."""
+    """Compare an export with its checkpoint, and return the report. Raises InputError if a
+    difference exceeds its limit.
+    """
     program = torch.export.load(storage.join(out, PROGRAM)).module()
 
     def score_by_program(batch: EncodedRows) -> np.ndarray:
@@ -218,14 +300,19 @@ def _compare(
     failure = _failure(comparisons, exported, settings) or rows.fault
     if failure and not settings.ignore_parity:
         raise InputError(
-            f"export: comparison failed with {failure}, on {rows.rows} {rows.origin}. Choose another --quantize or "
-            "--parity-path, raise --max-auroc-loss, or pass --ignore-parity."
+            f"export: comparison failed with {failure}, on {rows.rows} {rows.origin}. Choose "
+            "another --quantize or --parity-path, raise --max-auroc-loss, or pass --ignore-parity."
         )
     rows_per_s = rows.rows_per_s(scorer.values)
     return {
         "version": exported.version,
         "quantization": exported.quantization,
-        "parity": {**comparisons["export"].to_dict(), "rows": rows.rows, "auroc_limit": settings.auroc_limit, "failure": failure},
+        "parity": {
+            **comparisons["export"].to_dict(),
+            "rows": rows.rows,
+            "auroc_limit": settings.auroc_limit,
+            "failure": failure,
+        },
         "program_parity": {**comparisons["program"].to_dict(), "rows": rows.rows},
         "size": {
             "table_bytes": os.path.getsize(storage.join(out, TABLES)),
@@ -243,14 +330,21 @@ def _compare(
     }
 
 
-def _failure(comparisons: dict[str, Comparison], exported: ExportedModel, settings: ExportConfig) -> str | None:
-    """Return the first failure of the export, then of its program, None without one. In bf16 only the program's AUROC counts,
-    because it rounds at other places than the fused layers."""
+def _failure(
+    comparisons: dict[str, Comparison], exported: ExportedModel, settings: ExportConfig
+) -> str | None:
+    """Return the first failure of the export, then of its program, None without one. In bf16 only
+    the program's AUROC counts, because it rounds at other places than the fused layers.
+    """
     failure = comparisons["export"].failure(exported.quantization, auroc_limit=settings.auroc_limit)
     if failure:
         return failure
-    quantization: Quantization = "fp32" if exported.quantization == exported.precision == "fp32" else "fp16"
-    failure = comparisons["program"].failure(quantization, auroc_limit=settings.auroc_limit, relative=True)
+    quantization: Quantization = (
+        "fp32" if exported.quantization == exported.precision == "fp32" else "fp16"
+    )
+    failure = comparisons["program"].failure(
+        quantization, auroc_limit=settings.auroc_limit, relative=True
+    )
     return failure and f"{failure} by {PROGRAM}"
 
 
@@ -271,7 +365,9 @@ def readme(exported: ExportedModel) -> str:
     """Return the text of an export's README.md."""
     model, inputs = exported.model, model_inputs(exported.preprocessor)
     heads = () if model.LABELLED else model.output_heads(inputs)
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment = Environment(
+        undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
     return environment.from_string(_text("README.md")).render(
         exported=exported,
         network=type(exported.model).__name__.removesuffix("Config"),

@@ -1,4 +1,6 @@
-"""AutoInt (Song et al., "AutoInt: Automatic Feature Interaction Learning via Self-Attentive Neural Networks", CIKM 2019)."""
+"""AutoInt (Song et al., "AutoInt: Automatic Feature Interaction Learning via Self-Attentive Neural
+Networks", CIKM 2019).
+"""
 
 from dataclasses import dataclass
 
@@ -15,7 +17,9 @@ from rayrec.models.base import MLPConfig, ModelInputs, width_with_weight
 
 @dataclass(frozen=True, kw_only=True)
 class AutoIntConfig(MLPConfig):
-    """Self-attention layers over the features. An optional parallel MLP (AutoInt+) adds its logit."""
+    """Self-attention layers over the features. An optional parallel MLP (AutoInt+) adds its
+    logit.
+    """
 
     layers: Count = 3
     """Number of self-attention layers. Each one doubles the order of interactions."""
@@ -35,7 +39,10 @@ class AutoIntConfig(MLPConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attention_dim % self.heads:
-            raise InputError(f"AutoIntConfig.attention_dim: must be a multiple of heads {self.heads}, got {self.attention_dim}")
+            raise InputError(
+                f"AutoIntConfig.attention_dim: must be a multiple of heads {self.heads}, got "
+                f"{self.attention_dim}"
+            )
 
     @property
     def width(self) -> int:
@@ -58,11 +65,19 @@ class AutoInt(nn.Module):
         layers, width = [], dim
         for _ in range(config.layers):
             shape = (width, config.attention_dim, config.heads)
-            layers.append(FieldAttention(*shape, scale=config.scale, dropout=config.dropout, precision=precision))
+            layers.append(
+                FieldAttention(
+                    *shape, scale=config.scale, dropout=config.dropout, precision=precision
+                )
+            )
             width = config.attention_dim
         self.attention = nn.Sequential(*layers)
         self.logit = xavier_linear(count * config.attention_dim, 1)
-        self.deep = LogitTower(count * dim, config.mlp, **config.layer_settings(precision)) if config.mlp else None
+        self.deep = (
+            LogitTower(count * dim, config.mlp, **config.layer_settings(precision))
+            if config.mlp
+            else None
+        )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         if self._wide:
@@ -70,4 +85,6 @@ class AutoInt(nn.Module):
         else:
             vectors, wide = fields(dense, self.number_vectors, embedded), 0.0
         logits = self.logit(self.attention(vectors).float().flatten(1)).squeeze(1) + wide
-        return {self._label: logits if self.deep is None else logits + self.deep(vectors.flatten(1))}
+        return {
+            self._label: logits if self.deep is None else logits + self.deep(vectors.flatten(1))
+        }

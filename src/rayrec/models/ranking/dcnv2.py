@@ -1,4 +1,6 @@
-"""DCN V2 (Wang et al., "Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems", 2021)."""
+"""DCN V2 (Wang et al., "Improved Deep & Cross Network and Practical Lessons for Web-scale Learning
+to Rank Systems", 2021).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,45 +22,72 @@ class DCNv2Config(MLPConfig):
     """Cross layers, each of which raises the degree of feature products by one, and an MLP."""
 
     structure: Literal["parallel", "stacked", "stacked_parallel"] = "parallel"
-    """Input of the MLP: the features (parallel) or the output of the cross layers (stacked). stacked_parallel has both MLPs."""
+    """Input of the MLP: the features (parallel) or the output of the cross layers (stacked).
+    stacked_parallel has both MLPs.
+    """
     cross_layers: Count = 3
     """Number of cross layers."""
     low_rank: Count | None = None
     """Rank of each cross layer's weight, a product of two matrices. None for full rank."""
     experts: Count | None = None
-    """Number of low-rank experts with tanh and a gate per cross layer (FuxiCTR's use_low_rank_mixture). Needs `low_rank`."""
+    """Number of low-rank experts with tanh and a gate per cross layer (FuxiCTR's
+    use_low_rank_mixture). Needs `low_rank`.
+    """
     mlp: Sizes = (400, 400, 400)
-    """Layer widths of the MLP, or of the parallel one with stacked_parallel. If empty, there are only cross layers."""
+    """Layer widths of the MLP, or of the parallel one with stacked_parallel. If empty, there are
+    only cross layers.
+    """
     stacked_mlp: SomeSizes = (400, 400, 400)
     """Layer widths of the stacked MLP with stacked_parallel."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.experts is not None and self.low_rank is None:
-            raise InputError(f"DCNv2Config.experts: needs low_rank, got experts {self.experts}. Set both.")
+            raise InputError(
+                f"DCNv2Config.experts: needs low_rank, got experts {self.experts}. Set both."
+            )
         if self.structure == "stacked_parallel" and not self.mlp:
-            raise InputError("DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got (). Set them.")
+            raise InputError(
+                "DCNv2Config.mlp: must have one or more sizes for structure stacked_parallel, got "
+                "(). Set them."
+            )
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         def network(width: int) -> CrossAndDeep:
             stacked, settings = self.stacked_mlp, self.layer_settings(precision)
             crosses = self._crosses(width, precision)
-            return CrossAndDeep(width, crosses, mlp=self.mlp, stacked_mlp=stacked, structure=self.structure, **settings)
+            return CrossAndDeep(
+                width,
+                crosses,
+                mlp=self.mlp,
+                stacked_mlp=stacked,
+                structure=self.structure,
+                **settings,
+            )
 
         return CrossNetwork(self, inputs, network)
 
     def _crosses(self, width: int, precision: Precision) -> Crosses | CrossMixture:
         if self.low_rank is not None and self.experts is not None:
             return CrossMixture(
-                width, layers=self.cross_layers, experts=self.experts, low_rank=self.low_rank, precision=precision
+                width,
+                layers=self.cross_layers,
+                experts=self.experts,
+                low_rank=self.low_rank,
+                precision=precision,
             )
-        return Crosses(CrossLayer(width, low_rank=self.low_rank, precision=precision) for _ in range(self.cross_layers))
+        return Crosses(
+            CrossLayer(width, low_rank=self.low_rank, precision=precision)
+            for _ in range(self.cross_layers)
+        )
 
 
 class CrossNetwork(nn.Module):
     """Cross layers and MLPs, created by `network` for the width of all features."""
 
-    def __init__(self, config: MLPConfig, inputs: ModelInputs, network: Callable[[int], CrossAndDeep]) -> None:
+    def __init__(
+        self, config: MLPConfig, inputs: ModelInputs, network: Callable[[int], CrossAndDeep]
+    ) -> None:
         super().__init__()
         self._label = inputs.label
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)

@@ -1,4 +1,6 @@
-"""DeepFM (Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017)."""
+"""DeepFM (Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction",
+IJCAI 2017).
+"""
 
 from dataclasses import dataclass
 

@@ -15,11 +15,13 @@ from rayrec.models.base import ClickModelConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class DINConfig(ClickModelConfig):
-    """Sum of each list of earlier items, weighted by relevance to the current item, and an MLP over all features.
+    """Sum of each list of earlier items, weighted by relevance to the current item, and an MLP over
+    all features.
 
-    This applies to a list whose feature shares a vocabulary with a single-category feature, its target (schema.features: {name:
-    history, vocabulary: item}). Other lists are summed. Aligned lists (schema.features: {name: shops, vocabulary: shop,
-    aligned_with: history}) get one weight per item, as the paper does with an item's fields.
+    This applies to a list whose feature shares a vocabulary with a single-category feature, its
+    target (schema.features: {name: history, vocabulary: item}). Other lists are summed. Aligned
+    lists (schema.features: {name: shops, vocabulary: shop, aligned_with: history}) get one weight
+    per item, as the paper does with an item's fields.
     """
 
     attention: Sizes = (64,)
@@ -34,7 +36,9 @@ class DINConfig(ClickModelConfig):
         lists = [name for name, _ in inputs.lists]
         single = [name for name in inputs.features if name not in lists]
         owners = {inputs.table_of[name]: name for name in reversed(single)}
-        return {name: owners[inputs.table_of[name]] for name in lists if inputs.table_of[name] in owners}
+        return {
+            name: owners[inputs.table_of[name]] for name in lists if inputs.table_of[name] in owners
+        }
 
     def units(self, inputs: ModelInputs) -> tuple[tuple[str, ...], ...]:
         """Return the lists that have targets, grouped by alignment."""
@@ -47,8 +51,8 @@ class DINConfig(ClickModelConfig):
         sequences = tuple(self.targets(inputs))
         if not sequences:
             raise InputError(
-                "DINConfig: the schema must have a list with the vocabulary of a single-category column, got none. Set "
-                "features: [{name: history, vocabulary: item}]."
+                "DINConfig: the schema must have a list with the vocabulary of a single-category "
+                "column, got none. Set features: [{name: history, vocabulary: item}]."
             )
         return sequences
 
@@ -60,14 +64,21 @@ class DIN(nn.Module):
     def __init__(self, config: DINConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         dim = config.embedding_dim
-        self._label, self._features, self._targets = inputs.label, inputs.features, config.targets(inputs)
+        self._label, self._features, self._targets = (
+            inputs.label,
+            inputs.features,
+            config.targets(inputs),
+        )
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         self._units, self._dim = config.units(inputs), dim
         self.attention = nn.ModuleList(
-            AttentionPooling(len(unit) * dim, config.attention, precision=precision) for unit in self._units
+            AttentionPooling(len(unit) * dim, config.attention, precision=precision)
+            for unit in self._units
         )
         width = (inputs.num_dense + len(inputs.features)) * dim
-        self.tower = Tower(width, config.mlp, dropout=config.dropout, activation="dice", precision=precision)
+        self.tower = Tower(
+            width, config.mlp, dropout=config.dropout, activation="dice", precision=precision
+        )
         self.logit = xavier_linear(self.tower.out_features, 1)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
@@ -75,8 +86,16 @@ class DIN(nn.Module):
         interests: dict[str, torch.Tensor] = {}
         for unit, attention in zip(self._units, self.attention, strict=True):
             lists = [embedded.sequences(name) for name in unit]
-            items = JaggedEmbeddings(torch.cat([of_list.values for of_list in lists], dim=1), lists[0].lengths)
+            items = JaggedEmbeddings(
+                torch.cat([of_list.values for of_list in lists], dim=1), lists[0].lengths
+            )
             target = torch.cat([embedded[self._targets[name]] for name in unit], dim=1)
             interests |= zip(unit, attention(target, items).split(self._dim, dim=1), strict=True)
-        features = [interests[name] if name in interests else embedded[name] for name in self._features]
-        return {self._label: self.logit(self.tower(torch.cat([numbers, *features], dim=1)).float()).squeeze(1)}
+        features = [
+            interests[name] if name in interests else embedded[name] for name in self._features
+        ]
+        return {
+            self._label: self.logit(
+                self.tower(torch.cat([numbers, *features], dim=1)).float()
+            ).squeeze(1)
+        }

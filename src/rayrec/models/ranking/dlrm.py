@@ -1,4 +1,6 @@
-"""DLRM (Naumov et al., 2019) with its interactions. The network is in `layers/dlrm`, so that drivers do not import torch."""
+"""DLRM (Naumov et al., 2019) with its interactions. The network is in `layers/dlrm`, so that
+drivers do not import torch.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DLRMConfig(ClickModelConfig):
-    """Click model with a bottom MLP, one embedding table per sparse feature, an interaction, and a top MLP."""
+    """Click model with a bottom MLP, one embedding table per sparse feature, an interaction, and a
+    top MLP.
+    """
 
     SEVERAL_LABELS: ClassVar[bool] = True
 
     interaction: Literal["dot", "cross", "projection"] = "cross"
-    """Feature interaction: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two projections."""
+    """Feature interaction: pairwise dots (DLRM), low-rank crosses (DCN V2), or a product of two
+    projections.
+    """
     embedding_dim: Count = 128
     """Width of every embedding, and of the bottom MLP's output."""
     bottom_mlp: SomeSizes = (512, 256, 128)
     """Layer widths of the MLP over the dense features. The last one must equal embedding_dim."""
     top_mlp: SomeSizes = (1024, 1024, 512, 256, 1)
-    """Layer widths of the MLP over the interaction. The last must be 1, the logit. Models with several labels have one each."""
+    """Layer widths of the MLP over the interaction. The last must be 1, the logit. Models with
+    several labels have one each.
+    """
     batch_norm: bool = False
     """Whether to use batch norm, over the global batch, in the hidden layers of both MLPs."""
     bottom_dropout: Share = 0.0
@@ -40,34 +48,48 @@ class DLRMConfig(ClickModelConfig):
     cross_low_rank: Count = 512
     """Rank of each cross layer's weight (interaction "cross")."""
     projection_first: SomeSizes = (2048, 2048)
-    """Layer widths of the first branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
+    """Layer widths of the first branch (interaction "projection"). The last one must be a multiple
+    of embedding_dim.
+    """
     projection_second: SomeSizes = (2048, 2048)
-    """Layer widths of the second branch (interaction "projection"). The last one must be a multiple of embedding_dim."""
+    """Layer widths of the second branch (interaction "projection"). The last one must be a multiple
+    of embedding_dim.
+    """
 
     first_order: bool = False
-    """Whether to add logistic regression to the main label's logit, with a weight per category and piecewise-linear numbers. The
-    bottom MLP gets these, too. Numbers must be standardized."""
+    """Whether to add logistic regression to the main label's logit, with a weight per category and
+    piecewise-linear numbers. The bottom MLP gets these, too. Numbers must be standardized.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bottom_mlp[-1] != self.embedding_dim:
             raise InputError(
-                f"DLRMConfig.bottom_mlp: must end with embedding_dim {self.embedding_dim}, got {self.bottom_mlp[-1]}"
+                f"DLRMConfig.bottom_mlp: must end with embedding_dim {self.embedding_dim}, got "
+                f"{self.bottom_mlp[-1]}"
             )
         if self.top_mlp[-1] != 1:
-            raise InputError(f"DLRMConfig.top_mlp: must end with 1, the logit, got {self.top_mlp[-1]}")
+            raise InputError(
+                f"DLRMConfig.top_mlp: must end with 1, the logit, got {self.top_mlp[-1]}"
+            )
         if self.interaction == "projection":
             for name in ("projection_first", "projection_second"):
                 if getattr(self, name)[-1] % self.embedding_dim:
                     raise InputError(
-                        f"DLRMConfig.{name}: must end with a multiple of embedding_dim {self.embedding_dim}, "
-                        f"got {getattr(self, name)[-1]}"
+                        f"DLRMConfig.{name}: must end with a multiple of embedding_dim "
+                        f"{self.embedding_dim}, got {getattr(self, name)[-1]}"
                     )
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
-        """Update the settings. A new embedding_dim also sets the bottom MLP's last width, unless it is given."""
+        """Update the settings. A new embedding_dim also sets the bottom MLP's last width, unless it
+        is given.
+        """
         own_path = str(self._custom_class())
-        if "embedding_dim" in changes and "bottom_mlp" not in changes and same_class(changes.get(CLASS, own_path), own_path):
+        if (
+            "embedding_dim" in changes
+            and "bottom_mlp" not in changes
+            and same_class(changes.get(CLASS, own_path), own_path)
+        ):
             changes = {**changes, "bottom_mlp": (*self.bottom_mlp[:-1], changes["embedding_dim"])}
         return super().updated(changes, where=where)
 
@@ -85,11 +107,27 @@ class DLRMConfig(ClickModelConfig):
 
         settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
         num_dense = inputs.num_dense * (NUMBER_WIDTH if self.first_order else 1)
-        first_order = FirstOrder(num_dense, number_scale=10.0, category_scale=0.5) if self.first_order else None
-        bottom = MLP(num_dense, self.bottom_mlp, final_activation=True, dropout=self.bottom_dropout, **settings)
+        first_order = (
+            FirstOrder(num_dense, number_scale=10.0, category_scale=0.5)
+            if self.first_order
+            else None
+        )
+        bottom = MLP(
+            num_dense,
+            self.bottom_mlp,
+            final_activation=True,
+            dropout=self.bottom_dropout,
+            **settings,
+        )
         interaction = self._interaction(inputs, precision)
         sizes = (*self.top_mlp[:-1], len(inputs.label_names))
-        top = MLP(interaction.out_features, sizes, final_activation=False, dropout=self.top_dropout, **settings)
+        top = MLP(
+            interaction.out_features,
+            sizes,
+            final_activation=False,
+            dropout=self.top_dropout,
+            **settings,
+        )
         return DLRM(inputs.label_names, bottom, interaction, top, first_order)
 
     def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:
@@ -100,8 +138,16 @@ class DLRMConfig(ClickModelConfig):
             return DotInteraction(features, dim=dim)
         if self.interaction == "cross":
             return CrossInteraction(
-                features, dim=dim, num_layers=self.cross_layers, low_rank=self.cross_low_rank, precision=precision
+                features,
+                dim=dim,
+                num_layers=self.cross_layers,
+                low_rank=self.cross_low_rank,
+                precision=precision,
             )
         return ProjectionInteraction(
-            features, dim=dim, first_branch=self.projection_first, second_branch=self.projection_second, precision=precision
+            features,
+            dim=dim,
+            first_branch=self.projection_first,
+            second_branch=self.projection_second,
+            precision=precision,
         )

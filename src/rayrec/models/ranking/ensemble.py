@@ -21,17 +21,22 @@ if TYPE_CHECKING:
 
 
 def _two_kinds() -> tuple[ClickModelConfig, ...]:
-    from rayrec.models.ranking.finalnet import FinalNetConfig  # Imports torch, which command flags avoid
+    # Imports torch, which command flags avoid
+    from rayrec.models.ranking.finalnet import FinalNetConfig
 
     return DLRMConfig(), FinalNetConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnsembleConfig(ClickModelConfig):
-    """Models with separate parts of every embedding, trained together but independently, or merged by `rayrec ensemble`."""
+    """Models with separate parts of every embedding, trained together but independently, or merged
+    by `rayrec ensemble`.
+    """
 
     models: Annotated[tuple[ClickModelConfig, ...], MinLen(2)] = field(default_factory=_two_kinds)
-    """Two or more models. In a file, each has a `class`, the name of a rayrec model, and its settings."""
+    """Two or more models. In a file, each has a `class`, the name of a rayrec model, and its
+    settings.
+    """
     embedding_dim: Zero = 0
     """Must be 0, because each model sets its own."""
 
@@ -40,12 +45,13 @@ class EnsembleConfig(ClickModelConfig):
         for number, model in enumerate(self.models):
             if not model.LABELLED:
                 raise InputError(
-                    f"EnsembleConfig.models[{number}]: must predict a label, got {type(model).__name__}. Replace it."
+                    f"EnsembleConfig.models[{number}]: must predict a label, got "
+                    f"{type(model).__name__}. Replace it."
                 )
             if model.embedding_penalty:
                 raise InputError(
-                    f"EnsembleConfig.models[{number}].embedding_penalty: must be 0, got {model.embedding_penalty}. Set "
-                    "embedding_penalty of the ensemble."
+                    f"EnsembleConfig.models[{number}].embedding_penalty: must be 0, got "
+                    f"{model.embedding_penalty}. Set embedding_penalty of the ensemble."
                 )
 
     @classmethod
@@ -56,13 +62,17 @@ class EnsembleConfig(ClickModelConfig):
 
     @classmethod
     def of_kinds(cls, kinds: Sequence[type[ClickModelConfig]], other: ClickModelConfig) -> Self:
-        """Return a model of each kind to replace one model of a recipe. A model of the same kind keeps its settings."""
+        """Return a model of each kind to replace one model of a recipe. A model of the same kind
+        keeps its settings.
+        """
         alone = other.replace(embedding_penalty=0.0, members=1)
         models = tuple(alone if kind is type(alone) else kind.replacing(alone) for kind in kinds)
         return cls(models=models, embedding_penalty=other.embedding_penalty, members=other.members)
 
     def embedding_settings(self) -> dict[str, Any]:
-        return super().embedding_settings() | {"embedding_dim": max(model.embedding_dim for model in self.models)}
+        return super().embedding_settings() | {
+            "embedding_dim": max(model.embedding_dim for model in self.models)
+        }
 
     @property
     def width(self) -> int:
@@ -80,4 +90,6 @@ class EnsembleConfig(ClickModelConfig):
         from rayrec.models.ensemble import Ensemble, build_network
 
         networks = [build_network(model, inputs, precision=precision) for model in self.models]
-        return Ensemble(networks, self.output_heads(inputs), widths=[model.table_width for model in self.models])
+        return Ensemble(
+            networks, self.output_heads(inputs), widths=[model.table_width for model in self.models]
+        )

@@ -12,13 +12,22 @@ from torch.nn import functional
 from rayrec.batch import Batch
 from rayrec.bounds import Even, Share
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import GlobalBatchNorm, Precision, UninitializedLinear, compute_dtype, init_values, xavier_linear
+from rayrec.layers.mlp import (
+    GlobalBatchNorm,
+    Precision,
+    UninitializedLinear,
+    compute_dtype,
+    init_values,
+    xavier_linear,
+)
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalNetConfig(ClickModelConfig):
-    """Two towers of factorized interaction layers with averaged logits, which also learn from their mean."""
+    """Two towers of factorized interaction layers with averaged logits, which also learn from their
+    mean.
+    """
 
     first_tower: Annotated[tuple[Even, ...], MinLen(1)] = (400, 400)
     """Layer widths of the first tower, each even."""
@@ -33,7 +42,9 @@ class FinalNetConfig(ClickModelConfig):
     activation: Literal["relu", "none"] = "relu"
     """Activation of each layer."""
     feature_gate: bool = True
-    """Whether the first tower also takes gated embeddings, multiplied by weights computed from all features."""
+    """Whether the first tower also takes gated embeddings, multiplied by weights computed from all
+    features.
+    """
     tower_losses: bool = True
     """Whether to add each tower's cross entropy with the mean's probability to the loss."""
 
@@ -47,9 +58,15 @@ class FinalNetConfig(ClickModelConfig):
 class FinalNet(nn.Module):
     """Network with logit (y1 + y2) / 2 of two towers."""
 
-    def __init__(self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+    def __init__(
+        self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision
+    ) -> None:
         super().__init__()
-        self._label, self._tower_losses, dim = inputs.label, config.tower_losses, config.embedding_dim
+        self._label, self._tower_losses, dim = (
+            inputs.label,
+            config.tower_losses,
+            config.embedding_dim,
+        )
         count = inputs.num_dense + len(inputs.features)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         self.gate = UninitializedLinear(count, count) if config.feature_gate else None
@@ -59,7 +76,9 @@ class FinalNet(nn.Module):
         width = count * dim * (2 if config.feature_gate else 1)
         self.first = _Tower(width, config.first_tower, config.first_dropout, config, precision)
         self.second = (
-            _Tower(count * dim, config.second_tower, config.second_dropout, config, precision) if config.second_tower else None
+            _Tower(count * dim, config.second_tower, config.second_dropout, config, precision)
+            if config.second_tower
+            else None
         )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
@@ -74,12 +93,20 @@ class FinalNet(nn.Module):
             return {self._label: first}
         second = self.second(plain)
         outputs = {self._label: (first + second) * 0.5}
-        return {**outputs, "first tower": first, "second tower": second} if self._tower_losses else outputs
+        return (
+            {**outputs, "first tower": first, "second tower": second}
+            if self._tower_losses
+            else outputs
+        )
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return the cross entropy of the logit and, for `tower_losses`, of each tower with its probability, float32 [rows]."""
+        """Return the cross entropy of the logit and, for `tower_losses`, of each tower with its
+        probability, float32 [rows].
+        """
         logits = outputs[self._label]
-        loss = functional.binary_cross_entropy_with_logits(logits, batch.labels[self._label], reduction="none")
+        loss = functional.binary_cross_entropy_with_logits(
+            logits, batch.labels[self._label], reduction="none"
+        )
         for tower in ("first tower", "second tower"):
             if tower in outputs:
                 loss = loss + functional.binary_cross_entropy_with_logits(
@@ -89,10 +116,17 @@ class FinalNet(nn.Module):
 
 
 class _Tower(nn.Module):
-    """Factorized interaction layers: half of each layer's linear outputs, concatenated with the product of both halves."""
+    """Factorized interaction layers: half of each layer's linear outputs, concatenated with the
+    product of both halves.
+    """
 
     def __init__(
-        self, in_features: int, sizes: tuple[int, ...], dropout: float, config: FinalNetConfig, precision: Precision
+        self,
+        in_features: int,
+        sizes: tuple[int, ...],
+        dropout: float,
+        config: FinalNetConfig,
+        precision: Precision,
     ) -> None:
         super().__init__()
         self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
@@ -101,14 +135,20 @@ class _Tower(nn.Module):
             self.norms.append(GlobalBatchNorm(size) if config.batch_norm else nn.Identity())
             in_features = size
         self.logit = xavier_linear(in_features, 1)
-        self._dropout, self._relu, self._dtype = dropout, config.activation == "relu", compute_dtype(precision)
+        self._dropout, self._relu, self._dtype = (
+            dropout,
+            config.activation == "relu",
+            compute_dtype(precision),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the float32 logits [rows] for inputs [rows, in_features]."""
         hidden = inputs.to(self._dtype)
         for layer, norm in zip(self.layers, self.norms, strict=True):
             assert isinstance(layer, UninitializedLinear)
-            linear = functional.linear(hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
+            linear = functional.linear(
+                hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+            )
             second, first = linear.chunk(2, dim=1)
             hidden = norm(torch.cat([second, first * second], dim=1))
             hidden = hidden.relu() if self._relu else hidden

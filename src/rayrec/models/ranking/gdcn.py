@@ -1,4 +1,6 @@
-"""GDCN (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network for CTR Prediction", CIKM 2023)."""
+"""GDCN (Wang et al., "Towards Deeper, Lighter and Interpretable Cross Network for CTR Prediction",
+CIKM 2023).
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +16,9 @@ from rayrec.models.ranking.dcnv2 import CrossNetwork
 
 @dataclass(frozen=True, kw_only=True)
 class GDCNConfig(MLPConfig):
-    """DCN V2 with gated cross layers, which suppress unhelpful products and make more layers useful."""
+    """DCN V2 with gated cross layers, which suppress unhelpful products and make more layers
+    useful.
+    """
 
     structure: Literal["parallel", "stacked"] = "parallel"
     """Input of the MLP: the features (parallel) or the output of the cross layers (stacked)."""
@@ -25,7 +29,15 @@ class GDCNConfig(MLPConfig):
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         def network(width: int) -> CrossAndDeep:
-            crosses = Crosses(CrossLayer(width, gated=True, precision=precision) for _ in range(self.cross_layers))
-            return CrossAndDeep(width, crosses, mlp=self.mlp, structure=self.structure, **self.layer_settings(precision))
+            crosses = Crosses(
+                CrossLayer(width, gated=True, precision=precision) for _ in range(self.cross_layers)
+            )
+            return CrossAndDeep(
+                width,
+                crosses,
+                mlp=self.mlp,
+                structure=self.structure,
+                **self.layer_settings(precision),
+            )
 
         return CrossNetwork(self, inputs, network)

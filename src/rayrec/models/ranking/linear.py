@@ -1,4 +1,6 @@
-"""Logistic regression with a weight for each category and each number (Richardson et al., "Predicting Clicks", WWW 2007)."""
+"""Logistic regression with a weight for each category and each number (Richardson et al.,
+"Predicting Clicks", WWW 2007).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,20 @@ from rayrec.models.base import ClickModelConfig, ModelInputs, width_with_weight
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(ClickModelConfig):
-    """Sum of separate weights for each feature. A baseline, and useful in an ensemble on logs of a few thousand rows."""
+    """Sum of separate weights for each feature. A baseline, and useful in an ensemble on logs of a
+    few thousand rows.
+    """
 
     embedding_dim: Zero = 0
     """Must be 0, because a category has one weight."""
     number_scale: Positive = 10.0
-    """Factor of the numbers' weights. Optimizers such as Adam change a weight by about the learning rate per step, which is too
-    small for a weight without a network behind it."""
+    """Factor of the numbers' weights. Optimizers such as Adam change a weight by about the learning
+    rate per step, which is too small for a weight without a network behind it.
+    """
     category_scale: Positive = 0.7
-    """Factor of the categories' weights. Below 1, because embedding learning rates are too large for them."""
+    """Factor of the categories' weights. Below 1, because embedding learning rates are too large
+    for them.
+    """
 
     def embedding_settings(self) -> dict[str, Any]:
         return super().embedding_settings() | {"embedding_dim": ClickModelConfig.embedding_dim}
@@ -47,7 +54,9 @@ class LinearConfig(ClickModelConfig):
 
 class Linear(FirstOrder):
     def __init__(self, config: LinearConfig, inputs: ModelInputs) -> None:
-        super().__init__(inputs.num_dense, number_scale=config.number_scale, category_scale=config.category_scale)
+        super().__init__(
+            inputs.num_dense, number_scale=config.number_scale, category_scale=config.category_scale
+        )
         self._label = inputs.label
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""MaskNet (Wang et al., "MaskNet: Introducing Feature-Wise Multiplication to CTR Ranking Models", DLP-KDD 2021)."""
+"""MaskNet (Wang et al., "MaskNet: Introducing Feature-Wise Multiplication to CTR Ranking Models",
+DLP-KDD 2021).
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +21,9 @@ class MaskNetConfig(ClickModelConfig):
     """Layers with inputs multiplied by a mask that is computed from all features."""
 
     structure: Literal["parallel", "serial"] = "serial"
-    """Block layout: all mask blocks take the features, below an MLP (parallel), or each takes the previous outputs (serial)."""
+    """Block layout: all mask blocks take the features, below an MLP (parallel), or each takes the
+    previous outputs (serial).
+    """
     mlp: Sizes = (400, 400, 400)
     """Widths of the mask blocks (serial), or of the MLP on top of them (parallel)."""
     num_blocks: Count = 3
@@ -38,9 +42,13 @@ class MaskNetConfig(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.structure == "serial" and not self.mlp:
-            raise InputError("MaskNetConfig.mlp: must not be empty for structure serial, got (). Set it.")
+            raise InputError(
+                "MaskNetConfig.mlp: must not be empty for structure serial, got (). Set it."
+            )
         if self.reduction_ratio <= 0:
-            raise InputError(f"MaskNetConfig.reduction_ratio: must be above 0, got {self.reduction_ratio}")
+            raise InputError(
+                f"MaskNetConfig.reduction_ratio: must be above 0, got {self.reduction_ratio}"
+            )
 
     def needs_categories(self) -> bool:
         return False
@@ -96,15 +104,24 @@ class _LayerNorms(nn.Module):
 
 
 class _MaskBlock(nn.Module):
-    """Mask of the features times the inputs, a linear layer without bias, layer norm, ReLU and dropout. Maps [rows, num_features]
-    and [rows, in_features] to [rows, out_features]."""
+    """Mask of the features times the inputs, a linear layer without bias, layer norm, ReLU and
+    dropout. Maps [rows, num_features] and [rows, in_features] to [rows, out_features].
+    """
 
     def __init__(
-        self, num_features: int, in_features: int, out_features: int, config: MaskNetConfig, precision: Precision
+        self,
+        num_features: int,
+        in_features: int,
+        out_features: int,
+        config: MaskNetConfig,
+        precision: Precision,
     ) -> None:
         super().__init__()
         between = max(1, int(in_features * config.reduction_ratio))
-        self.first, self.second = xavier_linear(num_features, between), xavier_linear(between, in_features)
+        self.first, self.second = (
+            xavier_linear(num_features, between),
+            xavier_linear(between, in_features),
+        )
         self.layer = xavier_linear(in_features, out_features, bias=False)
         self.norm = nn.LayerNorm(out_features) if config.layer_norm else nn.Identity()
         self._dropout, self._dtype = config.dropout, compute_dtype(precision)
@@ -112,5 +129,9 @@ class _MaskBlock(nn.Module):
     def forward(self, features: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         parameters = (self.first.weight, self.first.bias, self.second.weight, self.second.bias)
         mask = linear_stack(features, parameters, relus=(True, False), dtype=self._dtype)
-        linear = linear_stack(mask * inputs, (self.layer.weight, None), relus=(False,), dtype=self._dtype)
-        return functional.dropout(self.norm(linear.float()).relu(), self._dropout, training=self.training)
+        linear = linear_stack(
+            mask * inputs, (self.layer.weight, None), relus=(False,), dtype=self._dtype
+        )
+        return functional.dropout(
+            self.norm(linear.float()).relu(), self._dropout, training=self.training
+        )

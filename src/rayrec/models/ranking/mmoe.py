@@ -1,4 +1,6 @@
-"""MMoE (Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts", KDD 2018)."""
+"""MMoE (Ma et al., "Modeling Task Relationships in Multi-task Learning with Multi-gate
+Mixture-of-Experts", KDD 2018).
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,9 @@ from rayrec.models.base import ExpertsConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class MMoEConfig(ExpertsConfig):
-    """Multi-label model with experts that all labels share, and a gate and a tower for each label."""
+    """Multi-label model with experts that all labels share, and a gate and a tower for each
+    label.
+    """
 
     experts: Count = 4
     """Number of experts."""
@@ -30,12 +34,17 @@ class MMoE(nn.Module):
         settings = config.layer_settings(precision)
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         self.experts = Experts(width, config.expert, config.experts, **settings)
-        self.gates = nn.ModuleList(Gate(width, config.gate, config.experts, **settings) for _ in self._labels)
-        self.towers = nn.ModuleList(LogitTower(config.expert[-1], config.tower, **settings) for _ in self._labels)
+        self.gates = nn.ModuleList(
+            Gate(width, config.gate, config.experts, **settings) for _ in self._labels
+        )
+        self.towers = nn.ModuleList(
+            LogitTower(config.expert[-1], config.tower, **settings) for _ in self._labels
+        )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         inputs = fields(dense, self.number_vectors, embedded).flatten(1)
         experts = self.experts(inputs)
         return {
-            label: tower(gate(inputs, experts)) for label, gate, tower in zip(self._labels, self.gates, self.towers, strict=True)
+            label: tower(gate(inputs, experts))
+            for label, gate, tower in zip(self._labels, self.gates, self.towers, strict=True)
         }

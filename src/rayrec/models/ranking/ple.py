@@ -1,5 +1,6 @@
-"""PLE (Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning Model for Personalized Recommendations",
-RecSys 2020)."""
+"""PLE (Tang et al., "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning Model for
+Personalized Recommendations", RecSys 2020).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from rayrec.models.base import ExpertsConfig, ModelInputs
 
 @dataclass(frozen=True, kw_only=True)
 class PLEConfig(ExpertsConfig):
-    """Multi-label model with levels of shared and label-specific experts, and a tower for each label.
+    """Multi-label model with levels of shared and label-specific experts, and a tower for each
+    label.
 
-    A gate weights a label's own and the shared experts, so that conflicting labels interfere less than in MMoE. Between levels,
-    the shared gate weights the experts of all labels, as in the paper (in FuxiCTR only the shared ones).
+    A gate weights a label's own and the shared experts, so that conflicting labels interfere less
+    than in MMoE. Between levels, the shared gate weights the experts of all labels, as in the paper
+    (in FuxiCTR only the shared ones).
     """
 
     levels: Count = 1
@@ -44,19 +47,34 @@ class PLE(nn.Module):
             last = level == config.levels - 1
             self.levels.append(_Level(in_features, len(self._labels), config, settings, last=last))
             in_features = config.expert[-1]
-        self.towers = nn.ModuleList(LogitTower(in_features, config.tower, **settings) for _ in self._labels)
+        self.towers = nn.ModuleList(
+            LogitTower(in_features, config.tower, **settings) for _ in self._labels
+        )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         states = [fields(dense, self.number_vectors, embedded).flatten(1)] * (len(self._labels) + 1)
         for level in self.levels:
             states = level(states)
-        return {label: tower(state) for label, tower, state in zip(self._labels, self.towers, states, strict=True)}
+        return {
+            label: tower(state)
+            for label, tower, state in zip(self._labels, self.towers, states, strict=True)
+        }
 
 
 class _Level(nn.Module):
-    """Experts and gates of each label, and shared ones. The last level has no shared gate because no level takes its output."""
+    """Experts and gates of each label, and shared ones. The last level has no shared gate because
+    no level takes its output.
+    """
 
-    def __init__(self, in_features: int, labels: int, config: PLEConfig, settings: TowerSettings, *, last: bool) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        labels: int,
+        config: PLEConfig,
+        settings: TowerSettings,
+        *,
+        last: bool,
+    ) -> None:
         super().__init__()
         own, shared = config.own_experts, config.shared_experts
 
@@ -72,7 +90,9 @@ class _Level(nn.Module):
         self.shared_gate = None if last else gate(labels * own + shared)
 
     def forward(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Map the states of each label and the shared one, [rows, in_features], to [rows, width]. The last level shares none."""
+        """Map the states of each label and the shared one, [rows, in_features], to [rows, width].
+        The last level shares none.
+        """
         by_label = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
         shared = self.shared(states[-1])
         mixed = [

@@ -20,11 +20,16 @@ class WideDeepConfig(DeepFMConfig):
 
 
 class WideDeep(DeepFM):
-    """DeepFM's linear model and MLP without products. A cross product of features is a column of the data."""
+    """DeepFM's linear model and MLP without products. A cross product of features is a column of
+    the data.
+    """
 
-    def __init__(self, config: WideDeepConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+    def __init__(
+        self, config: WideDeepConfig, inputs: ModelInputs, *, precision: Precision
+    ) -> None:
         super().__init__(config, inputs, precision=precision)
-        # The logit's bias is in the MLP. This one is constant: 0, or its value in a checkpoint trained with both.
+        # The logit's bias is in the MLP. This one is constant: 0, or its value in a checkpoint
+        # trained with both.
         bias = self.fields.linear.bias.detach()
         del self.fields.linear.bias
         self.fields.linear.register_buffer("bias", bias)

@@ -1,4 +1,6 @@
-"""Wukong (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", ICML 2024)."""
+"""Wukong (Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale Recommendation", ICML
+2024).
+"""
 
 from dataclasses import dataclass
 
@@ -7,20 +9,32 @@ from torch import nn
 
 from rayrec.bounds import Count, Share, Sizes
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, fields, number_vectors
-from rayrec.layers.mlp import LogitTower, Precision, Tower, compute_dtype, init_values, linear_stack, xavier_linear
+from rayrec.layers.mlp import (
+    LogitTower,
+    Precision,
+    Tower,
+    compute_dtype,
+    init_values,
+    linear_stack,
+    xavier_linear,
+)
 from rayrec.models.base import ClickModelConfig, ModelInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class WukongConfig(ClickModelConfig):
-    """Stacked factorization machines over vectors. Scale layers, vectors, rank and block_mlp together."""
+    """Stacked factorization machines over vectors. Scale layers, vectors, rank and block_mlp
+    together.
+    """
 
     num_layers: Count = 3
     """Number of layers."""
     linear_vectors: Count = 40
     """Number of output vectors per layer that are linear in its input vectors."""
     product_vectors: Count = 40
-    """Number of output vectors per layer that are computed from the products of its input vectors."""
+    """Number of output vectors per layer that are computed from the products of its input
+    vectors.
+    """
     rank: Count = 8
     """Number of weighted sums of all vectors by which each input vector is multiplied."""
     block_mlp: Sizes = (512, 256)
@@ -49,7 +63,9 @@ class Wukong(nn.Module):
         for _ in range(config.num_layers):
             self.layers.append(_Layer(count, config, precision))
             count = config.product_vectors + config.linear_vectors
-        self.top = LogitTower(count * dim, config.mlp, batch_norm=config.mlp_batch_norm, precision=precision)
+        self.top = LogitTower(
+            count * dim, config.mlp, batch_norm=config.mlp_batch_norm, precision=precision
+        )
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         vectors = fields(dense, self.number_vectors, embedded)
@@ -59,15 +75,19 @@ class Wukong(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Layer LN(concat(F(X), W X) + P X) with F(X) = ReLU(MLP(LN(X Xᵀ Y))), [rows, count, dim] to float32 [rows, product_vectors +
-    linear_vectors, dim]. P is the identity if the vector count is unchanged."""
+    """Layer LN(concat(F(X), W X) + P X) with F(X) = ReLU(MLP(LN(X Xᵀ Y))), [rows, count, dim] to
+    float32 [rows, product_vectors + linear_vectors, dim]. P is the identity if the vector count is
+    unchanged.
+    """
 
     def __init__(self, count: int, config: WukongConfig, precision: Precision) -> None:
         super().__init__()
         dim, out = config.embedding_dim, config.product_vectors + config.linear_vectors
         self.mixing = nn.Parameter(init_values(torch.empty(count, config.rank), nn.init.normal_))
         self.products_norm = nn.LayerNorm(count * config.rank)
-        self.tower = Tower(count * config.rank, config.block_mlp, dropout=config.dropout, precision=precision)
+        self.tower = Tower(
+            count * config.rank, config.block_mlp, dropout=config.dropout, precision=precision
+        )
         self.products = xavier_linear(self.tower.out_features, config.product_vectors * dim)
         self.linear = xavier_linear(count, config.linear_vectors, bias=False)
         self.shortcut = xavier_linear(count, out) if count != out else None
@@ -77,7 +97,15 @@ class _Layer(nn.Module):
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         across = vectors.transpose(1, 2)
         hidden = self.tower(self.products_norm(torch.bmm(vectors, across @ self.mixing).flatten(1)))
-        product_vectors = linear_stack(hidden, (self.products.weight, self.products.bias), relus=(True,), dtype=self._dtype)
-        combined = torch.cat([product_vectors.float().unflatten(1, self._shape), self.linear(across).transpose(1, 2)], dim=1)
+        product_vectors = linear_stack(
+            hidden, (self.products.weight, self.products.bias), relus=(True,), dtype=self._dtype
+        )
+        combined = torch.cat(
+            [
+                product_vectors.float().unflatten(1, self._shape),
+                self.linear(across).transpose(1, 2),
+            ],
+            dim=1,
+        )
         residual = vectors if self.shortcut is None else self.shortcut(across).transpose(1, 2)
         return self.norm(combined + residual)

@@ -1,4 +1,6 @@
-"""xDeepFM (Lian et al., "xDeepFM: Combining Explicit and Implicit Feature Interactions for Recommender Systems", KDD 2018)."""
+"""xDeepFM (Lian et al., "xDeepFM: Combining Explicit and Implicit Feature Interactions for
+Recommender Systems", KDD 2018).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +11,27 @@ from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings
-from rayrec.layers.mlp import LogitTower, Precision, UninitializedLinear, compute_dtype, xavier_linear
+from rayrec.layers.mlp import (
+    LogitTower,
+    Precision,
+    UninitializedLinear,
+    compute_dtype,
+    xavier_linear,
+)
 from rayrec.models.base import ModelInputs
 from rayrec.models.ranking.deepfm import DeepFMConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class XDeepFMConfig(DeepFMConfig):
-    """Linear model, compressed interaction network and MLP with common embeddings and added logits."""
+    """Linear model, compressed interaction network and MLP with common embeddings and added
+    logits.
+    """
 
     interaction: SomeSizes = (16, 16, 16)
-    """Number of vectors in each layer of the compressed interaction network. Each layer adds one order of interactions."""
+    """Number of vectors in each layer of the compressed interaction network. Each layer adds one
+    order of interactions.
+    """
     mlp: Sizes = (400, 400, 400)
     """Layer widths of the MLP over all features. If empty, the model has no MLP."""
 
@@ -44,8 +56,10 @@ class XDeepFM(nn.Module):
 
 
 class CompressedInteraction(nn.Module):
-    """Compressed interaction network (CIN): the logit of weighted sums of elementwise products between all fields and all vectors
-    in the previous layer. No activation between layers, which is best in the paper."""
+    """Compressed interaction network (CIN): the logit of weighted sums of elementwise products
+    between all fields and all vectors in the previous layer. No activation between layers, which is
+    best in the paper.
+    """
 
     def __init__(self, num_fields: int, sizes: Sequence[int], *, precision: Precision) -> None:
         super().__init__()
@@ -58,11 +72,14 @@ class CompressedInteraction(nn.Module):
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         """Return the float32 logits [rows] for fields [rows, num_fields, dim]."""
-        first = fields.transpose(1, 2).to(self._dtype)  # Each index of the vectors is a row of the products
+        # Each index of the vectors is a row of the products
+        first = fields.transpose(1, 2).to(self._dtype)
         hidden, sums = first, []
         for layer in self.layers:
             assert isinstance(layer, UninitializedLinear)
             pairs = (first.unsqueeze(3) * hidden.unsqueeze(2)).flatten(2)
-            hidden = functional.linear(pairs, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
+            hidden = functional.linear(
+                pairs, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+            )
             sums.append(hidden.float().sum(1))
         return self.logit(torch.cat(sums, dim=1)).squeeze(1)

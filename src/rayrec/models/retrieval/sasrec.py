@@ -1,4 +1,6 @@
-"""SASRec (Kang & McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018), with a softmax over all items."""
+"""SASRec (Kang & McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018), with a softmax
+over all items.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ _EPS: Final = 1e-12
 class SASRecConfig(ClickModelConfig):
     """Causal attention that predicts each item of a list from the items before it.
 
-    The list is the schema's first list, in chronological order, with a `max_length`. All known items are candidates. Unknown and
-    missing ones are neither candidates nor targets.
+    The list is the schema's first list, in chronological order, with a `max_length`. All known
+    items are candidates. Unknown and missing ones are neither candidates nor targets.
     """
 
     LABELLED: ClassVar[bool] = False
@@ -54,16 +56,20 @@ class SASRecConfig(ClickModelConfig):
         super().__post_init__()
         if self.embedding_dim % self.attention_heads:
             raise InputError(
-                f"SASRecConfig.attention_heads: must divide embedding_dim {self.embedding_dim}, got {self.attention_heads}"
+                f"SASRecConfig.attention_heads: must divide embedding_dim {self.embedding_dim}, "
+                f"got {self.attention_heads}"
             )
 
     def sequence(self, inputs: ModelInputs) -> tuple[str, int]:
-        """Return the list of items and its maximum length. Raises InputError if the schema has none."""
+        """Return the list of items and its maximum length. Raises InputError if the schema has
+        none.
+        """
         name, length = next(iter(inputs.lists), (None, None))
         if name is None or length is None or length < 2:
             raise InputError(
-                "SASRecConfig: the schema must have a list of items with a max_length of at least 2, got "
-                f"{name or 'no list'}. Set lists: [item] and features: [{{name: item, max_length: 50}}]."
+                "SASRecConfig: the schema must have a list of items with a max_length of at least "
+                f"2, got {name or 'no list'}. Set lists: [item] and features: [{{name: item, "
+                "max_length: 50}]."
             )
         return name, length
 
@@ -78,7 +84,9 @@ class SASRecConfig(ClickModelConfig):
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
         feature = self.candidate_feature(inputs)
         num_items = inputs.candidates_of(feature).count
-        return (ItemsHead("items", self.k if num_items is None else min(self.k, num_items), feature),)
+        return (
+            ItemsHead("items", self.k if num_items is None else min(self.k, num_items), feature),
+        )
 
     def objective(self, metrics: Mapping[str, float]) -> str:
         return f"ndcg_at_{self.k}"
@@ -88,7 +96,9 @@ class SASRecConfig(ClickModelConfig):
 
 
 class SASRec(nn.Module):
-    """Layer norm follows attention and feed-forward layers, as in RecBole. Products have the precision's dtype."""
+    """Layer norm follows attention and feed-forward layers, as in RecBole. Products have the
+    precision's dtype.
+    """
 
     def __init__(self, config: SASRecConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
@@ -103,19 +113,26 @@ class SASRec(nn.Module):
         self.blocks = nn.ModuleList(_Block(config, dtype=self._dtype) for _ in range(config.blocks))
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return `hidden` [rows, max_length, dim], the state after each item, `ids` [rows, max_length], `lengths` and `table`."""
+        """Return `hidden` [rows, max_length, dim], the state after each item, `ids` [rows,
+        max_length], `lengths` and `table`.
+        """
         del dense
         items = embedded.sequences(self._feature)
-        # The last position of a full list has no target in training, so it has no separate position embedding.
+        # The last position of a full list has no target in training, so it has no separate position
+        # embedding.
         positions = torch.cat([self.positions, self.positions[-1:]])
-        hidden = functional.dropout(self.norm(self._padded(items, items.values) + positions), self._dropout, self.training)
+        hidden = functional.dropout(
+            self.norm(self._padded(items, items.values) + positions), self._dropout, self.training
+        )
         for block in self.blocks:
             hidden = block(hidden)
         ids, table = self._padded(items, embedded.ids(self._feature)), embedded.table(self._feature)
         return {"hidden": hidden, "ids": ids, "lengths": items.lengths, "table": table}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's mean cross entropy over the known items after the first, 0 for lists without one, float32 [rows]."""
+        """Return each row's mean cross entropy over the known items after the first, 0 for lists
+        without one, float32 [rows].
+        """
         del batch
         ids = outputs["ids"]
         targets = self._candidates.numbers(ids[:, 1:])
@@ -128,19 +145,28 @@ class SASRec(nn.Module):
         return total / is_target.sum(1).clamp(min=1)
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return `rank_measures` of each list's last item among all known ones, given those before. Lists of one item, and those
-        with a missing last one, have no target."""
+        """Return `rank_measures` of each list's last item among all known ones, given those before.
+        Lists of one item, and those with a missing last one, have no target.
+        """
         del batch
         last = (outputs["lengths"] - 1).clamp(min=1)
-        logits = candidate_logits(self._after(outputs["hidden"], last - 1), self._candidates.of_table(outputs["table"]))
+        logits = candidate_logits(
+            self._after(outputs["hidden"], last - 1), self._candidates.of_table(outputs["table"])
+        )
         ids = outputs["ids"].gather(1, last.unsqueeze(1)).squeeze(1)
         has_target = outputs["lengths"] > 1
         if self._candidates.missing is not None:
             has_target = has_target & (ids != self._candidates.missing)
-        return rank_measures(logits, self._candidates.numbers(ids), k=self._k, has_target=has_target)
+        return rank_measures(
+            logits, self._candidates.numbers(ids), k=self._k, has_target=has_target
+        )
 
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return the k next items with the highest scores for each list, or all known ones if there are fewer."""
+    def predict(
+        self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
+    ) -> dict[str, torch.Tensor]:
+        """Return the k next items with the highest scores for each list, or all known ones if there
+        are fewer.
+        """
         del embedded
         last = (outputs["lengths"] - 1).clamp(min=0)
         logits = self._logits(self._after(outputs["hidden"], last), outputs["table"], torch.float32)
@@ -150,7 +176,9 @@ class SASRec(nn.Module):
     def _padded(self, items: JaggedEmbeddings, values: torch.Tensor) -> torch.Tensor:
         """Convert [ids, ...] to [rows, max_length, ...], with zeros after the end of each list."""
         rows, lengths = items.rows, items.lengths
-        position = torch.arange(values.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths).index_select(0, rows)
+        position = torch.arange(values.shape[0], device=rows.device) - (
+            lengths.cumsum(0) - lengths
+        ).index_select(0, rows)
         padded = values.new_zeros(lengths.shape[0], self._length, *values.shape[1:])
         return padded.index_put((rows, position), values)
 
@@ -159,9 +187,13 @@ class SASRec(nn.Module):
         """Return the state of each row at one place, [rows, dim]."""
         return hidden.gather(1, position.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])).squeeze(1)
 
-    def _logits(self, hidden: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the scores of all candidates, float32 [rows, candidates]. Rounded scores would have ties, so ranks are computed
-        from float32 products, whatever the precision of training."""
+    def _logits(
+        self, hidden: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the scores of all candidates, float32 [rows, candidates]. Rounded scores would
+        have ties, so ranks are computed from float32 products, whatever the precision of
+        training.
+        """
         return (hidden.to(dtype) @ self._candidates.of_table(table).to(dtype).T).float()
 
 
@@ -183,13 +215,19 @@ class _Block(nn.Module):
             for part in self._product(self.query_key_value, inputs).chunk(3, dim=2)
         )
         dropout = self._dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        hidden = self.attention_norm(inputs + self._dropped(self._product(self.mixed, mixed.transpose(1, 2).flatten(2))))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
+        hidden = self.attention_norm(
+            inputs + self._dropped(self._product(self.mixed, mixed.transpose(1, 2).flatten(2)))
+        )
         inner = functional.gelu(self._product(self.first, hidden))
         return self.norm(hidden + self._dropped(self._product(self.second, inner)))
 
     def _product(self, layer: UninitializedLinear, inputs: torch.Tensor) -> torch.Tensor:
-        return functional.linear(inputs.to(self._dtype), layer.weight.to(self._dtype), layer.bias.to(self._dtype))
+        return functional.linear(
+            inputs.to(self._dtype), layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+        )
 
     def _dropped(self, values: torch.Tensor) -> torch.Tensor:
         return functional.dropout(values.float(), self._dropout, self.training)

@@ -1,5 +1,6 @@
-"""Two towers with sampled softmax over the items of all workers' batches (Yi et al., "Sampling-Bias-Corrected Neural Modeling for
-Large Corpus Item Recommendations", RecSys 2019)."""
+"""Two towers with sampled softmax over the items of all workers' batches (Yi et al.,
+"Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", RecSys 2019).
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ _DECAY: Final = 0.99
 class TwoTowerConfig(ClickModelConfig):
     """Vectors of users and items in one space. A row of the log is a user with a chosen item.
 
-    Discriminates the row's item from all items in the step, corrected for frequency. Dense features and lists are the user's.
-    Unknown and missing items are neither candidates nor targets.
+    Discriminates the row's item from all items in the step, corrected for frequency. Dense features
+    and lists are the user's. Unknown and missing items are neither candidates nor targets.
     """
 
     LABELLED: ClassVar[bool] = False
@@ -60,20 +61,28 @@ class TwoTowerConfig(ClickModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.item_features:
-            raise InputError("TwoTowerConfig.item_features: must name at least the item's id, got none.")
+            raise InputError(
+                "TwoTowerConfig.item_features: must name at least the item's id, got none."
+            )
 
     def user_features(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the user's features. Raises InputError without any, or if an item feature is not a single category."""
+        """Return the user's features. Raises InputError without any, or if an item feature is not a
+        single category.
+        """
         lists = [name for name, _ in inputs.lists]
         for name in self.item_features:
             if name not in inputs.features or name in lists:
                 raise InputError(
-                    f"TwoTowerConfig.item_features: must be features of one category a row, got {name}. The log has "
+                    "TwoTowerConfig.item_features: must be features of one category a row, got "
+                    f"{name}. The log has "
                     f"{', '.join(each for each in inputs.features if each not in lists)}."
                 )
         features = tuple(name for name in inputs.features if name not in self.item_features)
         if not features:
-            raise InputError("TwoTowerConfig: the schema must have features of the user, got none. Name them in sparse.")
+            raise InputError(
+                "TwoTowerConfig: the schema must have features of the user, got none. Name them "
+                "in sparse."
+            )
         return features
 
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
@@ -81,7 +90,9 @@ class TwoTowerConfig(ClickModelConfig):
         return self.item_features[:1]  # Its ids identify rows with the same item
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
-        """Return the item table if the items have no other features. Evaluations then rank all items."""
+        """Return the item table if the items have no other features. Evaluations then rank all
+        items.
+        """
         del inputs
         return () if self.item_features[1:] else self.item_features
 
@@ -105,7 +116,9 @@ class TwoTower(nn.Module):
 
     item_counts: torch.Tensor
 
-    def __init__(self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision) -> None:
+    def __init__(
+        self, config: TwoTowerConfig, inputs: ModelInputs, *, precision: Precision
+    ) -> None:
         super().__init__()
         self._users = config.user_features(inputs)
         self._items = config.item_features
@@ -123,12 +136,16 @@ class TwoTower(nn.Module):
         self.register_buffer("item_counts", torch.zeros(_BUCKETS))
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        """Return vectors `user` and `item` [rows, vector], the item's `ids` [rows], and the item `table`, if in `full_tables`."""
+        """Return vectors `user` and `item` [rows, vector], the item's `ids` [rows], and the item
+        `table`, if in `full_tables`.
+        """
         features = torch.cat([dense, *(embedded[name] for name in self._users)], dim=1)
         first = self._items[0]
         outputs = {
             "user": self._vector(self.user_tower, features),
-            "item": self._vector(self.item_tower, torch.cat([embedded[name] for name in self._items], dim=1)),
+            "item": self._vector(
+                self.item_tower, torch.cat([embedded[name] for name in self._items], dim=1)
+            ),
             "ids": embedded.ids(first),
         }
         if not self.training and embedded.has_table(first):
@@ -136,46 +153,67 @@ class TwoTower(nn.Module):
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Return each row's cross entropy of its item among the known items of all rows in the step, 0 for rows without a known
-        item, float32 [rows]. Collective."""
+        """Return each row's cross entropy of its item among the known items of all rows in the
+        step, 0 for rows without a known item, float32 [rows]. Collective.
+        """
         del batch
-        (items, local_rows), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
+        (items, local_rows), (ids, _) = (
+            gathered_rows(outputs["item"]),
+            gathered_rows(outputs["ids"]),
+        )
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
         target = torch.arange(local_rows.start, local_rows.stop, device=ids.device)
         # Another row with the row's own item is no negative, and unknown items are none either.
         hidden = (outputs["ids"].unsqueeze(1) == ids) | ~self._candidates.contains(ids)
         hidden = hidden.scatter(1, target.unsqueeze(1), value=False)
-        losses = functional.cross_entropy(logits.masked_fill(hidden, -torch.inf), target, reduction="none")
+        losses = functional.cross_entropy(
+            logits.masked_fill(hidden, -torch.inf), target, reduction="none"
+        )
         return losses.masked_fill(~self._candidates.contains(outputs["ids"]), 0.0)
 
     def measures(self, outputs: dict[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return `rank_measures` of each row's item among the table's known items, or among the step's distinct ones. Rows with a
-        missing item have no target. Collective."""
+        """Return `rank_measures` of each row's item among the table's known items, or among the
+        step's distinct ones. Rows with a missing item have no target. Collective.
+        """
         del batch
         ids = outputs["ids"]
         if "table" in outputs:
-            logits = candidate_logits(outputs["user"], self._vector(self.item_tower, self._candidates.of_table(outputs["table"])))
+            logits = candidate_logits(
+                outputs["user"],
+                self._vector(self.item_tower, self._candidates.of_table(outputs["table"])),
+            )
             target = self._candidates.numbers(ids)
         else:
             logits, target = self._logits_of_step(outputs)
         has_target = None if self._candidates.missing is None else ids != self._candidates.missing
         return rank_measures(logits, target, k=self._k, has_target=has_target)
 
-    def _logits_of_step(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the step's distinct known items, and the number of each row's item among them, -1 if unknown. The
-        first row with an item stands for it, and each row for its own. Collective."""
-        (items, local_rows), (ids, _) = gathered_rows(outputs["item"]), gathered_rows(outputs["ids"])
+    def _logits_of_step(
+        self, outputs: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of the step's distinct known items, and the number of each row's item
+        among them, -1 if unknown. The first row with an item stands for it, and each row for its
+        own. Collective.
+        """
+        (items, local_rows), (ids, _) = (
+            gathered_rows(outputs["item"]),
+            gathered_rows(outputs["ids"]),
+        )
         distinct, number = ids.unique(return_inverse=True)
         rows = torch.arange(len(ids), device=ids.device)
         first = rows.new_full((len(distinct),), len(ids)).scatter_reduce(0, number, rows, "amin")
         local = rows[local_rows]
         logits_of_rows = candidate_logits(outputs["user"], items)
-        logits = logits_of_rows[:, first].scatter(1, number[local].unsqueeze(1), logits_of_rows.gather(1, local.unsqueeze(1)))
+        logits = logits_of_rows[:, first].scatter(
+            1, number[local].unsqueeze(1), logits_of_rows.gather(1, local.unsqueeze(1))
+        )
         is_candidate = self._candidates.contains(distinct)
         target = (is_candidate.cumsum(0) * is_candidate - 1)[number[local]]
         return logits[:, is_candidate], target
 
-    def predict(self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
+    def predict(
+        self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
+    ) -> dict[str, torch.Tensor]:
         """Return the vectors."""
         del embedded
         return {name: outputs[name] for name in ("user", "item")}
@@ -183,11 +221,14 @@ class TwoTower(nn.Module):
     @staticmethod
     def _vector(tower: nn.Module, features: torch.Tensor) -> torch.Tensor:
         hidden, last = tower[0](features), tower[1]  # type: ignore[index]
-        return functional.normalize(functional.linear(hidden.float(), last.weight, last.bias), dim=1)
+        return functional.normalize(
+            functional.linear(hidden.float(), last.weight, last.bias), dim=1
+        )
 
     def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of each item's share of recent rows and the step's, equal on all workers, float32 [ids]. In an
-        evaluation, the step does not count for later ones."""
+        """Return the logarithm of each item's share of recent rows and the step's, equal on all
+        workers, float32 [ids]. In an evaluation, the step does not count for later ones.
+        """
         if not len(ids):
             return self.item_counts.new_zeros(0)
         bucket = ids % _BUCKETS

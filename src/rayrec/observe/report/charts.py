@@ -17,7 +17,9 @@ from rayrec.humanize import clock_text, number_text
 from rayrec.observe.report.page import draw, folded, table
 
 NUM_SERIES = 8
-"""Maximum number of lines in a chart. Each has a color, distinct for color-blind readers, and a dash pattern."""
+"""Maximum number of lines in a chart. Each has a color, distinct for color-blind readers, and a
+dash pattern.
+"""
 
 Point = tuple[float, float]
 
@@ -69,23 +71,41 @@ class _PlottedLine:
     @property
     def thinned(self) -> list[list[Point]]:
         num_points = len(self.points)
-        return [_thin(segment, keep=max(2, _MAX_POINTS * len(segment) // num_points)) for segment in self.segments]
+        return [
+            _thin(segment, keep=max(2, _MAX_POINTS * len(segment) // num_points))
+            for segment in self.segments
+        ]
 
     @property
     def dots(self) -> list[Point]:
         return self.points if len(self.points) <= _MAX_DOTS else []
 
 
-def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequence[Mark] = (), from_zero: bool = False) -> Markup:
-    """Render a `<figure>` with the chart, or nothing without points. `from_zero` starts the y axis at 0."""
-    plotted = [_PlottedLine(line.name, _split_at_breaks(line.points)) for line in lines[:NUM_SERIES]]
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    marks: Sequence[Mark] = (),
+    from_zero: bool = False,
+) -> Markup:
+    """Render a `<figure>` with the chart, or nothing without points. `from_zero` starts the y axis
+    at 0.
+    """
+    plotted = [
+        _PlottedLine(line.name, _split_at_breaks(line.points)) for line in lines[:NUM_SERIES]
+    ]
     points = [point for line in plotted for point in line.points]
     if not points:
         return Markup()
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    x_axis = _Axis.padded(0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, max_ticks=7)
+    x_axis = _Axis.padded(
+        0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, max_ticks=7
+    )
     low = 0.0 if from_zero else min(ys)
-    y_axis = _Axis.padded(low, max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, max_ticks=5)
+    y_axis = _Axis.padded(
+        low, max(ys), start=_VIEW.height - _BOTTOM, stop=_TOP, padding=0.06, max_ticks=5
+    )
     if from_zero:
         y_axis = replace(y_axis, low=0.0)
     return draw(
@@ -105,17 +125,24 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, marks: Sequen
 
 def _describe(line: _PlottedLine) -> str:
     values = [y for _, y in line.points]
-    first, minimum, maximum, last = map(number_text, (values[0], min(values), max(values), values[-1]))
+    first, minimum, maximum, last = map(
+        number_text, (values[0], min(values), max(values), values[-1])
+    )
     return f"{line.name} from {first} to {last}, lowest {minimum}, highest {maximum}"
 
 
 def _point_rows(plotted: Sequence[_PlottedLine]) -> list[list[str]]:
-    """Tabulate a few points of each line, for readers who cannot see the chart or use its tooltips."""
+    """Tabulate a few points of each line, for readers who cannot see the chart or use its
+    tooltips.
+    """
     values = [dict(line.points) for line in plotted]
     xs = sorted({x for line in values for x in line})
     if len(xs) > _MAX_ROWS:
         xs = [xs[round(number * (len(xs) - 1) / (_MAX_ROWS - 1))] for number in range(_MAX_ROWS)]
-    return [[number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)] for x in dict.fromkeys(xs)]
+    return [
+        [number_text(x), *(f"{line[x]:.6g}" if x in line else "" for line in values)]
+        for x in dict.fromkeys(xs)
+    ]
 
 
 def _split_at_breaks(points: Iterable[tuple[float, float | None]]) -> list[list[Point]]:
@@ -139,7 +166,9 @@ class _Axis:
     max_ticks: int
 
     @classmethod
-    def padded(cls, low: float, high: float, *, start: float, stop: float, padding: float, max_ticks: int) -> _Axis:
+    def padded(
+        cls, low: float, high: float, *, start: float, stop: float, padding: float, max_ticks: int
+    ) -> _Axis:
         if high == low:
             margin = abs(high) * 0.1 or 1.0
             low, high = low - margin, high + margin
@@ -151,14 +180,23 @@ class _Axis:
 
     def ticks(self) -> list[float]:
         step = tick_step(self.low, self.high, max_ticks=self.max_ticks)
-        return [number * step for number in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+        return [
+            number * step
+            for number in range(
+                math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1
+            )
+        ]
 
 
 def tick_step(low: float, high: float, *, max_ticks: int) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten with at most `most` multiples between `low` and `high`."""
+    """Return the smallest 1, 2 or 5 times a power of ten with at most `most` multiples between
+    `low` and `high`.
+    """
     min_step = (high - low) / max_ticks
     power = 10.0 ** math.floor(math.log10(min_step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= min_step * (1 - 1e-9))
+    return next(
+        factor * power for factor in (1, 2, 5, 10) if factor * power >= min_step * (1 - 1e-9)
+    )
 
 
 def _thin(points: list[Point], *, keep: int) -> list[Point]:
@@ -169,7 +207,10 @@ def _thin(points: list[Point], *, keep: int) -> list[Point]:
     peaks: list[Point] = []
     for start in range(0, len(points), size):
         group = points[start : start + size]
-        minimum, maximum = min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])
+        minimum, maximum = (
+            min(group, key=lambda point: point[1]),
+            max(group, key=lambda point: point[1]),
+        )
         peaks += sorted({minimum, maximum})
     return peaks
 
@@ -178,7 +219,9 @@ NUM_PARTS = 9
 """Maximum number of parts in a bar. Each has a color, the last one gray."""
 
 
-_BAR_VIEW: Final = SimpleNamespace(width=960.0, left=120.0, right=70.0, inner=770.0, bar=20.0, row=28.0)
+_BAR_VIEW: Final = SimpleNamespace(
+    width=960.0, left=120.0, right=70.0, inner=770.0, bar=20.0, row=28.0
+)
 """Sizes and positions in the SVG, in pixels. `inner` is the width between the margins."""
 
 
@@ -194,8 +237,12 @@ class Bar:
         return value / max(sum(self.parts), 1e-12)
 
 
-def stacked_bars(title: str, parts: Sequence[str], bars: Sequence[Bar], *, text: Callable[[float], str]) -> Markup:
-    """Render a `<figure>` of bars on a common scale, or nothing if all are empty. `text` formats a value."""
+def stacked_bars(
+    title: str, parts: Sequence[str], bars: Sequence[Bar], *, text: Callable[[float], str]
+) -> Markup:
+    """Render a `<figure>` of bars on a common scale, or nothing if all are empty. `text` formats a
+    value.
+    """
     longest = max((sum(bar.parts) for bar in bars), default=0.0)
     if not longest:
         return Markup()
@@ -233,15 +280,26 @@ class Moment:
     text: str
 
 
-def timeline(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], moments: Sequence[tuple[str, Sequence[Moment]]]) -> Markup:
-    """Render a `<figure>` with one lane per kind of span and moment, by seconds since the run began. Omits empty lanes, and
-    returns nothing for a timeline of zero length."""
+def timeline(
+    title: str,
+    lanes: Sequence[tuple[str, Sequence[Span]]],
+    moments: Sequence[tuple[str, Sequence[Moment]]],
+) -> Markup:
+    """Render a `<figure>` with one lane per kind of span and moment, by seconds since the run
+    began. Omits empty lanes, and returns nothing for a timeline of zero length.
+    """
     lanes, moments = [lane for lane in lanes if lane[1]], [lane for lane in moments if lane[1]]
     end_s = max([span.stop_s for _, spans in lanes for span in spans], default=0.0)
     if end_s <= 0:
         return Markup()
-    rows = [[name, clock_text(span.start_s), clock_text(span.stop_s), span.text] for name, spans in lanes for span in spans]
-    rows += [[name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks]
+    rows = [
+        [name, clock_text(span.start_s), clock_text(span.stop_s), span.text]
+        for name, spans in lanes
+        for span in spans
+    ]
+    rows += [
+        [name, clock_text(tick.at_s), "", tick.text] for name, ticks in moments for tick in ticks
+    ]
     return draw(
         "charts.html",
         "timeline",
@@ -260,7 +318,9 @@ def _numbers(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
-    """Encode pixel rows, each pixel 0 to 255 or (red, green, blue), as `data:image/png;base64,...`."""
+    """Encode pixel rows, each pixel 0 to 255 or (red, green, blue), as
+    `data:image/png;base64,...`.
+    """
     height, width = len(pixels), len(pixels[0])
     in_color = not isinstance(pixels[0][0], int)
     lines = []
@@ -268,8 +328,14 @@ def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
         values = [value for pixel in row for value in pixel] if in_color else row  # type: ignore[union-attr]
         lines.append(b"\0" + bytes(values))  # type: ignore[arg-type]  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if in_color else 0, 0, 0, 0)
-    parts = (_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(b"".join(lines), 9)), _chunk(b"IEND", b""))
-    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+    parts = (
+        _chunk(b"IHDR", header),
+        _chunk(b"IDAT", zlib.compress(b"".join(lines), 9)),
+        _chunk(b"IEND", b""),
+    )
+    return (
+        "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+    )
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

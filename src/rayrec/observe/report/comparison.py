@@ -1,4 +1,6 @@
-"""Report that compares several runs: metrics in columns, overlaid curves, and configuration differences."""
+"""Report that compares several runs: metrics in columns, overlaid curves, and configuration
+differences.
+"""
 
 import math
 import statistics
@@ -11,7 +13,16 @@ from markupsafe import Markup
 from rayrec.config import InputError
 from rayrec.humanize import durations_text, number_text, value_text
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
-from rayrec.observe.report.page import BEST, Section, charts, document, draw, join_parts, paragraph, table
+from rayrec.observe.report.page import (
+    BEST,
+    Section,
+    charts,
+    document,
+    draw,
+    join_parts,
+    paragraph,
+    table,
+)
 from rayrec.observe.report.run import Run, read, save
 from rayrec.observe.report.training import plotted_metrics, points
 from rayrec.observe.run_summary import VALIDATION, Cost, Price
@@ -24,10 +35,13 @@ _BETTER: dict[str, Callable[[Iterable[float]], float]] = {
 
 
 def write(folders: Sequence[str], *, out: str, price: Price | None = None) -> str:
-    """Write the comparison report to the file or folder `out` and return its path. Raises InputError if a folder contains no
-    run, or for more runs than the charts can distinguish."""
+    """Write the comparison report to the file or folder `out` and return its path. Raises
+    InputError if a folder contains no run, or for more runs than the charts can distinguish.
+    """
     if len(folders) > NUM_SERIES:
-        raise InputError(f"runs: must be at most {NUM_SERIES}, to be distinguishable, got {len(folders)}")
+        raise InputError(
+            f"runs: must be at most {NUM_SERIES}, to be distinguishable, got {len(folders)}"
+        )
     return save(render([read(folder) for folder in folders], price=price), out)
 
 
@@ -37,7 +51,10 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
     return document(
         f"{len(runs)} runs",
         (
-            Section("Results", join_parts((_results(runs, names, price), draw("parts.html", "significance")))),
+            Section(
+                "Results",
+                join_parts((_results(runs, names, price), draw("parts.html", "significance"))),
+            ),
             Section("Mean over seeds", _seed_statistics(runs)),
             Section("Curves", _curves(names, [run.sums.curve() for run in runs])),
             Section("Configurations", _differences(runs, names)),
@@ -48,7 +65,10 @@ def render(runs: Sequence[Run], *, price: Price | None = None) -> str:
 
 def _names(runs: Sequence[Run]) -> list[str]:
     plain = [str(run.run_event.get("name") or "run") for run in runs]
-    return [name if plain.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(plain, start=1)]
+    return [
+        name if plain.count(name) == 1 else f"{name} ({number})"
+        for number, name in enumerate(plain, start=1)
+    ]
 
 
 def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> Markup:
@@ -62,16 +82,22 @@ def _results(runs: Sequence[Run], names: Sequence[str], price: Price | None) -> 
         [head, *_best_marked(head, [column.get(head, "-") for column in columns], runs)]
         for head in dict.fromkeys(name for column in columns for name in column)
     ]
-    return table(["", *names], [row for row in rows if set(row[1:]) != {"-"}], name="Results", unfolded=True)
+    return table(
+        ["", *names], [row for row in rows if set(row[1:]) != {"-"}], name="Results", unfolded=True
+    )
 
 
 def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
-    """Mark the best cell in a row of test metrics. Other rows, and rows of equal values, stay unchanged."""
+    """Mark the best cell in a row of test metrics. Other rows, and rows of equal values, stay
+    unchanged.
+    """
     name = head.removeprefix("test ")
     values = {
         index: value
         for index, run in enumerate(runs)
-        if run.summary and isinstance(value := run.summary["metrics"].get(name), float) and math.isfinite(value)
+        if run.summary
+        and isinstance(value := run.summary["metrics"].get(name), float)
+        and math.isfinite(value)
     }
     if not head.startswith("test ") or name not in _BETTER or len(set(values.values())) < 2:
         return cells
@@ -80,29 +106,51 @@ def _best_marked(head: str, cells: list[str], runs: Sequence[Run]) -> list[str]:
 
 
 def _seed_statistics(runs: Sequence[Run]) -> Markup:
-    """Tabulate mean and standard deviation of test metrics over finished runs that differ only in seed and name."""
+    """Tabulate mean and standard deviation of test metrics over finished runs that differ only in
+    seed and name.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     recipes: dict[str, str] = {}
     for run in runs:
         if run.summary:
             fields = _flat(yaml.safe_load(run.config) or {})
-            key = str(sorted((name, value) for name, value in fields.items() if name not in ("seed", "name")))
+            key = str(
+                sorted(
+                    (name, value) for name, value in fields.items() if name not in ("seed", "name")
+                )
+            )
             groups.setdefault(key, []).append(run.summary["metrics"])
-            recipes.setdefault(key, f"{run.run_event.get('recipe', 'run')} ({run.run_event.get('name', '')}, ...)")
+            recipes.setdefault(
+                key, f"{run.run_event.get('recipe', 'run')} ({run.run_event.get('name', '')}, ...)"
+            )
     repeated = {key: group for key, group in groups.items() if group[1:]}
-    names = dict.fromkeys(name for group in repeated.values() for metrics in group for name in metrics)
+    names = dict.fromkeys(
+        name for group in repeated.values() for metrics in group for name in metrics
+    )
     names = {name: None for name in names if name in _BETTER}
     rows = [
-        [recipes[key], str(len(group)), *(_mean_text([metrics.get(name) for metrics in group]) for name in names)]
+        [
+            recipes[key],
+            str(len(group)),
+            *(_mean_text([metrics.get(name) for metrics in group]) for name in names),
+        ]
         for key, group in repeated.items()
     ]
-    heads = ["runs that differ only in seed", "runs", *(f"test {name}, mean ± sd" for name in names)]
+    heads = [
+        "runs that differ only in seed",
+        "runs",
+        *(f"test {name}, mean ± sd" for name in names),
+    ]
     return table(heads, rows, name="Mean over seeds", unfolded=True) if rows else Markup()
 
 
 def _mean_text(values: Sequence[float | None]) -> str:
     present = [value for value in values if value is not None]
-    return "-" if len(present) < 2 else f"{statistics.fmean(present):.5f} ± {statistics.stdev(present):.5f}"
+    return (
+        "-"
+        if len(present) < 2
+        else f"{statistics.fmean(present):.5f} ± {statistics.stdev(present):.5f}"
+    )
 
 
 def _column(run: Run, spent: Cost | None) -> dict[str, str]:
@@ -115,10 +163,16 @@ def _column(run: Run, spent: Cost | None) -> dict[str, str]:
         column["blocked on data"] = f"{source['blocked_fraction']:.1%}"
     if run.summary:
         column["training"] = "-"
-        column |= {f"test {name}": value_text(value) for name, value in run.summary["metrics"].items()}
+        column |= {
+            f"test {name}": value_text(value) for name, value in run.summary["metrics"].items()
+        }
     column["restarts"] = str(len(run.sums.restarts))
     if spent is not None:
-        costs = {"": spent.total, " per epoch": spent.per_epoch, " per 0.01 of AUROC above 0.5": spent.per_auroc_point}
+        costs = {
+            "": spent.total,
+            " per epoch": spent.per_epoch,
+            " per 0.01 of AUROC above 0.5": spent.per_auroc_point,
+        }
         for name, value in costs.items():
             column[f"cost{name} ({spent.currency})"] = "-" if value is None else f"{value:.4g}"
     column["config hash"] = str(run.run_event.get("config_hash", "-"))
@@ -137,7 +191,11 @@ def _curves(names: Sequence[str], rows: Sequence[list[dict[str, Any]]]) -> Marku
     figures = []
     for field, title in titles.items():
         lines = [Line(name, points(each, field)) for name, each in zip(names, rows, strict=True)]
-        figures.append(line_chart(title, lines, x_label="step", from_zero=field in ("rows_per_s", "blocked_fraction")))
+        figures.append(
+            line_chart(
+                title, lines, x_label="step", from_zero=field in ("rows_per_s", "blocked_fraction")
+            )
+        )
     return charts(figures)
 
 
@@ -145,7 +203,9 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> Markup:
     flat = [_flat(yaml.safe_load(run.config) or {}) for run in runs]
     keys = dict.fromkeys(key for fields in flat for key in fields)
     rows = [
-        [key, *(fields.get(key, "-") for fields in flat)] for key in keys if len({fields.get(key, "-") for fields in flat}) > 1
+        [key, *(fields.get(key, "-") for fields in flat)]
+        for key in keys
+        if len({fields.get(key, "-") for fields in flat}) > 1
     ]
     if not rows:
         return paragraph("All configurations are equal.")

@@ -1,4 +1,6 @@
-"""Report sections about the model: metrics, calibration, categories, numbers, embedding tables, samples. Pure."""
+"""Report sections about the model: metrics, calibration, categories, numbers, embedding tables,
+samples. Pure.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +17,12 @@ def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Sect
     """Show the test and validation metrics of a finished run, otherwise the last evaluation."""
     if summary is not None:
         sets = {"test": summary["metrics"], "validation": summary["validation"]}
-        # Without test rows, both are of the validation rows. Summaries of earlier versions do not say so.
-        if summary.get("metrics_set") == "validation" or summary["metrics"] == summary["validation"]:
+        # Without test rows, both are of the validation rows. Summaries of earlier versions do not
+        # say so.
+        if (
+            summary.get("metrics_set") == "validation"
+            or summary["metrics"] == summary["validation"]
+        ):
             sets = {"validation": summary["validation"]}
     elif evaluation is None:
         return None
@@ -39,9 +45,15 @@ def calibration(events: Sequence[Event]) -> Section | None:
         Line("ideal", [(0.0, 0.0), (limit, limit)]),
     ]
     chart = line_chart(
-        f"Share of clicks in the {name} rows, by predicted probability", lines, x_label="predicted probability", from_zero=True
+        f"Share of clicks in the {name} rows, by predicted probability",
+        lines,
+        x_label="predicted probability",
+        from_zero=True,
     )
-    note = f"{len(bins)} groups of about {number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
+    note = (
+        f"{len(bins)} groups of about "
+        f"{number_text(round(sum(group['rows'] for group in bins) / len(bins)))} rows each."
+    )
     return Section("Calibration", charts([draw("parts.html", "noted", chart=chart, text=note)]))
 
 
@@ -55,7 +67,10 @@ def categories(events: Sequence[Event]) -> Section | None:
             column["column"],
             "hashed" if column["num_tokens"] is None else f"{column['num_tokens']:,}",
             f"{column['num_embeddings']:,}",
-            *("-" if column[name] is None else f"{column[name]:.2%}" for name in ("unknown", "missing")),
+            *(
+                "-" if column[name] is None else f"{column[name]:.2%}"
+                for name in ("unknown", "missing")
+            ),
         ]
         for column in shown[-1]["columns"]
     ]
@@ -67,20 +82,33 @@ def categories(events: Sequence[Event]) -> Section | None:
 def numbers(events: Sequence[Event]) -> Section | None:
     """Tabulate the columns with numbers beyond the range of the counted rows."""
     rows = [
-        [column["column"], sample["set"], f"{column['clipped']:,}", f"{column['clipped'] / column['values']:.2%}"]
+        [
+            column["column"],
+            sample["set"],
+            f"{column['clipped']:,}",
+            f"{column['clipped'] / column['values']:.2%}",
+        ]
         for sample in _samples(events, "numbers")
         for column in sample["columns"]
         if column["clipped"]
     ]
     if not rows:
         return None
-    note = paragraph("Values beyond the range of the counted rows, which the model gets as the end of the range.")
-    return Section("Clipped numbers", note + table(["column", "rows", "clipped", "share"], rows, name="Clipped numbers"))
+    note = paragraph(
+        "Values beyond the range of the counted rows, which the model gets as the end of the range."
+    )
+    return Section(
+        "Clipped numbers",
+        note + table(["column", "rows", "clipped", "share"], rows, name="Clipped numbers"),
+    )
 
 
 def sharding(events: Sequence[Event]) -> Section | None:
     """Show the embedding tables of each worker."""
-    start = next((event for event in reversed(events) if event["kind"] == "start" and event.get("tables")), None)
+    start = next(
+        (event for event in reversed(events) if event["kind"] == "start" and event.get("tables")),
+        None,
+    )
     if start is None:
         return None
     ranks = sorted({int(rank) for shards in start["tables"] for rank in shards["bytes_of_rank"]})
@@ -91,7 +119,9 @@ def sharding(events: Sequence[Event]) -> Section | None:
         for shards in start["tables"]:
             sizes[shards["sharding_type"]] += shards["bytes_of_rank"].get(str(rank), 0)
         bars.append(Bar(f"worker {rank}", list(sizes.values())))
-    chart = stacked_bars("Weights and optimizer state of embedding tables, by worker", kinds, bars, text=size_text)
+    chart = stacked_bars(
+        "Weights and optimizer state of embedding tables, by worker", kinds, bars, text=size_text
+    )
     rows = [
         [
             shards["table"],
@@ -116,7 +146,9 @@ def samples(events: Sequence[Event]) -> Section:
 
 
 def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:
-    every: list[Mapping[str, Any]] = next((event["samples"] for event in reversed(events) if event["kind"] == "samples"), [])
+    every: list[Mapping[str, Any]] = next(
+        (event["samples"] for event in reversed(events) if event["kind"] == "samples"), []
+    )
     return [sample for sample in every if sample["kind"] == kind]
 
 

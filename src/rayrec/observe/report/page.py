@@ -55,19 +55,36 @@ class Section:
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
-def document(title: str, sections: Sequence[Section | None], *, intro: str = "", wide: bool = False) -> str:
-    """Render the page: links to the sections, `intro` (Markup for HTML), and the sections. `wide` uses the full window width."""
+def document(
+    title: str, sections: Sequence[Section | None], *, intro: str = "", wide: bool = False
+) -> str:
+    """Render the page: links to the sections, `intro` (Markup for HTML), and the sections. `wide`
+    uses the full window width.
+    """
     present = [section for section in sections if section and section.body]
-    return _environment().get_template("page.html").render(title=title, sections=present, intro=intro, wide=wide) + "\n"
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(title=title, sections=present, intro=intro, wide=wide)
+        + "\n"
+    )
 
 
 def join_parts(parts: Sequence[str]) -> Markup:
     return Markup("\n").join(part for part in parts if part)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False) -> Markup:
-    """Render a table of texts without empty columns. Emphasizes cells that start with `BEST`, and collapses long tables."""
-    columns = [index for index in range(len(heads)) if not index or not rows or any(row[index] not in ("", "-") for row in rows)]
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unfolded: bool = False
+) -> Markup:
+    """Render a table of texts without empty columns. Emphasizes cells that start with `BEST`, and
+    collapses long tables.
+    """
+    columns = [
+        index
+        for index in range(len(heads))
+        if not index or not rows or any(row[index] not in ("", "-") for row in rows)
+    ]
     rendered = draw(
         "parts.html",
         "table",
@@ -76,7 +93,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, name: str, unf
         name=name,
         best=BEST,
     )
-    return rendered if unfolded or len(rows) <= _LONG_TABLE else folded(f"{name}: {len(rows)} rows", rendered)
+    return (
+        rendered
+        if unfolded or len(rows) <= _LONG_TABLE
+        else folded(f"{name}: {len(rows)} rows", rendered)
+    )
 
 
 def folded(title: str, body: Markup) -> Markup:

@@ -20,7 +20,9 @@ from rayrec.observe.report.page import Section, document, draw, facts, folded, j
 from rayrec.observe.run_summary import Event, Price, RunSummary, target_text
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of files and folders that this user cannot write, in contrast to a full disk or an outage."""
+"""Errors of files and folders that this user cannot write, in contrast to a full disk or an
+outage.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ def read(folder: str) -> Run:
     """Read the run in `folder`, a path or URL. Raises InputError if it contains no run."""
     config, summary = storage.join(folder, "config.yaml"), storage.join(folder, "summary.json")
     if not storage.exists(config):
-        raise InputError(f"{folder}: not a run folder (config.yaml not found). Set storage_path/name of a run.")
+        raise InputError(
+            f"{folder}: not a run folder (config.yaml not found). Set storage_path/name of a run."
+        )
     return Run(
         storage.read_text(config),
         read_events(storage.join(folder, "events.jsonl")),
@@ -58,14 +62,17 @@ def read(folder: str) -> Run:
 
 
 def write(folder: str, *, out: str | None = None, price: Price | None = None) -> str:
-    """Write the report of the run in `folder`, a path or URL, to `out` (None: report.html in `folder`) and return its path.
-    Includes the cost if `price` is set. Raises InputError if `folder` contains no run."""
+    """Write the report of the run in `folder`, a path or URL, to `out` (None: report.html in
+    `folder`) and return its path. Includes the cost if `price` is set. Raises InputError if
+    `folder` contains no run.
+    """
     return save(render(read(folder), price=price), out or folder)
 
 
 def save(page: str, out: str) -> str:
-    """Write the page to file `out`, or to report.html in folder `out` (no extension, made if missing); return the path. Raises
-    InputError if the folder is not writable."""
+    """Write the page to file `out`, or to report.html in folder `out` (no extension, made if
+    missing); return the path. Raises InputError if the folder is not writable.
+    """
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
     path = storage.absolute(out if is_file else storage.join(out, "report.html"))
     try:
@@ -74,8 +81,8 @@ def save(page: str, out: str) -> str:
         if error.errno not in _NOT_WRITABLE:
             raise
         raise InputError(
-            f"{path}: cannot write the report there ({os.strerror(error.errno)}). Set --out to a file (.html) or folder "
-            "that is writable"
+            f"{path}: cannot write the report there ({os.strerror(error.errno)}). Set --out to a "
+            "file (.html) or folder that is writable"
         ) from None
     return path
 
@@ -85,7 +92,10 @@ def try_write_report(folder: str, *, note: Callable[[str], None]) -> None:
     try:
         write(folder)
     except Exception as error:
-        note(f"Cannot write the report of {folder}: {' '.join(str(error).split())}. Retry with `rayrec report`.")
+        note(
+            f"Cannot write the report of {folder}: {' '.join(str(error).split())}. Retry with "
+            "`rayrec report`."
+        )
 
 
 def render(run: Run, *, price: Price | None = None) -> str:
@@ -111,9 +121,18 @@ def render(run: Run, *, price: Price | None = None) -> str:
             training.course(events, sums.attempts),
             training.checkpoints(events),
             training.profiles(events),
-            Section("Configuration", folded("config.yaml", draw("parts.html", "preformatted", text=run.config))),
+            Section(
+                "Configuration",
+                folded("config.yaml", draw("parts.html", "preformatted", text=run.config)),
+            ),
         ),
-        intro=join_parts((_facts(run), figures(run), draw("parts.html", "verdict", text=verdict) if verdict else Markup())),
+        intro=join_parts(
+            (
+                _facts(run),
+                figures(run),
+                draw("parts.html", "verdict", text=verdict) if verdict else Markup(),
+            )
+        ),
     )
 
 
@@ -126,14 +145,21 @@ def _facts(run: Run) -> Markup:
     early, last = run.sums.latest.get("early_stop"), run.sums.latest.get("step")
     if early is not None:
         planned = f" of {last['steps']:,}" if last and last["steps"] else ""
-        named.append(("early stop", f"at step {early['step']:,}{planned}: {early_stop_text(early)}"))
+        named.append(
+            ("early stop", f"at step {early['step']:,}{planned}: {early_stop_text(early)}")
+        )
     if run.summary is not None:
         if (target := target_text(run.summary)) is not None:
             named.append(("target", target))
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
         if "share_of_best_auroc" in run.summary:
             fraction, best = run.summary["share_of_best_auroc"], run.summary["best_auroc"]
-            named.append(("AUROC reached", f"{fraction:.1%} of the way from 0.5 to the best possible {best:.4f}"))
+            named.append(
+                (
+                    "AUROC reached",
+                    f"{fraction:.1%} of the way from 0.5 to the best possible {best:.4f}",
+                )
+            )
     if events:
         began_s, ended_s = events[0]["time"], events[-1]["time"]
         later = f"{date_text(ended_s)}, {duration_text(ended_s - began_s)} later"
@@ -141,7 +167,11 @@ def _facts(run: Run) -> Markup:
     if run_event:
         versions = ", ".join(f"{name} {version}" for name, version in run_event["versions"].items())
         named += [("config hash", run_event["config_hash"]), ("versions", versions)]
-        named += [(name, str(run_event[name])) for name in ("commit", "machine", "command") if run_event.get(name)]
+        named += [
+            (name, str(run_event[name]))
+            for name in ("commit", "machine", "command")
+            if run_event.get(name)
+        ]
     return facts(named)
 
 
@@ -151,7 +181,10 @@ def figures(run: Run) -> Markup:
     named: list[tuple[str, str]] = []
     if source := summary or last:
         named = [
-            ("steps", f"{source['steps']:,}" if summary else f"{source['step']:,} of {source['steps']:,}"),
+            (
+                "steps",
+                f"{source['steps']:,}" if summary else f"{source['step']:,} of {source['steps']:,}",
+            ),
             ("rows trained", number_text(source["rows"])),
             ("rows/s", number_text(round(source["rows_per_s"]))),
             ("blocked on data", f"{source['blocked_fraction']:.1%}"),

@@ -11,7 +11,16 @@ from rayrec.config import packaged_json
 from rayrec.humanize import TIME_UNITS, clock_text, duration_text, number_text, size_text
 from rayrec.observe.console import console_line
 from rayrec.observe.data_side import PipelineStats
-from rayrec.observe.report.charts import Bar, Line, Mark, Moment, Span, line_chart, stacked_bars, timeline
+from rayrec.observe.report.charts import (
+    Bar,
+    Line,
+    Mark,
+    Moment,
+    Span,
+    line_chart,
+    stacked_bars,
+    timeline,
+)
 from rayrec.observe.report.page import Section, charts, facts, table
 from rayrec.observe.run_summary import VALIDATION, Attempt, Cost, Event, RunSummary
 from rayrec.observe.timing import STAGES, WORDS, in_order
@@ -36,15 +45,26 @@ def curves(sums: RunSummary, events: Sequence[Event], summary: Mapping[str, Any]
     losses = [Line("training", points(rows, "loss"))]
     if any(f"{VALIDATION}loss" in row for row in rows):
         losses.append(Line("validation", points(rows, f"{VALIDATION}loss")))
-    figures = [line_chart("Loss" if losses[1:] else "Training loss", losses, x_label="step", marks=by_step)]
+    figures = [
+        line_chart("Loss" if losses[1:] else "Training loss", losses, x_label="step", marks=by_step)
+    ]
     for name in plotted_metrics(rows):
         line = Line(name.removeprefix(VALIDATION), points(rows, name))
         figures.append(line_chart(f"Validation {line.name}", [line], x_label="step", marks=by_step))
-    steps = [event for event in events if event["kind"] in ("step", "start")]  # A start breaks the line.
+    # A start breaks the line.
+    steps = [event for event in events if event["kind"] in ("step", "start")]
     for title, name in STEP_CHARTS.items():
         if any(name in event for event in steps):
-            line = Line(title, [((event["time"] - events[0]["time"]) / unit_s, event.get(name)) for event in steps])
-            figures.append(line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True))
+            line = Line(
+                title,
+                [
+                    ((event["time"] - events[0]["time"]) / unit_s, event.get(name))
+                    for event in steps
+                ],
+            )
+            figures.append(
+                line_chart(title, [line], x_label=f"time ({unit})", marks=by_time, from_zero=True)
+            )
     return Section("Curves", charts(figures))
 
 
@@ -58,8 +78,12 @@ def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, fl
     return [(row["step"], row[name]) for row in rows if name in row]
 
 
-def _marks(attempts: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tuple[list[Mark], list[Mark]]:
-    """Return annotations of restarts and selected weights, by step and by seconds since the run began."""
+def _marks(
+    attempts: Sequence[Attempt], summary: Mapping[str, Any] | None
+) -> tuple[list[Mark], list[Mark]]:
+    """Return annotations of restarts and selected weights, by step and by seconds since the run
+    began.
+    """
     restarted = [attempt for attempt in attempts if attempt.restart is not None]
     by_step, by_time = [], []
     for number, attempt in enumerate(restarted, start=1):
@@ -68,7 +92,11 @@ def _marks(attempts: Sequence[Attempt], summary: Mapping[str, Any] | None) -> tu
         by_step.append(Mark(attempt.first_step or 0, f"↻{number}", text))
         by_time.append(Mark(attempt.begin_s, f"↻{number}", text))
     if summary is not None and summary["chosen_step"] != summary["steps"]:
-        by_step.append(Mark(summary["chosen_step"], "★", f"the weights to use: step {summary['chosen_step']:,}"))
+        by_step.append(
+            Mark(
+                summary["chosen_step"], "★", f"the weights to use: step {summary['chosen_step']:,}"
+            )
+        )
     return by_step, by_time
 
 
@@ -82,7 +110,8 @@ def time_split(events: Sequence[Event]) -> Section | None:
     """Show how the time was spent, over the full run and over fifths of its logged steps."""
     steps = [index for index, event in enumerate(events) if event["kind"] == "step"]
     edges = sorted({round(number * len(steps) / _NUM_PARTS) for number in range(_NUM_PARTS + 1)})
-    # Saves and evaluations after a step belong to its fifth. Cumulative sums, because step rows count from the start.
+    # Saves and evaluations after a step belong to its fifth. Cumulative sums, because step rows
+    # count from the start.
     bounds = [[*steps, len(events)][edge] for edge in edges]
     run, sums = RunSummary(curves=False), []
     for begin, end in pairwise([0, *bounds]):
@@ -94,7 +123,9 @@ def time_split(events: Sequence[Event]) -> Section | None:
     if not names:
         return None
     shown = [WORDS[name] for name in names]
-    total = stacked_bars("Full run", shown, [Bar("total", [spent[name] for name in names])], text=duration_text)
+    total = stacked_bars(
+        "Full run", shown, [Bar("total", [spent[name] for name in names])], text=duration_text
+    )
     if len(edges) < 3:
         return Section("Where the time went", total)
     bars = []
@@ -102,7 +133,10 @@ def time_split(events: Sequence[Event]) -> Section | None:
         seconds = [after[name] - before[name] for name in names]
         last = events[steps[edge - 1]]["step"]
         bars.append(Bar(f"to step {last:,}", [part / max(sum(seconds), 1e-12) for part in seconds]))
-    return Section("Where the time went", total + stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}"))
+    return Section(
+        "Where the time went",
+        total + stacked_bars("Over the run", shown, bars, text=lambda value: f"{value:.1%}"),
+    )
 
 
 def stages(side: PipelineStats | None) -> Section | None:
@@ -112,7 +146,9 @@ def stages(side: PipelineStats | None) -> Section | None:
     heads = ["stage", "possible rows/s", "busy", "computing", "queued for a CPU"]
     rows = []
     for stage in side.stages:
-        fractions = [f"{fraction:.1%}" for fraction in (stage.busy, stage.cpu_fraction, stage.queue_fraction)]
+        fractions = [
+            f"{fraction:.1%}" for fraction in (stage.busy, stage.cpu_fraction, stage.queue_fraction)
+        ]
         rows.append([stage.name, number_text(round(stage.rows_per_s)), *fractions])
     named = [
         ("data CPUs", f"{side.cpus:g}, busy {side.busy:.1%} of the time"),
@@ -130,7 +166,11 @@ def stages(side: PipelineStats | None) -> Section | None:
 def nodes(on: Mapping[str, Sequence[str]]) -> Section | None:
     """List what runs on each node in the last attempt. None without nodes in the events."""
     rows = [[node, ", ".join(runs)] for node, runs in on.items()]
-    return Section("Nodes of the last attempt", table(["node", "runs"], rows, name="Nodes")) if rows else None
+    return (
+        Section("Nodes of the last attempt", table(["node", "runs"], rows, name="Nodes"))
+        if rows
+        else None
+    )
 
 
 def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
@@ -139,13 +179,21 @@ def start_up(starts: Sequence[Mapping[str, float]]) -> Section | None:
     shown = shown[:1] + shown[1:][-_NUM_LAST_STARTS:]
     stages_of = [stages for _, stages in shown]
     rows = [
-        [STAGES.get(name, name), *(duration_text(stages[name]) if name in stages else "" for stages in stages_of)]
+        [
+            STAGES.get(name, name),
+            *(duration_text(stages[name]) if name in stages else "" for stages in stages_of),
+        ]
         for name in in_order(stages_of)
     ]
     if not rows:
         return None
     rows.append(["total", *(duration_text(sum(stages.values())) for stages in stages_of)])
-    return Section("Start-up", table(["stage", *(f"start {number}" for number, _ in shown)], rows, name="Stages of the start"))
+    return Section(
+        "Start-up",
+        table(
+            ["stage", *(f"start {number}" for number, _ in shown)], rows, name="Stages of the start"
+        ),
+    )
 
 
 def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | None:
@@ -163,28 +211,62 @@ def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | No
         ]
         if not alive:
             continue
-        text = f"attempt {number}, {attempt.num_workers} workers: {clock_text(alive[0])} to {clock_text(alive[-1])}"
+        text = (
+            f"attempt {number}, {attempt.num_workers} workers: {clock_text(alive[0])} to "
+            f"{clock_text(alive[-1])}"
+        )
         trained.append(Span(alive[0], alive[-1], f"{text}, {attempt.end or 'in progress'}"))
         cost = attempt.restart
         if cost is not None:
             text = f"{duration_text(cost.lost_s)}: {cost.cause}"
             down.append(Span(max(0.0, alive[0] - cost.lost_s), alive[0], text, lost=True))
     moments = [
-        (name, [Moment(_since(events, event), f"step {event['step']:,}") for event in events if event["kind"] == kind])
+        (
+            name,
+            [
+                Moment(_since(events, event), f"step {event['step']:,}")
+                for event in events
+                if event["kind"] == kind
+            ],
+        )
         for name, kind in (("evaluations", "evaluate"), ("checkpoints", "checkpoint"))
     ]
-    return Section("Attempts", timeline("Timeline", [("training", trained), ("restarts", down)], moments) + _attempts(attempts))
+    return Section(
+        "Attempts",
+        timeline("Timeline", [("training", trained), ("restarts", down)], moments)
+        + _attempts(attempts),
+    )
 
 
 def _attempts(attempts: Sequence[Attempt]) -> Markup:
     rows = []
     for number, attempt in enumerate(attempts, start=1):
-        steps = ["-" if step is None else f"{step:,}" for step in (attempt.first_step, attempt.last_step)]
+        steps = [
+            "-" if step is None else f"{step:,}" for step in (attempt.first_step, attempt.last_step)
+        ]
         end = attempt.end or "in progress, or unknown"
         cost = attempt.restart
         lost = [duration_text(cost.lost_s), f"{cost.steps_redone:,}"] if cost else ["", ""]
-        rows.append([str(number), clock_text(attempt.begin_s), str(attempt.num_workers or "-"), *steps, end, *lost])
-    heads = ["attempt", "after", "workers", "from step", "to step", "ended", "time lost before", "repeated steps"]
+        rows.append(
+            [
+                str(number),
+                clock_text(attempt.begin_s),
+                str(attempt.num_workers or "-"),
+                *steps,
+                end,
+                *lost,
+            ]
+        )
+    heads = [
+        "attempt",
+        "after",
+        "workers",
+        "from step",
+        "to step",
+        "ended",
+        "time lost before",
+        "repeated steps",
+    ]
     return table(heads, rows, name="Attempts")
 
 
@@ -194,7 +276,11 @@ def checkpoints(events: Sequence[Event]) -> Section:
     for event in events:
         kind, saved, problem = event["kind"], ["", "", ""], ""
         if kind == "checkpoint":
-            saved = [size_text(event["bytes"]), duration_text(event["stall_s"]), duration_text(event["write_s"])]
+            saved = [
+                size_text(event["bytes"]),
+                duration_text(event["stall_s"]),
+                duration_text(event["write_s"]),
+            ]
         elif kind == "checkpoint_late":
             problem = f"not saved: {event['cause']}"
         elif kind in ("checkpoint_damaged", "checkpoint_repaired"):
@@ -210,11 +296,19 @@ def checkpoints(events: Sequence[Event]) -> Section:
 def profiles(events: Sequence[Event]) -> Section:
     """List the recorded profiles and the failed ones."""
     rows = [
-        [clock_text(_since(events, event)), f"{event['step']:,}", event.get("path", ""), event.get("cause", "")]
+        [
+            clock_text(_since(events, event)),
+            f"{event['step']:,}",
+            event.get("path", ""),
+            event.get("cause", ""),
+        ]
         for event in events
         if event["kind"] in ("profile", "profile_failed")
     ]
-    return Section("Profiles", table(["after", "step", "folder", "problem"], rows, name="Profiles") if rows else Markup())
+    return Section(
+        "Profiles",
+        table(["after", "step", "folder", "problem"], rows, name="Profiles") if rows else Markup(),
+    )
 
 
 def costs(cost: Cost | None) -> Section | None:

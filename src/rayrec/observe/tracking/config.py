@@ -1,4 +1,6 @@
-"""Configuration of trackers: TensorBoard, Prometheus, MLflow, Weights & Biases, and two log file formats."""
+"""Configuration of trackers: TensorBoard, Prometheus, MLflow, Weights & Biases, and two log file
+formats.
+"""
 
 import importlib
 import importlib.util
@@ -26,28 +28,37 @@ class TrackersConfig(Config):
     tensorboard: bool = True
     """Whether to write TensorBoard curves to RUN/tensorboard."""
     prometheus: bool = True
-    """Whether to export metrics to Ray's Prometheus endpoint during the run. deploy/grafana contains a dashboard."""
+    """Whether to export metrics to Ray's Prometheus endpoint during the run. deploy/grafana
+    contains a dashboard.
+    """
     mlflow: bool = False
     """Whether to log parameters and metrics to MLflow, at mlflow_uri or MLFLOW_TRACKING_URI."""
     mlflow_uri: str | None = None
-    """MLflow server (http://host:port), local folder (file:/path) or database (sqlite:///file.db), which needs the full mlflow
-    package. None: MLFLOW_TRACKING_URI. Set credentials in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    """MLflow server (http://host:port), local folder (file:/path) or database (sqlite:///file.db),
+    which needs the full mlflow package. None: MLFLOW_TRACKING_URI. Set credentials in
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.
+    """
     wandb: Literal["off", "offline", "online"] = "off"
-    """Whether to log configuration and metrics to Weights & Biases. offline: in RUN/wandb, for `wandb sync`."""
+    """Whether to log configuration and metrics to Weights & Biases. offline: in RUN/wandb, for
+    `wandb sync`.
+    """
     project: Annotated[str, MinLen(1)] = "rayrec"
     """MLflow experiment or Weights & Biases project."""
     mllog: bool = False
     """Whether to write an MLPerf log (:::MLLOG lines) to RUN/mllog.log."""
     iteration_lines: bool = False
-    """Whether to write the lines of the original DLRM to RUN/iterations.log: `Finished training it 16/150 of epoch 0, ...`,
-    `Testing at - ...` and `Test time:...`."""
+    """Whether to write the lines of the original DLRM to RUN/iterations.log: `Finished training it
+    16/150 of epoch 0, ...`, `Testing at - ...` and `Test time:...`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mlflow_uri and (urlsplit(self.mlflow_uri).username or urlsplit(self.mlflow_uri).password):
+        if self.mlflow_uri and (
+            urlsplit(self.mlflow_uri).username or urlsplit(self.mlflow_uri).password
+        ):
             raise InputError(
-                "trackers.mlflow_uri: must not contain a user or password, because it is saved in config.yaml. Use "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+                "trackers.mlflow_uri: must not contain a user or password, because it is saved in "
+                "config.yaml. Use MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
             )
 
     def check(self, environment: Mapping[str, str]) -> None:
@@ -56,22 +67,36 @@ class TrackersConfig(Config):
             require("mlflow", extra="mlflow")
             uri = self.mlflow_uri or environment.get("MLFLOW_TRACKING_URI")
             if not uri:
-                raise InputError("trackers.mlflow: missing server. Set --trackers.mlflow-uri or MLFLOW_TRACKING_URI.")
+                raise InputError(
+                    "trackers.mlflow: missing server. Set --trackers.mlflow-uri or "
+                    "MLFLOW_TRACKING_URI."
+                )
             _check_mlflow_uri(uri)
         if self.wandb != "off":
             require("wandb", extra="wandb")
 
     def build(self, folder: str, config: Config) -> Makers:
-        """Return a factory for each tracker by name, except Prometheus (see `rayrec.training.launchers.ray_metrics`). `folder` is
-        the run folder and `config` the full configuration. Factories import and connect only when called."""
+        """Return a factory for each tracker by name, except Prometheus (see
+        `rayrec.training.launchers.ray_metrics`). `folder` is the run folder and `config` the full
+        configuration. Factories import and connect only when called.
+        """
         values, makers = config.to_dict(), Makers()
         if self.tensorboard:
-            makers["TensorBoard"] = _maker("tensorboard", "TensorBoardTracker", folder, config=config.to_yaml())
+            makers["TensorBoard"] = _maker(
+                "tensorboard", "TensorBoardTracker", folder, config=config.to_yaml()
+            )
         if self.mlflow:
-            makers["MLflow"] = _maker("mlflow", "MlflowTracker", self.mlflow_uri, experiment=self.project, config=values)
+            makers["MLflow"] = _maker(
+                "mlflow", "MlflowTracker", self.mlflow_uri, experiment=self.project, config=values
+            )
         if self.wandb != "off":
             makers["Weights & Biases"] = _maker(
-                "wandb", "WandbTracker", folder, project=self.project, offline=self.wandb == "offline", config=values
+                "wandb",
+                "WandbTracker",
+                folder,
+                project=self.project,
+                offline=self.wandb == "offline",
+                config=values,
             )
         if self.mllog:
             makers["MLLOG"] = _maker("log_files", "MlLogTracker", folder, config=values)
@@ -82,21 +107,29 @@ class TrackersConfig(Config):
 
 def _maker(module: str, cls: str, *arguments: Any, **named: Any) -> Callable[[], Tracker]:
     """Return a factory that imports a tracker module and creates its tracker."""
-    return lambda: getattr(importlib.import_module(f"rayrec.observe.tracking.{module}"), cls)(*arguments, **named)
+    return lambda: getattr(importlib.import_module(f"rayrec.observe.tracking.{module}"), cls)(
+        *arguments, **named
+    )
 
 
 def _check_mlflow_uri(uri: str) -> None:
     """Raise InputError for an address that the installed MLflow cannot write to."""
     scheme = urlsplit(uri).scheme.partition("+")[0]  # postgresql+psycopg2
     if scheme in _DATABASES:
-        missing = [module for module in ("sqlalchemy", "alembic") if importlib.util.find_spec(module) is None]
+        missing = [
+            module
+            for module in ("sqlalchemy", "alembic")
+            if importlib.util.find_spec(module) is None
+        ]
         if missing:
             raise InputError(
-                f"trackers.mlflow_uri: {redact_credentials(uri)}: databases require the full package, but only mlflow-skinny is "
-                "installed. Run `pip install mlflow`, or use a server (http://host:port) or a folder (file:/path)."
+                f"trackers.mlflow_uri: {redact_credentials(uri)}: databases require the full "
+                "package, but only mlflow-skinny is installed. Run `pip install mlflow`, or use a "
+                "server (http://host:port) or a folder (file:/path)."
             )
     elif scheme not in _MLFLOW_SCHEMES:
         raise InputError(
-            f"trackers.mlflow_uri: {redact_credentials(uri)}: MLflow does not support {scheme}:. Use a server (http://host:port),"
+            f"trackers.mlflow_uri: {redact_credentials(uri)}: MLflow does not support {scheme}:. "
+            "Use a server (http://host:port),"
             " a folder (file:/path) or a database (sqlite:///file.db)."
         )

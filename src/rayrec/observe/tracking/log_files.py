@@ -18,10 +18,13 @@ Type = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 
 @final
 class MlLogTracker:
-    """Writer of RUN/mllog.log in the format of mlperf-logging 6. Each line is `:::MLLOG ` and a JSON object with namespace,
-    time_ms, event_type, key, value and metadata. It is not a submission: submission_org is rayrec, submission_division open, and
-    other rules are not checked. Repeated evaluations of a step appear once. eval_start is the time of the previous log, because
-    evaluation follows it immediately. run_stop is a success if the run reached its target or has none."""
+    """Writer of RUN/mllog.log in the format of mlperf-logging 6. Each line is `:::MLLOG ` and a
+    JSON object with namespace, time_ms, event_type, key, value and metadata. It is not a
+    submission: submission_org is rayrec, submission_division open, and other rules are not checked.
+    Repeated evaluations of a step appear once. eval_start is the time of the previous log, because
+    evaluation follows it immediately. run_stop is a success if the run reached its target or has
+    none.
+    """
 
     def __init__(self, folder: str, *, config: Mapping[str, Any]) -> None:
         self._file = AppendFile(storage.join(folder, "mllog.log"))
@@ -48,7 +51,9 @@ class MlLogTracker:
             self._enter_epoch(run.epoch_of(event["step"])[0], time_ms)
         elif kind == "evaluate" and not run.is_repeat:
             self._evaluation(event, run, before_ms)
-        elif kind in ("stop", "failure") or (kind in ("early_stop", "finish") and self._status is None):
+        elif kind in ("stop", "failure") or (
+            kind in ("early_stop", "finish") and self._status is None
+        ):
             missed = event.get("target") is not None and event["target_step"] is None
             self._status = "aborted" if missed or kind in ("stop", "failure") else "success"
             self._end = time_ms, _metadata_at(run.step, run)
@@ -60,7 +65,9 @@ class MlLogTracker:
         if self._running and self._status is not None:
             end_ms, position = self._end
             self._end_epoch(end_ms)
-            self._write_line("INTERVAL_END", "run_stop", None, end_ms, status=self._status, **position)
+            self._write_line(
+                "INTERVAL_END", "run_stop", None, end_ms, status=self._status, **position
+            )
         self._file.close()
 
     def _begin(self, time_ms: int) -> None:
@@ -85,7 +92,13 @@ class MlLogTracker:
             ("global_batch_size", global_batch_size),
             ("gradient_accumulation_steps", workload.get("accumulate", 1)),
             ("train_samples", self._sets.get("train")),
-            ("eval_samples", min(filter(None, (self._sets.get("validation"), self._config["eval_rows"])), default=None)),
+            (
+                "eval_samples",
+                min(
+                    filter(None, (self._sets.get("validation"), self._config["eval_rows"])),
+                    default=None,
+                ),
+            ),
             *optimizer_lines(workload),
         ):
             if value is not None:
@@ -97,14 +110,25 @@ class MlLogTracker:
         while self._epoch < epoch:
             self._end_epoch(time_ms)
             self._epoch += 1
-            self._write_line("INTERVAL_START", "block_start", None, time_ms, first_epoch_num=self._epoch, epoch_count=1)
+            self._write_line(
+                "INTERVAL_START",
+                "block_start",
+                None,
+                time_ms,
+                first_epoch_num=self._epoch,
+                epoch_count=1,
+            )
             self._write_line("INTERVAL_START", "epoch_start", None, time_ms, epoch_num=self._epoch)
 
     def _end_epoch(self, time_ms: int) -> None:
-        """End the current epoch, if any, and its block. As in the original DLRM, each epoch is a block."""
+        """End the current epoch, if any, and its block. As in the original DLRM, each epoch is a
+        block.
+        """
         if self._epoch >= 0:
             self._write_line("INTERVAL_END", "epoch_stop", None, time_ms, epoch_num=self._epoch)
-            self._write_line("INTERVAL_END", "block_stop", None, time_ms, first_epoch_num=self._epoch)
+            self._write_line(
+                "INTERVAL_END", "block_stop", None, time_ms, first_epoch_num=self._epoch
+            )
 
     def _evaluation(self, event: Mapping[str, Any], run: RunSummary, begin_ms: int) -> None:
         position = _metadata_at(event["step"], run)
@@ -114,23 +138,39 @@ class MlLogTracker:
             self._write_line("POINT_IN_TIME", "eval_accuracy", score, self._last_ms, **position)
         self._write_line("INTERVAL_END", "eval_stop", None, self._last_ms, **position)
 
-    def _write_line(self, event_type: Type, key: str, value: Any, time_ms: int, **metadata: Any) -> None:
-        self._file.write(line(event_type, key, value, time_ms=time_ms, metadata=metadata).encode() + b"\n")
+    def _write_line(
+        self, event_type: Type, key: str, value: Any, time_ms: int, **metadata: Any
+    ) -> None:
+        self._file.write(
+            line(event_type, key, value, time_ms=time_ms, metadata=metadata).encode() + b"\n"
+        )
 
 
 def _metadata_at(step: int, run: RunSummary) -> dict[str, float]:
     return {"epoch_num": round(run.epochs_at(step), 6), "samples_count": run.rows_at(step)}
 
 
-def line(event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapping[str, Any]) -> str:
+def line(
+    event_type: Type, key: str, value: Any, *, time_ms: int, metadata: Mapping[str, Any]
+) -> str:
     """Format one log line. Adds `file` and `lineno` to the metadata, as mlperf-logging does."""
-    record = {"namespace": "", "time_ms": time_ms, "event_type": event_type, "key": key, "value": value}
-    return TOKEN + json.dumps(record | {"metadata": {"file": "rayrec", "lineno": 0, **metadata}}, allow_nan=False)
+    record = {
+        "namespace": "",
+        "time_ms": time_ms,
+        "event_type": event_type,
+        "key": key,
+        "value": value,
+    }
+    return TOKEN + json.dumps(
+        record | {"metadata": {"file": "rayrec", "lineno": 0, **metadata}}, allow_nan=False
+    )
 
 
 def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values for the optimizer and its schedule. Click models report the dense optimizer, which MLPerf's recipes
-    also use for the tables. PyTorch's Adagrad starts at 0 and has no decay."""
+    """Yield keys and values for the optimizer and its schedule. Click models report the dense
+    optimizer, which MLPerf's recipes also use for the tables. PyTorch's Adagrad starts at 0 and has
+    no decay.
+    """
     optimizer = workload.get("dense_optimizer") or workload.get("optimizer")
     if optimizer is None:
         return
@@ -153,14 +193,17 @@ def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @final
 class IterationTracker:
-    """Writer of RUN/iterations.log, with the lines of the original DLRM (its `--mlperf-logging` and e2eAIOK).
+    """Writer of RUN/iterations.log, with the lines of the original DLRM (its `--mlperf-logging` and
+    e2eAIOK).
 
     - Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.561402, accuracy 74.972 %
-    - Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, accuracy 78.221 %, best accuracy 78.221 %
+    - Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, accuracy 78.221
+      %, best accuracy 78.221 %
     - Test time:1.9700
 
-    Training lines have the accuracy with `observe.accuracy`, and with `observe.by_worker` one follows for each worker, after
-    [RANK]. Models without AUROC list their metrics. Repeated steps appear again, as in the original.
+    Training lines have the accuracy with `observe.accuracy`, and with `observe.by_worker` one
+    follows for each worker, after [RANK]. Models without AUROC list their metrics. Repeated steps
+    appear again, as in the original.
     """
 
     def __init__(self, folder: str) -> None:
@@ -170,23 +213,36 @@ class IterationTracker:
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
         if kind == "step":
-            each_ms = 1000 * run.interval.elapsed_s / run.interval.steps if run.interval.steps else 0.0
+            each_ms = (
+                1000 * run.interval.elapsed_s / run.interval.steps if run.interval.steps else 0.0
+            )
             start = f"Finished training it {_position(event, run)}, {each_ms:.2f} ms/it"
             ranks = (f"[{rank}] " for rank in range(len(event.get("workers", ()))))
             for rank, fields in zip(("", *ranks), (event, *event.get("workers", ())), strict=True):
-                accuracy = f", accuracy {_percent(fields['accuracy'])}" if "accuracy" in fields else ""
+                accuracy = (
+                    f", accuracy {_percent(fields['accuracy'])}" if "accuracy" in fields else ""
+                )
                 self._write_line(f"{rank}{start}, loss {_number(fields['loss'], 6)}{accuracy}")
         elif kind == "evaluate":
-            self._write_line(f"Testing at - {_position(event, run)}, {self._tested(metrics_of(event))}")
+            self._write_line(
+                f"Testing at - {_position(event, run)}, {self._tested(metrics_of(event))}"
+            )
             if "seconds" in event:
                 self._write_line(f"Test time:{event['seconds']:.4f}")
 
     def _tested(self, metrics: Mapping[str, Any]) -> str:
         if not {"auroc", "logloss", "accuracy"} <= metrics.keys():
-            return ", ".join(f"{name} {value:.6f}" for name, value in metrics.items() if isinstance(value, float))
-        best = self._best = {name: max(self._best.get(name, 0.0), metrics[name] or 0.0) for name in ("auroc", "accuracy")}
+            return ", ".join(
+                f"{name} {value:.6f}" for name, value in metrics.items() if isinstance(value, float)
+            )
+        best = self._best = {
+            name: max(self._best.get(name, 0.0), metrics[name] or 0.0)
+            for name in ("auroc", "accuracy")
+        }
         auc = f"auc {_number(metrics['auroc'], 4)}, best auc {_number(best['auroc'], 4)}"
-        accuracy = f"accuracy {_percent(metrics['accuracy'])}, best accuracy {_percent(best['accuracy'])}"
+        accuracy = (
+            f"accuracy {_percent(metrics['accuracy'])}, best accuracy {_percent(best['accuracy'])}"
+        )
         return f"loss {_number(metrics['logloss'], 6)}, {auc}, {accuracy}"
 
     def flush(self) -> None:

@@ -17,15 +17,24 @@ _MAX_METRICS: Final = 1000
 _MAX_PARAMS: Final = 100
 """MLflow's limits per request."""
 _PARAM_LENGTH: Final = 6000
-_STATUSES: Final = {"run": "RUNNING", "start": "RUNNING", "finish": "FINISHED", "stop": "KILLED", "failure": "FAILED"}
+_STATUSES: Final = {
+    "run": "RUNNING",
+    "start": "RUNNING",
+    "finish": "FINISHED",
+    "stop": "KILLED",
+    "failure": "FAILED",
+}
 
 
 @final
 class MlflowTracker:
-    """MLflow tracker. Sends each measure once, in batches of 1000, as MLflow cannot delete points: repeated steps are skipped."""
+    """MLflow tracker. Sends each measure once, in batches of 1000, as MLflow cannot delete points:
+    repeated steps are skipped.
+    """
 
     def __init__(self, uri: str | None, *, experiment: str, config: Mapping[str, Any]) -> None:
-        # MLflow rejects folders without this setting. It prefers databases, but its client-only package has no drivers for them.
+        # MLflow rejects folders without this setting. It prefers databases, but its client-only
+        # package has no drivers for them.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=uri)
         self._experiment = experiment
@@ -45,7 +54,9 @@ class MlflowTracker:
             self._identity = run_identity(self._config["name"], event["time"])
         if kind == "run":
             self._tags["rayrec.config_hash"] = str(event["config_hash"])
-            self._tags |= {f"version.{name}": str(version) for name, version in event["versions"].items()}
+            self._tags |= {
+                f"version.{name}": str(version) for name, version in event["versions"].items()
+            }
         self._status = _STATUSES.get(kind, self._status)
         if "step" in event and not run.is_repeat and scalars(event):
             self._waiting.append(event)
@@ -61,7 +72,10 @@ class MlflowTracker:
                 self._sent[series(event)] = self._last_step(next(iter(scalars(event))))
             if event["step"] > self._sent[series(event)]:
                 time_ms = int(event["time"] * 1000)
-                self._metrics += [Metric(name, value, time_ms, event["step"]) for name, value in scalars(event).items()]
+                self._metrics += [
+                    Metric(name, value, time_ms, event["step"])
+                    for name, value in scalars(event).items()
+                ]
             del self._waiting[0]
         while self._metrics:
             self._client.log_batch(self._run_id, metrics=self._metrics[:_MAX_METRICS])
@@ -75,13 +89,29 @@ class MlflowTracker:
     def _open_run(self) -> str:
         """Find or create the MLflow run, log parameters and tags, and return its id."""
         experiment = self._client.get_experiment_by_name(self._experiment)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        runs = self._client.search_runs([number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1)
-        run = runs[0] if runs else self._client.create_run(number, run_name=self._config["name"], tags={IDENTITY: self._identity})
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(self._experiment)
+        )
+        runs = self._client.search_runs(
+            [number], f"tags.`{IDENTITY}` = '{self._identity}'", max_results=1
+        )
+        run = (
+            runs[0]
+            if runs
+            else self._client.create_run(
+                number, run_name=self._config["name"], tags={IDENTITY: self._identity}
+            )
+        )
         run_id = run.info.run_id
         self._client.update_run(run_id, status="RUNNING")
         tags = [RunTag(key, value) for key, value in self._tags.items()]
-        params = [Param(key, value) for key, value in parameters(self._config) if key not in run.data.params]
+        params = [
+            Param(key, value)
+            for key, value in parameters(self._config)
+            if key not in run.data.params
+        ]
         self._client.log_batch(run_id, tags=tags)
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(run_id, params=params[first : first + _MAX_PARAMS])

@@ -23,11 +23,14 @@ _SCHEME: Final = "rayrec"
 
 @final
 class TensorBoardTracker:
-    """Writer of RUN/tensorboard/events.out.tfevents.*: all measures by step and time, and the configuration as text. Each driver
-    rewrites all events of the run and then deletes the files of earlier drivers, so the folder always matches the event file. A
-    SessionLog with status START makes a running TensorBoard drop the points from its step on: all points at the start, later only
-    repeated steps. Uses the record writer of tensorboardX (TFRecord framing, checksums) but not its EventFileWriter, which hides
-    errors of its thread, creates the file too early, and needs boto3 for s3:// and Google's client for gs://."""
+    """Writer of RUN/tensorboard/events.out.tfevents.*: all measures by step and time, and the
+    configuration as text. Each driver rewrites all events of the run and then deletes the files of
+    earlier drivers, so the folder always matches the event file. A SessionLog with status START
+    makes a running TensorBoard drop the points from its step on: all points at the start, later
+    only repeated steps. Uses the record writer of tensorboardX (TFRecord framing, checksums) but
+    not its EventFileWriter, which hides errors of its thread, creates the file too early, and needs
+    boto3 for s3:// and Google's client for gs://.
+    """
 
     def __init__(self, folder: str, *, config: str) -> None:
         self._folder: Final = storage.join(folder, "tensorboard")
@@ -49,7 +52,9 @@ class TensorBoardTracker:
         if values:
             step = event.get("step", max(self._last_step, 0))
             self._last_step = max(self._last_step, step)
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+            summary = Summary(
+                value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            )
             self._write(Record(wall_time=time_s, step=step, summary=summary))
 
     def flush(self) -> None:
@@ -86,4 +91,6 @@ class TensorBoardTracker:
 _START: Final = SessionLog(status=SessionLog.START)
 
 
-register_writer_factory(_SCHEME, SimpleNamespace(open=lambda path: AppendFile(path.removeprefix(f"{_SCHEME}:"))))
+register_writer_factory(
+    _SCHEME, SimpleNamespace(open=lambda path: AppendFile(path.removeprefix(f"{_SCHEME}:")))
+)

@@ -1,4 +1,6 @@
-"""Tracker interface and threads: each tracker follows the run's events in its own thread and never delays training."""
+"""Tracker interface and threads: each tracker follows the run's events in its own thread and never
+delays training.
+"""
 
 import contextlib
 import hashlib
@@ -21,8 +23,10 @@ UPLOAD_S: Final = 30.0
 
 @final
 class AppendFile:
-    """Append-only file that replaces an older one at the first `flush`. Unwritten bytes are kept for the next `flush`. For URLs,
-    the full file is in memory (TensorBoard: 2 kB per logged step)."""
+    """Append-only file that replaces an older one at the first `flush`. Unwritten bytes are kept
+    for the next `flush`. For URLs, the full file is in memory (TensorBoard: 2 kB per logged
+    step).
+    """
 
     def __init__(self, path: str) -> None:
         self.path: Final = path
@@ -37,9 +41,13 @@ class AppendFile:
         self._waiting += data
 
     def flush(self, *, now: bool = False) -> None:
-        """Write the buffered bytes. URLs are uploaded every `UPLOAD_S` seconds, or `now`. Raises OSError on failure."""
+        """Write the buffered bytes. URLs are uploaded every `UPLOAD_S` seconds, or `now`. Raises
+        OSError on failure.
+        """
         if self._is_url:
-            if len(self._waiting) != self._uploaded_bytes and (now or time.monotonic() >= self._next_upload_s):
+            if len(self._waiting) != self._uploaded_bytes and (
+                now or time.monotonic() >= self._next_upload_s
+            ):
                 with storage.retry_timeout(0):
                     storage.write_bytes(self.path, bytes(self._waiting))
                 self._uploaded_bytes = len(self._waiting)
@@ -48,7 +56,9 @@ class AppendFile:
         partial = f"{self.path}.partial"
         if self._descriptor is None:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            self._descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(
+                partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+            )
         while self._waiting:
             del self._waiting[: os.write(self._descriptor, self._waiting)]
         with contextlib.suppress(FileNotFoundError):  # Already renamed.
@@ -77,23 +87,31 @@ _URL_POLL_S: Final = 10.0
 
 
 class Tracker(Protocol):
-    """Destination for the events of a run. Receives all events in order, including events of earlier drivers."""
+    """Destination for the events of a run. Receives all events in order, including events of
+    earlier drivers.
+    """
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         """Process an event and the run summary so far, without waiting or writing."""
 
     def flush(self) -> None:
-        """Deliver the processed events. May raise any error and may block. Undelivered events are kept for later calls."""
+        """Deliver the processed events. May raise any error and may block. Undelivered events are
+        kept for later calls.
+        """
 
     def close(self) -> None:
         """Deliver the rest. This is the last call."""
 
 
 @contextmanager
-def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Follow the event file with trackers while the context is open. On exit, they receive the remaining events. `makers` run in
-    the trackers' threads. Never raises because of a tracker: the first error of each is logged with `note`. Exit takes at most
-    `CLOSE_S` seconds. Close all event writers before."""
+def tracking(
+    makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Callable[[str], None]
+) -> Iterator[None]:
+    """Follow the event file with trackers while the context is open. On exit, they receive the
+    remaining events. `makers` run in the trackers' threads. Never raises because of a tracker: the
+    first error of each is logged with `note`. Exit takes at most `CLOSE_S` seconds. Close all event
+    writers before.
+    """
     stop = threading.Event()
     feeds = [TrackerThread(name, make, path, stop=stop, note=note) for name, make in makers.items()]
     for feed in feeds:
@@ -109,10 +127,18 @@ def tracking(makers: Mapping[str, Callable[[], Tracker]], path: str, *, note: Ca
 
 @final
 class TrackerThread:
-    """Thread of one tracker. The event file is its queue: it reads on when the tracker has processed the previous events."""
+    """Thread of one tracker. The event file is its queue: it reads on when the tracker has
+    processed the previous events.
+    """
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], path: str, *, stop: threading.Event, note: Callable[[str], None]
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        path: str,
+        *,
+        stop: threading.Event,
+        note: Callable[[str], None],
     ) -> None:
         self.num_failures = 0
         """Number of failed calls."""
@@ -131,7 +157,9 @@ class TrackerThread:
         """Wait for the thread until `deadline_s` of the monotonic clock, after `stop` is set."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.is_alive():
-            self._note_once(f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing.")
+            self._note_once(
+                f"not finished {CLOSE_S:.0f} s after the end. The last events may be missing."
+            )
             # Only trackers that keep the process alive while their server is unreachable have it.
             if abandon := getattr(self._tracker, "abandon", None):
                 abandon()
@@ -142,8 +170,11 @@ class TrackerThread:
         poll_s = _URL_POLL_S if storage.is_url(self._path) else None
         try:
             self._tracker = tracker = self._make()
-            # Events within FLUSH_S of a delivery are sent by a later idle call, without waiting for another event.
-            for event in follow(self._path, stop=self._stop, poll_s=poll_s, idle=partial(self._deliver_due, tracker)):
+            # Events within FLUSH_S of a delivery are sent by a later idle call, without waiting for
+            # another event.
+            for event in follow(
+                self._path, stop=self._stop, poll_s=poll_s, idle=partial(self._deliver_due, tracker)
+            ):
                 self._take(tracker, event)
                 self._deliver_due(tracker)
             tracker.close()
@@ -157,7 +188,10 @@ class TrackerThread:
             tracker.update(event, self._summary)
         except Exception as error:  # For example, an event of another version.
             self.num_failures += 1
-            self._note_once(f"skipping an event of kind {event['kind']} ({_error_text(error)}). Later ones are only counted.")
+            self._note_once(
+                f"skipping an event of kind {event['kind']} ({_error_text(error)}). Later ones "
+                "are only counted."
+            )
         self._has_taken = True
 
     def _deliver_due(self, tracker: Tracker) -> None:
@@ -194,15 +228,21 @@ _NO_MEASURES = {"time", "kind", "step", "steps"}
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Return the finite measures of an event by name: train/loss, train/times_s/forward, validation/auroc, checkpoint/stall_s,
-    final/auroc, data/backlog_rows, data/parse/busy (of a stage). Empty for other kinds."""
+    """Return the finite measures of an event by name: train/loss, train/times_s/forward,
+    validation/auroc, checkpoint/stall_s, final/auroc, data/backlog_rows, data/parse/busy (of a
+    stage). Empty for other kinds.
+    """
     kind = event["kind"]
     if kind == "finish":
         return dict(_numbers(event["metrics"], "final"))
     prefix = str(event["set"]) if kind == "evaluate" else _PREFIXES.get(kind)
     if prefix is None:
         return {}
-    measures = metrics_of(event) if kind == "evaluate" else {name: event[name] for name in event if name not in _NO_MEASURES}
+    measures = (
+        metrics_of(event)
+        if kind == "evaluate"
+        else {name: event[name] for name in event if name not in _NO_MEASURES}
+    )
     if kind == "data":
         measures |= {stage["stage"]: stage for stage in measures.pop("stages", ())}
     return dict(_numbers(measures, prefix))
@@ -217,5 +257,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def run_identity(name: str, begin_s: float) -> str:
-    """Return 16 hex digits that identify a run for all its drivers, not just by name. `begin_s`: time of its first event."""
+    """Return 16 hex digits that identify a run for all its drivers, not just by name. `begin_s`:
+    time of its first event.
+    """
     return hashlib.sha256(f"{name} {begin_s:.6f}".encode()).hexdigest()[:16]

@@ -13,15 +13,21 @@ from rayrec.observe.run_summary import RunSummary, series
 from rayrec.observe.tracking.tracker import run_identity, scalars
 
 _STEP: Final = "step"
-"""X axis of all curves. W&B's own step counts messages and only increases, so it would drop late saves."""
+"""X axis of all curves. W&B's own step counts messages and only increases, so it would drop late
+saves.
+"""
 
 
 @final
 class WandbTracker:
-    """Weights & Biases tracker. Sends each measure once, under its step. Skips repeated steps. A resuming driver continues the
-    online run: each series after the step in W&B's summary. Offline, it rewrites the run from its events in RUN/wandb."""
+    """Weights & Biases tracker. Sends each measure once, under its step. Skips repeated steps. A
+    resuming driver continues the online run: each series after the step in W&B's summary. Offline,
+    it rewrites the run from its events in RUN/wandb.
+    """
 
-    def __init__(self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]
+    ) -> None:
         self._folder, self._project, self._offline, self._config = folder, project, offline, config
         self._identity = ""
         self._config_hash = ""
@@ -58,7 +64,9 @@ class WandbTracker:
             summary_key = "/".join(("last_step", *filter(None, curve)))
             if curve not in self._sent:
                 # Per series: the losses of step 100 may have been sent without its evaluation.
-                self._sent[curve] = int(self._run.summary.get(summary_key, -1)) if self._run.resumed else -1
+                self._sent[curve] = (
+                    int(self._run.summary.get(summary_key, -1)) if self._run.resumed else -1
+                )
             if event[_STEP] > self._sent[curve]:
                 self._rows.append((summary_key, {_STEP: event[_STEP], **scalars(event)}))
             del self._waiting[0]
@@ -73,7 +81,8 @@ class WandbTracker:
         if self._run is not None and not self._abandoned:
             self._run.finish(exit_code=self._exit_code)
             if wandb.run is None:  # Teardown would end the user's own run in this process.
-                wandb.teardown()  # Unlike `finish`, waits until W&B's process has written everything.
+                # Unlike `finish`, waits until W&B's process has written everything.
+                wandb.teardown()
         if self._scratch is not None:
             if self._offline and not self._abandoned:
                 for run in (Path(self._scratch.path) / "wandb").glob("offline-run-*"):
@@ -115,7 +124,9 @@ class WandbTracker:
         return run
 
     def _folder_to_write(self) -> str:
-        """Return the parent of W&B's folder: the run folder if offline and local, otherwise a scratch folder."""
+        """Return the parent of W&B's folder: the run folder if offline and local, otherwise a
+        scratch folder.
+        """
         if self._offline:
             folder = storage.join(self._folder, "wandb")
             for name in storage.list_folder(folder):

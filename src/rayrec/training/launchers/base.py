@@ -1,4 +1,6 @@
-"""Launcher interface: lays out, starts, watches and logs a run's worker processes, on Ray or in existing processes."""
+"""Launcher interface: lays out, starts, watches and logs a run's worker processes, on Ray or in
+existing processes.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +74,18 @@ class AttemptContext(PreparedRun):
 
     @classmethod
     def of(
-        cls, run: PreparedRun, engine: StreamEngine, channel: ControlChannel, *, pause_at: float | None = None
+        cls,
+        run: PreparedRun,
+        engine: StreamEngine,
+        channel: ControlChannel,
+        *,
+        pause_at: float | None = None,
     ) -> AttemptContext:
         """Return the input of a run's workers, after writing the file that they must find."""
         token = write_token(run.folder, max_outage_s=run.config.failure.max_outage_s)
-        return cls(**vars(run), engine=engine, channel=channel, storage_token=token, pause_at=pause_at)
+        return cls(
+            **vars(run), engine=engine, channel=channel, storage_token=token, pause_at=pause_at
+        )
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch for a worker's start, beginning after the driver's last stage."""
@@ -94,8 +103,9 @@ def follow_attempt(
     saved_bytes: Callable[[], int],
     poll: Callable[[], str | None] = lambda: None,
 ) -> dict[str, Any] | None:
-    """Run an attempt in a thread, and request a stop after a signal or when `poll` returns a reason. Returns None after a signal
-    if the workers do not save within their `GracePeriod`."""
+    """Run an attempt in a thread, and request a stop after a signal or when `poll` returns a
+    reason. Returns None after a signal if the workers do not save within their `GracePeriod`.
+    """
     future: Future[dict[str, Any]] = Future()
 
     def run() -> None:
@@ -125,10 +135,14 @@ class Launcher(Protocol):
     """Launcher of one `rayrec.train` call: RayLauncher or ProcessLauncher."""
 
     def connect(self, folder: str, console: Console) -> None:
-        """Reach the workers' machines. Raises InputError if they, or the run's storage and data, cannot be reached."""
+        """Reach the workers' machines. Raises InputError if they, or the run's storage and data,
+        cannot be reached.
+        """
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
-        """Assign CPUs; wait for nodes if the run `resumes`. Raises InputError if the workers do not fit."""
+        """Assign CPUs; wait for nodes if the run `resumes`. Raises InputError if the workers do not
+        fit.
+        """
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         """Return the engine of the driver's data tasks while no worker runs."""
@@ -137,13 +151,17 @@ class Launcher(Protocol):
         """Return trackers specific to this launcher."""
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-        """Train until the run ends; return worker 0's result, or None after a signal or pause. Raises the run's error."""
+        """Train until the run ends; return worker 0's result, or None after a signal or pause.
+        Raises the run's error.
+        """
 
     def cause_of(self, error: BaseException) -> str:
         """Describe the error that ended the run in one line."""
 
     def close(self) -> None:
-        """End what `connect` began for this run, also after an error. The connection to Ray stays."""
+        """End what `connect` began for this run, also after an error. The connection to Ray
+        stays.
+        """
 
 
 def local_layout(config: TrainConfig, *, cpus: int) -> Layout:
@@ -169,11 +187,19 @@ def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
     )
 
 
-# Library logs of a worker, in a file of the run instead of the terminal -------------------------------------------------
+# -- Library logs of a worker, in a file of the run instead of the terminal
 
 _MAX_BYTES: Final = 64 << 20
 """Maximum size of a log file. One previous file is kept."""
-_LOGGERS: Final = ("torchrec", "fbgemm_gpu", "ray.data", "torch", "torch.distributed", "transformers", "accelerate")
+_LOGGERS: Final = (
+    "torchrec",
+    "fbgemm_gpu",
+    "ray.data",
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "accelerate",
+)
 """Loggers with their own handlers."""
 
 _logger, _warnings_logger = logging.getLogger(__name__), logging.getLogger("py.warnings")
@@ -186,13 +212,17 @@ _restore_logging: Callable[[], None] | None = None
 
 @contextlib.contextmanager
 def worker_logs(path: str, *, rank: int) -> Iterator[None]:
-    """Write this process's Python logs and warnings to a local file of the run within the context. If `path` cannot be opened,
-    they go to standard error; if it is in a store, only warnings and errors do. Existing handlers still receive their records.
-    Native code always writes to standard error. Runs in several threads of a process log to all their files, and the last one
-    restores the caller's logging."""
+    """Write this process's Python logs and warnings to a local file of the run within the context.
+    If `path` cannot be opened, they go to standard error; if it is in a store, only warnings and
+    errors do. Existing handlers still receive their records. Native code always writes to standard
+    error. Runs in several threads of a process log to all their files, and the last one restores
+    the caller's logging.
+    """
     global _restore_logging
     handler, error = _handler(path)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s")
+    )
     root = logging.getLogger()
     with _open_lock:
         if not _open_logs:
@@ -213,7 +243,9 @@ def worker_logs(path: str, *, rank: int) -> Iterator[None]:
 
 
 def _redirect_logging() -> Callable[[], None]:
-    """Make all loggers pass their records to the root logger, and warnings too. Returns a function that undoes it."""
+    """Make all loggers pass their records to the root logger, and warnings too. Returns a function
+    that undoes it.
+    """
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     level, handlers = root.level, root.handlers
@@ -225,7 +257,9 @@ def _redirect_logging() -> Callable[[], None]:
         logger.handlers, logger.propagate = [], True
     shown = warnings.showwarning
     # As logging.captureWarnings, which would not restore the caller's function.
-    warnings.showwarning = lambda *warning: _warnings_logger.warning("%s", warnings.formatwarning(*warning[:4], *warning[5:]))
+    warnings.showwarning = lambda *warning: _warnings_logger.warning(
+        "%s", warnings.formatwarning(*warning[:4], *warning[5:])
+    )
 
     def restore() -> None:
         warnings.showwarning = shown

@@ -1,4 +1,6 @@
-"""Launcher without Ray, in threads of this process or in one process per worker, started by torchrun or srun."""
+"""Launcher without Ray, in threads of this process or in one process per worker, started by
+torchrun or srun.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _WORKER_MODULE: Final = "rayrec.training.launchers.process_worker"
 
 
 def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
-    """Return the configuration with one worker per process. Raises InputError for Ray-only settings."""
+    """Return the configuration with one worker per process. Raises InputError for Ray-only
+    settings.
+    """
     scaling = config.scaling
     requires_ray = {
         f"cluster.address {config.cluster.address}": not is_in_process(config.cluster.address),
@@ -35,35 +39,53 @@ def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
     }
     for reason, is_set in requires_ray.items():
         if is_set:
-            raise InputError(f"{reason}: needs Ray, but torchrun has started this process. Omit one of the two")
+            raise InputError(
+                f"{reason}: needs Ray, but torchrun has started this process. Omit one of the two"
+            )
     return config.replace(scaling=scaling.replace(num_workers=torchrun.world_size))
 
 
 class ProcessLauncher:
-    """Launcher in the first process. A worker's error ends the run unchanged, because no other process could restart it."""
+    """Launcher in the first process. A worker's error ends the run unchanged, because no other
+    process could restart it.
+    """
 
-    def __init__(self, config: TrainConfig, rendezvous: StoreRendezvous | None = None, *, pause_at: float | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        rendezvous: StoreRendezvous | None = None,
+        *,
+        pause_at: float | None = None,
+    ) -> None:
         """Create the launcher. `rendezvous`: of torchrun's processes; None to train alone."""
         self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
-        self._env = TorchrunEnv.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
+        self._env = (
+            TorchrunEnv.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
+        )
         self._imports: threading.Thread | None = None
 
     def connect(self, folder: str, console: Console) -> None:
         if self._rendezvous is not None:
             return
         torch = sys.modules.get("torch")
-        if torch is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        if (
+            torch is not None
+            and torch.distributed.is_initialized()
+            and torch.distributed.get_world_size() > 1
+        ):
             raise InputError(
-                f"this process is one of {torch.distributed.get_world_size()} of a process group, but rayrec.train starts its "
-                "workers itself. Call it in a process without a group"
+                f"this process is one of {torch.distributed.get_world_size()} of a process group, "
+                "but rayrec.train starts its workers itself. Call it in a process without a group"
             )
 
         def load() -> None:
-            with contextlib.suppress(Exception):  # an error occurs again in the worker, which reports it
+            # an error occurs again in the worker, which reports it
+            with contextlib.suppress(Exception):
                 for module in (_WORKER_MODULE, *self._config.workload.WORKER_MODULES):
                     importlib.import_module(module)
 
-        # While data is prepared. Not a daemon: a process that exits while loading a library may crash.
+        # While data is prepared. Not a daemon: a process that exits while loading a library may
+        # crash.
         self._imports = threading.Thread(target=load, name="imports")
         self._imports.start()
 
@@ -79,15 +101,20 @@ class ProcessLauncher:
         return {}
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-        from rayrec.training.launchers.process_worker import StoreRendezvous, train_first  # imports torch
+        # imports torch
+        from rayrec.training.launchers.process_worker import StoreRendezvous, train_first
 
         signals, env = driver.signals, self._env
         driver.events.write("attempt", number=env.restarts + 1, num_workers=env.world_size)
         with contextlib.ExitStack() as stack:
-            rendezvous = self._rendezvous or stack.enter_context(contextlib.closing(StoreRendezvous.join(env)))
+            rendezvous = self._rendezvous or stack.enter_context(
+                contextlib.closing(StoreRendezvous.join(env))
+            )
             outcome = train_first(run, signals, rendezvous, pause_at=self._pause_at)
         if outcome is None:
-            driver.events.write("failure", cause=unsaved_cause(signals.cause, run.config.failure), last=True)
+            driver.events.write(
+                "failure", cause=unsaved_cause(signals.cause, run.config.failure), last=True
+            )
             return None
         if "stopped" not in outcome:
             return outcome

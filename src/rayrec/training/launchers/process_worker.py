@@ -31,7 +31,9 @@ _POLL_S: Final = 0.1
 _REQUESTS_S: Final = 1.0
 _JOIN: Final = timedelta(minutes=30)
 _LEAVE_S: Final = 30.0
-"""Seconds that the first process, which may host the store, waits for the others to read the result."""
+"""Seconds that the first process, which may host the store, waits for the others to read the
+result.
+"""
 _JOIN_S: Final = 5.0
 """Maximum wait for a watcher, in seconds, which may be in a call to a lost store."""
 _ATTEMPT, _RECEIVED, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
@@ -49,21 +51,30 @@ class StoreRendezvous:
         attempt = f"attempt_{env.restarts}"
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
         cloned = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
-        self._store, self._lock = distributed.PrefixStore(f"{attempt}/rayrec", cloned), threading.Lock()
+        self._store, self._lock = (
+            distributed.PrefixStore(f"{attempt}/rayrec", cloned),
+            threading.Lock(),
+        )
         self._closed = threading.Event()
         self._watchers: list[threading.Thread] = []
 
     @classmethod
     def join(cls, env: TorchrunEnv) -> Self:
-        """Join the other processes in the store of torchrun or the first process; a process that trains alone has its own. Raises
-        RuntimeError if the first process does not appear within half an hour."""
+        """Join the other processes in the store of torchrun or the first process; a process that
+        trains alone has its own. Raises RuntimeError if the first process does not appear within
+        half an hour.
+        """
         if not env.is_torchrun:
             return cls(env, distributed.HashStore())
-        store, _, _ = next(distributed.rendezvous("env://", env.rank, env.world_size, timeout=_JOIN))
+        store, _, _ = next(
+            distributed.rendezvous("env://", env.rank, env.world_size, timeout=_JOIN)
+        )
         return cls(env, store)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value of any size. Torch's store rejects messages over 8 MiB, which a vocabulary may exceed."""
+        """Publish a value of any size. Torch's store rejects messages over 8 MiB, which a
+        vocabulary may exceed.
+        """
         chunks = [value[start : start + _CHUNK] for start in range(0, len(value), _CHUNK)]
         with self._open():
             for number, chunk in enumerate(chunks):
@@ -71,11 +82,15 @@ class StoreRendezvous:
             self._store.set(key, str(len(chunks)))  # written last, after all pieces
 
     def get(self, key: str) -> bytes | None:
-        """Return a published value, or None if it is not published yet. Raises RuntimeError if the store is gone."""
+        """Return a published value, or None if it is not published yet. Raises RuntimeError if the
+        store is gone.
+        """
         with self._open():
             if not self._store.check([key]):
                 return None
-            return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
+            return b"".join(
+                self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key)))
+            )
 
     def remove(self, key: str) -> None:
         """Remove a published value that no process needs."""
@@ -88,8 +103,10 @@ class StoreRendezvous:
             return self._store.add(key, amount)
 
     def close(self) -> None:
-        """Make later calls raise OSError, and wait for the watchers; called before the process ends. A thread in the store's C++
-        code during Python's shutdown would abort the process (`std::terminate`, status 134)."""
+        """Make later calls raise OSError, and wait for the watchers; called before the process
+        ends. A thread in the store's C++ code during Python's shutdown would abort the process
+        (`std::terminate`, status 134).
+        """
         with self._lock:
             self._closed.set()
         for watcher in self._watchers:
@@ -97,7 +114,9 @@ class StoreRendezvous:
 
     def watch(self, target: Callable[[threading.Event], None], name: str) -> None:
         """Call `target` in a thread, with the event of the end, which it must heed."""
-        self._watchers.append(threading.Thread(target=target, args=(self._closed,), name=name, daemon=True))
+        self._watchers.append(
+            threading.Thread(target=target, args=(self._closed,), name=name, daemon=True)
+        )
         self._watchers[-1].start()
 
     @contextlib.contextmanager
@@ -128,10 +147,15 @@ class StoreControlChannel:
         self._rendezvous.publish(f"{_BYTES}/{rank}", str(saved_bytes).encode())
 
     def saved_bytes(self) -> int:
-        return sum(int(self._get(f"{_BYTES}/{rank}") or b"0") for rank in range(self._rendezvous.env.world_size))
+        return sum(
+            int(self._get(f"{_BYTES}/{rank}") or b"0")
+            for rank in range(self._rendezvous.env.world_size)
+        )
 
     def send_profile_request(self, request: ProfileRequest) -> None:
-        self._rendezvous.publish(f"{_REQUESTS}/{self._rendezvous.add(_REQUESTS, 1)}", json.dumps(request).encode())
+        self._rendezvous.publish(
+            f"{_REQUESTS}/{self._rendezvous.add(_REQUESTS, 1)}", json.dumps(request).encode()
+        )
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
         self._rendezvous.watch(functools.partial(self._watch, requested), "profile-requests")
@@ -155,13 +179,21 @@ class StoreControlChannel:
 
 
 def train_first(
-    run: PreparedRun, signals: Signals, rendezvous: StoreRendezvous, *, pause_at: float | None = None
+    run: PreparedRun,
+    signals: Signals,
+    rendezvous: StoreRendezvous,
+    *,
+    pause_at: float | None = None,
 ) -> dict[str, Any] | None:
-    """Train as the first process and publish the other processes' input. Returns `run_worker`'s result, or None if a signal ended
-    the run and the worker did not save within its `GracePeriod`."""
+    """Train as the first process and publish the other processes' input. Returns `run_worker`'s
+    result, or None if a signal ended the run and the worker did not save within its
+    `GracePeriod`.
+    """
     env, config = rendezvous.env, run.config
     threads = env.cpus if env.is_torchrun else max(1, int(run.layout.per_worker.max_cpus or 1))
-    attempt = AttemptContext.of(run, _engine(config, threads), StoreControlChannel(rendezvous), pause_at=pause_at)
+    attempt = AttemptContext.of(
+        run, _engine(config, threads), StoreControlChannel(rendezvous), pause_at=pause_at
+    )
     if env.world_size > 1:
         # Each process recreates unshareable parts, and compares the configuration with its own.
         shared = dataclasses.replace(attempt, config=None, engine=None, channel=None)  # type: ignore[arg-type]
@@ -170,18 +202,29 @@ def train_first(
 
 
 def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, Any]:
-    """Train as another process than the first one. Returns the result that the first process passed to `end`."""
+    """Train as another process than the first one. Returns the result that the first process passed
+    to `end`.
+    """
     with Signals() as signals:
         while (ended := rendezvous.get(_ENDED)) is None:
             value = rendezvous.get(_ATTEMPT)
             if value is not None:
-                # Trusted: pickled by the first process of this run, as in torch's object collectives.
+                # Trusted: pickled by the first process of this run, as in torch's object
+                # collectives.
                 values, shared = pickle.loads(value)
                 if rendezvous.add(_RECEIVED, 1) == rendezvous.env.world_size - 1:
-                    rendezvous.remove(_ATTEMPT)  # all have read it, and torchrun's agent would keep it
+                    # all have read it, and torchrun's agent would keep it
+                    rendezvous.remove(_ATTEMPT)
                 config = config.updated(values)
-                engine, channel = _engine(config, rendezvous.env.cpus), StoreControlChannel(rendezvous)
-                _train(dataclasses.replace(shared, config=config, engine=engine, channel=channel), rendezvous, signals)
+                engine, channel = (
+                    _engine(config, rendezvous.env.cpus),
+                    StoreControlChannel(rendezvous),
+                )
+                _train(
+                    dataclasses.replace(shared, config=config, engine=engine, channel=channel),
+                    rendezvous,
+                    signals,
+                )
                 break
             time.sleep(_POLL_S)
         while (ended := rendezvous.get(_ENDED)) is None:
@@ -192,10 +235,14 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
 
 
 def end(rendezvous: StoreRendezvous, how: dict[str, Any]) -> None:
-    """Publish the run's result as JSON, and wait for a limited time until all other processes have read it."""
+    """Publish the run's result as JSON, and wait for a limited time until all other processes have
+    read it.
+    """
     rendezvous.publish(_ENDED, storage.json_text(how).encode())
     deadline_s = time.monotonic() + _LEAVE_S
-    while rendezvous.add(_LEFT, 0) < rendezvous.env.world_size - 1 and time.monotonic() < deadline_s:
+    while (
+        rendezvous.add(_LEFT, 0) < rendezvous.env.world_size - 1 and time.monotonic() < deadline_s
+    ):
         time.sleep(_POLL_S)
 
 
@@ -204,7 +251,9 @@ def _engine(config: TrainConfig, threads: int) -> ThreadEngine:
 
 
 def device_of(env: TorchrunEnv, *, use_gpu: bool) -> torch.device:
-    """Return the GPU of a process's local rank, or the current one if it trains alone. Raises InputError without such a GPU."""
+    """Return the GPU of a process's local rank, or the current one if it trains alone. Raises
+    InputError without such a GPU.
+    """
     if not use_gpu:
         return torch.device("cpu")
     if not env.is_torchrun:
@@ -212,15 +261,20 @@ def device_of(env: TorchrunEnv, *, use_gpu: bool) -> torch.device:
     seen = torch.cuda.device_count()
     if env.local_rank >= seen:
         raise InputError(
-            f"LOCAL_RANK={env.local_rank} on {platform.node()}: this process sees {seen} GPUs. Start one process for each "
-            "GPU, and let each see all of its machine (srun --gpu-bind=none, no CUDA_VISIBLE_DEVICES)"
+            f"LOCAL_RANK={env.local_rank} on {platform.node()}: this process sees {seen} GPUs. "
+            "Start one process for each GPU, and let each see all of its machine (srun "
+            "--gpu-bind=none, no CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", env.local_rank)
 
 
-def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signals) -> dict[str, Any] | None:
-    """Run this process's worker in a thread, so that the main thread can pass on signals and, on rank 0, profile requests.
-    Returns None if a signal ended the run and the worker did not save within its `GracePeriod`."""
+def _train(
+    attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signals
+) -> dict[str, Any] | None:
+    """Run this process's worker in a thread, so that the main thread can pass on signals and, on
+    rank 0, profile requests. Returns None if a signal ended the run and the worker did not save
+    within its `GracePeriod`.
+    """
     config, env, channel = attempt.config, rendezvous.env, StoreControlChannel(rendezvous)
     device = device_of(env, use_gpu=config.scaling.use_gpu)
     use_device(device)
@@ -234,28 +288,53 @@ def _train(attempt: AttemptContext, rendezvous: StoreRendezvous, signals: Signal
         )
 
 
-def _work(attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device) -> dict[str, Any]:
+def _work(
+    attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device
+) -> dict[str, Any]:
     use_device(device)
     env, stopwatch = rendezvous.env, attempt.stopwatch()
-    context = WorkerContext(attempt.config, env.rank, env.world_size, device, attempt.engine, node=platform.node(), cpus=env.cpus)
+    context = WorkerContext(
+        attempt.config,
+        env.rank,
+        env.world_size,
+        device,
+        attempt.engine,
+        node=platform.node(),
+        cpus=env.cpus,
+    )
     log = storage.join(attempt.folder, "logs", f"worker_{env.rank}.log")
     is_bound = attempt.config.scaling.bind_cores
-    cores = host_resources.bound_to_cores(env.local_rank, env.local_world_size) if is_bound else contextlib.nullcontext()
-    # Here too, because the caller may not have loaded torch, and may return before an abandoned worker does.
-    with preserved_process(), cores, worker_logs(log, rank=env.rank), _process_group(attempt.config, rendezvous, device):
+    cores = (
+        host_resources.bound_to_cores(env.local_rank, env.local_world_size)
+        if is_bound
+        else contextlib.nullcontext()
+    )
+    # Here too, because the caller may not have loaded torch, and may return before an abandoned
+    # worker does.
+    with (
+        preserved_process(),
+        cores,
+        worker_logs(log, rank=env.rank),
+        _process_group(attempt.config, rendezvous, device),
+    ):
         stopwatch.lap("process_group")
         return run_worker(attempt, context, stopwatch=stopwatch)
 
 
 _group_lock: Final = threading.Lock()
 _num_group_users = 0
-"""Number of runs that train alone in this process at the moment, and share torch's one default group."""
+"""Number of runs that train alone in this process at the moment, and share torch's one default
+group.
+"""
 
 
 @contextlib.contextmanager
-def _process_group(config: TrainConfig, rendezvous: StoreRendezvous, device: torch.device) -> Iterator[None]:
-    """Join the group of all processes. A process that trains alone uses its caller's group, if any, and shares it with the runs
-    of other threads, the last of which ends it."""
+def _process_group(
+    config: TrainConfig, rendezvous: StoreRendezvous, device: torch.device
+) -> Iterator[None]:
+    """Join the group of all processes. A process that trains alone uses its caller's group, if any,
+    and shares it with the runs of other threads, the last of which ends it.
+    """
     global _num_group_users
     env, is_alone = rendezvous.env, not rendezvous.env.is_torchrun
     with _group_lock:
@@ -271,7 +350,8 @@ def _process_group(config: TrainConfig, rendezvous: StoreRendezvous, device: tor
     finally:
         with _group_lock:
             _num_group_users -= not is_callers
-            # After an error, NCCL would wait for the other processes, which notice the failure only when this process ends.
+            # After an error, NCCL would wait for the other processes, which notice the failure only
+            # when this process ends.
             must_wait = failed and device.type == "cuda" and env.world_size > 1
             if not is_callers and not _num_group_users and not must_wait:
                 distributed.destroy_process_group()
@@ -282,5 +362,7 @@ def _init_group(config: TrainConfig, rendezvous: StoreRendezvous, device: torch.
         store=rendezvous.group_store,
         rank=rendezvous.env.rank,
         world_size=rendezvous.env.world_size,
-        **group_arguments(device, timeout_s=config.failure.max_outage_s + config.failure.collective_timeout_s),
+        **group_arguments(
+            device, timeout_s=config.failure.max_outage_s + config.failure.collective_timeout_s
+        ),
     )

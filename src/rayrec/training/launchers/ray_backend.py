@@ -1,5 +1,6 @@
-"""Ray Train backend of a run's workers. The driver and controller import this module, and it must not import torch:
-`TorchTrainer` would make both import it, which delays the start by seconds."""
+"""Ray Train backend of a run's workers. The driver and controller import this module, and it must
+not import torch: `TorchTrainer` would make both import it, which delays the start by seconds.
+"""
 
 import os
 import socket
@@ -43,19 +44,24 @@ class _TorchBackend(Backend):
         assert isinstance(backend_config, ProcessGroup)
         host, port = worker_group.execute_single(0, _free_address)
         pending = [
-            worker_group.execute_single_async(rank, _join, backend_config, host, port) for rank in range(len(worker_group))
+            worker_group.execute_single_async(rank, _join, backend_config, host, port)
+            for rank in range(len(worker_group))
         ]
         ray.get(pending)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         # Workers of a group with a killed worker may block; Ray ends their processes.
-        ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_SHUTDOWN_S)
+        ray.wait(
+            worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_SHUTDOWN_S
+        )
 
 
 def _free_address() -> tuple[str, int]:
     """Return the host and a free port of worker 0's node, for the rendezvous."""
     host = ray.util.get_node_ip_address()
-    with closing(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)) as listener:
+    with closing(
+        socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    ) as listener:
         listener.bind(("", 0))
         return host, listener.getsockname()[1]
 
@@ -80,7 +86,9 @@ def _join(group: ProcessGroup, host: str, port: int) -> None:
         NODE_RANK=str(context.get_node_rank()),
         ACCELERATE_TORCH_DEVICE=str(device),  # otherwise guessed by HuggingFace Accelerate
     )
-    distributed.init_process_group(init_method="env://", **group_arguments(device, timeout_s=group.timeout_s))
+    distributed.init_process_group(
+        init_method="env://", **group_arguments(device, timeout_s=group.timeout_s)
+    )
 
 
 def _leave() -> None:

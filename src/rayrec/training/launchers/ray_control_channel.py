@@ -18,7 +18,9 @@ _MAX_CALLS = 100_000
 
 
 class _Holder:
-    """Actor that stores the first reason to stop and passes profile requests to all waiting workers."""
+    """Actor that stores the first reason to stop and passes profile requests to all waiting
+    workers.
+    """
 
     def __init__(self) -> None:
         self._cause: str | None = None
@@ -62,7 +64,9 @@ class RayControlChannel:
         try:
             return ray.get(self.actor.read.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
-            raise ConnectionError(f"the driver's control channel does not answer ({type(error).__name__})") from None
+            raise ConnectionError(
+                f"the driver's control channel does not answer ({type(error).__name__})"
+            ) from None
 
     def report_saved_bytes(self, rank: int, saved_bytes: int) -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # Ray ends the workers of a lost driver
@@ -72,7 +76,9 @@ class RayControlChannel:
         try:
             self.actor.request_profile.remote(request)
         except ray.exceptions.RayError as error:
-            raise ConnectionError(f"the workers' control channel does not answer ({type(error).__name__})") from None
+            raise ConnectionError(
+                f"the workers' control channel does not answer ({type(error).__name__})"
+            ) from None
 
     def subscribe(self, requested: Callable[[ProfileRequest], None]) -> None:
         def arrived(future: Future[ProfileRequest]) -> None:
@@ -87,7 +93,9 @@ class StopRequest:
     """Driver's end of the control channel of one attempt; its `channel` is sent to the workers."""
 
     def __init__(self) -> None:
-        local_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        local_node = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
         options = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "scheduling_strategy": local_node}
         self.channel = RayControlChannel(ray.remote(_Holder).options(**options).remote())
         self.cause: str | None = None
@@ -95,11 +103,14 @@ class StopRequest:
         self._answer: ray.ObjectRef[int] | None = None
 
     def saved_bytes(self) -> int:
-        """Return the bytes written by the workers' saves, by the actor's latest answer, without waiting."""
+        """Return the bytes written by the workers' saves, by the actor's latest answer, without
+        waiting.
+        """
         if self._answer is None:
             self._answer = self.channel.actor.saved_bytes.remote()
         if ray.wait([self._answer], timeout=0)[0]:
-            with contextlib.suppress(ray.exceptions.RayError):  # the cluster is lost, and the deadline does not change
+            # the cluster is lost, and the deadline does not change
+            with contextlib.suppress(ray.exceptions.RayError):
                 self._saved_bytes = ray.get(self._answer)
             self._answer = None
         return self._saved_bytes

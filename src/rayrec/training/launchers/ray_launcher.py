@@ -21,14 +21,24 @@ from rayrec.checkpoint import latest
 from rayrec.cluster import connection, prestart
 from rayrec.cluster.layout import Layout
 from rayrec.cluster.node_storage import require_reachable
-from rayrec.compat.ray_compat import PlacementGroupID, WorkerGroupStartupTimeoutError, data_parallel_trainer
+from rayrec.compat.ray_compat import (
+    PlacementGroupID,
+    WorkerGroupStartupTimeoutError,
+    data_parallel_trainer,
+)
 from rayrec.config import InputError, line_of
 from rayrec.data.engine import Shared, StreamEngine, Task, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
 from rayrec.observe.tracking.config import Makers
 from rayrec.process_state import temporary_environment
-from rayrec.training.launchers.base import AttemptContext, Driver, PreparedRun, follow_attempt, layout_of
+from rayrec.training.launchers.base import (
+    AttemptContext,
+    Driver,
+    PreparedRun,
+    follow_attempt,
+    layout_of,
+)
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.profiling import watched_requests, worker_variables
@@ -45,12 +55,18 @@ _PRESTART_S: Final = 600.0
 
 
 def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
-    """Allocate the current cluster to the run; see `connection.alive_nodes`. Raises InputError if it does not fit."""
+    """Allocate the current cluster to the run; see `connection.alive_nodes`. Raises InputError if
+    it does not fit.
+    """
     return layout_of(config, connection.alive_nodes(probe=probe, free=free))
 
 
-def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free: bool = False) -> Layout:
-    """Wait until the run fits on the cluster (with `free`, on unreserved resources). Raises InputError after node_wait_s."""
+def wait_for_resources(
+    config: TrainConfig, note: Callable[[str], None], *, free: bool = False
+) -> Layout:
+    """Wait until the run fits on the cluster (with `free`, on unreserved resources). Raises
+    InputError after node_wait_s.
+    """
     since_s = time.monotonic()
     awaited = "resources in use by other jobs" if free else "nodes"
     is_reported = False
@@ -59,7 +75,9 @@ def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free
             return allocate_resources(config, probe=True, free=free)
         except InputError as error:
             if 0 <= config.failure.node_wait_s < time.monotonic() - since_s:
-                raise InputError(f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}") from None
+                raise InputError(
+                    f"waited {config.failure.node_wait_s:.0f} s for {awaited}; {error}"
+                ) from None
             if not is_reported:
                 note(f"Waiting for {awaited}: {error}")
                 is_reported = True
@@ -67,8 +85,10 @@ def wait_for_resources(config: TrainConfig, note: Callable[[str], None], *, free
 
 
 def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
-    """Run attempts until the run finishes, and return worker 0's result, or None after a signal. Raises InputError if the user
-    can fix the problem (never retried), and the last attempt's error after failure.max_failures, not recorded as an event."""
+    """Run attempts until the run finishes, and return worker 0's result, or None after a signal.
+    Raises InputError if the user can fix the problem (never retried), and the last attempt's error
+    after failure.max_failures, not recorded as an event.
+    """
     number, is_shared = 0, False
     config, events, signals = run.config, driver.events, driver.signals
     tolerance = FailurePolicy(config.failure)
@@ -84,14 +104,23 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
             was_shared, is_shared = is_shared, lacks_resources(error)
             _free_workers(groups)
             if signals.cause is not None:
-                events.write("failure", cause=f"{cause_of(error)}, before a last checkpoint was made", last=True)
+                events.write(
+                    "failure",
+                    cause=f"{cause_of(error)}, before a last checkpoint was made",
+                    last=True,
+                )
                 return None
             # Raises errors that end the run.
-            pause_s = tolerance.pause_s(error, attempt_s=attempt_s, progressed=_newest_step(config, run.folder) > before)
+            pause_s = tolerance.pause_s(
+                error, attempt_s=attempt_s, progressed=_newest_step(config, run.folder) > before
+            )
             if not is_shared:
                 events.write("failure", cause=cause_of(error))
             elif not was_shared:  # the attempt never began
-                driver.note(f"Waiting for resources for {run.layout.num_workers} workers, in use by other jobs")
+                driver.note(
+                    f"Waiting for resources for {run.layout.num_workers} workers, in use by other "
+                    "jobs"
+                )
             time.sleep(pause_s)
         except BaseException:  # e.g. a second signal
             _abandon_workers(groups)
@@ -99,7 +128,9 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
         else:
             if outcome is None:
                 _abandon_workers(groups)
-                events.write("failure", cause=unsaved_cause(signals.cause, config.failure), last=True)
+                events.write(
+                    "failure", cause=unsaved_cause(signals.cause, config.failure), last=True
+                )
                 return None
             if "stopped" not in outcome:
                 return outcome
@@ -107,7 +138,9 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
                 return None
             is_shared, tolerance = False, FailurePolicy(config.failure)
         since_s, before_text = time.time(), run.layout.text()
-        run = dataclasses.replace(run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=is_shared))
+        run = dataclasses.replace(
+            run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=is_shared)
+        )
         if run.layout.num_nodes > 1 and run.layout.text() != before_text:
             driver.note(run.layout.text())
 
@@ -121,80 +154,126 @@ def _newest_step(config: TrainConfig, folder: str) -> int:
 def _placement_groups() -> set[str]:
     """Return the names of this driver's placement groups that reserve resources."""
     job = ray.get_runtime_context().get_job_id()
-    return {name for name, group in placement_group_table().items() if name.endswith(job) and group["state"] != "REMOVED"}
+    return {
+        name
+        for name, group in placement_group_table().items()
+        if name.endswith(job) and group["state"] != "REMOVED"
+    }
 
 
 def _free_workers(before: set[str]) -> None:
-    """Remove the placement groups of a lost or abandoned controller's workers, which also ends the workers."""
+    """Remove the placement groups of a lost or abandoned controller's workers, which also ends the
+    workers.
+    """
     for name in _placement_groups() - before:
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
 def _abandon_workers(before: set[str]) -> None:
-    """End workers that would otherwise train for as long as this process, possibly the user's, lives."""
+    """End workers that would otherwise train for as long as this process, possibly the user's,
+    lives.
+    """
     with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
         _free_workers(before)
 
 
 def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str, Any] | None:
-    """Run one attempt. Returns None after a signal if the workers do not save within their `GracePeriod`."""
+    """Run one attempt. Returns None after a signal if the workers do not save within their
+    `GracePeriod`.
+    """
     config, request, layout = run.config, StopRequest(), run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     attempt = AttemptContext.of(run, engine, request.channel)
-    growth, data_nodes = _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared), _DataNodes(config, layout)
+    growth, data_nodes = (
+        _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared),
+        _DataNodes(config, layout),
+    )
 
     def poll() -> str | None:
-        return MORE_WORKERS if growth.possible() else NO_DATA_NODES if data_nodes.are_missing() else None
+        return (
+            MORE_WORKERS
+            if growth.possible()
+            else NO_DATA_NODES
+            if data_nodes.are_missing()
+            else None
+        )
 
     try:
         with watched_requests(run.folder, request.channel):
             fit, send = functools.partial(_fit, attempt), request.send
-            return follow_attempt(fit, signals, config.failure, request_stop=send, saved_bytes=request.saved_bytes, poll=poll)
+            return follow_attempt(
+                fit,
+                signals,
+                config.failure,
+                request_stop=send,
+                saved_bytes=request.saved_bytes,
+                poll=poll,
+            )
     finally:  # also after a second signal
         request.close()
 
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
-    """Return the additional environment variables of Ray Train's workers. Their processes import the workers' modules at start if
-    prestart `is_possible` and workers have no GPUs: torch may detect GPUs when imported, but Ray assigns them after the start."""
+    """Return the additional environment variables of Ray Train's workers. Their processes import
+    the workers' modules at start if prestart `is_possible` and workers have no GPUs: torch may
+    detect GPUs when imported, but Ray assigns them after the start.
+    """
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
     if not config.scaling.use_gpu and prestart.is_possible():
-        variables.update(prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES))
+        variables.update(
+            prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES)
+        )
     return variables
 
 
 def prestart_workers(config: TrainConfig, allocation: Layout) -> None:
-    """Prestart the first attempt's workers if their node and environment are known, i.e. on a single-node Ray."""
+    """Prestart the first attempt's workers if their node and environment are known, i.e. on a
+    single-node Ray.
+    """
     variables = worker_environment(config)
     if not prestart.preloads_modules(variables):
         return
     prestart.start_actors_of_data()
     if len(nodes := [node for node in ray.nodes() if node["Alive"]]) == 1:
         environment = prestart.of_train_workers(variables)
-        prestart.prestart(nodes[0], environment, num_processes=allocation.num_workers, keep_s=_PRESTART_S)
+        prestart.prestart(
+            nodes[0], environment, num_processes=allocation.num_workers, keep_s=_PRESTART_S
+        )
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:
-    """Return the configuration of the workers' process group. Its timeout includes a store outage. Pure."""
+    """Return the configuration of the workers' process group. Its timeout includes a store outage.
+    Pure.
+    """
     timeout_s = math.ceil(config.failure.max_outage_s + config.failure.collective_timeout_s)
     return ProcessGroup(backend="nccl" if config.scaling.use_gpu else "gloo", timeout_s=timeout_s)
 
 
 @final
 class RayrecTrainer(data_parallel_trainer.DataParallelTrainer):
-    """Trainer of one attempt, without two callbacks of Ray Train, for which it has no setting. On clusters without a dashboard,
-    the placement group cleaner is useless and blocks for 12 s after each attempt; `_free_workers` replaces it. The callback for
-    Datasets starts a process, but an attempt has none."""
+    """Trainer of one attempt, without two callbacks of Ray Train, for which it has no setting. On
+    clusters without a dashboard, the placement group cleaner is useless and blocks for 12 s after
+    each attempt; `_free_workers` replaces it. The callback for Datasets starts a process, but an
+    attempt has none.
+    """
 
     def _create_default_callbacks(self) -> list[Any]:
-        left_out = (data_parallel_trainer.PlacementGroupCleanerCallback, data_parallel_trainer.DatasetsCallback)
-        return [callback for callback in super()._create_default_callbacks() if not isinstance(callback, left_out)]
+        left_out = (
+            data_parallel_trainer.PlacementGroupCleanerCallback,
+            data_parallel_trainer.DatasetsCallback,
+        )
+        return [
+            callback
+            for callback in super()._create_default_callbacks()
+            if not isinstance(callback, left_out)
+        ]
 
 
 def _fit(attempt: AttemptContext) -> dict[str, Any]:
     config, layout = attempt.config, attempt.layout
-    # By reference: otherwise the controller would unpickle it, and import torch, before it starts a worker.
+    # By reference: otherwise the controller would unpickle it, and import torch, before it starts a
+    # worker.
     reference = ray.put(attempt)
     with storage.Scratch("attempt") as scratch:  # Ray Train gets no checkpoint
         trainer = RayrecTrainer(
@@ -227,7 +306,7 @@ def _fit(attempt: AttemptContext) -> dict[str, Any]:
             raise
 
 
-# Failed attempts: their causes, and how many a run may have -----------------------------------------------------------
+# -- Failed attempts: their causes, and how many a run may have
 
 _QUICK_S = 60.0
 """Attempts that end sooner count as quick; the pause before the next one grows."""
@@ -245,15 +324,18 @@ class FailurePolicy:
         self._waited_s = 0.0
 
     def pause_s(self, error: Exception, *, attempt_s: float, progressed: bool) -> float:
-        """Return the seconds to wait after a failed attempt of `attempt_s`. `progressed`: whether it made a new checkpoint.
-        Raises `error` if failure.max_failures are exceeded, or if code or data failed twice in the same way from the same step;
-        InputError if there was no room for the workers for failure.node_wait_s."""
+        """Return the seconds to wait after a failed attempt of `attempt_s`. `progressed`: whether
+        it made a new checkpoint. Raises `error` if failure.max_failures are exceeded, or if code or
+        data failed twice in the same way from the same step; InputError if there was no room for
+        the workers for failure.node_wait_s.
+        """
         if lacks_resources(error):
             self._waited_s += attempt_s
             if 0 <= self._failure.node_wait_s < self._waited_s:
                 raise InputError(
-                    f"scaling: no room for the workers for {self._waited_s:.0f} s: other jobs use the resources, or "
-                    "scaling.placement_strategy cannot be met. Lower --scaling.num-workers, wait, or raise --failure.node-wait-s"
+                    f"scaling: no room for the workers for {self._waited_s:.0f} s: other jobs use "
+                    "the resources, or scaling.placement_strategy cannot be met. Lower "
+                    "--scaling.num-workers, wait, or raise --failure.node-wait-s"
                 )
             return 0.0
         self._waited_s = 0.0
@@ -269,18 +351,33 @@ class FailurePolicy:
         return min(2.0 ** (self._quick - 2), _LONGEST_PAUSE_S) if self._quick > 1 else 0.0
 
 
-_IN_CODE = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, ArithmeticError, ImportError)
-"""Errors raised by code for its input. Machines, networks and stores raise OSError, RuntimeError or Ray's errors."""
+_IN_CODE = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    NameError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+"""Errors raised by code for its input. Machines, networks and stores raise OSError, RuntimeError or
+Ray's errors.
+"""
 
 
 def errors_in_code(error: BaseException) -> frozenset[str] | None:
-    """Return the errors, one line each, of an attempt that failed in its code or data and would fail again from the same step.
-    None if a worker was killed, or no worker failed with such an error. Pure."""
+    """Return the errors, one line each, of an attempt that failed in its code or data and would
+    fail again from the same step. None if a worker was killed, or no worker failed with such an
+    error. Pure.
+    """
     failures = worker_failures(error).values()
     if any(isinstance(failure, ray.exceptions.RayActorError) for failure in failures):
         return None
     # Other workers fail with connection errors to the failed worker.
-    return frozenset(line_of(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
+    return (
+        frozenset(line_of(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
+    )
 
 
 def is_preemption(error: BaseException) -> bool:
@@ -291,13 +388,19 @@ def is_preemption(error: BaseException) -> bool:
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """Return whether Ray Train timed out placing the workers, because other jobs use the resources."""
-    return isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupTimeoutError)
+    """Return whether Ray Train timed out placing the workers, because other jobs use the
+    resources.
+    """
+    return isinstance(error, ControllerError) and isinstance(
+        error.controller_failure, WorkerGroupStartupTimeoutError
+    )
 
 
 def worker_failures(error: BaseException) -> dict[int, BaseException]:
     """Return the error of each failed worker by rank; empty if no worker failed."""
-    return {rank: _unwrapped(failure) for rank, failure in getattr(error, "worker_failures", {}).items()}
+    return {
+        rank: _unwrapped(failure) for rank, failure in getattr(error, "worker_failures", {}).items()
+    }
 
 
 def _unwrapped(error: BaseException) -> BaseException:
@@ -313,7 +416,11 @@ def cause_of(error: BaseException) -> str:
         return "a node was preempted, as announced"
     failures = worker_failures(error)
     # If a worker is killed, the others fail too.
-    dead = sorted(rank for rank, failure in failures.items() if isinstance(failure, ray.exceptions.RayActorError))
+    dead = sorted(
+        rank
+        for rank, failure in failures.items()
+        if isinstance(failure, ray.exceptions.RayActorError)
+    )
     if dead:
         return f"worker {', '.join(map(str, dead))} died"
     if failures:
@@ -321,11 +428,17 @@ def cause_of(error: BaseException) -> str:
         return f"worker {rank}: {line_of(failure)}"
     if isinstance(error, ControllerError):
         return line_of(error.controller_failure)
-    return "the controller of Ray Train died" if isinstance(error, ray.exceptions.RayActorError) else line_of(error)
+    return (
+        "the controller of Ray Train died"
+        if isinstance(error, ray.exceptions.RayActorError)
+        else line_of(error)
+    )
 
 
 class _DataNodes:
-    """Detects that no node can run an attempt's data tasks while another layout of the cluster has such nodes."""
+    """Detects that no node can run an attempt's data tasks while another layout of the cluster has
+    such nodes.
+    """
 
     def __init__(self, config: TrainConfig, allocation: Layout) -> None:
         self._config, self._allocation = config, allocation
@@ -333,7 +446,9 @@ class _DataNodes:
         self._missing_since_s: float | None = None
 
     def are_missing(self) -> bool:
-        """Return whether the nodes have been missing for `_DATA_NODES_S`. Ray would queue the tasks forever."""
+        """Return whether the nodes have been missing for `_DATA_NODES_S`. Ray would queue the tasks
+        forever.
+        """
         now_s = time.monotonic()
         if now_s < self._next_poll_s:
             return False
@@ -350,16 +465,23 @@ class _DataNodes:
 
     def _another_layout(self) -> bool:
         try:
-            return allocate_resources(self._config).per_worker.label_selector != self._allocation.per_worker.label_selector
+            return (
+                allocate_resources(self._config).per_worker.label_selector
+                != self._allocation.per_worker.label_selector
+            )
         except InputError:  # without room for the workers, the next attempt would wait
             return False
 
 
 class _ScaleUpDetector:
-    """Detects room for more workers on nodes that joined, in two consecutive polls after the resize interval."""
+    """Detects room for more workers on nodes that joined, in two consecutive polls after the resize
+    interval.
+    """
 
     def __init__(self, config: TrainConfig, num_workers: int, *, is_shared: bool) -> None:
-        """Start polling. With `is_shared`, resources that other jobs use now do not count as new."""
+        """Start polling. With `is_shared`, resources that other jobs use now do not count as
+        new.
+        """
         self._config = config
         self._room = max(num_workers, self._num_workers()) if is_shared else num_workers
         self._next_look_s = time.monotonic() + config.scaling.resize_interval_s
@@ -386,7 +508,9 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class _DriverEngine(ThreadEngine):
-    """Data tasks of a local Ray's driver, run as threads: they start at once and use the same CPUs and files."""
+    """Data tasks of a local Ray's driver, run as threads: they start at once and use the same CPUs
+    and files.
+    """
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))
@@ -394,24 +518,33 @@ class _DriverEngine(ThreadEngine):
 
 @dataclass(frozen=True)
 class _SingleNodeEngine(RayEngine):
-    """Data tasks of a driver on a running cluster with only its node. A few tasks run in a thread, because a process takes
-    seconds to start; more run on Ray, which knows the load of other jobs."""
+    """Data tasks of a driver on a running cluster with only its node. A few tasks run in a thread,
+    because a process takes seconds to start; more run on Ray, which knows the load of other
+    jobs.
+    """
 
     max_outage_s: float = 0.0
 
-    def run(self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20) -> Iterator[pa.Table]:
+    def run(
+        self, name: str, function: Task, items: Sequence[Any], *, block_bytes: int = 16 << 20
+    ) -> Iterator[pa.Table]:
         if len(items) > _FEW_TASKS:
             return super().run(name, function, items, block_bytes=block_bytes)
-        return ThreadEngine(1, max_outage_s=self.max_outage_s).run(name, function, items, block_bytes=block_bytes)
+        return ThreadEngine(1, max_outage_s=self.max_outage_s).run(
+            name, function, items, block_bytes=block_bytes
+        )
 
 
 _ENVIRONMENT: Final = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # delay to detect a dead worker
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",  # delay to detect a preemption; clouds announce it as late as 30 s before
+    # delay to detect a preemption; clouds announce it as late as 30 s before
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Variables during a run, unless the caller sets them. Ray Train passes them on to its controller and workers."""
+"""Variables during a run, unless the caller sets them. Ray Train passes them on to its controller
+and workers.
+"""
 
 
 class RayLauncher:
@@ -421,9 +554,15 @@ class RayLauncher:
 
     def connect(self, folder: str, console: Console) -> None:
         config = self._config
-        self._environment.enter_context(temporary_environment(_ENVIRONMENT, override=False))  # before Ray starts
-        cluster, preload = config.cluster, () if config.scaling.use_gpu else config.workload.WORKER_MODULES
-        connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose, preload=preload)
+        # before Ray starts
+        self._environment.enter_context(temporary_environment(_ENVIRONMENT, override=False))
+        cluster, preload = (
+            config.cluster,
+            () if config.scaling.use_gpu else config.workload.WORKER_MODULES,
+        )
+        connection.connect(
+            cluster.address, **cluster.connection, log_to_driver=console.verbose, preload=preload
+        )
         if not connection.is_local_ray():  # It has no dashboard.
             shown = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # on the Train page
             self._environment.enter_context(temporary_environment(shown, override=False))
@@ -432,7 +571,9 @@ class RayLauncher:
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
         # Nodes may still be joining when a run resumes. A new run fails at once.
-        allocation = wait_for_resources(self._config, note) if resumes else allocate_resources(self._config)
+        allocation = (
+            wait_for_resources(self._config, note) if resumes else allocate_resources(self._config)
+        )
         if allocation.num_nodes > 1:
             note(allocation.text())
         prestart_workers(self._config, allocation)
@@ -440,7 +581,10 @@ class RayLauncher:
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:
         if connection.is_local_ray():
-            return _DriverEngine(host_resources.usable_cpus(granted=self._config.cluster.num_cpus), max_outage_s=max_outage_s)
+            return _DriverEngine(
+                host_resources.usable_cpus(granted=self._config.cluster.num_cpus),
+                max_outage_s=max_outage_s,
+            )
         placement, owner = layout.driver.replace(max_outage_s=max_outage_s), str(self._config.name)
         if layout.num_nodes == 1:
             return _SingleNodeEngine(placement, owner=owner, max_outage_s=max_outage_s)
@@ -451,7 +595,11 @@ class RayLauncher:
             return {}
         from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
-        return {"Prometheus": functools.partial(PrometheusTracker, str(self._config.name), since_s=time.time())}
+        return {
+            "Prometheus": functools.partial(
+                PrometheusTracker, str(self._config.name), since_s=time.time()
+            )
+        }
 
     def run(self, run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
         return run_attempts(run, driver)

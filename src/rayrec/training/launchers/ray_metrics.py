@@ -1,4 +1,6 @@
-"""Metrics of a run in Prometheus, exported by Ray's endpoint on the driver's node; and statistics of Ray's object store."""
+"""Metrics of a run in Prometheus, exported by Ray's endpoint on the driver's node; and statistics
+of Ray's object store.
+"""
 
 import logging
 import threading
@@ -11,29 +13,57 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.observe.tracking.tracker import scalars
 
 METRICS: Final[dict[str, dict[str, str]]] = packaged_json(__package__, "ray_metrics.json")
-"""Descriptions of the metrics with the label run, by name: `gauges` and `counters`. Ray prefixes each name with `ray_`."""
-_GAUGE_FIELDS: Final = ("loss", "rows_per_s", "blocked_fraction", "multiply_adds_per_s", "peak_fraction")
+"""Descriptions of the metrics with the label run, by name: `gauges` and `counters`. Ray prefixes
+each name with `ray_`.
+"""
+_GAUGE_FIELDS: Final = (
+    "loss",
+    "rows_per_s",
+    "blocked_fraction",
+    "multiply_adds_per_s",
+    "peak_fraction",
+)
 
 
 @final
 class PrometheusTracker:
-    """Updates live metrics from events after `since_s`. Counters start at 0, and all disappear with the driver's process."""
+    """Updates live metrics from events after `since_s`. Counters start at 0, and all disappear with
+    the driver's process.
+    """
 
     def __init__(self, run: str, *, since_s: float) -> None:
         tags = {"run": run}
         self._since_s = since_s
-        self._gauges = {name: Gauge(name, description=text, tag_keys=("run",)) for name, text in METRICS["gauges"].items()}
-        self._counters = {name: Counter(name, description=text, tag_keys=("run",)) for name, text in METRICS["counters"].items()}
-        self._metric = Gauge("rayrec_metric", description="Metrics of the last evaluation", tag_keys=("run", "set", "metric"))
+        self._gauges = {
+            name: Gauge(name, description=text, tag_keys=("run",))
+            for name, text in METRICS["gauges"].items()
+        }
+        self._counters = {
+            name: Counter(name, description=text, tag_keys=("run",))
+            for name, text in METRICS["counters"].items()
+        }
+        self._metric = Gauge(
+            "rayrec_metric",
+            description="Metrics of the last evaluation",
+            tag_keys=("run", "set", "metric"),
+        )
         self._time = Counter(
-            "rayrec_time_s_total", description="Seconds of training by what they went to", tag_keys=("run", "phase")
+            "rayrec_time_s_total",
+            description="Seconds of training by what they went to",
+            tag_keys=("run", "phase"),
         )
         self._data = Gauge(
             "rayrec_data",
             description="What data tasks do, each stage of them and all together",
             tag_keys=("run", "stage", "measure"),
         )
-        for metric in (*self._gauges.values(), *self._counters.values(), self._metric, self._time, self._data):
+        for metric in (
+            *self._gauges.values(),
+            *self._counters.values(),
+            self._metric,
+            self._time,
+            self._data,
+        ):
             metric.set_default_tags(tags)
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
@@ -49,7 +79,9 @@ class PrometheusTracker:
             self._step(event)
         elif kind == "evaluate":
             for name, value in scalars(event).items():
-                self._metric.set(value, tags={"set": event["set"], "metric": name.partition("/")[2]})
+                self._metric.set(
+                    value, tags={"set": event["set"], "metric": name.partition("/")[2]}
+                )
         elif kind == "checkpoint":
             self._count("rayrec_checkpoints_total", 1)
             self._count("rayrec_checkpoint_stall_s_total", event["stall_s"])
@@ -92,7 +124,9 @@ _MAX_FAILURES: Final = 10
 
 @final
 class ObjectStoreMonitor:
-    """Thread that polls Ray's object store every few seconds. Its errors, ten in a row, only end the polling."""
+    """Thread that polls Ray's object store every few seconds. Its errors, ten in a row, only end
+    the polling.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[str, int] = {}
@@ -102,8 +136,9 @@ class ObjectStoreMonitor:
         self._thread.start()
 
     def latest(self) -> dict[str, int]:
-        """Return `object_store_bytes` in use, `object_store_limit_bytes`, and `spilled_bytes` since the start, over all nodes.
-        Empty before the first answer and after a failed poll."""
+        """Return `object_store_bytes` in use, `object_store_limit_bytes`, and `spilled_bytes` since
+        the start, over all nodes. Empty before the first answer and after a failed poll.
+        """
         return dict(self._latest)
 
     def close(self) -> None:
@@ -134,7 +169,9 @@ class ObjectStoreMonitor:
 
 
 def _store_stats() -> Any:
-    """Return the statistics of all nodes, as in `ray memory --stats-only`. Ray 2.60 has no public function for it."""
+    """Return the statistics of all nodes, as in `ray memory --stats-only`. Ray 2.60 has no public
+    function for it.
+    """
     from rayrec.compat.ray_compat import internal_api, state
 
     return internal_api.get_memory_info_reply(state.state, timeout_seconds=_TIMEOUT_S).store_stats

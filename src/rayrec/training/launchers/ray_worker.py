@@ -30,7 +30,9 @@ _STANDBY_S: Final = 1800.0
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
-    """Train as one worker of one attempt, given a reference to its AttemptContext; see `run_worker`."""
+    """Train as one worker of one attempt, given a reference to its AttemptContext; see
+    `run_worker`.
+    """
     entered_s = time.time()  # the process group exists
     attempt: AttemptContext = ray.get(arguments["attempt"])
     stopwatch = attempt.stopwatch()
@@ -63,19 +65,27 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     log = storage.join(attempt.folder, "logs", f"worker_{rank}.log")
     with contextlib.ExitStack() as within:
         if attempt.config.scaling.bind_cores:
-            within.enter_context(host_resources.bound_to_cores(context.get_local_rank(), context.get_local_world_size()))
+            within.enter_context(
+                host_resources.bound_to_cores(
+                    context.get_local_rank(), context.get_local_world_size()
+                )
+            )
         within.enter_context(worker_logs(log, rank=rank))
         within.enter_context(_standby(attempt.config.failure, node))
         object_store: Callable[[], dict[str, int]] = dict
         if rank == 0 and attempt.config.observe.times:
             object_store = within.enter_context(contextlib.closing(ObjectStoreMonitor())).latest
         preemption = ray.train.get_preemption_info
-        return run_worker(attempt, worker, stopwatch=stopwatch, preemption=preemption, object_store=object_store)
+        return run_worker(
+            attempt, worker, stopwatch=stopwatch, preemption=preemption, object_store=object_store
+        )
 
 
 @contextlib.contextmanager
 def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
-    """Keep an idle process with a worker's imports on this node, for the worker that replaces this one after a failure."""
+    """Keep an idle process with a worker's imports on this node, for the worker that replaces this
+    one after a failure.
+    """
     runtime_env, ended = ray.get_runtime_context().get_runtime_env_string(), threading.Event()
 
     def keep(wait_s: float) -> None:
@@ -83,8 +93,15 @@ def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
             prestart(node, runtime_env, num_processes=1, keep_s=_STANDBY_S)
             wait_s = _STANDBY_S
 
-    if failure.standby_after_s is not None and failure.max_failures != 0 and node and preloads_modules(os.environ):
-        threading.Thread(target=keep, args=(failure.standby_after_s,), name="standby", daemon=True).start()
+    if (
+        failure.standby_after_s is not None
+        and failure.max_failures != 0
+        and node
+        and preloads_modules(os.environ)
+    ):
+        threading.Thread(
+            target=keep, args=(failure.standby_after_s,), name="standby", daemon=True
+        ).start()
     try:
         yield
     finally:

@@ -29,12 +29,15 @@ _MIN_BLOCKS = 16
 
 
 def open_scoring(workload: DataParallelModel, context: ScoringContext) -> Scoring:
-    """Open rows for scoring, with the columns of `predict`, or of `measure` for evaluation. See `Workload.open_scoring`."""
+    """Open rows for scoring, with the columns of `predict`, or of `measure` for evaluation. See
+    `Workload.open_scoring`.
+    """
     process = _ScoringTask(
         workload=workload,
         config=context.config,
         checkpoint=context.checkpoint,
-        # Scoring processes of a running cluster have another working directory. The workload interprets paths that are not files.
+        # Scoring processes of a running cluster have another working directory. The workload
+        # interprets paths that are not files.
         path=os.path.abspath(context.path) if os.path.exists(context.path) else context.path,
         evaluating=context.evaluating,
         batch_rows=context.batch_rows or context.config.eval_batch_size,
@@ -71,7 +74,9 @@ class _ScoringTask:
 
     def block_rows(self, rows: int) -> int:
         """Return the rows of each block except the last, in full batches."""
-        return self.batch_rows * max(1, min(_BLOCK_BATCHES, -(-rows // self.batch_rows) // _MIN_BLOCKS))
+        return self.batch_rows * max(
+            1, min(_BLOCK_BATCHES, -(-rows // self.batch_rows) // _MIN_BLOCKS)
+        )
 
     def load(self, device: Device) -> BlockScorer:
         model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)
@@ -91,7 +96,12 @@ class _RowBlock:
     """Block of numbered rows. See `OpenBlock`."""
 
     def __init__(
-        self, task: _ScoringTask, model: torch.nn.Module, source: RowSource, device: torch.device, numbers: np.ndarray
+        self,
+        task: _ScoringTask,
+        model: torch.nn.Module,
+        source: RowSource,
+        device: torch.device,
+        numbers: np.ndarray,
     ) -> None:
         self._task, self._model, self._source, self._device = task, model, source, device
         self._numbers, self.rows = numbers, len(numbers)
@@ -99,14 +109,23 @@ class _RowBlock:
     def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
         task, arrays = self._task, self._source.read(self._numbers[start:stop])
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
-        with torch.inference_mode(), torch.autocast(self._device.type, torch.bfloat16, enabled=task.config.precision == "bf16"):
+        with (
+            torch.inference_mode(),
+            torch.autocast(
+                self._device.type, torch.bfloat16, enabled=task.config.precision == "bf16"
+            ),
+        ):
             if not task.evaluating:
                 return task.workload.predict(self._model, tensors)
             measures = task.workload.measure(self._model, tensors)
-            return {name: values.double().cpu().numpy() for name, values in measures.items()}  # device sync
+            # device sync
+            return {name: values.double().cpu().numpy() for name, values in measures.items()}
 
     def columns(self, scored: dict[str, Any]) -> dict[str, pa.Array]:
-        return {"row": pa.array(self._numbers), **{name: _column(values) for name, values in scored.items()}}
+        return {
+            "row": pa.array(self._numbers),
+            **{name: _column(values) for name, values in scored.items()},
+        }
 
 
 def _column(values: np.ndarray | list[str]) -> pa.Array:
@@ -115,9 +134,12 @@ def _column(values: np.ndarray | list[str]) -> pa.Array:
     return pa.array(values)
 
 
-def load_model(workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu") -> torch.nn.Module:
-    """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies all checksums. Raises
-    InputError for damaged weights and weights of another model."""
+def load_model(
+    workload: DataParallelModel, config: TrainConfig, *, checkpoint: str, device: str = "cpu"
+) -> torch.nn.Module:
+    """Load the trained model of a checkpoint folder, in eval mode and without gradients. Verifies
+    all checksums. Raises InputError for damaged weights and weights of another model.
+    """
     model = workload.build_from(config, checkpoint=checkpoint)
     parameters = drop_tied_tensors(model.state_dict())
     check_weights(checkpoint, {name: list(tensor.shape) for name, tensor in parameters.items()})

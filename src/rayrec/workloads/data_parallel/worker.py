@@ -28,17 +28,30 @@ from rayrec.workloads.worker_setup import memory_errors, step_start
 
 
 def train_loader(
-    workload: DataParallelModel, context: WorkerContext, prepared: Any, *, state: dict[str, Any] | None, step: int
+    workload: DataParallelModel,
+    context: WorkerContext,
+    prepared: Any,
+    *,
+    state: dict[str, Any] | None,
+    step: int,
 ) -> Loader[RowPosition, RowPlan]:
     """Return the training batches from a stored position."""
     config, data = context.config, context.config.train_data
     source = workload.open_set(context, prepared, "train")
     order = RowOrder(
-        tuple(source.chunk_rows), data.shuffle, config.seed, data.segments_per_block, data_hash=workload.data_hash(prepared)
+        tuple(source.chunk_rows),
+        data.shuffle,
+        config.seed,
+        data.segments_per_block,
+        data_hash=workload.data_hash(prepared),
     )
     return Loader(
         order,
-        ArrayBatches(source, max_prefetch=data.prefetch_blocks, engine=context.engine if workload.data_tasks else None),
+        ArrayBatches(
+            source,
+            max_prefetch=data.prefetch_blocks,
+            engine=context.engine if workload.data_tasks else None,
+        ),
         BatchSharding(context.rank, context.world_size, _batch_size(workload, context, prepared)),
         state=state,
         epochs=None if config.steps is not None else config.epochs,
@@ -47,7 +60,9 @@ def train_loader(
 
 
 def _batch_size(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> int:
-    return context.config.effective_batch_size(rows=workload.set_rows(prepared)["train"], world_size=context.world_size)
+    return context.config.effective_batch_size(
+        rows=workload.set_rows(prepared)["train"], world_size=context.world_size
+    )
 
 
 def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -> WorkerSetup:
@@ -57,7 +72,11 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
     with memory_errors({"parallel": workload.parallel}, rank=context.rank, device=context.device):
         model = workload.build(prepared).to(context.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    sets = {name: workload.open_set(context, prepared, name) for name in workload.set_rows(prepared) if name != "train"}
+    sets = {
+        name: workload.open_set(context, prepared, name)
+        for name in workload.set_rows(prepared)
+        if name != "train"
+    }
     cost = multiply_adds_per_row(workload, model, sets, context) if config.observe.times else None
     wrapped = parallelize(model, workload, context)
     optimizer = workload.optimizer.build_named(dict(model.named_parameters()))
@@ -69,7 +88,10 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
         clock=clock,
         multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
-        eval_batches={name: partial(eval_batches, source, context, workload.data_tasks) for name, source in sets.items()},
+        eval_batches={
+            name: partial(eval_batches, source, context, workload.data_tasks)
+            for name, source in sets.items()
+        },
         make_metrics=lambda: RowMetrics(workload.metrics),
         described={
             "parallel": workload.parallel,
@@ -77,14 +99,18 @@ def set_up(workload: DataParallelModel, context: WorkerContext, prepared: Any) -
             "multiply_adds_per_row": cost,
             "batch_size": _batch_size(workload, context, prepared),
         },
-        make_samples=lambda: workload.samples(wrapped, prepared=prepared, sets=sets, device=context.device),
+        make_samples=lambda: workload.samples(
+            wrapped, prepared=prepared, sets=sets, device=context.device
+        ),
     )
 
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def parallelize(model: torch.nn.Module, workload: DataParallelModel, context: WorkerContext) -> torch.nn.Module:
+def parallelize(
+    model: torch.nn.Module, workload: DataParallelModel, context: WorkerContext
+) -> torch.nn.Module:
     """Wrap the model with DDP or FSDP, so that gradients are averaged over all workers."""
     options = workload.parallel_options
     if workload.parallel == "fsdp":
@@ -102,17 +128,24 @@ def parallelize(model: torch.nn.Module, workload: DataParallelModel, context: Wo
 
 def _fsdp_arguments(options: ParallelOptions, context: WorkerContext) -> dict[str, Any]:
     """Return the arguments of `fully_shard` that differ from torch's defaults."""
-    arguments: dict[str, Any] = {"mesh": init_device_mesh(context.device.type, (context.world_size,))}
+    arguments: dict[str, Any] = {
+        "mesh": init_device_mesh(context.device.type, (context.world_size,))
+    }
     if "bf16" in (options.param_dtype, options.reduce_dtype):
         # FSDP's default for averaging is the data type of the weights.
         param_dtype, reduce_dtype = _DTYPES[options.param_dtype], _DTYPES[options.reduce_dtype]
-        arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        arguments["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        )
     if not options.reshard_after_forward:
         arguments["reshard_after_forward"] = False
     if options.cpu_offload:
         # Clipping adds up norms in host memory, for which NCCL alone has no collectives.
         group = distributed.new_group(backend="cpu:gloo,cuda:nccl")
-        arguments |= {"mesh": DeviceMesh.from_group(group, "cuda"), "offload_policy": CPUOffloadPolicy()}
+        arguments |= {
+            "mesh": DeviceMesh.from_group(group, "cuda"),
+            "offload_policy": CPUOffloadPolicy(),
+        }
     return arguments
 
 
@@ -129,7 +162,9 @@ def _blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def eval_batches(
     source: RowSource, context: WorkerContext, data_tasks: bool = False, max_rows: int | None = None
 ) -> Iterator[Batch]:
-    """Yield evaluation batches: each of up to `max_rows` rows once over all workers, equally many batches per worker."""
+    """Yield evaluation batches: each of up to `max_rows` rows once over all workers, equally many
+    batches per worker.
+    """
     config = context.config
     chunk_rows, window = tuple(source.chunk_rows), config.eval_data.segments_per_block
     order = RowOrder(chunk_rows, "none", 0, window, small_steps=True, max_rows=max_rows)
@@ -143,7 +178,9 @@ def eval_batches(
 
 @final
 class RowPipeline:
-    """Pipeline of training steps. On a GPU, the next batch is copied while the current one computes."""
+    """Pipeline of training steps. On a GPU, the next batch is copied while the current one
+    computes.
+    """
 
     def __init__(
         self,
@@ -177,7 +214,9 @@ class RowPipeline:
         return output
 
     def reset(self) -> None:
-        """Discard prefetched batches and broadcast buffers (batch norm statistics) from worker 0, as DDP does."""
+        """Discard prefetched batches and broadcast buffers (batch norm statistics) from worker 0,
+        as DDP does.
+        """
         self._next = None
         if self._world_size > 1:
             for buffer in self._model.buffers():
@@ -202,15 +241,21 @@ class RowPipeline:
             total += loss.detach()
         with self.clock.phase("optimizer"):
             if self._workload.optimizer.max_gradient_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.wrapped.parameters(), self._workload.optimizer.max_gradient_norm)
+                torch.nn.utils.clip_grad_norm_(
+                    self.wrapped.parameters(), self._workload.optimizer.max_gradient_norm
+                )
             self._optimizer.step()
         return StepOutput(total)
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """Compute the loss of a batch part on the device. The losses of all parts add up to the batch loss."""
+        """Compute the loss of a batch part on the device. The losses of all parts add up to the
+        batch loss.
+        """
         with self.clock.phase("forward"):
             with self._autocast():
-                losses = self._workload.measure(self.wrapped, self._workload.augment(part.tensors))["loss"]
+                losses = self._workload.measure(self.wrapped, self._workload.augment(part.tensors))[
+                    "loss"
+                ]
             # The factor is 1 if all workers have equally many rows in one part.
             loss = losses.float().mean() * (len(part) * part.loss_weight)
         if self._world_size > 1:
@@ -218,7 +263,9 @@ class RowPipeline:
         return loss
 
     def exchange(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context that enables or disables averaging gradients over the workers. FSDP keeps the last setting."""
+        """Return a context that enables or disables averaging gradients over the workers. FSDP
+        keeps the last setting.
+        """
         if isinstance(self.wrapped, FSDPModule):
             self.wrapped.set_requires_gradient_sync(enabled)
         if isinstance(self.wrapped, DistributedDataParallel) and not enabled:
@@ -239,14 +286,23 @@ class RowPipeline:
 
 @torch.no_grad()
 def multiply_adds_per_row(
-    workload: DataParallelModel, model: torch.nn.Module, sets: Mapping[str, RowSource], context: WorkerContext
+    workload: DataParallelModel,
+    model: torch.nn.Module,
+    sets: Mapping[str, RowSource],
+    context: WorkerContext,
 ) -> float | None:
-    """Return multiply-adds of one row's forward pass in matrix products, convolutions and attention, as counted by torch. Returns
-    None if no evaluation set has rows, or, with a warning, if torch cannot count."""
+    """Return multiply-adds of one row's forward pass in matrix products, convolutions and
+    attention, as counted by torch. Returns None if no evaluation set has rows, or, with a warning,
+    if torch cannot count.
+    """
     source = next((source for source in sets.values() if len(source)), None)
     if source is None:
         return None
-    row = Batch({name: torch.from_numpy(array) for name, array in source.read(np.zeros(1, np.int64)).items()}, 1.0).to(
-        context.device
-    )
+    row = Batch(
+        {
+            name: torch.from_numpy(array)
+            for name, array in source.read(np.zeros(1, np.int64)).items()
+        },
+        1.0,
+    ).to(context.device)
     return counted(model, lambda: workload.measure(model, row.tensors))

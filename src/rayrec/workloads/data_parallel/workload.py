@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelWorkload(DataParallelModel):
-    """Training with DDP (full model per worker) or FSDP2 (sharded model) on rows in any order. Subclasses define the rows, the
-    model and its measures. This class does the rest: row order, exact resume, gradient averaging, checkpoints and evaluation."""
+    """Training with DDP (full model per worker) or FSDP2 (sharded model) on rows in any order.
+    Subclasses define the rows, the model and its measures. This class does the rest: row order,
+    exact resume, gradient averaging, checkpoints and evaluation.
+    """
 
     WORKER_MODULES: ClassVar[tuple[str, ...]] = ("rayrec.workloads.data_parallel.worker",)
 
@@ -28,9 +30,19 @@ class DataParallelWorkload(DataParallelModel):
         import torch
 
         from rayrec.checkpoint import drop_tied_tensors
-        from rayrec.workloads.scoring import require_same_optimizer, require_same_weights, stored_settings
+        from rayrec.workloads.scoring import (
+            require_same_optimizer,
+            require_same_weights,
+            stored_settings,
+        )
 
-        require_same_optimizer(checkpoint, stored_settings(checkpoint), "optimizer", self.optimizer, fields=("kind", "momentum"))
+        require_same_optimizer(
+            checkpoint,
+            stored_settings(checkpoint),
+            "optimizer",
+            self.optimizer,
+            fields=("kind", "momentum"),
+        )
         with torch.random.fork_rng(devices=[]):
             weights = drop_tied_tensors(self.build(prepared).state_dict())
         shapes = {name: list(tensor.shape) for name, tensor in weights.items()}

@@ -1,5 +1,6 @@
-"""Baselines without a neural network, trained on the rows of a click model: the click rate, logistic regression on hashed
-categories (scikit-learn), and gradient-boosted trees (LightGBM)."""
+"""Baselines without a neural network, trained on the rows of a click model: the click rate,
+logistic regression on hashed categories (scikit-learn), and gradient-boosted trees (LightGBM).
+"""
 
 from __future__ import annotations
 
@@ -64,29 +65,42 @@ class Baselines:
     config: TrainConfig
 
     def fit(self, kind: Kind, **settings: Any) -> Scorer:
-        """Train a baseline. `settings` override LightGBM's defaults, or set `strengths`, the inverse L2 penalties to try."""
+        """Train a baseline. `settings` override LightGBM's defaults, or set `strengths`, the
+        inverse L2 penalties to try.
+        """
         if kind == "prior":
             return _Prior.fit(self)
-        return _Trees.fit(self, **settings) if kind == "lightgbm" else _Logistic.fit(self, **settings)
+        return (
+            _Trees.fit(self, **settings) if kind == "lightgbm" else _Logistic.fit(self, **settings)
+        )
 
     def evaluation_rows(self, first: int, stop: int) -> Iterator[EncodedRows]:
         """Yield the rows from `first` to before `stop` of the log with the run's held-out rows."""
         return self._rows(self.config.workload.evaluation_data(self.config), first, stop)
 
     def rows(self, path: str, first: int = 0, stop: int | None = None) -> Iterator[EncodedRows]:
-        """Yield the rows of a labeled log in order, all or from row `first` to before `stop`. Raises InputError if it cannot be
-        read or has too many invalid lines."""
+        """Yield the rows of a labeled log in order, all or from row `first` to before `stop`.
+        Raises InputError if it cannot be read or has too many invalid lines.
+        """
         return self._rows(self.config.eval_data.replace(path=path, files=()), first, stop)
 
     def _rows(self, data: DataConfig, first: int, stop: int | None) -> Iterator[EncodedRows]:
-        index = open_run_log(data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction)
-        return encode_parts(index.parts(first, index.rows if stop is None else stop), self.preprocessor)
+        index = open_run_log(
+            data, self.preprocessor, cache=self.cache, max_bad_fraction=self.config.max_bad_fraction
+        )
+        return encode_parts(
+            index.parts(first, index.rows if stop is None else stop), self.preprocessor
+        )
 
 
-def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]) -> Baselines:
-    """Read the last `max_rows` training rows and at most as many validation rows of a checkpoint's run. Memory on the driver: 4
-    bytes for each number and id of these rows, and several times as much while a baseline is trained. Raises InputError for a
-    missing package, an unreadable log, and a run without validation rows."""
+def open_baselines(
+    config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]
+) -> Baselines:
+    """Read the last `max_rows` training rows and at most as many validation rows of a checkpoint's
+    run. Memory on the driver: 4 bytes for each number and id of these rows, and several times as
+    much while a baseline is trained. Raises InputError for a missing package, an unreadable log,
+    and a run without validation rows.
+    """
     for kind in kinds:
         if kind in PACKAGES:
             require(PACKAGES[kind], extra="baselines")
@@ -94,10 +108,14 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds
     preprocessor, cache = load_preprocessor(checkpoint), cache_folder(checkpoint)
     path = config.train_data.path
     if path is None:
-        raise InputError(f"{checkpoint}: config.yaml must name the training log, which baselines are trained on")
+        raise InputError(
+            f"{checkpoint}: config.yaml must name the training log, which baselines are trained on"
+        )
 
     def opened(data: DataConfig) -> LogIndex:
-        return open_run_log(data, preprocessor, cache=cache, max_bad_fraction=config.max_bad_fraction)
+        return open_run_log(
+            data, preprocessor, cache=cache, max_bad_fraction=config.max_bad_fraction
+        )
 
     index = opened(config.train_data)
     if config.eval_data.path is None:
@@ -107,9 +125,13 @@ def open_baselines(config: TrainConfig, checkpoint: str, *, max_rows: int, kinds
         train, validation_index = (0, index.rows), opened(config.eval_data)
         validation_range = (0, validation_index.rows)
     train_tail = (max(train[0], train[1] - max_rows), train[1])
-    validation_head = (validation_range[0], min(validation_range[1], validation_range[0] + max_rows))
+    validation_head = (
+        validation_range[0],
+        min(validation_range[1], validation_range[0] + max_rows),
+    )
     train_rows, validation_rows = (
-        _encode(parts, preprocessor) for parts in (index.parts(*train_tail), validation_index.parts(*validation_head))
+        _encode(parts, preprocessor)
+        for parts in (index.parts(*train_tail), validation_index.parts(*validation_head))
     )
     return Baselines(preprocessor, train_rows, validation_rows, cache, config)
 
@@ -123,7 +145,12 @@ def _encode(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> Encode
     for column in zip(*(batch.ids for batch in batches), strict=True):
         bags = [ids for ids in column if isinstance(ids, JaggedIds)]
         if bags:
-            columns.append(JaggedIds(np.concatenate([bag.values for bag in bags]), np.concatenate([bag.lengths for bag in bags])))
+            columns.append(
+                JaggedIds(
+                    np.concatenate([bag.values for bag in bags]),
+                    np.concatenate([bag.lengths for bag in bags]),
+                )
+            )
         else:
             columns.append(np.concatenate(column))
     labels = {next(iter(batches[0].labels)): np.concatenate([batch.label for batch in batches])}
@@ -141,7 +168,11 @@ class _Rates:
     @classmethod
     def of(cls, ids: np.ndarray, labels: np.ndarray, num_embeddings: int) -> _Rates:
         clicks = np.bincount(ids, weights=labels, minlength=num_embeddings)
-        return cls(np.bincount(ids, minlength=num_embeddings).astype(np.float64), clicks, float(labels.mean()))
+        return cls(
+            np.bincount(ids, minlength=num_embeddings).astype(np.float64),
+            clicks,
+            float(labels.mean()),
+        )
 
     def __sub__(self, other: _Rates) -> _Rates:
         return _Rates(self.count - other.count, self.clicks - other.clicks, self.prior)
@@ -172,7 +203,9 @@ class _Prior:
 
 
 class _Trees:
-    """Gradient-boosted trees on numbers and target-encoded categories: click rate and count from other folds. Skips lists."""
+    """Gradient-boosted trees on numbers and target-encoded categories: click rate and count from
+    other folds. Skips lists.
+    """
 
     def __init__(self, rates: dict[int, _Rates], booster: object) -> None:
         self._rates, self._booster = rates, booster
@@ -192,18 +225,33 @@ class _Trees:
             encoded_ids = np.empty((len(rows), 2), np.float32)
             for fold_number in range(_FOLDS):
                 inside = fold == fold_number
-                without = full_rates - _Rates.of(ids[inside], labels[inside], num_embeddings[number])
+                without = full_rates - _Rates.of(
+                    ids[inside], labels[inside], num_embeddings[number]
+                )
                 encoded_ids[inside] = without.features(ids[inside])
             columns.append(encoded_ids)
         if not any(part.shape[1] for part in columns):
-            raise InputError("baselines: the log has neither numbers nor columns of one category. Leave out lightgbm.")
+            raise InputError(
+                "baselines: the log has neither numbers nor columns of one category. Leave out "
+                "lightgbm."
+            )
         trees_model = cls(rates, None)
         train_set = lightgbm.Dataset(np.concatenate(columns, axis=1), labels)
-        validation_set = train_set.create_valid(trees_model._features(baselines.validation), baselines.validation.label)
+        validation_set = train_set.create_valid(
+            trees_model._features(baselines.validation), baselines.validation.label
+        )
         repeatable = {"seed": 0, "deterministic": True, "force_row_wise": True}
-        parameters = {"objective": "binary", "learning_rate": 0.05, "verbosity": -1, **repeatable, **settings}
+        parameters = {
+            "objective": "binary",
+            "learning_rate": 0.05,
+            "verbosity": -1,
+            **repeatable,
+            **settings,
+        }
         stop = lightgbm.early_stopping(_PATIENCE, verbose=False)
-        trees_model._booster = lightgbm.train(parameters, train_set, _TREES, valid_sets=[validation_set], callbacks=[stop])
+        trees_model._booster = lightgbm.train(
+            parameters, train_set, _TREES, valid_sets=[validation_set], callbacks=[stop]
+        )
         return trees_model
 
     def _features(self, rows: EncodedRows) -> np.ndarray:
@@ -239,7 +287,9 @@ class _Logistic:
             return binary_metrics(logits, baselines.validation.label)["logloss"]
 
         models = (LogisticRegression(C=strength, max_iter=200, tol=1e-3) for strength in strengths)
-        return cls(min((model.fit(features, baselines.train.label) for model in models), key=loss), trained)
+        return cls(
+            min((model.fit(features, baselines.train.label) for model in models), key=loss), trained
+        )
 
     @property
     def parameters(self) -> int:
@@ -250,7 +300,9 @@ class _Logistic:
 
 
 def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
-    """Return the numbers, and the count of each hashed category, as float32 [rows, num_dense + 2^20]."""
+    """Return the numbers, and the count of each hashed category, as float32 [rows, num_dense +
+    2^20].
+    """
     from scipy import sparse
 
     values, owners = [], []
@@ -258,11 +310,20 @@ def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
         if isinstance(ids, JaggedIds):
             flat, owner = ids.values, np.repeat(np.arange(len(rows)), ids.lengths)
         else:
-            flat, owner = ids.reshape(-1), np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1))
+            flat, owner = (
+                ids.reshape(-1),
+                np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1)),
+            )
         with np.errstate(over="ignore"):
             mixed = (flat.astype(np.uint64) + np.uint64(number + 1) * np.uint64(1 << 40)) * _PRIME
         values.append((mixed >> np.uint64(44)).astype(np.int32))
         owners.append(owner.astype(np.int32))
-    positions = (np.concatenate(owners), np.concatenate(values)) if values else (np.empty(0, int), np.empty(0, int))
-    hashed = sparse.csr_matrix((np.ones(len(positions[0]), np.float32), positions), shape=(len(rows), _HASHED))
+    positions = (
+        (np.concatenate(owners), np.concatenate(values))
+        if values
+        else (np.empty(0, int), np.empty(0, int))
+    )
+    hashed = sparse.csr_matrix(
+        (np.ones(len(positions[0]), np.float32), positions), shape=(len(rows), _HASHED)
+    )
     return sparse.hstack([sparse.csr_matrix(rows.dense), hashed], format="csr")

@@ -1,4 +1,6 @@
-"""Candidates of retrieval models, which are the known categories of a column, and checks for targets before training."""
+"""Candidates of retrieval models, which are the known categories of a column, and checks for
+targets before training.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def model_inputs(preprocessor: Preprocessor) -> ModelInputs:
 
 
 def candidate_rows(preprocessor: Preprocessor) -> tuple[tuple[str, CandidateRows], ...]:
-    """Return the table rows of each column's known categories. Empty if ids are expanded to random ones."""
+    """Return the table rows of each column's known categories. Empty if ids are expanded to random
+    ones.
+    """
     if preprocessor.multi_hot is not None:
         return ()
     columns = zip(preprocessor.inputs.sparse, preprocessor.sparse, strict=True)
@@ -42,7 +46,8 @@ def candidate_rows(preprocessor: Preprocessor) -> tuple[tuple[str, CandidateRows
 def _candidate_rows(column: SparseColumn) -> CandidateRows:
     if column.num_tokens is None:
         return CandidateRows(column.first_id, column.num_embeddings)
-    if not column.has_unique_ids:  # Ids are modulo the table's rows, so any row may belong to a category
+    # Ids are modulo the table's rows, so any row may belong to a category
+    if not column.has_unique_ids:
         return CandidateRows(0, column.num_embeddings)
     stop = column.first_id + column.num_tokens + (column.gap is not None)
     rows = CandidateRows(column.first_id, stop, column.gap)
@@ -50,27 +55,39 @@ def _candidate_rows(column: SparseColumn) -> CandidateRows:
     return replace(rows, missing=column.missing_id) if is_separate else rows
 
 
-def check_candidates(model: ClickModelConfig, preprocessor: Preprocessor, *, note: Callable[[str], None]) -> None:
-    """Check that a retrieval model has candidates, and that each predicted id belongs to one category. Notes a `k` above their
-    number. Raises InputError."""
+def check_candidates(
+    model: ClickModelConfig, preprocessor: Preprocessor, *, note: Callable[[str], None]
+) -> None:
+    """Check that a retrieval model has candidates, and that each predicted id belongs to one
+    category. Notes a `k` above their number. Raises InputError.
+    """
     inputs = model_inputs(preprocessor)
     feature = model.candidate_feature(inputs)
     if feature is None:
         return
     predicts_ids = any(isinstance(head, ItemsHead) for head in model.output_heads(inputs))
-    if predicts_ids and not preprocessor.sparse[preprocessor.inputs.sparse.index(feature)].has_unique_ids:
+    if (
+        predicts_ids
+        and not preprocessor.sparse[preprocessor.inputs.sparse.index(feature)].has_unique_ids
+    ):
         raise InputError(
-            f"preset: each category of column {feature} must have a separate id, because {type(model).__name__} predicts them. "
-            "Leave out max_num_embeddings, num_embeddings and hashes."
+            f"preset: each category of column {feature} must have a separate id, because "
+            f"{type(model).__name__} predicts them. Leave out max_num_embeddings, num_embeddings "
+            "and hashes."
         )
     count, k = inputs.candidates_of(feature).count, getattr(model, "k", 0)
     if not count:
         raise InputError(
-            f"preset.min_count: no category of column {feature} is in enough of the counted rows, got "
-            f"{preprocessor.constants.get('rules', {}).get('min_count', 'an empty vocabulary')}. Lower it."
+            f"preset.min_count: no category of column {feature} is in enough of the counted rows, "
+            "got "
+            f"{preprocessor.constants.get('rules', {}).get('min_count', 'an empty vocabulary')}. "
+            "Lower it."
         )
     if count is not None and k > count:
-        note(f"workload.model.k: column {feature} has only {count} known items, got {k}. The first {k} are all of them")
+        note(
+            f"workload.model.k: column {feature} has only {count} known items, got {k}. The first "
+            f"{k} are all of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,14 +98,17 @@ class TargetCheck:
     preprocessor: Shared[Preprocessor]
 
     def check(self, order: BlockOrder, *, name: str, path: str, engine: StreamEngine) -> None:
-        """Read rows until one has a target. Raises InputError if none has. In other sets than `train`, unknown items count too:
-        they are misses."""
+        """Read rows until one has a target. Raises InputError if none has. In other sets than
+        `train`, unknown items count too: they are misses.
+        """
         inputs = model_inputs(self.preprocessor.get())
         feature = self.model.candidate_feature(inputs)
         if feature is None or (name != "train" and feature not in dict(inputs.lists)):
             return
         longest = 0
-        tables = engine.stream("targets", self._count, order.parts, block_bytes=64, prefetch_blocks=1)
+        tables = engine.stream(
+            "targets", self._count, order.parts, block_bytes=64, prefetch_blocks=1
+        )
         with contextlib.closing(tables):  # Which ends the tasks ahead
             for table in tables:
                 counts = {column: table.column(column)[0].as_py() for column in _COLUMNS}
@@ -97,12 +117,13 @@ class TargetCheck:
                 longest = max(longest, counts["longest"])
         if longest < 2 and feature in dict(inputs.lists):
             raise InputError(
-                f"{path}: no list of column {feature} in the {name} rows has two items, got at most {longest}. Each row must "
-                "have the items of one user in order of time, as a list, or separated by the schema's list_delimiter."
+                f"{path}: no list of column {feature} in the {name} rows has two items, got at "
+                f"most {longest}. Each row must have the items of one user in order of time, as a "
+                "list, or separated by the schema's list_delimiter."
             )
         raise InputError(
-            f"{path}: no {name} row has a known item of column {feature} to predict. Lower preset.min_count, or give the "
-            "Preprocessor of this log."
+            f"{path}: no {name} row has a known item of column {feature} to predict. Lower "
+            "preset.min_count, or give the Preprocessor of this log."
         )
 
     def _count(self, part: SegmentRange) -> pa.Table:
@@ -112,18 +133,30 @@ class TargetCheck:
         feature = self.model.candidate_feature(inputs)
         assert feature is not None
         rows = open_block(Block((part,), None), preprocessor).encode(0, part.rows)
-        counts = count_targets(rows.ids[preprocessor.inputs.sparse.index(feature)], inputs.candidates_of(feature))
-        return pa.table({name: arrow_numbers(np.array([count])) for name, count in zip(_COLUMNS, counts, strict=True)})
+        counts = count_targets(
+            rows.ids[preprocessor.inputs.sparse.index(feature)], inputs.candidates_of(feature)
+        )
+        return pa.table(
+            {
+                name: arrow_numbers(np.array([count]))
+                for name, count in zip(_COLUMNS, counts, strict=True)
+            }
+        )
 
 
 _COLUMNS = ("targets", "known_targets", "longest")
 
 
 def count_targets(ids: np.ndarray | JaggedIds, candidates: CandidateRows) -> tuple[int, int, int]:
-    """Return the number of items to predict, the number of candidates among them, and the longest row's length. Pure. In a list,
-    these are the items after the first."""
+    """Return the number of items to predict, the number of candidates among them, and the longest
+    row's length. Pure. In a list, these are the items after the first.
+    """
     if not isinstance(ids, JaggedIds):
         return len(ids), int(candidates.contains(ids).sum()), int(len(ids) > 0)
     is_target = np.ones(len(ids.values), bool)
     is_target[ids.offsets()[:-1][ids.lengths > 0]] = False
-    return int(is_target.sum()), int((is_target & candidates.contains(ids.values)).sum()), int(ids.lengths.max(initial=0))
+    return (
+        int(is_target.sum()),
+        int((is_target & candidates.contains(ids.values)).sum()),
+        int(ids.lengths.max(initial=0)),
+    )

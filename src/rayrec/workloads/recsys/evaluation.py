@@ -26,7 +26,9 @@ _MAX_BINS = 15
 
 @final
 class EvaluationCounts:
-    """Counts of one worker's last evaluation: rows and clicks by logit, unknown and missing values by column."""
+    """Counts of one worker's last evaluation: rows and clicks by logit, unknown and missing values
+    by column.
+    """
 
     def __init__(
         self,
@@ -37,8 +39,10 @@ class EvaluationCounts:
         clips: ClipSum | None = None,
         training_clips: ClipSum | None = None,
     ) -> None:
-        """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether batches have group keys. `clips`
-        counts the numbers beyond their bounds in evaluations, and `training_clips` has counted those of training."""
+        """`columns` by batch key, empty if ids no longer reveal unknown ones. `grouped`: whether
+        batches have group keys. `clips` counts the numbers beyond their bounds in evaluations, and
+        `training_clips` has counted those of training.
+        """
         self._columns, self.heads, self.grouped = columns, heads, grouped
         self._clips, self._training_clips = clips, training_clips
         self._start("")
@@ -51,7 +55,9 @@ class EvaluationCounts:
             self._clips.reset()
 
     def counted(self, name: str, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches of evaluation set `name` and count their categories. Resets the counts."""
+        """Yield the batches of evaluation set `name` and count their categories. Resets the
+        counts.
+        """
         self._start(name)
         for batch in batches:
             self._count_categories(batch)
@@ -66,11 +72,18 @@ class EvaluationCounts:
         for features in (batch.sparse_features, batch.sequence_features):
             if features is not None:
                 values, offsets = features.values().numpy(), features.offset_per_key()
-                ids_of |= {key: values[offsets[number] : offsets[number + 1]] for number, key in enumerate(features.keys())}
+                ids_of |= {
+                    key: values[offsets[number] : offsets[number + 1]]
+                    for number, key in enumerate(features.keys())
+                }
         for number, (key, column) in enumerate(self._columns.items()):
             ids = ids_of[key]
             unknown = np.count_nonzero(ids == column.unknown_id)
-            self._by_column[number] += (len(ids), unknown, np.count_nonzero(ids == column.missing_id))
+            self._by_column[number] += (
+                len(ids),
+                unknown,
+                np.count_nonzero(ids == column.missing_id),
+            )
 
     def make_metrics(self) -> ClickMetrics:
         return ClickMetrics(self)
@@ -79,10 +92,13 @@ class EvaluationCounts:
         main = self.heads[0].name
         if not isinstance(self.heads[0], BinaryHead):
             return
-        logits = output.outputs[main].float().cpu().numpy().astype(np.float64)  # device sync, as in the metrics
+        # device sync, as in the metrics
+        logits = output.outputs[main].float().cpu().numpy().astype(np.float64)
         reject_nan(int(np.count_nonzero(np.isnan(logits))), logits.size)
         bins = ((np.clip(logits, -_EDGE, _EDGE - 1e-6) + _EDGE) * _BINS_PER_LOGIT).astype(np.int64)
-        for row, weights in enumerate((None, output.labels[main].cpu().numpy(), 1 / (1 + np.exp(-logits)))):
+        for row, weights in enumerate(
+            (None, output.labels[main].cpu().numpy(), 1 / (1 + np.exp(-logits)))
+        ):
             self._by_logit[row] += np.bincount(bins, weights=weights, minlength=_NUM_BINS)
 
     def shown(self) -> list[dict[str, Any]]:
@@ -96,29 +112,46 @@ class EvaluationCounts:
                 "column": key,
                 "num_tokens": column.num_tokens,
                 "num_embeddings": column.num_embeddings,
-                "unknown": _ratio(unknown, values) if _is_unambiguous(column, column.unknown_id) else None,
-                "missing": _ratio(missing, values) if _is_unambiguous(column, column.missing_id) else None,
+                "unknown": _ratio(unknown, values)
+                if _is_unambiguous(column, column.unknown_id)
+                else None,
+                "missing": _ratio(missing, values)
+                if _is_unambiguous(column, column.missing_id)
+                else None,
             }
-            for (key, column), (values, unknown, missing) in zip(self._columns.items(), by_column.tolist(), strict=True)
+            for (key, column), (values, unknown, missing) in zip(
+                self._columns.items(), by_column.tolist(), strict=True
+            )
         ]
         return [
-            *([{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}] if by_logit.any() else []),
+            *(
+                [{"kind": "reliability", "set": self._name, "bins": reliability_bins(by_logit)}]
+                if by_logit.any()
+                else []
+            ),
             *([{"kind": "categories", "set": self._name, "columns": columns}] if columns else []),
             *numbers,
         ]
 
 
 def _numbers(name: str, clips: ClipSum | None) -> list[dict[str, Any]]:
-    """Return the report on the numbers of rows `name` beyond their bounds, empty without bounds or rows. Collective."""
+    """Return the report on the numbers of rows `name` beyond their bounds, empty without bounds or
+    rows. Collective.
+    """
     if clips is None or not clips.names:
         return []
     counts = dict(zip(clips.names, sum_over_workers(clips.counts).tolist(), strict=True))
     if not any(values for values, _ in counts.values()):
         return []
-    columns = [{"column": column, "values": values, "clipped": clipped} for column, (values, clipped) in counts.items()]
+    columns = [
+        {"column": column, "values": values, "clipped": clipped}
+        for column, (values, clipped) in counts.items()
+    ]
     warning = clipping_warning(counts)
     report = {"kind": "numbers", "set": name, "columns": columns}
-    return [{**report, "warning": f"Numbers of the {name} rows are {warning}"} if warning else report]
+    return [
+        {**report, "warning": f"Numbers of the {name} rows are {warning}"} if warning else report
+    ]
 
 
 def count_correct(output: StepOutput) -> torch.Tensor:
@@ -127,20 +160,34 @@ def count_correct(output: StepOutput) -> torch.Tensor:
     return is_correct(logits, labels).sum()
 
 
-def counted_columns(keys: Sequence[str], columns: Sequence[SparseColumn], *, expanded: bool) -> dict[str, SparseColumn]:
-    """Return the columns for EvaluationCounts, none if ids are `expanded` into others before batching."""
+def counted_columns(
+    keys: Sequence[str], columns: Sequence[SparseColumn], *, expanded: bool
+) -> dict[str, SparseColumn]:
+    """Return the columns for EvaluationCounts, none if ids are `expanded` into others before
+    batching.
+    """
     return {} if expanded else dict(zip(keys, columns, strict=True))
 
 
 def reliability_bins(by_logit: np.ndarray) -> list[dict[str, float]]:
-    """Group rows by score into up to 15 bins of equal size for a reliability diagram (Niculescu-Mizil & Caruana 2005). Pure.
-    `by_logit` [3, bins] has rows, clicks and summed probabilities of narrow logit bins. Each result has `rows`, `predicted` (mean
-    probability) and `observed` (share of clicks)."""
+    """Group rows by score into up to 15 bins of equal size for a reliability diagram
+    (Niculescu-Mizil & Caruana 2005). Pure. `by_logit` [3, bins] has rows, clicks and summed
+    probabilities of narrow logit bins. Each result has `rows`, `predicted` (mean probability) and
+    `observed` (share of clicks).
+    """
     rows = by_logit[0]
-    group = np.minimum((np.cumsum(rows) - rows / 2) * _MAX_BINS / rows.sum(), _MAX_BINS - 1).astype(np.int64)
+    group = np.minimum((np.cumsum(rows) - rows / 2) * _MAX_BINS / rows.sum(), _MAX_BINS - 1).astype(
+        np.int64
+    )
     return [
-        {"rows": int(count), "predicted": float(probability / count), "observed": float(clicks / count)}
-        for count, clicks, probability in np.stack([np.bincount(group, weights=row, minlength=_MAX_BINS) for row in by_logit]).T
+        {
+            "rows": int(count),
+            "predicted": float(probability / count),
+            "observed": float(clicks / count),
+        }
+        for count, clicks, probability in np.stack(
+            [np.bincount(group, weights=row, minlength=_MAX_BINS) for row in by_logit]
+        ).T
         if count
     ]
 
@@ -165,7 +212,9 @@ class ClickMetrics:
 
 
 def _is_unambiguous(column: SparseColumn, reserved_id: int) -> bool:
-    """Return whether the reserved id of a column is used only for unknown, or only for missing values."""
+    """Return whether the reserved id of a column is used only for unknown, or only for missing
+    values.
+    """
     if column.num_tokens is None:  # Any token can have any id from first_id, and none is unknown.
         return reserved_id == column.missing_id and reserved_id < column.first_id
     last_id = column.first_id + column.num_tokens - (column.gap is None)

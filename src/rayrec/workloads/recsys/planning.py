@@ -1,4 +1,6 @@
-"""Planning of click models: table placement, and the speed of reading, encoding and training on a log slice."""
+"""Planning of click models: table placement, and the speed of reading, encoding and training on a
+log slice.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,23 @@ from rayrec.native import keep_freed_memory
 from rayrec.optim.config import FLOAT_BYTES
 from rayrec.schema import Schema
 from rayrec.sharding.communication import CommunicationVolume, Lookup, estimate_communication
-from rayrec.sharding.placement import PROCESS_BYTES, WorkerMemory, describe, placements, worker_memories
+from rayrec.sharding.placement import (
+    PROCESS_BYTES,
+    WorkerMemory,
+    describe,
+    placements,
+    worker_memories,
+)
 from rayrec.sharding.planner import Site, plan_sharding
 from rayrec.storage.cache import is_gzip
-from rayrec.workloads.base import LocalTrainer, MeasuredSpeed, Target, TrainConfig, WorkerContext, WorkerSetup
+from rayrec.workloads.base import (
+    LocalTrainer,
+    MeasuredSpeed,
+    Target,
+    TrainConfig,
+    WorkerContext,
+    WorkerSetup,
+)
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 if TYPE_CHECKING:
@@ -45,12 +60,15 @@ _OBJECT_STORE_FRACTION: Final = 0.3
 _MANY_ROWS: Final = 2**62
 """Row count of an unknown log."""
 _COPIES_OF_EMBEDDINGS: Final = 6
-"""Copies of pooled embeddings in a batch: lookup, exchange, interaction, and the gradient of each."""
+"""Copies of pooled embeddings in a batch: lookup, exchange, interaction, and the gradient of
+each.
+"""
 _COPIES_OF_ACTIVATIONS: Final = 2
 """Copies of activations, including the gradient."""
 _EXCHANGE_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 NOT_CHECKED: Final = (
-    "Not checked: whether the tables fit the GPUs, because this machine has none. Set --cluster gpus=N,gpu_memory_gb=N,..."
+    "Not checked: whether the tables fit the GPUs, because this machine has none. Set --cluster "
+    "gpus=N,gpu_memory_gb=N,..."
 )
 
 
@@ -63,15 +81,26 @@ def plan(
     hotness: Sequence[int | None] | None = None,
     target: Target | None = None,
 ) -> str:
-    """Return the plan as text, for the workers of `target`, or for workers that share this machine's memory or have a GPU like
-    its GPU. `hotness` is as for `tables_of`. Raises InputError with the required memory if the tables do not fit."""
+    """Return the plan as text, for the workers of `target`, or for workers that share this
+    machine's memory or have a GPU like its GPU. `hotness` is as for `tables_of`. Raises InputError
+    with the required memory if the tables do not fit.
+    """
     workers = config.scaling.max_workers
     resolved_target = target or Target(workers, workers)
     memory_bytes, notes = memory_of_target(config, resolved_target)
     tables = tables_of(
-        workload, config, num_embeddings, inputs=inputs, target=resolved_target, memory_bytes=memory_bytes, hotness=hotness
+        workload,
+        config,
+        num_embeddings,
+        inputs=inputs,
+        target=resolved_target,
+        memory_bytes=memory_bytes,
+        hotness=hotness,
     )
-    gpus = resolved_target.gpu_rows_per_s and resolved_target.gpu_rows_per_s * resolved_target.num_workers
+    gpus = (
+        resolved_target.gpu_rows_per_s
+        and resolved_target.gpu_rows_per_s * resolved_target.num_workers
+    )
     exchange = [] if target is None else [tables.traffic.text(target.links, gpus)]
     return "\n".join([tables.text, *exchange, *notes])
 
@@ -89,7 +118,9 @@ def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str
 
 
 def local_memory(config: TrainConfig, *, workers: int) -> int:
-    """Return each worker's memory limit here in bytes: its GPU, or a share of free memory, minus object store and process."""
+    """Return each worker's memory limit here in bytes: its GPU, or a share of free memory, minus
+    object store and process.
+    """
     if config.scaling.use_gpu:
         import torch
 
@@ -99,13 +130,23 @@ def local_memory(config: TrainConfig, *, workers: int) -> int:
     return max(0, (free - store) // workers - PROCESS_BYTES)
 
 
-def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: ModelInputs, **settings: Any) -> ClickModel:
-    """Build the model with tables on the meta device and apply their optimizer, so that TorchRec's planner includes its state."""
+def build_model(
+    workload: ClickSettings, num_embeddings: list[int], *, inputs: ModelInputs, **settings: Any
+) -> ClickModel:
+    """Build the model with tables on the meta device and apply their optimizer, so that TorchRec's
+    planner includes its state.
+    """
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     from rayrec.models.sharded_model import build_click_model
 
-    model = build_click_model(workload.model, inputs, num_embeddings=num_embeddings, start=workload.table_start, **settings)
+    model = build_click_model(
+        workload.model,
+        inputs,
+        num_embeddings=num_embeddings,
+        start=workload.table_start,
+        **settings,
+    )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()
     for tables in model.table_modules():
         apply_optimizer_in_backward(optimizer_class, tables.parameters(), optimizer_arguments)
@@ -113,15 +154,25 @@ def build_model(workload: ClickSettings, num_embeddings: list[int], *, inputs: M
 
 
 def cut_to_fit(
-    workload: ClickSettings, config: TrainConfig, num_embeddings: list[int], *, inputs: Schema, workers: int, memory_bytes: int
+    workload: ClickSettings,
+    config: TrainConfig,
+    num_embeddings: list[int],
+    *,
+    inputs: Schema,
+    workers: int,
+    memory_bytes: int,
 ) -> list[int]:
-    """Cap the rows per table so that all tables fit `workers` on one node. Raises InputError if not even one row each fits."""
+    """Cap the rows per table so that all tables fit `workers` on one node. Raises InputError if not
+    even one row each fits.
+    """
     max_rows = max(num_embeddings, default=1)
     target = Target(workers, workers)
     while True:
         cut = [min(rows, max_rows) for rows in num_embeddings]
         try:
-            tables_of(workload, config, cut, inputs=inputs, target=target, memory_bytes=memory_bytes)
+            tables_of(
+                workload, config, cut, inputs=inputs, target=target, memory_bytes=memory_bytes
+            )
         except InputError:
             if max_rows == 1:
                 raise
@@ -160,8 +211,10 @@ def tables_of(
     Args:
         inputs: Columns of the model. A Preprocessor may have derived them from other columns.
         memory_bytes: Memory limit per worker.
-        hotness: Ids per row of each categorical column, None for any number. None for all uses the recipe's preset.
-        rows: Rows per epoch."""
+        hotness: Ids per row of each categorical column, None for any number. None for all uses the
+            recipe's preset.
+        rows: Rows per epoch.
+    """
     from rayrec.models.cost import network_cost, sequence_lengths
 
     of_model = ModelInputs.of(inputs)
@@ -177,7 +230,9 @@ def tables_of(
         nodes=[str(rank // target.workers_per_node) for rank in range(workers)],
     )
     max_batch = config.worker_batch_size
-    sharding_plan = plan_sharding(model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes)
+    sharding_plan = plan_sharding(
+        model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes
+    )
     placed = placements(sharding_plan, model, state_bytes=state_bytes)
     cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
     lengths = sequence_lengths(workload.model, of_model).values()
@@ -200,15 +255,28 @@ def tables_of(
     text = "\n".join(
         [
             describe(sharding_plan, model, state_bytes=state_bytes),
-            f"the fullest worker needs about {max(memories, key=lambda memory: memory.tables).text(device)}",
-            *([] if cost.multiply_adds is None else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]),
+            "the fullest worker needs about "
+            f"{max(memories, key=lambda memory: memory.tables).text(device)}",
+            *(
+                []
+                if cost.multiply_adds is None
+                else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]
+            ),
         ]
     )
-    table_bytes = tuple(sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers))
+    table_bytes = tuple(
+        sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers)
+    )
     batch_size = config.effective_batch_size(rows=rows, world_size=workers)
     traffic = estimate_communication(
         placed,
-        lookups_of(workload, of_model, hotness, tables=full_tables if workload.model.TRAINS_ON_TABLES else {}, rows=batch_size),
+        lookups_of(
+            workload,
+            of_model,
+            hotness,
+            tables=full_tables if workload.model.TRAINS_ON_TABLES else {},
+            rows=batch_size,
+        ),
         num_workers=workers,
         workers_per_node=target.workers_per_node,
         batch_size=batch_size,
@@ -219,12 +287,25 @@ def tables_of(
     return Tables(text, table_bytes, tuple(memories), traffic)
 
 
-def batch_bytes(workload: ClickSettings, config: TrainConfig, cost: NetworkCost, *, values: int, constant_values: int = 0) -> int:
-    """Return activation bytes of a step, with `values` embedding values per row and `constant_values` of full tables. An
-    evaluation keeps nothing for a backward pass, so half of its rows count."""
-    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.has_custom_update  # plus gradients by row
+def batch_bytes(
+    workload: ClickSettings,
+    config: TrainConfig,
+    cost: NetworkCost,
+    *,
+    values: int,
+    constant_values: int = 0,
+) -> int:
+    """Return activation bytes of a step, with `values` embedding values per row and
+    `constant_values` of full tables. An evaluation keeps nothing for a backward pass, so half of
+    its rows count.
+    """
+    # plus gradients by row
+    copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.has_custom_update
     of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
-    return int(max(config.worker_batch_size, config.eval_batch_size // 2) * of_row) + copies * constant_values * FLOAT_BYTES
+    return (
+        int(max(config.worker_batch_size, config.eval_batch_size // 2) * of_row)
+        + copies * constant_values * FLOAT_BYTES
+    )
 
 
 def lookups_of(
@@ -235,16 +316,24 @@ def lookups_of(
     tables: Mapping[str, int] | None = None,
     rows: int = 1,
 ) -> dict[str, list[Lookup]]:
-    """Return the lookups of a row in each table. A list of unlimited length counts as its max_length, or 20. `tables` has the row
-    counts of full tables. Each of `rows` rows reads its share of them."""
+    """Return the lookups of a row in each table. A list of unlimited length counts as its
+    max_length, or 20. `tables` has the row counts of full tables. Each of `rows` rows reads its
+    share of them.
+    """
     from rayrec.models.cost import USUAL_LENGTH
 
     multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
     if hotness is None:
-        hotness = multi_hot.sizes if multi_hot else [None if name in lists else 1 for name in inputs.features]
+        hotness = (
+            multi_hot.sizes
+            if multi_hot
+            else [None if name in lists else 1 for name in inputs.features]
+        )
     unpooled, lookups = unpooled_features(workload.model, inputs), dict[str, list[Lookup]]()
     for name, ids in zip(inputs.features, hotness, strict=True):
-        lookup = Lookup(ids or lists.get(name) or USUAL_LENGTH, name not in unpooled, inputs.weighted)
+        lookup = Lookup(
+            ids or lists.get(name) or USUAL_LENGTH, name not in unpooled, inputs.weighted
+        )
         lookups.setdefault(inputs.table_of[name], []).append(lookup)
     for name, size in (tables or {}).items():
         lookups[inputs.table_of[name]].append(Lookup(size / rows, pooled=False))
@@ -252,7 +341,9 @@ def lookups_of(
 
 
 _REPEATS: Final = 10
-"""Number of timings of the data stages. The median counts: the fastest is faster than a run's mean."""
+"""Number of timings of the data stages. The median counts: the fastest is faster than a run's
+mean.
+"""
 _CACHE_BYTES: Final = 64 << 20
 """Memory written before each timing. A run's other work fills the caches, too."""
 _MEMORY_FOR_TABLES: Final = 0.9
@@ -270,11 +361,19 @@ class _Slice:
 
 
 def probe_speed(
-    workload: ClickSettings, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
+    workload: ClickSettings,
+    config: TrainConfig,
+    *,
+    target: Target,
+    local_workers: int,
+    cuda: bool,
+    train: LocalTrainer,
 ) -> MeasuredSpeed:
-    """Measure the training speed of concurrent `local_workers` on the CPUs or (one worker) the GPU of this machine. Does not
-    train if the target's speed is known. Tables that do not fit this machine are cut. Takes about 20 seconds. Raises InputError
-    if the log is not text, or if the tables do not fit the target."""
+    """Measure the training speed of concurrent `local_workers` on the CPUs or (one worker) the GPU
+    of this machine. Does not train if the target's speed is known. Tables that do not fit this
+    machine are cut. Takes about 20 seconds. Raises InputError if the log is not text, or if the
+    tables do not fit the target.
+    """
     log_slice = _read_slice(workload, config)
     times = _time_stages(log_slice, config)
     tables, notes = _target_tables(workload, config, log_slice, target)
@@ -282,7 +381,10 @@ def probe_speed(
     if target.gpu_rows_per_s is not None:
         rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
     else:
-        num_embeddings, memory_bytes = log_slice.preprocessor.num_embeddings, local_memory(config, workers=local_workers)
+        num_embeddings, memory_bytes = (
+            log_slice.preprocessor.num_embeddings,
+            local_memory(config, workers=local_workers),
+        )
         cut_embeddings = cut_to_fit(
             workload,
             config,
@@ -293,7 +395,8 @@ def probe_speed(
         )
         if cut_embeddings != num_embeddings:
             notes.append(
-                f"The tables do not fit this machine. The model was measured with {max(cut_embeddings):,} rows in the largest, "
+                "The tables do not fit this machine. The model was measured with "
+                f"{max(cut_embeddings):,} rows in the largest, "
                 "so caches helped more than they will."
             )
         with storage.Scratch("speed-probe") as scratch:
@@ -321,7 +424,9 @@ def probe_speed(
     )
 
 
-def _target_tables(workload: ClickSettings, config: TrainConfig, log_slice: _Slice, target: Target) -> tuple[Tables, list[str]]:
+def _target_tables(
+    workload: ClickSettings, config: TrainConfig, log_slice: _Slice, target: Target
+) -> tuple[Tables, list[str]]:
     """Return the tables sharded over the target's workers, and notes."""
     memory_bytes, notes = memory_of_target(config, target)
     try:
@@ -339,7 +444,9 @@ def _target_tables(workload: ClickSettings, config: TrainConfig, log_slice: _Sli
         if target.memory_bytes is not None:
             raise
         name = "gpu_memory_gb" if config.scaling.use_gpu else "memory_gb"
-        raise InputError(f"{error}. Assumed the memory of this machine. Set it with {name}=N in --cluster.") from None
+        raise InputError(
+            f"{error}. Assumed the memory of this machine. Set it with {name}=N in --cluster."
+        ) from None
     return tables, notes
 
 
@@ -358,19 +465,28 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
         chunk = cut(files, data.block_bytes)[0]
         entries, faults = index_chunk(chunk, workload.schema, data.segment_bytes)
         index = LogIndex(numbered(entries), faults)
-        rows = round(index.rows * sum(file.size_bytes for file in files) / (chunk.stop - chunk.start))
+        rows = round(
+            index.rows * sum(file.size_bytes for file in files) / (chunk.stop - chunk.start)
+        )
     if not index.rows:
         raise InputError(f"{files[0].path}: has no valid row at its beginning")
     if workload.preprocessor is not None:
         return _Slice(index, rows, Preprocessor.load(workload.preprocessor), False)
     counting = workload.preset.counting(workload.schema)
     counts = counting.empty()
-    counts.add(count_parts([SegmentRange(segment, 0, segment.rows) for segment in index.segments], counting=counting))
+    counts.add(
+        count_parts(
+            [SegmentRange(segment, 0, segment.rows) for segment in index.segments],
+            counting=counting,
+        )
+    )
     return _Slice(index, rows, make_preprocessor(workload.preset, workload.schema, counts), True)
 
 
 def _time_stages(log_slice: _Slice, config: TrainConfig) -> BlockTimes:
-    """Measure the stages of one data task on the slice, and add Ray's work on it as stage `deliver`."""
+    """Measure the stages of one data task on the slice, and add Ray's work on it as stage
+    `deliver`.
+    """
     from rayrec.ingest.ray_engine import DELIVERY_S, ITEMS_A_TASK
     from rayrec.ingest.stream import encoded_block
 
@@ -381,7 +497,9 @@ def _time_stages(log_slice: _Slice, config: TrainConfig) -> BlockTimes:
     trials: list[BlockTimes] = []
     for _ in range(_REPEATS):
         np.ones(_CACHE_BYTES // 8).sum()
-        table, times = measured(lambda: encoded_block((block, 0, block.rows), log_slice.preprocessor), rows_of=len)
+        table, times = measured(
+            lambda: encoded_block((block, 0, block.rows), log_slice.preprocessor), rows_of=len
+        )
         trials.append(times)
     times = sorted(trials, key=lambda trial: sum(trial.wall_s.values()))[_REPEATS // 2]
     deliver = {"deliver": DELIVERY_S[0] / ITEMS_A_TASK + DELIVERY_S[1] * table.nbytes}
@@ -404,19 +522,36 @@ class SliceRows:
         assert isinstance(workload, ClickSettings)
         preprocessor = Preprocessor.load(self.folder)
         # Only the row count matters.
-        order = BlockOrder((SegmentRange(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1)
+        order = BlockOrder(
+            (SegmentRange(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1
+        )
         shared, inputs, sets = InProcess(preprocessor), preprocessor.inputs, {"train": order}
-        prepared = Prepared(shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None)
+        prepared = Prepared(
+            shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None
+        )
         setup = workload.set_up(context, prepared)
-        return setup, self._batches(context, workload, preprocessor, size=setup.described["batch_size"])
+        return setup, self._batches(
+            context, workload, preprocessor, size=setup.described["batch_size"]
+        )
 
-    def _batches(self, context: WorkerContext, workload: ClickSettings, preprocessor: Preprocessor, *, size: int) -> list[Batch]:
-        """Return this worker's share of the slice in batches of `size` rows. Repeats rows to fill at least one batch."""
+    def _batches(
+        self,
+        context: WorkerContext,
+        workload: ClickSettings,
+        preprocessor: Preprocessor,
+        *,
+        size: int,
+    ) -> list[Batch]:
+        """Return this worker's share of the slice in batches of `size` rows. Repeats rows to fill
+        at least one batch.
+        """
         from rayrec.data.logs.reading import read_raw
         from rayrec.ingest.batches import BatchSlicer
 
         raw = read_raw(self.index.segments, preprocessor.schema)
-        worker_rows = np.random.default_rng(0).permutation(raw.rows)[context.rank :: context.world_size]
+        worker_rows = np.random.default_rng(0).permutation(raw.rows)[
+            context.rank :: context.world_size
+        ]
         count = max(1, len(worker_rows) // size)
         encoded = preprocessor.encode(raw, np.resize(worker_rows, count * size))
         if self.num_embeddings != preprocessor.num_embeddings:
@@ -429,7 +564,9 @@ class SliceRows:
 def folded(rows: EncodedRows, num_embeddings: list[int]) -> EncodedRows:
     """Wrap ids beyond the end of their table to other rows."""
     ids = [
-        replace(column, values=column.values % size) if isinstance(column, JaggedIds) else column % size
+        replace(column, values=column.values % size)
+        if isinstance(column, JaggedIds)
+        else column % size
         for column, size in zip(rows.ids, num_embeddings, strict=True)
     ]
     return replace(rows, ids=ids)

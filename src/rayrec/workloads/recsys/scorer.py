@@ -1,4 +1,6 @@
-"""Trained click model for scoring in one process: network and plain tables, without TorchRec or optimizer."""
+"""Trained click model for scoring in one process: network and plain tables, without TorchRec or
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -59,47 +61,71 @@ class PlainModel(nn.Module):
         unpooled: tuple[str, ...] = (),
         tables: tuple[str, ...] = (),
     ) -> None:
-        """`width` is the embedding width. Features: `sequences` with unpooled embeddings, `unpooled` whose tables have unpooled
-        names in a checkpoint, `tables` whose full table the network reads."""
+        """`width` is the embedding width. Features: `sequences` with unpooled embeddings,
+        `unpooled` whose tables have unpooled names in a checkpoint, `tables` whose full table the
+        network reads.
+        """
         super().__init__()
         self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
         self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
-        self._has_predict = hasattr(network, "predict")  # Modules are slow to answer this, and requests may have one row
+        # Modules are slow to answer this, and requests may have one row
+        self._has_predict = hasattr(network, "predict")
         self.predicts_by_tables = True
         """Flag for predictions that read full tables. Otherwise only evaluations do."""
 
     def forward(
         self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return the logits of the main label, float32 [rows], or the outputs of all heads if none predicts a label.
+        """Return the logits of the main label, float32 [rows], or the outputs of all heads if none
+        predicts a label.
 
         Args:
             dense: Dense features, float32 [rows, num_dense].
-            pooled: Pooled embeddings of the other features in order, float32 [rows, num_features * width].
-            sequences: For each sequence, embeddings, float32 [ids of all rows, width], and lengths, int64 [rows]. A model
-                without labels also takes the ids of each sequence, int64 [ids of all rows], and full tables, float32
-                [num_embeddings, width]."""
+            pooled: Pooled embeddings of the other features in order, float32 [rows, num_features *
+                width].
+            sequences: For each sequence, embeddings, float32 [ids of all rows, width], and lengths,
+                int64 [rows]. A model without labels also takes the ids of each sequence, int64 [ids
+                of all rows], and full tables, float32 [num_embeddings, width].
+        """
         values = self.predict(dense, pooled, *sequences)
-        return values[self.heads[0].name] if isinstance(self.heads[0], LabelHead) else tuple(values.values())
+        return (
+            values[self.heads[0].name]
+            if isinstance(self.heads[0], LabelHead)
+            else tuple(values.values())
+        )
 
-    def predict(self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor) -> dict[str, torch.Tensor]:
+    def predict(
+        self, dense: torch.Tensor, pooled: torch.Tensor, *sequences: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Return the head values for inputs of `forward`, by tensor name."""
         embedded = self.embedded(pooled, *sequences)
         values = self.outputs(dense, embedded)
         if self._has_predict:
             values = self.network.predict(values, embedded)  # type: ignore[operator]
             for head in self.heads:
-                head.check(values, rows=dense.shape[0], where=f"{type(self.network).__name__}: predict")
+                head.check(
+                    values, rows=dense.shape[0], where=f"{type(self.network).__name__}: predict"
+                )
         return {name: values[name] for head in self.heads for name in head.names}
 
     def outputs(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> Mapping[str, torch.Tensor]:
         """Return the network outputs: head values and others."""
-        return named_outputs(self.network(dense, embedded), self.heads, where=f"{type(self.network).__name__}: forward")
+        return named_outputs(
+            self.network(dense, embedded),
+            self.heads,
+            where=f"{type(self.network).__name__}: forward",
+        )
 
     def embedded(self, pooled: torch.Tensor, *sequences: torch.Tensor) -> KeyedEmbeddings:
-        """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids and tables."""
+        """Build the embeddings of the network from inputs of `forward`. `sequences` may omit ids
+        and tables.
+        """
         count = len(self.sequences)
-        jagged, ids, tables = sequences[: 2 * count], sequences[2 * count : 3 * count], sequences[3 * count :]
+        jagged, ids, tables = (
+            sequences[: 2 * count],
+            sequences[2 * count : 3 * count],
+            sequences[3 * count :],
+        )
         one_by_one = {
             name: JaggedEmbeddings(values, lengths)
             for name, values, lengths in zip(self.sequences, jagged[::2], jagged[1::2], strict=True)
@@ -124,7 +150,12 @@ class PlainModel(nn.Module):
 def flat_values(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> np.ndarray:
     """Concatenate the outputs of PlainModel without ids, float32 [values]."""
     tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-    return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).cpu().numpy()  # device sync
+    # device sync
+    return (
+        torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()])
+        .cpu()
+        .numpy()
+    )
 
 
 @final
@@ -144,7 +175,9 @@ class ClickScorer:
     @property
     def weight_bytes(self) -> int:
         """Memory of tables and network weights."""
-        return self._tables.size_bytes + sum(parameter.nbytes for parameter in self._model.parameters())
+        return self._tables.size_bytes + sum(
+            parameter.nbytes for parameter in self._model.parameters()
+        )
 
     @property
     def heads(self) -> Sequence[Head]:
@@ -152,12 +185,20 @@ class ClickScorer:
         return self._model.heads
 
     def predict(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """Return the heads' predictions [rows, ...] by tensor name. For labels, these are float32 logits or predicted numbers."""
+        """Return the heads' predictions [rows, ...] by tensor name. For labels, these are float32
+        logits or predicted numbers.
+        """
         with torch.inference_mode():
-            return {name: tensor.cpu().numpy() for name, tensor in self._model.predict(*self.inputs(rows)).items()}  # device sync
+            # device sync
+            return {
+                name: tensor.cpu().numpy()
+                for name, tensor in self._model.predict(*self.inputs(rows)).items()
+            }
 
     def measure(self, rows: EncodedRows) -> dict[str, np.ndarray]:
-        """Return the measures of a model without labels, float64 [rows], NaN in excluded rows, and counts, int64 [rows]."""
+        """Return the measures of a model without labels, float64 [rows], NaN in excluded rows, and
+        counts, int64 [rows].
+        """
         with torch.inference_mode():
             dense, *embedding_inputs = self.inputs(rows, measuring=True)
             batch = Batch(
@@ -169,27 +210,39 @@ class ClickScorer:
             ).to(self._device)
             outputs = self._model.outputs(dense, self._model.embedded(*embedding_inputs))
             values = measured(self._model.network, outputs, batch)
-            wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in values.items()}
+            wide = {
+                name: tensor.double() if tensor.is_floating_point() else tensor
+                for name, tensor in values.items()
+            }
             return {name: tensor.cpu().numpy() for name, tensor in wide.items()}  # device sync
 
     def score(self, rows: EncodedRows) -> np.ndarray:
-        """Return the logits of the main label, float32 [rows]. Raises InputError for models without labels."""
+        """Return the logits of the main label, float32 [rows]. Raises InputError for models without
+        labels.
+        """
         main = self.heads[0]
         if not isinstance(main, LabelHead):
             raise InputError(f"the model must predict a label, got {main.kind} {main.name}")
         return self.predict(rows)[main.name]
 
     def values(self, rows: EncodedRows) -> np.ndarray:
-        """Return the logits of the main label, or the concatenated numbers of all heads, float32."""
+        """Return the logits of the main label, or the concatenated numbers of all heads,
+        float32.
+        """
         with torch.inference_mode():
             return flat_values(self._model(*self.inputs(rows)))
 
     def inputs(self, rows: EncodedRows, *, measuring: bool = False) -> list[torch.Tensor]:
-        """Return the inputs of PlainModel. `measuring` includes tables that the network reads only in evaluations."""
+        """Return the inputs of PlainModel. `measuring` includes tables that the network reads only
+        in evaluations.
+        """
         dense = torch.from_numpy(rows.dense).to(self._device)
         if isinstance(rows.ids, np.ndarray) and not self._sequences:
             return [dense, self._tables.pool_one_each(rows.ids)]
-        lookups = [None if number in self._sequences else _lookup(ids) for number, ids in enumerate(rows.ids)]
+        lookups = [
+            None if number in self._sequences else _lookup(ids)
+            for number, ids in enumerate(rows.ids)
+        ]
         inputs = [dense, self._tables.pool(lookups, len(rows))]
         sequences = [_as_bags(rows.ids[number]) for number in self._sequences]
         for number, bags in zip(self._sequences, sequences, strict=True):
@@ -197,14 +250,22 @@ class ClickScorer:
             inputs.append(torch.from_numpy(bags.lengths.astype(np.int64)).to(self._device))
         if not sequences or isinstance(self.heads[0], LabelHead):
             return inputs
-        inputs += [torch.from_numpy(bags.values.astype(np.int64)).to(self._device) for bags in sequences]
-        return [*inputs, *(self._full_tables if measuring or self._model.predicts_by_tables else ())]
+        inputs += [
+            torch.from_numpy(bags.values.astype(np.int64)).to(self._device) for bags in sequences
+        ]
+        return [
+            *inputs,
+            *(self._full_tables if measuring or self._model.predicts_by_tables else ()),
+        ]
 
     @cached_property
     def _full_tables(self) -> list[torch.Tensor]:
         """Full tables for the network, float32. Dequantized copies of quantized tables."""
         tensors, row_format = self._tables.tensors(), self._tables.row_format
-        return [row_format.unpack(tensors[self._model.inputs.features.index(name)]) for name in self._model.tables]
+        return [
+            row_format.unpack(tensors[self._model.inputs.features.index(name)])
+            for name in self._model.tables
+        ]
 
     def parts(self) -> tuple[PlainModel, list[torch.Tensor], RowFormat]:
         """Return the network, the tables as stored, and their format, for exports."""
@@ -232,11 +293,14 @@ def empty_model(
     stored_bytes: int | None = None,
     where: str = "",
 ) -> PlainModel:
-    """Build the model for a Preprocessor's columns, without loading the network weights. Raises InputError as soon as one of
-    rayrec's networks needs far more than `stored_bytes`, as with damaged settings."""
+    """Build the model for a Preprocessor's columns, without loading the network weights. Raises
+    InputError as soon as one of rayrec's networks needs far more than `stored_bytes`, as with
+    damaged settings.
+    """
     inputs = model_inputs(preprocessor)
     if type(config).__module__.startswith(f"{models.__name__}."):
-        with torch.device("meta"), _limited_weights(stored_bytes, where):  # no memory and no initialization
+        # no memory and no initialization
+        with torch.device("meta"), _limited_weights(stored_bytes, where):
             network = build_network(config, inputs, precision=precision)
     else:  # custom networks may compute constants that no checkpoint has, such as indices
         with torch.random.fork_rng(devices=[]):
@@ -256,8 +320,11 @@ def empty_model(
 
 @contextmanager
 def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
-    """Stop building a network in this thread if its weights exceed twice `stored_bytes` plus 16 MiB, or have impossible sizes."""
-    remaining_bytes = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)  # some parts may be built and dropped
+    """Stop building a network in this thread if its weights exceed twice `stored_bytes` plus 16
+    MiB, or have impossible sizes.
+    """
+    # some parts may be built and dropped
+    remaining_bytes = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)
     thread = threading.get_ident()
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -275,7 +342,8 @@ def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
             raise
         why = "it is larger" if isinstance(error, _Oversized) else one_line(error)
         raise InputError(
-            f"{where}: the network does not match the {stored_bytes:,} bytes of stored weights ({why}). Its settings are damaged."
+            f"{where}: the network does not match the {stored_bytes:,} bytes of stored weights "
+            f"({why}). Its settings are damaged."
         ) from None
     finally:
         hook.remove()
@@ -286,15 +354,30 @@ class _Oversized(Exception):
 
 
 def load_scorer(
-    config: ClickModelConfig, *, precision: Precision, checkpoint: str, preprocessor: Preprocessor, device: str
+    config: ClickModelConfig,
+    *,
+    precision: Precision,
+    checkpoint: str,
+    preprocessor: Preprocessor,
+    device: str,
 ) -> ClickScorer:
-    """Load the model of a checkpoint folder. Weights are read in place, so they take memory once. Verifies all checksums. Raises
-    InputError for damaged weights and weights of another model."""
+    """Load the model of a checkpoint folder. Weights are read in place, so they take memory once.
+    Verifies all checksums. Raises InputError for damaged weights and weights of another model.
+    """
     tensors = Checkpoint(checkpoint).manifest()["tensors"]
     stored_bytes = sum(chunk["bytes"] for tensor in tensors.values() for chunk in tensor["chunks"])
-    model = empty_model(config, preprocessor=preprocessor, precision=precision, stored_bytes=stored_bytes, where=checkpoint)
+    model = empty_model(
+        config,
+        preprocessor=preprocessor,
+        precision=precision,
+        stored_bytes=stored_bytes,
+        where=checkpoint,
+    )
     check_weights(checkpoint, expected_weights(model, preprocessor))
-    left = {name.removeprefix(PREFIX): tensor for name, tensor in full_tensors(Checkpoint(checkpoint), PREFIX)}
+    left = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in full_tensors(Checkpoint(checkpoint), PREFIX)
+    }
     names = model.table_weights().values()
     tables = {name: left.pop(name) for name in dict.fromkeys(names)}
     arrays = [tables[name] for name in names]
@@ -302,9 +385,13 @@ def load_scorer(
     return make_scorer(model, arrays, row_format=RowFormat("fp32", model.width), device=device)
 
 
-def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str) -> ClickScorer:
-    """Create a scorer from loaded weights. `tables` has one tensor [num_embeddings, row_format.width] of row_format.dtype for
-    each feature. Features that share a table share the tensor."""
+def make_scorer(
+    model: PlainModel, tables: Sequence[torch.Tensor], *, row_format: RowFormat, device: str
+) -> ClickScorer:
+    """Create a scorer from loaded weights. `tables` has one tensor [num_embeddings,
+    row_format.width] of row_format.dtype for each feature. Features that share a table share the
+    tensor.
+    """
     torch_device = torch.device(device)
     on_device: Tables
     if torch_device.type == "cpu":
@@ -318,49 +405,78 @@ def make_scorer(model: PlainModel, tables: Sequence[torch.Tensor], *, row_format
 def expected_weights(model: PlainModel, preprocessor: Preprocessor) -> dict[str, list[int]]:
     """Return the shape of each checkpoint weight, by name without `PREFIX`."""
     shapes = {name: list(tensor.shape) for name, tensor in model.network.state_dict().items()}
-    for table, rows in zip(model.table_weights().values(), preprocessor.num_embeddings, strict=True):
+    for table, rows in zip(
+        model.table_weights().values(), preprocessor.num_embeddings, strict=True
+    ):
         shapes[table] = [rows, model.width]
     return shapes
 
 
 def load_preprocessor(checkpoint: str) -> Preprocessor:
-    """Load the Preprocessor of a checkpoint. Raises InputError if it is missing or its hash does not match."""
+    """Load the Preprocessor of a checkpoint. Raises InputError if it is missing or its hash does
+    not match.
+    """
     folder = storage.join(checkpoint, PREPROCESSOR_FOLDER)
     if not storage.exists(folder):
-        raise InputError(f"{checkpoint}: {PREPROCESSOR_FOLDER}/ not found, which every click model checkpoint has")
+        raise InputError(
+            f"{checkpoint}: {PREPROCESSOR_FOLDER}/ not found, which every click model checkpoint "
+            "has"
+        )
     return Preprocessor.load(folder)
 
 
 def click_settings(
-    checkpoint: Checkpoint, config: TrainConfig | None = None, *, own: type[ClickModelConfig] | None = None
+    checkpoint: Checkpoint,
+    config: TrainConfig | None = None,
+    *,
+    own: type[ClickModelConfig] | None = None,
 ) -> tuple[ClickModelConfig, Precision]:
-    """Return the network settings and training precision of a checkpoint, from `config` or its config.yaml. `own` is the class of
-    a custom network. Raises InputError if the checkpoint has no click model, or an unknown network class."""
+    """Return the network settings and training precision of a checkpoint, from `config` or its
+    config.yaml. `own` is the class of a custom network. Raises InputError if the checkpoint has no
+    click model, or an unknown network class.
+    """
     if config is not None:
         model = getattr(config.workload, "model", None)
         if not isinstance(model, ClickModelConfig):
-            raise InputError(f"{checkpoint.path}: must be a click model, got recipe {config.recipe}")
+            raise InputError(
+                f"{checkpoint.path}: must be a click model, got recipe {config.recipe}"
+            )
         return model, config.precision
     values, path = stored_settings(checkpoint), storage.join(checkpoint.path, "config.yaml")
     model_values, precision = values["workload"].get("model"), values.get("precision")
-    if not isinstance(model_values, dict) or "embedding_dim" not in model_values or precision not in ("fp32", "bf16"):
-        raise InputError(f"{path}: must be the complete configuration of a click model. Copy the full checkpoint folder.")
+    if (
+        not isinstance(model_values, dict)
+        or "embedding_dim" not in model_values
+        or precision not in ("fp32", "bf16")
+    ):
+        raise InputError(
+            f"{path}: must be the complete configuration of a click model. Copy the full "
+            "checkpoint folder."
+        )
     return stored_model(model_values, where=path, own=own), precision
 
 
 def merge_checkpoints(
-    checkpoints: Sequence[Checkpoint], settings: Sequence[tuple[ClickModelConfig, Precision]], *, preprocessor: Preprocessor
+    checkpoints: Sequence[Checkpoint],
+    settings: Sequence[tuple[ClickModelConfig, Precision]],
+    *,
+    preprocessor: Preprocessor,
 ) -> tuple[EnsembleConfig, tuple[dict[str, TargetSlice], ...]]:
-    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the `click_settings` of each. Return its
-    settings, and the target in it of each checkpoint's weights: tables are concatenated by column, networks are separate members.
-    Reads no weights. Raises InputError for different precisions, and weights that do not match their settings."""
+    """Combine two or more checkpoints with the same Preprocessor into an ensemble, given the
+    `click_settings` of each. Return its settings, and the target in it of each checkpoint's
+    weights: tables are concatenated by column, networks are separate members. Reads no weights.
+    Raises InputError for different precisions, and weights that do not match their settings.
+    """
     precision = settings[0][1]
     for checkpoint, (_, other) in zip(checkpoints, settings, strict=True):
         if other != precision:
             raise InputError(
-                f"{checkpoint.path}: precision {other} does not match {precision} of {checkpoints[0].path}. Use one precision."
+                f"{checkpoint.path}: precision {other} does not match {precision} of "
+                f"{checkpoints[0].path}. Use one precision."
             )
-    config = EnsembleConfig(models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings))
+    config = EnsembleConfig(
+        models=tuple(alone.replace(embedding_penalty=0.0) for alone, _ in settings)
+    )
 
     def empty(model: ClickModelConfig) -> PlainModel:
         return empty_model(model, preprocessor=preprocessor, precision=precision)
@@ -371,7 +487,9 @@ def merge_checkpoints(
         member = empty(model)
         expected = expected_weights(member, preprocessor)
         check_weights(checkpoint.path, expected)
-        names = {weight_name: tables[feature] for feature, weight_name in member.table_weights().items()}
+        names = {
+            weight_name: tables[feature] for feature, weight_name in member.table_weights().items()
+        }
         targets = {}
         for weight_name in expected:
             name = names.get(weight_name, f"members.{number}.{weight_name}")

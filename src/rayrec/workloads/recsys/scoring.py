@@ -50,22 +50,28 @@ _OUTPUT = "output:"
 
 
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
-    """Implement `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled logs, `label`. Further labels
-    L have `score_L`, `logit_L`, `label_L`, other heads `Head.columns`. Invalid lines count as positions without a score."""
+    """Implement `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled
+    logs, `label`. Further labels L have `score_L`, `logit_L`, `label_L`, other heads
+    `Head.columns`. Invalid lines count as positions without a score.
+    """
     preprocessor = load_preprocessor(context.checkpoint)
     group = workload.schema.group if context.evaluating else None
     if group is not None:
         check_grouped(workload.schema, context.path)
         preprocessor = preprocessor.grouped_by(group)
     elif context.evaluating and context.ranking_k:
-        raise InputError("ranking_k: metrics at k require groups. Name the group column with --group.")
+        raise InputError(
+            "ranking_k: metrics at k require groups. Name the group column with --group."
+        )
     heads = workload.model.output_heads(model_inputs(preprocessor))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
     if preprocessor.schema.label is None:  # Only evaluations need the labels and times.
         labelled = context.evaluating
     if context.evaluating and not (labelled or measuring):
-        raise InputError(f"{context.path}: has no labels to evaluate against. Use `rayrec predict` to score it.")
+        raise InputError(
+            f"{context.path}: has no labels to evaluate against. Use `rayrec predict` to score it."
+        )
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
@@ -74,8 +80,8 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     slice_columns = dict.fromkeys((*columns, *frequencies))
     if slice_columns and index.is_preprocessed:
         raise InputError(
-            f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log to slice metrics by "
-            f"{', '.join(slice_columns)}."
+            f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log "
+            f"to slice metrics by {', '.join(slice_columns)}."
         )
     engine = context.engine()
     process = _ScoringTask(
@@ -101,7 +107,9 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         load=process.load,
         make_totals=MeasureTotals
         if measuring
-        else functools.partial(_ClickTotals, heads, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS),
+        else functools.partial(
+            _ClickTotals, heads, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS
+        ),
         described=described,
         thread_safe=True,
         is_clicks=isinstance(heads[0], BinaryHead),
@@ -118,17 +126,27 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
     columns_in_log = [name for name in (*schema.dense, *schema.sparse) if name not in schema.lists]
     for name in columns:
         if name in schema.lists:
-            raise InputError(f"slice_by: column {name} contains lists. Choose a column with one value per row.")
+            raise InputError(
+                f"slice_by: column {name} contains lists. Choose a column with one value per row."
+            )
         if name not in columns_in_log:
             close_matches = difflib.get_close_matches(name, [DAY, *columns_in_log], n=1)
-            hint = f"did you mean '{close_matches[0]}'?" if close_matches else f"there are {DAY}, {', '.join(columns_in_log)}"
+            hint = (
+                f"did you mean '{close_matches[0]}'?"
+                if close_matches
+                else f"there are {DAY}, {', '.join(columns_in_log)}"
+            )
             raise InputError(f"slice_by: the log has no column '{name}'; {hint}")
     return tuple(columns)
 
 
 def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tuple[str, ...]:
-    """Return the columns to slice by category frequency. Raises InputError if the frequencies are unknown."""
-    columns = dict.fromkeys(by.removeprefix(FREQUENCY) for by in slice_by if by.startswith(FREQUENCY))
+    """Return the columns to slice by category frequency. Raises InputError if the frequencies are
+    unknown.
+    """
+    columns = dict.fromkeys(
+        by.removeprefix(FREQUENCY) for by in slice_by if by.startswith(FREQUENCY)
+    )
     key_columns(tuple(columns), preprocessor.schema)
     for name in columns:
         bucket_names(preprocessor, name)
@@ -136,15 +154,27 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
 
 
 def _index(context: ScoringContext, schema: Schema) -> tuple[LogIndex, str, tuple[int, int]]:
-    """Return the log index, the name of the run's own set if only its rows are scored, and the row range [start, stop)."""
+    """Return the log index, the name of the run's own set if only its rows are scored, and the row
+    range [start, stop).
+    """
     config, console = context.config, context.console
     assert isinstance(config.workload, ClickSettings)
-    data = config.workload.evaluation_data(config) if context.evaluation_rows else config.eval_data.replace(files=())
+    data = (
+        config.workload.evaluation_data(config)
+        if context.evaluation_rows
+        else config.eval_data.replace(files=())
+    )
     with console.preparing():
         index = LogSource.at(context.path, data.files).index(
             schema,
             segment_bytes=data.segment_bytes,
-            context=TaskContext(context.engine(), cache_folder(context.checkpoint), console.note, console.progress, console.warn),
+            context=TaskContext(
+                context.engine(),
+                cache_folder(context.checkpoint),
+                console.note,
+                console.progress,
+                console.warn,
+            ),
             max_bad_fraction=config.max_bad_fraction,
         )
     if not context.evaluation_rows:
@@ -157,9 +187,14 @@ def _blocks(context: ScoringContext, index: LogIndex, rows: tuple[int, int]) -> 
     segments_per_block = context.config.eval_data.segments_per_block
     with context.console.preparing():
         lines = first_lines(index, segments_per_task=segments_per_block, engine=context.engine())
-    order = BlockOrder(tuple(index.parts(*rows)), shuffle="none", seed=0, segments_per_block=segments_per_block)
+    order = BlockOrder(
+        tuple(index.parts(*rows)), shuffle="none", seed=0, segments_per_block=segments_per_block
+    )
     rows_follow = not index.faults.total or index.is_preprocessed
-    return [ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow) for block in order.blocks(0)]
+    return [
+        ScoredBlock(block, tuple(lines[part.segment] for part in block.parts), rows_follow)
+        for block in order.blocks(0)
+    ]
 
 
 def _rows_key(parts: Iterable[SegmentRange]) -> str:
@@ -173,14 +208,21 @@ def _rows_key(parts: Iterable[SegmentRange]) -> str:
 
 
 def cache_folder(checkpoint: str) -> str:
-    """Return the cache folder for unpacked files and indices: $RAYREC_CACHE, else the run's cache, else ~/.cache/rayrec. The
-    run's cache has the index of its training log, and every node can reach it."""
-    run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))  # ROOT/RUN/checkpoints/step_00001000
+    """Return the cache folder for unpacked files and indices: $RAYREC_CACHE, else the run's cache,
+    else ~/.cache/rayrec. The run's cache has the index of its training log, and every node can
+    reach it.
+    """
+    # ROOT/RUN/checkpoints/step_00001000
+    run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))
     return cache.folder(storage.join(storage.folder_of(run), ".cache"))
 
 
-def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0) -> LogIndex:
-    """Return the index of a log, cached in folder `cache`. Raises InputError if unreadable or with too many invalid lines."""
+def open_run_log(
+    data: DataConfig, preprocessor: Preprocessor, *, cache: str, max_bad_fraction: float = 1.0
+) -> LogIndex:
+    """Return the index of a log, cached in folder `cache`. Raises InputError if unreadable or with
+    too many invalid lines.
+    """
     if data.path is None:
         raise InputError("the run's config.yaml must name its log")
     return LogSource.at(data.path, data.files).index(
@@ -191,7 +233,9 @@ def open_run_log(data: DataConfig, preprocessor: Preprocessor, *, cache: str, ma
     )
 
 
-def encode_parts(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> Iterator[EncodedRows]:
+def encode_parts(
+    parts: Iterable[SegmentRange], preprocessor: Preprocessor
+) -> Iterator[EncodedRows]:
     """Yield the rows of log parts in order, in batches of up to `BATCH_ROWS`."""
     for part in parts:
         read = open_block(Block((part,), None), preprocessor).encode
@@ -215,9 +259,15 @@ class _ClickTotals:
 
     def update(self, table: pa.Table) -> None:
         def of_labels(column: str) -> dict[str, np.ndarray]:
-            return {head.name: numpy_of(table.column(f"{column}{head.suffix}")) for head in self._heads}
+            return {
+                head.name: numpy_of(table.column(f"{column}{head.suffix}")) for head in self._heads
+            }
 
-        self._kept.update(of_labels("logit"), of_labels("label"), numpy_of(table.column(GROUP)) if self._grouped else None)
+        self._kept.update(
+            of_labels("logit"),
+            of_labels("label"),
+            numpy_of(table.column(GROUP)) if self._grouped else None,
+        )
 
     def compute(self) -> dict[str, float]:
         return self._kept.compute()
@@ -244,7 +294,9 @@ class _ScoringTask:
     preprocessor: Shared[Preprocessor]
     blocks: Shared[list[ScoredBlock]]
     labelled: bool
-    """Flag for rows with all columns of the schema, including those for training and evaluation only."""
+    """Flag for rows with all columns of the schema, including those for training and evaluation
+    only.
+    """
     measuring: bool
     """Flag to measure rows with the network instead of predicting."""
     batch_rows: int
@@ -268,19 +320,37 @@ class _ScoringTask:
         )
         return self.block_scorer(preprocessor, self.blocks.get(), scorer)
 
-    def block_scorer(self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer) -> BlockScorer:
+    def block_scorer(
+        self, preprocessor: Preprocessor, blocks: Sequence[ScoredBlock], scorer: ClickScorer
+    ) -> BlockScorer:
         """Return a scorer of these blocks."""
-        return BlockScorer(lambda number: _LogBlock(self, preprocessor, blocks[number], scorer), self.batch_rows)
+        return BlockScorer(
+            lambda number: _LogBlock(self, preprocessor, blocks[number], scorer), self.batch_rows
+        )
 
 
 @final
 class _LogBlock:
     """Block of a log. See `OpenBlock`."""
 
-    def __init__(self, task: _ScoringTask, preprocessor: Preprocessor, scored: ScoredBlock, scorer: ClickScorer) -> None:
-        self._task, self._preprocessor, self._scored, self._scorer = task, preprocessor, scored, scorer
+    def __init__(
+        self,
+        task: _ScoringTask,
+        preprocessor: Preprocessor,
+        scored: ScoredBlock,
+        scorer: ClickScorer,
+    ) -> None:
+        self._task, self._preprocessor, self._scored, self._scorer = (
+            task,
+            preprocessor,
+            scored,
+            scorer,
+        )
         self._schema = preprocessor.schema if task.labelled else preprocessor.schema.unlabelled()
-        self._opened, self.rows = open_block(scored.block, preprocessor, labelled=task.labelled), scored.block.rows
+        self._opened, self.rows = (
+            open_block(scored.block, preprocessor, labelled=task.labelled),
+            scored.block.rows,
+        )
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
         self._clips = ClipCounter(preprocessor) if task.counts_clipped else None
 
@@ -288,8 +358,14 @@ class _LogBlock:
         rows = self._opened.encode(start, stop)
         if self._task.measuring:
             return self._scorer.measure(rows)
-        columns = {f"{_OUTPUT}{name}": values for name, values in self._scorer.predict(rows).items()}
-        columns |= {f"label{head.suffix}": rows.labels[head.name] for head in self._label_heads if rows.labels}
+        columns = {
+            f"{_OUTPUT}{name}": values for name, values in self._scorer.predict(rows).items()
+        }
+        columns |= {
+            f"label{head.suffix}": rows.labels[head.name]
+            for head in self._label_heads
+            if rows.labels
+        }
         if self._task.labelled and self._schema.group:
             assert rows.groups is not None
             columns[GROUP] = rows.groups
@@ -305,8 +381,14 @@ class _LogBlock:
         task, block = self._task, self._scored.block
         columns = {"row": arrow_numbers(_rows(self._scored, self._schema))}
         if task.measuring:
-            return columns | {name: arrow_numbers(values, np.isnan(values)) for name, values in scored.items()}
-        values = {name.removeprefix(_OUTPUT): array for name, array in scored.items() if name.startswith(_OUTPUT)}
+            return columns | {
+                name: arrow_numbers(values, np.isnan(values)) for name, values in scored.items()
+            }
+        values = {
+            name.removeprefix(_OUTPUT): array
+            for name, array in scored.items()
+            if name.startswith(_OUTPUT)
+        }
         for head in self._scorer.heads:
             predicted = head.columns(values, functools.partial(tokens_by_id, self._preprocessor))
             columns |= {name: arrow_rows(column) for name, column in predicted.items()}
@@ -317,7 +399,9 @@ class _LogBlock:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if task.stretches:
             columns[KEY + DAY] = slice_of(block, task.stretches)
-        columns |= {name: arrow_flags(values) for name, values in scored.items() if name.startswith(COLUMN)}
+        columns |= {
+            name: arrow_flags(values) for name, values in scored.items() if name.startswith(COLUMN)
+        }
         for name in task.key_columns:
             columns[KEY + name] = self._values(name)
         for name in task.frequency_columns:
@@ -338,5 +422,7 @@ def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
     line_numbers = []
     for part, first_line in zip(scored.block.parts, scored.first_lines, strict=True):
         rows = np.arange(part.start, part.stop, dtype=np.int64)
-        line_numbers.append(first_line + (rows if scored.has_all_lines else good_lines(part.segment, schema)[rows]))
+        line_numbers.append(
+            first_line + (rows if scored.has_all_lines else good_lines(part.segment, schema)[rows])
+        )
     return np.concatenate(line_numbers)

@@ -13,7 +13,12 @@ from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.workloads.base import RunContext, WarmStart
-from rayrec.workloads.recsys.scorer import click_settings, empty_model, expected_weights, load_preprocessor
+from rayrec.workloads.recsys.scorer import (
+    click_settings,
+    empty_model,
+    expected_weights,
+    load_preprocessor,
+)
 from rayrec.workloads.scoring import require_same_optimizer, require_same_weights, stored_settings
 
 if TYPE_CHECKING:
@@ -39,25 +44,37 @@ class TableRemap:
         return {"kept": self.kept, "fresh": self.fresh, "dropped": self.dropped}
 
 
-def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
-    """Prepare a warm start. See `Workload.warm_start`. Driver memory: the checkpoint's Preprocessor, a sorted copy of one
-    vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in tables that do not keep all old ids."""
+def warm_start(
+    workload: ClickSettings, context: RunContext, prepared: Prepared, checkpoint: Checkpoint
+) -> WarmStart:
+    """Prepare a warm start. See `Workload.warm_start`. Driver memory: the checkpoint's
+    Preprocessor, a sorted copy of one vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in
+    tables that do not keep all old ids.
+    """
     config = context.config
     stored = stored_settings(checkpoint)
     model, _ = click_settings(checkpoint, own=type(workload.model))
     if type(model) is not type(workload.model):
         raise InputError(
-            f"init_from {checkpoint.path}: model must be {type(workload.model).__name__}, as in this run, got "
-            f"{type(model).__name__}"
+            f"init_from {checkpoint.path}: model must be {type(workload.model).__name__}, as in "
+            f"this run, got {type(model).__name__}"
         )
     if model.table_width != workload.model.table_width:
         raise InputError(
-            f"init_from {checkpoint.path}: embedding width (embedding_dim times members) must be {workload.model.table_width}, "
-            f"as in this run, got {model.table_width}"
+            f"init_from {checkpoint.path}: embedding width (embedding_dim times members) must be "
+            f"{workload.model.table_width}, as in this run, got {model.table_width}"
         )
     if not checkpoint.has_only_weights():
-        require_same_optimizer(checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",))
-        require_same_optimizer(checkpoint, stored, "dense_optimizer", workload.dense_optimizer, fields=("kind", "momentum"))
+        require_same_optimizer(
+            checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",)
+        )
+        require_same_optimizer(
+            checkpoint,
+            stored,
+            "dense_optimizer",
+            workload.dense_optimizer,
+            fields=("kind", "momentum"),
+        )
     old, new = load_preprocessor(checkpoint.path), prepared.preprocessor.get()
     require_same_inputs(checkpoint, old, new)
     empty = empty_model(workload.model, preprocessor=new, precision=config.precision)
@@ -73,14 +90,26 @@ def warm_start(workload: ClickSettings, context: RunContext, prepared: Prepared,
         )
         for owner in dict.fromkeys(owners)
     }
-    maps = {weight: by_owner[owner].row_map for weight, owner in zip(empty.table_weights().values(), owners, strict=True)}
+    maps = {
+        weight: by_owner[owner].row_map
+        for weight, owner in zip(empty.table_weights().values(), owners, strict=True)
+    }
     counts = {new.inputs.sparse[owner]: of_table.counts() for owner, of_table in by_owner.items()}
-    totals = {name: sum(of_table[name] for of_table in counts.values()) for name in ("kept", "fresh", "dropped")}
-    return WarmStart(checkpoint.path, context.engine.share(maps), {"preprocessor": old.hash(), **totals, "tables": counts})
+    totals = {
+        name: sum(of_table[name] for of_table in counts.values())
+        for name in ("kept", "fresh", "dropped")
+    }
+    return WarmStart(
+        checkpoint.path,
+        context.engine.share(maps),
+        {"preprocessor": old.hash(), **totals, "tables": counts},
+    )
 
 
 def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:
-    """Check that both Preprocessors provide the same features in the same order. Raises InputError."""
+    """Check that both Preprocessors provide the same features in the same order. Raises
+    InputError.
+    """
     pairs = {
         "numbers": (old.inputs.dense, new.inputs.dense),
         "sparse columns": (old.inputs.sparse, new.inputs.sparse),
@@ -90,42 +119,55 @@ def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preproce
     }
     if old.dense_names == new.dense_names and old.inputs.dense != new.inputs.dense:
         raise InputError(
-            f"init_from {checkpoint.path}: numbers must be {new.inputs.dense}, as in this run, got {old.inputs.dense}. Extend "
-            "the vocabulary of the checkpoint (`rayrec vocabulary --extend`), which keeps its inputs, or leave out "
-            "--workload.preprocessor."
+            f"init_from {checkpoint.path}: numbers must be {new.inputs.dense}, as in this run, got "
+            f"{old.inputs.dense}. Extend the vocabulary of the checkpoint (`rayrec vocabulary "
+            "--extend`), which keeps its inputs, or leave out --workload.preprocessor."
         )
     for description, (stored, expected) in pairs.items():
         if stored != expected:
             raise InputError(
-                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, got {stored}. Use one schema."
+                f"init_from {checkpoint.path}: {description} must be {expected}, as in this run, "
+                f"got {stored}. Use one schema."
             )
     if new.multi_hot is not None and old.num_embeddings != new.num_embeddings:
         raise InputError(
-            f"init_from {checkpoint.path}: table rows differ, and the bags of multi_hot depend on them. Use one Preprocessor."
+            f"init_from {checkpoint.path}: table rows differ, and the bags of multi_hot depend on "
+            "them. Use one Preprocessor."
         )
 
 
 def remap_table(
-    old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray, *, where: str
+    old: SparseColumn,
+    new: SparseColumn,
+    old_tokens: np.ndarray,
+    new_tokens: np.ndarray,
+    *,
+    where: str,
 ) -> TableRemap:
-    """Map rows of the new to the old table by token, reserved rows (unknown, missing, below the first) too. Raises InputError,
-    from `where`, for rows without counterpart: hashed columns of other sizes, and categories that share rows differently."""
+    """Map rows of the new to the old table by token, reserved rows (unknown, missing, below the
+    first) too. Raises InputError, from `where`, for rows without counterpart: hashed columns of
+    other sizes, and categories that share rows differently.
+    """
     if old.token_modulo != new.token_modulo or (old.num_tokens is None) != (new.num_tokens is None):
-        raise InputError(f"{where}: hashing does not match the checkpoint. Use the rules of its Preprocessor.")
+        raise InputError(
+            f"{where}: hashing does not match the checkpoint. Use the rules of its Preprocessor."
+        )
     if old.num_tokens is None:
         if old != new:
             raise InputError(
-                f"{where}: must be hashed to {old.num_embeddings:,} rows by the checkpoint's rule, got {new.num_embeddings:,} "
-                "rows. Use the same rows and rule."
+                f"{where}: must be hashed to {old.num_embeddings:,} rows by the checkpoint's rule, "
+                f"got {new.num_embeddings:,} rows. Use the same rows and rule."
             )
         return TableRemap(RowMap(new.num_embeddings, old.num_embeddings), 0, 0, 0)
     count = len(old_tokens)
     if _extends(old, new, old_tokens, new_tokens):
-        return TableRemap(RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0)
+        return TableRemap(
+            RowMap(new.num_embeddings, old.num_embeddings), count, len(new_tokens) - count, 0
+        )
     if not (old.has_unique_ids and new.has_unique_ids):
         raise InputError(
-            f"{where}: several categories share a row, and the vocabularies differ. Extend the vocabulary of the checkpoint "
-            "(`rayrec vocabulary --extend`)."
+            f"{where}: several categories share a row, and the vocabularies differ. Extend the "
+            "vocabulary of the checkpoint (`rayrec vocabulary --extend`)."
         )
     sources = np.full(new.num_embeddings, -1, np.int32 if old.num_embeddings <= 2**31 else np.int64)
     reserved = min(old.first_id, new.first_id)
@@ -134,15 +176,29 @@ def remap_table(
     sources[new.unknown_id] = old.unknown_id  # after missing_id, because both may be one row
     num_shared = _join(sources, old.ids(), new.ids(), old_tokens, new_tokens)
     return TableRemap(
-        RowMap(new.num_embeddings, old.num_embeddings, sources), num_shared, len(new_tokens) - num_shared, count - num_shared
+        RowMap(new.num_embeddings, old.num_embeddings, sources),
+        num_shared,
+        len(new_tokens) - num_shared,
+        count - num_shared,
     )
 
 
-def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray) -> bool:
-    """Return whether the new table keeps all old rows and their numbers, and new categories use other rows."""
+def _extends(
+    old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_tokens: np.ndarray
+) -> bool:
+    """Return whether the new table keeps all old rows and their numbers, and new categories use
+    other rows.
+    """
     count = len(old_tokens)
-    same_rules = replace(new, num_embeddings=old.num_embeddings, num_tokens=old.num_tokens, gap=old.gap) == old
-    if not same_rules or len(new_tokens) < count or not np.array_equal(new_tokens[:count], old_tokens):
+    same_rules = (
+        replace(new, num_embeddings=old.num_embeddings, num_tokens=old.num_tokens, gap=old.gap)
+        == old
+    )
+    if (
+        not same_rules
+        or len(new_tokens) < count
+        or not np.array_equal(new_tokens[:count], old_tokens)
+    ):
         return False
     ids = new.ids()
     if not np.array_equal(ids[:count], old.ids()):
@@ -151,7 +207,13 @@ def _extends(old: SparseColumn, new: SparseColumn, old_tokens: np.ndarray, new_t
     return shared or bool((ids[count:] >= old.num_embeddings).all())
 
 
-def _join(sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tokens: np.ndarray, new_tokens: np.ndarray) -> int:
+def _join(
+    sources: np.ndarray,
+    old_ids: np.ndarray,
+    new_ids: np.ndarray,
+    old_tokens: np.ndarray,
+    new_tokens: np.ndarray,
+) -> int:
     """Write the old id of each shared token at its new id. Return the number of shared tokens."""
     if not len(old_tokens):
         return 0
@@ -161,6 +223,8 @@ def _join(sources: np.ndarray, old_ids: np.ndarray, new_ids: np.ndarray, old_tok
         tokens = new_tokens[start : start + _TOKENS_AT_ONCE]
         positions = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)
         is_shared = ordered[positions] == tokens
-        sources[new_ids[start : start + len(tokens)][is_shared]] = old_ids[order[positions[is_shared]]]
+        sources[new_ids[start : start + len(tokens)][is_shared]] = old_ids[
+            order[positions[is_shared]]
+        ]
         num_shared += int(np.count_nonzero(is_shared))
     return num_shared

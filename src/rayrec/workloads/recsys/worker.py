@@ -12,10 +12,16 @@ from functools import partial
 from typing import Any, Final, final
 
 import torch
-import torch.distributed.optim  # TorchRec imports it when sharding tables. Imported here for worker templates.
+
+# TorchRec imports it when sharding tables. Imported here for worker templates.
+import torch.distributed.optim
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, DefaultDataParallelWrapper
-from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import (
+    TrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
 from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -45,13 +51,22 @@ from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared
-from rayrec.workloads.step_timer import StepTimer, TimedOptimizer, make_step_timer, time_forward, time_gradient_exchange, timed
+from rayrec.workloads.step_timer import (
+    StepTimer,
+    TimedOptimizer,
+    make_step_timer,
+    time_forward,
+    time_gradient_exchange,
+    timed,
+)
 from rayrec.workloads.worker_setup import memory_errors, step_start
 
 _MEMORY_WAIT_S: Final = 60.0
 """Maximum wait for memory of other processes. A failed attempt takes some seconds to end."""
 _NUM_PINNED_BATCHES: Final = 2
-"""Number of batches a thread slices and pins ahead for a GPU, because the kernel-launching thread has no time for it."""
+"""Number of batches a thread slices and pins ahead for a GPU, because the kernel-launching thread
+has no time for it.
+"""
 _MEMORY_POLL_S: Final = 1.0
 
 
@@ -89,17 +104,30 @@ def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[R
     return ranks.all_gather(resources)
 
 
-def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int) -> ShardingPlan:
-    """Create the sharding plan on rank 0 and broadcast it. Collective. If tables fit the machine but not its free memory, waits
-    up to a minute for processes of a previous attempt to end. Raises InputError on all ranks if the tables do not fit."""
+def shared_plan(
+    workload: ClickSettings, context: WorkerContext, model: torch.nn.Module, *, batch_size: int
+) -> ShardingPlan:
+    """Create the sharding plan on rank 0 and broadcast it. Collective. If tables fit the machine
+    but not its free memory, waits up to a minute for processes of a previous attempt to end. Raises
+    InputError on all ranks if the tables do not fit.
+    """
     ranks = Communicator.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
     while True:
         resources = gather_rank_resources(context, ranks)
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
-        os.environ["LOCAL_WORLD_SIZE"] = str(math.gcd(*workers_per_node([rank.node for rank in resources])))
+        os.environ["LOCAL_WORLD_SIZE"] = str(
+            math.gcd(*workers_per_node([rank.node for rank in resources]))
+        )
         sharding_plan = ranks.run_on_rank0(
-            partial(_plan_or_wait, workload, model, resources, batch_size=batch_size, can_wait=time.monotonic() < deadline_s)
+            partial(
+                _plan_or_wait,
+                workload,
+                model,
+                resources,
+                batch_size=batch_size,
+                can_wait=time.monotonic() < deadline_s,
+            )
         )
         if sharding_plan is not None:
             return sharding_plan
@@ -107,7 +135,12 @@ def shared_plan(workload: ClickSettings, context: WorkerContext, model: torch.nn
 
 
 def _plan_or_wait(
-    workload: ClickSettings, model: torch.nn.Module, resources: list[RankResources], *, batch_size: int, can_wait: bool
+    workload: ClickSettings,
+    model: torch.nn.Module,
+    resources: list[RankResources],
+    *,
+    batch_size: int,
+    can_wait: bool,
 ) -> ShardingPlan | None:
     """Return the plan, or None if tables would fit once other processes free their memory."""
 
@@ -122,7 +155,9 @@ def _plan_or_wait(
             devices=[rank.device for rank in resources],
         )
         state_bytes = workload.sparse_optimizer.state_bytes
-        return plan_sharding(model, site, batch_size=batch_size, config=workload.sharding, state_bytes=state_bytes)
+        return plan_sharding(
+            model, site, batch_size=batch_size, config=workload.sharding, state_bytes=state_bytes
+        )
 
     try:
         return planned(min(rank.host_bytes for rank in resources))
@@ -138,13 +173,25 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     config, inputs = context.config, prepared.inputs
     preprocessor = prepared.preprocessor.get()
     of_model = ModelInputs.of(inputs, candidate_rows(preprocessor))
-    batch_size = config.effective_batch_size(rows=prepared.sets["train"].rows, world_size=context.world_size)
-    model = build_model(workload, prepared.num_embeddings, inputs=of_model, precision=config.precision, seed=config.seed)
-    cost = network_multiply_adds(model.head.network, of_model, workload.model, num_embeddings=prepared.num_embeddings)
+    batch_size = config.effective_batch_size(
+        rows=prepared.sets["train"].rows, world_size=context.world_size
+    )
+    model = build_model(
+        workload,
+        prepared.num_embeddings,
+        inputs=of_model,
+        precision=config.precision,
+        seed=config.seed,
+    )
+    cost = network_multiply_adds(
+        model.head.network, of_model, workload.model, num_embeddings=prepared.num_embeddings
+    )
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
     described = {
-        "tables": [dataclasses.asdict(row) for row in placements(plan, model, state_bytes=state_bytes)],
+        "tables": [
+            dataclasses.asdict(row) for row in placements(plan, model, state_bytes=state_bytes)
+        ],
         "plan": describe(plan, model, state_bytes=state_bytes),
         "batch_size": batch_size,
         "multiply_adds_per_row": cost,
@@ -159,7 +206,9 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
             env=ShardingEnv.from_process_group(process_group),
             device=context.device,
             plan=plan,
-            sharders=embedding_sharders(workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"),
+            sharders=embedding_sharders(
+                workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"
+            ),
             data_parallel_wrapper=gradient_exchange(context),
         )
         initialize_shards(sharded, seed=config.seed, start=workload.table_start)
@@ -171,7 +220,9 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
             max_gradient_norm=workload.max_gradient_norm,
         )
 
-    columns = counted_columns(inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None)
+    columns = counted_columns(
+        inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None
+    )
     counts = EvaluationCounts(
         columns,
         workload.model.output_heads(of_model),
@@ -181,7 +232,9 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     )
 
     def eval_batches(name: str, max_rows: int | None = None) -> Iterator[Any]:
-        loader = _loader(context, prepared, name, batch_size=config.eval_batch_size, epochs=1, max_rows=max_rows)
+        loader = _loader(
+            context, prepared, name, batch_size=config.eval_batch_size, epochs=1, max_rows=max_rows
+        )
         try:
             yield from counts.counted(name, loader)
         finally:
@@ -195,7 +248,9 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         clock=clock,
         multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
-        eval_batches={name: partial(eval_batches, name) for name in prepared.sets if name != "train"},
+        eval_batches={
+            name: partial(eval_batches, name) for name in prepared.sets if name != "train"
+        },
         make_metrics=counts.make_metrics,
         make_samples=counts.shown,
         count_correct=count_correct if workload.predicts_clicks else None,
@@ -211,16 +266,24 @@ def make_optimizer(
     dense: DenseOptimizerConfig,
     max_gradient_norm: float | None = None,
 ) -> CombinedOptimizer:
-    """Create the optimizer of all parameters: sharded tables, replicated tables (with the same rule), and the network.
-    `max_gradient_norm` is the joint 2-norm limit of all gradients, for `sparse` with `has_custom_update`."""
+    """Create the optimizer of all parameters: sharded tables, replicated tables (with the same
+    rule), and the network. `max_gradient_norm` is the joint 2-norm limit of all gradients, for
+    `sparse` with `has_custom_update`.
+    """
     remaining = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     replicated_tables = {name: remaining.pop(name) for name in data_parallel_tables(plan)}
-    network = dense.build_keyed({saved_name(name): parameter for name, parameter in remaining.items()})
+    network = dense.build_keyed(
+        {saved_name(name): parameter for name, parameter in remaining.items()}
+    )
     if not sparse.has_custom_update:
-        replicated = [data_parallel_optimizer(sparse, replicated_tables)] if replicated_tables else []
+        replicated = (
+            [data_parallel_optimizer(sparse, replicated_tables)] if replicated_tables else []
+        )
         return CombinedOptimizer([sharded.fused_optimizer, *replicated, network])
     tables = TableAdam.from_sharded(sparse, sharded)
-    replicated_adam = [TableAdam.from_parameters(sparse, replicated_tables)] if replicated_tables else []
+    replicated_adam = (
+        [TableAdam.from_parameters(sparse, replicated_tables)] if replicated_tables else []
+    )
     if max_gradient_norm is None:
         return CombinedOptimizer([tables, *replicated_adam, network])
     return JointlyClippedOptimizer(tables, replicated_adam, network, max_norm=max_gradient_norm)
@@ -262,11 +325,19 @@ def _loader(
     if is_mapped(order):
         source = MappedSource(prepared.preprocessor.get(), data.in_memory, prefetch_blocks)
     else:
-        source = TaskSource(prepared.preprocessor, context.engine, prepared.inputs, order.max_block_rows, prefetch_blocks)
+        source = TaskSource(
+            prepared.preprocessor,
+            context.engine,
+            prepared.inputs,
+            order.max_block_rows,
+            prefetch_blocks,
+        )
     reader = ClickBatches(
         source,
         prepared.inputs,
-        targets=load_targets(prepared.teacher, prepared.preprocessor.get()) if prepared.teacher and learns else None,
+        targets=load_targets(prepared.teacher, prepared.preprocessor.get())
+        if prepared.teacher and learns
+        else None,
         unpooled=workload.unpooled(prepared.inputs),
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
@@ -290,19 +361,24 @@ def is_mapped(order: BlockOrder) -> bool:
 
 
 class Unwrapped(DataParallelWrapper):
-    """Wrapper that only moves the replicated part to the device. A single worker averages no gradients."""
+    """Wrapper that only moves the replicated part to the device. A single worker averages no
+    gradients.
+    """
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         move_wrapped_module(dmp, device)
 
 
 def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
-    """Return the wrapper that averages the replicated part's gradients, or None for TorchRec's default. On CPU, sums do not
-    change when a run restarts. By default, DDP rebuilds its buckets after the first step in the order of gradients, and the
-    position in a bucket decides how three or more add up. It keeps its buckets with `find_unused_parameters`."""
+    """Return the wrapper that averages the replicated part's gradients, or None for TorchRec's
+    default. On CPU, sums do not change when a run restarts. By default, DDP rebuilds its buckets
+    after the first step in the order of gradients, and the position in a bucket decides how three
+    or more add up. It keeps its buckets with `find_unused_parameters`.
+    """
     if context.world_size == 1:
         return Unwrapped()
-    if context.world_size == 2 or context.device.type == "cuda":  # bit-identical results are guaranteed only on CPU
+    # bit-identical results are guaranteed only on CPU
+    if context.world_size == 2 or context.device.type == "cuda":
         return None
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     return DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
@@ -311,11 +387,16 @@ def gradient_exchange(context: WorkerContext) -> DataParallelWrapper | None:
 def make_pipeline(
     model: torch.nn.Module, optimizer: Any, context: WorkerContext, clock: StepTimer | None = None
 ) -> TrainPipeline:
-    """Create the pipeline. With several workers, it exchanges ids and copies the next batch while the current one computes. One
-    worker exchanges nothing. TorchRec's exchange would cost it time, on a GPU by blocking the host several times per step. The
-    base pipeline also prefetches the next batch to a GPU."""
-    # Without sharded tables there are no ids to exchange, and TorchRec would trace the network in search of some.
-    exchanges = context.world_size > 1 and any(isinstance(module, ShardedModule) for module in model.modules())
+    """Create the pipeline. With several workers, it exchanges ids and copies the next batch while
+    the current one computes. One worker exchanges nothing. TorchRec's exchange would cost it time,
+    on a GPU by blocking the host several times per step. The base pipeline also prefetches the next
+    batch to a GPU.
+    """
+    # Without sharded tables there are no ids to exchange, and TorchRec would trace the network in
+    # search of some.
+    exchanges = context.world_size > 1 and any(
+        isinstance(module, ShardedModule) for module in model.modules()
+    )
     pipeline: Callable[..., TrainPipeline] = TimedSparseDist if exchanges else TimedBase
     return pipeline(model, optimizer, context.device, clock or StepTimer())
 
@@ -327,7 +408,9 @@ Pipelineable.register(Batch)  # has its methods, but TorchRec checks the class
 class TimedBase(TrainPipelineBase):
     """Sequential pipeline with phase timing."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer
+    ) -> None:
         time_forward(model, clock)
         super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
         self._clock = clock
@@ -345,9 +428,13 @@ class TimedBase(TrainPipelineBase):
 
 @final
 class TimedSparseDist(TrainPipelineSparseDist):
-    """Pipeline with phase timing that exchanges the ids of the next batch while the current one computes."""
+    """Pipeline with phase timing that exchanges the ids of the next batch while the current one
+    computes.
+    """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer
+    ) -> None:
         time_forward(model, clock)
         timed_optimizer: Any = TimedOptimizer(optimizer, clock)
         super().__init__(model, timed_optimizer, device, execute_all_batches=True)
@@ -357,7 +444,8 @@ class TimedSparseDist(TrainPipelineSparseDist):
         with self._clock.phase("host_to_device"):
             super()._wait_for_batch()
 
-    copy_batch_to_gpu = timed(TrainPipelineSparseDist.copy_batch_to_gpu, "host_to_device")  # waiting is a nested phase
+    # waiting is a nested phase
+    copy_batch_to_gpu = timed(TrainPipelineSparseDist.copy_batch_to_gpu, "host_to_device")
     start_sparse_data_dist = timed(TrainPipelineSparseDist.start_sparse_data_dist, "collectives")
     wait_sparse_data_dist = timed(TrainPipelineSparseDist.wait_sparse_data_dist, "collectives")
 

@@ -41,13 +41,16 @@ class ClickWorkload(ClickSettings):
     # -- on the driver
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
-        """Use the schema of adopted data, whose encoding differs from the recipe's preset, and `tokens` and order of the log."""
+        """Use the schema of adopted data, whose encoding differs from the recipe's preset, and
+        `tokens` and order of the log.
+        """
         path = config.train_data.path
         if path is None:
             return config
         source = LogSource.at(path, config.train_data.files)
         schema = self.schema
-        if not isinstance(schema, PlaceholderSchema):  # A placeholder stays one, so that `check` rejects it
+        # A placeholder stays one, so that `check` rejects it
+        if not isinstance(schema, PlaceholderSchema):
             schema = source.schema(schema, preprocessor=self.preprocessor)
         if schema.to_dict() != self.schema.to_dict():  # Equality leaves out the order
             return config.replace(workload=self.replace(schema=schema))
@@ -55,7 +58,12 @@ class ClickWorkload(ClickSettings):
         if data is None or not data.adopted:
             return config
         schema = Preprocessor.load(data.preprocessor).schema.replace(group=self.schema.group)
-        preset = Preset(name=data.manifest["preset"], dense="identity", dense_standardized=False, split=self.preset.split)
+        preset = Preset(
+            name=data.manifest["preset"],
+            dense="identity",
+            dense_standardized=False,
+            split=self.preset.split,
+        )
         return config.replace(workload=self.replace(schema=schema, preset=preset))
 
     def check_data(self, config: TrainConfig) -> None:
@@ -66,7 +74,9 @@ class ClickWorkload(ClickSettings):
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
             if data.path is not None:
-                LogSource.at(data.path, data.files).check_head(self.schema, max_bad_fraction=config.max_bad_fraction)
+                LogSource.at(data.path, data.files).check_head(
+                    self.schema, max_bad_fraction=config.max_bad_fraction
+                )
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
         return LogSource.at(path, names).list_files()
@@ -75,7 +85,10 @@ class ClickWorkload(ClickSettings):
         from rayrec.data.encoding.counts import CountingIndexer
 
         if importlib.util.find_spec("torchrec") is None:
-            raise InputError("torchrec is not installed, which click models require. `rayrec doctor` prints the fix.")
+            raise InputError(
+                "torchrec is not installed, which click models require. `rayrec doctor` prints "
+                "the fix."
+            )
         config = context.config
         assert config.train_data.path is not None
         self.preset.check(self.schema)
@@ -83,9 +96,9 @@ class ClickWorkload(ClickSettings):
             data = LogSource.at(config.train_data.path).dataset()
             if data is None or data.manifest["shuffle"] != "full":
                 raise InputError(
-                    f"train_data.shuffle: must be window, because {config.train_data.path} is not fully shuffled, got full. Run "
-                    f"`rayrec preprocess {config.train_data.path} --shuffle full --split ... --out DIR` and train on its output, "
-                    "or set window."
+                    f"train_data.shuffle: must be window, because {config.train_data.path} is not "
+                    f"fully shuffled, got full. Run `rayrec preprocess {config.train_data.path} "
+                    "--shuffle full --split ... --out DIR` and train on its output, or set window."
                 )
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
         with CountingIndexer(
@@ -102,7 +115,9 @@ class ClickWorkload(ClickSettings):
         assert config.train_data.path is not None
         teacher = open_teacher(self.teacher, run=context.folder)
         has_preprocessor = self.preprocessor or teacher or _resumes(folder)
-        index = self.open_index(config.train_data, context, index_text=index_log if has_preprocessor else counting.index)
+        index = self.open_index(
+            config.train_data, context, index_text=index_log if has_preprocessor else counting.index
+        )
         bad_rows = index.faults.total
         if config.eval_data.path is None:
             rows, evaluated = self.split_rows(config.train_data.path, index), index
@@ -112,15 +127,17 @@ class ClickWorkload(ClickSettings):
             bad_rows += evaluated.faults.total
             rows, best_auroc = {"train": (0, index.rows), "validation": (0, evaluated.rows)}, None
         in_order = config.eval_data.replace(shuffle="none")
-        eval_sets = {name: _order(evaluated, rows[name], in_order, 0) for name in rows if name != "train"}
+        eval_sets = {
+            name: _order(evaluated, rows[name], in_order, 0) for name in rows if name != "train"
+        }
         train = _order(index, rows["train"], config.train_data, config.seed)
         preprocessor = self._preprocessor(folder, index, context, teacher, counting)
         context.stopwatch.lap("vocabulary")
         self.check_categories(preprocessor.inputs)
         if preprocessor.schema != self.schema:
             raise InputError(
-                f"the columns of the Preprocessor must be {self.schema.columns}, as in the recipe, got "
-                f"{preprocessor.schema.columns}"
+                f"the columns of the Preprocessor must be {self.schema.columns}, as in the recipe, "
+                f"got {preprocessor.schema.columns}"
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
         check_candidates(self.model, preprocessor, note=context.note)
@@ -138,24 +155,37 @@ class ClickWorkload(ClickSettings):
             teacher=teacher,
         )
 
-    def _check_targets(self, context: RunContext, preprocessor: Shared[Preprocessor], sets: Mapping[str, BlockOrder]) -> None:
+    def _check_targets(
+        self,
+        context: RunContext,
+        preprocessor: Shared[Preprocessor],
+        sets: Mapping[str, BlockOrder],
+    ) -> None:
         targets, config = TargetCheck(self.model, preprocessor), context.config
         for name, order in sets.items():
-            path = config.train_data.path if name == "train" else config.eval_data.path or config.train_data.path
+            path = (
+                config.train_data.path
+                if name == "train"
+                else config.eval_data.path or config.train_data.path
+            )
             targets.check(order, name=name, path=str(path), engine=context.engine)
 
     def discard(self, folder: str) -> None:
         storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))
         storage.remove_file(storage.join(folder, RECORD))
 
-    def open_index(self, data: DataConfig, context: RunContext, *, index_text: TextIndexer) -> LogIndex:
+    def open_index(
+        self, data: DataConfig, context: RunContext, *, index_text: TextIndexer
+    ) -> LogIndex:
         """Return the index of a log, cached in the storage path."""
         assert data.path is not None
         cache_folder = storage.join(storage.absolute(context.config.storage_path), ".cache")
         index = LogSource.at(data.path, data.files).index(
             self.schema,
             segment_bytes=data.segment_bytes,
-            context=TaskContext(context.engine, cache_folder, context.note, context.progress, context.warn),
+            context=TaskContext(
+                context.engine, cache_folder, context.note, context.progress, context.warn
+            ),
             max_bad_fraction=context.config.max_bad_fraction,
             index_text=index_text,
         )
@@ -170,18 +200,27 @@ class ClickWorkload(ClickSettings):
         return self.split_rows(config.train_data.path, index)["train"]
 
     def _preprocessor(
-        self, folder: str, index: LogIndex, context: RunContext, teacher: Teacher | None, counting: CountingIndexer
+        self,
+        folder: str,
+        index: LogIndex,
+        context: RunContext,
+        teacher: Teacher | None,
+        counting: CountingIndexer,
     ) -> Preprocessor:
         path = context.config.train_data.path
         assert path is not None
         if _resumes(folder):
             return Preprocessor.load(folder)
-        preprocessor = self._configured_preprocessor(path, teacher) or self._build_preprocessor(index, context, counting)
+        preprocessor = self._configured_preprocessor(path, teacher) or self._build_preprocessor(
+            index, context, counting
+        )
         preprocessor.save(folder)
         return preprocessor
 
     def _configured_preprocessor(self, path: str, teacher: Teacher | None) -> Preprocessor | None:
-        """Return the Preprocessor of preprocessed data, teacher or configuration, or None. Raises InputError if they differ."""
+        """Return the Preprocessor of preprocessed data, teacher or configuration, or None. Raises
+        InputError if they differ.
+        """
         of_data = LogSource.at(path).preprocessor()
         folders = {} if of_data is None else {path: of_data}
         if teacher is not None:
@@ -195,18 +234,22 @@ class ClickWorkload(ClickSettings):
                 first, preprocessor = source, other
             elif other.hash() != preprocessor.hash():
                 raise InputError(
-                    f"{source}: Preprocessor {other.hash()} does not match {preprocessor.hash()} of {first}. Leave out "
-                    "--workload.preprocessor, or preprocess the log again."
+                    f"{source}: Preprocessor {other.hash()} does not match {preprocessor.hash()} "
+                    f"of {first}. Leave out --workload.preprocessor, or preprocess the log again."
                 )
         return preprocessor
 
-    def _build_preprocessor(self, index: LogIndex, context: RunContext, counting: CountingIndexer) -> Preprocessor:
+    def _build_preprocessor(
+        self, index: LogIndex, context: RunContext, counting: CountingIndexer
+    ) -> Preprocessor:
         from rayrec.data.encoding.counts import problems_of, trends_of
         from rayrec.data.encoding.presets import make_preprocessor
 
         start, stop = self._counted_rows(index, context.config)
         with counting.counts(
-            index, engine=context.engine, progress=lambda rows: context.progress("vocabulary", rows, stop - start)
+            index,
+            engine=context.engine,
+            progress=lambda rows: context.progress("vocabulary", rows, stop - start),
         ) as counts:
             for problem in problems_of(counts, self.preset.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {problem}")
@@ -219,17 +262,24 @@ class ClickWorkload(ClickSettings):
             return preprocessor
         return self._continued(preprocessor, context.config.init_from, context)
 
-    def _continued(self, preprocessor: Preprocessor, init_from: str, context: RunContext) -> Preprocessor:
-        """Return the Preprocessor with the inputs of the network in `init_from`, whose weights have no place for others."""
+    def _continued(
+        self, preprocessor: Preprocessor, init_from: str, context: RunContext
+    ) -> Preprocessor:
+        """Return the Preprocessor with the inputs of the network in `init_from`, whose weights have
+        no place for others.
+        """
         from rayrec.checkpoint import open_checkpoint
         from rayrec.data.encoding.extension import with_indicators_of
         from rayrec.workloads.recsys.scorer import load_preprocessor
 
-        continued, lost = with_indicators_of(load_preprocessor(open_checkpoint(init_from).path), preprocessor)
+        continued, lost = with_indicators_of(
+            load_preprocessor(open_checkpoint(init_from).path), preprocessor
+        )
         if lost:
             context.note(
-                f"init_from {init_from}: the model has no inputs for missing numbers of {', '.join(lost)}, which are their mean. "
-                "Train without init_from to add the inputs."
+                f"init_from {init_from}: the model has no inputs for missing numbers of "
+                f"{', '.join(lost)}, which are their mean. Train without init_from to add the "
+                "inputs."
             )
         return continued
 
@@ -246,25 +296,43 @@ class ClickWorkload(ClickSettings):
 
     def checkpoint_files(self, prepared: Prepared) -> dict[str, bytes | str]:
         files = storage.files_in(prepared.folder)
-        return {storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path for file in files}
+        return {
+            storage.join(PREPROCESSOR_FOLDER, storage.name_of(file.path)): file.path
+            for file in files
+        }
 
-    def plan(self, config: TrainConfig, *, target: Target | None = None, tables: Sequence[int] | None = None) -> str:
+    def plan(
+        self,
+        config: TrainConfig,
+        *,
+        target: Target | None = None,
+        tables: Sequence[int] | None = None,
+    ) -> str:
         from rayrec.workloads.recsys.planning import plan
 
         preprocessor = None if tables is not None else self._available_preprocessor(config)
         if preprocessor is not None:
             return plan(
-                self, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, hotness=preprocessor.hotness, target=target
+                self,
+                config,
+                preprocessor.num_embeddings,
+                inputs=preprocessor.inputs,
+                hotness=preprocessor.hotness,
+                target=target,
             )
         tables = tables or self.preset.num_embeddings
         if tables is not None:
             inputs = self.preset.inputs(self.schema)
             if len(tables) != len(inputs.sparse):
-                raise InputError(f"plan: must have one table size per sparse column ({len(inputs.sparse)}), got {len(tables)}")
+                raise InputError(
+                    f"plan: must have one table size per sparse column ({len(inputs.sparse)}), "
+                    f"got {len(tables)}"
+                )
             return plan(self, config, list(tables), inputs=inputs, target=target)
         raise InputError(
-            "plan: table sizes require a Preprocessor. Create one with `rayrec vocabulary PATH --out DIR` and pass "
-            "--workload.preprocessor DIR, or set the sizes (rows) with --tables mlperf or --tables 1000,200,..."
+            "plan: table sizes require a Preprocessor. Create one with `rayrec vocabulary PATH "
+            "--out DIR` and pass --workload.preprocessor DIR, or set the sizes (rows) with "
+            "--tables mlperf or --tables 1000,200,..."
         )
 
     def _available_preprocessor(self, config: TrainConfig) -> Preprocessor | None:
@@ -274,13 +342,23 @@ class ClickWorkload(ClickSettings):
         return None if folder is None else Preprocessor.load(folder)
 
     def probe_speed(
-        self, config: TrainConfig, *, target: Target, local_workers: int, cuda: bool, train: LocalTrainer
+        self,
+        config: TrainConfig,
+        *,
+        target: Target,
+        local_workers: int,
+        cuda: bool,
+        train: LocalTrainer,
     ) -> MeasuredSpeed:
         from rayrec.workloads.recsys.planning import probe_speed
 
-        return probe_speed(self, config, target=target, local_workers=local_workers, cuda=cuda, train=train)
+        return probe_speed(
+            self, config, target=target, local_workers=local_workers, cuda=cuda, train=train
+        )
 
-    def warm_start(self, context: RunContext, prepared: Prepared, checkpoint: Checkpoint) -> WarmStart:
+    def warm_start(
+        self, context: RunContext, prepared: Prepared, checkpoint: Checkpoint
+    ) -> WarmStart:
         from rayrec.workloads.recsys.warm_start import warm_start
 
         return warm_start(self, context, prepared, checkpoint)
@@ -317,11 +395,17 @@ def _order(index: LogIndex, rows: tuple[int, int], data: DataConfig, seed: int) 
 
 
 def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> float | None:
-    """Return the best AUROC of the test rows from truth.json next to a generated log, or None if unknown."""
+    """Return the best AUROC of the test rows from truth.json next to a generated log, or None if
+    unknown.
+    """
     for folder in () if index.format == "random" else (path, storage.folder_of(path)):
         path_of_truth = storage.join(folder, "truth.json")
         if storage.exists(path_of_truth):
             truth = storage.read_json(path_of_truth)
             test_truth = truth["split"]["test"]
-            return test_truth["auroc"] if (index.rows - test_truth["rows"], truth["rows"]) == test else None
+            return (
+                test_truth["auroc"]
+                if (index.rows - test_truth["rows"], truth["rows"]) == test
+                else None
+            )
     return None

@@ -1,4 +1,6 @@
-"""Warnings of columns whose values only grow or never return: in counted rows and in the data report."""
+"""Warnings of columns whose values only grow or never return: in counted rows and in the data
+report.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,11 @@ def test_rows_in_several_tasks_have_one_trend() -> None:
     [
         pytest.param(np.arange(100.0), "grows", id="numbers of rows"),
         pytest.param(np.arange(100.0)[::-1], "falls", id="falling"),
-        pytest.param(np.arange(1000.0) + np.random.default_rng(0).uniform(-5, 5, 1000), "grows", id="almost in order"),
+        pytest.param(
+            np.arange(1000.0) + np.random.default_rng(0).uniform(-5, 5, 1000),
+            "grows",
+            id="almost in order",
+        ),
         pytest.param(np.repeat([1.0, 2.0, 3.0, 4.0], 50), "grows", id="days"),
         pytest.param(np.append(np.zeros(99), 1.0), None, id="late flag"),
         pytest.param(np.zeros(100), None, id="constant"),
@@ -105,10 +111,16 @@ def test_trend_of_report_ignores_division_into_files(tmp_path: Path) -> None:
     rows = table()
     (tmp_path / "log").mkdir()
     for number, start in enumerate((0, 1500)):
-        pq.write_table(rows.slice(start, 1500 if number == 0 else None), tmp_path / "log" / f"part-{number}.parquet")
+        pq.write_table(
+            rows.slice(start, 1500 if number == 0 else None),
+            tmp_path / "log" / f"part-{number}.parquet",
+        )
     report = rayrec.validate(str(tmp_path / "log"), schema=SCHEMA, console=QUIET)
     assert report.content["slices_by"] == "file"
-    assert {name: column.get("trend") for name, column in report.content["dense"].items()} == {"time": "grows", "price": None}
+    assert {name: column.get("trend") for name, column in report.content["dense"].items()} == {
+        "time": "grows",
+        "price": None,
+    }
 
 
 def test_report_warns_of_times_after_counted_rows(tmp_path: Path) -> None:
@@ -117,8 +129,15 @@ def test_report_warns_of_times_after_counted_rows(tmp_path: Path) -> None:
     pq.write_table(shuffled, tmp_path / "old.parquet")
     later = shuffled.set_column(1, "time", pa.array(shuffled["time"].to_numpy() + 29 * 86400))
     pq.write_table(later, tmp_path / "new.parquet")
-    rayrec.vocabulary(str(tmp_path / "old.parquet"), out=str(tmp_path / "made"), schema=SCHEMA, console=QUIET)
-    report = rayrec.validate(str(tmp_path / "new.parquet"), schema=SCHEMA, preprocessor=str(tmp_path / "made"), console=QUIET)
+    rayrec.vocabulary(
+        str(tmp_path / "old.parquet"), out=str(tmp_path / "made"), schema=SCHEMA, console=QUIET
+    )
+    report = rayrec.validate(
+        str(tmp_path / "new.parquet"),
+        schema=SCHEMA,
+        preprocessor=str(tmp_path / "made"),
+        console=QUIET,
+    )
     assert report.content["dense"]["time"]["clipped_rate"] == pytest.approx(29 / 30, abs=0.01)
     assert report.content["dense"]["price"]["clipped_rate"] == 0
     assert any(text.startswith("column time: 96") for text in report.warnings)

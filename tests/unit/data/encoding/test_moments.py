@@ -1,4 +1,6 @@
-"""Moments of numbers: standardized inputs of every transform and spread, whatever the division into tasks."""
+"""Moments of numbers: standardized inputs of every transform and spread, whatever the division into
+tasks.
+"""
 
 import itertools
 import math
@@ -60,11 +62,14 @@ RULES = (
     seed=st.integers(0, 99),
 )
 @CHECKED
-def test_inputs_have_mean_0_and_deviation_1(rules: dict[str, Any], mean: float, spread: float, seed: int) -> None:
+def test_inputs_have_mean_0_and_deviation_1(
+    rules: dict[str, Any], mean: float, spread: float, seed: int
+) -> None:
     # Uniform values have no outliers, which bounds would change.
     values = mean + (mean or 1.0) * spread * np.random.default_rng(seed).uniform(-1, 1, 400)
     rule = DenseColumn(rules["dense"], rules.get("dense_shift", 1.0), rules.get("dense_lowest", 0))
-    # Below, the numbers themselves, or their logarithms, differ in the last bits only, and the error of one is no longer small.
+    # Below, the numbers themselves, or their logarithms, differ in the last bits only, and the
+    # error of one is no longer small.
     if len(np.unique(rule.transform(values))) > 50:
         check_standardized(inputs_of(values, **rules))
 
@@ -72,12 +77,16 @@ def test_inputs_have_mean_0_and_deviation_1(rules: dict[str, Any], mean: float, 
 @pytest.mark.parametrize(
     ("values", "rules"),
     [
-        pytest.param(np.random.default_rng(0).uniform(300, 700, 1000), {"dense": "identity"}, id="identity"),
+        pytest.param(
+            np.random.default_rng(0).uniform(300, 700, 1000), {"dense": "identity"}, id="identity"
+        ),
         pytest.param(HOUR, {"dense": "identity"}, id="hour"),
         pytest.param(HOUR, {"dense": "signed_log"}, id="hour, logarithm"),
         pytest.param(np.linspace(0, 1e-6, 500), {"dense": "signed_log"}, id="small rates"),
         pytest.param(np.linspace(-1e-9, 1e-9, 500), {"dense": "identity"}, id="around zero"),
-        pytest.param(1e9 * (1 + 1e-12 * np.linspace(-1, 1, 4001)), {"dense": "signed_log"}, id="last digits"),
+        pytest.param(
+            1e9 * (1 + 1e-12 * np.linspace(-1, 1, 4001)), {"dense": "signed_log"}, id="last digits"
+        ),
     ],
 )
 def test_inputs_of_examples_are_standardized(values: np.ndarray, rules: dict[str, Any]) -> None:
@@ -85,7 +94,9 @@ def test_inputs_of_examples_are_standardized(values: np.ndarray, rules: dict[str
 
 
 @pytest.mark.parametrize("value", [0.0, -5.0, 1.7e9, 1e-300, 1e18])
-@pytest.mark.parametrize("rules", [{"dense": "identity"}, {"dense": "signed_log"}], ids=lambda rules: rules["dense"])
+@pytest.mark.parametrize(
+    "rules", [{"dense": "identity"}, {"dense": "signed_log"}], ids=lambda rules: rules["dense"]
+)
 def test_constant_column_is_zero(value: float, rules: dict[str, Any]) -> None:
     assert inputs_of(np.full(7, value), **rules).tolist() == [0.0] * 7
 
@@ -95,16 +106,24 @@ def test_criteo_integers_use_transform_of_preset() -> None:
     values = np.random.default_rng(0).integers(300, 700, 500)
     raw, _ = parse(schema, b"".join(b"%d\t%08x\n" % (value, 1) for value in values))
     for rules in (RULES[0], RULES[2], RULES[5]):
-        check_standardized(made_from(raw, schema, Preset(**rules)).encode(raw).dense[:, 0].astype(np.float64))
+        check_standardized(
+            made_from(raw, schema, Preset(**rules)).encode(raw).dense[:, 0].astype(np.float64)
+        )
 
 
 @given(
-    values=st.lists(st.floats(-1e18, 1e18) | st.sampled_from([1.7e9, 1.7e9 + 1, -0.0, 5e-324, 1e-200]), min_size=1, max_size=60),
+    values=st.lists(
+        st.floats(-1e18, 1e18) | st.sampled_from([1.7e9, 1.7e9 + 1, -0.0, 5e-324, 1e-200]),
+        min_size=1,
+        max_size=60,
+    ),
     cuts=st.lists(st.integers(0, 60), max_size=4),
     dense=st.sampled_from(["identity", "signed_log"]),
 )
 @CHECKED
-def test_preprocessor_is_independent_of_tasks(values: list[float], cuts: list[int], dense: Any) -> None:
+def test_preprocessor_is_independent_of_tasks(
+    values: list[float], cuts: list[int], dense: Any
+) -> None:
     raw, preset = block(values), Preset(dense=dense)
     expected = made_from(raw, NUMBER, preset)
     borders = [0, *sorted(min(cut, raw.rows) for cut in cuts), raw.rows]
@@ -116,7 +135,13 @@ def test_preprocessor_is_independent_of_tasks(values: list[float], cuts: list[in
     assert make_preprocessor(preset, NUMBER, total).hash() == expected.hash()
 
 
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, max_value=1e150, min_value=-1e150), min_size=1, max_size=40))
+@given(
+    st.lists(
+        st.floats(allow_nan=False, allow_infinity=False, max_value=1e150, min_value=-1e150),
+        min_size=1,
+        max_size=40,
+    )
+)
 @CHECKED
 def test_sums_match_fsum(values: list[float]) -> None:
     moments = Moments()

@@ -1,4 +1,6 @@
-"""Inputs of numbers in logs other than Criteo's: missing ones, their indicators, bounds, and counts of numbers beyond."""
+"""Inputs of numbers in logs other than Criteo's: missing ones, their indicators, bounds, and counts
+of numbers beyond.
+"""
 
 import dataclasses
 import runpy
@@ -11,7 +13,14 @@ import pytest
 from builders.click_models import hashed_preprocessor
 from builders.logs import made_from
 
-from rayrec.data.encoding.clipping import ClipCounter, ClipSum, ClipTotals, arrow_flags, clipping_report, clipping_warning
+from rayrec.data.encoding.clipping import (
+    ClipCounter,
+    ClipSum,
+    ClipTotals,
+    arrow_flags,
+    clipping_report,
+    clipping_warning,
+)
 from rayrec.data.encoding.encoder import indicator_names
 from rayrec.data.encoding.extension import extend, with_indicators_of
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -25,7 +34,14 @@ from rayrec.schema import Schema
 from rayrec.serve.requests import RequestBody
 from rayrec.serve.row_readers import make_reader
 
-LOG = Schema(label=None, dense=("seen", "age"), sparse=("user",), optional=("age",), nan="missing", tokens="any")
+LOG = Schema(
+    label=None,
+    dense=("seen", "age"),
+    sparse=("user",),
+    optional=("age",),
+    nan="missing",
+    tokens="any",
+)
 DAY = 1.7e9 + np.arange(100) * 864.0
 AGES = np.linspace(20.0, 60.0, 100)
 
@@ -46,7 +62,7 @@ def trained(preset: Preset = RAYREC) -> Preprocessor:
     return made_from(block(DAY, with_gaps(AGES, [3, 50])), LOG, preset)
 
 
-# Missing numbers ------------------------------------------------------------------------------------------------------
+# -- Missing numbers
 def test_missing_number_is_mean_with_indicator() -> None:
     preprocessor = made_from(block(with_gaps(DAY, [0, 7]), AGES), LOG, RAYREC)
     assert preprocessor.inputs.dense == ("seen", "age", "seen is missing")
@@ -72,7 +88,9 @@ def test_all_kinds_of_missing_numbers_are_equal(age: Any) -> None:
 
 
 def test_absent_json_field_is_missing_number() -> None:
-    raw, _ = make_reader(LOG).read([RequestBody("json", 3, 0, rows=[{"seen": 1.7e9}, {"seen": 1.7e9, "age": None}, {}])])
+    raw, _ = make_reader(LOG).read(
+        [RequestBody("json", 3, 0, rows=[{"seen": 1.7e9}, {"seen": 1.7e9, "age": None}, {}])]
+    )
     dense = trained().encode(raw).dense
     assert dense[:, 1:].tolist() == [[0.0, 1.0]] * 3
     assert dense[2, 0] == 0.0
@@ -83,10 +101,17 @@ def test_encode_py_gives_indicators(tmp_path: Path) -> None:
     preprocessor.save(str(tmp_path))
     (tmp_path / "encode.py").write_text(encoder_program())
     encoder = runpy.run_path(str(tmp_path / "encode.py"))["Encoder"](str(tmp_path))
-    rows = [{"seen": DAY[5], "age": 30.0}, {"seen": DAY[99] + 1e9, "age": None}, {"age": float("nan")}, {}]
+    rows = [
+        {"seen": DAY[5], "age": 30.0},
+        {"seen": DAY[99] + 1e9, "age": None},
+        {"age": float("nan")},
+        {},
+    ]
     dense, _ = encoder.encode(rows)
     seen = [row.get("seen") for row in rows]
-    expected = preprocessor.encode(block(pa.array(seen, pa.float64()), pa.array([30.0, None, float("nan"), None])))
+    expected = preprocessor.encode(
+        block(pa.array(seen, pa.float64()), pa.array([30.0, None, float("nan"), None]))
+    )
     assert dense.tobytes() == expected.dense.tobytes()
     assert dense[:, 2].tolist() == [0.0, 1.0, 1.0, 1.0]
 
@@ -114,7 +139,9 @@ RAW = (MLPERF_V1, TORCHREC_2024, RAYREC.replace(dense_standardized=False))
 @pytest.mark.parametrize("preset", RAW, ids=lambda preset: preset.name)
 def test_presets_without_standardizing_keep_raw_zero(preset: Preset) -> None:
     preprocessor = trained(preset)
-    zero = DenseColumn(preset.dense, preset.dense_shift, preset.dense_lowest or 0).apply(np.zeros(1))[0]
+    zero = DenseColumn(preset.dense, preset.dense_shift, preset.dense_lowest or 0).apply(
+        np.zeros(1)
+    )[0]
     assert preprocessor.inputs.dense == LOG.dense
     assert preprocessor.encode(block(DAY[:1] * 1e3, None)).dense[0, 1] == zero
     assert all(rule.lower is rule.upper is None for rule in preprocessor.dense)
@@ -122,16 +149,31 @@ def test_presets_without_standardizing_keep_raw_zero(preset: Preset) -> None:
 
 def test_criteo_logs_keep_raw_zero() -> None:
     schema = Schema(label=None, dense=("n",), sparse=("s",), tokens="hexadecimal")
-    raw, _ = parse(schema, b"".join(b"%s\t%08x\n" % (b"" if row % 7 == 0 else b"%d" % (10**6 + row), 1) for row in range(100)))
+    raw, _ = parse(
+        schema,
+        b"".join(
+            b"%s\t%08x\n" % (b"" if row % 7 == 0 else b"%d" % (10**6 + row), 1)
+            for row in range(100)
+        ),
+    )
     preprocessor = made_from(raw, schema, RAYREC)
     (rule,) = preprocessor.dense
-    assert set(preprocessor.describe()["dense"][0]) == {"kind", "shift", "lowest", "mean", "scale", "missing_value"}
+    assert set(preprocessor.describe()["dense"][0]) == {
+        "kind",
+        "shift",
+        "lowest",
+        "mean",
+        "scale",
+        "missing_value",
+    }
     assert rule.missing_value == np.float32(-rule.mean * rule.scale)
     assert preprocessor.inputs == schema
 
 
 def test_preprocessors_of_earlier_versions_encode_as_before() -> None:
-    before = hashed_preprocessor([9], LOG, dense=(DenseColumn(mean=21.25, scale=1e5, missing_value=-2e6), DenseColumn()))
+    before = hashed_preprocessor(
+        [9], LOG, dense=(DenseColumn(mean=21.25, scale=1e5, missing_value=-2e6), DenseColumn())
+    )
     assert [set(rule) for rule in before.describe()["dense"]] == [
         {"kind", "shift", "lowest", "mean", "scale", "missing_value"}
     ] * 2
@@ -154,17 +196,25 @@ def test_warm_start_keeps_indicators_of_network() -> None:
     continued, lost = with_indicators_of(ages, times)
     assert (continued.inputs.dense, lost) == (ages.inputs.dense, ["seen"])
     assert [rule.mean for rule in continued.dense] == [rule.mean for rule in times.dense]
-    assert continued.encode(block(with_gaps(DAY[:1], [0]), None)).dense.tolist() == [[0.0, 0.0, 1.0]]
+    assert continued.encode(block(with_gaps(DAY[:1], [0]), None)).dense.tolist() == [
+        [0.0, 0.0, 1.0]
+    ]
     assert with_indicators_of(ages, ages) == (ages, [])
 
 
-# Bounds ---------------------------------------------------------------------------------------------------------------
+# -- Bounds
 def test_inputs_stay_in_counted_range() -> None:
     preprocessor = trained()
-    dense = preprocessor.encode(block([DAY[0] - 1e6, DAY[-1] + 1e6, 0.0, 1e18], [30.0] * 4)).dense[:, 0]
+    dense = preprocessor.encode(block([DAY[0] - 1e6, DAY[-1] + 1e6, 0.0, 1e18], [30.0] * 4)).dense[
+        :, 0
+    ]
     counted = preprocessor.encode(block(DAY, AGES)).dense[:, 0]
-    np.testing.assert_allclose(dense, [counted.min(), counted.max(), counted.min(), counted.max()], atol=3e-6)
-    assert ClipCounter(preprocessor).count(preprocessor.encode(block(DAY, AGES)).dense)[0].tolist() == [100, 0]
+    np.testing.assert_allclose(
+        dense, [counted.min(), counted.max(), counted.min(), counted.max()], atol=3e-6
+    )
+    assert ClipCounter(preprocessor).count(preprocessor.encode(block(DAY, AGES)).dense)[
+        0
+    ].tolist() == [100, 0]
 
 
 def test_outlier_inputs_are_clipped_at_eight() -> None:
@@ -197,7 +247,13 @@ def test_kernel_bounds_match_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"lower": 1.0}, {"lower": 1.0, "upper": 0.0}, {"lower": float("nan"), "upper": 1.0}, {"indicator": 1}]
+    "changes",
+    [
+        {"lower": 1.0},
+        {"lower": 1.0, "upper": 0.0},
+        {"lower": float("nan"), "upper": 1.0},
+        {"indicator": 1},
+    ],
 )
 def test_damaged_bounds_are_rejected(changes: dict[str, Any]) -> None:
     rule = dataclasses.replace(DenseColumn(), **changes)
@@ -205,7 +261,7 @@ def test_damaged_bounds_are_rejected(changes: dict[str, Any]) -> None:
         hashed_preprocessor([9], LOG, dense=(rule, DenseColumn())).check()
 
 
-# Counts ---------------------------------------------------------------------------------------------------------------
+# -- Counts
 LATER = block(DAY + 86400, with_gaps(AGES, list(range(0, 100, 2))))
 """Rows of the next day, half of them without an age."""
 
@@ -219,13 +275,17 @@ def test_clipped_numbers_are_counted_by_column() -> None:
     total.add(dense[:40])
     total.add(dense[40:])
     assert total.counts.tolist() == [[100, 100], [50, 0]]
-    assert clipping_report(dict(zip(total.names, total.counts.tolist(), strict=True))) == {"seen": {"clipped": 100, "share": 1.0}}
+    assert clipping_report(dict(zip(total.names, total.counts.tolist(), strict=True))) == {
+        "seen": {"clipped": 100, "share": 1.0}
+    }
 
 
 def test_clipped_columns_of_tables_are_totalled() -> None:
     preprocessor = trained()
     flags = ClipCounter(preprocessor).columns(preprocessor.encode(LATER).dense)
-    table = pa.table({"row": np.arange(100), **{name: arrow_flags(values) for name, values in flags.items()}})
+    table = pa.table(
+        {"row": np.arange(100), **{name: arrow_flags(values) for name, values in flags.items()}}
+    )
     totals = ClipTotals(("seen", "age"))
     assert totals.strip(table.slice(10)).column_names == ["row"]
     assert totals.counts == {"seen": [90, 90], "age": [45, 0]}
@@ -234,7 +294,8 @@ def test_clipped_columns_of_tables_are_totalled() -> None:
 def test_clipping_above_one_percent_warns() -> None:
     warning = clipping_warning({"seen": (1000, 11), "age": (1000, 10), "price": (0, 0)})
     assert warning.startswith(
-        "beyond the range of the training rows, and used as its end: seen (1.1% of its values). Train again"
+        "beyond the range of the training rows, and used as its end: seen (1.1% of its values). "
+        "Train again"
     )
     assert clipping_warning({"age": (1000, 10)}) == ""
 

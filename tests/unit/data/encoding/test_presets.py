@@ -1,4 +1,6 @@
-"""Presets compared with rows computed by hand from the published pipelines' rules, and with TorchRec's own code."""
+"""Presets compared with rows computed by hand from the published pipelines' rules, and with
+TorchRec's own code.
+"""
 
 import functools
 import json
@@ -19,7 +21,17 @@ from rayrec.data.encoding.encoder import MLPERF_SIZES, Derivation, MultiHot
 from rayrec.data.encoding.extension import extend
 from rayrec.data.encoding.known_categories import OOVCounter, bucket_names, buckets_of
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.encoding.presets import ALL, FUXICTR_X1, FUXICTR_X4, MLPERF_V1, NVT, RAY_TEMPLATE, RAYREC, TORCHREC, Preset
+from rayrec.data.encoding.presets import (
+    ALL,
+    FUXICTR_X1,
+    FUXICTR_X4,
+    MLPERF_V1,
+    NVT,
+    RAY_TEMPLATE,
+    RAYREC,
+    TORCHREC,
+    Preset,
+)
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_log import read_segments
 from rayrec.data.raw_block import RawBlock
@@ -39,13 +51,17 @@ TOY = b"""1\t5\t0\ta0000001\t05db9164
 """
 
 
-def index_of(folder: Path, *texts: bytes, schema: Schema = SCHEMA, segment_bytes: int = 40) -> LogIndex:
+def index_of(
+    folder: Path, *texts: bytes, schema: Schema = SCHEMA, segment_bytes: int = 40
+) -> LogIndex:
     for day, text in enumerate(texts):
         (folder / f"day_{day}").write_bytes(text)
     return open_index(folder, schema, segment_bytes=segment_bytes)
 
 
-def encoded(preset: Preset, folder: Path, *texts: bytes) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
+def encoded(
+    preset: Preset, folder: Path, *texts: bytes
+) -> tuple[Preprocessor, np.ndarray, list[list[int]]]:
     index = index_of(folder, *(texts or (TOY,)))
     preprocessor = learn(index, SCHEMA, preset)
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
@@ -57,21 +73,45 @@ LN3_B = [1.09861231, 2.30258512, 1.09861231, -math.inf, 1.60943794, 13.8155136]
 LN3 = [LN3_A, LN3_B]
 TORCHREC_DENSE = [[2.30258512, 1.60943794, 1.38629436, 1.60943794, 4.82831383, 2.07944155]]
 TORCHREC_DENSE += [[1.60943794, 2.48490667, 1.60943794, 0.693147182, 1.94591022, 13.8155155]]
-MLPERF_DENSE = [[1.79175949, 0, 0, 0, 4.79579067, 1.38629436], [0, 2.07944155, 0, 0, 1.09861231, 13.8155117]]
+MLPERF_DENSE = [
+    [1.79175949, 0, 0, 0, 4.79579067, 1.38629436],
+    [0, 2.07944155, 0, 0, 1.09861231, 13.8155117],
+]
 INTEGERS = [[5, 0, -1, 0, 120, 3], [0, 7, 0, -3, 2, 1_000_000]]
 NO_NUMBERS = np.zeros((0, 6))
 ONCE = {"min_count": 1}
 HASHED = [[4054911, 4054911, 21882121, 8124823, 5436790, 4054911], [9, 3, 9, 9, 9, 3]]
 BUCKETS = [[3, 5, 1, 5, 4, 2], [5, 3, 5, 1, 2, 4], [1, 1, 3, 4, 2, 1], [1, 3, 1, 1, 1, 2]]
-IN_ORDER, FREQUENT = [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]], [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]
+IN_ORDER, FREQUENT = (
+    [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]],
+    [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]],
+)
 EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] = [
     # preset, changes, numbers, ids, tables
-    (MLPERF_V1, {"token_modulo": 40_000_000}, MLPERF_DENSE, [[0, 0, 1, 2, 3, 0], [0, 1, 0, 0, 0, 2]], [4 + 1, 3 + 1]),
+    (
+        MLPERF_V1,
+        {"token_modulo": 40_000_000},
+        MLPERF_DENSE,
+        [[0, 0, 1, 2, 3, 0], [0, 1, 0, 0, 0, 2]],
+        [4 + 1, 3 + 1],
+    ),
     (TORCHREC, ONCE, TORCHREC_DENSE, IN_ORDER, [6, 5]),
     (TORCHREC, {"min_count": 2}, TORCHREC_DENSE, FREQUENT, [3, 3]),
     (TORCHREC, {"min_count": 3}, TORCHREC_DENSE, FREQUENT, [3, 3]),
-    (TORCHREC, {**ONCE, "num_embeddings": (4, 3)}, TORCHREC_DENSE, [[2, 2, 3, 0, 1, 2], [2, 0, 2, 2, 2, 1]], [4, 3]),
-    (TORCHREC, {**ONCE, "max_num_embeddings": 4}, TORCHREC_DENSE, [[2, 2, 3, 0, 1, 2], [2, 3, 2, 2, 2, 0]], [4, 4]),
+    (
+        TORCHREC,
+        {**ONCE, "num_embeddings": (4, 3)},
+        TORCHREC_DENSE,
+        [[2, 2, 3, 0, 1, 2], [2, 0, 2, 2, 2, 1]],
+        [4, 3],
+    ),
+    (
+        TORCHREC,
+        {**ONCE, "max_num_embeddings": 4},
+        TORCHREC_DENSE,
+        [[2, 2, 3, 0, 1, 2], [2, 3, 2, 2, 2, 0]],
+        [4, 4],
+    ),
     (presets.TORCHREC_2024, ONCE, LN3, IN_ORDER, [6, 5]),
     (RAY_TEMPLATE, {}, LN3, FREQUENT, [3, 3]),
     # The empty field is a category like others: among those seen once, it comes first.
@@ -79,14 +119,22 @@ EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] =
     (RAY_TEMPLATE, {**ONCE, "ids": "first_seen"}, LN3, IN_ORDER, [6, 5]),
     (NVT, {"num_embeddings": (40_000_000, 10)}, LN3, HASHED, [40_000_000, 10]),
     (FUXICTR_X4, ONCE, NO_NUMBERS, BUCKETS, [6, 6, 5, 4]),
-    (FUXICTR_X4, {"min_count": 2}, NO_NUMBERS, [[1] * 6] * 2 + [[1, 1, 2, 2, 2, 1], [1, 2, 1, 1, 1, 2]], [2, 2, 3, 3]),
+    (
+        FUXICTR_X4,
+        {"min_count": 2},
+        NO_NUMBERS,
+        [[1] * 6] * 2 + [[1, 1, 2, 2, 2, 1], [1, 2, 1, 1, 1, 2]],
+        [2, 2, 3, 3],
+    ),
     (FUXICTR_X4, {"min_count": 10}, NO_NUMBERS, [[1] * 6] * 4, [2] * 4),
     (FUXICTR_X1, {}, INTEGERS, [[1, 1, 4, 2, 3, 1], [1, 2, 1, 1, 1, 3]], [6, 5]),
 ]
 
 
 @pytest.mark.parametrize(("preset", "changes", "numbers", "ids", "tables"), EXPECTED)
-def test_rows_of_presets(tmp_path: Path, preset: Preset, changes: Any, numbers: Any, ids: Any, tables: list[int]) -> None:
+def test_rows_of_presets(
+    tmp_path: Path, preset: Preset, changes: Any, numbers: Any, ids: Any, tables: list[int]
+) -> None:
     preprocessor, dense, found = encoded(preset.replace(**changes), tmp_path)
     np.testing.assert_allclose(dense, numbers, rtol=2e-7)
     assert (found, preprocessor.num_embeddings) == (ids, tables)
@@ -95,11 +143,18 @@ def test_rows_of_presets(tmp_path: Path, preset: Preset, changes: Any, numbers: 
 
 def test_mlperf_v1_applies_token_modulo(tmp_path: Path) -> None:
     preprocessor, _, ids = encoded(MLPERF_V1.replace(token_modulo=10), tmp_path)
-    # a0000001 = 2684354561 -> 1, ffffffff = 4294967295 -> 5, missing -> 0, 0000000a -> 0; 05db9164 -> 4, 68fd1e64 -> 2
+    # a0000001 = 2684354561 -> 1, ffffffff = 4294967295 -> 5, missing -> 0, 0000000a -> 0; 05db9164
+    # -> 4, 68fd1e64 -> 2
     assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 2]]
-    unseen = index_of(tmp_path, TOY.replace(b"ffffffff", b"0000000f").replace(b"68fd1e64", b"00000003"))
-    ids = [column.tolist() for column in preprocessor.encode(read_segments(unseen.segments, SCHEMA)).ids]
-    assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 3]]  # 15 mod 10 is known; 3 is not: the table's last row
+    unseen = index_of(
+        tmp_path, TOY.replace(b"ffffffff", b"0000000f").replace(b"68fd1e64", b"00000003")
+    )
+    ids = [
+        column.tolist()
+        for column in preprocessor.encode(read_segments(unseen.segments, SCHEMA)).ids
+    ]
+    # 15 mod 10 is known; 3 is not: the table's last row
+    assert ids == [[0, 0, 1, 2, 2, 0], [0, 1, 0, 0, 0, 3]]
 
 
 def test_torchrec_subtracts_file_minimum(tmp_path: Path) -> None:
@@ -113,28 +168,45 @@ def test_torchrec_subtracts_file_minimum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param({}, id="published"), pytest.param({"missing": 1, "first_id": 2}, id="missing unlike unknown")]
+    "changes",
+    [
+        pytest.param({}, id="published"),
+        pytest.param({"missing": 1, "first_id": 2}, id="missing unlike unknown"),
+    ],
 )
 @pytest.mark.parametrize("limit", [None, 7, 2**31 + 5])
-def test_fuxictr_x4_ids_are_independent_of_block_size(limit: int | None, changes: dict[str, Any]) -> None:
+def test_fuxictr_x4_ids_are_independent_of_block_size(
+    limit: int | None, changes: dict[str, Any]
+) -> None:
     draw = np.random.default_rng(3)
     numbers = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
     numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
     columns = [*numbers.T.tolist(), *draw.integers(0, 300, (2, 5000)).tolist()]
-    raw = block_of(SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True)))
+    raw = block_of(
+        SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True))
+    )
     preset = FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4, **changes)
     preprocessor = made_from(raw, SCHEMA, preset)
     chosen = draw.permutation(5000)
     together = np.array(preprocessor.encode(raw, chosen).ids)
-    alone = np.concatenate([np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1)
+    alone = np.concatenate(
+        [np.array(preprocessor.encode(raw, rows).ids) for rows in np.split(chosen, 10)], axis=1
+    )
     np.testing.assert_array_equal(together, alone)
     # And the ids are those of the categories that were counted.
     buckets = Derivation(buckets=True).applied(raw)
-    known = np.split(preprocessor.tokens, np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1])
+    known = np.split(
+        preprocessor.tokens, np.cumsum([column.num_tokens for column in preprocessor.sparse])[:-1]
+    )
     for column in range(2):
-        expected = {token: number + preset.first_id for number, token in enumerate(known[column].tolist())}
+        expected = {
+            token: number + preset.first_id for number, token in enumerate(known[column].tolist())
+        }
         rule = preprocessor.sparse[column]
-        ids = [expected.get(token, rule.unknown_id) % (limit or 2**40) for token in buckets.categories[chosen, column].tolist()]
+        ids = [
+            expected.get(token, rule.unknown_id) % (limit or 2**40)
+            for token in buckets.categories[chosen, column].tolist()
+        ]
         missing = buckets.is_missing(SCHEMA.dense[column])[chosen]
         assert together[column].tolist() == np.where(missing, rule.missing_id, ids).tolist()
 
@@ -144,7 +216,9 @@ def test_rayrec_with_and_without_max_num_embeddings(tmp_path: Path) -> None:
     assert ids == [[2, 2, 0, 1, 0, 2], [2, 1, 2, 2, 2, 0]]
     assert preprocessor.num_embeddings == [3, 3]
     present = np.array([math.copysign(math.log1p(abs(x)), x) for x in (5, -1, 0, 120, 3)])
-    np.testing.assert_allclose(dense[0, [0, 2, 3, 4, 5]], (present - present.mean()) / present.std(), rtol=1e-5)
+    np.testing.assert_allclose(
+        dense[0, [0, 2, 3, 4, 5]], (present - present.mean()) / present.std(), rtol=1e-5
+    )
     assert dense[0, 1] == dense[0, 3]  # missing counts as 0
     preprocessor, _, ids = encoded(RAYREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
     assert preprocessor.num_embeddings == [4, 4]
@@ -169,10 +243,15 @@ def test_preset_roundtrip_keeps_constants(tmp_path: Path) -> None:
     assert len(hashes) == len(presets.ALL)
 
 
-@pytest.mark.parametrize("preset", [preset for preset in presets.ALL.values() if preset.dense != "buckets"])
+@pytest.mark.parametrize(
+    "preset", [preset for preset in presets.ALL.values() if preset.dense != "buckets"]
+)
 def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: Preset) -> None:
     text = b"".join((click_log / "train.txt").read_bytes().splitlines(keepends=True)[:3000])
-    indices = (index_of(tmp_path, text, schema=CRITEO, segment_bytes=size) for size in (7_000, 100_000, 1 << 24))
+    indices = (
+        index_of(tmp_path, text, schema=CRITEO, segment_bytes=size)
+        for size in (7_000, 100_000, 1 << 24)
+    )
     assert len({learn(index, CRITEO, preset).hash() for index in indices}) == 1
 
 
@@ -187,22 +266,32 @@ def test_preset_rejects_invalid_values() -> None:
         rejects(why, make)
 
 
-# TorchRec's own code --------------------------------------------------------------------------------------------------
+# -- TorchRec's own code
 @pytest.mark.parametrize("min_count", [1, 3])
 @pytest.mark.usefixtures("capsys")
 def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int) -> None:
-    """Two days through tsv_to_npys and sparse_to_contiguous: bit-identical ids, dense to float32 rounding."""
+    """Two days through tsv_to_npys and sparse_to_contiguous: bit-identical ids, dense to float32
+    rounding.
+    """
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
     raw, npy = tmp_path / "raw", tmp_path / "npy"
     raw.mkdir()
-    index = index_of(raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000)
-    ours = learn(index, CRITEO, TORCHREC.replace(min_count=min_count)).encode(read_segments(index.segments, CRITEO))
+    index = index_of(
+        raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000
+    )
+    ours = learn(index, CRITEO, TORCHREC.replace(min_count=min_count)).encode(
+        read_segments(index.segments, CRITEO)
+    )
     write_npy([raw / "day_0", raw / "day_1"], npy)
     with torchrec_criteo() as criteo:
         sparse = [str(npy / f"day_{day}_sparse.npy") for day in (0, 1)]
-        criteo.BinaryCriteoUtils.sparse_to_contiguous(sparse, str(npy), frequency_threshold=min_count)
+        criteo.BinaryCriteoUtils.sparse_to_contiguous(
+            sparse, str(npy), frequency_threshold=min_count
+        )
     parts = ("sparse_contig_freq", "dense", "labels")
-    ids, dense, labels = (np.concatenate([np.load(npy / f"day_{day}_{part}.npy") for day in (0, 1)]) for part in parts)
+    ids, dense, labels = (
+        np.concatenate([np.load(npy / f"day_{day}_{part}.npy") for day in (0, 1)]) for part in parts
+    )
     assert (ids == np.array(ours.ids).T).all()
     np.testing.assert_allclose(ours.dense, dense, rtol=3e-7)
     assert (ours.label == labels[:, 0]).all()
@@ -213,16 +302,23 @@ def test_bag_sizes_below_one_are_rejected(sizes: tuple[int, ...]) -> None:
     rejects(r"multi_hot\.sizes: must be 1 or more each", MultiHot, sizes=sizes)
 
 
-# Multi-hot ------------------------------------------------------------------------------------------------------------
+# -- Multi-hot
 def test_multi_hot_bags_start_with_id_and_match_distributions() -> None:
     bags = MultiHot(sizes=(3, 1, 5))
-    ids = [np.array([7, 9, 7], np.int32), np.array([1, 2, 3], np.int32), np.array([0, 2**24 + 1, 5], np.int32)]
+    ids = [
+        np.array([7, 9, 7], np.int32),
+        np.array([1, 2, 3], np.int32),
+        np.array([0, 2**24 + 1, 5], np.int32),
+    ]
     sizes = [10, 4, 40_000_000]
     out = bags.expand(ids, sizes)
     assert [column.shape for column in out] == [(3, 3), (3,), (3, 5)]
     assert (out[0][0] == out[0][2]).all()
     assert [out[0][:, 0].tolist(), out[2][:, 0].tolist()] == [[7, 9, 7], [0, 2**24 + 1, 5]]
-    assert all((column >= 0).all() and (column < size).all() for column, size in zip(out, sizes, strict=True))
+    assert all(
+        (column >= 0).all() and (column < size).all()
+        for column, size in zip(out, sizes, strict=True)
+    )
     wide = bags.expand([column.astype(np.int64) for column in ids], sizes)
     assert (wide[2] == out[2]).all()
     assert wide[2].dtype == np.int64
@@ -232,7 +328,9 @@ def test_multi_hot_bags_start_with_id_and_match_distributions() -> None:
         uniform = MultiHot(sizes=(11,)).expand([ids], [size])[0][:, 1:]
         expected = np.random.RandomState(0).randint(0, size, uniform.shape)
         for quantile in (0.1, 0.5, 0.9):
-            assert abs(np.quantile(uniform, quantile) - np.quantile(expected, quantile)) <= max(1, size * 0.01)
+            assert abs(np.quantile(uniform, quantile) - np.quantile(expected, quantile)) <= max(
+                1, size * 0.01
+            )
         pareto = MultiHot(sizes=(11,), distribution="pareto").expand([ids], [size])[0][:, 1:]
         drawn = np.random.RandomState(0).pareto(a=0.25, size=pareto.shape)
         overflow = drawn >= 2**31
@@ -244,18 +342,31 @@ def test_multi_hot_bags_start_with_id_and_match_distributions() -> None:
 
 @pytest.mark.parametrize("missing", [1, "token", "zero", "unknown"])
 def test_frequency_buckets_match_counts(tmp_path: Path, missing: int | str) -> None:
-    drawn = np.minimum(np.random.default_rng(0).geometric(0.02, 5000), 400)  # the first some hundred times, the last once
+    # the first some hundred times, the last once
+    drawn = np.minimum(np.random.default_rng(0).geometric(0.02, 5000), 400)
     fields = ["" if value == 7 else f"{value:08x}" for value in drawn.tolist()]
-    index = index_of(tmp_path, "".join(f"0\t1\t1\t{field}\t{field}\n" for field in fields).encode(), segment_bytes=10_000)
+    index = index_of(
+        tmp_path,
+        "".join(f"0\t1\t1\t{field}\t{field}\n" for field in fields).encode(),
+        segment_bytes=10_000,
+    )
     preprocessor = learn(index, SCHEMA, RAYREC.replace(missing=missing, min_count=2, counted="all"))
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     names = bucket_names(preprocessor, "D")
     assert names == [*["1", "2-9", "10-99", "100-999"][: len(names) - 1], "(not in the vocabulary)"]
     found = [names[bucket] for bucket in buckets_of(preprocessor, "D", np.asarray(rows.ids[1]))]
-    for value, amount, name in zip(drawn.tolist(), np.bincount(drawn)[drawn].tolist(), found, strict=True):
+    for value, amount, name in zip(
+        drawn.tolist(), np.bincount(drawn)[drawn].tolist(), found, strict=True
+    ):
         if value == 7:  # the caller knows which rows have none
             continue
-        expected = "(not in the vocabulary)" if amount < 2 else "2-9" if amount < 10 else f"{10 ** (len(str(amount)) - 1)}-"
+        expected = (
+            "(not in the vocabulary)"
+            if amount < 2
+            else "2-9"
+            if amount < 10
+            else f"{10 ** (len(str(amount)) - 1)}-"
+        )
         assert name.startswith(expected), (amount, name)
     assert {"2-9", "10-99", "(not in the vocabulary)"} <= set(found)
 
@@ -271,7 +382,7 @@ def test_frequency_buckets_reject_unknown_counts(tmp_path: Path) -> None:
         rejects(why, bucket_names, learn(index, SCHEMA, preset), column)
 
 
-# Extended Preprocessors: old categories keep their ids, new ones get further ids --------------------------------------
+# -- Extended Preprocessors: old categories keep their ids, new ones get further ids
 make_vocabulary = functools.partial(vocabulary, console=Console(quiet=True))
 ONE_NUMBER = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", "D"))
 
@@ -291,13 +402,16 @@ def read(text: bytes, folder: Path) -> RawBlock:
 def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preprocessor, Preprocessor]:
     """Extend by column C as read by `lines`, and check that no old id has changed."""
     before = made_from(read(lines(old), folder / "old"), ONE_NUMBER, preset)
-    extension = extend(before, preset, counts_of(read(lines(new), folder / "new"), ONE_NUMBER, preset))
+    extension = extend(
+        before, preset, counts_of(read(lines(new), folder / "new"), ONE_NUMBER, preset)
+    )
     after = extension.preprocessor
     raw = read(lines("".join(sorted(set(old + new)))), folder / "both")
     old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
     known = OOVCounter(before).count(raw, before.encode(raw))[:, 0] == 0
     assert known.any()
-    if before.sparse[0].missing_id == before.sparse[0].unknown_id:  # an empty field may become a category
+    # an empty field may become a category
+    if before.sparse[0].missing_id == before.sparse[0].unknown_id:
         known &= ~raw.is_missing("C")
     assert (old_ids[known] == new_ids[known]).all()
     assert before.sparse[0].unknown_id == after.sparse[0].unknown_id
@@ -330,16 +444,23 @@ def test_extension_keeps_last_row_of_unknown_categories(tmp_path: Path, preset: 
     before, after = extended(preset, "aab", "ccd", tmp_path)
     unknown = before.sparse[0].unknown_id
     assert unknown == before.num_embeddings[0] - 1
-    assert after.sparse[0].ids().tolist() == [*before.sparse[0].ids().tolist(), unknown + 1, unknown + 2]
+    assert after.sparse[0].ids().tolist() == [
+        *before.sparse[0].ids().tolist(),
+        unknown + 1,
+        unknown + 2,
+    ]
     assert after.num_embeddings[0] == before.num_embeddings[0] + 2
-    again = extend(after, preset, counts_of(read(lines("e"), tmp_path / "more"), ONE_NUMBER, preset)).preprocessor
+    again = extend(
+        after, preset, counts_of(read(lines("e"), tmp_path / "more"), ONE_NUMBER, preset)
+    ).preprocessor
     assert again.sparse[0].ids().tolist() == [*after.sparse[0].ids().tolist(), unknown + 3]
 
 
 def test_extension_adds_frequent_empty_field_and_hashed_stay(tmp_path: Path) -> None:
     before, after = extended(RAY_TEMPLATE, "aaabbb", "cccc...ddd", tmp_path)
     assert before.sparse[0].missing_id == before.sparse[0].unknown_id
-    assert after.sparse[0].ids().tolist() == [2, 3, 4, 6]  # the empty field comes before those as frequent
+    # the empty field comes before those as frequent
+    assert after.sparse[0].ids().tolist() == [2, 3, 4, 6]
     assert after.sparse[0].missing_id == 5
     before, after = extended(MLPERF_V1, "aab", "c..d", tmp_path / "zero")
     assert before.sparse[0].missing_id == before.sparse[0].unknown_id
@@ -354,10 +475,14 @@ def test_extension_adds_frequent_empty_field_and_hashed_stay(tmp_path: Path) -> 
 def test_extension_omits_rare_categories_beyond_limit(tmp_path: Path) -> None:
     preset = RAYREC.replace(max_num_embeddings=5)
     before = made_from(read(lines("aabb"), tmp_path / "first"), ONE_NUMBER, preset)
-    extension = extend(before, preset, counts_of(read(lines("ccddda"), tmp_path / "log"), ONE_NUMBER, preset))
+    extension = extend(
+        before, preset, counts_of(read(lines("ccddda"), tmp_path / "log"), ONE_NUMBER, preset)
+    )
     assert list(hexadecimal(extension.preprocessor)) == ["a", "b", "d"]
     assert extension.left_out == {"C": 1, "D": 1}
-    _, after = extended(preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo")
+    _, after = extended(
+        preset.replace(beyond_limit="modulo"), "aabb", "ccddda", tmp_path / "modulo"
+    )
     assert (after.num_embeddings[0], after.sparse[0].ids().tolist()) == (5, [2, 3, 4, 0])
 
 
@@ -369,13 +494,20 @@ def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, na
     config = PreparationConfig(preset=name, engine="threads")
     make_vocabulary(str(tmp_path / "first.txt"), out=str(tmp_path / "old"), config=config)
     second, extending = str(tmp_path / "second.txt"), PreparationConfig(engine="threads")
-    made = make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=extending)
+    made = make_vocabulary(
+        second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=extending
+    )
     alone = make_vocabulary(second, out=str(tmp_path / "alone"), config=config)
-    old, new, other = (Preprocessor.load(str(tmp_path / folder)) for folder in ("old", "new", "alone"))
+    old, new, other = (
+        Preprocessor.load(str(tmp_path / folder)) for folder in ("old", "new", "alone")
+    )
     assert (made["extends"], made["hash"]) == (old.hash(), new.hash())
     assert made["rows"] == 6000 == old.constants["rows"] + alone["rows"]
     for place, column in enumerate(old.inputs.sparse):
-        before, after = (dict(zip(p.vocabulary(place).tolist(), p.sparse[place].ids().tolist(), strict=True)) for p in (old, new))
+        before, after = (
+            dict(zip(p.vocabulary(place).tolist(), p.sparse[place].ids().tolist(), strict=True))
+            for p in (old, new)
+        )
         assert before.items() <= after.items()
         assert list(after)[: len(before)] == list(before)
         fresh = [token for token in other.vocabulary(place).tolist() if token not in before]
@@ -386,7 +518,13 @@ def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, na
     assert new.dense == old.dense
 
 
-ANY = Schema(label="label", dense=("a",), sparse=("b", "c"), features=(Feature(name="c", vocabulary="b"),), tokens="any")
+ANY = Schema(
+    label="label",
+    dense=("a",),
+    sparse=("b", "c"),
+    features=(Feature(name="c", vocabulary="b"),),
+    tokens="any",
+)
 CONFIG = PreparationConfig(schema=ANY, engine="threads", min_count=2)
 
 
@@ -402,8 +540,13 @@ def second(own_cache: None, tmp_path: Path) -> str:
 def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "old").rename(tmp_path / "run" / "preprocessor")  # a run's folder will do
-    made = make_vocabulary(second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=CONFIG)
-    assert (made["appended"], made["num_embeddings"]["b"]) == ({"b": 2}, made["num_embeddings"]["c"])
+    made = make_vocabulary(
+        second, out=str(tmp_path / "new"), extend=str(tmp_path / "run"), config=CONFIG
+    )
+    assert (made["appended"], made["num_embeddings"]["b"]) == (
+        {"b": 2},
+        made["num_embeddings"]["c"],
+    )
     new = Preprocessor.load(str(tmp_path / "new"))
     assert new.sparse[0] == new.sparse[1]
     assert json.loads((tmp_path / "new" / "preprocessor.json").read_text())["hash"] == made["hash"]

@@ -1,4 +1,6 @@
-"""Agreement of kernels, the Arrow path and an export's encode.py on the rules of ids and numbers (data/encoding/rules.py)."""
+"""Agreement of kernels, the Arrow path and an export's encode.py on the rules of ids and numbers
+(data/encoding/rules.py).
+"""
 
 import ctypes
 import dataclasses
@@ -26,7 +28,14 @@ from hypothesis import strategies as st
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding import encoder, presets
-from rayrec.data.encoding.encoder import Derivation, MultiHot, build_slots, c_dense_column, find_ids, num_slots
+from rayrec.data.encoding.encoder import (
+    Derivation,
+    MultiHot,
+    build_slots,
+    c_dense_column,
+    find_ids,
+    num_slots,
+)
 from rayrec.data.encoding.preprocessor import Preprocessor, stored_schema
 from rayrec.data.encoding.presets import RAYREC, Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn, bucket_tokens, expand_bag
@@ -55,7 +64,13 @@ def sparse_columns(draw: st.DrawFn, *, wide: bool) -> tuple[SparseColumn, list[i
     hashed = draw(st.booleans())
     bits = 64 if wide else 32
     rows = draw(st.integers(1, 60) | st.integers(1, 2**40))
-    tokens = [] if hashed else draw(st.lists(st.integers(0, 2**bits - 1) | st.integers(0, 40), max_size=8, unique=True))
+    tokens = (
+        []
+        if hashed
+        else draw(
+            st.lists(st.integers(0, 2**bits - 1) | st.integers(0, 40), max_size=8, unique=True)
+        )
+    )
     largest = rows - 1 if hashed else min(rows - 1, 2**31 - 1)
     column = SparseColumn(
         num_embeddings=rows,
@@ -78,16 +93,28 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
     column, known = data.draw(sparse_columns(wide=wide))
     dtype = np.uint64 if wide else np.uint32
     any_token = st.integers(0, np.iinfo(dtype).max) | st.integers(0, 60)
-    tokens = np.array(data.draw(st.lists(st.sampled_from(known) | any_token if known else any_token, max_size=12)), dtype)
-    missing = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool)
+    tokens = np.array(
+        data.draw(
+            st.lists(st.sampled_from(known) | any_token if known else any_token, max_size=12)
+        ),
+        dtype,
+    )
+    missing = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool
+    )
     schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
-    raw = block_of(schema, {"s": [None if m else t for t, m in zip(tokens.tolist(), missing.tolist(), strict=True)]})
+    raw = block_of(
+        schema,
+        {"s": [None if m else t for t, m in zip(tokens.tolist(), missing.tolist(), strict=True)]},
+    )
     preprocessor = Preprocessor("test", raw.schema, (), (column,), np.array(known, dtype))
     preprocessor.check()
     id_of = dict(zip(known, column.ids().tolist(), strict=True)) if known else {}
 
     def find_ids(apply_modulo: np.ndarray) -> np.ndarray:
-        return np.array([id_of.get(token, column.unknown_id) for token in apply_modulo.tolist()], np.int64)
+        return np.array(
+            [id_of.get(token, column.unknown_id) for token in apply_modulo.tolist()], np.int64
+        )
 
     wanted = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
     found = np.asarray(preprocessor.encode(raw).ids[0])
@@ -101,26 +128,49 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
         (
             SparseColumn(90, 3),
             {
-                **{"num_embeddings": 4, "num_tokens": None, "first_id": 7, "unknown_id": 9, "missing_id": 8, "gap": 3},
+                **{
+                    "num_embeddings": 4,
+                    "num_tokens": None,
+                    "first_id": 7,
+                    "unknown_id": 9,
+                    "missing_id": 8,
+                    "gap": 3,
+                },
                 **{"token_modulo": 6, "murmur3": True, "mixed": True},
             },
         ),
         (
             DenseColumn(kind="log"),
             {
-                **{"kind": "identity", "shift": 4.0, "lowest": 0, "mean": 0.5, "scale": 2.0, "missing_value": 1.5},
+                **{
+                    "kind": "identity",
+                    "shift": 4.0,
+                    "lowest": 0,
+                    "mean": 0.5,
+                    "scale": 2.0,
+                    "missing_value": 1.5,
+                },
                 **{"mean_low": 0.25, "lower": -2.0, "upper": 3.0},
             },
         ),
     ],
 )
-def test_kernel_structs_match_rules(rule: SparseColumn | DenseColumn, changes: dict[str, Any]) -> None:
+def test_kernel_structs_match_rules(
+    rule: SparseColumn | DenseColumn, changes: dict[str, Any]
+) -> None:
     def in_c(column: SparseColumn | DenseColumn) -> bytes:
         """Return the kernel's input: its column, and the table of ids."""
         if isinstance(column, DenseColumn):
             return bytes(encoder.c_dense_column(column))
         table = b"" if column.num_tokens is None else column.ids().tobytes()
-        return bytes(encoder._c_sparse_column(column, None if column.num_tokens is None else np.zeros(16, np.uint64))) + table
+        return (
+            bytes(
+                encoder._c_sparse_column(
+                    column, None if column.num_tokens is None else np.zeros(16, np.uint64)
+                )
+            )
+            + table
+        )
 
     # No kernel writes indicators: logs of hexadecimal tokens have none.
     assert set(changes) == {field.name for field in dataclasses.fields(rule)} - {"indicator"}
@@ -129,7 +179,12 @@ def test_kernel_structs_match_rules(rule: SparseColumn | DenseColumn, changes: d
 
 
 @given(st.lists(NUMBERS, max_size=20))
-@example([int(np.exp(np.sqrt(k))) + step for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))])
+@example(
+    [
+        int(np.exp(np.sqrt(k))) + step
+        for k, step in itertools.product(range(1, 1700, 97), (-1, 0, 1))
+    ]
+)
 @CHECKED
 def test_bucket_kernel_matches_rule(integers: list[int]) -> None:
     found = Derivation(buckets=True).applied(block_of(ONE_NUMBER, {"d": integers})).categories[:, 0]
@@ -145,11 +200,20 @@ def test_bucket_kernel_matches_rule(integers: list[int]) -> None:
     distribution=st.sampled_from(["uniform", "pareto"]),
 )
 @CHECKED
-def test_bag_kernel_matches_rule(ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any) -> None:
+def test_bag_kernel_matches_rule(
+    ids: list[int], size: int, rows: int, column: int, seed: int, distribution: Any
+) -> None:
     bags = MultiHot(sizes=(1,) * column + (size,), distribution=distribution, seed=seed)
     given_ids = np.array(ids, np.int64)
-    found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(len(ids), size)
-    assert found.tolist() == expand_bag(given_ids, size, rows, column=column, seed=seed, pareto=distribution == "pareto").tolist()
+    found = bags.expand([given_ids] * (column + 1), [rows] * (column + 1))[column].reshape(
+        len(ids), size
+    )
+    assert (
+        found.tolist()
+        == expand_bag(
+            given_ids, size, rows, column=column, seed=seed, pareto=distribution == "pareto"
+        ).tolist()
+    )
 
 
 @given(
@@ -166,7 +230,9 @@ def test_bag_kernel_matches_rule(ids: list[int], size: int, rows: int, column: i
 )
 @CHECKED
 def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> None:
-    raw = block_of(ONE_NUMBER, {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]})
+    raw = block_of(
+        ONE_NUMBER, {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]}
+    )
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
     preprocessor.check()
     wanted = column.encode(np.array(values), np.arange(len(values)) % 3 == 2)
@@ -174,10 +240,19 @@ def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> No
 
 
 def test_check_rejects_rules_beyond_kernels() -> None:
-    for change in [{"mixed": 1}, {"murmur3": "yes"}, {"unknown_id": 2**31}, {"first_id": 2**31 - 3}, {"token_modulo": 0}]:
+    for change in [
+        {"mixed": 1},
+        {"murmur3": "yes"},
+        {"unknown_id": 2**31},
+        {"first_id": 2**31 - 3},
+        {"token_modulo": 0},
+    ]:
         column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
         schema = Schema(tokens="hexadecimal", sparse=("s",))
-        rejects("^preprocessor: .*column s ", Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check)
+        rejects(
+            "^preprocessor: .*column s ",
+            Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check,
+        )
 
 
 def test_murmur3_rejects_wide_categories() -> None:
@@ -186,13 +261,18 @@ def test_murmur3_rejects_wide_categories() -> None:
     rejects(message, Preprocessor, "test", schema, (), (column,), tokens)
 
 
-# Preprocessors that are made from logs --------------------------------------------------------------------------------
-def assert_same(found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]) -> None:
+# -- Preprocessors that are made from logs
+def assert_same(
+    found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]
+) -> None:
     dense, ids = found
     np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)
     for name, own, theirs in zip(names, ids, wanted.ids, strict=True):
         single = isinstance(theirs, np.ndarray)
-        for one, other in zip(*(((own,), (theirs,)) if single else (own, (theirs.values, theirs.lengths))), strict=True):
+        for one, other in zip(
+            *(((own,), (theirs,)) if single else (own, (theirs.values, theirs.lengths))),
+            strict=True,
+        ):
             assert one.tolist() == other.tolist(), name
 
 
@@ -210,8 +290,12 @@ RULES = st.fixed_dictionaries(
         "beyond_limit": st.sampled_from(["hash", "modulo"]),
     }
 )
-TEXTS = st.text(alphabet="aé 07-+.truefalsn|,", max_size=5) | st.sampled_from(["true", "FALSE", "nan", "x" * 33, "-0", "7"])
-DATES = st.dates(datetime.date(1960, 1, 1), datetime.date(2060, 1, 1)) | st.sampled_from([datetime.date(2024, 2, 3)])
+TEXTS = st.text(alphabet="aé 07-+.truefalsn|,", max_size=5) | st.sampled_from(
+    ["true", "FALSE", "nan", "x" * 33, "-0", "7"]
+)
+DATES = st.dates(datetime.date(1960, 1, 1), datetime.date(2060, 1, 1)) | st.sampled_from(
+    [datetime.date(2024, 2, 3)]
+)
 KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
     (TEXTS, pa.string()),
     (TEXTS, pa.large_string()),
@@ -230,7 +314,10 @@ DENSE_KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
     (st.integers(-(10**17), 10**17), pa.int64()),
     (st.sampled_from(["1", "-2.5", "1e3", ".5", "7.", "true", "FALSE", "", "+4"]), pa.string()),
     (DATES, pa.date32()),
-    (st.datetimes(datetime.datetime(1960, 1, 1), datetime.datetime(2060, 1, 1)), pa.timestamp("us")),
+    (
+        st.datetimes(datetime.datetime(1960, 1, 1), datetime.datetime(2060, 1, 1)),
+        pa.timestamp("us"),
+    ),
     (st.booleans(), pa.bool_()),
 ]
 NUM_ROWS = 14
@@ -242,19 +329,31 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
 
     def column(values: st.SearchStrategy[Any], kind: pa.DataType) -> pa.Array:
         few = st.sampled_from(draw(st.lists(values, min_size=1, max_size=5)))  # so that they repeat
-        return pa.array(draw(st.lists(st.none() | few, min_size=2 * NUM_ROWS, max_size=2 * NUM_ROWS)), kind)
+        return pa.array(
+            draw(st.lists(st.none() | few, min_size=2 * NUM_ROWS, max_size=2 * NUM_ROWS)), kind
+        )
 
     dense = tuple(f"d{number}" for number in range(draw(st.integers(0, 2))))
     columns = {name: column(*draw(st.sampled_from(DENSE_KINDS))) for name in dense}
     items, kind = draw(st.sampled_from(KINDS[:4]))
     columns["s"] = columns["like"] = column(*draw(st.sampled_from(KINDS)))
-    columns["whole"] = column(st.sampled_from(["7", " 07", "+7.0", "-3", "true", "nan", "", "12"]), pa.string())
+    columns["whole"] = column(
+        st.sampled_from(["7", " 07", "+7.0", "-3", "true", "nan", "", "12"]), pa.string()
+    )
     columns["lists"] = column(st.lists(items | st.none(), max_size=4), pa.list_(kind))
     columns["split"] = column(TEXTS, pa.string())
     sparse = (*draw(st.permutations(list(columns)[len(dense) :])), "absent")
     like = Feature(name="like", vocabulary=draw(st.sampled_from(["s", None])))
-    lists, rules = Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3))), draw(st.sampled_from([1, 2]))
-    settings = {"features": (like, lists), "nan": "missing", "tokens": "any", "category_rules": rules}
+    lists, rules = (
+        Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3))),
+        draw(st.sampled_from([1, 2])),
+    )
+    settings = {
+        "features": (like, lists),
+        "nan": "missing",
+        "tokens": "any",
+        "category_rules": rules,
+    }
     settings |= {"lists": ("lists", "split"), "integers": ("whole",), "optional": ("absent",)}
     schema = Schema(label=None, dense=dense, sparse=sparse, **settings)
     table = pa.table(columns)
@@ -264,7 +363,11 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
 @given(log=own_logs(), rules=RULES, fixed=st.none() | st.integers(2, 9))
 @CHECKED
 def test_encode_py_matches_custom_schemas(
-    encoder_class: Any, tmp_path_factory: pytest.TempPathFactory, log: Any, rules: dict[str, Any], fixed: int | None
+    encoder_class: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    log: Any,
+    rules: dict[str, Any],
+    fixed: int | None,
 ) -> None:
     schema, counted, further = log
     sizes = None if fixed is None else (fixed,) * len(schema.sparse)
@@ -276,34 +379,55 @@ def test_encode_py_matches_custom_schemas(
     assert Preprocessor.load(folder).hash() == preprocessor.hash()
     for table in (counted, further):
         raw, _ = parse_table(table, schema)
-        assert_same(encoder_class(folder).encode(table.to_pylist()), preprocessor.encode(raw), schema.sparse)
+        assert_same(
+            encoder_class(folder).encode(table.to_pylist()), preprocessor.encode(raw), schema.sparse
+        )
 
 
 @pytest.mark.parametrize("name", list(presets.ALL))
 @given(
     rows=st.lists(
-        st.tuples(st.tuples(*[st.none() | NUMBERS] * 2), st.tuples(*[st.none() | st.integers(0, 9)] * 3)), min_size=2, max_size=30
+        st.tuples(
+            st.tuples(*[st.none() | NUMBERS] * 2), st.tuples(*[st.none() | st.integers(0, 9)] * 3)
+        ),
+        min_size=2,
+        max_size=30,
     ),
     modulo=st.none() | st.integers(2, 5),
-    rules=st.fixed_dictionaries({}, optional={"max_num_embeddings": st.integers(3, 6), "min_count": st.integers(1, 3)}),
+    rules=st.fixed_dictionaries(
+        {}, optional={"max_num_embeddings": st.integers(3, 6), "min_count": st.integers(1, 3)}
+    ),
     sizes=st.none() | st.lists(st.integers(1, 9), min_size=5, max_size=5),
     bags=st.none() | st.sampled_from(["uniform", "pareto"]),
 )
 @settings(CHECKED, max_examples=25)
 def test_encode_py_matches_preprocessors_of_criteo_logs(
-    encoder_class: Any, tmp_path_factory: Any, name: str, rows: Any, modulo: Any, rules: Any, sizes: Any, bags: Any
+    encoder_class: Any,
+    tmp_path_factory: Any,
+    name: str,
+    rows: Any,
+    modulo: Any,
+    rules: Any,
+    sizes: Any,
+    bags: Any,
 ) -> None:
     schema = Schema(label=None, dense=("a", "b"), sparse=("x", "y", "z"), tokens="hexadecimal")
     preset = presets.ALL[name].replace(token_modulo=modulo, dense_shift=10.0, **rules)
     num_sparse = len(preset.inputs(schema).sparse)
     preset = preset.replace(
-        num_embeddings=tuple(sizes[:num_sparse]) if sizes else (7,) * num_sparse if preset.ids == "murmur3" else None,
+        num_embeddings=tuple(sizes[:num_sparse])
+        if sizes
+        else (7,) * num_sparse
+        if preset.ids == "murmur3"
+        else None,
         multi_hot=bags and MultiHot(sizes=(2, 1, 3, 1, 4)[:num_sparse], distribution=bags, seed=7),
     )
     lines = []
     for numbers, tokens in rows:
         fields = ["" if token is None else f"{token * 0x1234567 % 2**32:08x}" for token in tokens]
-        lines.append("\t".join(["" if number is None else str(number) for number in numbers] + fields))
+        lines.append(
+            "\t".join(["" if number is None else str(number) for number in numbers] + fields)
+        )
     raw, faults = parse(schema, "".join(f"{line}\n" for line in lines).encode())
     assert not faults.total
     counted = raw.cut(0, len(lines) // 2)
@@ -321,29 +445,56 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
 
 
 @pytest.mark.parametrize("number", [-(2**63) - 1, -(2**63), -(2**63) + 1, 2**63 - 1, 2**63])
-def test_encode_py_matches_integers_at_limits(encoder_class: Any, tmp_path: Path, number: int) -> None:
+def test_encode_py_matches_integers_at_limits(
+    encoder_class: Any, tmp_path: Path, number: int
+) -> None:
     schema = Schema(label=None, sparse=("s",), tokens="any")
     preprocessor = click_models.hashed_preprocessor([2**40 - 87], schema)
     preprocessor.save(str(tmp_path))
     values = pa.table({"s": [str(number)]})
     _, (ids,) = encoder_class(str(tmp_path)).encode(values.to_pylist())
-    assert ids.tolist() == np.asarray(preprocessor.encode(parse_table(values, schema)[0]).ids[0]).tolist()
+    assert (
+        ids.tolist()
+        == np.asarray(preprocessor.encode(parse_table(values, schema)[0]).ids[0]).tolist()
+    )
 
 
 def test_encode_py_reads_all_preprocessor_settings(encoder_class: Any, tmp_path: Path) -> None:
     """`encode.py` knows all that `describe` can store, so that no new setting is ignored."""
-    columns: dict[str, Any] = {"dense": ("a",), "sparse": ("s", "t"), "lists": ("t",), "integers": ("s",), "optional": ("s",)}
+    columns: dict[str, Any] = {
+        "dense": ("a",),
+        "sparse": ("s", "t"),
+        "lists": ("t",),
+        "integers": ("s",),
+        "optional": ("s",),
+    }
     features = (Feature(name="t", max_length=3),)
-    schema = Schema(label="y", features=features, labels=(), timestamp="at", nan="missing", tokens="any", **columns)
+    schema = Schema(
+        label="y",
+        features=features,
+        labels=(),
+        timestamp="at",
+        nan="missing",
+        tokens="any",
+        **columns,
+    )
     columns = (SparseColumn(9, None, mixed=True), SparseColumn(9, 2, token_modulo=5, gap=3))
-    Preprocessor("test", schema, (DenseColumn(),), columns, np.arange(2, dtype=np.uint64)).save(str(tmp_path))
+    Preprocessor("test", schema, (DenseColumn(),), columns, np.arange(2, dtype=np.uint64)).save(
+        str(tmp_path)
+    )
     encoder_class(str(tmp_path))
 
 
-@pytest.mark.parametrize("place", [(), ("schema",), ("sparse", 0), ("dense", 0), ("schema", "features", 0)])
-def test_encode_py_rejects_unknown_settings(encoder_class: Any, tmp_path: Path, place: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    "place", [(), ("schema",), ("sparse", 0), ("dense", 0), ("schema", "features", 0)]
+)
+def test_encode_py_rejects_unknown_settings(
+    encoder_class: Any, tmp_path: Path, place: tuple[Any, ...]
+) -> None:
     schema = Schema(dense=("a",), sparse=("s",), features=(Feature(name="s"),), tokens="any")
-    Preprocessor("test", schema, (DenseColumn(),), (SparseColumn(9, None),), np.zeros(0, np.uint64)).save(str(tmp_path))
+    Preprocessor(
+        "test", schema, (DenseColumn(),), (SparseColumn(9, None),), np.zeros(0, np.uint64)
+    ).save(str(tmp_path))
     path = tmp_path / "preprocessor.json"
     stored = json.loads(path.read_text())
     target = stored
@@ -351,10 +502,15 @@ def test_encode_py_rejects_unknown_settings(encoder_class: Any, tmp_path: Path, 
         target = target[step]
     target["power"] = 1
     path.write_text(json.dumps(stored))
-    fails_with(ValueError, r"^preprocessor\.json: unknown setting power in [^\n]*$", encoder_class, str(tmp_path))
+    fails_with(
+        ValueError,
+        r"^preprocessor\.json: unknown setting power in [^\n]*$",
+        encoder_class,
+        str(tmp_path),
+    )
 
 
-# Preprocessors that are loaded as they were saved or not at all, and limits of their kernels --------------------------
+# Preprocessors that are loaded as they were saved or not at all, and limits of their kernels ------
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
 make = functools.partial(click_models.make_preprocessor, SCHEMA, constants={"min_count": 2})
 
@@ -363,7 +519,11 @@ def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
     first_id = 2**31 - 10
     slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
     assert build_slots(known, (first_id + known).astype(np.int32), slots)
-    assert find_ids(np.array([2, 3, 0], np.uint32), slots, 0).tolist() == [first_id + 2, 0, first_id]
+    assert find_ids(np.array([2, 3, 0], np.uint32), slots, 0).tolist() == [
+        first_id + 2,
+        0,
+        first_id,
+    ]
     for count in [*range(200), 10_000, 1 << 20]:
         slots = num_slots(count)
         assert slots & (slots - 1) == 0
@@ -371,7 +531,9 @@ def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
         assert slots == 16 or slots < count * 3
 
 
-@pytest.mark.parametrize("subfolder", [pytest.param("", id="itself"), pytest.param("preprocessor", id="run")])
+@pytest.mark.parametrize(
+    "subfolder", [pytest.param("", id="itself"), pytest.param("preprocessor", id="run")]
+)
 def test_preprocessor_loads_from_run_folder(tmp_path: Path, subfolder: str) -> None:
     preprocessor = make()
     preprocessor.save(str(tmp_path / subfolder))
@@ -399,7 +561,12 @@ def test_hash_depends_on_all_fields() -> None:
     other = base["tokens"].copy()
     other[-1] += 1
     dense = (base["dense"][0], DenseColumn(mean=0.5, scale=float(np.nextafter(0.3, 1))))
-    changes = [{"preset": "other"}, {"constants": {"min_count": 3}}, {"dense": dense}, {"tokens": other}]
+    changes = [
+        {"preset": "other"},
+        {"constants": {"min_count": 3}},
+        {"dense": dense},
+        {"tokens": other},
+    ]
     for change in (*changes, {"schema": SCHEMA.replace(label="z")}):
         hashes.add(Preprocessor(**{**base, **change}).hash())
     assert len(hashes) == 6
@@ -454,13 +621,23 @@ def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: An
     """Saves a Preprocessor whose hash is right though its values are not."""
     good = make()
     object.__setattr__(good, "tokens", good.tokens if tokens is None else tokens)
-    object.__setattr__(good, "sparse", (dataclasses.replace(good.sparse[0], **changes), *good.sparse[1:]))
+    object.__setattr__(
+        good, "sparse", (dataclasses.replace(good.sparse[0], **changes), *good.sparse[1:])
+    )
     good.save(str(folder))
 
 
 def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path) -> None:
-    forged: list[dict[str, Any]] = [{name: id_} for name in ("first_id", "unknown_id", "missing_id") for id_ in (-1, 2**31, 2.5)]
-    forged += [{"num_embeddings": 0}, {"num_embeddings": 2**50}, {"token_modulo": 0}, {"token_modulo": 2**33}, {"gap": -1}]
+    forged: list[dict[str, Any]] = [
+        {name: id_} for name in ("first_id", "unknown_id", "missing_id") for id_ in (-1, 2**31, 2.5)
+    ]
+    forged += [
+        {"num_embeddings": 0},
+        {"num_embeddings": 2**50},
+        {"token_modulo": 0},
+        {"token_modulo": 2**33},
+        {"gap": -1},
+    ]
     forged += [{"tokens": np.zeros(15, dtype)} for dtype in (np.uint8, np.int64, np.float32)]
     for values in (*forged, {"tokens": np.zeros((15, 1), np.uint32)}):
         save_forged(tmp_path, **values)
@@ -471,7 +648,9 @@ def test_smallest_integer_is_encoded_and_multiples_spread() -> None:
     column, out = DenseColumn(), np.empty(2, np.float32)
     values = np.array([-(2**63), 2**63 - 1], np.int64)
     source, target = (ctypes.c_void_p(array.ctypes.data) for array in (values, out))
-    library().rayrec_transform_dense(source, ctypes.c_int64(2), ctypes.byref(c_dense_column(column)), target)
+    library().rayrec_transform_dense(
+        source, ctypes.c_int64(2), ctypes.byref(c_dense_column(column)), target
+    )
     assert out.tolist() == [-np.float32(63 * math.log(2)), np.float32(63 * math.log(2))]
     schema = Schema(label=None, sparse=("s",), tokens="any")
     raw, _ = parse_table(pa.table({"s": np.arange(0, 50_000_000, 1000)}), schema)
@@ -491,4 +670,7 @@ def test_smallest_integer_is_encoded_and_multiples_spread() -> None:
 def test_descriptions_of_earlier_versions_stay() -> None:
     earlier = {**Schema(label=None, sparse=("s",), tokens="any").describe()}
     assert earlier.pop("category_rules") == 2
-    assert (Schema.described(earlier).category_rules, Schema.described(earlier).describe()) == (1, earlier)
+    assert (Schema.described(earlier).category_rules, Schema.described(earlier).describe()) == (
+        1,
+        earlier,
+    )

@@ -26,7 +26,13 @@ from rayrec.prepare.split_tasks import table_tasks
 from rayrec.schema import Schema
 
 SCHEMA = Schema(label="click", dense=("price",), sparse=("user",))
-TABLE = pa.table({"click": [0, 1] * 30, "price": [row / 4 for row in range(60)], "user": [f"u{row % 7}" for row in range(60)]})
+TABLE = pa.table(
+    {
+        "click": [0, 1] * 30,
+        "price": [row / 4 for row in range(60)],
+        "user": [f"u{row % 7}" for row in range(60)],
+    }
+)
 
 
 def csv_of(table: pa.Table, delimiter: str = ",") -> bytes:
@@ -41,12 +47,27 @@ def parquet_of(table: pa.Table) -> bytes:
     return out.getvalue().to_pybytes()
 
 
-CONTENTS = {"csv": csv_of(TABLE), "tsv": csv_of(TABLE, "\t"), "gzip": gzip.compress(csv_of(TABLE)), "parquet": parquet_of(TABLE)}
+CONTENTS = {
+    "csv": csv_of(TABLE),
+    "tsv": csv_of(TABLE, "\t"),
+    "gzip": gzip.compress(csv_of(TABLE)),
+    "parquet": parquet_of(TABLE),
+}
 
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize(
-    "name", ["log.txt", "log.data", "log.dat", "log.inter", "part-00000", "log.csv", "log.tsv", "log.csv.gz"]
+    "name",
+    [
+        "log.txt",
+        "log.data",
+        "log.dat",
+        "log.inter",
+        "part-00000",
+        "log.csv",
+        "log.tsv",
+        "log.csv.gz",
+    ],
 )
 def test_names_do_not_decide_formats(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
@@ -73,7 +94,9 @@ def test_tables_without_extension_are_recognized(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
-def test_headerless_text_is_recognized_in_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+def test_headerless_text_is_recognized_in_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
     SlowStore(latency_s=0).installed(monkeypatch)
     line = b"1\t" + b"\t".join([b"5"] * 13 + [b"0000000a"] * 26) + b"\n"
     names = CRITEO.replace(tokens="any")
@@ -109,8 +132,14 @@ def arrays() -> bytes:
 ROWS = [json.dumps(row).encode() for row in TABLE.slice(0, 4).to_pylist()]
 FOREIGN = {
     "JSON lines": (b"\n".join(ROWS) + b"\n", "is JSON, not columns; write it as Parquet"),
-    "JSON array": (b"[\n  " + b",\n".join(ROWS) + b"]", "is JSON, not columns; write it as Parquet"),
-    "packed JSON lines": (gzip.compress(b"\n".join(ROWS)), "is JSON, not columns; write it as Parquet"),
+    "JSON array": (
+        b"[\n  " + b",\n".join(ROWS) + b"]",
+        "is JSON, not columns; write it as Parquet",
+    ),
+    "packed JSON lines": (
+        gzip.compress(b"\n".join(ROWS)),
+        "is JSON, not columns; write it as Parquet",
+    ),
     "ORC": (written_by(pyarrow.orc.write_table), "is ORC; write it as Parquet"),
     "Feather": (written_by(pyarrow.feather.write_feather), "is an Arrow file; write it as Parquet"),
     "Avro": (b"Obj\x01\x04\x14", "is Avro; write it as Parquet"),
@@ -119,10 +148,19 @@ FOREIGN = {
     "npz": (arrays(), "is npz, NumPy arrays; write their columns as Parquet"),
     "pickle": (b"\x80\x04\x95", "is a pickle, which can run code when it is opened"),
     "zstd": (b"\x28\xb5\x2f\xfd00", "is compressed with zstd; unpack it"),
-    "libsvm": (b"1 3:0.5 7:1\n-1 2:1e-3\n0 1:1 5:2\n", r"is libsvm text .*load_svmlight_file and write Parquet"),
+    "libsvm": (
+        b"1 3:0.5 7:1\n-1 2:1e-3\n0 1:1 5:2\n",
+        r"is libsvm text .*load_svmlight_file and write Parquet",
+    ),
     "ranked libsvm": (b"2 qid:1 1:0.2 2:3\n0 qid:1 1:0.1\n", "is libsvm text"),
-    "libffm": (b"1 0:3:1 1:7:0.5\n0 0:2:1\n", "is libffm text .*parse its fields into columns and write Parquet"),
-    "VW": (b"1 1.0 'tag|user age:3 u1 |item i5\n-1 |user u2 |item i7\n", "is Vowpal Wabbit text .*parse its namespaces"),
+    "libffm": (
+        b"1 0:3:1 1:7:0.5\n0 0:2:1\n",
+        "is libffm text .*parse its fields into columns and write Parquet",
+    ),
+    "VW": (
+        b"1 1.0 'tag|user age:3 u1 |item i5\n-1 |user u2 |item i7\n",
+        "is Vowpal Wabbit text .*parse its namespaces",
+    ),
 }
 
 
@@ -138,7 +176,11 @@ def test_other_formats_are_named_with_fix(tmp_path: Path, kind: str, name: str) 
 
 def test_folders_of_json_name_fix(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_bytes(ROWS[0])
-    rejects("contains no data files; its JSON files are not read: write them as Parquet", storage.list_files, str(tmp_path))
+    rejects(
+        "contains no data files; its JSON files are not read: write them as Parquet",
+        storage.list_files,
+        str(tmp_path),
+    )
 
 
 def test_headers_with_braces_are_accepted(tmp_path: Path) -> None:
@@ -148,6 +190,10 @@ def test_headers_with_braces_are_accepted(tmp_path: Path) -> None:
 
 
 def test_table_tasks_need_no_file_reads() -> None:
-    files = [storage.File("a.dat", 100, 0), storage.File("b.dat", 100, 0), storage.File("c.csv", 9, 0)]
+    files = [
+        storage.File("a.dat", 100, 0),
+        storage.File("b.dat", 100, 0),
+        storage.File("c.csv", 9, 0),
+    ]
     tasks = table_tasks(files, [[(0, 50), (50, 100)], [(0, 2), (2, 3)], [(0, 0)]])
     assert [task.is_row_start for task in tasks] == [True, False, True, True, True]

@@ -21,15 +21,26 @@ from rayrec.schema import Schema
 IDS = Schema(label=None, sparse=("id",), delimiter=",")
 BOTH = Schema(label=None, sparse=("id", "ids"), lists=("ids",), group="id", delimiter=",")
 LARGE = [
-    "9007199254740993", "9007199254740995", "-9007199254740993", "9223372036854775807", "-9223372036854775808",
-    "9223372036854775808", "18446744073709551615", "18446744073709551616", "99999999999999999999", "7", "0",
-]  # fmt: skip
+    "9007199254740993",
+    "9007199254740995",
+    "-9007199254740993",
+    "9223372036854775807",
+    "-9223372036854775808",
+    "9223372036854775808",
+    "18446744073709551615",
+    "18446744073709551616",
+    "99999999999999999999",
+    "7",
+    "0",
+]
 
 
 def of_text(values: Sequence[str], schema: Schema = IDS) -> RawBlock:
     columns = tuple(schema.sparse)
     text = "".join(",".join([value] * len(columns)) + "\n" for value in values).encode()
-    raw, faults = parse_table(read_csv_text(text, schema, delimiter=",", columns=columns, path=""), schema)
+    raw, faults = parse_table(
+        read_csv_text(text, schema, delimiter=",", columns=columns, path=""), schema
+    )
     assert faults.total == 0
     return raw
 
@@ -70,7 +81,9 @@ def test_decimals_in_lists_and_groups_are_exact() -> None:
 
 
 def test_fractions_and_null_are_not_categories() -> None:
-    raw, faults = parse_table(pa.table({"id": decimals(["1.50", None, "2.00"], pa.decimal128(20, 2))}), IDS)
+    raw, faults = parse_table(
+        pa.table({"id": decimals(["1.50", None, "2.00"], pa.decimal128(20, 2))}), IDS
+    )
     assert faults.counts == {"not a whole number in range": 1}
     assert (raw.categories[:, 0].tolist(), raw.missing[:, 0].tolist()) == ([0, 2], [True, False])
 
@@ -79,13 +92,17 @@ def test_decimals_of_integers_are_64_bit() -> None:
     schema = IDS.replace(integers=("id",))
     raw, faults = parse_table(pa.table({"id": decimals(LARGE, pa.decimal128(20, 0))}), schema)
     assert faults.counts == {"not a whole number in range": 4}
-    np.testing.assert_array_equal(raw.categories.view(np.int64)[:, 0], [int(v) for v in LARGE if -(2**63) <= int(v) < 2**63])
+    np.testing.assert_array_equal(
+        raw.categories.view(np.int64)[:, 0], [int(v) for v in LARGE if -(2**63) <= int(v) < 2**63]
+    )
 
 
 def test_decimal_counts_of_criteo_are_exact() -> None:
     schema = Schema(label=None, dense=("count",), tokens="hexadecimal")
     values = ["9007199254740993", "-999999999999999999"]
-    raw, faults = parse_table(pa.table({"count": decimals([*values, "1.5"], pa.decimal128(20, 1))}), schema)
+    raw, faults = parse_table(
+        pa.table({"count": decimals([*values, "1.5"], pa.decimal128(20, 1))}), schema
+    )
     assert (raw.numbers[:, 0].tolist(), faults.total) == ([int(value) for value in values], 1)
 
 

@@ -1,4 +1,6 @@
-"""CSV files in other encodings and packings: the same rows as in plain UTF-8, else a loud count of the rows left out."""
+"""CSV files in other encodings and packings: the same rows as in plain UTF-8, else a loud count of
+the rows left out.
+"""
 
 import gzip
 from pathlib import Path
@@ -26,7 +28,9 @@ PLAIN = Schema(label="click", dense=("age",), sparse=("user",))
 TEXT = 'click,age,user,café\n1,30,"Zoë, ""x""",crème\n0,31,Noël,thé\n1,32,Zoe,\n'
 
 
-def read(path: Path, schema: Schema, *, read_bytes: int = 1 << 20) -> tuple[RawBlock, dict[str, int]]:
+def read(
+    path: Path, schema: Schema, *, read_bytes: int = 1 << 20
+) -> tuple[RawBlock, dict[str, int]]:
     blocks, counts = [], dict[str, int]()
     for table in read_csv(str(path), schema, read_bytes=read_bytes):
         block, faults = parse_table(table, schema)
@@ -44,7 +48,9 @@ def expected(tmp_path: Path) -> RawBlock:
 
 @pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
 @pytest.mark.parametrize("packed", [pytest.param(False, id="plain"), pytest.param(True, id="gzip")])
-@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-8-sig", "utf8"])
+@pytest.mark.parametrize(
+    "encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-8-sig", "utf8"]
+)
 def test_rows_match_utf8(tmp_path: Path, encoding: str, packed: bool, read_bytes: int) -> None:
     content = TEXT.encode(encoding)
     path = tmp_path / ("log.csv.gz" if packed else "log.csv")
@@ -77,8 +83,13 @@ def test_zeros_after_gzip_are_padding(tmp_path: Path, zeros: int) -> None:
 
 def test_gzip_members_are_one_file(tmp_path: Path) -> None:
     path = tmp_path / "log.csv.gz"
-    path.write_bytes(gzip.compress(TEXT[:30].encode()) + gzip.compress(TEXT[30:].encode()) + bytes(8))
-    assert read(path, CLICKS, read_bytes=5)[0].categories.tolist() == expected(tmp_path).categories.tolist()
+    path.write_bytes(
+        gzip.compress(TEXT[:30].encode()) + gzip.compress(TEXT[30:].encode()) + bytes(8)
+    )
+    assert (
+        read(path, CLICKS, read_bytes=5)[0].categories.tolist()
+        == expected(tmp_path).categories.tolist()
+    )
 
 
 def latin_log(tmp_path: Path) -> Path:
@@ -90,18 +101,31 @@ def latin_log(tmp_path: Path) -> Path:
 
 def test_rows_in_another_encoding_are_loud(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, quiet = latin_log(tmp_path), Console(quiet=True)
-    context = TaskContext(LoopEngine(), str(tmp_path / "cache"), quiet.note, quiet.progress, quiet.warn)
-    index = LogSource.at(str(path)).index(PLAIN, segment_bytes=1 << 20, context=context, max_bad_fraction=0.01)
+    context = TaskContext(
+        LoopEngine(), str(tmp_path / "cache"), quiet.note, quiet.progress, quiet.warn
+    )
+    index = LogSource.at(str(path)).index(
+        PLAIN, segment_bytes=1 << 20, context=context, max_bad_fraction=0.01
+    )
     assert (index.rows, index.faults.counts) == (199, {"not UTF-8": 1})
     shown = capsys.readouterr().err
     assert shown.startswith(f"warning: {path}: skipping 1 invalid rows (1 x not UTF-8)")
     assert "name the file's encoding in the schema, such as `encoding: latin-1`" in shown
 
 
-def test_vocabulary_counts_rows_of_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_counts_rows_of_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     schema, out = PLAIN.replace(encoding="latin-1"), str(tmp_path / "out")
-    rayrec.vocabulary(str(latin_log(tmp_path)), out=out, schema=schema, min_count=1, engine="threads", console=QUIET)
+    rayrec.vocabulary(
+        str(latin_log(tmp_path)),
+        out=out,
+        schema=schema,
+        min_count=1,
+        engine="threads",
+        console=QUIET,
+    )
     preprocessor = Preprocessor.load(out)
     assert (preprocessor.schema.encoding, len(preprocessor.vocabulary(0))) == ("latin-1", 6)
 
@@ -115,4 +139,7 @@ def test_split_reads_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rayrec.split(str(path), out=str(out), by="rows", schema=schema, engine="threads", console=QUIET)
     tables = [pq.read_table(file) for file in sorted(out.rglob("*.parquet"))]
     assert sum(table.num_rows for table in tables) == 200
-    assert sum(pc.sum(pc.equal(table["user"].cast("string"), "Zoë")).as_py() or 0 for table in tables) == 1
+    assert (
+        sum(pc.sum(pc.equal(table["user"].cast("string"), "Zoë")).as_py() or 0 for table in tables)
+        == 1
+    )

@@ -1,4 +1,6 @@
-"""Segments and indices: every line is read once, in order; changed, damaged and invalid files are rejected by name."""
+"""Segments and indices: every line is read once, in order; changed, damaged and invalid files are
+rejected by name.
+"""
 
 import gzip
 import os
@@ -64,7 +66,10 @@ def check_cutting(folder: Path, text: bytes, chunk_bytes: int, segment_bytes: in
         gap = text[end : segment.start]
         assert segment.start >= end
         # Only the rest of a line that is too long anyway is left out.
-        assert not gap or (b"\n" not in gap[:-1] and len(text[: segment.start].rstrip(b"\n").rsplit(b"\n")[-1]) > MAX_LINE_BYTES)
+        assert not gap or (
+            b"\n" not in gap[:-1]
+            and len(text[: segment.start].rstrip(b"\n").rsplit(b"\n")[-1]) > MAX_LINE_BYTES
+        )
         end = segment.stop
 
 
@@ -82,26 +87,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     segment_bytes=st.integers(1, 300),
 )
 def test_any_chunk_and_segment_size(
-    *, folder: Path, lines: list[bytes], ending: bytes, last: bool, chunk_bytes: int, segment_bytes: int
+    *,
+    folder: Path,
+    lines: list[bytes],
+    ending: bytes,
+    last: bool,
+    chunk_bytes: int,
+    segment_bytes: int,
 ) -> None:
-    check_cutting(folder, ending.join(lines) + (ending if last else b""), chunk_bytes, segment_bytes)
+    check_cutting(
+        folder, ending.join(lines) + (ending if last else b""), chunk_bytes, segment_bytes
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     lines=st.lists(
-        st.sampled_from(LINES) | st.integers(4085, 4100).map(lambda n: b"1" * n) | st.integers(1, 20_000).map(lambda n: b"x" * n),
+        st.sampled_from(LINES)
+        | st.integers(4085, 4100).map(lambda n: b"1" * n)
+        | st.integers(1, 20_000).map(lambda n: b"x" * n),
         max_size=8,
     ),
     last=st.booleans(),
     chunk_bytes=st.integers(600, 12_000),
     segment_bytes=st.integers(1, 9000),
 )
-def test_very_long_lines(folder: Path, lines: list[bytes], last: bool, chunk_bytes: int, segment_bytes: int) -> None:
+def test_very_long_lines(
+    folder: Path, lines: list[bytes], last: bool, chunk_bytes: int, segment_bytes: int
+) -> None:
     check_cutting(folder, b"\n".join(lines) + (b"\n" if last else b""), chunk_bytes, segment_bytes)
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"\n\n\n", b"1", b"1\t5\tdeadbeef", b"\r\n", b"\r", b"1" * 50_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"\n\n\n", b"1", b"1\t5\tdeadbeef", b"\r\n", b"\r", b"1" * 50_000]
+)
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 13, 1 << 20])
 def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
     if len(text) > 1000:
@@ -121,7 +140,10 @@ def test_chunks_cover_files_in_order_and_segments_match_request(tmp_path: Path) 
         assert text[:length].tobytes() == own
         assert not own or byte == start
         assert not text[length : length + 64].any()
-    *sizes, last = (s.stop - s.start for s in index(write(tmp_path, b"\n".join(LINES * 500)), 1 << 20, 1000).segments)
+    *sizes, last = (
+        s.stop - s.start
+        for s in index(write(tmp_path, b"\n".join(LINES * 500)), 1 << 20, 1000).segments
+    )
     assert all(900 <= size <= 1000 for size in sizes)
     assert last <= 1500
 
@@ -135,10 +157,14 @@ def test_index_json_roundtrip(tmp_path: Path) -> None:
     assert made.size_bytes == (tmp_path / "log.txt").stat().st_size
 
 
-@pytest.mark.parametrize("damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}'])
+@pytest.mark.parametrize(
+    "damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}']
+)
 def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
     made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
-    cache = CachedIndex(str(tmp_path / "index.json"), "1", frozenset(segment.path for segment in made.segments))
+    cache = CachedIndex(
+        str(tmp_path / "index.json"), "1", frozenset(segment.path for segment in made.segments)
+    )
     assert cache.read() is None
     cache.write(made)
     assert cache.read() == made
@@ -147,11 +173,21 @@ def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
 
 
 def test_parts_cover_all_row_ranges_and_changed_file_is_rejected(tmp_path: Path) -> None:
-    made = LogIndex(numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults())
-    assert [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)] == [(0, 0, 3), (3, 0, 4), (7, 0, 2)]
+    made = LogIndex(
+        numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults()
+    )
+    assert [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)] == [
+        (0, 0, 3),
+        (3, 0, 4),
+        (7, 0, 2),
+    ]
     for start in range(9):
         for stop in range(start, 10):
-            rows = [p.segment.first_row + r for p in made.parts(start, stop) for r in range(p.start, p.stop)]
+            rows = [
+                p.segment.first_row + r
+                for p in made.parts(start, stop)
+                for r in range(p.start, p.stop)
+            ]
             assert rows == list(range(start, stop))
     assert list(LogIndex((), Faults()).parts(0, 0)) == []
     text = b"\n".join(LINES * 20) + b"\n"
@@ -161,7 +197,12 @@ def test_parts_cover_all_row_ranges_and_changed_file_is_rejected(tmp_path: Path)
     assert len(flipped) == len(text)
     for changed in (text[:-1][:-30], b"", text[5:], text.replace(b"deadbeef", b"deadbee"), flipped):
         write(tmp_path, changed)
-        rejects(r"log\.txt: bytes \d+-\d+ changed since the log was indexed; restore the", read_segments, segments, SCHEMA)
+        rejects(
+            r"log\.txt: bytes \d+-\d+ changed since the log was indexed; restore the",
+            read_segments,
+            segments,
+            SCHEMA,
+        )
     os.remove(file.path)
     rejects(r"log\.txt: no such file", read_segments, segments, SCHEMA)
 
@@ -170,24 +211,35 @@ def test_check_rejects_too_many_invalid_rows(tmp_path: Path) -> None:
     file = write(tmp_path, b"\n".join([*LINES, b"junk", *LINES]))
     made = index(file, 10, 10)
     made.check(0.12, file.path)
-    rejects(r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction", made.check, 0.11, file.path)
+    rejects(
+        r"11\.11%.*1 x too few columns.*first: .*log\.txt at byte 52.*--max-bad-fraction",
+        made.check,
+        0.11,
+        file.path,
+    )
     for text in (b"", b"junk\n"):
         rejects("no usable rows", index(write(tmp_path, text), 10, 10).check, 1.0, file.path)
 
 
 def test_cache_key_depends_on_files_columns_and_segments() -> None:
     def identity(*files: storage.File, schema: Schema = SCHEMA, segment_bytes: int = 5) -> str:
-        cached = log_index.CachedIndex.at("cache", files=files, schema=schema, segment_bytes=segment_bytes)
+        cached = log_index.CachedIndex.at(
+            "cache", files=files, schema=schema, segment_bytes=segment_bytes
+        )
         return f"{cached.path} {cached.version}"
 
     file = storage.File("a", 1, 2)
     others = [identity(storage.File(*fields)) for fields in (("b", 1, 2), ("a", 2, 2), ("a", 1, 3))]
-    others += [identity(file, file), identity(file, schema=SCHEMA.unlabelled()), identity(file, segment_bytes=6)]
+    others += [
+        identity(file, file),
+        identity(file, schema=SCHEMA.unlabelled()),
+        identity(file, segment_bytes=6),
+    ]
     assert len({identity(file), *others}) == 7
     assert identity(file) == identity(storage.File("a", 1, 2))
 
 
-# gzip -----------------------------------------------------------------------------------------------------------------
+# -- gzip
 def stored_member(size: int) -> bytes:
     """Return a gzip member of exactly `size` bytes."""
     low = size - 200
@@ -223,24 +275,43 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     assert written.st_size == unpacked.size_bytes
     assert unpack(file, str(tmp_path / "plain")) == unpacked
     assert os.stat(unpacked.path).st_ino == written.st_ino  # not written again
-    assert unpack(storage.File(file.path, file.size_bytes, file.modified_ns + 1), str(tmp_path / "plain")).path != unpacked.path
+    assert (
+        unpack(
+            storage.File(file.path, file.size_bytes, file.modified_ns + 1), str(tmp_path / "plain")
+        ).path
+        != unpacked.path
+    )
 
 
 def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
     packed = gzip.compress(np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes())
     flipped = packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:]  # of the CRC
     truncated = [packed[:-20], packed[:5], packed + packed[:50]]
-    for content in (*truncated, flipped, b"\x1f\x8b" + b"\xff" * 100, packed + b"garbage behind it"):
-        file, why = write(tmp_path, content, "day_0.gz"), "truncated" if content in truncated else "damaged"
+    for content in (
+        *truncated,
+        flipped,
+        b"\x1f\x8b" + b"\xff" * 100,
+        packed + b"garbage behind it",
+    ):
+        file, why = (
+            write(tmp_path, content, "day_0.gz"),
+            "truncated" if content in truncated else "damaged",
+        )
         rejects(rf"day_0\.gz: .*{why}.*Download it again", unpack, file, str(tmp_path / "plain"))
         assert os.listdir(tmp_path / "plain") == []
 
 
-def test_is_gzip_reads_plain_files_and_rejects_unreadable_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_gzip_reads_plain_files_and_rejects_unreadable_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text in (b"", b"\x1f", b"1\t2"):
         assert not cache.is_gzip(write(tmp_path, text).path)
     monkeypatch.setattr(storage, "read_into", raising(PermissionError(13, "Permission denied")))
-    rejects(r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions", is_gzip, str(tmp_path / "a.txt"))
+    rejects(
+        r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions",
+        is_gzip,
+        str(tmp_path / "a.txt"),
+    )
 
 
 CAUSES = [
@@ -285,7 +356,11 @@ def test_gunzip_bounds_memory() -> None:
     assert total == (100 << 20) + 4
     assert largest <= cache.GUNZIP_BYTES
     assert peak < 4 * cache.GUNZIP_BYTES
-    for damaged, error in ((packed[:-9], EOFError), (packed[:50] + b"x" + packed[51:], zlib.error), (b"", EOFError)):
+    for damaged, error in (
+        (packed[:-9], EOFError),
+        (packed[:50] + b"x" + packed[51:], zlib.error),
+        (b"", EOFError),
+    ):
         fails_with(error, "", list, cache.gunzip([damaged]))
 
 
@@ -301,7 +376,7 @@ def test_checksum_detects_changed_bytes() -> None:
     assert min(sums) >= 0
 
 
-# Tokens compared with xxhash and plain Python; lookup tables compared with a dict ------------------------------------
+# -- Tokens compared with xxhash and plain Python; lookup tables compared with a dict
 MASK = 2**64 - 1
 
 
@@ -314,7 +389,9 @@ def token(text: bytes) -> int:
     return xxhash.xxh64_intdigest(text)
 
 
-def tokens_of(function: Callable[..., np.ndarray], array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def tokens_of(
+    function: Callable[..., np.ndarray], array: pa.Array
+) -> tuple[np.ndarray, np.ndarray]:
     out = np.empty(len(array), np.uint64)
     return out, function(array, out)
 
@@ -328,14 +405,23 @@ def check_texts(texts: list[bytes | None]) -> None:
 
     for kind in (pa.binary(), pa.large_binary(), pa.binary_view()):
         found = tokens_of(text_tokens, pa.array([b"before", *texts], kind).slice(1))
-        assert list(zip(*(array.tolist() for array in found), strict=True)) == [expected(text) for text in texts]
+        assert list(zip(*(array.tolist() for array in found), strict=True)) == [
+            expected(text) for text in texts
+        ]
 
 
-numerals = st.integers(-(2**66), 2**66).map(lambda n: str(n).encode()) | st.from_regex(rb"[-+]?[0-9]{0,21}", fullmatch=True)
+numerals = st.integers(-(2**66), 2**66).map(lambda n: str(n).encode()) | st.from_regex(
+    rb"[-+]?[0-9]{0,21}", fullmatch=True
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.none() | st.text(max_size=80).map(str.encode) | st.binary(max_size=12) | numerals, max_size=6))
+@given(
+    st.lists(
+        st.none() | st.text(max_size=80).map(str.encode) | st.binary(max_size=12) | numerals,
+        max_size=6,
+    )
+)
 def test_texts(texts: list[bytes | None]) -> None:
     check_texts(texts)
 
@@ -344,33 +430,79 @@ def test_text_tokens_match_python_for_all_lengths_and_bytes() -> None:
     rng = random.Random(0)
     lengths = [bytes(rng.choices(b"abc ", k=n)) for n in range(1, 140)]
     check_texts(lengths)
-    assert [hashing.xxh64(text) for text in lengths] == [xxhash.xxh64_intdigest(text) for text in lengths]  # that of encode.py
-    check_texts([str(n).encode() for edge in (0, 2**31, 2**63, 2**64, 10**19) for n in range(-edge - 2, -edge + 3)])
-    check_texts([str(n).encode() for edge in (2**31, 2**63, 2**64, 10**18, 10**19) for n in range(edge - 2, edge + 3)])
-    check_texts([b"-", b"-0", b"00", b"01", b"+1", b"1 ", b" 1", b"1.0", b"1e3", "١".encode(), b"0x1", b"\0"])
+    # that of encode.py
+    assert [hashing.xxh64(text) for text in lengths] == [
+        xxhash.xxh64_intdigest(text) for text in lengths
+    ]
+    check_texts(
+        [
+            str(n).encode()
+            for edge in (0, 2**31, 2**63, 2**64, 10**19)
+            for n in range(-edge - 2, -edge + 3)
+        ]
+    )
+    check_texts(
+        [
+            str(n).encode()
+            for edge in (2**31, 2**63, 2**64, 10**18, 10**19)
+            for n in range(edge - 2, edge + 3)
+        ]
+    )
+    check_texts(
+        [
+            b"-",
+            b"-0",
+            b"00",
+            b"01",
+            b"+1",
+            b"1 ",
+            b" 1",
+            b"1.0",
+            b"1e3",
+            "١".encode(),
+            b"0x1",
+            b"\0",
+        ]
+    )
     ends = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0)
     check_texts([bytes([a, b]) for a in range(256) for b in (0x00, 0x7F, 0x80, 0xBF, 0xC0)])
     check_texts([bytes([a, b, 0x80]) for a in range(0xE0, 0x100) for b in ends])
-    check_texts([bytes([a, b, 0x80, c]) for a in range(0xEE, 0x100) for b in ends for c in (0x41, 0x80)])
+    check_texts(
+        [bytes([a, b, 0x80, c]) for a in range(0xEE, 0x100) for b in ends for c in (0x41, 0x80)]
+    )
     tails = (b"\xe2\x82", b"\xe2\x82\xac", b"\xff1234567", b"\xc3\xa4")
     check_texts([b"abcdefgh" * n + tail for n in range(3) for tail in tails])
 
 
-@given(st.lists(st.none() | st.integers(0, 2**64 - 1) | st.sampled_from([2**24 + 1, 2**40, 2**63 - 1, 2**63])))
+@given(
+    st.lists(
+        st.none()
+        | st.integers(0, 2**64 - 1)
+        | st.sampled_from([2**24 + 1, 2**40, 2**63 - 1, 2**63])
+    )
+)
 def test_integer_tokens_match_text(values: list[int | None]) -> None:
-    text, _ = tokens_of(text_tokens, pa.array([None if v is None else str(v) for v in values], pa.string()))
+    text, _ = tokens_of(
+        text_tokens, pa.array([None if v is None else str(v) for v in values], pa.string())
+    )
     tokens, status = tokens_of(integer_tokens, pa.array(values, pa.uint64()))
     assert tokens.tolist() == text.tolist()
     assert status.tolist() == [EMPTY if v is None else VALUE for v in values]
     for bits, signed in ((8, False), (8, True), (16, True), (32, False), (32, True), (64, True)):
-        narrow = [None if v is None else v % 2**bits - (2 ** (bits - 1) if signed else 0) for v in values]
-        tokens, _ = tokens_of(integer_tokens, pa.array(narrow, getattr(pa, f"{'' if signed else 'u'}int{bits}")()))
-        text, _ = tokens_of(text_tokens, pa.array([None if v is None else str(v) for v in narrow], pa.string()))
+        narrow = [
+            None if v is None else v % 2**bits - (2 ** (bits - 1) if signed else 0) for v in values
+        ]
+        tokens, _ = tokens_of(
+            integer_tokens, pa.array(narrow, getattr(pa, f"{'' if signed else 'u'}int{bits}")())
+        )
+        text, _ = tokens_of(
+            text_tokens, pa.array([None if v is None else str(v) for v in narrow], pa.string())
+        )
         assert tokens.tolist() == text.tolist()
     assert tokens_of(integer_tokens, pa.array([True, None, False]))[0].tolist() == [1, 0, 0]
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
+# -- Tables
 def built(tokens: list[int], ids: list[int]) -> np.ndarray:
     slots = np.zeros((num_slots(len(tokens)), 2), np.uint64)
     assert build_slots(np.array(tokens, np.uint64), np.array(ids, np.int32), slots)
@@ -389,15 +521,24 @@ def built(tokens: list[int], ids: list[int]) -> np.ndarray:
 def test_lookup_matches_dict(known: dict[int, int], others: list[int]) -> None:
     slots = built(list(known), list(known.values()))
     asked = others + list(known)
-    assert find_ids(np.array(asked, np.uint64), slots, -7).tolist() == [known.get(t, -7) for t in asked]
+    assert find_ids(np.array(asked, np.uint64), slots, -7).tolist() == [
+        known.get(t, -7) for t in asked
+    ]
 
 
 def test_lookup_finds_many_tokens_and_rejects_repeated_ones() -> None:
     rng = np.random.default_rng(0)
-    for tokens in (rng.integers(0, MASK, 100_000, np.uint64), np.arange(100_000, dtype=np.uint64) << np.uint64(44)):
+    for tokens in (
+        rng.integers(0, MASK, 100_000, np.uint64),
+        np.arange(100_000, dtype=np.uint64) << np.uint64(44),
+    ):
         tokens = np.unique(tokens)
         ids = rng.permutation(len(tokens)).astype(np.int32)
         slots = built(tokens.tolist(), ids.tolist())
         assert (find_ids(tokens, slots, -1) == ids).all()
         assert (find_ids(~tokens, slots, -1) == -1).all()
-    assert not build_slots(np.array([5, 2**40, 5], np.uint64), np.arange(3, dtype=np.int32), np.zeros((16, 2), np.uint64))
+    assert not build_slots(
+        np.array([5, 2**40, 5], np.uint64),
+        np.arange(3, dtype=np.int32),
+        np.zeros((16, 2), np.uint64),
+    )

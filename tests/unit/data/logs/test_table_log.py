@@ -1,4 +1,6 @@
-"""Parquet and CSV logs compared with plain Python and with the same log as text; faults are counted, located and skipped."""
+"""Parquet and CSV logs compared with plain Python and with the same log as text; faults are
+counted, located and skipped.
+"""
 
 import contextlib
 import csv
@@ -34,7 +36,16 @@ from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.engine import TaskContext
 from rayrec.data.logs import csv_reader, parquet
 from rayrec.data.logs.column_values import text_tokens
-from rayrec.data.logs.csv_reader import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED, CsvRange, read_csv, row_start
+from rayrec.data.logs.csv_reader import (
+    FAULT,
+    TOO_FEW,
+    TOO_MANY,
+    TRAILING,
+    UNMATCHED,
+    CsvRange,
+    read_csv,
+    row_start,
+)
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables
@@ -47,16 +58,35 @@ from rayrec.schema import Schema
 GENRES = ["Action", "Comedy", "Film-Noir", "Sci-Fi", "Children's", "Ænima", "12"]
 LABELLED = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
 LISTS = ("genres", "tags")
-FILMS = LABELLED.replace(label="clicked", weight="weight", dense=("rating", "age"), sparse=("user", "movie", *LISTS), lists=LISTS)
+FILMS = LABELLED.replace(
+    label="clicked",
+    weight="weight",
+    dense=("rating", "age"),
+    sparse=("user", "movie", *LISTS),
+    lists=LISTS,
+)
 
 
-def index_of(paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20, engine: Any = None) -> LogIndex:
+def index_of(
+    paths: Sequence[Path],
+    schema: Schema,
+    cache: Path,
+    segment_bytes: int = 1 << 20,
+    engine: Any = None,
+) -> LogIndex:
     files = [storage.list_files(str(path))[0] for path in paths]
     assert is_table(files, schema)
-    return index_tables(files, schema, segment_bytes=segment_bytes, context=TaskContext(engine or LoopEngine(), str(cache)))
+    return index_tables(
+        files,
+        schema,
+        segment_bytes=segment_bytes,
+        context=TaskContext(engine or LoopEngine(), str(cache)),
+    )
 
 
-def read(paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20) -> tuple[Any, Faults]:
+def read(
+    paths: Sequence[Path], schema: Schema, cache: Path, segment_bytes: int = 1 << 20
+) -> tuple[Any, Faults]:
     index = index_of(paths, schema, cache, segment_bytes)
     return read_tables(index.segments, schema), index.faults
 
@@ -75,7 +105,18 @@ def movies(rows: int, seed: int = 0) -> list[dict[str, Any]]:
             "rating": maybe(rng.randrange(1, 11) / 2),
             "age": maybe(rng.randrange(-3, 100)),
             "user": maybe(rng.choice([rng.randrange(10_000), 2**24 + 1, 2**40, -5])),
-            "movie": maybe(rng.choice(["Toy Story (1995)", 'Say "yes", or no', "two\nlines", "Amélie", "ünï\r\ncode", "x" * 50])),
+            "movie": maybe(
+                rng.choice(
+                    [
+                        "Toy Story (1995)",
+                        'Say "yes", or no',
+                        "two\nlines",
+                        "Amélie",
+                        "ünï\r\ncode",
+                        "x" * 50,
+                    ]
+                )
+            ),
             "genres": rng.sample(GENRES, rng.randrange(4)),
             "tags": [rng.randrange(2**41) for _ in range(rng.randrange(3))],
         }
@@ -90,7 +131,12 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",", **changes: Any) -> 
     writer.writerow(names)
     for row in rows:
         cells = [row.get(name, "any") for name in names]
-        writer.writerow(["|".join(map(str, x)) if isinstance(x, list) else "" if x is None else x for x in cells])
+        writer.writerow(
+            [
+                "|".join(map(str, x)) if isinstance(x, list) else "" if x is None else x
+                for x in cells
+            ]
+        )
     return out.getvalue().encode()
 
 
@@ -120,10 +166,16 @@ def check_movies(raw: Any, rows: list[dict[str, Any]]) -> None:
         column = raw.column(name)
         cells = [row[name] for row in rows]
         if name in raw.schema.lists:
-            categories = np.array([token(12 if x == "12" else x) for cell in cells for x in cell], np.uint64)
-            assert_same(column, JaggedIds(categories, np.array([len(cell) for cell in cells], np.int32)))
+            categories = np.array(
+                [token(12 if x == "12" else x) for cell in cells for x in cell], np.uint64
+            )
+            assert_same(
+                column, JaggedIds(categories, np.array([len(cell) for cell in cells], np.int32))
+            )
         else:
-            assert_same(column, np.array([0 if cell is None else token(cell) for cell in cells], np.uint64))
+            assert_same(
+                column, np.array([0 if cell is None else token(cell) for cell in cells], np.uint64)
+            )
             assert raw.is_missing(name).tolist() == [cell is None for cell in cells]
 
 
@@ -133,7 +185,9 @@ def test_any_log_comes_out_alike_of_parquet_and_csv(tmp_path: Path, seed: int) -
     pq.write_table(as_table(rows), tmp_path / "a.parquet")
     (tmp_path / "b.csv").write_bytes(as_csv(rows))
     (tmp_path / "c.csv.gz").write_bytes(gzip.compress(as_csv(rows, lineterminator="\r\n")))
-    (tmp_path / "d.CSV").write_bytes(b"\xef\xbb\xbf" + as_csv(rows, quoting=csv.QUOTE_ALL).rstrip(b"\n"))
+    (tmp_path / "d.CSV").write_bytes(
+        b"\xef\xbb\xbf" + as_csv(rows, quoting=csv.QUOTE_ALL).rstrip(b"\n")
+    )
     for name in sorted(os.listdir(tmp_path)):
         for segment_bytes in (1 << 20, 3000):
             raw, faults = read([tmp_path / name], FILMS, tmp_path / "cache", segment_bytes)
@@ -155,34 +209,54 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     (tmp_path / "header.csv").write_bytes(as_csv([]))
     pq.write_table(as_table(rows[30:]), tmp_path / "b.parquet")
     pq.write_table(as_table(rows[:0]).cast(as_table(rows).schema), tmp_path / "none.parquet")
-    paths = [tmp_path / name for name in ("a.csv", "empty.csv", "header.csv", "b.parquet", "none.parquet")]
+    paths = [
+        tmp_path / name
+        for name in ("a.csv", "empty.csv", "header.csv", "b.parquet", "none.parquet")
+    ]
     index = index_of(paths, FILMS, tmp_path / "cache", 2000)
     check_movies(read_tables(index.segments, FILMS), rows)
     assert index.format == "table"
     assert sum(segment.rows for segment in index.segments) == 100
     for segment in index.segments:  # each also alone
-        check_movies(read_tables([segment], FILMS), rows[segment.first_row : segment.first_row + segment.rows])
+        check_movies(
+            read_tables([segment], FILMS),
+            rows[segment.first_row : segment.first_row + segment.rows],
+        )
     shuffled = random.Random(0).sample(index.segments, len(index.segments))
-    check_movies(read_tables(shuffled, FILMS), [row for s in shuffled for row in rows[s.first_row : s.first_row + s.rows]])
+    check_movies(
+        read_tables(shuffled, FILMS),
+        [row for s in shuffled for row in rows[s.first_row : s.first_row + s.rows]],
+    )
     assert len(list(index.parts(0, 100))) == len(index.segments)
     assert LogIndex.from_dict(index.to_dict()) == index
 
 
-# Criteo ---------------------------------------------------------------------------------------------------------------
+# -- Criteo
 def criteo_text(rows: int, seed: int) -> bytes:
     rng = random.Random(seed)
     lines = []
     for _ in range(rows):
-        dense = [rng.choice(["", rng.randrange(-3, 100), 10**18 - 1, 1 - 10**18, 2**53 + 1]) for _ in CRITEO.dense]
-        sparse = [rng.choice(["", f"{rng.getrandbits(32):08x}", f"{rng.getrandbits(32):08X}"]) for _ in CRITEO.sparse]
+        dense = [
+            rng.choice(["", rng.randrange(-3, 100), 10**18 - 1, 1 - 10**18, 2**53 + 1])
+            for _ in CRITEO.dense
+        ]
+        sparse = [
+            rng.choice(["", f"{rng.getrandbits(32):08x}", f"{rng.getrandbits(32):08X}"])
+            for _ in CRITEO.sparse
+        ]
         lines.append("\t".join(map(str, [rng.randrange(2), *dense, *sparse])))
     return "\n".join(lines).encode() + b"\n"
 
 
 def criteo_table(text: bytes, *, has_nulls: bool = True) -> pa.Table:
     kinds = dict.fromkeys(CRITEO.columns, pa.int64()) | dict.fromkeys(CRITEO.sparse, pa.string())
-    converted = arrow_csv.ConvertOptions(column_types=kinds, null_values=[""], strings_can_be_null=has_nulls)
-    tabs, named = arrow_csv.ParseOptions(delimiter="\t"), arrow_csv.ReadOptions(column_names=CRITEO.columns)
+    converted = arrow_csv.ConvertOptions(
+        column_types=kinds, null_values=[""], strings_can_be_null=has_nulls
+    )
+    tabs, named = (
+        arrow_csv.ParseOptions(delimiter="\t"),
+        arrow_csv.ReadOptions(column_names=CRITEO.columns),
+    )
     return arrow_csv.read_csv(io.BytesIO(text), named, tabs, converted)
 
 
@@ -198,7 +272,9 @@ def missing_of(raw: RawBlock, number: int) -> list[bool]:
 @pytest.mark.parametrize("labelled", [True, False])
 def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) -> None:
     text, schema = criteo_text(300, 0), CRITEO if labelled else CRITEO.unlabelled()
-    expected, _ = parse(schema, text if labelled else b"\n".join(line[2:] for line in text.splitlines()))
+    expected, _ = parse(
+        schema, text if labelled else b"\n".join(line[2:] for line in text.splitlines())
+    )
     header = "\t".join(CRITEO.columns).encode() + b"\n"
     (tmp_path / "a.csv").write_bytes((header + text).replace(b"\t", b","))
     (tmp_path / "b.csv").write_bytes(header + text)
@@ -217,7 +293,9 @@ def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) ->
 def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
     values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
-    raw, faults = parse_table(table, Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",)), path="p")
+    raw, faults = parse_table(
+        table, Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",)), path="p"
+    )
     assert (raw.numbers[:, 0].tolist(), raw.missing.tolist()) == ([1, 0, -3, 2**40], [0, 1, 0, 0])
     assert faults.counts == {"not an integer": 4}
     assert [fault.row for fault in faults.first] == [4, 5, 6, 7]
@@ -225,15 +303,21 @@ def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
 
 def test_table_sources_match_text(tmp_path: Path) -> None:
     pq.write_table(criteo_table(criteo_text(20, 0)), tmp_path / "day_0.parquet")
-    (tmp_path / "day_1.csv").write_bytes(("\t".join(CRITEO.columns).encode() + b"\n" + criteo_text(9, 1)).replace(b"\t", b","))
-    raw, _ = read([tmp_path / "day_0.parquet", tmp_path / "day_1.csv"], CRITEO, tmp_path / "cache", 2000)
+    (tmp_path / "day_1.csv").write_bytes(
+        ("\t".join(CRITEO.columns).encode() + b"\n" + criteo_text(9, 1)).replace(b"\t", b",")
+    )
+    raw, _ = read(
+        [tmp_path / "day_0.parquet", tmp_path / "day_1.csv"], CRITEO, tmp_path / "cache", 2000
+    )
     ranges: dict[str, list[int]] = {}
     for path, start, stop in raw.files:
-        ranges.setdefault(os.path.basename(path).removesuffix(".parquet"), []).extend(range(start, stop))
+        ranges.setdefault(os.path.basename(path).removesuffix(".parquet"), []).extend(
+            range(start, stop)
+        )
     assert ranges == {"day_0": list(range(20)), "day_1.csv": list(range(20, 29))}
 
 
-# Segments -------------------------------------------------------------------------------------------------------------
+# -- Segments
 def test_small_row_groups_are_joined_and_large_ones_rewritten(tmp_path: Path) -> None:
     pq.write_table(as_table(movies(1000)), tmp_path / "a.parquet", row_group_size=10)
     index = index_of([tmp_path / "a.parquet"], FILMS, tmp_path / "cache", 10_000)
@@ -258,7 +342,9 @@ def test_rewritten_rows_keep_numbers(tmp_path: Path, name: str) -> None:
     if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
     else:
-        (tmp_path / name).write_text("\n".join(["y,w,d,s,l", *(",".join(row.values()) for row in rows)]))
+        (tmp_path / name).write_text(
+            "\n".join(["y,w,d,s,l", *(",".join(row.values()) for row in rows)])
+        )
     index = index_of([tmp_path / name], ANY, tmp_path / "cache", 2000)
     assert len({segment.path for segment in index.segments}) > 1
     assert [fault.row for fault in index.faults.first] == list(range(999, 9000, 1000))
@@ -302,8 +388,15 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
         ([*rows[:40], {**rows[40], "clicked": 2}, *rows[41:]], 20),
         ([{**row, "clicked": 1 - row["clicked"]} for row in rows], 20),
     ):
-        pq.write_table(as_table(changed).cast(as_table(rows).schema), path, row_group_size=row_group_size)
-        rejects(r"a\.parquet: rows \d+-\d+ changed since the log was indexed", read_tables, segments, FILMS)
+        pq.write_table(
+            as_table(changed).cast(as_table(rows).schema), path, row_group_size=row_group_size
+        )
+        rejects(
+            r"a\.parquet: rows \d+-\d+ changed since the log was indexed",
+            read_tables,
+            segments,
+            FILMS,
+        )
     pq.write_table(as_table(rows).drop_columns("user"), path, row_group_size=20)
     rejects("no column named user", read_tables, segments, FILMS)
     path.write_bytes(path.read_bytes()[:-100])
@@ -312,21 +405,40 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
     rejects("no such file", read_tables, segments, FILMS)
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------
+# -- Faults
 GOOD = {"y": "1", "w": "1.5", "d": "2.5", "s": "a", "l": "b|c"}
-ANY = Schema(label="y", weight="w", dense=("d",), sparse=("s", "l"), lists=("l",), tokens="any", delimiter=",")
+ANY = Schema(
+    label="y",
+    weight="w",
+    dense=("d",),
+    sparse=("s", "l"),
+    lists=("l",),
+    tokens="any",
+    delimiter=",",
+)
 BAD_CELLS: list[tuple[str, str, list[bytes]]] = [
     ("y", "label is missing", [b""]),
     ("y", "label is not 0 or 1", [b"1 1", *b"2 x -1 0.5 nan tRUE 0x1 \xff".split()]),
-    ("w", "weight is not a number of 0 or more", [b"", *b"-1 nan inf x 1e400 -0.0001 2e18".split()]),
-    ("d", "not a finite number", [b"1 2", *b"nan inf -Infinity x 1e400 --1 1e . e5 - 1_0 \xff".split()]),
+    (
+        "w",
+        "weight is not a number of 0 or more",
+        [b"", *b"-1 nan inf x 1e400 -0.0001 2e18".split()],
+    ),
+    (
+        "d",
+        "not a finite number",
+        [b"1 2", *b"nan inf -Infinity x 1e400 --1 1e . e5 - 1_0 \xff".split()],
+    ),
     ("d", "beyond 10^18", b"1000000000000000256 -1e19 1e300".split()),
     ("s", "not UTF-8", b"\xff a\xc3 \xed\xa0\x80".split()),
     ("l", "not UTF-8", b"\xff a|b\xc3|c".split()),
 ]
 
 
-@pytest.mark.parametrize(("column", "kind", "cell"), [(column, kind, cell) for column, kind, many in BAD_CELLS for cell in many])
+@pytest.mark.parametrize(
+    ("column", "kind", "cell"),
+    [(column, kind, cell) for column, kind, many in BAD_CELLS for cell in many],
+)
 @pytest.mark.parametrize("parquet", [False, True])
 def test_bad_cells(tmp_path: Path, parquet: bool, column: str, kind: str, cell: bytes) -> None:
     good = {name: value.encode() for name, value in GOOD.items()}
@@ -335,23 +447,55 @@ def test_bad_cells(tmp_path: Path, parquet: bool, column: str, kind: str, cell: 
     if parquet:
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
     else:
-        path.write_bytes(b"\n".join([b"y,w,d,s,l", *(b",".join(row.values()) for row in rows), b""]))
+        path.write_bytes(
+            b"\n".join([b"y,w,d,s,l", *(b",".join(row.values()) for row in rows), b""])
+        )
     raw, faults = read([path], ANY, tmp_path, 16)
-    assert (raw.numbers[:, 0].tolist(), raw.lists[0].lengths.tolist(), faults.counts) == ([2.5] * 3, [2] * 3, {kind: 1})
+    assert (raw.numbers[:, 0].tolist(), raw.lists[0].lengths.tolist(), faults.counts) == (
+        [2.5] * 3,
+        [2] * 3,
+        {kind: 1},
+    )
     (fault,) = faults.first
-    assert (fault.path, fault.row, fault.byte, fault.kind, fault.column) == (str(path), 2, None, kind, column)
+    assert (fault.path, fault.row, fault.byte, fault.kind, fault.column) == (
+        str(path),
+        2,
+        None,
+        kind,
+        column,
+    )
     assert faults.describe().endswith(f"first: {path} at row 2: {kind} in column {column}")
 
 
 @settings(max_examples=300, deadline=None)
-@example(["1", "+1", "1.", ".5", "-.5e-3", "1E5", "1e+18", "-1e18", "00012", "-0", "1e-400", "0.1", "0" * 30 + "7"])
+@example(
+    [
+        "1",
+        "+1",
+        "1.",
+        ".5",
+        "-.5e-3",
+        "1E5",
+        "1e+18",
+        "-1e18",
+        "00012",
+        "-0",
+        "1e-400",
+        "0.1",
+        "0" * 30 + "7",
+    ]
+)
 @given(
     st.lists(
-        st.from_regex(r"[-+]?[0-9]{0,25}\.?[0-9]{0,4}([eE][-+]?[0-9]{0,3})?", fullmatch=True) | st.text("01.eE+- x", max_size=5)
+        st.from_regex(r"[-+]?[0-9]{0,25}\.?[0-9]{0,4}([eE][-+]?[0-9]{0,3})?", fullmatch=True)
+        | st.text("01.eE+- x", max_size=5)
     )
 )
 def test_numbers_in_text(cells: list[str]) -> None:
-    raw, faults = parse_table(pa.table({"d": pa.array(cells, pa.string())}), Schema(label=None, dense=("d",), tokens="any"))
+    raw, faults = parse_table(
+        pa.table({"d": pa.array(cells, pa.string())}),
+        Schema(label=None, dense=("d",), tokens="any"),
+    )
     wanted, missing = [], []
     for cell in cells:
         try:
@@ -377,19 +521,42 @@ def test_hexadecimal_tables_match_text_and_other_column_counts(tmp_path: Path) -
     ):
         columns = {"d": [b"5"] * len(cells), "s": [b"00000000"] * len(cells), name: cells}
         raw, faults = parse_table(pa.table(columns), schema)
-        expected, found = parse(schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True))))
+        expected, found = parse(
+            schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True)))
+        )
         assert_same(raw, expected, ignored="files")
         assert faults.counts == found.counts
         assert raw.rows == 0 or len(cells) > 200
     good = ",".join(GOOD.values())
-    lines = ["y,w,d,s,l", good, good + ",", "1", "", "9" + good[1:], "", good, "\xff,\xff", good, ""]
+    lines = [
+        "y,w,d,s,l",
+        good,
+        good + ",",
+        "1",
+        "",
+        "9" + good[1:],
+        "",
+        good,
+        "\xff,\xff",
+        good,
+        "",
+    ]
     (tmp_path / "a.csv").write_bytes("\r\n".join(lines).encode("latin1"))
-    wrong = [(1, "too many columns"), (2, "too few columns"), (3, "label is not 0 or 1"), (5, "too few columns")]
+    wrong = [
+        (1, "too many columns"),
+        (2, "too few columns"),
+        (3, "label is not 0 or 1"),
+        (5, "too few columns"),
+    ]
     for segment_bytes in (1, 1000):
         index = index_of([tmp_path / "a.csv"], ANY, tmp_path, segment_bytes)
         assert (read_tables(index.segments, ANY).rows, index.faults.total) == (3, 4)
         assert [(fault.row, fault.kind) for fault in index.faults.first] == wrong
-        places = [segment.start + row for segment in index.segments for row in good_rows(segment, ANY).tolist()]
+        places = [
+            segment.start + row
+            for segment in index.segments
+            for row in good_rows(segment, ANY).tolist()
+        ]
         assert places == [0, 4, 6]
         assert sum(segment.stop - segment.start for segment in index.segments) == 7
 
@@ -400,16 +567,28 @@ def test_first_fault_per_row_is_counted(tmp_path: Path) -> None:
     raw, faults = read([tmp_path / "a.parquet"], ANY, tmp_path, 10)
     assert (raw.rows, faults.counts) == (1, {"label is not 0 or 1": 25})
     assert [fault.row for fault in faults.first] == list(range(10))
-    rejects(r"96\.15%.*25 x label is not 0 or 1", index_of([tmp_path / "a.parquet"], ANY, tmp_path, 10).check, 0.5, "log")
+    rejects(
+        r"96\.15%.*25 x label is not 0 or 1",
+        index_of([tmp_path / "a.parquet"], ANY, tmp_path, 10).check,
+        0.5,
+        "log",
+    )
 
 
-# Types ----------------------------------------------------------------------------------------------------------------
+# -- Types
 def one_column(array: pa.Array, role: str, **changes: Any) -> tuple[Any, Faults]:
-    return parse_table(pa.table({"c": array}), Schema(**{"label": None, "tokens": "any", role: ("c",), **changes}), path="p")
+    return parse_table(
+        pa.table({"c": array}),
+        Schema(**{"label": None, "tokens": "any", role: ("c",), **changes}),
+        path="p",
+    )
 
 
 NUMBERS = [
-    *[pa.array([1, None, 0], kind) for kind in (pa.int8(), pa.uint64(), pa.float32(), pa.float16())],
+    *[
+        pa.array([1, None, 0], kind)
+        for kind in (pa.int8(), pa.uint64(), pa.float32(), pa.float16())
+    ],
     pa.array([True, None, False]),
     pa.array([Decimal("1.00"), None, Decimal("0.00")]),
     pa.array(["1", None, "0.0"]),
@@ -425,12 +604,19 @@ NUMBERS = [
 @pytest.mark.parametrize("array", NUMBERS, ids=lambda array: str(array.type))
 def test_types_of_numbers(array: pa.Array) -> None:
     raw, faults = one_column(array, "dense")
-    assert (faults.total, raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == (0, [1, 0, 0], [False, True, False])
+    assert (faults.total, raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == (
+        0,
+        [1, 0, 0],
+        [False, True, False],
+    )
     schema = Schema(label="y", weight="w", dense=("c",), tokens="any")
     raw, faults = parse_table(pa.table({"y": array, "c": [1, 2, 3], "w": [1, 1, 1]}), schema)
     assert (raw.labels["y"].tolist(), faults.counts) == ([1, 0], {"label is missing": 1})
     raw, faults = parse_table(pa.table({"y": [1, 1, 1], "c": [1, 2, 3], "w": array}), schema)
-    assert (raw.weights.tolist(), faults.counts) == ([1, 0], {"weight is not a number of 0 or more": 1})
+    assert (raw.weights.tolist(), faults.counts) == (
+        [1, 0],
+        {"weight is not a number of 0 or more": 1},
+    )
 
 
 CATEGORIES = [
@@ -445,7 +631,9 @@ CATEGORIES = [
 ]
 
 
-@pytest.mark.parametrize(("values", "kind"), CATEGORIES, ids=lambda x: str(x) if isinstance(x, pa.DataType) else "")
+@pytest.mark.parametrize(
+    ("values", "kind"), CATEGORIES, ids=lambda x: str(x) if isinstance(x, pa.DataType) else ""
+)
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: bool) -> None:
     array = pa.array(values, kind)
@@ -453,7 +641,10 @@ def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: b
         array = array.dictionary_encode()
     texts = [v if isinstance(v, bytes) else b"" if v is None else str(v).encode() for v in values]
     raw, faults = one_column(array, "sparse")
-    assert (faults.total, tokens_of(raw, 0)) == (0, tokens_in(pa.array(texts, pa.binary())).tolist())
+    assert (faults.total, tokens_of(raw, 0)) == (
+        0,
+        tokens_in(pa.array(texts, pa.binary())).tolist(),
+    )
     assert missing_of(raw, 0) == [not text for text in texts]
 
 
@@ -468,7 +659,10 @@ def test_types_of_lists_and_null_columns() -> None:
         pa.array([["zz"], *LIST_VALUES], pa.list_(pa.string())).slice(1),
         pa.array(["a|b", None, "", "|c|", "12"]),
         pa.array(["a|b", None, "", "|c|", "12"]).dictionary_encode(),
-        pa.ListArray.from_arrays(pa.array([0, 2, 2, 2, 5, 6]), pa.array(["a", "b", "", "c", None, "12"]).dictionary_encode()),
+        pa.ListArray.from_arrays(
+            pa.array([0, 2, 2, 2, 5, 6]),
+            pa.array(["a", "b", "", "c", None, "12"]).dictionary_encode(),
+        ),
         pa.ListArray.from_arrays(  # a null that hides values
             pa.array([0, 2, 4, 4, 5, 6]),
             pa.array(["a", "b", "hidden", "hidden", "c", "12"]),
@@ -478,7 +672,9 @@ def test_types_of_lists_and_null_columns() -> None:
         raw, faults = one_column(array, "sparse", lists=("c",))
         assert (faults.total, raw.lists[0].lengths.tolist()) == (0, [2, 0, 0, 1, 1])
         assert tokens_of(raw, 0) == [token("a"), token("b"), token("c"), 12]
-    raw, _ = one_column(pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2)), "sparse", lists=("c",))
+    raw, _ = one_column(
+        pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2)), "sparse", lists=("c",)
+    )
     assert (raw.lists[0].lengths.tolist(), tokens_of(raw, 0)) == ([2, 0, 1], [1, 2, 3])
     for role, lists in (("dense", ()), ("sparse", ()), ("sparse", ("c",))):
         raw, faults = one_column(pa.nulls(2), role, lists=lists)
@@ -502,16 +698,32 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("array", "role", "changes", "why"), REJECTED)
-def test_parse_table_rejects_wrong_types(tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str) -> None:
+def test_parse_table_rejects_wrong_types(
+    tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str
+) -> None:
     pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
     schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})
-    rejects(rf"a\.parquet: column c is of type .*; {re.escape(why)}", index_of, [tmp_path / "a.parquet"], schema, tmp_path)
+    rejects(
+        rf"a\.parquet: column c is of type .*; {re.escape(why)}",
+        index_of,
+        [tmp_path / "a.parquet"],
+        schema,
+        tmp_path,
+    )
 
 
 SAME_CATEGORIES = [
     # (values, Arrow types that hold them, texts that a CSV file or JSON has for them)
-    ([7, None, 9], [pa.int8(), pa.uint64(), pa.float64(), pa.float32(), pa.decimal128(28, 2)], ["7", "", "9"]),
-    ([2**53 - 1, None, -(2**53) + 1], [pa.int64(), pa.float64()], [str(2**53 - 1), "", str(-(2**53) + 1)]),
+    (
+        [7, None, 9],
+        [pa.int8(), pa.uint64(), pa.float64(), pa.float32(), pa.decimal128(28, 2)],
+        ["7", "", "9"],
+    ),
+    (
+        [2**53 - 1, None, -(2**53) + 1],
+        [pa.int64(), pa.float64()],
+        [str(2**53 - 1), "", str(-(2**53) + 1)],
+    ),
     ([True, None, False], [pa.bool_()], ["True", "", "False"]),
     ([True, None, False], [pa.bool_()], ["true", "", "FALSE"]),
     ([1, None, 0], [pa.bool_(), pa.int64(), pa.float64()], ["1", "", "0"]),
@@ -521,7 +733,9 @@ SAME_CATEGORIES = [
 
 @pytest.mark.parametrize(("values", "kinds", "texts"), SAME_CATEGORIES)
 @pytest.mark.parametrize("lists", [False, True])
-def test_categories_match_in_formats(tmp_path: Path, values: list[Any], kinds: list[Any], texts: list[str], lists: bool) -> None:
+def test_categories_match_in_formats(
+    tmp_path: Path, values: list[Any], kinds: list[Any], texts: list[str], lists: bool
+) -> None:
     schema = Schema(label=None, sparse=("c",), lists=("c",) * lists, tokens="any", delimiter=",")
     (tmp_path / "a.csv").write_text("c,d\n" + "".join(f" {text}\t,0\n" for text in texts))
     expected, faults = read([tmp_path / "a.csv"], schema, tmp_path)
@@ -532,21 +746,61 @@ def test_categories_match_in_formats(tmp_path: Path, values: list[Any], kinds: l
             array = pa.ListArray.from_arrays(np.arange(len(values) + 1, dtype=np.int32), array)
         raw, faults = parse_table(pa.table({"c": array}), schema)
         assert faults.total == 0
-        assert (tokens_of(raw, 0), missing_of(raw, 0)) == (tokens_of(expected, 0), missing_of(expected, 0))
-        assert [list(column.lengths) for column in raw.lists] == [list(column.lengths) for column in expected.lists]
+        assert (tokens_of(raw, 0), missing_of(raw, 0)) == (
+            tokens_of(expected, 0),
+            missing_of(expected, 0),
+        )
+        assert [list(column.lengths) for column in raw.lists] == [
+            list(column.lengths) for column in expected.lists
+        ]
 
 
 def test_category_rules_read_floats_texts_and_plain_text(tmp_path: Path) -> None:
     nan, inf = math.nan, math.inf
     for kind, beyond in ((pa.float64(), 2.0**53), (pa.float32(), 2.0**24)):
-        raw, faults = one_column(pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False), "sparse")
-        assert (tokens_of(raw, 0), missing_of(raw, 0)) == ([1, 0, 0, int(beyond) - 1], [False, True, False, False])
+        raw, faults = one_column(
+            pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False),
+            "sparse",
+        )
+        assert (tokens_of(raw, 0), missing_of(raw, 0)) == (
+            [1, 0, 0, int(beyond) - 1],
+            [False, True, False, False],
+        )
         assert faults.counts == {"not a whole number in range": 3}
-    texts = ["7", "07", "+7", "7.0", " 7. ", "-7", "True", "nan", "", "-9223372036854775808", "9223372036854775807"]
-    bad = ["7.5", "7a", "+", ".", "-", "1e3", "9223372036854775808", "-9223372036854775809", "99999999999999999999"]
+    texts = [
+        "7",
+        "07",
+        "+7",
+        "7.0",
+        " 7. ",
+        "-7",
+        "True",
+        "nan",
+        "",
+        "-9223372036854775808",
+        "9223372036854775807",
+    ]
+    bad = [
+        "7.5",
+        "7a",
+        "+",
+        ".",
+        "-",
+        "1e3",
+        "9223372036854775808",
+        "-9223372036854775809",
+        "99999999999999999999",
+    ]
     schema = Schema(label=None, sparse=("c",), integers=("c",), tokens="any")
     raw, faults = parse_table(pa.table({"c": texts + bad}), schema)
-    assert np.array(tokens_of(raw, 0), np.uint64).view(np.int64).tolist() == [7] * 5 + [-7, 1, 0, 0, -(2**63), 2**63 - 1]
+    assert np.array(tokens_of(raw, 0), np.uint64).view(np.int64).tolist() == [7] * 5 + [
+        -7,
+        1,
+        0,
+        0,
+        -(2**63),
+        2**63 - 1,
+    ]
     assert np.flatnonzero(missing_of(raw, 0)).tolist() == [7, 8]
     assert faults.counts == {"not a whole number in range": len(bad)}
     raw, _ = parse_table(pa.table({"c": ["7", "07", "7.0"]}), schema.replace(integers=()))
@@ -569,14 +823,23 @@ def test_nan_setting_is_applied_and_dates_are_seconds(tmp_path: Path) -> None:
     arrow = pa.table({"d": pa.array([1, math.nan, math.nan, math.inf], from_pandas=False)})
     for nan, rows, bad in (("fault", [1.0], 3), ("missing", [1.0, 0.0, 0.0], 1)):
         schema = Schema(label=None, dense=("d",), tokens="any", delimiter=",", nan=nan)
-        for raw, faults in (read([tmp_path / "a.csv"], schema, tmp_path), parse_table(arrow, schema)):
-            assert (raw.numbers[:, 0].tolist(), faults.counts) == (rows, {"not a finite number": bad})
+        for raw, faults in (
+            read([tmp_path / "a.csv"], schema, tmp_path),
+            parse_table(arrow, schema),
+        ):
+            assert (raw.numbers[:, 0].tolist(), faults.counts) == (
+                rows,
+                {"not a finite number": bad},
+            )
             assert raw.missing[:, 0].tolist() == [False, True, True][: len(rows)]
     moment = datetime.datetime(2024, 2, 29, 12, 30, 0, 500_000)
     seconds = (moment - datetime.datetime(1970, 1, 1)).total_seconds()
     for unit in ("ms", "us", "ns"):
         raw, _ = one_column(pa.array([moment, None], pa.timestamp(unit)), "dense")
-        assert (raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == ([seconds, 0], [False, True])
+        assert (raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == (
+            [seconds, 0],
+            [False, True],
+        )
     zoned = pa.array([moment], pa.timestamp("us")).cast(pa.timestamp("us", "Europe/Berlin"))
     assert one_column(zoned, "dense")[0].numbers[:, 0].tolist() == [seconds]
     for kind in (pa.date32(), pa.date64()):
@@ -585,17 +848,32 @@ def test_nan_setting_is_applied_and_dates_are_seconds(tmp_path: Path) -> None:
 
 
 def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
-    schema = Schema(label="y", dense=("d", "e"), sparse=("s", "l"), lists=("l",), delimiter=",", optional=("e", "s", "l"))
+    schema = Schema(
+        label="y",
+        dense=("d", "e"),
+        sparse=("s", "l"),
+        lists=("l",),
+        delimiter=",",
+        optional=("e", "s", "l"),
+    )
     (tmp_path / "a.csv").write_bytes(b"d,y\n1,1\n2,0\n")
     (tmp_path / "b.csv").write_bytes(b"s,l,d,e,y\nx,1|2,3,4,1\n")
     pq.write_table(pa.table({"e": [8.0], "y": [1], "d": [7.0]}), tmp_path / "c.parquet")
-    raw, faults = read([tmp_path / name for name in ("a.csv", "b.csv", "c.parquet")], schema, tmp_path)
+    raw, faults = read(
+        [tmp_path / name for name in ("a.csv", "b.csv", "c.parquet")], schema, tmp_path
+    )
     assert faults.total == 0
     assert [values.tolist() for values in raw.numbers.T] == [[1, 2, 3, 7], [0, 0, 4, 8]]
     assert raw.missing[:, 1].tolist() == [True, True, False, False]
     assert missing_of(raw, 0) == [True, True, False, True]
     assert raw.lists[0].lengths.tolist() == [0, 0, 2, 0]
-    rejects(r"a\.csv: has no column named s", index_of, [tmp_path / "a.csv"], schema.replace(optional=("e",)), tmp_path)
+    rejects(
+        r"a\.csv: has no column named s",
+        index_of,
+        [tmp_path / "a.csv"],
+        schema.replace(optional=("e",)),
+        tmp_path,
+    )
     rejects("optional names z, which must be in dense or sparse", schema.replace, optional=("z",))
 
 
@@ -606,10 +884,16 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
         ("a.csv", ["y", "s", "s"], "2 columns named s"),
         ("a.csv", ["y", "s", "t", "t"], None),
         ("a.parquet", ["y", "s", "s"], "2 columns named s"),
-        ("a.parquet", [f"c{i}" for i in range(20)], "has no column named y; it has c0, c1.* and 8 more"),
+        (
+            "a.parquet",
+            [f"c{i}" for i in range(20)],
+            "has no column named y; it has c0, c1.* and 8 more",
+        ),
     ],
 )
-def test_missing_and_repeated_columns(tmp_path: Path, name: str, columns: list[str], why: str | None) -> None:
+def test_missing_and_repeated_columns(
+    tmp_path: Path, name: str, columns: list[str], why: str | None
+) -> None:
     table = pa.table([[1]] * len(columns), names=columns)
     (pq.write_table if name.endswith("parquet") else arrow_csv.write_csv)(table, tmp_path / name)
     with pytest.raises(InputError, match=why) if why else contextlib.nullcontext():
@@ -622,12 +906,19 @@ def test_column_names(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_bytes(b"a\tb")
     pq.write_table(pa.table({"x": [1], "y": [{"z": 1}]}), tmp_path / "d.parquet")
     files = storage.list_files(str(tmp_path))
-    assert [column_names(file, CRITEO) for file in files] == [("y, or n", "b"), (), ("a", "b"), ("x", "y")]
+    assert [column_names(file, CRITEO) for file in files] == [
+        ("y, or n", "b"),
+        (),
+        ("a", "b"),
+        ("x", "y"),
+    ]
 
 
 def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
     schema = Schema(label="y", sparse=("user.id", "l"), lists=("l",), tokens="any")
-    table = pa.table({"y": [1, 0], "user.id": [5, 6], "l": [[1], [2, 3]], "user": [{"id": 1, "l": 2}] * 2})
+    table = pa.table(
+        {"y": [1, 0], "user.id": [5, 6], "l": [[1], [2, 3]], "user": [{"id": 1, "l": 2}] * 2}
+    )
     pq.write_table(table, tmp_path / "a.parquet")
     raw, _ = read([tmp_path / "a.parquet"], schema, tmp_path)
     assert tokens_of(raw, 0) == [5, 6]
@@ -663,11 +954,13 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
         assert not list(tmp_path.rglob("manifest.json"))
 
 
-# Splitting CSV against Python's reader --------------------------------------------------------------------------------
+# -- Splitting CSV against Python's reader
 def split_by_rule(
     text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int, escape: str | None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED, TRAILING) and fields of every row by the documented rule."""
+    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED, TRAILING) and fields of every row by the
+    documented rule.
+    """
     place = 0
     pair = r'""' if escape is None else r'""|\\["\\]'
     field = re.compile(rf'"((?:{pair}|[^"])*+)"')
@@ -684,7 +977,10 @@ def split_by_rule(
                 unmatched = not inside or len(inside[1]) > max_bytes or lines > max_lines
                 if unmatched:
                     break
-                value, spans = re.sub(pair, lambda match: match[0][1], inside[1]), spans or lines > 0
+                value, spans = (
+                    re.sub(pair, lambda match: match[0][1], inside[1]),
+                    spans or lines > 0,
+                )
                 place = re.compile("[ \t]*").match(text, inside.end()).end()
                 has_text = place < len(text) and text[place] not in ",\r\n"
                 trails |= has_text
@@ -703,11 +999,18 @@ def split_by_rule(
         elif trails:
             yield TRAILING, []
         else:
-            yield 0 if len(fields) == columns else TOO_FEW if len(fields) < columns else TOO_MANY, fields
+            yield (
+                0 if len(fields) == columns else TOO_FEW if len(fields) < columns else TOO_MANY,
+                fields,
+            )
 
 
 def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
-    return [row for table in tables for row in zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True)]
+    return [
+        row
+        for table in tables
+        for row in zip(*(table.column(name).to_pylist() for name in (FAULT, "a", "c")), strict=True)
+    ]
 
 
 def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
@@ -722,25 +1025,55 @@ def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[i
 
 
 def check_split(
-    path: Path, text: bytes, read_bytes: int, *, max_bytes: int, max_lines: int, rules: Literal[1, 2], escape: str | None
+    path: Path,
+    text: bytes,
+    read_bytes: int,
+    *,
+    max_bytes: int,
+    max_lines: int,
+    rules: Literal[1, 2],
+    escape: str | None,
 ) -> None:
     path.write_bytes(text)
     header = next(csv.reader(io.StringIO(text.decode("latin1"), newline="")))
     limits = {"max_bytes": max_bytes, "max_lines": max_lines, "escape": escape}
     split = list(split_by_rule(text.decode("latin1"), len(header), trim=rules == 2, **limits))
-    schema = Schema(label=None, sparse=("a", "c"), tokens="any", delimiter=",", category_rules=rules, escape=escape)
+    schema = Schema(
+        label=None,
+        sparse=("a", "c"),
+        tokens="any",
+        delimiter=",",
+        category_rules=rules,
+        escape=escape,
+    )
     with mock.patch.multiple(csv_reader, MAX_QUOTED_BYTES=max_bytes, MAX_QUOTED_LINES=max_lines):
         if split[0][0]:
-            rejects("first row must be a header", list, read_csv(str(path), schema, read_bytes=read_bytes))
+            rejects(
+                "first row must be a header",
+                list,
+                read_csv(str(path), schema, read_bytes=read_bytes),
+            )
             return
         tables = list(read_csv(str(path), schema, read_bytes=read_bytes))
-        assert rows_of_ranges(path, schema, max(read_bytes, len(text) // 9 + 1)) == rows_of_tables(tables)
+        assert rows_of_ranges(path, schema, max(read_bytes, len(text) // 9 + 1)) == rows_of_tables(
+            tables
+        )
     found = rows_of_tables(tables)
     places = [header.index(name) for name in ("a", "c")]
-    expected = [(kind, *(b"" if kind else row[place].encode("latin1") for place in places)) for kind, row in split[1:]]
+    expected = [
+        (kind, *(b"" if kind else row[place].encode("latin1") for place in places))
+        for kind, row in split[1:]
+    ]
     assert found == expected
-    if rules == 1 and escape is None and {UNMATCHED, TRAILING}.isdisjoint(kind for kind, _ in split) and b'" ' not in text:
-        assert [row for _, row in split] == [row for row in csv.reader(io.StringIO(text.decode("latin1"), newline="")) if row]
+    if (
+        rules == 1
+        and escape is None
+        and {UNMATCHED, TRAILING}.isdisjoint(kind for kind, _ in split)
+        and b'" ' not in text
+    ):
+        assert [row for _, row in split] == [
+            row for row in csv.reader(io.StringIO(text.decode("latin1"), newline="")) if row
+        ]
 
 
 PIECES = [
@@ -794,10 +1127,23 @@ def test_csv_splitting_matches_python(
     width = len(next(csv.reader(io.StringIO(header, newline=""))))
     lines = [header, *rows]
     for i in range(good):
-        lines.insert(1 + i * 2, ",".join(['"a ""x"", b"', "z", "", "\xe4", '"\r\n"'][(i + k) % 5] for k in range(width)))
+        lines.insert(
+            1 + i * 2,
+            ",".join(
+                ['"a ""x"", b"', "z", "", "\xe4", '"\r\n"'][(i + k) % 5] for k in range(width)
+            ),
+        )
     text = ending.join(lines) + (ending if last else "")
     path = tmp_path_factory.getbasetemp() / "split.csv"
-    check_split(path, text.encode("latin1"), read_bytes, max_bytes=limits[0], max_lines=limits[1], rules=rules, escape=escape)
+    check_split(
+        path,
+        text.encode("latin1"),
+        read_bytes,
+        max_bytes=limits[0],
+        max_lines=limits[1],
+        rules=rules,
+        escape=escape,
+    )
 
 
 @pytest.mark.parametrize("read_bytes", [1000, 1 << 20])
@@ -810,32 +1156,50 @@ def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None
     assert np.flatnonzero(tables.column(FAULT).to_numpy()).tolist() == [1000, 41_001]
     raw, faults = parse_table(tables, LABELLED)
     assert (raw.rows, faults.counts) == (49_998, {"unmatched quote": 2})
-    assert [str(fault) for fault in faults.first] == [" at row 1000: unmatched quote", " at row 41001: unmatched quote"]
+    assert [str(fault) for fault in faults.first] == [
+        " at row 1000: unmatched quote",
+        " at row 41001: unmatched quote",
+    ]
 
 
-@pytest.mark.parametrize(("text", "starts"), [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])])
+@pytest.mark.parametrize(
+    ("text", "starts"),
+    [("a,b\r\n1,2\r\n\r\n3,4", [0, 5, 12, 15]), ('a\n"x\ny"\nz', [0, 2, 5, 8, 9])],
+)
 def test_row_start_returns_next_line(tmp_path: Path, text: str, starts: list[int]) -> None:
     (tmp_path / "a.csv").write_bytes(text.encode())
     for place in range(1, len(text)):
-        expected = next(start for start in [*starts, len(text)] if start >= place or start == len(text))
+        expected = next(
+            start for start in [*starts, len(text)] if start >= place or start == len(text)
+        )
         assert row_start(str(tmp_path / "a.csv"), place) == expected
 
 
-def test_shortened_parquet_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that became shorter between its footer and its rows would give uninitialized memory as rows."""
+def test_shortened_parquet_file_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that became shorter between its footer and its rows would give uninitialized memory as
+    rows.
+    """
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"x": [1] * 9}), path)
     complete = storage.read_into
-    monkeypatch.setattr(storage, "read_into", lambda path, start, buffer: complete(path, start, buffer[:-1]))
+    monkeypatch.setattr(
+        storage, "read_into", lambda path, start, buffer: complete(path, start, buffer[:-1])
+    )
     rejects("is shorter than its footer says", parquet._read_span, str(path), (0, 100))
 
 
-@pytest.mark.parametrize("span", [(0, 10), (15, 20), (95, 99), (40, 60), (60, 61), (90, 95), (0, 99)], ids=str)
+@pytest.mark.parametrize(
+    "span", [(0, 10), (15, 20), (95, 99), (40, 60), (60, 61), (90, 95), (0, 99)], ids=str
+)
 def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, int]) -> None:
     path, content = tmp_path / "log.parquet", bytes(range(99))
     path.write_bytes(content)
     spans = [(20, 60), (80, 95)]
-    file = parquet._Spans(str(path), len(content), spans, [parquet._read_span(str(path), each) for each in spans])
+    file = parquet._Spans(
+        str(path), len(content), spans, [parquet._read_span(str(path), each) for each in spans]
+    )
     assert file.bytes_of(*span).tobytes() == content[slice(*span)]
 
 

@@ -1,4 +1,6 @@
-"""Schema fields on values (missing markers, list marks, label rules): equal inputs of files, requests, frames and encode.py."""
+"""Schema fields on values (missing markers, list marks, label rules): equal inputs of files,
+requests, frames and encode.py.
+"""
 
 import json
 import random
@@ -40,15 +42,43 @@ SCHEMA = Schema(
     ),
 )
 ROWS: list[dict[str, Any]] = [
-    {"age": "31", "price": "2.5", "user": "7", "tags": "a^b", "genres": "['x', 'y']", "words": "the,end"},
-    {"age": "NA", "price": "-1.0", "user": "NA", "tags": "NA^b", "genres": '["x", "ü, y"]', "words": "end, the"},
+    {
+        "age": "31",
+        "price": "2.5",
+        "user": "7",
+        "tags": "a^b",
+        "genres": "['x', 'y']",
+        "words": "the,end",
+    },
+    {
+        "age": "NA",
+        "price": "-1.0",
+        "user": "NA",
+        "tags": "NA^b",
+        "genres": '["x", "ü, y"]',
+        "words": "end, the",
+    },
     {"age": "?", "price": "\\N", "user": "-1", "tags": "?", "genres": "['-1', None]", "words": ""},
     {"age": "-1", "price": "7", "user": "07", "tags": " a ^ b ", "genres": "[]", "words": "NA"},
     {"age": "", "price": "-12", "user": "", "tags": "", "genres": "", "words": "the"},
 ]
 PLAIN: list[dict[str, Any]] = [
-    {"age": 31, "price": 2.5, "user": 7, "tags": ["a", "b"], "genres": ["x", "y"], "words": ["the", "end"]},
-    {"age": None, "price": None, "user": None, "tags": ["b"], "genres": ["x", "ü, y"], "words": ["end", "the"]},
+    {
+        "age": 31,
+        "price": 2.5,
+        "user": 7,
+        "tags": ["a", "b"],
+        "genres": ["x", "y"],
+        "words": ["the", "end"],
+    },
+    {
+        "age": None,
+        "price": None,
+        "user": None,
+        "tags": ["b"],
+        "genres": ["x", "ü, y"],
+        "words": ["end", "the"],
+    },
     {"age": None, "price": None, "user": None, "tags": [], "genres": [], "words": []},
     {"age": None, "price": 7, "user": 7, "tags": ["a", "b"], "genres": [], "words": []},
     {"age": None, "price": -12, "user": None, "tags": [], "genres": [], "words": ["the"]},
@@ -89,7 +119,9 @@ def same_rows(rows: EncodedRows, dense: np.ndarray, ids: list[Any]) -> None:
     np.testing.assert_array_equal(rows.dense, dense)
     for column, other in zip(rows.ids, ids, strict=True):
         if isinstance(column, JaggedIds):
-            values, lengths = (other.values, other.lengths) if isinstance(other, JaggedIds) else other
+            values, lengths = (
+                (other.values, other.lengths) if isinstance(other, JaggedIds) else other
+            )
             np.testing.assert_array_equal(column.values, values)
             np.testing.assert_array_equal(column.lengths, lengths)
         else:
@@ -114,7 +146,9 @@ def test_parquet_strings_match_plain_rows() -> None:
 
 
 def test_csv_request_matches_plain_rows() -> None:
-    raw, outcomes = make_reader(SCHEMA).read([RequestBody("csv", len(ROWS) + 1, 0, text=csv_text(ROWS), delimiter=",")])
+    raw, outcomes = make_reader(SCHEMA).read(
+        [RequestBody("csv", len(ROWS) + 1, 0, text=csv_text(ROWS), delimiter=",")]
+    )
     assert outcomes == [slice(0, len(ROWS))]
     same_block(raw, EXPECTED)
 
@@ -136,7 +170,10 @@ def test_encode_py_matches_training(tmp_path: Path) -> None:
 
 def test_transform_matches_training() -> None:
     preprocessor = preprocessor_of(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
-    rows = from_named_columns(transform_table(pa.Table.from_pylist(ROWS), preprocessor, source="rows"), preprocessor.inputs)
+    rows = from_named_columns(
+        transform_table(pa.Table.from_pylist(ROWS), preprocessor, source="rows"),
+        preprocessor.inputs,
+    )
     expected = preprocessor.encode(EXPECTED)
     same_rows(rows, expected.dense, list(expected.ids))
 
@@ -149,7 +186,9 @@ def test_saved_preprocessor_keeps_value_fields(tmp_path: Path) -> None:
 
 
 def test_old_schema_keeps_description() -> None:
-    described = Schema(label="y", dense=("a",), sparse=("s", "t"), lists=("t",), features=(Feature(name="t"),)).describe()
+    described = Schema(
+        label="y", dense=("a",), sparse=("s", "t"), lists=("t",), features=(Feature(name="t"),)
+    ).describe()
     assert not {"missing", "label_rule"} & described.keys()
     assert "list_delimiter" not in described["features"][0]
 
@@ -160,7 +199,9 @@ def test_old_schema_keeps_description() -> None:
         pytest.param(pa.array([1, -1, 0]), [False, True, False], id="integers"),
         pytest.param(pa.array([1.0, -1.0, None]), [False, True, True], id="floats"),
         pytest.param(pa.array(["1", "-1.0", "NA"]), [False, True, True], id="text"),
-        pytest.param(pa.array(["NA", "x", "1"]).dictionary_encode(), [True, None, False], id="dictionary"),
+        pytest.param(
+            pa.array(["NA", "x", "1"]).dictionary_encode(), [True, None, False], id="dictionary"
+        ),
     ],
 )
 def test_markers_in_numbers_by_type(array: pa.Array, missing: list[bool | None]) -> None:
@@ -171,7 +212,9 @@ def test_markers_in_numbers_by_type(array: pa.Array, missing: list[bool | None])
 
 
 def test_marker_zero_keeps_faults() -> None:
-    raw, faults = parse_table(pa.table({"a": ["0", "x", "2"]}), Schema(label=None, dense=("a",), missing=("0",)))
+    raw, faults = parse_table(
+        pa.table({"a": ["0", "x", "2"]}), Schema(label=None, dense=("a",), missing=("0",))
+    )
     assert (raw.missing[:, 0].tolist(), faults.total) == ([True, False], 1)
 
 
@@ -200,13 +243,18 @@ def test_label_at_least_splits_numbers() -> None:
         pytest.param([True, False], "true", [1, 0], id="booleans"),
     ],
 )
-def test_label_positive_matches_values(values: list[Any], positive: str, expected: list[float]) -> None:
+def test_label_positive_matches_values(
+    values: list[Any], positive: str, expected: list[float]
+) -> None:
     assert clicks(values, LabelRule(positive=(positive,))) == (expected, {})
 
 
 def test_label_markers_are_missing_labels() -> None:
     counts = {"label is missing": 2}
-    assert clicks(["1", "-1", "?", None], LabelRule(positive=("1",)), missing=("?", "-1")) == ([1, 0], counts)
+    assert clicks(["1", "-1", "?", None], LabelRule(positive=("1",)), missing=("?", "-1")) == (
+        [1, 0],
+        counts,
+    )
 
 
 def test_further_label_markers_are_missing() -> None:
@@ -222,7 +270,9 @@ def test_request_ignores_label_rule() -> None:
 
 
 def test_text_outside_brackets_is_fault() -> None:
-    table = pa.Table.from_pylist([*ROWS, {**ROWS[0], "genres": "x, y"}, {**ROWS[0], "genres": "['x'"}])
+    table = pa.Table.from_pylist(
+        [*ROWS, {**ROWS[0], "genres": "x, y"}, {**ROWS[0], "genres": "['x'"}]
+    )
     _, faults = parse_table(table, SCHEMA)
     assert faults.counts == {"not a list in brackets": 2}
 
@@ -236,26 +286,40 @@ def test_list_weights_use_mark_of_list() -> None:
 
 
 def test_list_mark_may_be_delimiter_in_quotes() -> None:
-    schema = Schema(label=None, sparse=("s",), lists=("s",), delimiter=",", features=(Feature(name="s", list_delimiter=","),))
+    schema = Schema(
+        label=None,
+        sparse=("s",),
+        lists=("s",),
+        delimiter=",",
+        features=(Feature(name="s", list_delimiter=","),),
+    )
     table = read_csv_text(b'"a,b"\nc\n', schema, delimiter=",", columns=["s"], path="rows")
     assert parse_table(table, schema)[0].lists[0].lengths.tolist() == [2, 1]
 
 
 def test_brackets_match_python() -> None:
     rng = random.Random(0)
-    texts = ["[" + "".join(rng.choice("ab,'\"[] \\1nN") for _ in range(rng.randrange(12))) + "]" for _ in range(20_000)]
+    texts = [
+        "[" + "".join(rng.choice("ab,'\"[] \\1nN") for _ in range(rng.randrange(12))) + "]"
+        for _ in range(20_000)
+    ]
     lists, bad = split_lists(pa.array(texts), "brackets", trim=False)
     for text, items, is_bad in zip(texts, lists.to_pylist(), bad.tolist(), strict=True):
         expected = bracket_items(text)
         assert is_bad == (expected is None), text
         if expected is not None:
-            assert [item.decode() for item in items if item] == [item for item in expected if item], text
+            assert [item.decode() for item in items if item] == [
+                item for item in expected if item
+            ], text
 
 
 def test_brackets_read_json_and_python() -> None:
     rng = random.Random(1)
     for _ in range(2000):
-        items = ["".join(rng.choice("aüß😀,'\"\\\n []") for _ in range(rng.randrange(1, 6))) for _ in range(rng.randrange(4))]
+        items = [
+            "".join(rng.choice("aüß😀,'\"\\\n []") for _ in range(rng.randrange(1, 6)))
+            for _ in range(rng.randrange(4))
+        ]
         for text in (json.dumps(items), json.dumps(items, ensure_ascii=False), repr(items)):
             assert [item for item in bracket_items(text) or [] if item] == items
 
@@ -263,14 +327,23 @@ def test_brackets_read_json_and_python() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{label: {name: y, at_least: 3, positive: [a]}, dense: [a]}", "either at_least or positive"),
+        (
+            "{label: {name: y, at_least: 3, positive: [a]}, dense: [a]}",
+            "either at_least or positive",
+        ),
         ("{label: {name: y, at_least: .nan}, dense: [a]}", "must be a finite number"),
         ("{label: {at_least: 3}, dense: [a]}", "label must name a column"),
         ("{label: {name: y, at_leas: 3}, dense: [a]}", "did you mean 'at_least'?"),
-        ("{label: {name: y, at_least: 3}, dense: [a], tokens: hexadecimal}", "label_rule needs tokens: any"),
+        (
+            "{label: {name: y, at_least: 3}, dense: [a], tokens: hexadecimal}",
+            "label_rule needs tokens: any",
+        ),
         ("{label: y, dense: [a], missing: [NA], tokens: hexadecimal}", "missing needs tokens: any"),
         ("{sparse: [a], features: [{name: a, list_delimiter: ';'}]}", "need a column of lists"),
-        ("{sparse: [a], lists: [a], features: [{name: a, list_delimiter: '::'}]}", "one ASCII character"),
+        (
+            "{sparse: [a], lists: [a], features: [{name: a, list_delimiter: '::'}]}",
+            "one ASCII character",
+        ),
     ],
 )
 def test_schema_rejects_value_fields(text: str, message: str) -> None:
@@ -278,7 +351,11 @@ def test_schema_rejects_value_fields(text: str, message: str) -> None:
 
 
 def test_schema_lists_are_text_as_written() -> None:
-    schema = load_schema("{label: {name: y, positive: [yes, 1]}, dense: [no, 2020], missing: [null, NULL, ~, -1, NaN]}", "x")
+    schema = load_schema(
+        "{label: {name: y, positive: [yes, 1]}, dense: [no, 2020], missing: [null, NULL, ~, -1, "
+        "NaN]}",
+        "x",
+    )
     assert schema.dense == ("no", "2020")
     assert schema.missing == ("null", "NULL", "~", "-1", "NaN")
     assert schema.label_rule == LabelRule(positive=("yes", "1"))
@@ -298,15 +375,26 @@ def test_timestamp_may_be_dense() -> None:
     assert raw.times.tolist() == [5_000_000, 7_000_000]
     preprocessor = preprocessor_of(raw)
     encoded = preprocessor.encode(raw)
-    again = from_named_columns(transform_table(pa.table({"at": [5, 7]}), preprocessor, source="rows"), schema)
+    again = from_named_columns(
+        transform_table(pa.table({"at": [5, 7]}), preprocessor, source="rows"), schema
+    )
     np.testing.assert_array_equal(again.dense, encoded.dense)
     np.testing.assert_array_equal(again.timestamps, raw.times)
 
 
 def test_hint_skips_empty_labels(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("stars,user\n" + "".join(f"{star},u\n" for star in (1, 5, 3, 2, 4, "")) * 20)
-    line = rejects("", LogSource.at(str(tmp_path / "log.csv")).check_head, Schema(label="stars", sparse=("user",)))
-    assert "found 1, 2, 3, 4, 5 in column stars; derive one, such as stars >= 4, or write in the schema" in line
+    (tmp_path / "log.csv").write_text(
+        "stars,user\n" + "".join(f"{star},u\n" for star in (1, 5, 3, 2, 4, "")) * 20
+    )
+    line = rejects(
+        "",
+        LogSource.at(str(tmp_path / "log.csv")).check_head,
+        Schema(label="stars", sparse=("user",)),
+    )
+    assert (
+        "found 1, 2, 3, 4, 5 in column stars; derive one, such as stars >= 4, or write in the "
+        "schema" in line
+    )
 
 
 AT = 1_574_000_000  # 2019-11-17 14:13:20 UTC

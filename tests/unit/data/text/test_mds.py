@@ -34,7 +34,10 @@ ROWS = np.random.default_rng(0).integers(0, 50_000, (sum(SHARDS), BLOCK)).astype
 
 def write(folder: Path, rows: np.ndarray = ROWS, sizes: Sequence[int] = SHARDS) -> Path:
     bounds = enumerate(itertools.pairwise(np.cumsum([0, *sizes])))
-    infos = [mds.write_shard(rows[low:high], str(folder / f"shard.{number:05d}.mds")) for number, (low, high) in bounds]
+    infos = [
+        mds.write_shard(rows[low:high], str(folder / f"shard.{number:05d}.mds"))
+        for number, (low, high) in bounds
+    ]
     mds.write_index(str(folder), infos)
     return folder
 
@@ -63,7 +66,9 @@ def edited(written: Path, folder: Path, change: Callable[[dict[str, Any]], None]
 
 # -- what is read
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
-def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callable[[Path], str]) -> None:
+def test_read_returns_rows_in_order(
+    written: Path, tmp_path: Path, place: Callable[[Path], str]
+) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
     assert (len(rows), tuple(rows.chunk_rows), rows.block_size) == (97, SHARDS, BLOCK)
     order = np.random.default_rng(1).permutation(97)
@@ -77,13 +82,20 @@ def test_read_returns_rows_in_order(written: Path, tmp_path: Path, place: Callab
     rows.close()
 
 
-def test_shards_match_streaming_both_ways_and_are_reproducible(written: Path, tmp_path: Path) -> None:
+def test_shards_match_streaming_both_ways_and_are_reproducible(
+    written: Path, tmp_path: Path
+) -> None:
     streaming = mds.load_streaming()
     theirs = streaming.StreamingDataset(local=str(written), shuffle=False, batch_size=1)
     np.testing.assert_array_equal(np.stack([sample["tokens"] for sample in theirs]), ROWS)
     wide = ROWS.astype(np.uint32) + 100_000
     columns = {"tokens": f"ndarray:uint32:{BLOCK}"}
-    options = {"out": str(tmp_path / "theirs"), "columns": columns, "hashes": ["sha1"], "size_limit": 2_000}
+    options = {
+        "out": str(tmp_path / "theirs"),
+        "columns": columns,
+        "hashes": ["sha1"],
+        "size_limit": 2_000,
+    }
     with streaming.MDSWriter(**options) as writer:
         for row in wide:
             writer.write({"tokens": row})
@@ -115,11 +127,16 @@ rows.close()
 def test_node_processes_fetch_shard_once(written: Path, tmp_path: Path) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
     command = [sys.executable, "-c", READER, url(written), str(tmp_path)]
-    readers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    readers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     assert [reader.stdout.readline() for reader in readers] == ["ready\n"] * 3
     for reader in readers:
         print(file=reader.stdin, flush=True)
-    found = [[int(word) for word in reader.communicate(timeout=60)[0].split()] for reader in readers]
+    found = [
+        [int(word) for word in reader.communicate(timeout=60)[0].split()] for reader in readers
+    ]
     assert {total for total, _ in found} == {int(ROWS.sum(dtype=np.int64))}
     assert sum(downloaded for _, downloaded in found) == size_bytes
     assert len(copies(tmp_path)) == len(SHARDS)
@@ -148,12 +165,18 @@ for _ in range(5):
 del rows
 print(*before, *held(), while_open[1] > before[1])
 """
-"""What a process holds before and after reading: open files, mapped shards, threads, and streaming, which is slow to import."""
+"""What a process holds before and after reading: open files, mapped shards, threads, and streaming,
+which is slow to import.
+"""
 
 
-def test_readers_release_all_when_closed_and_cannot_be_pickled(written: Path, tmp_path: Path) -> None:
+def test_readers_release_all_when_closed_and_cannot_be_pickled(
+    written: Path, tmp_path: Path
+) -> None:
     # A process of its own: what other tests leave to the garbage collector would be counted here.
-    *held, seen = run_command(sys.executable, "-c", GIVEN_BACK, url(written), tmp_path).stdout.split()
+    *held, seen = run_command(
+        sys.executable, "-c", GIVEN_BACK, url(written), tmp_path
+    ).stdout.split()
     assert (held[:4], held[3], seen) == (held[4:], "False", "True")
     fails_with(TypeError, "in the process that reads", pickle.dumps, TokenRows(str(written)))
 
@@ -186,7 +209,13 @@ def test_limited_cache_keeps_limit_and_mapped_shards(tmp_path: Path) -> None:
     assert first.downloaded_bytes == 2 * shard_bytes
     assert copies(cache)[1].name == "shard.00001.mds"  # mapped all the time
     first.close()
-    rejects(r"^file://.* at least [\d,]+ bytes", TokenRows, url(source), cache_folder=str(cache), cache_bytes=3 * shard_bytes)
+    rejects(
+        r"^file://.* at least [\d,]+ bytes",
+        TokenRows,
+        url(source),
+        cache_folder=str(cache),
+        cache_bytes=3 * shard_bytes,
+    )
 
 
 @pytest.mark.slow
@@ -205,11 +234,15 @@ rows.read(np.arange(3))
 """
     run_command(sys.executable, "-c", dying, url(written), tmp_path, status=-signal.SIGKILL)
     assert list(tmp_path.glob("*/*.partial"))
-    np.testing.assert_array_equal(TokenRows(url(written), cache_folder=str(tmp_path)).read(np.arange(97))["tokens"], ROWS)
+    np.testing.assert_array_equal(
+        TokenRows(url(written), cache_folder=str(tmp_path)).read(np.arange(97))["tokens"], ROWS
+    )
     assert not list(tmp_path.glob("*/*.partial"))
 
 
-def test_failed_download_retries(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_retries(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = TokenRows(url(written), cache_folder=str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(cache.ShardCache, "fetch", raising(OSError("the store is out")))
@@ -244,9 +277,13 @@ def test_damaged_copy_is_fetched_again(written: Path, tmp_path: Path) -> None:
 # -- damage and misuse
 @pytest.mark.parametrize("place", [str, url], ids=["folder", "url"])
 @pytest.mark.parametrize(
-    "content", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None], ids=["short", "flipped", "gone"]
+    "content",
+    [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 1]), None],
+    ids=["short", "flipped", "gone"],
 )
-def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any) -> None:
+def test_damaged_shard_raises_with_name(
+    written: Path, tmp_path: Path, place: Callable[[Path], str], content: Any
+) -> None:
     shutil.copytree(written, tmp_path / "set")
     shard = tmp_path / "set" / "shard.00001.mds"
     shard.write_bytes(content(shard.read_bytes())) if content else shard.unlink()
@@ -273,7 +310,9 @@ def test_damaged_shard_raises_with_name(written: Path, tmp_path: Path, place: Ca
         (lambda index: index["shards"][0].update(samples="many"), "damaged"),
     ],
 )
-def test_reader_rejects_foreign_index(written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str) -> None:
+def test_reader_rejects_foreign_index(
+    written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
     rejects(rf"index\.json: .*({told})", TokenRows, str(edited(written, tmp_path / "set", change)))
 
 
@@ -281,44 +320,65 @@ def test_streaming_is_loaded_without_modules_of_ours() -> None:
     streaming = mds.load_streaming()
     assert mds.load_streaming() is streaming
     modules = [module for name, module in sys.modules.items() if name.startswith("streaming.")]
-    assert [module.__name__ for module in modules if getattr(module, "__spec__", None) is None] == []
+    assert [
+        module.__name__ for module in modules if getattr(module, "__spec__", None) is None
+    ] == []
 
 
 def test_reader_rejects_shard_with_wrong_row_count(written: Path, tmp_path: Path) -> None:
     folder = edited(written, tmp_path / "set", lambda index: index["shards"][0].update(samples=29))
-    rejects(r"shard\.00000\.mds: damaged: does not have 29 rows", TokenRows(str(folder)).read, np.array([0]))
+    rejects(
+        r"shard\.00000\.mds: damaged: does not have 29 rows",
+        TokenRows(str(folder)).read,
+        np.array([0]),
+    )
 
 
 def test_missing_shards_raise_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rejects(r"^[^\n]*index\.json: no such file$", TokenRows, str(tmp_path / "nothing"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    rejects(r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$", mds.load_streaming)
+    rejects(
+        r"^streaming is not installed\. Run pip install 'rayrec\[language\]'\.$", mds.load_streaming
+    )
 
 
 def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "room").write_bytes(b"shard")
     limits: dict[str, Any] = {"sizes_bytes": {"room": 5}, "limit_bytes": 5 * MIN_FILES}
-    cache = ShardCache(str(tmp_path / "source"), index=b"", folder=str(tmp_path / "cache"), **limits)
+    cache = ShardCache(
+        str(tmp_path / "source"), index=b"", folder=str(tmp_path / "cache"), **limits
+    )
     fetched: list[int] = []
-    thread = threading.Thread(target=lambda: fetched.append(cache.fetch("room", lambda path: None)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: fetched.append(cache.fetch("room", lambda path: None)), daemon=True
+    )
     thread.start()
     thread.join(20)
     assert fetched == [5]
 
 
-# Parts of a text hold all of it, once, in order, and begin where lines do ---------------------------------------------
-WORDS = st.lists(st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60).map("".join)
+# -- Parts of a text hold all of it, once, in order, and begin where lines do
+WORDS = st.lists(
+    st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60
+).map("".join)
 
 
 def cuts_of(content: bytes, positions: range) -> list[int]:
-    return [cut(lambda start, count: content[start : start + count], len(content), position) for position in positions]
+    return [
+        cut(lambda start, count: content[start : start + count], len(content), position)
+        for position in positions
+    ]
 
 
 @given(text=WORDS)
 def test_cut_returns_next_line_start(text: str) -> None:
     content = text.encode()
-    starts = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n")), len(content)]
+    starts = [
+        0,
+        *(place + 1 for place, byte in enumerate(content) if byte == ord("\n")),
+        len(content),
+    ]
     for position, found in enumerate(cuts_of(content, range(len(content) + 1))):
         assert found == min(start for start in starts if start >= position)
 
@@ -336,8 +396,14 @@ def test_endless_line_is_cut_between_characters(text: str) -> None:
     assert all(place - position <= 8 for position, place in enumerate(found))
 
 
-@given(texts=st.lists(WORDS, min_size=1, max_size=4), part_bytes=st.integers(1, 40), share=st.sampled_from([0.0, 0.1, 0.5, 0.99]))
-def test_parts_cover_text(texts: list[str], part_bytes: int, share: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    texts=st.lists(WORDS, min_size=1, max_size=4),
+    part_bytes=st.integers(1, 40),
+    share=st.sampled_from([0.0, 0.1, 0.5, 0.99]),
+)
+def test_parts_cover_text(
+    texts: list[str], part_bytes: int, share: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("parts")
     sources = []
     for number, text in enumerate(texts):
@@ -357,7 +423,11 @@ def test_parts_cover_text(texts: list[str], part_bytes: int, share: float, tmp_p
 
 def test_invalid_utf8_has_position_and_bpe_matches_on_threads(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
-    parts = parts_of([Source(str(tmp_path / "latin.txt"), "latin.txt", 52)], validation_fraction=0.0, part_bytes=16)
+    parts = parts_of(
+        [Source(str(tmp_path / "latin.txt"), "latin.txt", 52)],
+        validation_fraction=0.0,
+        part_bytes=16,
+    )
     assert read_part(parts[0]) == "line\n" * 4
     rejects(r"^latin\.txt: byte 51 is not UTF-8 [^\n]*iconv[^\n]*$", read_part, parts[-1])
     code = """
@@ -368,11 +438,20 @@ write_tokenizer(bytes_bpe(texts, 600), sys.argv[1])
 """
     for threads in ("1", "4"):
         environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        subprocess.run([sys.executable, "-c", code, str(tmp_path / threads)], env=environment, check=True, timeout=300)
-    assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (tmp_path / "4" / "tokenizer.json").read_bytes()
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / threads)],
+            env=environment,
+            check=True,
+            timeout=300,
+        )
+    assert (tmp_path / "1" / "tokenizer.json").read_bytes() == (
+        tmp_path / "4" / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_missing_tokenizer_raises_one_line(tmp_path: Path) -> None:
     rejects(r"^[^\n]*tokenizer not found\. [^\n]*$", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    rejects(r"^[^\n]*: not a tokenizer, or of another version[^\n]*$", load_tokenizer, str(tmp_path))
+    rejects(
+        r"^[^\n]*: not a tokenizer, or of another version[^\n]*$", load_tokenizer, str(tmp_path)
+    )

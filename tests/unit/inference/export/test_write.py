@@ -19,8 +19,22 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import click_models
-from builders.click_models import SMALL, Saved, bucketed_preprocessor, lists_preprocessor, multi_hot_preprocessor, save_clicks
-from builders.exports import ROWS, changed, export_of, reseal, scored_by_strangers, write_criteo_rows
+from builders.click_models import (
+    SMALL,
+    Saved,
+    bucketed_preprocessor,
+    lists_preprocessor,
+    multi_hot_preprocessor,
+    save_clicks,
+)
+from builders.exports import (
+    ROWS,
+    changed,
+    export_of,
+    reseal,
+    scored_by_strangers,
+    write_criteo_rows,
+)
 from builders.faults import Trap, fails_with, flip, rejects
 from builders.own_click_model import OwnConfig
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
@@ -52,7 +66,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("run")
-    return save_clicks(folder, scale=3.0, train_data={"path": write_criteo_rows(folder / "log.tsv", ROWS)})
+    return save_clicks(
+        folder, scale=3.0, train_data={"path": write_criteo_rows(folder / "log.tsv", ROWS)}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -62,14 +78,23 @@ def exported(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Callable
     @functools.cache
     def make(quantization: str) -> Path:
         out = tmp_path_factory.mktemp("exports") / quantization
-        export_of(saved, out, quantize=None if quantization == "fp32" else quantization, max_auroc_loss=0.05)
+        export_of(
+            saved,
+            out,
+            quantize=None if quantization == "fp32" else quantization,
+            max_auroc_loss=0.05,
+        )
         return out
 
     return make
 
 
-@pytest.mark.parametrize(("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)])
-def test_export_scores_match_checkpoint(saved: Saved, exported: Any, quantization: Quantization, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)]
+)
+def test_export_scores_match_checkpoint(
+    saved: Saved, exported: Any, quantization: Quantization, tolerance: float
+) -> None:
     folder = exported(quantization)
     served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
     assert (served.kind, served.scorer.quantization) == ("export", quantization)
@@ -81,14 +106,20 @@ def test_export_scores_match_checkpoint(saved: Saved, exported: Any, quantizatio
     assert quantization == "fp32" or (logits != expected).any()
     assert np.std(expected) > 10 * np.abs(logits - expected).mean()
     width = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[quantization]  # bytes of 8 values
-    dense = sum(p.nbytes for name, p in saved.model.named_parameters() if "embedding_bags" not in name)
+    dense = sum(
+        p.nbytes for name, p in saved.model.named_parameters() if "embedding_bags" not in name
+    )
     assert served.scorer.weight_bytes == width * sum(saved.preprocessor.num_embeddings) + dense
     score = scored_by_strangers(folder)
     for some in (rows, saved.rows(1)):
-        np.testing.assert_allclose(score(some.dense, list(some.ids)), served.score(some), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            score(some.dense, list(some.ids)), served.score(some), rtol=0, atol=2e-5
+        )
 
 
-def test_raw_rows_are_scored_without_rayrec(saved: Saved, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_rows_are_scored_without_rayrec(
+    saved: Saved, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = shutil.copytree(exported("fp32"), tmp_path / "moved")
     assert saved.config.train_data.path is not None
     lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
@@ -100,12 +131,15 @@ def test_raw_rows_are_scored_without_rayrec(saved: Saved, exported: Any, tmp_pat
     with monkeypatch.context() as hidden:
         hidden.chdir(folder)
         hidden.setattr(sys, "path", [*sys.path])
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("rayrec", "encode")]:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in ("rayrec", "encode")
+        ]:
             hidden.delitem(sys.modules, name)
         hidden.setitem(sys.modules, "rayrec", None)
         fails_with(ModuleNotFoundError, "", importlib.import_module, "rayrec")
         exec(program, result)
-        assert Path(sys.modules["encode"].__file__ or "").resolve().parent == folder.resolve()  # it is the export's
+        # it is the export's
+        assert Path(sys.modules["encode"].__file__ or "").resolve().parent == folder.resolve()
         assert [name for name in sys.modules if name.partition(".")[0] == "rayrec"] == ["rayrec"]
         hidden.delitem(sys.modules, "encode")
     served = open_served(str(exported("fp32")))
@@ -119,7 +153,11 @@ def test_raw_rows_are_scored_without_rayrec(saved: Saved, exported: Any, tmp_pat
 def test_report_and_manifest_describe_export(saved: Saved, exported: Callable[[str], Path]) -> None:
     report = json.loads((exported("int8") / "report.json").read_text())
     parity = report["parity"]
-    assert (parity["rows"], parity["origin"], parity["failure"]) == (ROWS, f"rows of {saved.config.train_data.path}", None)
+    assert (parity["rows"], parity["origin"], parity["failure"]) == (
+        ROWS,
+        f"rows of {saved.config.train_data.path}",
+        None,
+    )
     assert 0 < parity["max_logit_difference"] < 0.05
     assert 0 < parity["auroc_checkpoint"] < 1
     assert 0 < report["size"]["ratio"] < 1
@@ -134,14 +172,17 @@ def test_report_and_manifest_describe_export(saved: Saved, exported: Callable[[s
     assert all((folder / name).stat().st_size == file["bytes"] for name, file in files.items())
 
 
-def test_loading_imports_no_ray_and_unpickles_no_file(saved: Saved, exported: Callable[[str], Path]) -> None:
+def test_loading_imports_no_ray_and_unpickles_no_file(
+    saved: Saved, exported: Callable[[str], Path]
+) -> None:
     code = (
         "import os, sys, pickle, torch\n"
         "def refuse(*_, **__): raise AssertionError('unpickled')\n"
         "pickle.load = pickle.loads = torch.load = torch.export.load = refuse\n"
         "from rayrec.inference.model import open_served\n"
         "kinds = [open_served(path).kind for path in sys.argv[1:]]\n"
-        "unneeded = {'torchrec', 'fbgemm_gpu', 'ray', 'tensordict', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
+        "unneeded = {'torchrec', 'fbgemm_gpu', 'ray', 'tensordict', 'torchmetrics', "
+        "'torch.distributed.checkpoint'}\n"
         "print(kinds, unneeded & set(sys.modules), flush=True)\n"
         "os._exit(0)\n"  # to take the interpreter apart takes more than a second
     )
@@ -164,12 +205,20 @@ def test_run_rows_are_compared(tmp_path: Path) -> None:
         assert (parity["origin"], parity["rows"]) == (origin, rows)
 
 
-def test_missing_run_log_is_rejected_or_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_run_log_is_rejected_or_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = str(tmp_path / "moved.tsv")
     saved = save_clicks(tmp_path / "run", train_data={"path": path})
     with monkeypatch.context() as patch:
-        patch.setattr("rayrec.inference.export.write.open_served", None)  # the log is looked for before weights are read
-        rejects(rf"no rows of the run's log {path}, .* Set --parity-path to a labelled log", export_of, saved, tmp_path / "out")
+        # the log is looked for before weights are read
+        patch.setattr("rayrec.inference.export.write.open_served", None)
+        rejects(
+            rf"no rows of the run's log {path}, .* Set --parity-path to a labelled log",
+            export_of,
+            saved,
+            tmp_path / "out",
+        )
     assert not list(tmp_path.glob("out*"))
     told = export_of(saved, tmp_path / "out", ignore_parity=True)["parity"]
     assert "drawn at random" in told["origin"]
@@ -179,8 +228,13 @@ def test_missing_run_log_is_rejected_or_reported(tmp_path: Path, monkeypatch: py
     assert export_of(saved, tmp_path / "two", parity_path=elsewhere)["parity"]["failure"] is None
 
 
-def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message, options = "an AUROC that differs by .*more than 0, on .*. Choose another --quantize", {"quantize": "int4"}
+def test_export_with_different_scores_leaves_no_folder(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message, options = (
+        "an AUROC that differs by .*more than 0, on .*. Choose another --quantize",
+        {"quantize": "int4"},
+    )
     rejects(message, export_of, saved, tmp_path / "out", max_auroc_loss=0.0, **options)
     assert not list(tmp_path.glob("out*"))
     told = export_of(saved, tmp_path / "out", max_auroc_loss=0.0, ignore_parity=True, **options)
@@ -189,24 +243,49 @@ def test_export_with_different_scores_leaves_no_folder(saved: Saved, tmp_path: P
     rejects("exists already", export_of, saved, tmp_path / "out")
 
 
-def test_export_command_prints_report(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--quantize", "fp16", "--parity-rows", "50", "--max-auroc-loss", "0.2", "--out", str(tmp_path / "out")]
+def test_export_command_prints_report(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--quantize",
+        "fp16",
+        "--parity-rows",
+        "50",
+        "--max-auroc-loss",
+        "0.2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert cli.run(["export", str(saved.run), *flags]) == 0
     told = json.loads(capsys.readouterr().out)
-    expected = {"quantization": "fp16", "out": str(tmp_path / "out"), "checkpoint": str(saved.checkpoint)}
+    expected = {
+        "quantization": "fp16",
+        "out": str(tmp_path / "out"),
+        "checkpoint": str(saved.checkpoint),
+    }
     assert told.items() >= expected.items()
     assert (told["parity"]["rows"], told["parity"]["auroc_limit"]) == (50, 0.2)
 
 
 def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
     out = str(exported("int8"))
-    for submit in (lambda: rayrec.evaluate(out, "log.tsv"), lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x"))):
-        rejects(r"must be a checkpoint, got an export \(for `rayrec serve`\)\. Use the exported checkpoint", submit)
+    for submit in (
+        lambda: rayrec.evaluate(out, "log.tsv"),
+        lambda: rayrec.predict(out, "log.tsv", out=str(tmp_path / "x")),
+    ):
+        rejects(
+            r"must be a checkpoint, got an export \(for `rayrec serve`\)\. Use the exported "
+            r"checkpoint",
+            submit,
+        )
 
 
 def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
     unlabelled = write_criteo_rows(tmp_path / "log.tsv", 5, labelled=False)
-    for path, message in ((unlabelled, "labels not found"), (str(tmp_path / "absent.tsv"), r"absent\.tsv")):
+    for path, message in (
+        (unlabelled, "labels not found"),
+        (str(tmp_path / "absent.tsv"), r"absent\.tsv"),
+    ):
         rejects(message, export_of, saved, tmp_path / "out", parity_path=path)
     of_images = {"config": recipes.mnist_resnet18(), "settings": ExportConfig(triton=True)}
     rejects("is not for click models", export, str(saved.run), str(tmp_path / "out"), **of_images)
@@ -225,7 +304,9 @@ def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
 )
 def test_other_workloads_are_exported(arguments: dict[str, Any], tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", **arguments)
-    told = export_of(saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01, ignore_parity=True)
+    told = export_of(
+        saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01, ignore_parity=True
+    )
     assert told["parity"]["failure"].startswith("no rows of the run's log")  # and nothing else
     served, rows = open_served(str(tmp_path / "out")), saved.rows(100)
     np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
@@ -233,8 +314,21 @@ def test_other_workloads_are_exported(arguments: dict[str, Any], tmp_path: Path)
 
 def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", scale=float("nan"))
-    rejects("cat_0: values must fit into int8, got nan", export_of, saved, tmp_path / "out", quantize="int8", ignore_parity=True)
-    rejects("not finite", export_of, saved, tmp_path / "out", parity_path=write_criteo_rows(tmp_path / "log.tsv", 60))
+    rejects(
+        "cat_0: values must fit into int8, got nan",
+        export_of,
+        saved,
+        tmp_path / "out",
+        quantize="int8",
+        ignore_parity=True,
+    )
+    rejects(
+        "not finite",
+        export_of,
+        saved,
+        tmp_path / "out",
+        parity_path=write_criteo_rows(tmp_path / "log.tsv", 60),
+    )
 
 
 def test_comparison_reports_worst_row() -> None:
@@ -243,7 +337,9 @@ def test_comparison_reports_worst_row() -> None:
     moved = compare("rows", labels, logits, logits + np.array([0, 0, 2e-5, 0], np.float32))
     assert "a logit that differs by 2e-05" in str(moved.failure("fp32", auroc_limit=1.0))
     assert moved.failure("int8", auroc_limit=0.0) is None
-    large = compare("rows", labels, 30 * logits, 30 * logits + np.array([0, 0, 4e-5, 0], np.float32))
+    large = compare(
+        "rows", labels, 30 * logits, 30 * logits + np.array([0, 0, 4e-5, 0], np.float32)
+    )
     assert large.failure("fp32", auroc_limit=1.0) is not None
     assert large.failure("fp32", auroc_limit=1.0, relative=True) is None
     flipped = compare("rows", labels, logits, -logits)
@@ -257,24 +353,41 @@ def test_comparison_reports_worst_row() -> None:
 
 def test_parity_rows_are_evenly_spaced() -> None:
     found = [SegmentRange(Segment("a", 0, 1, 100 * n, 100), 0, 100) for n in range(50)]
-    assert [part.segment.first_row for part in spread(found, rows=1000)] == list(range(0, 5000, 500))
+    assert [part.segment.first_row for part in spread(found, rows=1000)] == list(
+        range(0, 5000, 500)
+    )
     for rows, expected in ((1000, 1000), (10**6, 5000), (7, 7)):
         assert sum(part.stop - part.start for part in spread(found, rows=rows)) == expected
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [name for name in models.names("ranking") if name != "din"])  # which needs lists
+# which needs lists
+@pytest.mark.parametrize("name", [name for name in models.names("ranking") if name != "din"])
 def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> None:
     """With program, int8 tables and, for two ensemble members, tables wider than an embedding."""
-    config = models.config_class(name).replacing(DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2))
-    built = save_clicks(tmp_path / "run", model=config, preprocessor=saved.preprocessor, train_data=saved.config.train_data)
-    assert export_of(built, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)["parity"]["failure"] is None
+    config = models.config_class(name).replacing(
+        DLRMConfig(embedding_dim=8, bottom_mlp=(8,), members=2)
+    )
+    built = save_clicks(
+        tmp_path / "run",
+        model=config,
+        preprocessor=saved.preprocessor,
+        train_data=saved.config.train_data,
+    )
+    assert (
+        export_of(built, tmp_path / "out", quantize="int8", max_auroc_loss=0.05)["parity"][
+            "failure"
+        ]
+        is None
+    )
     rows = built.rows(50)
     scores = scored_by_strangers(tmp_path / "out")(rows.dense, list(rows.ids))
-    np.testing.assert_allclose(scores, open_served(str(tmp_path / "out")).score(rows), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        scores, open_served(str(tmp_path / "out")).score(rows), rtol=0, atol=1e-4
+    )
 
 
-# Damaged or forged exports and checkpoints, which are rejected in one line and run no code ----------------------------
+# Damaged or forged exports and checkpoints, which are rejected in one line and run no code --------
 @pytest.fixture
 def copied(exported: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported("int8"), tmp_path / "copied"))
@@ -285,7 +398,14 @@ def _refused(folder: Path, message: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tables.safetensors", "dense.safetensors", "dense.pt2", "preprocessor/preprocessor.json", "README.md"]
+    "name",
+    [
+        "tables.safetensors",
+        "dense.safetensors",
+        "dense.pt2",
+        "preprocessor/preprocessor.json",
+        "README.md",
+    ],
 )
 def test_damaged_export_is_rejected(copied: Path, name: str) -> None:
     path = copied / name
@@ -302,7 +422,13 @@ def test_pickles_in_export_are_rejected(copied: Path, tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run")
     (saved.checkpoint / "weights.pt").touch()
     of_images = recipes.mnist_resnet18()  # of whatever kind the model is
-    rejects(r"weights\.pt: must not be a pickle", export, str(saved.run), str(tmp_path / "out"), config=of_images)
+    rejects(
+        r"weights\.pt: must not be a pickle",
+        export,
+        str(saved.run),
+        str(tmp_path / "out"),
+        config=of_images,
+    )
 
 
 def test_changed_manifest_is_rejected(copied: Path) -> None:
@@ -331,7 +457,10 @@ def test_changed_manifest_is_rejected(copied: Path) -> None:
         ("model>features", 7, "Preprocessor does not match"),
         ("model>num_embeddings", [10**9], "Preprocessor does not match"),
         ("model>more", 1, "Preprocessor does not match"),
-        *(("model>model", value, "") for value in ([], 5, {"interaction": "cross", "cross_layers": 2**31})),
+        *(
+            ("model>model", value, "")
+            for value in ([], 5, {"interaction": "cross", "cross_layers": 2**31})
+        ),
         ("model>model>no_field", 1, "not the manifest of an export"),
         ("model>model>top_mlp", [10**9, 1], "network does not match the"),
         *(("model>model>top_mlp", value, "") for value in ([2**63, 1], [2**62, 2**62, 1])),
@@ -378,15 +507,26 @@ def _head_of_nothing(folder: Path) -> None:
         (_zipped_tokens, ""),
         (_bytes("preprocessor/tokens.npy", b"\x93NUMPY"), ""),
         *((_bytes("preprocessor/preprocessor.json", data), "") for data in (b"[]", b"[" * 10**5)),
-        (_bytes("preprocessor/preprocessor.json", b'{"version": 2, "profile": 1, "schema": []}'), ""),
-        *((_bytes("tables.safetensors", data), "safetensors") for data in (b"\xff" * 8, b"", pickle.dumps(Trap()))),
-        *((_bytes("tables.safetensors", b"\x02\0\0\0\0\0\0\0" + data), "safetensors") for data in (b"[]", b"{}")),
+        (
+            _bytes("preprocessor/preprocessor.json", b'{"version": 2, "profile": 1, "schema": []}'),
+            "",
+        ),
+        *(
+            (_bytes("tables.safetensors", data), "safetensors")
+            for data in (b"\xff" * 8, b"", pickle.dumps(Trap()))
+        ),
+        *(
+            (_bytes("tables.safetensors", b"\x02\0\0\0\0\0\0\0" + data), "safetensors")
+            for data in (b"[]", b"{}")
+        ),
         (_bytes("tables.safetensors", (10**5).to_bytes(8, "little") + b"[" * 10**5), "safetensors"),
         (_head_of_nothing, "outside of the file"),
         (_in_place("README.md", lambda path: path.symlink_to(__file__)), ""),
     ],
 )
-def test_forged_files_are_rejected(copied: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_forged_files_are_rejected(
+    copied: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(copied)
     reseal(copied)
     _refused(copied, message)
@@ -395,9 +535,15 @@ def test_forged_files_are_rejected(copied: Path, damage: Callable[[Path], object
 @pytest.mark.parametrize(
     "damage",
     [
-        *(_in_place(name, lambda path: path.symlink_to("/dev/zero")) for name in ("preprocessor/tokens.npy", "manifest.json")),
+        *(
+            _in_place(name, lambda path: path.symlink_to("/dev/zero"))
+            for name in ("preprocessor/tokens.npy", "manifest.json")
+        ),
         *(_in_place(name, os.mkfifo) for name in ("README.md", "manifest.json")),
-        *(_bytes("manifest.json", data) for data in (b"[" * 10**5, b'{"format":' + b'{"a":' * 10**5, b"[1]", b"\xff\xfe")),
+        *(
+            _bytes("manifest.json", data)
+            for data in (b"[" * 10**5, b'{"format":' + b'{"a":' * 10**5, b"[1]", b"\xff\xfe")
+        ),
     ],
 )
 def test_foreign_files_are_rejected(copied: Path, damage: Callable[[Path], object]) -> None:
@@ -415,9 +561,15 @@ def test_links_in_export_are_followed(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("../../summary.json", text) for text in ("{}", "[]", '{"chosen_step": "1"}', '{"chosen_step": -1}')),
+        *(
+            ("../../summary.json", text)
+            for text in ("{}", "[]", '{"chosen_step": "1"}', '{"chosen_step": -1}')
+        ),
         *(("../../summary.json", text) for text in ("[" * 10**5, '{"chosen_step": 9}')),
-        *(("config.yaml", text) for text in ("[" * 10**5, "a: &a [1]\nworkload: 5\n", "workload: {model: []}", "\xff")),
+        *(
+            ("config.yaml", text)
+            for text in ("[" * 10**5, "a: &a [1]\nworkload: 5\n", "workload: {model: []}", "\xff")
+        ),
     ],
 )
 def test_damaged_run_is_rejected(saved: Saved, tmp_path: Path, name: str, content: str) -> None:
@@ -429,23 +581,42 @@ def test_damaged_run_is_rejected(saved: Saved, tmp_path: Path, name: str, conten
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        *((place, ...) for place in ("files", "score", "version", "tensors", "tensors>*>chunks>0>sha256")),
-        *(("score", "high"), ("block_bytes", 0), ("tensors>*>dtype", "F8"), ("tensors>*>shape", [2**63])),
+        *(
+            (place, ...)
+            for place in ("files", "score", "version", "tensors", "tensors>*>chunks>0>sha256")
+        ),
+        *(
+            ("score", "high"),
+            ("block_bytes", 0),
+            ("tensors>*>dtype", "F8"),
+            ("tensors>*>shape", [2**63]),
+        ),
         *(("tensors>*>chunks", None), ("tensors>*>chunks>0>file", "../data")),
     ],
 )
-def test_forged_checkpoint_is_rejected(saved: Saved, tmp_path: Path, place: str, value: Any) -> None:
+def test_forged_checkpoint_is_rejected(
+    saved: Saved, tmp_path: Path, place: str, value: Any
+) -> None:
     folder = Path(shutil.copytree(saved.checkpoint, tmp_path / saved.checkpoint.name))
     reseal(folder, changed(place, value), files=False)
     _refused(folder)
 
 
-# encode.py of an export, which must encode raw rows like the Preprocessor ---------------------------------------------
+# -- encode.py of an export, which must encode raw rows like the Preprocessor
 def _own_log(folder: Path) -> Saved:
     """Save a model of a text log with one hashed column, with mixed bits of categories."""
-    schema = Schema(label="click", dense=("age",), sparse=("user", "tags"), lists=("tags",), tokens="any", delimiter=",")
+    schema = Schema(
+        label="click",
+        dense=("age",),
+        sparse=("user", "tags"),
+        lists=("tags",),
+        tokens="any",
+        delimiter=",",
+    )
     columns = (SparseColumn(100, None, mixed=True), SparseColumn(4, 2))
-    preprocessor = Preprocessor("test", schema, (DenseColumn(),), columns, np.array([1, 2], np.uint64))
+    preprocessor = Preprocessor(
+        "test", schema, (DenseColumn(),), columns, np.array([1, 2], np.uint64)
+    )
     lines = [f"{row % 3 // 2},{row % 40},u{row % 150},{row % 4}|{row % 3}" for row in range(300)]
     log = folder / "log.csv"
     log.write_text("\n".join(["click,age,user,tags", *lines]) + "\n")
@@ -454,22 +625,32 @@ def _own_log(folder: Path) -> Saved:
 
 def test_encode_py_is_compared_on_raw_log(tmp_path: Path) -> None:
     report = export_of(_own_log(tmp_path), tmp_path / "out", max_auroc_loss=0.05)
-    assert report["encoder_parity"] == {"rows": 300, "origin": report["parity"]["origin"], "failure": None}
+    assert report["encoder_parity"] == {
+        "rows": 300,
+        "origin": report["parity"]["origin"],
+        "failure": None,
+    }
     program = runpy.run_path(str(tmp_path / "out" / "encode.py"))
     _check_strangers(tmp_path, program["Encoder"](str(tmp_path / "out" / "preprocessor")))
 
 
 def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
-    """Check that encoder and README of an export score log.csv like the served export. Returns the encoded log."""
+    """Check that encoder and README of an export score log.csv like the served export. Returns the
+    encoded log.
+    """
     served, log = open_served(str(folder / "out")), folder / "log.csv"
     with log.open() as file:
         rows = list(csv.DictReader(file))
     schema = served.preprocessor.schema
-    raw, _ = make_reader(schema).read([open_body(log.read_bytes(), "csv", schema=schema, max_rows=len(rows))])
+    raw, _ = make_reader(schema).read(
+        [open_body(log.read_bytes(), "csv", schema=schema, max_rows=len(rows))]
+    )
     encoded = served.preprocessor.encode(raw)
     logits = served.score(encoded)
     assert np.std(logits) > 0
-    np.testing.assert_allclose(scored_by_strangers(folder / "out")(*encoder.encode(rows)), logits, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        scored_by_strangers(folder / "out")(*encoder.encode(rows)), logits, rtol=0, atol=1e-5
+    )
     return encoded
 
 
@@ -478,25 +659,51 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     shops = Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items")
     features = (Feature(name="items", vocabulary="item", max_length=3), shops)
     sparse, lists = ("item", "shop", "items", "shops"), ("items", "shops")
-    schema = Schema(label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=",")
-    preprocessor = Preprocessor("test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64))
+    schema = Schema(
+        label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=","
+    )
+    preprocessor = Preprocessor(
+        "test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64)
+    )
     items = [[f"i{(row + number) % 40}" for number in range(row % 6)] for row in range(200)]
-    of_rows = [f"{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}" for of_row in items]
-    lines = [f"{row % 3 // 2},i{row % 40},s{row % 7},{of_row}" for row, of_row in enumerate(of_rows)]
+    of_rows = [
+        f"{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}" for of_row in items
+    ]
+    lines = [
+        f"{row % 3 // 2},i{row % 40},s{row % 7},{of_row}" for row, of_row in enumerate(of_rows)
+    ]
     log = tmp_path / "log.csv"
     log.write_text("\n".join(["click,item,shop,items,shops", *lines]) + "\n")
     model = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
-    built = save_clicks(tmp_path / "run", model=model, scale=3.0, preprocessor=preprocessor, train_data={"path": str(log)})
-    assert export_of(built, tmp_path / "out", max_auroc_loss=0.05)["encoder_parity"]["failure"] is None
+    built = save_clicks(
+        tmp_path / "run",
+        model=model,
+        scale=3.0,
+        preprocessor=preprocessor,
+        train_data={"path": str(log)},
+    )
+    assert (
+        export_of(built, tmp_path / "out", max_auroc_loss=0.05)["encoder_parity"]["failure"] is None
+    )
     encoder = Encoder(str(tmp_path / "out" / "preprocessor"))
     encoded = _check_strangers(tmp_path, encoder)
-    trained, exported = (open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out"))
+    trained, exported = (
+        open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out")
+    )
     np.testing.assert_allclose(trained, exported, atol=1e-5)
-    assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None  # drawn lists
+    # drawn lists
+    assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None
     ragged = {"item": "i1", "shop": "s1", "items": ["i1", "i2"], "shops": ["s1"]}
-    fails_with(ValueError, "row 0: categories of shops are not aligned with items", encoder.encode, [ragged])
+    fails_with(
+        ValueError,
+        "row 0: categories of shops are not aligned with items",
+        encoder.encode,
+        [ragged],
+    )
     good = {**ragged, "shops": ["s1", "s2"]}
-    raw, (first, second) = make_reader(schema).read([RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)])
+    raw, (first, second) = make_reader(schema).read(
+        [RequestBody("json", 1, 0, rows=[row]) for row in (ragged, good)]
+    )
     assert isinstance(first, RequestError)
     assert "categories are not at the places of the list that it is aligned with" in str(first)
     assert not isinstance(second, RequestError)
@@ -504,16 +711,24 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
 
 
 def test_numbers_alone_are_exported_and_served(tmp_path: Path) -> None:
-    schema = Schema(label="click", dense=("age", "price"), tokens="any", delimiter=",", missing=("NA",))
-    preprocessor = Preprocessor("test", schema, (DenseColumn(), DenseColumn()), (), np.zeros(0, np.uint64))
+    schema = Schema(
+        label="click", dense=("age", "price"), tokens="any", delimiter=",", missing=("NA",)
+    )
+    preprocessor = Preprocessor(
+        "test", schema, (DenseColumn(), DenseColumn()), (), np.zeros(0, np.uint64)
+    )
     log = tmp_path / "log.csv"
-    lines = [f"{row % 3 // 2},{'NA' if row % 7 == 0 else row % 40},{row % 11}" for row in range(300)]
+    lines = [
+        f"{row % 3 // 2},{'NA' if row % 7 == 0 else row % 40},{row % 11}" for row in range(300)
+    ]
     log.write_text("\n".join(["click,age,price", *lines]) + "\n")
     built = save_clicks(tmp_path / "run", preprocessor=preprocessor, train_data={"path": str(log)})
     report = export_of(built, tmp_path / "out", max_auroc_loss=0.05)
     assert report["encoder_parity"]["failure"] is None
     encoded = _check_strangers(tmp_path, Encoder(str(tmp_path / "out" / "preprocessor")))
-    trained, exported = (open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out"))
+    trained, exported = (
+        open_served(str(path)).score(encoded) for path in (built.run, tmp_path / "out")
+    )
     np.testing.assert_allclose(trained, exported, atol=1e-5)
 
 
@@ -523,14 +738,27 @@ def test_numbers_alone_are_exported_and_served(tmp_path: Path) -> None:
         ("tokens = mix64(tokens)", "pass", r"its ids of column user differ"),
         ("np.log1p(np.abs(x))", "np.abs(x)", r"it encodes b'1' of age as 1\.0 instead of 0\.69\d+"),
         ("return xxh64(text.encode())", 'raise ValueError("x")', r"it rejects a row \(x\)"),
-        ("def __init__(self, folder: str) -> None:", "def __init__(self, folder):\n        raise ValueError('y')", "y"),
+        (
+            "def __init__(self, folder: str) -> None:",
+            "def __init__(self, folder):\n        raise ValueError('y')",
+            "y",
+        ),
     ],
 )
-def test_export_rejects_other_encoder(old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_rejects_other_encoder(
+    old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built, program = _own_log(tmp_path), encoder_program()
     assert old in program
-    monkeypatch.setattr("rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new))
-    rejects(rf"^export: encode\.py does not encode rows as [^\n]*: {failure}, on [^\n]*$", export_of, built, tmp_path / "out")
+    monkeypatch.setattr(
+        "rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new)
+    )
+    rejects(
+        rf"^export: encode\.py does not encode rows as [^\n]*: {failure}, on [^\n]*$",
+        export_of,
+        built,
+        tmp_path / "out",
+    )
     assert not list(tmp_path.glob("out*"))
     report = export_of(built, tmp_path / "out", ignore_parity=True)
     assert re.search(failure, report["encoder_parity"]["failure"])
@@ -539,7 +767,9 @@ def test_export_rejects_other_encoder(old: str, new: str, failure: str, tmp_path
 
 
 def test_encode_py_is_compared_on_random_values(tmp_path: Path) -> None:
-    """The run was trained on preprocessed data. unit/data/encoding/test_rules.py compares all presets."""
+    """The run was trained on preprocessed data. unit/data/encoding/test_rules.py compares all
+    presets.
+    """
     preprocessor = click_models.make_preprocessor()
     preprocessor.save(str(tmp_path))
     none = ParityRows("rows", ())
@@ -553,14 +783,21 @@ def test_encode_py_is_compared_on_random_values(tmp_path: Path) -> None:
     sparse.append(dataclasses.replace(last, missing_id=0, unknown_id=1))
     changed = dataclasses.replace(preprocessor, sparse=tuple(sparse))
     preprocessor.save(str(tmp_path))
-    assert compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"] == "its ids of column cat_25 differ"
+    assert (
+        compare_encoder(Encoder(str(tmp_path)), changed, none)["failure"]
+        == "its ids of column cat_25 differ"
+    )
 
 
 def test_encoder_error_has_row_number(tmp_path: Path) -> None:
     lists = lists_preprocessor()
     integers = dataclasses.replace(lists, schema=lists.schema.replace(integers=("user.id",)))
     rejected: list[tuple[Preprocessor, list[dict[str, Any]], str]] = [
-        (click_models.make_preprocessor(), [{}, {"cat_0": "12"}], "row 1: cat_0 must be 8 hexadecimal digits"),
+        (
+            click_models.make_preprocessor(),
+            [{}, {"cat_0": "12"}],
+            "row 1: cat_0 must be 8 hexadecimal digits",
+        ),
         (click_models.make_preprocessor(), [{"int_0": 1.5}], "row 0: int_0 must be a number"),
         *((lists, [{}, {"user.id": value}], "row 1: user.id must be") for value in (1.5, 2**64)),
         *((lists, [{}, {"age": value}], "row 1: age must be") for value in ("x", 1e19)),
@@ -571,7 +808,12 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
         preprocessor.save(str(tmp_path))
         fails_with(ValueError, message, Encoder(str(tmp_path)).encode, rows)
     click_models.make_preprocessor().save(str(tmp_path))
-    fails_with(ValueError, "row 0 must have 39 or 40 columns, got 2", Encoder(str(tmp_path)).parse, ["1\t2"])
+    fails_with(
+        ValueError,
+        "row 0 must have 39 or 40 columns, got 2",
+        Encoder(str(tmp_path)).parse,
+        ["1\t2"],
+    )
 
 
 @pytest.mark.parametrize("value", [-(2**63), 2**64 - 1], ids=["lowest", "largest"])
@@ -582,7 +824,7 @@ def test_encoder_reads_64_bit_integers_as_text(tmp_path: Path, value: int) -> No
     assert ids[0] == ids[1] > 0
 
 
-# Model repository for Triton ------------------------------------------------------------------------------------------
+# -- Model repository for Triton
 # The part of Triton's model_config.proto (package inference) that a model like ours uses: name:number:type, * where repeated.
 SCHEMA = {
     "ModelInput": "name:1:string data_type:2:DataType dims:4:int64*",
@@ -590,15 +832,26 @@ SCHEMA = {
     "ModelDynamicBatching": "preferred_batch_size:1:int32* max_queue_delay_microseconds:2:uint64",
     "ModelParameter": "string_value:1:string",
     "Parameters": "key:1:string value:2:ModelParameter",
-    "ModelConfig": "name:1:string platform:2:string max_batch_size:4:int32 input:5:ModelInput* output:6:ModelOutput* "
-    "default_model_filename:8:string dynamic_batching:11:ModelDynamicBatching parameters:14:Parameters* backend:17:string",
+    "ModelConfig": "name:1:string platform:2:string max_batch_size:4:int32 input:5:ModelInput* "
+    "output:6:ModelOutput* "
+    "default_model_filename:8:string dynamic_batching:11:ModelDynamicBatching "
+    "parameters:14:Parameters* backend:17:string",
 }
-DATA_TYPES = {"TYPE_INVALID": 0, "TYPE_INT32": 8, "TYPE_INT64": 9, "TYPE_FP16": 10, "TYPE_FP32": 11, "TYPE_FP64": 12}
+DATA_TYPES = {
+    "TYPE_INVALID": 0,
+    "TYPE_INT32": 8,
+    "TYPE_INT64": 9,
+    "TYPE_FP16": 10,
+    "TYPE_FP32": 11,
+    "TYPE_FP64": 12,
+}
 
 
 def _model_config() -> type[Any]:
     field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="triton_part.proto", package="inference", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="triton_part.proto", package="inference", syntax="proto3"
+    )
     kinds = file.enum_type.add(name="DataType")
     for name, number in DATA_TYPES.items():
         kinds.value.add(name=name, number=number)
@@ -618,9 +871,18 @@ def _model_config() -> type[Any]:
 
 
 def test_triton_config_fits_schema() -> None:
-    config = text_format.Parse(config_pbtxt("step_1-abc-int8", num_dense=13, num_ids=214), _model_config()())
-    assert (config.name, config.backend, config.max_batch_size) == ("click_model", "onnxruntime", MAX_BATCH_ROWS)
-    result = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in (*config.input, *config.output)}
+    config = text_format.Parse(
+        config_pbtxt("step_1-abc-int8", num_dense=13, num_ids=214), _model_config()()
+    )
+    assert (config.name, config.backend, config.max_batch_size) == (
+        "click_model",
+        "onnxruntime",
+        MAX_BATCH_ROWS,
+    )
+    result = {
+        (tensor.name, tensor.data_type, tuple(tensor.dims))
+        for tensor in (*config.input, *config.output)
+    }
     fp32, int64 = DATA_TYPES["TYPE_FP32"], DATA_TYPES["TYPE_INT64"]
     assert result == {("dense", fp32, (13,)), ("ids", int64, (214,)), ("logit", fp32, (1,))}
     assert config.HasField("dynamic_batching")
@@ -635,25 +897,38 @@ def test_triton_config_fits_schema() -> None:
     [
         pytest.param(None, SMALL, lambda: None, marks=pytest.mark.extended),
         ("int4", OwnConfig(embedding_dim=8), lambda: multi_hot_preprocessor(5)),
-        pytest.param("int8", SMALL, bucketed_preprocessor, marks=pytest.mark.extended),  # without dense columns
+        # without dense columns
+        pytest.param("int8", SMALL, bucketed_preprocessor, marks=pytest.mark.extended),
     ],
 )
 def test_graph_scores_match_export(tmp_path: Path, quantize: Any, model: Any, make: Any) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     saved = save_clicks(tmp_path / "run", model=model, preprocessor=make())
-    report = export_of(saved, tmp_path / "out", quantize=quantize, triton=True, max_auroc_loss=0.1, ignore_parity=True)
+    report = export_of(
+        saved,
+        tmp_path / "out",
+        quantize=quantize,
+        triton=True,
+        max_auroc_loss=0.1,
+        ignore_parity=True,
+    )
     assert report["triton"]["max_relative_difference"] < 1e-5
     assert report["parity"]["failure"].startswith("no rows of the run's log")
     folder = tmp_path / "out" / "triton" / "click_model"
     config = text_format.Parse((folder / "config.pbtxt").read_text(), _model_config()())
-    session = onnxruntime.InferenceSession(str(folder / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        str(folder / "1" / "model.onnx"), providers=["CPUExecutionProvider"]
+    )
     dims = {tensor.name: list(tensor.dims) for tensor in config.input}
     assert {tensor.name: tensor.shape[1:] for tensor in session.get_inputs()} == dims
     assert [(tensor.name, tensor.shape[1:]) for tensor in session.get_outputs()] == [("logit", [1])]
-    served = open_served(str(tmp_path / "out"), own=OwnConfig)  # its files are in the manifest, and sound
+    # its files are in the manifest, and sound
+    served = open_served(str(tmp_path / "out"), own=OwnConfig)
     for count in (50, 1):
         rows = saved.rows(count)
-        np.testing.assert_allclose(session.run(None, onnx_inputs(rows))[0][:, 0], served.score(rows), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            session.run(None, onnx_inputs(rows))[0][:, 0], served.score(rows), rtol=0, atol=1e-5
+        )
 
 
 def test_unsupported_graph_is_rejected(tmp_path: Path) -> None:

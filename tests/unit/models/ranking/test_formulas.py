@@ -1,6 +1,9 @@
-"""Every click model against its paper's formula in plain torch: logits, loss and all gradients, in training and evaluation.
+"""Every click model against its paper's formula in plain torch: logits, loss and all gradients, in
+training and evaluation.
 
-Dropout is replaced by multiplication with 1 - probability, to also compare its positions and probabilities."""
+Dropout is replaced by multiplication with 1 - probability, to also compare its positions and
+probabilities.
+"""
 
 import pytest
 import torch
@@ -82,71 +85,123 @@ def first_order(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> to
     return bias + of_numbers + sum(values[:, n, DIM] for n in range(3))
 
 
-def of_linear(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_linear(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute logistic regression of scaled inputs."""
     of_numbers = dense @ net.linear.weight[0] + net.linear.bias[0]
-    return {"click": config.number_scale * of_numbers + config.category_scale * values[:, :, 0].sum(1)}
+    return {
+        "click": config.number_scale * of_numbers + config.category_scale * values[:, :, 0].sum(1)
+    }
 
 
-def of_deepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_deepfm(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute equations 1 to 4: y_FM + y_DNN."""
     v = fields(net.fields, dense, values)
     pairs = sum((v[i] * v[j]).sum(1) for i in range(5) for j in range(i + 1, 5))
-    return {"click": first_order(net.fields, dense, values) + pairs + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
+    return {
+        "click": first_order(net.fields, dense, values)
+        + pairs
+        + logit(net.deep, torch.cat(v, dim=1), config.dropout)
+    }
 
 
-def of_widedeep(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute equation 3: w_wide x + w_deep a + b, with an initial constant of 0 in the linear model."""
+def of_widedeep(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute equation 3: w_wide x + w_deep a + b, with an initial constant of 0 in the linear
+    model.
+    """
     deep = logit(net.deep, flattened(net.fields, dense, values), config.dropout)
     return {"click": first_order(net.fields, dense, values) + deep}
 
 
-def of_xdeepfm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed over its values."""
+def of_xdeepfm(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed
+    over its values.
+    """
     v = fields(net.fields, dense, values)
     before, sums = v, []
     for layer in net.interaction.layers:
         weights = layer.weight.view(-1, 5, len(before))
         vectors = [
-            layer.bias[h] + sum(weights[h, j, i] * v[j] * before[i] for j in range(5) for i in range(len(before)))
+            layer.bias[h]
+            + sum(weights[h, j, i] * v[j] * before[i] for j in range(5) for i in range(len(before)))
             for h in range(len(weights))
         ]
         sums += [vector.sum(1) for vector in vectors]
         before = vectors
-    logits = first_order(net.fields, dense, values) + linear(net.interaction.logit, torch.stack(sums, dim=1))[:, 0]
-    return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
+    logits = (
+        first_order(net.fields, dense, values)
+        + linear(net.interaction.logit, torch.stack(sums, dim=1))[:, 0]
+    )
+    return {
+        "click": logits
+        if net.deep is None
+        else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)
+    }
 
 
-def of_autoint(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute equations 5 to 9 by head and field. The residual is projected if the width changes, as in FuxiCTR."""
+def of_autoint(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute equations 5 to 9 by head and field. The residual is projected if the width changes,
+    as in FuxiCTR.
+    """
     v = hidden = fields(net.fields if config.use_wide else net, dense, values)
     scale = (config.attention_dim / config.heads) ** -0.5 if config.scale else 1.0
     for layer in net.attention:
         parts = []
         for of_query, of_key, of_value in zip(
-            *(part.weight.chunk(config.heads) for part in (layer.query, layer.key, layer.value)), strict=True
+            *(part.weight.chunk(config.heads) for part in (layer.query, layer.key, layer.value)),
+            strict=True,
         ):
-            queries, keys, mixed_in = ([e @ w.t() for e in hidden] for w in (of_query, of_key, of_value))
+            queries, keys, mixed_in = (
+                [e @ w.t() for e in hidden] for w in (of_query, of_key, of_value)
+            )
             heads = []
             for query in queries:
                 exponents = [((query * key).sum(1) * scale).exp() for key in keys]
-                shares = [dropped(net, exponent / sum(exponents), config.dropout) for exponent in exponents]
-                heads.append(sum(share[:, None] * value for share, value in zip(shares, mixed_in, strict=True)))
+                shares = [
+                    dropped(net, exponent / sum(exponents), config.dropout)
+                    for exponent in exponents
+                ]
+                heads.append(
+                    sum(
+                        share[:, None] * value
+                        for share, value in zip(shares, mixed_in, strict=True)
+                    )
+                )
             parts.append(heads)
         residual = hidden if layer.shortcut is None else [linear(layer.shortcut, e) for e in hidden]
-        hidden = [(torch.cat(heads, dim=1) + own).clamp(min=0) for *heads, own in zip(*parts, residual, strict=True)]
+        hidden = [
+            (torch.cat(heads, dim=1) + own).clamp(min=0)
+            for *heads, own in zip(*parts, residual, strict=True)
+        ]
     logits = linear(net.logit, torch.cat(hidden, dim=1))[:, 0]
     if config.use_wide:
         logits = logits + first_order(net.fields, dense, values)
-    return {"click": logits if net.deep is None else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)}
+    return {
+        "click": logits
+        if net.deep is None
+        else logits + logit(net.deep, torch.cat(v, dim=1), config.dropout)
+    }
 
 
-def of_dcnv2(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_dcnv2(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after it, next to it, or both."""
     inner, x0 = net.network, flattened(net, dense, values)
     x = x0
     for layer in inner.crosses:
-        weight = layer.linear.weight if layer.down is None else layer.linear.weight @ layer.down.weight
+        weight = (
+            layer.linear.weight if layer.down is None else layer.linear.weight @ layer.down.weight
+        )
         gate = 1 if layer.gate is None else torch.sigmoid(x @ layer.gate.weight.t())
         x = x0 * (x @ weight.t() + layer.linear.bias) * gate + x
     return {"click": after_crosses(inner, config, x0, x)}
@@ -155,8 +210,12 @@ def of_dcnv2(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, valu
 of_gdcn = of_dcnv2
 
 
-def of_mixture(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute section 3.2 of DCN V2 row by row: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g = tanh."""
+def of_mixture(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute section 3.2 of DCN V2 row by row: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g
+    = tanh.
+    """
     crosses, x0 = net.network.crosses, flattened(net, dense, values)
     x = x0
     for layer in range(config.cross_layers):
@@ -171,24 +230,38 @@ def of_mixture(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
     return {"click": after_crosses(net.network, config, x0, x)}
 
 
-def after_crosses(inner: nn.Module, config: ClickModelConfig, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def after_crosses(
+    inner: nn.Module, config: ClickModelConfig, x0: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
     if config.structure == "stacked" or not config.mlp:
         return logit(inner.last, x, config.dropout)
-    crossed = tower(inner.stacked, x, config.dropout) if config.structure == "stacked_parallel" else x
-    return linear(inner.last.logit, torch.cat([crossed, tower(inner.deep, x0, config.dropout)], dim=1))[:, 0]
+    crossed = (
+        tower(inner.stacked, x, config.dropout) if config.structure == "stacked_parallel" else x
+    )
+    return linear(
+        inner.last.logit, torch.cat([crossed, tower(inner.deep, x0, config.dropout)], dim=1)
+    )[:, 0]
 
 
-def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_dcnv3(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute sections 3.2 to 3.4: heads, concatenated halves of embeddings, and both networks."""
     stacked = torch.stack(fields(net, dense, values), dim=1)
     halves = [head.tensor_split(2, dim=2) for head in stacked.tensor_split(config.heads, dim=2)]
-    inputs = torch.stack([torch.cat([half.flatten(1) for half in pair], dim=1) for pair in halves], dim=1)
+    inputs = torch.stack(
+        [torch.cat([half.flatten(1) for half in pair], dim=1) for pair in halves], dim=1
+    )
     outputs = {}
-    for name, crosses, dropout in (("deep", net.deep, config.deep_dropout), ("shallow", net.shallow, config.shallow_dropout)):
+    for name, crosses, dropout in (
+        ("deep", net.deep, config.deep_dropout),
+        ("shallow", net.shallow, config.shallow_dropout),
+    ):
         x = inputs
         for number, layer in enumerate(crosses.layers):
             half = linear(layer, x)
-            half = standardized(half, crosses.batch_norms[number])  # One mean for all values of a head
+            # One mean for all values of a head
+            half = standardized(half, crosses.batch_norms[number])
             mask = standardized(half, crosses.mask_norms[number]).clamp(min=0)
             crossed = torch.cat([half, half * mask], dim=2) + crosses.biases[number]
             x = dropped(net, (x if name == "deep" else inputs) * crossed + x, dropout)
@@ -196,7 +269,9 @@ def of_dcnv3(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, valu
     return {"click": (outputs["deep"] + outputs["shallow"]) / 2, **outputs}
 
 
-def of_masknet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_masknet(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute equations 3 to 10."""
     v = torch.stack(fields(net, dense, values), dim=1)
     features = v.flatten(1)
@@ -211,8 +286,12 @@ def of_masknet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, va
     return {"click": logit(net.top, together, config.dropout)}
 
 
-def of_finalmlp(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are two numbers, a, b and c."""
+def of_finalmlp(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are
+    two numbers, a, b and c.
+    """
     v, streams = torch.stack(fields(net, dense, values), dim=1), []
     for stream, gate, places, dropout in (
         (net.first, net.first_gate, (4, 0, 1), config.first_dropout),
@@ -234,21 +313,30 @@ def of_finalmlp(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, v
     return {"click": logits}
 
 
-def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Concatenate half of each layer's linear outputs, h2, with h1 * h2. The first tower has a field gate. y = (y1 + y2) / 2."""
+def of_finalnet(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Concatenate half of each layer's linear outputs, h2, with h1 * h2. The first tower has a
+    field gate. y = (y1 + y2) / 2.
+    """
     v = torch.stack(fields(net, dense, values), dim=1)
     gated, towers = v, []
     if config.feature_gate:
         gate = torch.einsum("rfd,gf->rgd", v, net.gate.weight) + net.gate.bias[None, :, None]
         gated = torch.cat([v, v * gate], dim=1)
-    for of_tower, inputs, dropout in ((net.first, gated, config.first_dropout), (net.second, v, config.second_dropout)):
+    for of_tower, inputs, dropout in (
+        (net.first, gated, config.first_dropout),
+        (net.second, v, config.second_dropout),
+    ):
         if of_tower is None:
             continue
         hidden = inputs.flatten(1)
         for layer, norm in zip(of_tower.layers, of_tower.norms, strict=True):
             second, first = linear(layer, hidden).chunk(2, dim=1)
             hidden = standardized(torch.cat([second, first * second], dim=1), norm)
-            hidden = dropped(net, hidden.clamp(min=0) if config.activation == "relu" else hidden, dropout)
+            hidden = dropped(
+                net, hidden.clamp(min=0) if config.activation == "relu" else hidden, dropout
+            )
         towers.append(linear(of_tower.logit, hidden)[:, 0])
     outputs = {"click": sum(towers) / len(towers)}
     if len(towers) == 2 and config.tower_losses:
@@ -256,7 +344,9 @@ def of_finalnet(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, v
     return outputs
 
 
-def of_wukong(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_wukong(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute X <- LN(concat(FMB(X), LCB(X)) + X), section 3 of the paper."""
     v = torch.stack(fields(net, dense, values), dim=1)
     for layer in net.layers:
@@ -283,8 +373,12 @@ def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
     return values
 
 
-def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute bottom MLP, interaction (dots, crosses x0 * (U V x + b) + x, or products of two projections) and top MLP."""
+def of_dlrm(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute bottom MLP, interaction (dots, crosses x0 * (U V x + b) + x, or products of two
+    projections) and top MLP.
+    """
     if config.first_order:  # Halves of a deviation from -1.5 on, how far each number gets in them
         ramps = [(x - start / 2).clamp(0, 0.5) for x in dense.t() for start in range(-3, 5)]
         dense = torch.cat([dense, torch.stack(ramps, dim=1)], dim=1)
@@ -292,7 +386,11 @@ def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, value
     vectors = [bottom, *(values[:, n, :DIM] for n in range(3))]
     x0 = torch.cat(vectors, dim=1)
     if config.interaction == "dot":
-        pairs = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(4) for j in range(i + 1, 4)]
+        pairs = [
+            (vectors[i] * vectors[j]).sum(1, keepdim=True)
+            for i in range(4)
+            for j in range(i + 1, 4)
+        ]
         met = torch.cat([bottom, *pairs], dim=1)
     elif config.interaction == "cross":
         met, crosses = x0, net.interaction
@@ -304,27 +402,40 @@ def of_dlrm(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, value
         met = torch.cat([bottom, torch.einsum("rid,rdj->rij", first, second).flatten(1)], dim=1)
     logits = mlp(net.top_mlp, met, config.top_dropout)
     if config.first_order:
-        first_order = 10 * linear(net.first_order.linear, dense) + 0.5 * values[:, :, DIM].sum(1, keepdim=True)
+        first_order = 10 * linear(net.first_order.linear, dense) + 0.5 * values[:, :, DIM].sum(
+            1, keepdim=True
+        )
         logits = torch.cat([logits[:, :1] + first_order, logits[:, 1:]], dim=1)
     return {label: logits[:, number] for number, label in enumerate(SEVERAL.label_names)}
 
 
-def mixture(gate: nn.Module, values: torch.Tensor, experts: list[torch.Tensor], dropout: float) -> torch.Tensor:
+def mixture(
+    gate: nn.Module, values: torch.Tensor, experts: list[torch.Tensor], dropout: float
+) -> torch.Tensor:
     """Return the sum of g_i(x) f_i(x), with g the softmax of the gate."""
     exponents = linear(gate.scores, tower(gate.tower, values, dropout)).exp()
     shares = exponents / exponents.sum(1, keepdim=True)
     return sum(shares[:, n : n + 1] * expert for n, expert in enumerate(experts))
 
 
-def of_mmoe(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
+def of_mmoe(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
     """Compute equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
     x, p = flattened(net, dense, values), config.dropout
     experts = [tower(expert, x, p) for expert in net.experts.towers]
-    return {label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p) for k, label in enumerate(SEVERAL.label_names)}
+    return {
+        label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p)
+        for k, label in enumerate(SEVERAL.label_names)
+    }
 
 
-def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor) -> Outputs:
-    """Compute equations 1 to 6. A shared gate between levels weights the experts of all labels and the shared ones."""
+def of_ple(
+    net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
+) -> Outputs:
+    """Compute equations 1 to 6. A shared gate between levels weights the experts of all labels and
+    the shared ones.
+    """
     states, p = [flattened(net, dense, values)] * 4, config.dropout
     for level in net.levels:
         *own, shared = (
@@ -333,9 +444,13 @@ def of_ple(net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values
         )
         mixed = [mixture(level.gates[k], states[k], own[k] + shared, p) for k in range(3)]
         if level.shared_gate is not None:
-            mixed.append(mixture(level.shared_gate, states[3], [*own[0], *own[1], *own[2], *shared], p))
+            mixed.append(
+                mixture(level.shared_gate, states[3], [*own[0], *own[1], *own[2], *shared], p)
+            )
         states = mixed
-    return {label: logit(net.towers[k], states[k], p) for k, label in enumerate(SEVERAL.label_names)}
+    return {
+        label: logit(net.towers[k], states[k], p) for k, label in enumerate(SEVERAL.label_names)
+    }
 
 
 def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -343,14 +458,18 @@ def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) -> torch.Tensor:
-    """Return the cross entropy, FINAL's with its towers', or DCNv3's L + L_d max(0, L_d - L) + L_s max(0, L_s - L)."""
+    """Return the cross entropy, FINAL's with its towers', or DCNv3's L + L_d max(0, L_d - L) + L_s
+    max(0, L_s - L).
+    """
     loss = cross_entropy(outputs["click"], labels["click"])
     if "like" in outputs:
         loss = loss + cross_entropy(outputs["like"], labels["like"])
         return loss + (outputs["seconds"] - labels["seconds"]).square().double().mean()
     if isinstance(config, FinalNetConfig):
         taught = torch.sigmoid(outputs["click"]).detach().double()
-        return loss + sum(cross_entropy(outputs[name], taught) for name in outputs if name != "click")
+        return loss + sum(
+            cross_entropy(outputs[name], taught) for name in outputs if name != "click"
+        )
     if isinstance(config, DCNv3Config):
         own = [cross_entropy(outputs[name], labels["click"]) for name in ("deep", "shallow")]
         return loss + sum(other * (other - loss).clamp(min=0) for other in own)
@@ -360,8 +479,18 @@ def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) 
 def framework_loss(net: nn.Module, outputs: Outputs, labels: Outputs) -> torch.Tensor:
     """Compute the loss of a batch as `ClickModel` does."""
     inputs = SEVERAL if "like" in outputs else INPUTS
-    head = _Head(net, inputs, label_heads(inputs.label, inputs.more_labels), dim=DIM, penalty=0.0, one_by_one=set())
-    return head._summed_loss(outputs, Batch({"dense": torch.zeros(ROWS, 0)}, 1.0, None, labels))[0] / ROWS
+    head = _Head(
+        net,
+        inputs,
+        label_heads(inputs.label, inputs.more_labels),
+        dim=DIM,
+        penalty=0.0,
+        one_by_one=set(),
+    )
+    return (
+        head._summed_loss(outputs, Batch({"dense": torch.zeros(ROWS, 0)}, 1.0, None, labels))[0]
+        / ROWS
+    )
 
 
 def shaken(net: nn.Module) -> nn.Module:
@@ -370,24 +499,40 @@ def shaken(net: nn.Module) -> nn.Module:
         if parameter.dim() == 1 or name.startswith(("norms.", "gate.", "linear.")):
             nn.init.normal_(parameter, std=0.5)
     for name, buffer in net.named_buffers():
-        nn.init.uniform_(buffer, 0.5, 2) if name.endswith("var") else nn.init.normal_(buffer, std=0.3)
+        nn.init.uniform_(buffer, 0.5, 2) if name.endswith("var") else nn.init.normal_(
+            buffer, std=0.3
+        )
     return net
 
 
-def compare(net: nn.Module, config: ClickModelConfig, outputs: Outputs, expected: Outputs, leaves: list[torch.Tensor]) -> None:
+def compare(
+    net: nn.Module,
+    config: ClickModelConfig,
+    outputs: Outputs,
+    expected: Outputs,
+    leaves: list[torch.Tensor],
+) -> None:
     """Compare outputs and gradients of all weights and `leaves`: number features and table rows."""
     assert outputs.keys() == expected.keys()
     for name, values in expected.items():
         torch.testing.assert_close(outputs[name], values, atol=1e-5, rtol=1e-5)
     chance = torch.Generator().manual_seed(2)
-    labels = {name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in SEVERAL.label_names}
+    labels = {
+        name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in SEVERAL.label_names
+    }
     loss, wanted = framework_loss(net, outputs, labels), reference_loss(config, expected, labels)
     torch.testing.assert_close(loss.double(), wanted.double(), atol=1e-5, rtol=1e-5)
     names, weights = zip(*net.named_parameters(), strict=True)
-    found, right = (torch.autograd.grad(each, [*weights, *leaves], allow_unused=True) for each in (loss, wanted))
-    for name, gradient, other in zip([*names, *(f"leaf {n}" for n in range(len(leaves)))], found, right, strict=True):
+    found, right = (
+        torch.autograd.grad(each, [*weights, *leaves], allow_unused=True) for each in (loss, wanted)
+    )
+    for name, gradient, other in zip(
+        [*names, *(f"leaf {n}" for n in range(len(leaves)))], found, right, strict=True
+    ):
         assert other is not None, f"the formula does not use {name}"
-        torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(
+            gradient, other, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+        )
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -396,7 +541,11 @@ def leaf(*shape: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _dropout_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.functional, "dropout", lambda values, p, *, training: values * (1 - p) if training else values)
+    monkeypatch.setattr(
+        nn.functional,
+        "dropout",
+        lambda values, p, *, training: values * (1 - p) if training else values,
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -406,7 +555,9 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     torch.manual_seed(0)
     net = shaken(config.build(inputs_of(config))).train(training)
     dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
-    formula = globals()["of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"]
+    formula = globals()[
+        "of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"
+    ]
     expected = formula(net, config, dense, values)
     outputs = net(dense, KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1)))
     compare(net, config, outputs, expected, [dense, values])
@@ -416,13 +567,22 @@ LENGTHS = torch.tensor([3, 0, 5, 1, 2, 0, 4, 5, 1, 1, 2, 3, 0, 1, 5, 2, 4])
 
 
 def attended(unit: nn.Module, targets: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Compute equation 3 item by item: the sum of a(e_j, v) e_j, with a network a of both, their difference and product."""
+    """Compute equation 3 item by item: the sum of a(e_j, v) e_j, with a network a of both, their
+    difference and product.
+    """
     pairs = [(target, item) for target, items in zip(targets, rows, strict=True) for item in items]
-    hidden = torch.stack([torch.cat([target, item, target - item, target * item]) for target, item in pairs])
+    hidden = torch.stack(
+        [torch.cat([target, item, target - item, target * item]) for target, item in pairs]
+    )
     for layer, activation in zip(unit.layers, unit.activations, strict=True):
         hidden = dice(activation, linear(layer, hidden))
     weights = iter(linear(unit.weight, hidden)[:, 0])
-    return torch.stack([sum((next(weights) * item for item in items), torch.zeros_like(targets[0])) for items in rows])
+    return torch.stack(
+        [
+            sum((next(weights) * item for item in items), torch.zeros_like(targets[0]))
+            for items in rows
+        ]
+    )
 
 
 TARGETS = {"history": "item", "items": "item", "shops": "shop"}
@@ -430,15 +590,23 @@ TARGETS = {"history": "item", "items": "item", "shops": "shop"}
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("features", [("item", "history", "tags"), ("item", "shop", "shops", "items")])
+@pytest.mark.parametrize(
+    "features", [("item", "history", "tags"), ("item", "shop", "shops", "items")]
+)
 def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> None:
-    """Compare a history next to summed tags, and items with shops in one unit, as FuxiCTR's [(items, shops)]."""
+    """Compare a history next to summed tags, and items with shops in one unit, as FuxiCTR's
+    [(items, shops)].
+    """
     sequences = [name for name in features if name in TARGETS]
     pooled = [name for name in features if name not in TARGETS]
     vocabularies = tuple(TARGETS.get(name, name) for name in features)
-    lists = tuple((name, None if name == "tags" else 5) for name in features if name in (*TARGETS, "tags"))
+    lists = tuple(
+        (name, None if name == "tags" else 5) for name in features if name in (*TARGETS, "tags")
+    )
     aligned = (("items", "shops"),) * (len(sequences) > 1)
-    inputs = ModelInputs(2, features, "click", vocabularies=vocabularies, lists=lists, aligned=aligned)
+    inputs = ModelInputs(
+        2, features, "click", vocabularies=vocabularies, lists=lists, aligned=aligned
+    )
     config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
     torch.manual_seed(0)
     net = shaken(config.build(inputs)).train(training)
@@ -446,8 +614,14 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     items = {name: leaf(int(LENGTHS.sum()), DIM) for name in sequences}
     (unit,) = net.attention
     targets = torch.cat([bags[:, pooled.index(TARGETS[name])] for name in sequences], dim=1)
-    interest = attended(unit, targets, list(torch.cat([*items.values()], dim=1).split(LENGTHS.tolist())))
-    vectors = [bags[:, pooled.index(name)] if name in pooled else interest for name in features if name != "items"]
+    interest = attended(
+        unit, targets, list(torch.cat([*items.values()], dim=1).split(LENGTHS.tolist()))
+    )
+    vectors = [
+        bags[:, pooled.index(name)] if name in pooled else interest
+        for name in features
+        if name != "items"
+    ]
     together = torch.cat([*numbers(net, dense), *vectors], dim=1)
     expected = {"click": linear(net.logit, tower(net.tower, together, config.dropout))[:, 0]}
     lists = {name: JaggedEmbeddings(values, LENGTHS) for name, values in items.items()}
@@ -457,4 +631,5 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
 
 def test_every_model_has_formula() -> None:
     tried = {name.split()[0] for name in CONFIGS} | {"din"}
-    assert tried | {"ensemble"} == set(models.names("ranking"))  # An ensemble is the mean of its models: test_ensemble.py
+    # An ensemble is the mean of its models: test_ensemble.py
+    assert tried | {"ensemble"} == set(models.names("ranking"))

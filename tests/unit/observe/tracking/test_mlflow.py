@@ -22,7 +22,8 @@ mlflow = pytest.importorskip("mlflow")
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a file store, because the server's own store needs a database."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")
-    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")  # The tracker sets it, and the end of the test removes it.
+    # The tracker sets it, and the end of the test removes it.
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
     return (tmp_path / "mlruns").as_uri()
 
 
@@ -40,7 +41,9 @@ def runs(store: str) -> list[Any]:
 
 def history(store: str, run: Any, key: str) -> list[tuple[int, float]]:
     client = mlflow.MlflowClient(tracking_uri=store)
-    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
+    return [
+        (metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)
+    ]
 
 
 def test_resuming_driver_continues_mlflow_run(store: str) -> None:
@@ -71,22 +74,48 @@ def test_new_run_with_same_name_is_separate(store: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", ["file:/a/mlruns", "/a/mlruns", "mlruns", "http://host:5000", "https://host/x", "databricks", "sqlite:///mlflow.db"]
+    "uri",
+    [
+        "file:/a/mlruns",
+        "/a/mlruns",
+        "mlruns",
+        "http://host:5000",
+        "https://host/x",
+        "databricks",
+        "sqlite:///mlflow.db",
+    ],
 )
-def test_config_accepts_server_folder_and_database(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sqlalchemy" or uri.startswith("sqlite") or None)
+def test_config_accepts_server_folder_and_database(
+    monkeypatch: pytest.MonkeyPatch, uri: str
+) -> None:
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name: name != "sqlalchemy" or uri.startswith("sqlite") or None,
+    )
     TrackersConfig(mlflow=True, mlflow_uri=uri).check({})
     TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
 
 def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for uri, line in (
-        ("sqlite:///mlflow.db", "sqlite:///mlflow.db: databases require the full package, .* `pip install mlflow`"),
-        ("postgresql+psycopg2://me:hush@host/db", r"postgresql\+psycopg2://\*\*\*@host/db: databases require"),
+        (
+            "sqlite:///mlflow.db",
+            "sqlite:///mlflow.db: databases require the full package, .* `pip install mlflow`",
+        ),
+        (
+            "postgresql+psycopg2://me:hush@host/db",
+            r"postgresql\+psycopg2://\*\*\*@host/db: databases require",
+        ),
         ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not support s3:. Use a server"),
     ):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True)
-        rejects(f"trackers.mlflow_uri: {line}", TrackersConfig(mlflow=True).check, {"MLFLOW_TRACKING_URI": uri})
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True
+        )
+        rejects(
+            f"trackers.mlflow_uri: {line}",
+            TrackersConfig(mlflow=True).check,
+            {"MLFLOW_TRACKING_URI": uri},
+        )
 
 
 def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "CLOSE_S", 30.0)
 
 
-def follow(path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_s: float = 0.0) -> list[str]:
+def follow(
+    path: Path, trackers: dict[str, Recorder], *, events: int = 5, pause_s: float = 0.0
+) -> list[str]:
     """Write events while trackers follow them, and return the notes."""
     notes: list[str] = []
     makers = {name: (lambda tracker=tracker: tracker) for name, tracker in trackers.items()}
@@ -93,7 +95,10 @@ def test_failing_tracker_receives_all_events_later(tmp_path: Path) -> None:
 def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "FLUSH_S", 0.3)
     path, tracker = tmp_path / "events.jsonl", Recorder()
-    with tracking({"tracker": lambda: tracker}, str(path), note=pytest.fail), EventWriter(path) as writer:
+    with (
+        tracking({"tracker": lambda: tracker}, str(path), note=pytest.fail),
+        EventWriter(path) as writer,
+    ):
         for step in range(3):
             writer.write("evaluate", step=step, set="validation")
             time.sleep(0.01)
@@ -104,7 +109,10 @@ def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        ("API request to https://me:secret@host/api failed", "API request to https://***@host/api failed"),
+        (
+            "API request to https://me:secret@host/api failed",
+            "API request to https://***@host/api failed",
+        ),
         ("s3://key:se%2Fcr@t@host:9000/x?a=b@c", "s3://***@host:9000/x?a=b@c"),
         ("https://host/a@b and me@host", "https://host/a@b and me@host"),
         ("No module named 'mlflow'", "No module named 'mlflow'"),
@@ -144,11 +152,15 @@ def test_tracker_skips_unreadable_events(tmp_path: Path) -> None:
         writer.write("odd")
         writer.write("odd")
     picky = Recorder(refuse="odd")
-    assert follow(path, {"picky": picky}) == ["picky: skipping an event of kind odd ('loss'). Later ones are only counted."]
+    assert follow(path, {"picky": picky}) == [
+        "picky: skipping an event of kind odd ('loss'). Later ones are only counted."
+    ]
     assert len(picky.delivered) == 5
 
 
-def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_file_writes_later_after_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, write, room = AppendFile(str(tmp_path / "new" / "file")), os.write, 3
 
     def little_room(descriptor: int, data: bytes) -> int:
@@ -166,7 +178,9 @@ def test_append_file_writes_later_after_full_disk(tmp_path: Path, monkeypatch: p
     assert not os.path.exists(file.path)  # An older file would still exist.
     again = AppendFile(file.path)
     steps = ((file, b"gh", file.flush), (file, b"i", file.close), (again, b"again", again.close))
-    for (appended, data, end), expected in zip(steps, (b"abcdefgh", b"abcdefghi", b"again"), strict=True):
+    for (appended, data, end), expected in zip(
+        steps, (b"abcdefgh", b"abcdefghi", b"again"), strict=True
+    ):
         appended.write(data)
         end()
         assert Path(file.path).read_bytes() == expected
@@ -186,17 +200,38 @@ def test_append_file_uploads_all_and_scalars_match_events(monkeypatch: pytest.Mo
     file.close()
     file.close()  # Nothing new.
     assert sent == [b"a", b"ab"]
-    step = {"kind": "step", "time": 1.0, "step": 3, "steps": 9, "loss": 0.5, "times_s": {"data": 1, "other": None}}
+    step = {
+        "kind": "step",
+        "time": 1.0,
+        "step": 3,
+        "steps": 9,
+        "loss": 0.5,
+        "times_s": {"data": 1, "other": None},
+    }
     assert scalars(step) == {"train/loss": 0.5, "train/times_s/data": 1.0}
-    evaluation = {"kind": "evaluate", "time": 1.0, "step": 3, "set": "validation", "auroc": 0.75, "exact": True}
+    evaluation = {
+        "kind": "evaluate",
+        "time": 1.0,
+        "step": 3,
+        "set": "validation",
+        "auroc": 0.75,
+        "exact": True,
+    }
     assert scalars(evaluation) == {"validation/auroc": 0.75}
-    assert scalars({"kind": "finish", "time": 1.0, "step": 9, "metrics": {"auroc": 0.8}}) == {"final/auroc": 0.8}
-    data = {"kind": "data", "time": 1.0, "backlog_rows": 7, "stages": [{"stage": "read", "busy": 0.5}]}
+    assert scalars({"kind": "finish", "time": 1.0, "step": 9, "metrics": {"auroc": 0.8}}) == {
+        "final/auroc": 0.8
+    }
+    data = {
+        "kind": "data",
+        "time": 1.0,
+        "backlog_rows": 7,
+        "stages": [{"stage": "read", "busy": 0.5}],
+    }
     assert scalars(data) == {"data/backlog_rows": 7.0, "data/read/busy": 0.5}
     assert scalars({"kind": "start", "time": 1.0, "step": 9}) == {}
 
 
-# TensorBoard: its files contain the curves of the event file once, from any driver ------------------------------------
+# -- TensorBoard: its files contain the curves of the event file once, from any driver
 def records(path: Path) -> list[Event]:
     """Read a TFRecord file and check its checksums."""
     data, found = path.read_bytes(), []
@@ -211,7 +246,9 @@ def records(path: Path) -> list[Event]:
 
 
 def curves(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the values by tag and step as TensorBoard shows them, without points purged by a SessionLog START."""
+    """Return the values by tag and step as TensorBoard shows them, without points purged by a
+    SessionLog START.
+    """
     shown: dict[str, dict[int, float]] = {}
     for path in sorted((folder / "tensorboard").iterdir()):
         for record in records(path):
@@ -228,7 +265,9 @@ def curves(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def track(folder: Path, events: list[dict[str, Any]]) -> None:
-    run_events.feed(TensorBoardTracker(str(folder), config="recipe: x\nseed: 0\n"), events, close=True)
+    run_events.feed(
+        TensorBoardTracker(str(folder), config="recipe: x\nseed: 0\n"), events, close=True
+    )
 
 
 def test_curves_match_events(tmp_path: Path) -> None:
@@ -237,14 +276,21 @@ def test_curves_match_events(tmp_path: Path) -> None:
     shown = curves(tmp_path)
     loss = {row["step"]: row["loss"] for row in RunSummary(events).curve()}
     assert shown["train/loss"].keys() == loss.keys()
-    assert all(math.isclose(shown["train/loss"][step], value, rel_tol=1e-6) for step, value in loss.items())
+    assert all(
+        math.isclose(shown["train/loss"][step], value, rel_tol=1e-6) for step, value in loss.items()
+    )
     assert list(shown["validation/loss"]) == [50, 100, 150, 200]
     assert shown["checkpoint/stall_s"] == dict.fromkeys((50, 100, 150, 200), 0.25)
     (path,) = (tmp_path / "tensorboard").iterdir()
     assert path.name.startswith("events.out.tfevents.")  # The prefix expected by TensorBoard.
     version, *_ = records(path)
     assert version.file_version == "brain.Event:2"
-    (text,) = [value for record in records(path) for value in record.summary.value if value.HasField("tensor")]
+    (text,) = [
+        value
+        for record in records(path)
+        for value in record.summary.value
+        if value.HasField("tensor")
+    ]
     assert text.tensor.string_val[0] == b"    recipe: x\n    seed: 0"
     assert [record.wall_time for record in records(path)][-1] == events[-4]["time"]
 
@@ -260,7 +306,10 @@ def test_resuming_driver_duplicates_no_points(tmp_path: Path) -> None:
     assert len(before) == len(after) == 2
     assert before & after == {other}
     shown = curves(tmp_path)
-    assert (list(shown["train/loss"]), shown["final/auroc"]) == (list(range(10, 201, 10)), {200: 0.5})
+    assert (list(shown["train/loss"]), shown["final/auroc"]) == (
+        list(range(10, 201, 10)),
+        {200: 0.5},
+    )
 
 
 def test_old_file_stays_until_new_one_exists(tmp_path: Path, monkeypatch: Any) -> None:
@@ -274,14 +323,34 @@ def test_old_file_stays_until_new_one_exists(tmp_path: Path, monkeypatch: Any) -
     assert list((tmp_path / "tensorboard").iterdir()) != before
 
 
-# MLPerf log and DLRM iteration lines, checked with the grammar and rules of their parsers -----------------------------
-VALUES: dict[str, object] = {"submission_division": "open", "submission_benchmark": "dlrm_dcnv2", "opt_name": "adagrad"}
-ZERO = ["weight_decay", "adagrad_learning_rate_decay", "adagrad_initial_accumulator_value", "learning_rate_warmup_steps"]
+# MLPerf log and DLRM iteration lines, checked with the grammar and rules of their parsers ---------
+VALUES: dict[str, object] = {
+    "submission_division": "open",
+    "submission_benchmark": "dlrm_dcnv2",
+    "opt_name": "adagrad",
+}
+ZERO = [
+    "weight_decay",
+    "adagrad_learning_rate_decay",
+    "adagrad_initial_accumulator_value",
+    "learning_rate_warmup_steps",
+]
 ZERO += ["learning_rate_decay_start_step", "learning_rate_decay_steps"]
-VALUES |= {f"opt_{name}": 0 for name in ZERO} | {"opt_adagrad_epsilon": 1e-8, "gradient_accumulation_steps": 1}
+VALUES |= {f"opt_{name}": 0 for name in ZERO} | {
+    "opt_adagrad_epsilon": 1e-8,
+    "gradient_accumulation_steps": 1,
+}
 VALUES |= {"global_batch_size": 64, "train_samples": 6400, "eval_samples": 640}
 """Values required by closed_dlrm_dcnv2 of the rules 6.0, as far as the fake run fulfils them."""
-EXACTLY_ONE = [*VALUES, "submission_org", "submission_platform", "init_stop", "run_start", "run_stop", "seed"]
+EXACTLY_ONE = [
+    *VALUES,
+    "submission_org",
+    "submission_platform",
+    "init_stop",
+    "run_start",
+    "run_stop",
+    "seed",
+]
 EXACTLY_ONE += ["opt_base_learning_rate"]
 
 
@@ -304,9 +373,22 @@ def check(records: list[dict[str, Any]]) -> None:
     keys = [record["key"] for record in records]
     for key in EXACTLY_ONE:
         assert keys.count(key) == 1, key
-    for key in ("cache_clear", "init_start", "eval_accuracy", "eval_start", "eval_stop", "epoch_start", "epoch_stop"):
+    for key in (
+        "cache_clear",
+        "init_start",
+        "eval_accuracy",
+        "eval_start",
+        "eval_stop",
+        "epoch_start",
+        "epoch_stop",
+    ):
         assert key in keys, key
-    assert keys.index("init_start") < keys.index("init_stop") < keys.index("run_start") < keys.index("epoch_start")
+    assert (
+        keys.index("init_start")
+        < keys.index("init_stop")
+        < keys.index("run_start")
+        < keys.index("epoch_start")
+    )
     assert keys[-1] == "run_stop"
     for record in records:
         metadata, key = record["metadata"], record["key"]
@@ -324,12 +406,18 @@ def check(records: list[dict[str, Any]]) -> None:
     times = [record["time_ms"] for record in records]
     assert times == sorted(times)
     for name in ("init", "run", "block", "epoch", "eval"):  # Each opened interval is closed.
-        opened = [record["event_type"] for record in records if record["key"] in (f"{name}_start", f"{name}_stop")]
+        opened = [
+            record["event_type"]
+            for record in records
+            if record["key"] in (f"{name}_start", f"{name}_stop")
+        ]
         assert opened == ["INTERVAL_START", "INTERVAL_END"] * (len(opened) // 2), name
 
 
 def run(*, finished: bool = True) -> list[dict[str, Any]]:
-    """Return a fake run of a click model: 200 steps of 64 rows, two epochs, resumed from step 100 after a failure."""
+    """Return a fake run of a click model: 200 steps of 64 rows, two epochs, resumed from step 100
+    after a failure.
+    """
     events = run_events.run(finished=finished)
     for event in events:
         if event["kind"] == "prepared":
@@ -344,7 +432,9 @@ def run(*, finished: bool = True) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    run_events.feed(MlLogTracker(str(folder), config=recipes.mlperf_dcnv2().to_dict()), events, close=True)
+    run_events.feed(
+        MlLogTracker(str(folder), config=recipes.mlperf_dcnv2().to_dict()), events, close=True
+    )
     return parse(folder / "mllog.log")
 
 
@@ -355,25 +445,57 @@ def test_mllog_of_restarted_run_follows_rules(tmp_path: Path) -> None:
     values = {record["key"]: record["value"] for record in records}
     assert {key: values[key] for key in VALUES} == VALUES
     assert records[-1]["metadata"]["status"] == "success"
-    scores = [(record["metadata"]["epoch_num"], record["value"]) for record in records if record["key"] == "eval_accuracy"]
+    scores = [
+        (record["metadata"]["epoch_num"], record["value"])
+        for record in records
+        if record["key"] == "eval_accuracy"
+    ]
     assert scores == [(0.5, 0.705), (1.0, 0.71), (1.5, 0.715), (2.0, 0.72)]
-    assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
-    assert [record["metadata"]["first_epoch_num"] for record in records if record["key"] == "block_stop"] == [0, 1]
+    assert [
+        record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"
+    ] == [0, 1]
+    assert [
+        record["metadata"]["first_epoch_num"] for record in records if record["key"] == "block_stop"
+    ] == [0, 1]
 
 
-@pytest.mark.parametrize(("step", "status", "epoch"), [(150, "success", 1.5), (None, "aborted", 2.0)])
-def test_run_stop_reports_whether_target_was_reached(tmp_path: Path, step: int | None, status: str, epoch: float) -> None:
+@pytest.mark.parametrize(
+    ("step", "status", "epoch"), [(150, "success", 1.5), (None, "aborted", 2.0)]
+)
+def test_run_stop_reports_whether_target_was_reached(
+    tmp_path: Path, step: int | None, status: str, epoch: float
+) -> None:
     fields = {"target": 0.715, "target_metric": "auroc", "target_step": step}
     events = run()
     if step is not None:
-        end = next(n for n, event in enumerate(events) if event["kind"] == "evaluate" and event["step"] == step) + 1
+        end = (
+            next(
+                n
+                for n, event in enumerate(events)
+                if event["kind"] == "evaluate" and event["step"] == step
+            )
+            + 1
+        )
         end_s = events[end - 1]["time"] + 0.25
-        stop = {"kind": "early_stop", "time": end_s, "step": step, "best_step": step, "best_score": 0.715, **fields}
-        events = [*events[:end], stop, *({**event, "step": step} for event in events if event["kind"] == "finish")]
+        stop = {
+            "kind": "early_stop",
+            "time": end_s,
+            "step": step,
+            "best_step": step,
+            "best_score": 0.715,
+            **fields,
+        }
+        events = [
+            *events[:end],
+            stop,
+            *({**event, "step": step} for event in events if event["kind"] == "finish"),
+        ]
     events = [{**event, **fields} if event["kind"] == "finish" else event for event in events]
     records = write(tmp_path, events)
     check(records)
-    assert records[-1]["metadata"] | {"status": status, "epoch_num": epoch} == records[-1]["metadata"]
+    assert (
+        records[-1]["metadata"] | {"status": status, "epoch_num": epoch} == records[-1]["metadata"]
+    )
     if step is not None:  # the end of training, not of the final test
         assert records[-1]["time_ms"] == int(1000 * end_s)
 
@@ -389,7 +511,10 @@ def test_mllog_of_stopped_run_is_aborted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(recipes.ALL))
 def test_optimizer_lines_of_all_recipes(name: str) -> None:
-    assert dict(optimizer_lines(recipes.ALL[name]().to_dict()["workload"]))["opt_base_learning_rate"] > 0
+    assert (
+        dict(optimizer_lines(recipes.ALL[name]().to_dict()["workload"]))["opt_base_learning_rate"]
+        > 0
+    )
 
 
 def iteration_lines(folder: Path, events: list[dict[str, Any]]) -> list[str]:
@@ -403,9 +528,11 @@ Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, acc
 Test time:1.9705123901367188"""
 """Lines of e2eAIOK's DLRM, whose launcher puts the rank before them."""
 LINE = re.compile(
-    r"(?:\[(?P<rank>\d+)\] )?Finished training it (?P<it>\d+)/(?P<its>\d+) of epoch (?P<epoch>\d+), (?P<ms>\d+\.\d\d) ms/it, "
+    r"(?:\[(?P<rank>\d+)\] )?Finished training it (?P<it>\d+)/(?P<its>\d+) of epoch "
+    r"(?P<epoch>\d+), (?P<ms>\d+\.\d\d) ms/it, "
     r"loss (?P<loss>\d\.\d{6})(?:, accuracy (?P<accuracy>\d+\.\d{3}) %)?"
-    r"|Testing at - (?P<test_it>\d+)/(?P<test_its>\d+) of epoch (?P<test_epoch>\d+), loss (?P<test_loss>\d\.\d{6}), "
+    r"|Testing at - (?P<test_it>\d+)/(?P<test_its>\d+) of epoch (?P<test_epoch>\d+), loss "
+    r"(?P<test_loss>\d\.\d{6}), "
     r"auc (?P<auc>\d\.\d{4}), best auc (?P<best_auc>\d\.\d{4}), "
     r"accuracy (?P<test_accuracy>\d+\.\d{3}) %, best accuracy (?P<best_accuracy>\d+\.\d{3}) %"
     r"|Test time:(?P<seconds>\d+\.\d+)"
@@ -414,7 +541,11 @@ LINE = re.compile(
 
 def parsed(lines: list[str]) -> list[dict[str, str]]:
     matches = [LINE.fullmatch(line) for line in lines]
-    return [{name: value for name, value in match.groupdict().items() if value is not None} for match in matches if match]
+    return [
+        {name: value for name, value in match.groupdict().items() if value is not None}
+        for match in matches
+        if match
+    ]
 
 
 def test_iteration_lines_match_original(tmp_path: Path) -> None:
@@ -423,14 +554,22 @@ def test_iteration_lines_match_original(tmp_path: Path) -> None:
     events = [dict(event) for event in run_events.click_run()]
     for event in events:
         if event["kind"] == "step":
-            workers = [{"loss": event["loss"] + change, "accuracy": 0.7 + change} for change in (-0.1, 0.1)]
+            workers = [
+                {"loss": event["loss"] + change, "accuracy": 0.7 + change} for change in (-0.1, 0.1)
+            ]
             event |= {"accuracy": 0.7, "workers": workers}
         elif event["kind"] == "evaluate":
-            event |= {"accuracy": 0.8 - event["step"] / 1000, "seconds": 1.25, "best": {"step": 50, "auroc": 0.76}}
+            event |= {
+                "accuracy": 0.8 - event["step"] / 1000,
+                "seconds": 1.25,
+                "best": {"step": 50, "auroc": 0.76},
+            }
     lines = iteration_lines(tmp_path, events)
     matched = parsed(lines)
     assert len(matched) == len(lines) == 10 * 3 + 2 * 2
-    assert {tuple(fields) for fields in matched} == {tuple(fields) for fields in original} | {tuple(original[1])}
+    assert {tuple(fields) for fields in matched} == {tuple(fields) for fields in original} | {
+        tuple(original[1])
+    }
     assert matched[1] | {"rank": "0", "loss": "0.490000", "accuracy": "60.000"} == matched[1]
     tested = {"test_loss": "0.500000", "auc": "0.7700", "best_auc": "0.7700"}
     tested |= {"test_accuracy": "70.000", "best_accuracy": "75.000"}
@@ -443,14 +582,23 @@ def test_iteration_lines_repeat_steps_and_list_metrics(tmp_path: Path) -> None:
     matched = [fields for fields in parsed(lines) if "it" in fields]
     assert len(matched) == 12 + 10  # Repeated steps appear again.
     positions = [(fields["it"], fields["its"], fields["epoch"]) for fields in matched]
-    assert (positions[0], positions[12], positions[-1]) == (("10", "100", "0"), ("10", "100", "1"), ("100", "100", "1"))
+    assert (positions[0], positions[12], positions[-1]) == (
+        ("10", "100", "0"),
+        ("10", "100", "1"),
+        ("100", "100", "1"),
+    )
     assert (matched[0]["ms"], matched[0]["loss"]) == (f"{1000 * 640 / 1010 / 10:.2f}", "9.000000")
-    assert "Testing at - 50/100 of epoch 0, loss 0.573753, perplexity 2.000000, auroc 0.705000" in lines
+    assert (
+        "Testing at - 50/100 of epoch 0, loss 0.573753, perplexity 2.000000, auroc 0.705000"
+        in lines
+    )
     assert len(lines) == len(matched) + 4
 
 
 def resized() -> list[dict[str, Any]]:
-    """Return a run of two workers with 64 rows per step, and of one from step 25: an epoch of 6400 rows ends at step 75."""
+    """Return a run of two workers with 64 rows per step, and of one from step 25: an epoch of 6400
+    rows ends at step 75.
+    """
     events = run_events.Events()
     events.add("run", recipe="x", name="y", config_hash="", versions={})
     events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400})
@@ -458,7 +606,15 @@ def resized() -> list[dict[str, Any]]:
         events.add("start", step=first, steps=200, rows=rows, world_size=workers, batch_size=64)
         for step in range(first + 25, end + 1, 25):
             done = rows + (step - first) * 64 * workers
-            events.add("step", step=step, steps=200, loss=0.5, rows=done, rows_per_s=1000.0, blocked_fraction=0.0)
+            events.add(
+                "step",
+                step=step,
+                steps=200,
+                loss=0.5,
+                rows=done,
+                rows_per_s=1000.0,
+                blocked_fraction=0.0,
+            )
             events.add("evaluate", step=step, set="validation", auroc=0.7, rows=640)
     return events.all
 
@@ -468,9 +624,18 @@ def test_epochs_count_rows_after_resize_and_default_to_full_run(tmp_path: Path) 
     places = [record["metadata"] for record in records if record["key"] == "eval_start"]
     assert [place["samples_count"] for place in places] == [3200, 4800, 6400, 8000]
     assert [place["epoch_num"] for place in places] == [0.5, 0.75, 1.0, 1.25]
-    assert [record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"] == [0, 1]
-    places = re.findall(r"Testing at - (\d+/\d+ of epoch \d+)", "\n".join(iteration_lines(tmp_path, resized())))
-    assert places == ["25/50 of epoch 0", "75/100 of epoch 0", "100/100 of epoch 0", "25/100 of epoch 1"]
+    assert [
+        record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"
+    ] == [0, 1]
+    places = re.findall(
+        r"Testing at - (\d+/\d+ of epoch \d+)", "\n".join(iteration_lines(tmp_path, resized()))
+    )
+    assert places == [
+        "25/50 of epoch 0",
+        "75/100 of epoch 0",
+        "100/100 of epoch 0",
+        "25/100 of epoch 1",
+    ]
     run = RunSummary([{"time": 0.0, "kind": "start", "step": 0, "steps": 150, "world_size": 2}])
     assert run.epoch_of(16) == (0, 16)
     assert run.steps_per_epoch == 150

@@ -1,4 +1,6 @@
-"""Weights & Biases tracker: offline runs read back from their files, and online runs with a fake client."""
+"""Weights & Biases tracker: offline runs read back from their files, and online runs with a fake
+client.
+"""
 
 import json
 import os
@@ -25,11 +27,15 @@ CONFIG = recipes.gpt2_tiny().replace(name="run").to_dict()
 def track(folder: Path, events: list[dict[str, Any]]) -> None:
     from rayrec.observe.tracking.wandb import WandbTracker
 
-    run_events.feed(WandbTracker(str(folder), project="rayrec", offline=True, config=CONFIG), events, close=True)
+    run_events.feed(
+        WandbTracker(str(folder), project="rayrec", offline=True, config=CONFIG), events, close=True
+    )
 
 
 def scanned(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log file with blocks of 32 KiB, after W&B's seven-byte header."""
+    """Yield the records of a LevelDB log file with blocks of 32 KiB, after W&B's seven-byte
+    header.
+    """
     place, parts = 7, b""
     while place + 7 <= len(data):
         left = BLOCK_BYTES - place % BLOCK_BYTES
@@ -55,8 +61,17 @@ def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
         if record.HasField("run"):
             run = record.run
         if record.HasField("history"):
-            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-            rows.append({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
+            items = {
+                "/".join(item.nested_key) or item.key: item.value_json
+                for item in record.history.item
+            }
+            rows.append(
+                {
+                    name: json.loads(value)
+                    for name, value in items.items()
+                    if not name.startswith("_")
+                }
+            )
     return run, rows
 
 
@@ -75,7 +90,9 @@ def test_resuming_driver_replaces_offline_run(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "train/loss" in row] == list(range(10, 201, 10))
     assert [row["step"] for row in rows if "validation/loss" in row] == [50, 100, 150, 200]
     assert rows[-1] == {"step": 200, "final/loss": 0.5}
-    assert b"WANDB_API_KEY" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"WANDB_API_KEY" not in b"".join(
+        path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    )
 
 
 class OnlineRun:
@@ -109,7 +126,9 @@ STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "steps": 200, "loss": 0.5}
 EVALUATION_100 = {"kind": "evaluate", "time": 2.0, "step": 100, "set": "validation", "loss": 0.6}
 
 
-def test_unsent_measures_are_sent_later_or_by_resuming_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_measures_are_sent_later_or_by_resuming_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = OnlineRun({}, resumed=False, refusals=1)
     tracker = online(run, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100], flush=False)
@@ -117,7 +136,8 @@ def test_unsent_measures_are_sent_later_or_by_resuming_driver(monkeypatch: pytes
     tracker.flush()
     assert run.sent == [{"step": 100, "train/loss": 0.5}, {"step": 100, "validation/loss": 0.6}]
     before = OnlineRun({}, resumed=False)
-    run_events.feed(online(before, monkeypatch), [STEP_100])  # The driver is killed before it sends the evaluation of this step.
+    # The driver is killed before it sends the evaluation of this step.
+    run_events.feed(online(before, monkeypatch), [STEP_100])
     after = OnlineRun(before.summary, resumed=True)
     tracker = online(after, monkeypatch)
     run_events.feed(tracker, [STEP_100, EVALUATION_100, {**STEP_100, "step": 110}], flush=False)
@@ -130,8 +150,17 @@ def test_exit_code_follows_last_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb.teardown", lambda: None)
     begun = {"kind": "run", "time": 3.0, "config_hash": "x"}
     stopped = [begun, STEP_100, {"kind": "stop", "time": 4.0, "step": 100, "cause": "SIGTERM"}]
-    failed = [*stopped, begun, {"kind": "failure", "time": 5.0, "cause": "no such log", "last": True}]
-    finished = [*failed, begun, STEP_100, {"kind": "finish", "time": 6.0, "step": 100, "metrics": {}}]
+    failed = [
+        *stopped,
+        begun,
+        {"kind": "failure", "time": 5.0, "cause": "no such log", "last": True},
+    ]
+    finished = [
+        *failed,
+        begun,
+        STEP_100,
+        {"kind": "finish", "time": 6.0, "step": 100, "metrics": {}},
+    ]
     for events, exit_code in ((stopped, 0), (failed, 1), (finished, 0)):
         run = OnlineRun({}, resumed=False)
         run_events.feed(online(run, monkeypatch), events, flush=False, close=True)
@@ -158,10 +187,15 @@ print("threads", [thread.name for thread in threading.enumerate() if thread.name
 
 def test_unreachable_server_does_not_block_exit(tmp_path: Path) -> None:
     # No server listens there, and W&B would retry for a day.
-    unreachable = {"WANDB_BASE_URL": f"http://127.0.0.1:{free_ports(1)}", "WANDB_INIT_TIMEOUT": "86400"}
+    unreachable = {
+        "WANDB_BASE_URL": f"http://127.0.0.1:{free_ports(1)}",
+        "WANDB_INIT_TIMEOUT": "86400",
+    }
     environment = {**os.environ, **unreachable, "WANDB_API_KEY": "0" * 40}
     command = [sys.executable, "-c", UNREACHABLE, str(tmp_path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert "not finished" in run.stdout
     assert "threads []" in run.stdout  # No thread inside W&B's code at interpreter exit.

@@ -1,4 +1,6 @@
-"""Caller's process after runs and other commands in it: nothing of theirs stays, and runs in two threads stop separately."""
+"""Caller's process after runs and other commands in it: nothing of theirs stays, and runs in two
+threads stop separately.
+"""
 
 import os
 import signal
@@ -32,7 +34,15 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def config(click_log: Path, tmp_path: Path) -> TrainConfig:
-    small: dict[str, Any] = {"steps": 4, "evaluate_every": 4, "batch_size": 64, "name": "run", "seed": 7, "tf32": True, **LEAN}
+    small: dict[str, Any] = {
+        "steps": 4,
+        "evaluate_every": 4,
+        "batch_size": 64,
+        "name": "run",
+        "seed": 7,
+        "tf32": True,
+        **LEAN,
+    }
     return one_worker(click_log, tmp_path).replace(cluster={"address": "none"}, **small)
 
 
@@ -42,7 +52,9 @@ def test_run_leaves_callers_process_unchanged(config: TrainConfig) -> None:
     check_unchanged(before)
 
 
-def test_scoring_commands_leave_callers_process_unchanged(config: TrainConfig, click_log: Path, tmp_path: Path) -> None:
+def test_scoring_commands_leave_callers_process_unchanged(
+    config: TrainConfig, click_log: Path, tmp_path: Path
+) -> None:
     run = trainer.train(config, console=QUIET).folder
     before, log = state_of_process(), str(click_log / "train.txt")
     rayrec.evaluate(run, log, console=QUIET)
@@ -53,7 +65,9 @@ def test_scoring_commands_leave_callers_process_unchanged(config: TrainConfig, c
 
 
 @pytest.mark.parametrize("part", ["prepare", "make_loader", "set_up", "checkpoint_files"])
-def test_failed_start_leaves_callers_process_unchanged(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_failed_start_leaves_callers_process_unchanged(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
     trainer.train(config.replace(name="first"), console=QUIET)  # what is loaded once stays loaded
     monkeypatch.setattr(ClickWorkload, part, raising(InputError("no room for the tables")))
     before = state_of_process()
@@ -62,7 +76,9 @@ def test_failed_start_leaves_callers_process_unchanged(config: TrainConfig, monk
     check_unchanged(before)
 
 
-def test_failed_step_leaves_callers_process_unchanged(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_leaves_callers_process_unchanged(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_up = ClickWorkload.set_up
 
     def set_up_badly(self: Any, *arguments: Any) -> Any:
@@ -78,15 +94,23 @@ def test_failed_step_leaves_callers_process_unchanged(config: TrainConfig, monke
 
 def test_rejected_run_leaves_callers_process_unchanged(config: TrainConfig) -> None:
     before = state_of_process()
-    fails_with(InputError, "", trainer.train, config.updated({"train_data": {"path": "/nowhere.txt"}}), console=QUIET)
+    fails_with(
+        InputError,
+        "",
+        trainer.train,
+        config.updated({"train_data": {"path": "/nowhere.txt"}}),
+        console=QUIET,
+    )
     check_unchanged(before)
 
 
-# Runs in two threads -------------------------------------------------------------------------------------------------
+# -- Runs in two threads
 
 
 class Waiting:
-    """Two runs of a tiny model in two threads, each of which waits in its third step until it is released."""
+    """Two runs of a tiny model in two threads, each of which waits in its third step until it is
+    released.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,10 +121,17 @@ class Waiting:
         self.threads = {name: threading.Thread(target=self._run, args=(name,)) for name in "ab"}
 
     def _run(self, name: str) -> None:
-        settings: dict[str, Any] = {"name": name, "storage_path": str(self.folder), "log_every": 1, **LEAN}
+        settings: dict[str, Any] = {
+            "name": name,
+            "storage_path": str(self.folder),
+            "log_every": 1,
+            **LEAN,
+        }
         config = data_parallel.config(1, steps=6).replace(**settings)
         try:
-            self.results[name] = trainer.train(config, console=QUIET, stop=self.stop[name]).summary["steps"]
+            self.results[name] = trainer.train(config, console=QUIET, stop=self.stop[name]).summary[
+                "steps"
+            ]
         except BaseException as error:
             self.results[name] = error
 
@@ -149,7 +180,9 @@ def test_stop_request_ends_one_run(waiting: Waiting) -> None:
     assert (type(stopped), stopped.code) == (SystemExit, 143)
     assert waiting.end("b") == 6
     assert 2 < latest(str(waiting.folder / "a")).step < 6
-    assert [event["cause"] for event in events_of(waiting.folder / "a", "stop")] == ["a request to stop"]
+    assert [event["cause"] for event in events_of(waiting.folder / "a", "stop")] == [
+        "a request to stop"
+    ]
     check_unchanged(before)
 
 
@@ -160,7 +193,9 @@ def test_signal_stops_runs_of_all_threads(waiting: Waiting, number: signal.Signa
         waiting.begin("a")
         waiting.begin("b")
         os.kill(os.getpid(), number)
-        assert {type(waiting.end(name)) for name in "ab"} == {KeyboardInterrupt if number == signal.SIGINT else SystemExit}
+        assert {type(waiting.end(name)) for name in "ab"} == {
+            KeyboardInterrupt if number == signal.SIGINT else SystemExit
+        }
         assert signals.cause == number.name
 
 

@@ -29,12 +29,20 @@ from rayrec.data.stage_times import BlockTimes, StageTimes
 from rayrec.training import step_log, worker
 from rayrec.training.launchers import base
 from rayrec.training.launchers.base import worker_logs
-from rayrec.training.launchers.ray_launcher import FailurePolicy, cause_of, errors_in_code, is_preemption, lacks_resources
+from rayrec.training.launchers.ray_launcher import (
+    FailurePolicy,
+    cause_of,
+    errors_in_code,
+    is_preemption,
+    lacks_resources,
+)
 from rayrec.training.step_log import DataStats, data_fields
 from rayrec.workloads.run_config import FailureConfig
 
 DIED, GONE_WITH_ITS_NODE = (
-    WorkerGroupError("died", {0: ValueError("connection reset"), 1: WorkerHealthCheckFailedError("dead", error)})
+    WorkerGroupError(
+        "died", {0: ValueError("connection reset"), 1: WorkerHealthCheckFailedError("dead", error)}
+    )
     for error in (ray.exceptions.RayActorError(preempted=preempted) for preempted in (False, True))
 )
 ANNOUNCED = PreemptionError(PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"a": [1]}))
@@ -47,7 +55,12 @@ def test_cause_of_describes_attempt_failure() -> None:
         (DIED, False, False, "worker 1 died"),
         (GONE_WITH_ITS_NODE, True, False, "a node was preempted, as announced"),
         (ANNOUNCED, True, False, "a node was preempted, as announced"),
-        (NO_ROOM, False, True, "WorkerGroupStartupTimeoutError: The worker group startup timed out"),
+        (
+            NO_ROOM,
+            False,
+            True,
+            "WorkerGroupStartupTimeoutError: The worker group startup timed out",
+        ),
         (NOT_STARTED, False, False, "WorkerGroupStartupFailedError: a worker's node died"),
         (WorkerGroupError("x", {1: ValueError("a\nb\n")}), False, False, "worker 1: ValueError: b"),
         (ray.exceptions.RayActorError(), False, False, "the controller of Ray Train died"),
@@ -66,13 +79,19 @@ def test_errors_in_code_returns_repeatable_errors() -> None:
         (failed({0: KeyError("items")}), {"KeyError: 'items'"}),
         (failed({0: TypeError("a"), 1: CONNECTION}), {"TypeError: a"}),
         (failed({0: ValueError("x\ny"), 1: ValueError("x\ny")}), {"ValueError: y"}),
-        (failed({0: TypeError("a"), 1: AttributeError("b")}), {"TypeError: a", "AttributeError: b"}),
+        (
+            failed({0: TypeError("a"), 1: AttributeError("b")}),
+            {"TypeError: a", "AttributeError: b"},
+        ),
         (failed({0: ray.exceptions.RayTaskError("f", "", IndexError("c"))}), {"IndexError: c"}),
         (failed({0: CONNECTION}), None),
         (failed({0: OSError("no space left"), 1: MemoryError()}), None),
         (failed({0: ValueError("connection reset"), 1: ray.exceptions.RayActorError()}), None),
         (failed({}), None),
-        *((error, None) for error in (ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError())),
+        *(
+            (error, None)
+            for error in (ANNOUNCED, NO_ROOM, NOT_STARTED, ray.exceptions.RayActorError())
+        ),
     ):
         assert errors_in_code(error) == expected
 
@@ -83,9 +102,17 @@ def wrong(message: str = "no column 'items'") -> WorkerGroupError:
 
 @pytest.mark.parametrize(
     ("between", "progressed", "retries"),
-    [([], False, False), ([wrong("another")], False, True), ([DIED], False, True), ([ANNOUNCED], False, True), ([], True, True)],
+    [
+        ([], False, False),
+        ([wrong("another")], False, True),
+        ([DIED], False, True),
+        ([ANNOUNCED], False, True),
+        ([], True, True),
+    ],
 )
-def test_failure_policy_rejects_same_code_error_from_same_step(between: list[Any], progressed: bool, retries: bool) -> None:
+def test_failure_policy_rejects_same_code_error_from_same_step(
+    between: list[Any], progressed: bool, retries: bool
+) -> None:
     tolerance = FailurePolicy(FailureConfig(max_failures=100))
     for error in [wrong(), *between]:
         tolerance.pause_s(error, attempt_s=100.0, progressed=False)
@@ -97,7 +124,9 @@ def test_failure_policy_rejects_same_code_error_from_same_step(between: list[Any
 def after() -> Callable[..., float]:
     tolerance = FailurePolicy(FailureConfig(max_failures=2, node_wait_s=100))
 
-    def pause(error: Exception = DIED, *, attempt_s: float = 100.0, progressed: bool = False) -> float:
+    def pause(
+        error: Exception = DIED, *, attempt_s: float = 100.0, progressed: bool = False
+    ) -> float:
         return tolerance.pause_s(error, attempt_s=attempt_s, progressed=progressed)
 
     return pause
@@ -134,19 +163,26 @@ def test_failure_policy_limits_wait_for_resources(after: Callable[..., float]) -
 
 
 def test_failure_policy_accepts_zero_or_unlimited_failures() -> None:
-    unlimited, none = (FailurePolicy(FailureConfig(max_failures=number, node_wait_s=number)) for number in (-1, 0))
+    unlimited, none = (
+        FailurePolicy(FailureConfig(max_failures=number, node_wait_s=number)) for number in (-1, 0)
+    )
     for error in (DIED, NO_ROOM) * 50:
         unlimited.pause_s(error, attempt_s=100.0, progressed=False)
     fails_with(WorkerGroupError, "", none.pause_s, DIED, attempt_s=100.0, progressed=True)
 
 
-# Log files of workers, and data events --------------------------------------------------------------------------------
-def test_worker_log_contains_rank_and_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# -- Log files of workers, and data events
+def test_worker_log_contains_rank_and_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "logs" / "worker_3.log"
     with worker_logs(str(path), rank=3):
         logging.getLogger("torchrec.plan").warning("tables are large")
         warnings.warn("an odd argument", RuntimeWarning, stacklevel=1)
-    words = "[rank 3] WARNING torchrec.plan: tables are large|[rank 3] WARNING py.warnings: |RuntimeWarning: an odd argument"
+    words = (
+        "[rank 3] WARNING torchrec.plan: tables are large|[rank 3] WARNING py.warnings: "
+        "|RuntimeWarning: an odd argument"
+    )
     assert [text for text in words.split("|") if text not in path.read_text()] == []
     monkeypatch.setattr(base, "_MAX_BYTES", 2000)
     with worker_logs(str(tmp_path / "limited" / "worker_0.log"), rank=0):
@@ -158,7 +194,9 @@ def test_worker_log_contains_rank_and_is_limited(tmp_path: Path, monkeypatch: py
     assert "line 199" in (tmp_path / "limited" / "worker_0.log").read_text()
 
 
-def test_worker_starts_without_writable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_worker_starts_without_writable_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "logs").write_text("a file where a folder should be")
     with worker_logs(str(tmp_path / "logs" / "worker_1.log"), rank=1):
         logging.getLogger("x").info("continues")
@@ -169,13 +207,25 @@ def test_worker_starts_without_writable_log(tmp_path: Path, capsys: pytest.Captu
     assert lines[1].endswith("[rank 1] INFO x: continues")
 
 
-@pytest.mark.parametrize("url", [pytest.param("file://{}/worker 0%25.log", id="file"), pytest.param("s3://bucket{}", id="store")])
-def test_worker_logs_of_urls_show_no_details(tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        pytest.param("file://{}/worker 0%25.log", id="file"),
+        pytest.param("s3://bucket{}", id="store"),
+    ],
+)
+def test_worker_logs_of_urls_show_no_details(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
     with worker_logs(url.format(tmp_path), rank=0):
         logging.getLogger("torchrec.plan").info("a detail")
     assert capsys.readouterr().err == ""
     if url.startswith("file"):
-        assert (tmp_path / "worker 0%.log").read_text().endswith("[rank 0] INFO torchrec.plan: a detail\n")
+        assert (
+            (tmp_path / "worker 0%.log")
+            .read_text()
+            .endswith("[rank 0] INFO torchrec.plan: a detail\n")
+        )
 
 
 def test_worker_logs_of_stores_show_warnings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,8 +234,12 @@ def test_worker_logs_of_stores_show_warnings(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.endswith("[rank 2] WARNING torchrec.plan: tables are large\n")
 
 
-def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker in the caller's process: its handlers receive their usual records during and after the context."""
+def test_worker_logs_restores_caller_logging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker in the caller's process: its handlers receive their usual records during and after
+    the context.
+    """
     root, library = logging.getLogger(), logging.getLogger("torchrec")
     callers, librarys = logging.StreamHandler(io.StringIO()), logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(root, "handlers", [callers])
@@ -202,7 +256,11 @@ def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest
             library.warning("a plan")
             if error is not None:
                 raise error
-        assert (root.handlers, root.level, callers.level) == ([callers], logging.WARNING, logging.NOTSET)
+        assert (root.handlers, root.level, callers.level) == (
+            [callers],
+            logging.WARNING,
+            logging.NOTSET,
+        )
         assert (library.handlers, library.propagate) == ([librarys], False)
         assert warnings.showwarning is shown
     logging.captureWarnings(capture=False)
@@ -215,11 +273,23 @@ def test_worker_logs_restores_caller_logging(tmp_path: Path, monkeypatch: pytest
     assert [line.rpartition(": ")[2] for line in lines] == ["a detail", "within", "a plan"] * 2
 
 
-# Events of kind data: when there is one, and what it says -------------------------------------------------------------
+# -- Events of kind data: when there is one, and what it says
 def test_data_fields_return_shares_of_stages() -> None:
     sums = dict.fromkeys(StageTimes.FIELDS, 0.0)
-    sums |= {"cpus": 2.0, "rows": 1000.0, "blocks": 4.0, "waited_row_s": 500.0, "waited_block_s": 2.0}
-    sums |= {"read_wall_s": 2.0, "read_cpu_s": 0.5, "read_queue_s": 0.5, "parse_wall_s": 8.0, "parse_cpu_s": 8.0}
+    sums |= {
+        "cpus": 2.0,
+        "rows": 1000.0,
+        "blocks": 4.0,
+        "waited_row_s": 500.0,
+        "waited_block_s": 2.0,
+    }
+    sums |= {
+        "read_wall_s": 2.0,
+        "read_cpu_s": 0.5,
+        "read_queue_s": 0.5,
+        "parse_wall_s": 8.0,
+        "parse_cpu_s": 8.0,
+    }
     assert data_fields(sums, seconds=10.0) == {
         "seconds": 10.0,
         "rows": 1000,
@@ -230,8 +300,20 @@ def test_data_fields_return_shares_of_stages() -> None:
         "backlog_rows": 50.0,
         "backlog_blocks": 0.2,
         "stages": [
-            {"stage": "read", "rows_per_s": 1000.0, "busy": 0.1, "cpu_share": 0.25, "queue_share": 0.25},
-            {"stage": "parse", "rows_per_s": 250.0, "busy": 0.4, "cpu_share": 1.0, "queue_share": 0.0},
+            {
+                "stage": "read",
+                "rows_per_s": 1000.0,
+                "busy": 0.1,
+                "cpu_share": 0.25,
+                "queue_share": 0.25,
+            },
+            {
+                "stage": "parse",
+                "rows_per_s": 250.0,
+                "busy": 0.4,
+                "cpu_share": 1.0,
+                "queue_share": 0.0,
+            },
         ],
     }
     idle = data_fields({**dict.fromkeys(StageTimes.FIELDS, 0.0), "cpus": 1.0}, seconds=10.0)
@@ -251,8 +333,12 @@ def test_data_nodes_on_one_host_are_separate() -> None:
         account.add(BlockTimes(5, {}, {}, {}, time.time(), "host", node_id))
     events: list[dict[str, Any]] = []
     report = DataStats(SimpleNamespace(stages=account))
-    report.log_means(report.take(), step=1, log=lambda kind, fields: events.append({"kind": kind, **fields}))
-    assert events == [{"kind": "data_nodes", "step": 1, "nodes": ["host", "host"], "node_ids": ["1f", "2e"]}]
+    report.log_means(
+        report.take(), step=1, log=lambda kind, fields: events.append({"kind": kind, **fields})
+    )
+    assert events == [
+        {"kind": "data_nodes", "step": 1, "nodes": ["host", "host"], "node_ids": ["1f", "2e"]}
+    ]
 
 
 def test_data_events_are_throttled_and_need_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +347,19 @@ def test_data_events_are_throttled_and_need_stages(monkeypatch: pytest.MonkeyPat
     report = DataStats(SimpleNamespace(stages=account))
 
     def tell(step: int) -> None:
-        report.log_means(report.take(), step=step, log=lambda kind, fields: events.append({"kind": kind, **fields}))
+        report.log_means(
+            report.take(),
+            step=step,
+            log=lambda kind, fields: events.append({"kind": kind, **fields}),
+        )
 
     for _ in range(2):
-        account.add(BlockTimes(5, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time(), "node-1"))
+        account.add(
+            BlockTimes(5, {"read": 0.1}, {"read": 0.1}, {"read": 0.0}, time.time(), "node-1")
+        )
         tell(1)
-    assert events == [{"kind": "data_nodes", "step": 1, "nodes": ["node-1"]}]  # for the rest too soon, and not forgotten
+    # for the rest too soon, and not forgotten
+    assert events == [{"kind": "data_nodes", "step": 1, "nodes": ["node-1"]}]
     events.clear()
     monkeypatch.setattr(step_log, "_MIN_EVENT_S", 0.0)
     tell(2)

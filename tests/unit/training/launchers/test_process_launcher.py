@@ -31,7 +31,12 @@ from rayrec.data.engine import StopToken, ThreadEngine
 from rayrec.training import profiling, stop_monitor, trainer
 from rayrec.training.launchers import process_worker
 from rayrec.training.launchers.process_launcher import fitted
-from rayrec.training.launchers.process_worker import StoreControlChannel, StoreRendezvous, end, train_other
+from rayrec.training.launchers.process_worker import (
+    StoreControlChannel,
+    StoreRendezvous,
+    end,
+    train_other,
+)
 from rayrec.training.result import Result
 from rayrec.workloads.base import RunContext, TrainConfig, WorkerContext, WorkerSetup
 
@@ -41,7 +46,9 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Small(data_parallel.Small):
-    """Model that calls `AT_STEP` in the forward pass of every training step, numbered from 1 in this process."""
+    """Model that calls `AT_STEP` in the forward pass of every training step, numbered from 1 in
+    this process.
+    """
 
     def prepare(self, context: RunContext) -> None:
         assert isinstance(context.engine, ThreadEngine)
@@ -50,7 +57,9 @@ class Small(data_parallel.Small):
         STATE.stop = context.engine.stop
         return super().set_up(context, prepared)
 
-    def measure(self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def measure(
+        self, model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         if model.training:
             STATE.number += 1
             STATE.act(STATE.number)
@@ -90,7 +99,14 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
     plain = data_parallel.config(1, steps=STEPS)
     workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
     scaling = {"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1}
-    made = plain.replace(name="run", storage_path=str(folder), workload=workload, evaluate_every=6, scaling=scaling, **LEAN)
+    made = plain.replace(
+        name="run",
+        storage_path=str(folder),
+        workload=workload,
+        evaluate_every=6,
+        scaling=scaling,
+        **LEAN,
+    )
     return made.updated(changes)
 
 
@@ -127,7 +143,9 @@ def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
 
     def act(number: int) -> None:
         logging.getLogger("x").info("step %d", number)
-        inside.append((distributed.get_world_size(), torch.get_num_threads(), threading.current_thread().name))
+        inside.append(
+            (distributed.get_world_size(), torch.get_num_threads(), threading.current_thread().name)
+        )
 
     STATE.act = act
     threads = torch.get_num_threads()
@@ -148,12 +166,17 @@ def test_in_process_run_completes(tmp_path: Path, expected: str) -> None:
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (ValueError("shapes\n (3, 4) and (5,) do not match"), "ValueError: (3, 4) and (5,) do not match"),
+        (
+            ValueError("shapes\n (3, 4) and (5,) do not match"),
+            "ValueError: (3, 4) and (5,) do not match",
+        ),
         (InputError("the loss is nan at step 5. Lower the learning rates"), None),
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_worker_error_is_raised_unchanged(tmp_path: Path, error: Exception, cause: str | None) -> None:
+def test_worker_error_is_raised_unchanged(
+    tmp_path: Path, error: Exception, cause: str | None
+) -> None:
     def act(number: int) -> None:
         if number == 5:
             raise error
@@ -163,9 +186,16 @@ def test_worker_error_is_raised_unchanged(tmp_path: Path, error: Exception, caus
         run(tmp_path)
     assert raised.value is error
     assert raised.value.__cause__ is None
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["measure", "act"]
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == [
+        "measure",
+        "act",
+    ]
     found = events(tmp_path)
-    assert (found[-1]["kind"], found[-1]["cause"], found[-1]["last"]) == ("failure", cause or str(error), True)
+    assert (found[-1]["kind"], found[-1]["cause"], found[-1]["last"]) == (
+        "failure",
+        cause or str(error),
+        True,
+    )
     assert [event["kind"] for event in found].count("attempt") == 1  # it is not tried again
     assert (tmp_path / "run" / "report.html").exists()
 
@@ -180,7 +210,11 @@ def test_worker_error_is_raised_unchanged(tmp_path: Path, error: Exception, caus
     ids=["SIGTERM", "SIGINT", "event"],
 )
 def test_signal_saves_and_same_call_resumes(
-    tmp_path: Path, expected: str, number: signal.Signals | None, cause: str, raised: type[BaseException]
+    tmp_path: Path,
+    expected: str,
+    number: signal.Signals | None,
+    cause: str,
+    raised: type[BaseException],
 ) -> None:
     stop_event = threading.Event()
     at(3, lambda: stop_event.set() if number is None else os.kill(os.getpid(), number))
@@ -191,11 +225,20 @@ def test_signal_saves_and_same_call_resumes(
     saved = latest(str(tmp_path / "run"))
     assert 3 <= saved.step < STEPS
     stop = events(tmp_path)[-1]
-    assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == ("stop", cause, saved.step, True)
+    assert (stop["kind"], stop["cause"], stop["step"], stop["last"]) == (
+        "stop",
+        cause,
+        saved.step,
+        True,
+    )
     STATE.act = lambda step: None
     summary = run(tmp_path).summary
     assert STATE.number == STEPS  # no step was trained twice
-    assert (summary["weights_sha256"], summary["rows_lost"], summary["rows_repeated"]) == (expected, 0, 0)
+    assert (summary["weights_sha256"], summary["rows_lost"], summary["rows_repeated"]) == (
+        expected,
+        0,
+        0,
+    )
     assert [event["checkpoint"] for event in events(tmp_path, "start")] == [None, saved.path]
 
 
@@ -204,23 +247,45 @@ def test_paused_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", **patient).summary
     STATE.number = 0
     reached = []
-    for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):  # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
+    # after 1, 3 and 6 of 12 steps, of which 6 is evaluated in any case
+    for share in (1 / 12, 1 / 4, 1 / 4, 1 / 2):
         assert trainer.train_until(config(tmp_path, **patient), share, console=QUIET) is None
         reached.append((STATE.number, latest(str(tmp_path / "run")).step))
     assert reached == [(1, 1), (3, 3), (3, 3), (6, 6)]
     stop = events(tmp_path)[-1]
-    assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == ("stop", "a planned pause", True, True)
+    assert (stop["kind"], stop["cause"], stop["last"], stop["paused"]) == (
+        "stop",
+        "a planned pause",
+        True,
+        True,
+    )
     result = trainer.train_until(config(tmp_path, **patient), 1.0, console=QUIET)
-    for name in ("weights_sha256", "steps", "rows", "restarts", "rows_lost", "rows_repeated", "validation"):
+    for name in (
+        "weights_sha256",
+        "steps",
+        "rows",
+        "restarts",
+        "rows_lost",
+        "rows_repeated",
+        "validation",
+    ):
         assert result.summary[name] == whole[name], name
     assert STATE.number == STEPS
-    lowered, expected = ([event["step"] for event in events(path, "plateau")] for path in (tmp_path, tmp_path / "whole"))
+    lowered, expected = (
+        [event["step"] for event in events(path, "plateau")]
+        for path in (tmp_path, tmp_path / "whole")
+    )
     assert lowered == expected
-    assert trainer.train_until(config(tmp_path, **patient), 0.5, console=QUIET) == result  # it is finished
+    # it is finished
+    assert trainer.train_until(config(tmp_path, **patient), 0.5, console=QUIET) == result
 
 
 def test_resumed_run_keeps_plateau_learning_rates(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"evaluate_every": 3, "log_every": 1, "early_stopping": {"patience": 0}}
+    settings: dict[str, Any] = {
+        "evaluate_every": 3,
+        "log_every": 1,
+        "early_stopping": {"patience": 0},
+    }
     settings["plateau"] = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
     whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
     STATE.number = 0
@@ -229,7 +294,9 @@ def test_resumed_run_keeps_plateau_learning_rates(tmp_path: Path) -> None:
     STATE.act = lambda step: None
     assert run(tmp_path / "cut", **settings).summary["weights_sha256"] == whole
     rates = {event["step"]: event["learning_rate"] for event in events(tmp_path / "cut", "step")}
-    assert [rates[step] / rates[3] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.25])
+    assert [rates[step] / rates[3] for step in (3, 6, 7, 9, 10, 12)] == pytest.approx(
+        [1, 1, 0.5, 0.5, 0.25, 0.25]
+    )
 
 
 def test_worker_without_save_in_grace_period_is_abandoned(tmp_path: Path) -> None:
@@ -249,19 +316,27 @@ def test_worker_without_save_in_grace_period_is_abandoned(tmp_path: Path) -> Non
     worker.join(WAIT_S)
     assert ended.value.code == 143
     failure, *_ = events(tmp_path, "failure")
-    assert failure["cause"].startswith("SIGTERM, and the last checkpoint made no progress for failure.grace_s (0 s)")
+    assert failure["cause"].startswith(
+        "SIGTERM, and the last checkpoint made no progress for failure.grace_s (0 s)"
+    )
     assert failure["last"]
     assert latest(str(tmp_path / "run")) is None
 
 
-def test_profile_request_reaches_in_process_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_request_reaches_in_process_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
     folder, told = str(tmp_path / "run"), list[dict[str, Any]]()
     request, asked = tmp_path / "run" / "profile" / "request.json", threading.Event()
 
     def ask() -> None:
         so_far = events_of(folder)
-        told.append(profiling.request_profile(folder, so_far, steps=2, note=lambda text: asked.set(), timeout_s=WAIT_S))
+        told.append(
+            profiling.request_profile(
+                folder, so_far, steps=2, note=lambda text: asked.set(), timeout_s=WAIT_S
+            )
+        )
 
     asking = threading.Thread(target=ask)
 
@@ -285,7 +360,9 @@ def test_profile_request_reaches_in_process_run(tmp_path: Path, monkeypatch: pyt
     assert [event["path"] for event in events(tmp_path, "profile")] == [profile["profile"]]
 
 
-def test_process_group_of_caller_is_reused_unless_larger(tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_of_caller_is_reused_unless_larger(
+    tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         assert run(tmp_path).summary["weights_sha256"] == expected
@@ -299,7 +376,7 @@ def test_process_group_of_caller_is_reused_unless_larger(tmp_path: Path, expecte
     assert not (tmp_path / "larger" / "run").exists()
 
 
-# Processes started by torchrun: their ranks, their messages, and a run with one process -------------------------------
+# -- Processes started by torchrun: their ranks, their messages, and a run with one process
 FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
 
 
@@ -310,9 +387,15 @@ def test_torchrun_env_is_read_and_config_fits_processes() -> None:
     assert TorchrunEnv.from_environment(FOUND | of_torchrun) == TorchrunEnv(3, 4, 1, 2, 5)
     assert TorchrunEnv.from_environment(FOUND) == TorchrunEnv(3, 4, 0, 1, 0)
     for wrong, message in (
-        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4, .*: a rank must be below the number of processes. With srun"),
+        (
+            {"RANK": "4"},
+            "RANK=4 of WORLD_SIZE=4, .*: a rank must be below the number of processes. With srun",
+        ),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"),
-        ({"LOCAL_WORLD_SIZE": "8(x2)"}, r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers"),
+        (
+            {"LOCAL_WORLD_SIZE": "8(x2)"},
+            r"RANK=3, WORLD_SIZE=4, LOCAL_WORLD_SIZE=8\(x2\): .* must be integers",
+        ),
     ):
         rejects(message, TorchrunEnv.from_environment, FOUND | wrong)
     launched, config = TorchrunEnv(0, 4, 0, 2, 0), recipes.criteo_demo()
@@ -320,7 +403,10 @@ def test_torchrun_env_is_read_and_config_fits_processes() -> None:
     assert launched.cpus >= 1
     for changes, message in (
         ({"cluster": {"address": "auto"}}, "cluster.address auto: needs Ray"),
-        ({"scaling": {"resources_per_worker": {"x": 1.0}}}, "scaling.resources_per_worker: needs Ray"),
+        (
+            {"scaling": {"resources_per_worker": {"x": 1.0}}},
+            "scaling.resources_per_worker: needs Ray",
+        ),
         ({"cluster": {"object_store_bytes": 1 << 30}}, "cluster.object_store_bytes: needs Ray"),
     ):
         rejects(message, fitted, config.replace(**changes), launched)
@@ -328,7 +414,12 @@ def test_torchrun_env_is_read_and_config_fits_processes() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> TorchrunEnv:
-    found = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
+    found = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)),
+    }
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     return TorchrunEnv.from_environment()
@@ -365,7 +456,8 @@ def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_store_publishes_large_values(alone: TorchrunEnv) -> None:
     meeting = StoreRendezvous.join(alone)
     assert meeting.get("large") is None
-    for value in (b"", b"small", bytes(range(256)) * (80 << 10)):  # the last one is 20 MiB; a message to the store is 8 at most
+    # the last one is 20 MiB; a message to the store is 8 at most
+    for value in (b"", b"small", bytes(range(256)) * (80 << 10)):
         meeting.publish("large", value)
         assert meeting.get("large") == value
     meeting.remove("large")
@@ -382,18 +474,30 @@ def test_other_processes_receive_run_result(monkeypatch: pytest.MonkeyPatch) -> 
     end(meeting, {"status": 143})  # which comes back: it has left
 
 
-def test_torchrun_with_one_process_matches_plain_run(click_log: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(steps=4, evaluate_every=4, batch_size=64)
+def test_torchrun_with_one_process_matches_plain_run(
+    click_log: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
+        steps=4, evaluate_every=4, batch_size=64
+    )
     config = config.replace(storage_path=str(tmp_path), scaling={"num_workers": 1})
     plain = train(config, name="plain", cluster={"address": "none"})
     request.getfixturevalue("alone")
     launched = train(config, name="launched", scaling={"num_workers": 2})
     assert launched.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    rejects(r"train_data\.path: must be a training log", train, config, name="other", train_data={"path": None})
+    rejects(
+        r"train_data\.path: must be a training log",
+        train,
+        config,
+        name="other",
+        train_data={"path": None},
+    )
     assert json.loads((tmp_path / "launched" / "summary.json").read_text()) == launched.summary
 
 
-def test_closed_rendezvous_raises_in_threads(alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_rendezvous_raises_in_threads(
+    alone: TorchrunEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.0)
     meeting = StoreRendezvous.join(alone)
     before = set(threading.enumerate())

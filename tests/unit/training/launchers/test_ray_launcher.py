@@ -21,7 +21,9 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
 from rayrec.cluster import connection, layout, prestart
-from rayrec.cluster.connection import is_connected  # the real one: tests/conftest.py replaces the module's
+
+# the real one: tests/conftest.py replaces the module's
+from rayrec.cluster.connection import is_connected
 from rayrec.cluster.layout import Node
 from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement, ThreadEngine
@@ -50,7 +52,10 @@ class Cluster:
         self.slots = list(slots)
 
     def alive_nodes(self, *, probe: bool = False, free: bool = False) -> list[Node]:
-        return [Node(str(number), {"CPU": 8.0, "slot": float(each[free])}) for number, each in enumerate(self.slots)]
+        return [
+            Node(str(number), {"CPU": 8.0, "slot": float(each[free])})
+            for number, each in enumerate(self.slots)
+        ]
 
 
 @pytest.fixture
@@ -70,12 +75,20 @@ def config(**failure: Any) -> TrainConfig:
 class Attempts:
     """Attempts that end with the next of `outcomes`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], wanted: TrainConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        outcomes: list[Outcome],
+        wanted: TrainConfig,
+        folder: Path,
+    ) -> None:
         self.num_workers: list[int] = []
         self.is_shared: list[bool] = []
         self.notes: list[str] = []
         self.written: list[tuple[str, dict[str, Any]]] = []
-        self.events: Any = SimpleNamespace(write=lambda kind, **fields: self.written.append((kind, fields)))
+        self.events: Any = SimpleNamespace(
+            write=lambda kind, **fields: self.written.append((kind, fields))
+        )
         self.signals = Signals()
         monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
         self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
@@ -88,33 +101,45 @@ class Attempts:
     def run(self) -> dict[str, Any] | None:
         shares = ray_launcher.allocate_resources(self._config)
         driver = Driver(self.events, self.signals, self.notes.append)
-        return ray_launcher.run_attempts(PreparedRun(self._config, self._folder, None, shares, 0.0), driver)
+        return ray_launcher.run_attempts(
+            PreparedRun(self._config, self._folder, None, shares, 0.0), driver
+        )
 
 
-def test_failures_with_progress_do_not_accumulate(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failures_with_progress_do_not_accumulate(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     saved = iter(range(1, 100))
 
     def gets_on() -> dict[str, Any]:
-        checkpoint.save(checkpoint.folder_of(str(tmp_path), next(saved)), {"a": torch.zeros(1)}, state={})
+        checkpoint.save(
+            checkpoint.folder_of(str(tmp_path), next(saved)), {"a": torch.zeros(1)}, state={}
+        )
         raise DIED
 
     monkeypatch.setattr(ray_launcher.time, "sleep", lambda seconds: None)
-    run = Attempts(monkeypatch, [gets_on] * 5 + [lambda: FINISHED], config(max_failures=1), tmp_path)
+    run = Attempts(
+        monkeypatch, [gets_on] * 5 + [lambda: FINISHED], config(max_failures=1), tmp_path
+    )
     assert run.run() == FINISHED
     assert [kind for kind, _ in run.written] == ["attempt", "failure"] * 5 + ["attempt"]
-    run = Attempts(monkeypatch, [gets_on, raising(DIED), lambda: FINISHED], config(max_failures=1), tmp_path)
+    run = Attempts(
+        monkeypatch, [gets_on, raising(DIED), lambda: FINISHED], config(max_failures=1), tmp_path
+    )
     fails_with(WorkerGroupError, "", run.run)
     # That it starts again is told where it does.
     assert [kind for kind, _ in run.written] == ["attempt", "failure", "attempt"]
 
 
-def test_signal_without_last_save_ends_run(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_signal_without_last_save_ends_run(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for outcome, told in (
         (raising(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
         (
             lambda: None,
-            "SIGTERM, and the last checkpoint made no progress for failure.grace_s (60 s) or took longer than "
-            "failure.max_grace_s (600 s)",
+            "SIGTERM, and the last checkpoint made no progress for failure.grace_s (60 s) or took "
+            "longer than failure.max_grace_s (600 s)",
         ),
     ):
         run = Attempts(monkeypatch, [outcome], config(grace_s=60.0), tmp_path)  # type: ignore[list-item]
@@ -138,8 +163,12 @@ def test_trainer_leaves_out_two_callbacks(tmp_path: Path) -> None:
     assert callbacks_of(DataParallelTrainer, tmp_path) == expected
 
 
-@pytest.mark.parametrize("ending", [raising(KeyboardInterrupt()), raising(InputError("no such column")), lambda: None])
-def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any) -> None:
+@pytest.mark.parametrize(
+    "ending", [raising(KeyboardInterrupt()), raising(InputError("no such column")), lambda: None]
+)
+def test_abandoned_workers_are_ended(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any
+) -> None:
     monkeypatch.setattr(ray_launcher, "_placement_groups", {"another's"}.copy)
     freed: list[set[str]] = []
     monkeypatch.setattr(ray_launcher, "_free_workers", freed.append)
@@ -148,11 +177,16 @@ def test_abandoned_workers_are_ended(nodes: Cluster, monkeypatch: pytest.MonkeyP
     assert freed == [{"another's"}]
 
 
-def test_run_uses_or_waits_for_resources_of_other_jobs(nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_uses_or_waits_for_resources_of_other_jobs(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     nodes.slots = [(1, 1), (1, 0)]
-    run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path)
+    run = Attempts(
+        monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(max_failures=0), tmp_path
+    )
     assert (run.run(), run.num_workers, run.is_shared) == (FINISHED, [2, 1], [False, True])
-    assert [kind for kind, _ in run.written] == ["attempt", "attempt"]  # it did not fail: it never began
+    # it did not fail: it never began
+    assert [kind for kind, _ in run.written] == ["attempt", "attempt"]
     nodes.slots = [(1, 0), (1, 0)]
     run = Attempts(monkeypatch, [raising(NO_ROOM)], config(node_wait_s=0.1), tmp_path)
     rejects("waited 0 s for resources in use by other jobs; scaling: ", run.run)
@@ -162,8 +196,15 @@ def test_run_uses_or_waits_for_resources_of_other_jobs(nodes: Cluster, monkeypat
     # Without limit, until another job ends years later.
     years = count(0, 10**8)
     monkeypatch.setattr(ray_launcher.time, "monotonic", lambda: next(years))
-    monkeypatch.setattr(ray_launcher.time, "sleep", lambda seconds: nodes.slots.append((1, next(years) > 10**9)))
-    run = Attempts(monkeypatch, [raising(NO_ROOM), lambda: FINISHED], config(node_wait_s=-1.0, max_failures=-1), tmp_path)
+    monkeypatch.setattr(
+        ray_launcher.time, "sleep", lambda seconds: nodes.slots.append((1, next(years) > 10**9))
+    )
+    run = Attempts(
+        monkeypatch,
+        [raising(NO_ROOM), lambda: FINISHED],
+        config(node_wait_s=-1.0, max_failures=-1),
+        tmp_path,
+    )
     assert run.run() == FINISHED
 
 
@@ -179,8 +220,10 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
             found.append(growth.possible())
         return found
 
-    assert looks(ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)) == [False, True]  # seen twice
-    crowded = ray_launcher._ScaleUpDetector(config(), 1, is_shared=True)  # the second slot is there, but another's
+    # seen twice
+    assert looks(ray_launcher._ScaleUpDetector(config(), 1, is_shared=False)) == [False, True]
+    # the second slot is there, but another's
+    crowded = ray_launcher._ScaleUpDetector(config(), 1, is_shared=True)
     assert looks(crowded) == [False, False]
     nodes.slots.append((1, 1))
     assert looks(crowded) == [False, True]
@@ -188,35 +231,65 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
     assert looks(crowded) == [False, False]
 
 
-def attempt(monkeypatch: pytest.MonkeyPatch, folder: Path, wanted: Any, *, fit: Any, request: Mock, signals: Signals) -> Any:
+def attempt(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    wanted: Any,
+    *,
+    fit: Any,
+    request: Mock,
+    signals: Signals,
+) -> Any:
     """Make an attempt with replaced workers and control channel."""
     monkeypatch.setattr(ray_launcher, "StopRequest", lambda: request)
     monkeypatch.setattr(ray_launcher, "_fit", fit)
     monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
     shares: Any = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
-    return ray_launcher._attempt(PreparedRun(wanted, str(folder), None, shares, 0.0), signals, is_shared=False)
+    return ray_launcher._attempt(
+        PreparedRun(wanted, str(folder), None, shares, 0.0), signals, is_shared=False
+    )
 
 
 @pytest.mark.parametrize("bytes_written", [[0] * 1000, [0]])
-def test_control_channel_ends_with_attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]) -> None:
+def test_control_channel_ends_with_attempt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]
+) -> None:
     request, ended, signals = Mock(), threading.Event(), Signals()
     request.saved_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
     signals.cause = "SIGINT"
     wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
-        assert not attempt(monkeypatch, tmp_path, wanted, fit=lambda *_: ended.wait(60), request=request, signals=signals)
+        assert not attempt(
+            monkeypatch,
+            tmp_path,
+            wanted,
+            fit=lambda *_: ended.wait(60),
+            request=request,
+            signals=signals,
+        )
     request.close.assert_called_once_with()
     ended.set()
 
 
 @pytest.mark.parametrize("possible", [True, False])
-def test_job_hook_reaches_data_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool) -> None:
+def test_job_hook_reaches_data_tasks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool
+) -> None:
     """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
     monkeypatch.setattr(prestart, "is_possible", lambda: possible)
-    attempt(monkeypatch, tmp_path, config(), fit=(fit := Mock(return_value={})), request=Mock(), signals=Signals())
+    attempt(
+        monkeypatch,
+        tmp_path,
+        config(),
+        fit=(fit := Mock(return_value={})),
+        request=Mock(),
+        signals=Signals(),
+    )
     assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
-    assert fit.call_args.args[0].engine.environment == ({prestart.HOOK: "", prestart.MODULES: ""} if possible else {})
+    assert fit.call_args.args[0].engine.environment == (
+        {prestart.HOOK: "", prestart.MODULES: ""} if possible else {}
+    )
 
 
 def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
@@ -231,31 +304,56 @@ def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("nodes_left", "changed", "missing"), [(False, True, True), (True, True, False), (False, False, False)])
-def test_missing_data_nodes_end_attempt(monkeypatch: Any, nodes_left: bool, changed: bool, missing: bool) -> None:
+@pytest.mark.parametrize(
+    ("nodes_left", "changed", "missing"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+)
+def test_missing_data_nodes_end_attempt(
+    monkeypatch: Any, nodes_left: bool, changed: bool, missing: bool
+) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
     wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
     shares = ray_launcher.allocate_resources(wanted)
-    monkeypatch.setattr(connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else [])
+    monkeypatch.setattr(
+        connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else []
+    )
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
     later = wanted.replace(cluster={"data_nodes": "auto" if changed else "separate"})
     assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
-def test_unreachable_head_and_store_outage_are_waited_for(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone")))
+def test_unreachable_head_and_store_outage_are_waited_for(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        connection, "data_nodes", raising(ray_launcher.ray.exceptions.RaySystemError("gone"))
+    )
     assert first_missing_s(monkeypatch, config(), ray_launcher.allocate_resources(config())) is None
     plain = recipes.criteo_demo("log")
-    assert (ray_launcher.process_group(plain).timeout_s, ray_launcher.process_group(plain).backend) == (2400, "gloo")
-    changed = plain.replace(failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True})
-    assert (ray_launcher.process_group(changed).timeout_s, ray_launcher.process_group(changed).backend) == (7261, "nccl")
-    rejects(r"collective_timeout_s: must be above 0, got 0\.0", plain.replace, failure={"collective_timeout_s": 0.0})
+    assert (
+        ray_launcher.process_group(plain).timeout_s,
+        ray_launcher.process_group(plain).backend,
+    ) == (2400, "gloo")
+    changed = plain.replace(
+        failure={"max_outage_s": 7200.0, "collective_timeout_s": 60.5}, scaling={"use_gpu": True}
+    )
+    assert (
+        ray_launcher.process_group(changed).timeout_s,
+        ray_launcher.process_group(changed).backend,
+    ) == (7261, "nccl")
+    rejects(
+        r"collective_timeout_s: must be above 0, got 0\.0",
+        plain.replace,
+        failure={"collective_timeout_s": 0.0},
+    )
 
 
-# Object store monitor during short and permanent outages --------------------------------------------------------------
+# -- Object store monitor during short and permanent outages
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int], Any]], ObjectStoreMonitor]]:
+def watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Callable[[int], Any]], ObjectStoreMonitor]]:
     """Return a function that starts a monitor whose n-th poll (from 0) returns `answer(n)`."""
     monkeypatch.setattr(ray_metrics, "_POLL_S", 0.002)
     started: list[ObjectStoreMonitor] = []
@@ -273,16 +371,28 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int],
 
 
 def store_stats(number: int) -> Any:
-    return SimpleNamespace(object_store_bytes_used=number, object_store_bytes_avail=1000, spilled_bytes_total=7 + number)
+    return SimpleNamespace(
+        object_store_bytes_used=number,
+        object_store_bytes_avail=1000,
+        spilled_bytes_total=7 + number,
+    )
 
 
-def test_object_store_monitor_returns_usage_and_spills(watch: Callable[..., ObjectStoreMonitor]) -> None:
+def test_object_store_monitor_returns_usage_and_spills(
+    watch: Callable[..., ObjectStoreMonitor],
+) -> None:
     watched = watch(lambda number: store_stats(min(number, 5)))
     until(lambda: watched.latest().get("object_store_bytes") == 5)
-    assert watched.latest() == {"object_store_bytes": 5, "object_store_limit_bytes": 1000, "spilled_bytes": 5}
+    assert watched.latest() == {
+        "object_store_bytes": 5,
+        "object_store_limit_bytes": 1000,
+        "spilled_bytes": 5,
+    }
 
 
-def test_object_store_monitor_survives_nine_failures(watch: Callable[..., ObjectStoreMonitor]) -> None:
+def test_object_store_monitor_survives_nine_failures(
+    watch: Callable[..., ObjectStoreMonitor],
+) -> None:
     seen: list[dict[str, int]] = []
 
     def answer(number: int) -> Any:
@@ -302,7 +412,9 @@ def test_object_store_monitor_survives_nine_failures(watch: Callable[..., Object
     until(lambda: bool(ready[0].latest()))
 
 
-def test_store_monitor_stops_after_ten_failures(watch: Callable, caplog: pytest.LogCaptureFixture) -> None:
+def test_store_monitor_stops_after_ten_failures(
+    watch: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[int] = []
 
     def answer(number: int) -> Any:
@@ -318,7 +430,7 @@ def test_store_monitor_stops_after_ten_failures(watch: Callable, caplog: pytest.
     assert caplog.text.count("Stopped polling the object store (the control store is gone)") == 1
 
 
-# Choice between training in this process and on Ray, without starting either ------------------------------------------
+# -- Choice between training in this process and on Ray, without starting either
 ONE = {"num_workers": 1}
 
 
@@ -350,7 +462,9 @@ def test_one_worker_without_address_runs_in_process() -> None:
         assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
         assert ("Prometheus" in launcher.trackers()) is not here
         if not here:
-            refusal = f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
+            refusal = (
+                f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
+            )
             rejects(refusal, launcher_of, config_for(scaling, address="none", **cluster))
 
 
@@ -368,29 +482,49 @@ def test_one_worker_without_address_runs_in_process() -> None:
     ],
 )
 def test_address_or_environment_selects_ray(
-    monkeypatch: pytest.MonkeyPatch, address: str | None, environment: str | None, connected: bool, expected: bool
+    monkeypatch: pytest.MonkeyPatch,
+    address: str | None,
+    environment: str | None,
+    connected: bool,
+    expected: bool,
 ) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
     if environment is not None:
         monkeypatch.setenv("RAY_ADDRESS", environment)
     assert connection.is_in_process(address) is expected
-    assert trains_in_process(config_for(ONE, **({} if address is None else {"address": address}))) is expected
+    assert (
+        trains_in_process(config_for(ONE, **({} if address is None else {"address": address})))
+        is expected
+    )
 
 
-def test_is_connected_imports_no_ray_and_connect_rejects_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_connected_imports_no_ray_and_connect_rejects_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for connected in (True, False):
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda connected=connected: connected))
+        monkeypatch.setitem(
+            sys.modules,
+            "ray",
+            SimpleNamespace(is_initialized=lambda connected=connected: connected),
+        )
         assert is_connected() is connected
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())  # as it is while another thread imports it
+    # as it is while another thread imports it
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     assert not is_connected()
     monkeypatch.delitem(sys.modules, "ray")
     assert not is_connected()
     assert "ray" not in sys.modules
     monkeypatch.setattr(connection, "is_connected", lambda: True)
-    rejects(r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$", connection.connect, "none")
+    rejects(
+        r"^address none: needs Ray here. Omit the address, or use local or HOST:PORT$",
+        connection.connect,
+        "none",
+    )
 
 
-def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_modules_are_imported_and_threads_respect_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     load = Mock(side_effect=[None, ImportError("which the worker reports")])
     with monkeypatch.context() as patch:
         patch.setattr(process_launcher.importlib, "import_module", load)
@@ -403,15 +537,25 @@ def test_worker_modules_are_imported_and_threads_respect_cpus(monkeypatch: pytes
     # Container with a quota of 4 CPUs on a machine with 64.
     monkeypatch.setattr(layout.host_resources, "usable_cpus", lambda *, granted: 4)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert 0 < ProcessLauncher(config_for(ONE)).allocate_resources(resumes=False, note=print).per_worker.max_cpus <= 4
+    assert (
+        0
+        < ProcessLauncher(config_for(ONE))
+        .allocate_resources(resumes=False, note=print)
+        .per_worker.max_cpus
+        <= 4
+    )
 
 
 @pytest.mark.parametrize(("own", "num_nodes"), [(True, 1), (False, 1), (False, 2)])
-def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int) -> None:
+def test_driver_engine_depends_on_cluster(
+    monkeypatch: pytest.MonkeyPatch, own: bool, num_nodes: int
+) -> None:
     """Threads on a local Ray; on a single-node cluster a few tasks in a thread, others on Ray."""
     by_ray: list[list[int]] = []
 
-    def on_cluster(engine: RayEngine, name: str, function: Any, items: list[int], *, block_bytes: int) -> Iterator[Any]:
+    def on_cluster(
+        engine: RayEngine, name: str, function: Any, items: list[int], *, block_bytes: int
+    ) -> Iterator[Any]:
         by_ray.append(items)
         return map(function, items)
 
@@ -419,12 +563,16 @@ def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: 
     monkeypatch.setattr(RayEngine, "run", on_cluster)
     monkeypatch.setattr(ray_launcher.ray, "put", lambda value: ("in the object store", value))
     shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)
-    engine = RayLauncher(config_for({"num_workers": 2}, num_cpus=1)).engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
+    engine = RayLauncher(config_for({"num_workers": 2}, num_cpus=1)).engine(
+        shares, max_outage_s=3.0
+    )  # type: ignore[arg-type]
     assert isinstance(engine, ThreadEngine if own else RayEngine)
     assert engine.cpus == 1
     few, many = list(range(8)), list(range(9))
     for items in (few, many):
-        assert list(engine.run("double", lambda item: 2 * item, items, block_bytes=1)) == [2 * item for item in items]
+        assert list(engine.run("double", lambda item: 2 * item, items, block_bytes=1)) == [
+            2 * item for item in items
+        ]
     assert by_ray == ([] if own else [many] if num_nodes == 1 else [few, many])
     # Workers, which are processes, get what it shares all the same.
     assert isinstance(shared := engine.share("vocabulary"), RayShared)
@@ -443,7 +591,11 @@ def test_driver_engine_depends_on_cluster(monkeypatch: pytest.MonkeyPatch, own: 
     ],
 )
 def test_standby_starts_only_before_restarts(
-    monkeypatch: pytest.MonkeyPatch, failure: dict[str, Any], node: dict[str, int], preloads: bool, starts: bool
+    monkeypatch: pytest.MonkeyPatch,
+    failure: dict[str, Any],
+    node: dict[str, int],
+    preloads: bool,
+    starts: bool,
 ) -> None:
     started = threading.Event()
     start = Mock(side_effect=lambda *arguments, **settings: started.set())

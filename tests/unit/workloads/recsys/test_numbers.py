@@ -1,4 +1,6 @@
-"""Models of logs with numbers: gaps, times after the training rows, warm starts, and the counts of numbers beyond the range."""
+"""Models of logs with numbers: gaps, times after the training rows, warm starts, and the counts of
+numbers beyond the range.
+"""
 
 import dataclasses
 import json
@@ -26,10 +28,16 @@ WEEK_ROWS, TEST_ROWS = 9000, 12_000
 
 
 def rows(count: int, seed: int) -> dict[str, np.ndarray]:
-    """Return a week of rows in time order. The user, the movie and the age matter, the other numbers do not."""
+    """Return a week of rows in time order. The user, the movie and the age matter, the other
+    numbers do not.
+    """
     rng, effects = np.random.default_rng(seed), np.random.default_rng(0)
     of_user, of_movie = effects.normal(size=60), effects.normal(size=40)
-    user, movie, age = rng.integers(0, 60, count), rng.integers(0, 40, count), rng.integers(18, 90, count)
+    user, movie, age = (
+        rng.integers(0, 60, count),
+        rng.integers(0, 40, count),
+        rng.integers(18, 90, count),
+    )
     logits = of_user[user] + of_movie[movie] + (age - 54) / 40 - 0.5
     return {
         "click": (rng.uniform(size=count) < 1 / (1 + np.exp(-logits))).astype(np.int8),
@@ -42,17 +50,24 @@ def rows(count: int, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def write(path: Path, columns: dict[str, np.ndarray], *, gaps: float = 0.0, later_s: float = 0.0) -> str:
+def write(
+    path: Path, columns: dict[str, np.ndarray], *, gaps: float = 0.0, later_s: float = 0.0
+) -> str:
     rng = np.random.default_rng(5)
     values = {**columns, "seen": columns["seen"] + later_s}
-    has_gap = {name: (rng.uniform(size=len(column)) < gaps) & (name in NUMBERS) for name, column in values.items()}
+    has_gap = {
+        name: (rng.uniform(size=len(column)) < gaps) & (name in NUMBERS)
+        for name, column in values.items()
+    }
     masked = {name: pa.array(column, mask=has_gap[name]) for name, column in values.items()}
     pq.write_table(pa.table(masked), path)
     return str(path)
 
 
 def fitted(folder: Path, log: str, name: str, **changes: Any) -> Result:
-    config = recipes.clicks(log, SCHEMA).replace(min_steps_per_epoch=1, batch_size=128, epochs=3, scaling=threads_of(1), **LEAN)
+    config = recipes.clicks(log, SCHEMA).replace(
+        min_steps_per_epoch=1, batch_size=128, epochs=3, scaling=threads_of(1), **LEAN
+    )
     return train(config, storage_path=str(folder), name=name, **changes)
 
 
@@ -80,7 +95,9 @@ def test_log(folder: Path) -> str:
     return write(folder / "test.parquet", rows(TEST_ROWS, 2))
 
 
-def test_gaps_in_numbers_hardly_cost_auroc(folder: Path, complete: Result, with_gaps: Result, test_log: str) -> None:
+def test_gaps_in_numbers_hardly_cost_auroc(
+    folder: Path, complete: Result, with_gaps: Result, test_log: str
+) -> None:
     expected = metrics_of(complete, test_log)["auroc"]
     assert expected > 0.75
     assert metrics_of(with_gaps, test_log)["auroc"] == pytest.approx(expected, abs=0.005)
@@ -90,24 +107,35 @@ def test_gaps_in_numbers_hardly_cost_auroc(folder: Path, complete: Result, with_
 
 
 @pytest.mark.parametrize("days", [30, 180])
-def test_later_times_keep_auroc_and_calibration(folder: Path, complete: Result, test_log: str, days: int) -> None:
+def test_later_times_keep_auroc_and_calibration(
+    folder: Path, complete: Result, test_log: str, days: int
+) -> None:
     expected = metrics_of(complete, test_log)
-    later = metrics_of(complete, write(folder / "later.parquet", rows(TEST_ROWS, 2), later_s=days * DAY_S))
+    later = metrics_of(
+        complete, write(folder / "later.parquet", rows(TEST_ROWS, 2), later_s=days * DAY_S)
+    )
     assert later["auroc"] == pytest.approx(expected["auroc"], abs=0.01)
     assert 0.8 < later["calibration"] < 1.25
     assert later["clipped"]["seen"] == {"clipped": TEST_ROWS, "share": 1.0}
 
 
-def test_evaluation_warns_of_clipped_columns(folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_warns_of_clipped_columns(
+    folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = write(folder / "next.parquet", rows(500, 3), later_s=30 * DAY_S)
     rayrec.evaluate(str(complete.checkpoint), log, console=Console())
-    expected = "Numbers are beyond the range of the training rows, and used as its end: seen (100.0% of its values)"
+    expected = (
+        "Numbers are beyond the range of the training rows, and used as its end: seen (100.0% of "
+        "its values)"
+    )
     assert expected in capsys.readouterr().err
 
 
 def test_prediction_summary_counts_clipped_numbers(folder: Path, complete: Result) -> None:
     log = write(folder / "scored.parquet", rows(500, 3), later_s=30 * DAY_S)
-    summary = rayrec.predict(str(complete.checkpoint), log, out=str(folder / "scores"), console=QUIET)
+    summary = rayrec.predict(
+        str(complete.checkpoint), log, out=str(folder / "scores"), console=QUIET
+    )
     assert summary["clipped"]["seen"] == {"clipped": 500, "share": 1.0}
     assert pq.read_table(folder / "scores").column_names == ["row", "score", "logit", "label"]
 
@@ -116,14 +144,20 @@ def test_run_events_count_clipped_numbers(complete: Result) -> None:
     samples = events_of(complete.folder, "samples")[-1]["samples"]
     training, test = (sample for sample in samples if sample["kind"] == "numbers")
     assert (training["set"], test["set"]) == ("training", "test")
-    assert {column["column"]: column["clipped"] for column in training["columns"]} == dict.fromkeys(NUMBERS, 0)
+    assert {column["column"]: column["clipped"] for column in training["columns"]} == dict.fromkeys(
+        NUMBERS, 0
+    )
     # The run's test rows are the last hours of the week.
     assert test["columns"][0]["clipped"] == test["columns"][0]["values"]
     (warning,) = events_of(complete.folder, "data_warning")
-    assert warning["warning"].startswith("Numbers of the test rows are beyond the range of the training rows")
+    assert warning["warning"].startswith(
+        "Numbers of the test rows are beyond the range of the training rows"
+    )
 
 
-def test_piecewise_numbers_keep_auroc_with_gaps_and_later_times(folder: Path, complete: Result, test_log: str) -> None:
+def test_piecewise_numbers_keep_auroc_with_gaps_and_later_times(
+    folder: Path, complete: Result, test_log: str
+) -> None:
     gaps = write(folder / "piecewise.parquet", rows(WEEK_ROWS, 1), gaps=0.05)
     run = fitted(folder, gaps, "piecewise", workload={"model": {"first_order": True}})
     expected = metrics_of(complete, test_log)["auroc"]
@@ -138,19 +172,25 @@ def test_preprocessed_gaps_score_as_log(folder: Path, with_gaps: Result, format:
     log = write(folder / f"{format}.parquet", rows(500, 3), gaps=0.05, later_s=30 * DAY_S)
     ready = str(folder / f"ready_{format}")
     stored = f"{with_gaps.checkpoint}/preprocessor"
-    rayrec.preprocess(log, out=ready, format=format, preprocessor=stored, schema=SCHEMA, console=QUIET)
+    rayrec.preprocess(
+        log, out=ready, format=format, preprocessor=stored, schema=SCHEMA, console=QUIET
+    )
     names = ("auroc", "logloss", "clipped")
     of_log, of_folder = metrics_of(with_gaps, log), metrics_of(with_gaps, ready)
     assert {name: of_folder[name] for name in names} == {name: of_log[name] for name in names}
     assert of_log["clipped"]["seen"]["share"] == 1.0
 
 
-def test_ensemble_keeps_gap_inputs_and_bounds(folder: Path, with_gaps: Result, test_log: str) -> None:
+def test_ensemble_keeps_gap_inputs_and_bounds(
+    folder: Path, with_gaps: Result, test_log: str
+) -> None:
     out = str(folder / "ensemble")
     rayrec.ensemble([str(with_gaps.checkpoint), str(with_gaps.checkpoint)], out=out)
     stored = Preprocessor.load(f"{out}/preprocessor")
     assert stored.hash() == Preprocessor.load(f"{with_gaps.checkpoint}/preprocessor").hash()
-    assert rayrec.evaluate(out, test_log, console=QUIET)["auroc"] == pytest.approx(metrics_of(with_gaps, test_log)["auroc"])
+    assert rayrec.evaluate(out, test_log, console=QUIET)["auroc"] == pytest.approx(
+        metrics_of(with_gaps, test_log)["auroc"]
+    )
 
 
 def test_gaps_add_named_inputs_to_model_and_export(folder: Path, with_gaps: Result) -> None:
@@ -171,8 +211,12 @@ def test_graph_has_inputs_of_gaps(folder: Path, with_gaps: Result) -> None:
     assert 'name: "dense" data_type: TYPE_FP32 dims: [ 8 ]' in config
 
 
-def test_training_notes_growing_columns(folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]) -> None:
-    config = recipes.clicks(str(folder / "week.parquet"), SCHEMA).replace(steps=1, scaling=threads_of(1), **LEAN)
+def test_training_notes_growing_columns(
+    folder: Path, complete: Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipes.clicks(str(folder / "week.parquet"), SCHEMA).replace(
+        steps=1, scaling=threads_of(1), **LEAN
+    )
     trainer.train(config.replace(storage_path=str(folder), name="noted"), console=Console())
     printed = " ".join(capsys.readouterr().err.split())
     assert "week.parquet: column seen only grows from row to row" in printed
@@ -180,7 +224,9 @@ def test_training_notes_growing_columns(folder: Path, complete: Result, capsys: 
     assert "column price only" not in printed
 
 
-def test_warm_start_keeps_old_inputs(folder: Path, complete: Result, with_gaps: Result, test_log: str) -> None:
+def test_warm_start_keeps_old_inputs(
+    folder: Path, complete: Result, with_gaps: Result, test_log: str
+) -> None:
     gaps = str(folder / "gaps.parquet")
     continued = fitted(folder, gaps, "continued", init_from=str(complete.checkpoint), epochs=1)
     assert Preprocessor.load(f"{continued.checkpoint}/preprocessor").inputs.dense == NUMBERS
@@ -193,10 +239,22 @@ def test_warm_start_keeps_old_inputs(folder: Path, complete: Result, with_gaps: 
 def test_earlier_checkpoint_continues(folder: Path, complete: Result, test_log: str) -> None:
     """A run without bounds and with raw 0 for missing numbers, as an earlier version wrote it."""
     stored = Preprocessor.load(f"{complete.checkpoint}/preprocessor")
-    plain = [dataclasses.replace(rule, lower=None, upper=None, mean_low=0.0, missing_value=-5.0) for rule in stored.dense]
+    plain = [
+        dataclasses.replace(rule, lower=None, upper=None, mean_low=0.0, missing_value=-5.0)
+        for rule in stored.dense
+    ]
     dataclasses.replace(stored, dense=tuple(plain)).save(str(folder / "earlier"))
-    run = fitted(folder, str(folder / "week.parquet"), "earlier_run", workload={"preprocessor": str(folder / "earlier")})
+    run = fitted(
+        folder,
+        str(folder / "week.parquet"),
+        "earlier_run",
+        workload={"preprocessor": str(folder / "earlier")},
+    )
     assert "clipped" not in metrics_of(run, test_log)
-    continued = fitted(folder, str(folder / "gaps.parquet"), "after_it", init_from=str(run.checkpoint), epochs=1)
+    continued = fitted(
+        folder, str(folder / "gaps.parquet"), "after_it", init_from=str(run.checkpoint), epochs=1
+    )
     rules = Preprocessor.load(f"{continued.checkpoint}/preprocessor").dense
-    assert [(rule.missing_value, rule.indicator, rule.lower is None) for rule in rules] == [(0.0, False, False)] * 4
+    assert [(rule.missing_value, rule.indicator, rule.lower is None) for rule in rules] == [
+        (0.0, False, False)
+    ] * 4

@@ -38,7 +38,10 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
     rows = [(rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(700)]
-    lines = [f"{int(a + b > 0)},{a:.3f},{'NA' if number % 50 == 0 else f'{b:.3f}'}" for number, (a, b) in enumerate(rows)]
+    lines = [
+        f"{int(a + b > 0)},{a:.3f},{'NA' if number % 50 == 0 else f'{b:.3f}'}"
+        for number, (a, b) in enumerate(rows)
+    ]
     Path("log.csv").write_text("\n".join(["y,a,b", *lines]) + "\n")
     Path("schema.yaml").write_text("{label: y, dense: [a, b], missing: [NA]}")
     return tmp_path
@@ -49,10 +52,14 @@ def run(line: str, *more: str) -> int:
 
 
 def train(*more: str, data: str = "log.csv") -> int:
-    return run(f"train clicks --schema schema.yaml --data {data} --storage-path runs", *more, *SHORT)
+    return run(
+        f"train clicks --schema schema.yaml --data {data} --storage-path runs", *more, *SHORT
+    )
 
 
-def test_numeric_log_trains_evaluates_and_predicts(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numeric_log_trains_evaluates_and_predicts(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("--name", "a") == 0
     capsys.readouterr()
     assert run("evaluate runs/a log.csv -q") == 0
@@ -70,7 +77,10 @@ def test_numeric_log_trains_preprocessed(format: str, log: Path) -> None:
 def test_numeric_log_has_vocabulary_and_plan(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("vocabulary log.csv --schema schema.yaml --out vocabulary -q") == 0
     assert json.loads(capsys.readouterr().out)["num_embeddings"] == {}
-    assert run("plan clicks --schema schema.yaml --data log.csv --workload.preprocessor vocabulary -q") == 0
+    assert (
+        run("plan clicks --schema schema.yaml --data log.csv --workload.preprocessor vocabulary -q")
+        == 0
+    )
 
 
 def test_numeric_run_starts_from_another(log: Path) -> None:
@@ -91,7 +101,9 @@ def test_model_of_categories_is_rejected_before_indexing(
     assert line.endswith("learns from numbers alone: " + ", ".join(CLICK_MODELS) + ".")
 
 
-def test_preprocessed_numbers_reject_model_of_categories(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocessed_numbers_reject_model_of_categories(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("preprocess log.csv --schema schema.yaml --out ready --format npy -q") == 0
     capsys.readouterr()
     assert train("--name", "a", "--model", "din", data="ready") == 2
@@ -105,5 +117,7 @@ def _train_numbers(folder: str, rank: int) -> None:
 def test_two_workers_match_one_without_tables(tmp_path: Path) -> None:
     for size in (1, 2):
         run_ranks(_train_numbers, size, str(tmp_path))
-    alone, together = (dict(full_tensors(Checkpoint(str(tmp_path / str(size) / "end")))) for size in (1, 2))
+    alone, together = (
+        dict(full_tensors(Checkpoint(str(tmp_path / str(size) / "end")))) for size in (1, 2)
+    )
     torch.testing.assert_close(together, alone)

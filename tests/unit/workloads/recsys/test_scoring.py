@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from builders.click_models import SMALL, Saved, hashed_preprocessor, make_preprocessor, row_text, save_clicks, save_two
+from builders.click_models import (
+    SMALL,
+    Saved,
+    hashed_preprocessor,
+    make_preprocessor,
+    row_text,
+    save_clicks,
+    save_two,
+)
 from builders.faults import Trap, fails_with, flip, raising, rejects
 from builders.own_click_model import WithoutLabelConfig
 from builders.runs import QUIET
@@ -38,7 +46,13 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.scoring_tables import RowFormat
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.recsys.distillation import RECORD, Teacher, TeacherConfig, load_targets, open_teacher
+from rayrec.workloads.recsys.distillation import (
+    RECORD,
+    Teacher,
+    TeacherConfig,
+    load_targets,
+    open_teacher,
+)
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, counted_columns, reliability_bins
 from rayrec.workloads.recsys.scorer import PlainModel, _limited_weights, empty_model, make_scorer
 from rayrec.workloads.recsys.settings import check_grouped
@@ -60,13 +74,20 @@ def copied(both: tuple[Saved, Saved], tmp_path: Path) -> Path:
 
 
 def _rows(preprocessor: Preprocessor, rows: int, *, labelled: bool = True) -> EncodedRows:
-    lines = ((b"%d\t" % (row % 2) if labelled else b"") + row_text(row, known=False) for row in range(rows))
-    raw, faults = parse(preprocessor.schema if labelled else preprocessor.schema.unlabelled(), b"".join(lines))
+    lines = (
+        (b"%d\t" % (row % 2) if labelled else b"") + row_text(row, known=False)
+        for row in range(rows)
+    )
+    raw, faults = parse(
+        preprocessor.schema if labelled else preprocessor.schema.unlabelled(), b"".join(lines)
+    )
     assert not faults.total
     return preprocessor.encode(raw)
 
 
-def test_scores_and_weight_bytes_match_saved_model(both: tuple[Saved, Saved], config: TrainConfig) -> None:
+def test_scores_and_weight_bytes_match_saved_model(
+    both: tuple[Saved, Saved], config: TrainConfig
+) -> None:
     preprocessor = both[1].preprocessor
     rows = _rows(preprocessor, 100)
     loaded = open_served(str(both[0].run), config=config)  # the newest of the run
@@ -84,7 +105,9 @@ def test_scores_and_weight_bytes_match_saved_model(both: tuple[Saved, Saved], co
 
 def test_scoring_rejects_damaged_weights(copied: Path, config: TrainConfig) -> None:
     data = copied / "data_00000.safetensors"
-    chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"]["model.top_mlp.layers.0.weight"]["chunks"][0]
+    chunk = checkpoints.Checkpoint(str(copied)).manifest()["tensors"][
+        "model.top_mlp.layers.0.weight"
+    ]["chunks"][0]
     flip(data, chunk["start"])
     rejects("damaged, the checksum", open_served, str(copied), config=config)
     os.truncate(data, chunk["start"] + 4)
@@ -98,26 +121,45 @@ def test_scoring_rejects_changed_preprocessor(copied: Path, config: TrainConfig)
     stored.write_text(stored.read_text().replace('"mean": 0.5', '"mean": 2.0', 1))
     rejects("does not match the stored", open_served, str(copied), config=config)
     shutil.rmtree(copied / "preprocessor")
-    rejects("preprocessor/ not found, so not a click model", open_served, str(copied), config=config)
+    rejects(
+        "preprocessor/ not found, so not a click model", open_served, str(copied), config=config
+    )
 
 
 def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfig) -> None:
     wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
     other = config.replace(workload=config.workload.replace(model=wider))
-    rejects(r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]", open_served, str(copied), config=other)
+    rejects(
+        r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]",
+        open_served,
+        str(copied),
+        config=other,
+    )
     deeper = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 8, 4), top_mlp=(8, 1))
     with pytest.raises(InputError, match=r"bottom_mlp.*: shape must be"):
-        open_served(str(copied), config=config.replace(workload=config.workload.replace(model=deeper)))
+        open_served(
+            str(copied), config=config.replace(workload=config.workload.replace(model=deeper))
+        )
     manifest = copied / "manifest.json"
     manifest.write_text(json.dumps(seal({**json.loads(manifest.read_text()), "version": 99})))
     rejects("format version must be 2, got 99", open_served, str(copied), config=config)
 
 
-def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_never_unpickles(
+    copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trap = pickle.dumps(Trap())
     for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
         monkeypatch.setattr(module, function, raising(AssertionError("unpickled")))
-    names = ("model.pt", "data.pkl", ".metadata", "__0_0.distcp", "preprocessor/preprocessor.pkl", "weights", "data_00000-1.pkl")
+    names = (
+        "model.pt",
+        "data.pkl",
+        ".metadata",
+        "__0_0.distcp",
+        "preprocessor/preprocessor.pkl",
+        "weights",
+        "data_00000-1.pkl",
+    )
     request = ScoringRequest(str(copied), "x.tsv", config, ScoringConfig(), QUIET)
     for name in names:
         (copied / name).write_bytes(trap)
@@ -128,7 +170,8 @@ def test_loading_never_unpickles(copied: Path, config: TrainConfig, monkeypatch:
     torch.save({}, copied / "archive")
     rejects("archive: must not be a pickle", open_served, str(copied), config=config)
     (copied / "archive").unlink()
-    (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")  # harmless, as is what an attempt left that lost
+    # harmless, as is what an attempt left that lost
+    (copied / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
     (copied / "data_00000-1.safetensors.1234.partial").write_bytes(trap)
     open_served(str(copied), config=config)
     np.save(copied / "preprocessor" / "tokens.npy", np.array([Trap()], object), allow_pickle=True)
@@ -139,18 +182,30 @@ def test_checkpoint_has_preprocessor_and_config_all_fields(tmp_path: Path) -> No
     config = recipes.criteo_demo("none")
     made = hashed_preprocessor([7] * 26, config.workload.schema)  # type: ignore[attr-defined]
     made.save(str(tmp_path / "cache" / "abc"))
-    sources = config.workload.checkpoint_files(SimpleNamespace(folder=str(tmp_path / "cache" / "abc")))
-    assert sources == {f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}" for name in ("preprocessor.json", "tokens.npy")}
+    sources = config.workload.checkpoint_files(
+        SimpleNamespace(folder=str(tmp_path / "cache" / "abc"))
+    )
+    assert sources == {
+        f"preprocessor/{name}": f"{tmp_path}/cache/abc/{name}"
+        for name in ("preprocessor.json", "tokens.npy")
+    }
     place = str(tmp_path / "step_00000001")
     described = ExtraFiles({**sources, "config.yaml": b"a: 1"}).write(place)
     assert Preprocessor.load(storage.join(place, "preprocessor")).hash() == made.hash()
     for name, file in described.items():
-        assert file == {"bytes": len(Path(place, name).read_bytes()), "sha256": sha256_of(storage.join(place, name))}
-    partial = recipes.load_config("recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n")
-    assert partial == recipes.criteo_demo().replace(steps=7, workload={"model": {"top_mlp": (32, 1)}})
+        assert file == {
+            "bytes": len(Path(place, name).read_bytes()),
+            "sha256": sha256_of(storage.join(place, name)),
+        }
+    partial = recipes.load_config(
+        "recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n"
+    )
+    assert partial == recipes.criteo_demo().replace(
+        steps=7, workload={"model": {"top_mlp": (32, 1)}}
+    )
 
 
-# The network between plain tensors gives what the trained model gives, as it is and as an exported program ------------
+# The network between plain tensors gives what the trained model gives, as it is and as an exported
 INPUTS = ModelInputs(5, ("b", "a", "c"))
 
 
@@ -162,14 +217,18 @@ def test_exported_program_matches_logits(interaction: str, precision: str) -> No
     model = PlainModel(network, INPUTS, label_heads(INPUTS.label), width=8).eval()
     dense, pooled = torch.randn(50, 5), torch.randn(50, 24)
     rows = torch.export.Dim("rows", min=1)
-    program = torch.export.export(model, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})).module()
+    program = torch.export.export(
+        model, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})
+    ).module()
     with torch.no_grad():
         expected = model(dense, pooled)
         assert expected.shape == (50,)
         assert expected.dtype == torch.float32
         tolerance = 1e-5 if precision == "fp32" else 0.03
         torch.testing.assert_close(program(dense, pooled), expected, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(program(dense[:1], pooled[:1]), expected[:1], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            program(dense[:1], pooled[:1]), expected[:1], atol=tolerance, rtol=tolerance
+        )
 
 
 def test_empty_model_draws_no_random_numbers_and_keeps_constants() -> None:
@@ -208,16 +267,25 @@ class _OwnConfig(ClickModelConfig):
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     """Its items are ids 3 and 1: the second token and none. Numbers above 1 are measured."""
     schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
-    tokens, items = np.array([70, 80, 90], np.uint64), (SparseColumn(num_embeddings=5, num_tokens=3),)
+    tokens, items = (
+        np.array([70, 80, 90], np.uint64),
+        (SparseColumn(num_embeddings=5, num_tokens=3),),
+    )
     numbers = (DenseColumn(mean=0.0, scale=1.0, kind="identity"),)
-    preprocessor = Preprocessor(preset="rayrec", schema=schema, dense=numbers, sparse=items, tokens=tokens)
+    preprocessor = Preprocessor(
+        preset="rayrec", schema=schema, dense=numbers, sparse=items, tokens=tokens
+    )
     model = WithoutLabelConfig(embedding_dim=2)
-    saved = save_clicks(tmp_path, model=model, preprocessor=preprocessor, cluster={"address": "none"})
+    saved = save_clicks(
+        tmp_path, model=model, preprocessor=preprocessor, cluster={"address": "none"}
+    )
     log = tmp_path / "log.csv"
     log.write_text("number,item\n0,70\n1,80\n2,70\n5,99\n")
     tables = []
     for evaluating in (True, False):
-        request = ScoringRequest(str(saved.checkpoint), str(log), saved.config, ScoringConfig(), QUIET)
+        request = ScoringRequest(
+            str(saved.checkpoint), str(log), saved.config, ScoringConfig(), QUIET
+        )
         job = request.open(evaluating=evaluating, spare_cpus=0)
         tables.append(list(job.tables(QUIET)))
         assert not job.scoring.is_clicks
@@ -232,10 +300,14 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     assert heads == model.output_heads(ModelInputs.of(preprocessor.inputs))
 
 
-# Evaluation reports over batches and reserved ids ---------------------------------------------------------------------
+# -- Evaluation reports over batches and reserved ids
 KEYS = ("colour", "size", "hashed")
 ONE_ID = SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0)
-COLUMNS = (SparseColumn(num_embeddings=10, num_tokens=8), ONE_ID, SparseColumn(num_embeddings=10, num_tokens=None))
+COLUMNS = (
+    SparseColumn(num_embeddings=10, num_tokens=8),
+    ONE_ID,
+    SparseColumn(num_embeddings=10, num_tokens=None),
+)
 
 
 def batch(ids: np.ndarray) -> Batch:
@@ -243,9 +315,13 @@ def batch(ids: np.ndarray) -> Batch:
     return Batch({"dense": torch.zeros(rows, 0)}, 1.0, features, {"label": torch.zeros(rows)})
 
 
-def evaluated(counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> None:
+def evaluated(
+    counts: EvaluationCounts, name: str, ids: np.ndarray, logits: np.ndarray, labels: np.ndarray
+) -> None:
     metrics = counts.make_metrics()
-    for place, one in enumerate(counts.counted(name, iter([batch(ids[:, :30]), batch(ids[:, 30:])]))):
+    for place, one in enumerate(
+        counts.counted(name, iter([batch(ids[:, :30]), batch(ids[:, 30:])]))
+    ):
         part = slice(0, 30) if place == 0 else slice(30, None)
         assert len(one) == len(labels[part])
         predicted, expected = ({"label": torch.tensor(values[part])} for values in (logits, labels))
@@ -263,22 +339,32 @@ def test_counts_show_last_evaluation_only() -> None:
         labels = (random.random(100) < 0.3).astype(np.float32)
         evaluated(counts, name, ids, logits, labels)
     reliability, categories = counts.shown()
-    assert (reliability["kind"], reliability["set"], categories["set"]) == ("reliability", "test", "test")
+    assert (reliability["kind"], reliability["set"], categories["set"]) == (
+        "reliability",
+        "test",
+        "test",
+    )
     bins = reliability["bins"]
     assert sum(group["rows"] for group in bins) == 100
     assert sum(group["rows"] * group["observed"] for group in bins) == pytest.approx(labels.sum())
     probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    assert sum(group["rows"] * group["predicted"] for group in bins) == pytest.approx(probabilities.sum())
+    assert sum(group["rows"] * group["predicted"] for group in bins) == pytest.approx(
+        probabilities.sum()
+    )
     predicted = [group["predicted"] for group in bins]
     assert predicted == sorted(predicted)
-    told = {column["column"]: (column["unknown"], column["missing"]) for column in categories["columns"]}
+    told = {
+        column["column"]: (column["unknown"], column["missing"]) for column in categories["columns"]
+    }
     assert told["colour"] == (np.mean(ids[0] == 0), np.mean(ids[0] == 1))
     assert told["size"] == (None, None)  # one id for both
     assert told["hashed"] == (None, np.mean(ids[2] == 1))
 
 
 def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
-    counts = EvaluationCounts({"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label"))
+    counts = EvaluationCounts(
+        {"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label")
+    )
     metrics, logits = counts.make_metrics(), torch.tensor([-40.0, 0.0, 0.0, 40.0])
     for _ in counts.counted("test", iter([batch(np.zeros((1, 4), np.int32))])):
         metrics.update(StepOutput(torch.tensor(0.0), {"label": logits}, {"label": torch.ones(4)}))
@@ -293,9 +379,13 @@ def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
     assert max(group["rows"] for group in bins) - min(group["rows"] for group in bins) <= 100
 
 
-# Distillation targets, also after resuming ----------------------------------------------------------------------------
+# -- Distillation targets, also after resuming
 def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
-    return EncodedRows(rows.dense[start:stop], [ids[start:stop] for ids in rows.ids], {"label": rows.label[start:stop]})  # type: ignore[index]
+    return EncodedRows(
+        rows.dense[start:stop],
+        [ids[start:stop] for ids in rows.ids],
+        {"label": rows.label[start:stop]},
+    )  # type: ignore[index]
 
 
 def test_targets_mix_labels_and_probabilities_also_after_resume(both: tuple[Saved, Saved]) -> None:
@@ -304,15 +394,22 @@ def test_targets_mix_labels_and_probabilities_also_after_resume(both: tuple[Save
     for weight in (0.25, 1.0):
         targets = load_targets(Teacher(str(both[1].checkpoint), weight), both[1].preprocessor)(rows)
         assert targets.dtype == np.float32
-        np.testing.assert_allclose(targets, (1 - weight) * rows.label + weight * probabilities, atol=1e-6)
+        np.testing.assert_allclose(
+            targets, (1 - weight) * rows.label + weight * probabilities, atol=1e-6
+        )
     # Bit-identical because each batch is scored as a whole, not in the pieces it consists of.
     targets = load_targets(Teacher(str(both[0].checkpoint), 0.5), both[0].preprocessor)
     rows = both[0].rows(500, labelled=True)
 
     def labels(start: int, piece: int) -> list[np.ndarray]:
-        pieces = (_slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece))
+        pieces = (
+            _slice(rows, begin, min(begin + piece, 500)) for begin in range(start, 500, piece)
+        )
         slicer = BatchSlicer(pieces, SCHEMA, targets=targets)
-        return [slicer.take(100, loss_weight=0.01).labels["label"].numpy() for _ in range(start, 500, 100)]
+        return [
+            slicer.take(100, loss_weight=0.01).labels["label"].numpy()
+            for _ in range(start, 500, 100)
+        ]
 
     whole = labels(0, 500)
     assert not np.isin(whole[0], [0, 1]).any()
@@ -322,32 +419,48 @@ def test_targets_mix_labels_and_probabilities_also_after_resume(both: tuple[Save
     assert len(BatchSlicer(iter(()), SCHEMA, targets=targets).take(0, loss_weight=1)) == 0
 
 
-def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(both: tuple[Saved, Saved], tmp_path: Path) -> None:
+def test_resumed_run_keeps_teacher_with_weight_and_checkpoint(
+    both: tuple[Saved, Saved], tmp_path: Path
+) -> None:
     teachers = Path(shutil.copytree(both[0].run, tmp_path / "teacher"))
     student = tmp_path / "student"
     config = TeacherConfig(checkpoint=str(teachers), weight=0.5)
     teacher = open_teacher(config, run=str(student))
     assert teacher == Teacher(str(teachers / "checkpoints" / "step_00000002"), 0.5)
-    shutil.copytree(teachers / "checkpoints" / "step_00000001", teachers / "checkpoints" / "step_00000003")
+    shutil.copytree(
+        teachers / "checkpoints" / "step_00000001", teachers / "checkpoints" / "step_00000003"
+    )
     assert open_teacher(config, run=str(student)) == teacher  # though there is a newer one
     record = json.loads((student / RECORD).read_text())
     (student / RECORD).write_text(json.dumps([record]))  # as an earlier version wrote it
     assert open_teacher(config, run=str(student)) == teacher
     (student / RECORD).write_text(json.dumps([record, record]))
-    rejects(r"has 2 teachers\. Join them with `rayrec ensemble`", open_teacher, config, run=str(student))
+    rejects(
+        r"has 2 teachers\. Join them with `rayrec ensemble`", open_teacher, config, run=str(student)
+    )
     (student / RECORD).write_text(json.dumps({**record, "weights": "0" * 16}))
     rejects("the teacher's weights changed since", open_teacher, config, run=str(student))
     assert open_teacher(TeacherConfig(), run=str(student)) is None
     with pytest.raises(InputError, match="none: no such folder"):
-        open_teacher(TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5), run=str(tmp_path / "other"))
+        open_teacher(
+            TeacherConfig(checkpoint=str(tmp_path / "none"), weight=0.5),
+            run=str(tmp_path / "other"),
+        )
     distilled = recipes.criteo_kaggle_distilled("log.txt")
     rejects(r"Pass --workload.teacher.checkpoint RUN", distilled.workload.check, distilled)
     given = distilled.replace(workload={"teacher": {"checkpoint": "runs/teacher"}})
     given.workload.check(given)
     none = given.replace(workload={"teacher": {"weight": 0.0}})
     rejects(r"teacher.weight: must be above 0", none.workload.check, none)
-    rejects(r"weight: must be at least 0 and at most 1, got 1\.5", TeacherConfig, checkpoint="runs/teacher", weight=1.5)
-    rejects(r"teacher.checkpoint: must be a run or checkpoint", TeacherConfig, checkpoint="", weight=0.5)
+    rejects(
+        r"weight: must be at least 0 and at most 1, got 1\.5",
+        TeacherConfig,
+        checkpoint="runs/teacher",
+        weight=1.5,
+    )
+    rejects(
+        r"teacher.checkpoint: must be a run or checkpoint", TeacherConfig, checkpoint="", weight=0.5
+    )
 
 
 def test_group_needs_raw_rows_in_evaluation(tmp_path: Path) -> None:
@@ -364,7 +477,9 @@ def test_group_needs_raw_rows_in_evaluation(tmp_path: Path) -> None:
         pytest.param(None, "dataset", id="no group"),
     ],
 )
-def test_group_accepts_raw_rows_in_evaluation(tmp_path: Path, group: str | None, name: str | None) -> None:
+def test_group_accepts_raw_rows_in_evaluation(
+    tmp_path: Path, group: str | None, name: str | None
+) -> None:
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "dataset.json").write_text("{}")
     check_grouped(SCHEMA.replace(group=group), None if name is None else str(tmp_path / name))
@@ -381,4 +496,6 @@ def test_network_is_limited_by_stored_weights(mebibytes: int, fits: bool) -> Non
     if fits:
         build()
     else:
-        rejects("checkpoint: the network does not match the 1,048,576 bytes of stored weights", build)
+        rejects(
+            "checkpoint: the network does not match the 1,048,576 bytes of stored weights", build
+        )

@@ -14,7 +14,9 @@ from rayrec.models.base import ClickModelConfig
 from rayrec.schema import Schema
 from rayrec.workloads.recsys.workload import ClickWorkload
 
-SCHEMA = Schema(label="label", sparse=("user", "item", "device"), dense=("x",), tokens="any", delimiter=",")
+SCHEMA = Schema(
+    label="label", sparse=("user", "item", "device"), dense=("x",), tokens="any", delimiter=","
+)
 
 
 def small_log(rows: int, *, users: int, items: int) -> pd.DataFrame:
@@ -35,12 +37,17 @@ def small_log(rows: int, *, users: int, items: int) -> pd.DataFrame:
 def test_clicks_choose_least_log_loss(tmp_path: Path) -> None:
     config = recipes.clicks(schema=SCHEMA).replace(storage_path=str(tmp_path), name="run")
     rayrec.train(config, data=small_log(2_000, users=150, items=200), console=QUIET)
-    evaluations = [event for event in events_of(tmp_path / "run", "evaluate") if event["set"] == "validation"]
+    evaluations = [
+        event for event in events_of(tmp_path / "run", "evaluate") if event["set"] == "validation"
+    ]
     evaluations = [event for event in evaluations if event["counted"]]
     least = min(evaluations, key=lambda event: event["logloss"])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     # By AUROC, it would be another step, with a test log loss of 0.671 instead of 0.658.
-    assert (summary["chosen_step"], summary["validation"]["logloss"]) == (least["step"], least["logloss"])
+    assert (summary["chosen_step"], summary["validation"]["logloss"]) == (
+        least["step"],
+        least["logloss"],
+    )
     assert evaluations[-1]["best"] == {"step": least["step"], "logloss": least["logloss"]}
 
 
@@ -59,7 +66,9 @@ class CustomMetric(ClickModelConfig):
         pytest.param("criteo_demo", {"auroc": 0.8, "logloss": 0.5}, 0.8, "auroc", id="published"),
     ],
 )
-def test_best_metric_of_recipes(name: str, metrics: dict[str, float], score: float, objective: str) -> None:
+def test_best_metric_of_recipes(
+    name: str, metrics: dict[str, float], score: float, objective: str
+) -> None:
     workload = recipes.ALL[name]().workload
     assert (workload.score(metrics), workload.objective(metrics)) == (score, objective)
 
