@@ -1,7 +1,7 @@
 """Benchmark of the cost of observing a run.
 
 The same training runs with every phase timed, rows counted and the driver's views updated, and
-without, in turn within one process: two processes would differ by more than the cost.
+without, in turn within one process. Two processes would differ by more than the cost.
 """
 
 import dataclasses

@@ -70,7 +70,8 @@ class WithoutModel:
                 return {"label": np.zeros(len(rows), np.float32)}
 
         process = self.process
-        return process.block_scorer(process.preprocessor.get(), process.blocks.get(), ZeroScorer())  # type: ignore[arg-type]
+        scorer: Any = ZeroScorer()
+        return process.block_scorer(process.preprocessor.get(), process.blocks.get(), scorer)
 
 
 def predicted(

@@ -45,7 +45,9 @@ def main(*, quick: bool = False) -> None:
         emit(
             "ranking_metrics",
             peer=name,
-            workload=f"{rows:,} rows in groups of {ROWS_PER_GROUP}: GAUC, NDCG, recall, hit rate, MRR",
+            workload=(
+                f"{rows:,} rows in groups of {ROWS_PER_GROUP}: GAUC, NDCG, recall, hit rate, MRR"
+            ),
             value=rates["ours"],
             ratio=rates["ours"] / rates[peer],
             repeats=repeats,

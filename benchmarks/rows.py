@@ -194,15 +194,13 @@ def medians_of(by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return the medians of each candidate's numbers by name, or its failure. A number that a round
     lacks is 0 in it.
     """
-    return {
-        name: results
-        if isinstance(results, Failed)
-        else {
-            key: median_of(results, lambda result, key=key: result.get(key, 0.0))
-            for key in results[0]
-        }  # type: ignore[misc]
-        for name, results in by_name.items()
-    }
+
+    def medians(results: Any) -> Any:
+        if isinstance(results, Failed):
+            return results
+        return {key: median_of([result.get(key, 0.0) for result in results]) for key in results[0]}
+
+    return {name: medians(results) for name, results in by_name.items()}
 
 
 def interleaved(repeats: int, **candidates: Callable[[], float]) -> dict[str, Any]:

@@ -156,7 +156,9 @@ def _contest(
     emit(
         "zoo",
         peer="default" if default else None,
-        workload=f"{name}, {rows:,} rows, {len(settings)} settings tried on {len(tuning)} rotations",
+        workload=(
+            f"{name}, {rows:,} rows, {len(settings)} settings tried on {len(tuning)} rotations"
+        ),
         unit="auroc",
         value=auroc,
         ratio=(auroc - 0.5) / (peer - 0.5) if default else None,

@@ -170,7 +170,8 @@ def main() -> int:
         )
         bad += not same
         counts = "".join(f"{trial.happened[kind]:>{len(kind) + 2}}" for kind in MISFORTUNES)
-        figures = f"{run.num_commands:>10}{summary.get('restarts', 0):>10}{summary.get('steps_redone', 0):>14}"
+        restarts, steps_redone = summary.get("restarts", 0), summary.get("steps_redone", 0)
+        figures = f"{run.num_commands:>10}{restarts:>10}{steps_redone:>14}"
         lines.append(
             f"{seed:>4}{counts}{figures}{trial.seconds:>9.0f} s  {'same' if same else 'DIFFERENT'}"
         )

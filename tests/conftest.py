@@ -32,12 +32,13 @@ settings.load_profile("rayrec")
 
 # several tests' threads share two cores; before torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.fsync = os.fstat  # type: ignore[assignment]  # No test sees whether bytes outlive a loss of power, and to wait for it takes 12 s
+# No test sees whether bytes outlive a loss of power, and to wait for it takes 12 s.
+os.fsync = os.fstat  # type: ignore[assignment]
 LONGEST = """
 faults nodes train models vision ingest predict supervise serve engines install tune s3 language
-write synthetic every_model search data_parallel materialized table_log ensemble fork_server golden_replies resume
-dataframe_input adopt commands counts ranking rules split_files goldens splits listener planted_bottlenecks
-huggingface planning scoring architecture
+write synthetic every_model search data_parallel materialized table_log ensemble fork_server
+golden_replies resume dataframe_input adopt commands counts ranking rules split_files goldens splits
+listener planted_bottlenecks huggingface planning scoring architecture
 """
 """Files that take more than ten seconds on two cores, those that take longest first."""
 _is_connected = connection.is_connected

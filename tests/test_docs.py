@@ -392,11 +392,13 @@ def test_pictures_match_their_command() -> None:
 
 RESULTS = script("tools", "results")
 FIGURE = re.compile(
-    r"""\d[\d.,]*\s*(k|M|million|thousand)?\s*(rows|images|tokens|requests)(/s|\sa\ssecond)      # a speed
-    |\b\d+\.\d+\s+(to\s+\d+\.\d+\s+)?(of|times)\b                                           # a ratio
-    |\b\d[\d.]*(\s+to\s+[\d.]+)?\s+times\s+(as\s+(fast|many|much)|faster|slower|more|our|the\s+(rate|speed))
-    |\b\d+\.\d+\s*(s|ms|µs|ns|minutes)\b                                                       # a time
-    |\b0\.[4-9]\d{3}\b                                                                         # AUROC, log loss
+    r"""\d[\d.,]*\s*(k|M|million|thousand)?\s*(rows|images|tokens|requests)
+        (/s|\sa\ssecond)                            # a speed
+    |\b\d+\.\d+\s+(to\s+\d+\.\d+\s+)?(of|times)\b   # a ratio
+    |\b\d[\d.]*(\s+to\s+[\d.]+)?\s+times\s+
+        (as\s+(fast|many|much)|faster|slower|more|our|the\s+(rate|speed))
+    |\b\d+\.\d+\s*(s|ms|µs|ns|minutes)\b            # a time
+    |\b0\.[4-9]\d{3}\b                              # AUROC, log loss
     |\d+\.\d+\s%""",
     re.VERBOSE,
 )

@@ -13,8 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+# Helpers of the tests: they start commands, find and kill their processes.
 from builders.runs import small_run  # noqa: E402
-from hosts.processes import Run  # noqa: E402  (of the tests: starts commands, finds and kills their processes)
+from hosts.processes import Run  # noqa: E402
 
 from rayrec.data.synthetic import generate  # noqa: E402
 

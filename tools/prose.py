@@ -37,7 +37,8 @@ LIMITS: dict[str, dict[str, int]] = {
 its count.
 """
 _FRAGMENT = re.compile(
-    r"(of|what|how|where|for|in|which|as|that|on|by|from|with|between|its|those|why|at|who|raises|see|whether)(?![\w'])",
+    r"(of|what|how|where|for|in|which|as|that|on|by|from|with|between|its|those|why|at|who|raises"
+    r"|see|whether)(?![\w'])",
     re.IGNORECASE,
 )
 _OPENINGS = re.compile(r"whether |how (often|many|much|long|to) |which \w+ to ", re.IGNORECASE)

@@ -37,20 +37,35 @@ from rayrec.serve.counters import Counters
 
 SOURCE = Path(rayrec.__file__).parent
 INTRODUCTIONS = {
-    "commands": """Every command is also a function of the same name in [Python](python.md). Results go to standard output, all
-else to standard error ([exit statuses](exit-statuses.md)). `rayrec COMMAND --help` shows the same flags.""",
-    "configuration": """`rayrec config RECIPE` prints a whole configuration. A field `a` of a field `b` is `--b.a` on the command
-line, `b: {a: ...}` in YAML and `replace(b={"a": ...})` in Python; `_` is `-` in flags. A recipe overrides many of these
-defaults.""",
+    "commands": (
+        "Every command is also a function of the same name in [Python](python.md). Results go to "
+        "standard output, all else to standard error ([exit statuses](exit-statuses.md)). `rayrec "
+        "COMMAND --help` shows the same flags."
+    ),
+    "configuration": (
+        "`rayrec config RECIPE` prints a whole configuration. A field `a` of a field `b` is "
+        '`--b.a` on the command line, `b: {a: ...}` in YAML and `replace(b={"a": ...})` in '
+        "Python; `_` is `-` in flags. A recipe overrides many of these defaults."
+    ),
     "recipes": "`rayrec config NAME` prints all settings of a recipe.",
-    "python": """What `import rayrec` offers; it loads no torch. `rayrec.recipes.NAME(path)` gives the configuration of a
-[recipe](recipes.md).""",
-    "events": """`RUN/events.jsonl` has one JSON object a line: `time` (seconds since 1970), `kind`, and fields of the kind.
-`rayrec.observe.events.read_events` reads them. Fields may be added; readers ignore kinds and fields that they do not know. The
-last column lists the fields that are written by name; metrics and measurements come in addition.""",
-    "metrics": "How to collect them, and where the Grafana dashboard is: [trackers](../trackers.md).",
-    "http": """A server describes itself at `/openapi.json`, with the columns of its own model. This is the description for
-Criteo's columns and a server with a token; [serve](../serve.md) has examples.""",
+    "python": (
+        "What `import rayrec` offers; it loads no torch. `rayrec.recipes.NAME(path)` gives the "
+        "configuration of a [recipe](recipes.md)."
+    ),
+    "events": (
+        "`RUN/events.jsonl` has one JSON object a line: `time` (seconds since 1970), `kind`, and "
+        "fields of the kind. `rayrec.observe.events.read_events` reads them. Fields may be added; "
+        "readers ignore kinds and fields that they do not know. The last column lists the fields "
+        "that are written by name; metrics and measurements come in addition."
+    ),
+    "metrics": (
+        "How to collect them, and where the Grafana dashboard is: [trackers](../trackers.md)."
+    ),
+    "http": (
+        "A server describes itself at `/openapi.json`, with the columns of its own model. This is "
+        "the description for Criteo's columns and a server with a token; [serve](../serve.md) has "
+        "examples."
+    ),
     "exit-statuses": "Scripts and schedulers may rely on these; all commands have the same.",
     "formats": (
         "No file is a pickle, and none is executed when it is read. A folder that has its "
@@ -90,11 +105,10 @@ def commands_page() -> str:
                 table(("flag", "value", "default", "meaning"), [_flag(flag) for flag in flags])
             )
         if command.recipe == "first":
+            aliases = ", ".join(f"`--{flag_name(name)}`" for name in ALIASES)
             parts.append(
                 "Flags are the fields of the recipe's [configuration](configuration.md), such as "
-                "`--scaling.num-workers`; "
-                f"{', '.join(f'`--{name}`' for name in map(flag_name, ALIASES))} are short names "
-                "of some.\n"
+                f"`--scaling.num-workers`; {aliases} are short names of some.\n"
             )
     switches = [(f"`{switch}`", text) for switch, text in SWITCHES.items()]
     return "\n".join([*parts, "## Every command\n", table(("switch", "meaning"), switches)])
@@ -177,8 +191,8 @@ def configuration_page() -> str:
             for field in dataclasses.fields(kind)
         ]
         parts.append(
-            "## "
-            f"{kind.__name__}\n\n{summary(kind)}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}"
+            f"## {kind.__name__}\n\n{summary(kind)}\n\n"
+            f"{table(('field', 'type', 'default', 'meaning'), rows)}"
         )
     return "\n".join(parts)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 # RecBole imports Ray for its own search of settings, which is not used here
 sys.modules["ray"] = types.ModuleType("ray")
-sys.modules["ray.tune"] = sys.modules["ray"].tune = types.ModuleType("ray.tune")  # type: ignore[attr-defined]
+sys.modules["ray.tune"] = types.ModuleType("ray.tune")
+vars(sys.modules["ray"])["tune"] = sys.modules["ray.tune"]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

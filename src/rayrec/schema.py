@@ -267,10 +267,8 @@ class Schema(Config):
         if self.encoding is not None:
             try:
                 "text".encode(self.encoding)
-            except (
-                LookupError,
-                ValueError,
-            ):  # ValueError: Python's codec `undefined`, or a null character
+            # ValueError: Python's codec `undefined`, or a null character
+            except (LookupError, ValueError):
                 raise InputError(
                     "schema: encoding must be one of Python's, such as latin-1 or cp1252, got "
                     f"{self.encoding!r}"
@@ -525,7 +523,9 @@ class PlaceholderSchema(Schema):
     def to_dict(self) -> dict[str, Any]:
         return {}
 
-    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Schema:  # type: ignore[override]
+    def updated(  # type: ignore[override]
+        self, changes: Mapping[str, Any], *, where: str = ""
+    ) -> Schema:
         if not changes:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(Schema)}

@@ -155,9 +155,8 @@ def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
     """By name: functions that write an output into a folder, by engine "threads" or "ray"."""
     criteo, own = write_criteo_log(folder, rows=1500), write_own_log(folder / "own", rows=900)
     text = folder / "beer.txt"
-    text.write_text(
-        "".join(f"{n} bottles of beer on the wall, {n} bottles — hé!\n" for n in range(300, 0, -1))
-    )
+    lines = (f"{n} bottles of beer on the wall, {n} bottles — hé!\n" for n in range(300, 0, -1))
+    text.write_text("".join(lines))
 
     def preprocess(out: Path, engine: str, *, path: str = criteo, **options: Any) -> object:
         return rayrec.preprocess(path, out=str(out), engine=engine, **SMALL, **options)

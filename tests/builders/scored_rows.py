@@ -94,7 +94,10 @@ def trained(folder: Path) -> tuple[str, Net]:
         for name, tensor in checkpoints.drop_tied_tensors(model.state_dict()).items()
     }
     place = checkpoints.folder_of(str(folder), 1)
-    write_config = lambda target: Path(target, "config.yaml").write_text(scored().to_yaml())  # noqa: E731
+
+    def write_config(target: str) -> None:
+        Path(target, "config.yaml").write_text(scored().to_yaml())
+
     checkpoints.save(place, weights, state={}, extra_files=write_config)
     return place, model.eval()
 

@@ -19,9 +19,9 @@ PARTS = ("dense", "sparse", "labels")
 def torchrec_criteo() -> Iterator[Any]:
     """The module torchrec.datasets.criteo, usable within."""
     manager = types.SimpleNamespace(open=open, set_strict_kwargs_checking=lambda _: None)
-    module = types.ModuleType("iopath.common.file_io")
-    module.PathManagerFactory = lambda: types.SimpleNamespace(get=lambda _: manager)  # type: ignore[attr-defined]
-    module.PathManager = object  # type: ignore[attr-defined]
+    module: Any = types.ModuleType("iopath.common.file_io")
+    module.PathManagerFactory = lambda: types.SimpleNamespace(get=lambda _: manager)
+    module.PathManager = object
     with pytest.MonkeyPatch.context() as patch:
         for name in ("iopath", "iopath.common"):
             patch.setitem(sys.modules, name, types.ModuleType(name))

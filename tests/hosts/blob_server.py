@@ -107,7 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
 
-    def _dispatch(self, container: str, name: str, query: dict[str, str], body: bytes) -> None:  # noqa: PLR0912
+    def _dispatch(  # noqa: PLR0912
+        self, container: str, name: str, query: dict[str, str], body: bytes
+    ) -> None:
         store = self.server_store
         if "action" in query:  # of the Data Lake service: the account has no hierarchical namespace
             return self._refuse(400, "InvalidUri")
@@ -183,14 +185,18 @@ class _Handler(BaseHTTPRequestHandler):
                 items[folder] = f"<BlobPrefix><Name>{escape(folder)}</Name></BlobPrefix>"
             else:
                 items[name] = (
-                    f"<Blob><Name>{escape(name)}</Name><Properties><Last-Modified>{_DATE}</Last-Modified><Etag>1</Etag><Content-Length>{len(blobs[name])}</Content-Length><BlobType>BlockBlob</BlobType></Properties></Blob>"
+                    f"<Blob><Name>{escape(name)}</Name><Properties>"
+                    f"<Last-Modified>{_DATE}</Last-Modified><Etag>1</Etag>"
+                    f"<Content-Length>{len(blobs[name])}</Content-Length>"
+                    "<BlobType>BlockBlob</BlobType></Properties></Blob>"
                 )
         if query.get("maxresults"):
             items = dict(list(items.items())[: int(query["maxresults"])])
         text = (
             '<?xml version="1.0" encoding="utf-8"?><EnumerationResults '
             f'ServiceEndpoint="http://127.0.0.1/{ACCOUNT}/" '
-            f'ContainerName="logs"><Blobs>{"".join(items.values())}</Blobs><NextMarker/></EnumerationResults>'
+            f'ContainerName="logs"><Blobs>{"".join(items.values())}</Blobs>'
+            "<NextMarker/></EnumerationResults>"
         )
         self._send(200, text.encode(), {"Content-Type": "application/xml"})
 

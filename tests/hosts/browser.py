@@ -18,9 +18,14 @@ WIDTHS = (390, 1280)
 
 _FAINT = """
 () => {
-  const rgb = text => { const [r, g, b, a = 1] = text.match(/[0-9.]+/g).map(Number); return a ? [r, g, b] : null; };
+  const rgb = text => {
+    const [r, g, b, a = 1] = text.match(/[0-9.]+/g).map(Number);
+    return a ? [r, g, b] : null;
+  };
   const light = color => {
-    const [r, g, b] = color.map(value => value / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    const [r, g, b] = color
+      .map(value => value / 255)
+      .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
     return .2126 * r + .7152 * g + .0722 * b;
   };
   const behind = node => {
@@ -31,7 +36,8 @@ _FAINT = """
     return [255, 255, 255];
   };
   const contrast = node => {
-    const [low, high] = [light(rgb(getComputedStyle(node).fill)), light(behind(node))].sort((a, b) => a - b);
+    const lights = [light(rgb(getComputedStyle(node).fill)), light(behind(node))];
+    const [low, high] = lights.sort((a, b) => a - b);
     return (high + .05) / (low + .05);
   };
   return [...document.querySelectorAll("svg text")].map(node => [contrast(node), node.textContent]);
@@ -61,7 +67,10 @@ def opened(browser: Browser, url: str, *, width: int, scheme: str) -> Iterator[P
     """Open a page. At the end, no error may be in its console, and it may not be wider than the
     window.
     """
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = browser.new_page(
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,  # type: ignore[arg-type]
+    )
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(

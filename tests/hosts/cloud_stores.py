@@ -192,9 +192,8 @@ class Azurite:
             process.terminate()
             try:
                 process.communicate(timeout=3)
-            except (
-                subprocess.TimeoutExpired
-            ):  # it waits for open connections to end, having written
+            except subprocess.TimeoutExpired:
+                # It waits for open connections to end, having written.
                 process.kill()
                 process.communicate()
 

@@ -30,9 +30,10 @@ import rayrec.recipes
 # What commands of the documentation spend most of their start on. Not Ray: only the pages that need
 # it load it.
 LOADED = """
-torch torchrec fbgemm_gpu torch.distributed.fsdp torch.distributed.optim torch.export._trace torch._inductor.codecache
-tensorboardX transformers pandas pyarrow.dataset rayrec.training.trainer rayrec.training.launchers.process_worker
-rayrec.workloads.recsys.worker rayrec.workloads.data_parallel.worker
+torch torchrec fbgemm_gpu torch.distributed.fsdp torch.distributed.optim torch.export._trace
+torch._inductor.codecache tensorboardX transformers pandas pyarrow.dataset rayrec.training.trainer
+rayrec.training.launchers.process_worker rayrec.workloads.recsys.worker
+rayrec.workloads.data_parallel.worker
 """
 SHELL = set("|&;<>()$`~*?#\n")
 """In a command line, what the shell sees to; those of a line without can be split here."""

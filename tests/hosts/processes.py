@@ -46,7 +46,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 memory = {"object_store_memory": 200_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+head = {"num_cpus": 0, "include_dashboard": False, **memory}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 nodes = []
 for line in sys.stdin:
     asked = json.loads(line)
@@ -54,7 +55,8 @@ for line in sys.stdin:
         deadline_ms = int((time.time() + asked["drain_s"]) * 1000)
         reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
         gcs = GcsClient(address=cluster.address)
-        print(gcs.drain_node(nodes[asked["node"]].node_id, reason, "it will go", deadline_ms), flush=True)
+        node_id = nodes[asked["node"]].node_id
+        print(gcs.drain_node(node_id, reason, "it will go", deadline_ms), flush=True)
     else:
         nodes.append(cluster.add_node(**asked, **memory))
         print(cluster.address, nodes[-1].all_processes["raylet"][0].process.pid, flush=True)
@@ -221,9 +223,10 @@ class Session(EndsOnExit):
 
     def wait_for_standby(self, num_processes: int) -> None:
         """Waits until so many idle processes of Ray have imported what a train worker needs."""
-        is_ready = lambda: (
-            sum(_is_standby(process.pid) for process in self.find("idle")) >= num_processes
-        )  # noqa: E731
+
+        def is_ready() -> bool:
+            return sum(_is_standby(process.pid) for process in self.find("idle")) >= num_processes
+
         until(
             is_ready,
             timeout_s=180,

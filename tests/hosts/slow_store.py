@@ -61,9 +61,12 @@ class SlowStore(arrow_fs.FileSystemHandler):
 
     def get_file_info(self, paths: list[str]) -> list[arrow_fs.FileInfo]:
         return [
-            self._called("info", lambda path=path: self._local.get_file_info(path))
+            self._called(
+                "info",
+                lambda path=path: self._local.get_file_info(path),  # type: ignore[misc]
+            )
             for path in paths
-        ]  # type: ignore[misc]
+        ]
 
     def get_file_info_selector(self, selector: arrow_fs.FileSelector) -> list[arrow_fs.FileInfo]:
         return self._called("list", lambda: self._local.get_file_info(selector))

@@ -36,7 +36,8 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,preempt_send_user_signal
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1,\
+preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=10
@@ -131,10 +132,14 @@ class SlurmCluster:
 
     def wait_for(self, job: str, state: str, *, restarts: int) -> None:
         """Until the job has been requeued at least so often, and is in this state."""
-        told = lambda: self.call("scontrol", "show", "job", job) + self.log(job)  # noqa: E731
-        is_there = lambda: (
-            int(self.field(job, "Restarts")) >= restarts and self.field(job, "JobState") == state
-        )  # noqa: E731
+
+        def is_there() -> bool:
+            requeued = int(self.field(job, "Restarts")) >= restarts
+            return requeued and self.field(job, "JobState") == state
+
+        def told() -> str:
+            return self.call("scontrol", "show", "job", job) + self.log(job)
+
         until(is_there, timeout_s=240, pause_s=0.2, told=told)
 
     def log(self, job: str) -> str:

@@ -36,7 +36,8 @@ class Empty(BaseHTTPRequestHandler):
     def do_GET(self):
         known = "Credential=AKID/" in self.headers.get("Authorization", "")
         listing = urlsplit(self.path).query != ""
-        body = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>" if known and listing else b""
+        empty = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
+        body = empty if known and listing else b""
         self.send_response(403 if not known else 200 if listing else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -311,7 +312,8 @@ SSH = ROOT / "deploy" / "ssh" / "run.sh"
 NOTEBOOKS = script("tools", "run_notebook")
 LOSSES_BY_STEP = r"\b\d+: (\d\.\d{4})\b"
 FIGURES = {
-    "dlrm_nodes": r"([\d,]+) rows counted|([\d,]+) ids in 26 tables|'(?:auroc|logloss|rows)': ([\d.]+)",
+    "dlrm_nodes": r"([\d,]+) rows counted|([\d,]+) ids in 26 tables|"
+    r"'(?:auroc|logloss|rows)': ([\d.]+)",
     "gpt2_nodes": rf"'(?:blocks|tokens|loss)': ([\d.]+)|{LOSSES_BY_STEP}",
 }
 """Results that do not depend on the machine's speed."""

@@ -30,8 +30,8 @@ from builders import run_events
 import ray
 from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False,
-         object_store_memory=100_000_000)
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+         configure_logging=False, object_store_memory=100_000_000)
 events = json.loads(sys.stdin.read())
 PrometheusTracker("older", since_s=events[-1]["time"] + 1)  # a run before, in the same process
 tracker = PrometheusTracker("run-1", since_s=0.0)

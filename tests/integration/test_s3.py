@@ -98,11 +98,12 @@ def test_failed_folder_is_removed(folder: str, monkeypatch: pytest.MonkeyPatch) 
         folders, "copy_file", at_first([OSError("out")], folders.copy_file, end="manifest.json")
     )
     copied = watched(monkeypatch, folders, "copy_file")
-    with pytest.raises(OSError, match="out"), storage.writing_folder(f"{folder}2") as local:  # noqa: PT012
+    other = f"{folder}2"
+    with pytest.raises(OSError, match="out"), storage.writing_folder(other) as local:  # noqa: PT012
         Path(local, "manifest.json").write_bytes(b"{}")
         Path(local, "part").write_bytes(b"1")
-    assert [target for _, target, _ in copied] == [f"{folder}2/part"]
-    assert not storage.exists(f"{folder}2")
+    assert [target for _, target, _ in copied] == [f"{other}/part"]
+    assert not storage.exists(other)
 
 
 @pytest.mark.exhaustive

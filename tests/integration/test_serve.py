@@ -191,7 +191,10 @@ def _check_upgrade_offer(port: int) -> None:
     body.
     """
     inner = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    head = b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/score HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+        b"content-length: %d\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(head % len(inner))
         received = connection.recv(65536)

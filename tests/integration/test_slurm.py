@@ -44,7 +44,9 @@ def test_job_survives_two_slurm_interruptions(
     run = tmp_path / f"rayrec-{job}"
 
     def wait_for_step(step: int) -> None:
-        reached = lambda: any(event["step"] >= step for event in events_so_far(run, "step"))  # noqa: E731
+        def reached() -> bool:
+            return any(event["step"] >= step for event in events_so_far(run, "step"))
+
         until(reached, timeout_s=180, pause_s=0.1, told=lambda: slurm.log(job))
 
     wait_for_step(60)

@@ -287,7 +287,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 memory = {"object_store_memory": 200_000_000}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+head = {"num_cpus": 0, "include_dashboard": False, **memory}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 cluster.add_node(num_cpus=1, **memory)
 cluster.add_node(num_cpus=1, resources={"accelerator": 2}, **memory)
 cluster.wait_for_nodes()
@@ -301,14 +302,21 @@ from rayrec.training.trainer import train
 
 needs = {"cpus_per_worker": 0.5, "resources_per_worker": {"accelerator": 1.0}}
 config = recipes.load_config(Path(sys.argv[1]).read_text())
-config = config.replace(storage_path=sys.argv[2], cluster={"address": cluster.address}, scaling=needs)
+config = config.replace(
+    storage_path=sys.argv[2], cluster={"address": cluster.address}, scaling=needs
+)
 train(config)
 
 nodes = alive_nodes()
 shares = layout(nodes, num_workers=2, use_gpu=False, data_nodes="auto", **needs)
 where = lambda item: pa.table({"node": [ray.get_runtime_context().get_node_id()]})
-found = {row["node"] for row in tasks_dataset("where", where, list(range(6)), placement=shares.per_worker).take_all()}
-plain = {node.node_id for node in nodes if node.resources.get("CPU") and not node.resources.get("accelerator")}
+tasks = tasks_dataset("where", where, list(range(6)), placement=shares.per_worker)
+found = {row["node"] for row in tasks.take_all()}
+plain = {
+    node.node_id
+    for node in nodes
+    if node.resources.get("CPU") and not node.resources.get("accelerator")
+}
 assert found == plain, (found, plain)
 try:
     train(config.replace(name="many", scaling={"num_workers": 5}))
@@ -584,7 +592,8 @@ class Seen(LinearConfig):
         from rayrec.ingest.ray_engine import RayEngine
         def seen(item):
             return pa.table({name: [os.environ.get(name)] for name in item})
-        engine = RayEngine(TaskPlacement(num_cpus=0.1), prestart.for_tasks_of(os.environ), f"seen_{os.getpid()}")
+        variables = prestart.for_tasks_of(os.environ)
+        engine = RayEngine(TaskPlacement(num_cpus=0.1), variables, f"seen_{os.getpid()}")
         (in_task,) = engine.run("look", seen, [NAMES])
         with open(f"{os.environ['SEEN']}/{os.getpid()}", "w") as file:
             json.dump([seen(NAMES).to_pylist()[0], in_task.to_pylist()[0]], file)
@@ -606,8 +615,14 @@ from rayrec.cluster import connection
 connection.connect(sys.argv[1])
 runs = ray.get(get_state_actor().get_train_runs.remote()).values()
 datasets = ray.get(get_or_create_stats_actor().get_datasets.remote())
-jobs = global_worker.gcs_client.get_all_job_info(skip_submission_job_info_field=True, skip_is_running_tasks_field=True)
-print(json.dumps({"runs": [run.model_dump_json() for run in runs], "datasets": sorted(datasets), "jobs": str(jobs)}))
+jobs = global_worker.gcs_client.get_all_job_info(
+    skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+)
+print(json.dumps({
+    "runs": [run.model_dump_json() for run in runs],
+    "datasets": sorted(datasets),
+    "jobs": str(jobs),
+}))
 """
 
 

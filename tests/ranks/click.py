@@ -82,7 +82,8 @@ def schema(tables: list[int]) -> Schema:
 def context(
     configuration: TrainConfig, rank: int, world_size: int, *, node: str = "", device: str = "cpu"
 ) -> WorkerContext:
-    return WorkerContext(configuration, rank, world_size, torch.device(device), None, node)  # type: ignore[arg-type]
+    engine: Any = None
+    return WorkerContext(configuration, rank, world_size, torch.device(device), engine, node)
 
 
 def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:

@@ -169,7 +169,8 @@ def train(
     the events.
     """
     world_size = distributed.get_world_size() if distributed.is_initialized() else 1
-    context = WorkerContext(configuration, rank, world_size, torch.device("cpu"), None)  # type: ignore[arg-type]
+    engine: Any = None
+    context = WorkerContext(configuration, rank, world_size, torch.device("cpu"), engine)
     stored = None if from_step is None else Checkpoint(f"{folder}/{from_step}")
     state = stored.manifest()["state"] if stored else None
     progress = Progress.from_state(state["progress"], rank=rank) if state else Progress()
@@ -252,7 +253,8 @@ def noisy(folder: str, rank: int) -> None:
 def statistics(folder: str, rank: int) -> None:
     """Check that statistics of batch normalization are equal on all workers after a segment."""
     configuration = config(2, batch_norm=True)
-    context = WorkerContext(configuration, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
+    engine: Any = None
+    context = WorkerContext(configuration, rank, 2, torch.device("cpu"), engine)
     setup = configuration.workload.set_up(context, None)
     loader = configuration.workload.make_loader(context, None, state=None, step=0)
     setup.model.train()

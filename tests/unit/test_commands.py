@@ -462,7 +462,8 @@ def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_
 
 def test_placeholder_with_changes_is_schema() -> None:
     config = recipes.clicks("log.csv")
-    assert isinstance(config.replace(steps=3).workload.schema, PlaceholderSchema)  # type: ignore[attr-defined]
+    schema = config.replace(steps=3).workload.schema  # type: ignore[attr-defined]
+    assert isinstance(schema, PlaceholderSchema)
     changed = config.replace(workload={"schema": {"sparse": ("a",)}})
     assert type(changed.workload.schema) is Schema  # type: ignore[attr-defined]
     changed.workload.check(changed)

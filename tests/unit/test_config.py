@@ -75,7 +75,11 @@ def test_values_are_converted_updated_by_name_and_round_trip() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.name = "c"  # type: ignore[misc]
     config = Outer(
-        name="ä: #1", limit=5, labels={"zone": "a"}, inner=Inner(rate=1e-7, sizes=()), other=Inner()
+        name="ä: #1",
+        limit=5,
+        labels={"zone": "a"},
+        inner=Inner(rate=1e-7, sizes=()),
+        other=Inner(),
     )
     stored = yaml.safe_load(config.to_yaml())
     assert list(stored) == ["class", *(field.name for field in dataclasses.fields(Outer))]

@@ -19,16 +19,19 @@ from rayrec.config import InputError
 from rayrec.workloads.base import TrainConfig
 
 ORIGINAL = """
-epochs=1 batch_size=32 drop_last_training_batch=False test_batch_size=None limit_train_batches=None limit_val_batches=None
-limit_test_batches=None dataset_name=criteo_1t num_embeddings=100000 num_embeddings_per_feature=None
-dense_arch_layer_sizes=512,256,64 over_arch_layer_sizes=512,512,256,1 embedding_dim=64
-interaction_branch1_layer_sizes=2048,2048 interaction_branch2_layer_sizes=2048,2048 dcn_num_layers=3 dcn_low_rank_dim=512
+epochs=1 batch_size=32 drop_last_training_batch=False test_batch_size=None limit_train_batches=None
+limit_val_batches=None limit_test_batches=None dataset_name=criteo_1t num_embeddings=100000
+num_embeddings_per_feature=None dense_arch_layer_sizes=512,256,64
+over_arch_layer_sizes=512,512,256,1 embedding_dim=64 interaction_branch1_layer_sizes=2048,2048
+interaction_branch2_layer_sizes=2048,2048 dcn_num_layers=3 dcn_low_rank_dim=512
 undersampling_rate=None seed=None pin_memory=None mmap_mode=None in_memory_binary_criteo_path=None
-synthetic_multi_hot_criteo_path=None learning_rate=15.0 eps=1e-08 shuffle_batches=None shuffle_training_set=None
-validation_freq_within_epoch=None adagrad=False interaction_type=original collect_multi_hot_freqs_stats=False
-multi_hot_sizes=None multi_hot_distribution_type=None lr_warmup_steps=0 lr_decay_start=0 lr_decay_steps=0 print_lr=False
-allow_tf32=False print_sharding_plan=False validation_auroc=None evaluate_on_epoch_end=False evaluate_on_training_end=False
-print_progress=False change_lr=False lr_change_point=None lr_after_change_point=None
+synthetic_multi_hot_criteo_path=None learning_rate=15.0 eps=1e-08 shuffle_batches=None
+shuffle_training_set=None validation_freq_within_epoch=None adagrad=False interaction_type=original
+collect_multi_hot_freqs_stats=False multi_hot_sizes=None multi_hot_distribution_type=None
+lr_warmup_steps=0 lr_decay_start=0 lr_decay_steps=0 print_lr=False allow_tf32=False
+print_sharding_plan=False validation_auroc=None evaluate_on_epoch_end=False
+evaluate_on_training_end=False print_progress=False change_lr=False lr_change_point=None
+lr_after_change_point=None
 """
 """Flags and defaults in dlrm_main.py (June 2025), then in MLPerf's copy and in the version from
 2022.

@@ -49,8 +49,8 @@ class SyncCheckpoints(TrainerCallback):
     """Callback that uploads each checkpoint of a Trainer to a folder in a store, and prunes old
     ones. `fetch` gets the newest.
 
-    Every rank uploads the files that it alone has (random states, shards); rank 0 then writes
-    manifest.json with the SHA-256 of all: a half-written or damaged checkpoint is never resumed
+    Every rank uploads the files that it alone has (random states, shards). Rank 0 then writes
+    manifest.json with the SHA-256 of all. A half-written or damaged checkpoint is never resumed
     from. Of several trainings with one folder, only the one that began last can upload. An upload
     blocks the training, and fails it if the store is unavailable for minutes (see
     `rayrec.storage.outage_s`). Methods are collective.

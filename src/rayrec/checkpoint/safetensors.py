@@ -98,12 +98,8 @@ def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
 def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-    ):  # UnpicklingError is also raised for code
+    # UnpicklingError is also raised for code
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
         raise InputError(
             f"{path}: must contain only tensors, for torch.load(weights_only=True). Save a "
             "state_dict()"

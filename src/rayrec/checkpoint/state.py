@@ -290,8 +290,8 @@ def _named_states(optimizer: Any) -> Iterator[tuple[str, Any, _Part | None]]:
 
 def _parts(name: str, table: torch.Tensor, state: torch.Tensor) -> Iterator[_Part]:
     """Yield a worker's row-wise state by column part. TorchRec lists the shards of both in the same
-    order, but stacks the state's shards: their offsets and shape depend on the number of parts in
-    the plan, which no other plan can use.
+    order, but stacks the state's shards. Their offsets and shape depend on the number of parts in
+    the plan, so no other plan can use them.
     """
     if not isinstance(table, ShardedTensor) or not isinstance(state, ShardedTensor):
         rows, columns = table.size()

@@ -430,7 +430,8 @@ def _check_alive(target: str, source: str) -> _Answer:
     try:
         with init_grpc_channel(target) as channel:
             stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]  # defined by protobuf at run time
+            # Protobuf defines the message at run time.
+            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
             reply = stub.CheckAlive(request, timeout=_ANSWER_S)
     except grpc.RpcError as error:
         is_rejected = error.code() in (

@@ -202,9 +202,8 @@ class LogFollower:
         while not self._ended.is_set():
             try:
                 asyncio.run(self._read())
-            except (
-                Exception
-            ):  # aiohttp has many errors for a lost connection; polling the job detects its end
+            # aiohttp has many errors for a lost connection. Polling the job detects its end.
+            except Exception:
                 self._ended.wait(_REOPEN_S)
             else:
                 return

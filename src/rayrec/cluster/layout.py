@@ -278,10 +278,10 @@ def _unfit_reason(
     for name, each in sorted(worker_resources.items(), key=lambda item: item[0] == "CPU"):
         have = sum(node.resources.get(name, 0) for node in nodes)
         if have < each * num_workers:
+            other = "--scaling.cpus-per-worker" if name == "CPU" else "add nodes"
             return (
                 f"scaling: {num_workers} workers need {each * num_workers:g} {name}, but the "
-                f"cluster has {have:g} for them. Lower "
-                f"--scaling.num-workers{' or --scaling.cpus-per-worker' if name == 'CPU' else ' or add nodes'}"
+                f"cluster has {have:g} for them. Lower --scaling.num-workers or {other}"
             )
     capacity = sum(
         min(

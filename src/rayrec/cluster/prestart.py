@@ -113,7 +113,8 @@ def prestart(
         node_manager_pb2_grpc,
     )
 
-    request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]  # defined by protobuf at run time
+    # Protobuf defines the messages at run time.
+    request = node_manager_pb2.PrestartWorkersRequest(  # type: ignore[attr-defined]
         language=common_pb2.PYTHON,  # type: ignore[attr-defined]
         job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
         keep_alive_duration_secs=int(keep_s),

@@ -35,7 +35,9 @@ def end_with_children(status: int, *, spared: Collection[int] = ()) -> NoReturn:
         os.execv(
             sys.executable, [sys.executable, "-I", "-S", __file__, str(status), *map(str, spared)]
         )
-    finally:  # For instance, Python was removed: the kernel ends those of Ray's processes that are to end with their parent
+    finally:
+        # For instance, Python was removed. The kernel ends those of Ray's processes that are to end
+        # with their parent.
         os._exit(status)
 
 

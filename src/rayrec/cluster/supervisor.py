@@ -501,7 +501,9 @@ class StateFile:
             f"{path}: another supervisor of run {name} is running. End it, or set another --state"
         )
         self._opened.enter_context(storage.locked(log_path, busy))
-        self._log = self._opened.enter_context(open(log_path, "a", encoding="utf-8"))  # noqa: SIM115  # closed by `close`
+        self._log = self._opened.enter_context(
+            open(log_path, "a", encoding="utf-8")  # noqa: SIM115  # closed by `close`
+        )
         before = _read_state(path)
         same = before is not None and (before.name, before.config_hash) == (name, config_hash)
         self.state = before if before is not None and same else State(name, config_hash)

@@ -150,7 +150,8 @@ class Command:
     @property
     def summary(self) -> str:
         """First line of the docstring."""
-        return inspect.getdoc(self.function).partition("\n")[0].rstrip(".")  # type: ignore[union-attr]
+        described = inspect.getdoc(self.function) or ""
+        return described.partition("\n")[0].rstrip(".")
 
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
         """Yield (parameter, type, declaration) for each argument and flag."""

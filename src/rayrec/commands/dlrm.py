@@ -142,7 +142,9 @@ class DLRMFlags(Config):
         unsupported = {
             "drop_last_training_batch": "every row is trained once in each epoch; leave it out",
             "undersampling_rate": "dlrm_main.py does not use it either; leave it out",
-            "collect_multi_hot_freqs_stats": "`rayrec validate PATH` counts categories; leave it out",
+            "collect_multi_hot_freqs_stats": (
+                "`rayrec validate PATH` counts categories; leave it out"
+            ),
             **dict.fromkeys(("change_lr", "lr_change_point", "lr_after_change_point"), schedule),
             **(with_data if self.data else {}),
         }

@@ -57,8 +57,9 @@ def transform(
 ) -> pandas.DataFrame: ...
 
 
+# To mypy, a DataFrame is Any, because pandas has no types: it holds the next case for unreachable.
 @overload
-def transform(  # type: ignore[overload-cannot-match]  # To mypy, DataFrame is Any: pandas has no types.
+def transform(  # type: ignore[overload-cannot-match]
     preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table
 ) -> pa.Table: ...
 
@@ -75,10 +76,10 @@ def transform(
 
     `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result
     has the columns of `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them,
-    dense columns (float32), and ids of sparse columns (int32, or int64 for tables of more than 2^31
-    rows). Lists and several hashes are lists of ids. Other columns are dropped. NaN and None in a
-    DataFrame are missing values. If a preset has constants by file, the rows belong to no known
-    file.
+    dense columns (float32), and ids of sparse columns. Ids are int32, or int64 for tables of more
+    than 2^31 rows. Lists and several hashes are lists of ids. Other columns are dropped. NaN and
+    None in a DataFrame are missing values. If a preset has constants by file, the rows belong to no
+    known file.
 
     Row order is that of `data`; Ray Data keeps the order of blocks if
     `DataContext.execution_options.preserve_order` is set. All rows are transformed, so limits on

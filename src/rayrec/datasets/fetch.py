@@ -197,7 +197,8 @@ def _extract_member(
     digests, source = Digests(), tar.extractfile(member)
     assert source is not None
     with writing_to(target):
-        output = open(f"{target}.partial", "wb")  # noqa: SIM115 -- errors of reading are not those of writing
+        # Closed below: errors of reading are not those of writing.
+        output = open(f"{target}.partial", "wb")  # noqa: SIM115
     try:
         with output:
             while chunk := source.read(CHUNK_BYTES):

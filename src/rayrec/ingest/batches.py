@@ -300,7 +300,7 @@ class BatchSlicer:
 
         labels = {}
         for name in self._labels:
-            values = concatenate(lambda rows, name=name: rows.labels.get(name), np.float32)  # type: ignore[misc]
+            values = concatenate(functools.partial(_labels_of, name), np.float32)
             labels[name] = np.empty(0, np.float32) if values is None else values
             assert len(labels[name]) == count, "rows without a label are refused before"
         row_numbers = (
@@ -372,16 +372,23 @@ class BatchSlicer:
             ]
         shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
         sizes = [math.prod(shape) for shape in shapes]
-        values = np.empty(sum(sizes), first[0].dtype if len(first) else np.int32)  # type: ignore[union-attr]
-        columns, begin = [], 0
+        dtype = first[0].dtype if len(first) else np.int32  # type: ignore[union-attr]
+        values = np.empty(sum(sizes), dtype)
+        columns = []
+        begin = 0
         for c, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
-            out, done = values[begin : begin + size].reshape(shape), 0
+            out = values[begin : begin + size].reshape(shape)
+            done = 0
             for rows, _, part in slices:
                 out[done : done + part.stop - part.start] = rows.ids[c][part]  # type: ignore[index]
                 done += part.stop - part.start
             columns.append(out)
             begin += size
         return SharedBufferColumns(values, columns)
+
+
+def _labels_of(name: str, rows: EncodedRows) -> np.ndarray | None:
+    return rows.labels.get(name)
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:

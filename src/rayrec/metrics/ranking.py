@@ -248,7 +248,8 @@ class RankingAccumulator:
 
     def _spill(self) -> None:
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="rayrec-ranking-")  # noqa: SIM115  closed with this object
+            # Closed with this object.
+            self._file = tempfile.TemporaryFile(prefix="rayrec-ranking-")  # noqa: SIM115
         offset = self._file.seek(0, 2)
         for groups, logits, labels in self._pop_batches():
             bucket_of = _buckets(groups, _BUCKETS)

@@ -77,9 +77,10 @@ def diagnose(run: RunSummary) -> Diagnosis | None:
     if worst == "collectives":
         return _collectives(split)
     texts = {
-        "host_to_device": "Copying batches to the device {fraction} of the time: limited by the link to the "
-        "device. Use fewer "
-        "dense columns or ids per row.",
+        "host_to_device": (
+            "Copying batches to the device {fraction} of the time: limited by the link to the "
+            "device. Use fewer dense columns or ids per row."
+        ),
         "evaluation": (
             "Evaluating {fraction} of the time. Use a larger --evaluate-every, or a smaller log "
             "for --eval-data.path."

@@ -18,7 +18,8 @@ _SECRET: Final = re.compile(r"password|passwd|secret|accesskey|apikey|credential
 # Matches hf_token and token_file, but not tokenizer, tokens_per_s or tokens (of a text).
 _TOKEN: Final = re.compile(r"token(_|$)|.tokens$")
 _SECRET_VALUE: Final = re.compile(  # Key formats of well-known services, under any name.
-    r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|gh[opsru]_\w{36,}|github_pat_\w{22,}|hf_[A-Za-z0-9]{30,}|xox[abprs]-[\w-]{10,}"
+    r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|gh[opsru]_\w{36,}|github_pat_\w{22,}"
+    r"|hf_[A-Za-z0-9]{30,}|xox[abprs]-[\w-]{10,}"
     r"|sk-[\w-]{20,}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
 )
 _ASSIGNED: Final = re.compile(r"((?:^-*|[?&])([\w.-]+)=)([^&]*)")

@@ -176,9 +176,7 @@ class SparseOptimizerConfig(Config):
 
     @property
     def has_custom_update(self) -> bool:
-        """Whether rayrec updates the tables after the backward pass (`optim/table_adam.py`),
-        instead of a fused kernel in it.
-        """
+        """Whether rayrec updates tables after the backward pass, by `optim/table_adam.py`."""
         return self.kind in ("adam", "adamw", "sparse_adam")
 
     def state_bytes(self, rows: int, columns: int) -> int:
@@ -255,9 +253,7 @@ class DenseOptimizerConfig(Config):
 
     @property
     def needs_full_parameters(self) -> bool:
-        """Whether an update needs the norm of a full parameter, which FSDP shards over the
-        workers.
-        """
+        """Whether an update needs the norm of a full parameter. FSDP shards parameters."""
         return self.kind in ("lamb", "lars")
 
     def state_bytes(self, weights: int) -> int:

@@ -24,7 +24,12 @@ def data_parallel_optimizer(
     """Return the optimizer of data-parallel tables by parameter name. Its state has sharded tables'
     names and shapes.
     """
-    if config.kind == "sgd" or config.kind == "adagrad" or config.kind == "rowwise_adagrad":  # noqa: PLR1714  # for mypy
+    # Comparisons, because mypy narrows no `in`.
+    if (
+        config.kind == "sgd"  # noqa: PLR1714
+        or config.kind == "adagrad"
+        or config.kind == "rowwise_adagrad"
+    ):
         rule = partial(
             DataParallelTableOptimizer,
             kind=config.kind,

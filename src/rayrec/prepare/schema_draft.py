@@ -44,8 +44,8 @@ _MIN_REGULAR: Final = 0.9
 """Minimum fraction of rows with one number of fields if a mark is the delimiter."""
 _STRONG_NAME = re.compile(r"^label$|^labels$|^target$|^y$|^clicks?$|^clicked$|is_?click(ed)?$")
 _LABEL = re.compile(
-    r"label|target|clic?k|convert|conversion|purchas|bought|buy|order|like|install|attributed|respon|rating|score|stars|^y$|"
-    r"churn|fraud|surviv|subscri|outcome|^class$|income"
+    r"label|target|clic?k|convert|conversion|purchas|bought|buy|order|like|install|attributed|"
+    r"respon|rating|score|stars|^y$|churn|fraud|surviv|subscri|outcome|^class$|income"
 )
 """Names of labels, in lower case. The first pattern has the most certain ones."""
 _RATING = re.compile(r"rating|score|stars|grade|review|label|target|^y$")

@@ -226,7 +226,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         **named: Any,
     ):
         super().__init__(*arguments, **named)
-        self.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]  # uvicorn adds it to the loop's time
+        # uvicorn adds it to the loop's time; its type is that of whole seconds.
+        self.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
         self._max_request_bytes = max_request_bytes
         self._received = 0
         """Bytes received since the end of the last request."""

@@ -513,14 +513,11 @@ class Scratch:
             self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=parent)
             try:
                 self._lock = _lock_folder(self.path)
-            except (
-                FileNotFoundError,
-                BlockingIOError,
-            ):  # another process is removing it as abandoned
+            except (FileNotFoundError, BlockingIOError):
+                # Another process is removing it as abandoned.
                 continue
-            except (
-                OSError
-            ):  # a file system without locks, on which no process considers it abandoned
+            except OSError:
+                # A file system without locks, on which no process considers it abandoned.
                 return
             if os.path.exists(self.path):
                 return

@@ -42,8 +42,9 @@ _RAYREC_NAME: Final = re.compile(
 )
 """Names of folders that only rayrec writes. Others need a marker to be removed."""
 _MARKER: Final = re.compile(
-    rf"{JOB_FOLDER}|(manifest|preprocessor|written|unfinished)\.json|part-\d{{6}}\.parquet|.*tokens\.npy.*"
-    r"|data_\d{5,}[-.].*|.+-\d{6}\.jsonl|events\.jsonl|encode\.py|(tables|dense)\.safetensors|dense\.pt2"
+    rf"{JOB_FOLDER}|(manifest|preprocessor|written|unfinished)\.json|part-\d{{6}}\.parquet"
+    r"|.*tokens\.npy.*|data_\d{5,}[-.].*|.+-\d{6}\.jsonl|events\.jsonl|encode\.py"
+    r"|(tables|dense)\.safetensors|dense\.pt2"
 )
 """Names in rayrec's folders: jobs, data, Preprocessors, checkpoints, event parts, runs and exports,
 finished or not.

@@ -41,7 +41,8 @@ _INNER: Final = re.compile(r"[^=/]+=[^/]*|data|[0-9a-f-]+")
 Hudi.
 """
 _LISTED: Final = re.compile(
-    r"((?:[^=/]+=[^/]*/)*)(?:(_delta_log|\.hoodie)(?:/.*)?|(metadata)|metadata/[^/]+\.metadata\.json)"
+    r"((?:[^=/]+=[^/]*/)*)"
+    r"(?:(_delta_log|\.hoodie)(?:/.*)?|(metadata)|metadata/[^/]+\.metadata\.json)"
 )
 """Path of a table's own files in a listing: its folder, a partition or nothing, and its log."""
 _SAMPLED: Final = 16

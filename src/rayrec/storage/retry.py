@@ -90,9 +90,10 @@ _CREDENTIALS: Final = {
         "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may "
         "use it"
     ),
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the key file of an account that may use it, or run "
-    "gcloud auth "
-    "application-default login",
+    "gs": (
+        "set GOOGLE_APPLICATION_CREDENTIALS to the key file of an account that may use it, or run "
+        "gcloud auth application-default login"
+    ),
     "az": (
         "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING to "
         "credentials that may use it"

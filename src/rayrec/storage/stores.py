@@ -279,7 +279,9 @@ _AZURE_SETTINGS: Final = (
 )
 _DEVELOPMENT: Final = {  # published by Microsoft: the account of every Azurite
     "AccountName": "devstoreaccount1",
-    "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+    "AccountKey": (
+        "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+    ),
     "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
 }
 _ACCOUNT: Final = re.compile(r"([a-z0-9]{3,24})(?:\.(?:blob|dfs)\.([a-z0-9.-]+))?")

@@ -153,11 +153,8 @@ def stored_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     path = storage.join(checkpoint.path, "config.yaml")
     try:
         values = yaml.safe_load(storage.read_bytes(path).decode())
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ):  # ValueError: not UTF-8, or an invalid date
+    # ValueError: not UTF-8, or an invalid date
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("workload"), dict):
         raise InputError(

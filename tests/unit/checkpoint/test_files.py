@@ -821,7 +821,8 @@ def test_unpinnable_memory_is_logged_and_used(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
     with caplog.at_level(logging.WARNING):
-        part: Any = Part(None, "model.weight", torch.float32, (4,), (0,), (4,), 0, 16)  # type: ignore[arg-type]
+        item: Any = None
+        part = Part(item, "model.weight", torch.float32, (4,), (0,), (4,), 0, 16)
         source: Any = SimpleNamespace(device=torch.device("cuda", 3))
         copy = HostCopy(Plan((part,), {"model.weight": (4,)}), lambda _: source)
     assert [call.args[1] for call in register.call_args_list] == [16]

@@ -23,9 +23,15 @@ def is_open(number):
     with contextlib.suppress(OSError):
         return bool(os.fstat(number))
 print(json.dumps({
-    "arguments": sys.argv, "read": sys.stdin.read(), "folder": os.getcwd(), "niceness": os.nice(0), "path": sys.path[0],
-    "leads": os.getpgrp() == os.getpid(), "parent": os.getppid(), "name": __name__, "threads": len(os.listdir("/proc/self/task")),
-    "files": [os.readlink(f"/proc/self/fd/{each}").partition(":")[0] for each in range(3, 100) if is_open(each)],
+    "arguments": sys.argv, "read": sys.stdin.read(), "folder": os.getcwd(),
+    "niceness": os.nice(0), "path": sys.path[0],
+    "leads": os.getpgrp() == os.getpid(), "parent": os.getppid(), "name": __name__,
+    "threads": len(os.listdir("/proc/self/task")),
+    "files": [
+        os.readlink(f"/proc/self/fd/{each}").partition(":")[0]
+        for each in range(3, 100)
+        if is_open(each)
+    ],
     "variables": [os.environ.get(name) for name in ("HERE", "FROM_HERE", "AWAY")],
     "imported": [name for name in ("chunk", "colorsys", "sndhdr") if name in sys.modules],
     "oom_score": int(open("/proc/self/oom_score_adj").read()), "zone": time.tzname[0],
@@ -205,7 +211,8 @@ for line in sys.stdin:
 """Stand-in for a running Ray's node manager, which runs commands like Ray's agent."""
 SMALL = """
 import json, os, sys
-print(json.dumps([os.getppid(), getattr(sys.modules.get("changes"), "SAID", None), "pandas" in sys.modules]))
+said = getattr(sys.modules.get("changes"), "SAID", None)
+print(json.dumps([os.getppid(), said, "pandas" in sys.modules]))
 """
 
 

@@ -126,7 +126,8 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
         for name, array in rows_of(of_shards, 5).read_epoch(np.arange(60), 2).items():
             assert np.array_equal(array, rows_of(index, 5).read_epoch(np.arange(60), 2)[name])
     rest, split_off = index.split(6)
-    assert (len(rest), split_off.labels.tolist()) == (54, [0, 0, 1, 1, 2, 2])  # type: ignore[union-attr]
+    assert len(rest) == 54
+    assert split_off.labels.tolist() == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
     assert not {rest.path_of(row) for row in range(54)} & {
         split_off.path_of(row) for row in range(6)
     }
@@ -209,7 +210,10 @@ def test_data_tasks_yield_same_batches(
                 torch.equal(tensor, other.tensors[name]) for name, tensor in batch.tensors.items()
             )
             assert batch.loss_weight == other.loss_weight
-            assert batch.row_numbers.numbers.tolist() == other.row_numbers.numbers.tolist()  # type: ignore[union-attr]
+            assert (
+                batch.row_numbers.numbers.tolist()  # type: ignore[union-attr]
+                == other.row_numbers.numbers.tolist()  # type: ignore[union-attr]
+            )
         assert some.stages.take()[1] == sum(len(batch) for batch in read_batches)
 
 

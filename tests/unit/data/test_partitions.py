@@ -42,7 +42,8 @@ CITIES = (
 LEVELS = (("0.5", 0.5), ("3", 3.0), ("__HIVE_DEFAULT_PARTITION__", None))
 FOLDERS = [
     (
-        f"dt=2026-01-{1 + number // 2:02d}/click={number % 2}/level={LEVELS[number % 3][0]}/hour={number:02d}/city={CITIES[number // 2 % 3][0]}",
+        f"dt=2026-01-{1 + number // 2:02d}/click={number % 2}/level={LEVELS[number % 3][0]}/"
+        f"hour={number:02d}/city={CITIES[number // 2 % 3][0]}",
         (
             f"2026-01-{1 + number // 2:02d}",
             number % 2,

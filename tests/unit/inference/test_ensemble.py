@@ -217,7 +217,10 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipes.criteo_demo()
     several = recipe.replace(workload={"model": {"class": "ensemble"}})
-    own, model = (config.workload.model for config in (recipe, several))  # type: ignore[attr-defined]
+    own, model = (
+        config.workload.model  # type: ignore[attr-defined]
+        for config in (recipe, several)
+    )
     assert model.models == (own.replace(embedding_penalty=0.0), FinalNetConfig(embedding_dim=16))
     assert model.embedding_penalty == own.embedding_penalty
     changed = {
@@ -226,10 +229,8 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
     }
     model = recipe.replace(workload={"model": changed}).workload.model  # type: ignore[attr-defined]
     assert model.models == (DeepFMConfig(mlp=(8,)), FINAL.replace(embedding_penalty=0.0))
-    assert (
-        recipes.load_config(recipe.replace(workload={"model": model}).to_yaml()).workload.model
-        == model
-    )  # type: ignore[attr-defined]
+    again = recipes.load_config(recipe.replace(workload={"model": model}).to_yaml())
+    assert again.workload.model == model  # type: ignore[attr-defined]
     assert type(DLRMConfig.replacing(model)).__name__ == "DLRMConfig"
     assert (
         run(
@@ -244,7 +245,8 @@ def test_ensemble_settings_are_checked(capsys: pytest.CaptureFixture[str]) -> No
         )
         == 0
     )
-    model = recipes.load_config(capsys.readouterr().out).workload.model  # type: ignore[attr-defined]
+    shown = recipes.load_config(capsys.readouterr().out)
+    model = shown.workload.model  # type: ignore[attr-defined]
     assert [type(one).__name__ for one in model.models] == ["FinalNetConfig", "DCNv2Config"]
     assert model.models[0].first_tower == (8,)
     rejected: list[tuple[dict[str, Any], str]] = [

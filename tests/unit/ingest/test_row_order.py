@@ -63,7 +63,13 @@ def _order(
     chunks_per_window: int = 2,
     **options: Any,
 ) -> RowOrder:
-    return RowOrder(tuple(source.chunk_rows), shuffle, seed, chunks_per_window, **options)  # type: ignore[arg-type]
+    return RowOrder(
+        tuple(source.chunk_rows),
+        shuffle,  # type: ignore[arg-type]
+        seed,
+        chunks_per_window,
+        **options,
+    )
 
 
 def _loader(
@@ -100,7 +106,12 @@ def test_full_shuffle_matches_distributed_sampler() -> None:
     source = Shards(24)
     for epoch in range(2):
         for rank in range(2):
-            sampler = DistributedSampler(range(24), num_replicas=2, rank=rank, seed=7)  # type: ignore[arg-type]
+            sampler = DistributedSampler(
+                range(24),  # type: ignore[arg-type]
+                num_replicas=2,
+                rank=rank,
+                seed=7,
+            )
             sampler.set_epoch(epoch)
             loader = _loader(
                 source,

@@ -271,7 +271,8 @@ def drawn(
     dense, sparse = (
         torch.randn(rows, width, generator=generator) for width in (dim, features * dim)
     )
-    return dense.to(kinds[0]).requires_grad_(), sparse.to(kinds[1]).requires_grad_(), order  # type: ignore[return-value]
+    dense, sparse = dense.to(kinds[0]), sparse.to(kinds[1])
+    return dense.requires_grad_(), sparse.requires_grad_(), order  # type: ignore[return-value]
 
 
 FLOAT, HALF = torch.float32, torch.bfloat16

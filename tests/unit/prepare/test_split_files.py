@@ -271,7 +271,8 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
     for number in range(2000):
         note = '"' + f"a line\n{number % 2},1,2,3,4,5\n" * (number % 7) + f'row {number}"'
         lines.append(
-            f"{note},{7 if number in (900, 1500) else number % 2},{number},0.5,u{number % 40},{number % 9}"
+            f"{note},{7 if number in (900, 1500) else number % 2},{number},0.5,"
+            f"u{number % 40},{number % 9}"
         )
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")

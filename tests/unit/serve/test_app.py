@@ -831,12 +831,8 @@ def test_metrics_count_requests_and_failure_affects_one_only(
         result["rayrec_serve_request_seconds_count"],
     ) == (100, 3)
     assert result["rayrec_serve_waiting_rows"] == 0
-    assert (
-        result[
-            f'rayrec_serve_replicas{{model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"}}'
-        ]
-        == 1
-    )
+    labels = f'model="{MODEL.version}",preprocessor="{MODEL.preprocessor_hash}"'
+    assert result[f"rayrec_serve_replicas{{{labels}}}"] == 1
     with monkeypatch.context() as patch:
         patch.setattr("rayrec.serve.replica_models.OOVCounter.count", lambda *_: 1 / 0)
         assert "division" not in json.dumps(error_of(post(app, TEXT), 500))

@@ -157,8 +157,12 @@ class World:
         if name in self.dead:
             return
         desired, _ = self.cluster.register.report(
-            name, models.desired, models.status(), Snapshot(()), None
-        )  # type: ignore[arg-type]
+            name,
+            models.desired,  # type: ignore[arg-type]
+            models.status(),
+            Snapshot(()),
+            None,
+        )
         models.set_desired(desired)
         model = models.status().model
         assert model is None or model.path in ("a", "b", "c")  # only what was accepted answers
@@ -458,7 +462,8 @@ def test_replicas_have_time_of_change(replicas: Replicas) -> None:
 
 def test_unresponsive_replica_rejects_change(replicas: Replicas) -> None:
     replicas.start("first")
-    replicas.cluster.calls["second"] = lambda method, desired: TimeoutError()  # type: ignore[assignment,return-value]
+    lost: Any = TimeoutError
+    replicas.cluster.calls["second"] = lambda method, desired: lost()
     rejects("load: a replica did not answer in time", replicas.swap, "b")
     assert replicas.cluster.versions() == [MODELS["a"].version]
 
@@ -498,8 +503,8 @@ def test_failed_cleanup_keeps_first_error(
 
 def test_unexpected_error_of_change_outlives_failed_cleanup(replicas: Replicas) -> None:
     replicas.start("first")
-    errors = {"load": RuntimeError("no space"), "drop": RuntimeError("gone")}
-    replicas.cluster.calls["first"] = lambda method, desired: errors[method]  # type: ignore[assignment,return-value]
+    errors: Any = {"load": RuntimeError("no space"), "drop": RuntimeError("gone")}
+    replicas.cluster.calls["first"] = lambda method, desired: errors[method]
     with pytest.raises(RuntimeError, match="no space"):
         replicas.swap("b")
 

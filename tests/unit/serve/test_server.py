@@ -333,7 +333,8 @@ class Watched:
             threading.Event(),
         )
         self.go_on.set()
-        self.watch = server._Watch(server.Server("http://x", self, "x:1"), Console())  # type: ignore[arg-type]
+        watched = server.Server("http://x", self, "x:1")  # type: ignore[arg-type]
+        self.watch = server._Watch(watched, Console())
 
     def call_register(self, method: str, *, timeout_s: float) -> dict[str, Any]:
         assert method == "describe"

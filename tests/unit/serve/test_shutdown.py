@@ -114,7 +114,10 @@ def start(code, **options):
     return subprocess.Popen([sys.executable, "-S", "-c", code], **options)
 
 sleep = "import time; time.sleep(600)"
-grandchild = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {sleep!r}], start_new_session=True); {sleep}"
+grandchild = (
+    f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {sleep!r}], "
+    f"start_new_session=True); {sleep}"
+)
 
 def run():
     command = shutdown.command_end()

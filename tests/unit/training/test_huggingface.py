@@ -270,9 +270,9 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
     model = wanted.workload.build(None)
     trainer = InOrder(
         model=model,
-        train_dataset=[
+        train_dataset=[  # type: ignore[arg-type]
             {"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)
-        ],  # type: ignore[arg-type]
+        ],
         args=TrainingArguments(output_dir=str(tmp_path), **settings),
     )
     trainer.remove_callback(PrinterCallback)

@@ -726,8 +726,15 @@ class Evaluated:
         config = recipes.criteo_demo("none").replace(early_stopping={"patience": patience})
         prepared = SimpleNamespace(folder=str(folder / "preprocessor"))
         self.attempt = AttemptContext(
-            config, str(folder), prepared, None, 0.0, engine=None, channel=None, storage_token=""
-        )  # type: ignore[arg-type]
+            config,
+            str(folder),
+            prepared,
+            None,  # type: ignore[arg-type]
+            0.0,
+            engine=None,  # type: ignore[arg-type]
+            channel=None,  # type: ignore[arg-type]
+            storage_token="",
+        )
         with closing(savers.Run(folder)) as run:
             saver = run.saver(retention=Retention(num_to_keep=9))
             for step in (4, 7):

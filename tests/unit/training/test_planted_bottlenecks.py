@@ -106,7 +106,10 @@ class Slow(Small):
 def small_run(
     *, read: Callable[[], None] = lambda: None, model_s: float = 0.0, save_s: float = 0.0
 ) -> Any:
-    workload = Slow(optimizer=config(1).workload.optimizer, model_s=model_s)  # type: ignore[attr-defined]
+    workload = Slow(
+        optimizer=config(1).workload.optimizer,  # type: ignore[attr-defined]
+        model_s=model_s,
+    )
     configuration = config(1).replace(workload=workload)
     context = WorkerContext(configuration, 0, 1, torch.device("cpu"), ThreadEngine(1))
     prepared = {"read": read}

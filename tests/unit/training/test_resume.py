@@ -584,7 +584,10 @@ def test_warm_start_rejects_mismatch_before_workers_start(tmp_path: Path) -> Non
 
 def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     plain = data_parallel.config(1, steps=6)
-    workload = data_parallel.Small(optimizer=plain.workload.optimizer, batch_norm=True)  # type: ignore[attr-defined]
+    workload = data_parallel.Small(
+        optimizer=plain.workload.optimizer,  # type: ignore[attr-defined]
+        batch_norm=True,
+    )
     settings = plain.replace(name="old", storage_path=str(tmp_path), workload=workload, **LEAN)
     first = train(settings).summary
     unmoved = {"optimizer": {"learning_rate": 0.0}}

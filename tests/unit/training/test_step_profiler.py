@@ -278,7 +278,8 @@ def test_profile_request_reports_worker_failure(
                     if rank == 0
                     else lambda *_: None
                 )
-                worker: Any = WorkerContext(config, rank, 2, torch.device("cpu"), None)  # type: ignore[arg-type]
+                engine: Any = None
+                worker = WorkerContext(config, rank, 2, torch.device("cpu"), engine)
                 profiler = step_profiler.make_profiler(
                     worker, str(tmp_path), SimpleNamespace(subscribe=id), write
                 )

@@ -601,7 +601,8 @@ def test_space_file_defines_trials() -> None:
     assert all(list(trial) == [RATE, TOWER, BATCH] for trial in trials[1:])
     assert space.trials(9, seed=0) == trials != space.trials(9, seed=1)
     config = with_values(recipes.criteo_demo("log"), trials[1])
-    assert (config.batch_size, config.workload.model.top_mlp) == (256, tuple(trials[1][TOWER]))  # type: ignore[attr-defined]
+    tower = config.workload.model.top_mlp  # type: ignore[attr-defined]
+    assert (config.batch_size, tower) == (256, tuple(trials[1][TOWER]))
     assert Space.of(space.plain(), source="again") == space
 
 

@@ -266,7 +266,9 @@ class Spill:
         try:
             if self._file is None:
                 os.makedirs(self.folder, exist_ok=True)
-                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  closed by `close`
+                self._file = tempfile.TemporaryFile(  # noqa: SIM115  # closed by `close`
+                    dir=self.folder, buffering=0
+                )
             for column, counter in enumerate(counters):
                 if not counter.used:
                     continue

@@ -57,8 +57,8 @@ class Preset(Config):
     the transform.
     """
     ids: Literal["frequency", "first_seen", "murmur3"] = "frequency"
-    """Order of ids. frequency: by falling count, then rising token; first_seen: by the first row
-    with the category in the log; murmur3: no vocabulary, a hash of the category modulo the table's
+    """Order of ids. frequency: by falling count, then rising token. first_seen: by the first row
+    with the category in the log. murmur3: no vocabulary, a hash of the category modulo the table's
     rows (needs num_embeddings).
     """
     first_id: int = 2

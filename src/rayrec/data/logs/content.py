@@ -26,12 +26,17 @@ _MAGIC: Final[dict[str, str]] = packaged_json(__package__, "file_starts.json")
 them; what such a file is, and the fix.
 """
 _NUMBER: Final = r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?"
+_LIBSVM: Final = rf"{_NUMBER}(?: qid:[0-9]+)?(?: [0-9]+:{_NUMBER})+"
+_LIBFFM: Final = rf"{_NUMBER}(?: [0-9]+:[0-9]+:{_NUMBER})+"
+_VOWPAL_WABBIT: Final = rf"(?:{_NUMBER} )*(?:'\S+ ?)?\|[a-zA-Z]\S* [^|]+(?:\|[a-zA-Z]\S* [^|]+)*"
 _LINES: Final = {
-    rf"{_NUMBER}(?: qid:[0-9]+)?(?: [0-9]+:{_NUMBER})+": "libsvm text (label index:value ...); read it with "
-    "sklearn.datasets.load_svmlight_file",
-    rf"{_NUMBER}(?: [0-9]+:[0-9]+:{_NUMBER})+": "libffm text (label field:index:value ...); parse its fields into columns",
-    rf"(?:{_NUMBER} )*(?:'\S+ ?)?\|[a-zA-Z]\S* [^|]+(?:\|[a-zA-Z]\S* [^|]+)*": "Vowpal Wabbit text (label |namespace "
-    "feature ...); parse its namespaces into columns",
+    _LIBSVM: (
+        "libsvm text (label index:value ...); read it with sklearn.datasets.load_svmlight_file"
+    ),
+    _LIBFFM: "libffm text (label field:index:value ...); parse its fields into columns",
+    _VOWPAL_WABBIT: (
+        "Vowpal Wabbit text (label |namespace feature ...); parse its namespaces into columns"
+    ),
 }
 """Patterns of lines of text formats without columns, and what such a file is, with the fix."""
 

@@ -12,7 +12,9 @@ UTF8_FAULT: Final = "not UTF-8"
 TRAILING_FAULT: Final = "text after a closing quote"
 _FIXES: Final = {
     UTF8_FAULT: "name the file's encoding in the schema, such as `encoding: latin-1`",
-    TRAILING_FAULT: "if the file writes quotes as \\\", name the character in the schema: `escape: '\\'`",
+    TRAILING_FAULT: (
+        "if the file writes quotes as \\\", name the character in the schema: `escape: '\\'`"
+    ),
 }
 """Schema fields that remove faults."""
 LABEL_LETTERS: Final = 24

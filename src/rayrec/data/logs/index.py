@@ -348,12 +348,8 @@ class CachedIndex:
         try:
             stored = storage.read_json(self.path)
             return stored["version"], LogIndex.from_dict(stored)
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-        ):  # Not JSON, or JSON of another shape
+        # Not JSON, or JSON of another shape
+        except (ValueError, TypeError, LookupError, AttributeError):
             return None, None
 
 

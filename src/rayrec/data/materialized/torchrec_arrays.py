@@ -37,7 +37,8 @@ PRESET: Final = "adopted"
 MAX_FAULTY_ROWS: Final = 100_000
 """Maximum number of excluded rows, whose row numbers are stored."""
 _NAME: Final = re.compile(
-    r"(?P<stem>.+?)_(?P<part>dense|labels|sparse|sparse_contig_freq)\.npy|(?P<npz>.+)_sparse_multi_hot\.npz"
+    r"(?P<stem>.+?)_(?P<part>dense|labels|sparse|sparse_contig_freq)\.npy"
+    r"|(?P<npz>.+)_sparse_multi_hot\.npz"
 )
 _ID_FILES: Final[tuple[IdFiles, ...]] = ("sparse", "sparse_contig_freq", "sparse_multi_hot")
 _TASK_BYTES: Final = 64 << 20

@@ -72,10 +72,10 @@ class TwoTowerConfig(ClickModelConfig):
         lists = [name for name, _ in inputs.lists]
         for name in self.item_features:
             if name not in inputs.features or name in lists:
+                single = ", ".join(each for each in inputs.features if each not in lists)
                 raise InputError(
                     "TwoTowerConfig.item_features: must be features of one category a row, got "
-                    f"{name}. The log has "
-                    f"{', '.join(each for each in inputs.features if each not in lists)}."
+                    f"{name}. The log has {single}."
                 )
         features = tuple(name for name in inputs.features if name not in self.item_features)
         if not features:

@@ -8,6 +8,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Final
 
@@ -325,7 +326,7 @@ def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
     in_color = not isinstance(pixels[0][0], int)
     lines = []
     for row in pixels:
-        values = [value for pixel in row for value in pixel] if in_color else row  # type: ignore[union-attr]
+        values = list(chain.from_iterable(row)) if in_color else row  # type: ignore[arg-type]
         lines.append(b"\0" + bytes(values))  # type: ignore[arg-type]  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if in_color else 0, 0, 0, 0)
     parts = (

@@ -92,11 +92,8 @@ def _marks(
         by_step.append(Mark(attempt.first_step or 0, f"↻{number}", text))
         by_time.append(Mark(attempt.begin_s, f"↻{number}", text))
     if summary is not None and summary["chosen_step"] != summary["steps"]:
-        by_step.append(
-            Mark(
-                summary["chosen_step"], "★", f"the weights to use: step {summary['chosen_step']:,}"
-            )
-        )
+        step = summary["chosen_step"]
+        by_step.append(Mark(step, "★", f"the weights to use: step {step:,}"))
     return by_step, by_time
 
 

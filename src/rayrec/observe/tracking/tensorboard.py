@@ -74,7 +74,8 @@ class TensorBoardTracker:
             self._records.close()
 
     def _begin(self, time_s: float) -> None:
-        name = f"events.out.tfevents.{int(time_s):010d}.{socket.gethostname()}.{os.getpid()}.{os.urandom(3).hex()}"
+        process = f"{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(time_s):010d}.{process}.{os.urandom(3).hex()}"
         self._path = storage.join(self._folder, name + _SUFFIX)
         self._records = RecordWriter(f"{_SCHEME}:{self._path}")
         self._write(Record(wall_time=time_s, file_version="brain.Event:2"))

@@ -78,7 +78,8 @@ class StoreRendezvous:
         chunks = [value[start : start + _CHUNK] for start in range(0, len(value), _CHUNK)]
         with self._open():
             for number, chunk in enumerate(chunks):
-                self._store.set(f"{key}/{number}", chunk)  # type: ignore[arg-type]  # bytes too, which torch's stubs do not know
+                # Bytes too, which torch's stubs do not know
+                self._store.set(f"{key}/{number}", chunk)  # type: ignore[arg-type]
             self._store.set(key, str(len(chunks)))  # written last, after all pieces
 
     def get(self, key: str) -> bytes | None:
@@ -196,7 +197,8 @@ def train_first(
     )
     if env.world_size > 1:
         # Each process recreates unshareable parts, and compares the configuration with its own.
-        shared = dataclasses.replace(attempt, config=None, engine=None, channel=None)  # type: ignore[arg-type]
+        unshareable: dict[str, Any] = {"config": None, "engine": None, "channel": None}
+        shared = dataclasses.replace(attempt, **unshareable)
         rendezvous.publish(_ATTEMPT, pickle.dumps((config.to_dict(), shared)))
     return _train(attempt, rendezvous, signals)
 

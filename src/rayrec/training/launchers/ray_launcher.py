@@ -289,8 +289,9 @@ def _fit(attempt: AttemptContext) -> dict[str, Any]:
             run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as Train V1's
                 name=config.name,
                 storage_path=scratch,
-                # Its own retries keep the number of workers, and some have no limit.
-                failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]  # typed as Train V1's
+                # Its own retries keep the number of workers, and some have no limit. The class is
+                # typed as Train V1's.
+                failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]
                     max_failures=0, max_preemption_failures=0, controller_failure_limit=0
                 ),
                 logging_config=ray.train.LoggingConfig(log_level="ERROR"),

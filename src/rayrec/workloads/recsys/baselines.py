@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import numpy as np
 
@@ -207,8 +207,9 @@ class _Trees:
     other folds. Skips lists.
     """
 
-    def __init__(self, rates: dict[int, _Rates], booster: object) -> None:
-        self._rates, self._booster = rates, booster
+    def __init__(self, rates: dict[int, _Rates], booster: Any) -> None:
+        self._rates = rates
+        self._booster = booster
 
     @classmethod
     def fit(cls, baselines: Baselines, **settings: Any) -> _Trees:
@@ -255,24 +256,28 @@ class _Trees:
         return trees_model
 
     def _features(self, rows: EncodedRows) -> np.ndarray:
-        of_ids = [rates.features(rows.ids[number]) for number, rates in self._rates.items()]  # type: ignore[arg-type]
+        # Of columns with one category, because `fit` skips lists
+        ids = {number: cast(np.ndarray, rows.ids[number]) for number in self._rates}
+        of_ids = [rates.features(ids[number]) for number, rates in self._rates.items()]
         return np.concatenate([rows.dense, *of_ids], axis=1)
 
     @property
     def parameters(self) -> int:
-        trees = self._booster.dump_model()["tree_info"]  # type: ignore[attr-defined]
+        trees = self._booster.dump_model()["tree_info"]
         return sum(2 * tree["num_leaves"] - 1 for tree in trees)
 
     def logits(self, rows: EncodedRows) -> np.ndarray:
-        return self._booster.predict(self._features(rows), raw_score=True).astype(np.float32)  # type: ignore[attr-defined]
+        scores = self._booster.predict(self._features(rows), raw_score=True)
+        return scores.astype(np.float32)
 
 
 class _Logistic:
     """Logistic regression on numbers and 2^20 hashed category weights."""
 
-    def __init__(self, model: object, trained: np.ndarray) -> None:
+    def __init__(self, model: Any, trained: np.ndarray) -> None:
         """Create a scorer. `trained` has the columns of `one_hot` with a weight in the model."""
-        self._model, self._trained = model, trained
+        self._model = model
+        self._trained = trained
 
     @classmethod
     def fit(cls, baselines: Baselines, *, strengths: tuple[float, ...] = _STRENGTHS) -> _Logistic:
@@ -293,10 +298,11 @@ class _Logistic:
 
     @property
     def parameters(self) -> int:
-        return int(np.count_nonzero(self._model.coef_)) + 1  # type: ignore[attr-defined]
+        return int(np.count_nonzero(self._model.coef_)) + 1
 
     def logits(self, rows: EncodedRows) -> np.ndarray:
-        return self._model.decision_function(one_hot(rows)[:, self._trained]).astype(np.float32)  # type: ignore[attr-defined]
+        scores = self._model.decision_function(one_hot(rows)[:, self._trained])
+        return scores.astype(np.float32)
 
 
 def one_hot(rows: EncodedRows) -> sparse.csr_matrix:

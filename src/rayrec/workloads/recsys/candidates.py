@@ -77,11 +77,10 @@ def check_candidates(
         )
     count, k = inputs.candidates_of(feature).count, getattr(model, "k", 0)
     if not count:
+        min_count = preprocessor.constants.get("rules", {}).get("min_count", "an empty vocabulary")
         raise InputError(
             f"preset.min_count: no category of column {feature} is in enough of the counted rows, "
-            "got "
-            f"{preprocessor.constants.get('rules', {}).get('min_count', 'an empty vocabulary')}. "
-            "Lower it."
+            f"got {min_count}. Lower it."
         )
     if count is not None and k > count:
         note(

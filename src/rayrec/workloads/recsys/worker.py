@@ -412,7 +412,8 @@ class TimedBase(TrainPipelineBase):
         self, model: torch.nn.Module, optimizer: Any, device: torch.device, clock: StepTimer
     ) -> None:
         time_forward(model, clock)
-        super().__init__(model, TimedOptimizer(optimizer, clock), device)  # type: ignore[arg-type]  # only step and zero_grad are used
+        timed: Any = TimedOptimizer(optimizer, clock)  # The pipeline uses step and zero_grad alone
+        super().__init__(model, timed, device)
         self._clock = clock
 
     def _wait_for_batch(self, cur_batch: Any) -> None:

@@ -64,7 +64,8 @@ def test_split_rejects_empty_part() -> None:
         ("last_file", (5,)),
         ("last_file", (5, 5, 1)),
     ]:
-        rejects(r"leave no rows for .*--eval-data\.path", Split(kind=kind).rows, index_of(*rows))  # type: ignore[arg-type]
+        split = Split(kind=kind)  # type: ignore[arg-type]
+        rejects(r"leave no rows for .*--eval-data\.path", split.rows, index_of(*rows))
 
 
 @given(st.integers(20, 10_000_000), st.floats(0.1, 0.4), st.floats(0.1, 0.4), st.booleans())
@@ -104,7 +105,8 @@ def test_days_are_counted() -> None:
         ),
         ({"validation_days": 2, "test_days": 0}, {"train": (0, 10), "validation": (10, 19)}),
     ):
-        assert Split(kind="days", **options).rows(days_of(2, 3, 5, 4, 5)) == expected  # type: ignore[arg-type]
+        split = Split(kind="days", **options)  # type: ignore[arg-type]
+        assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
 
 
 def test_days_are_named() -> None:
@@ -122,7 +124,8 @@ def test_days_are_named() -> None:
             {"train": (5, 19), "validation": (0, 2), "test": (2, 5)},
         ),
     ):
-        split = Split(kind="named_days", **{f"{name}_names": days for name, days in names.items()})  # type: ignore[arg-type]
+        options = {f"{name}_names": days for name, days in names.items()}
+        split = Split(kind="named_days", **options)  # type: ignore[arg-type]
         if expected is not None:
             assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
         else:

@@ -150,8 +150,9 @@ from rayrec.data.text.mds import TokenRows
 
 def held():
     gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count(".mds"), threading.active_count(), "streaming" in sys.modules
+    maps, threads = Path("/proc/self/maps").read_text(), threading.active_count()
+    files = len(os.listdir("/proc/self/fd"))
+    return files, maps.count(".mds"), threads, "streaming" in sys.modules
 
 source, cache = sys.argv[1:]
 TokenRows(source, cache_folder=cache).close()

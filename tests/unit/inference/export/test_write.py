@@ -825,7 +825,8 @@ def test_encoder_reads_64_bit_integers_as_text(tmp_path: Path, value: int) -> No
 
 
 # -- Model repository for Triton
-# The part of Triton's model_config.proto (package inference) that a model like ours uses: name:number:type, * where repeated.
+# The part of Triton's model_config.proto (package inference) that a model like ours uses:
+# name:number:type, * where repeated.
 SCHEMA = {
     "ModelInput": "name:1:string data_type:2:DataType dims:4:int64*",
     "ModelOutput": "name:1:string data_type:2:DataType dims:3:int64*",

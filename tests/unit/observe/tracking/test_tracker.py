@@ -524,7 +524,8 @@ def iteration_lines(folder: Path, events: list[dict[str, Any]]) -> list[str]:
 
 ORIGINAL = """Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.561402, accuracy 74.972 %
 [1] Finished training it 16/150 of epoch 0, 439.75 ms/it, loss 0.561402, accuracy 74.972 %
-Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, accuracy 78.221 %, best accuracy 78.221 %
+Testing at - 150/150 of epoch 0, loss 0.463800, auc 0.7926, best auc 0.7926, \
+accuracy 78.221 %, best accuracy 78.221 %
 Test time:1.9705123901367188"""
 """Lines of e2eAIOK's DLRM, whose launcher puts the rank before them."""
 LINE = re.compile(

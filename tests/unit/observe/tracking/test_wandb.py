@@ -176,12 +176,14 @@ from rayrec.observe.tracking.wandb import WandbTracker, children_named
 folder = sys.argv[1]
 tracker.CLOSE_S = 1.0
 make = lambda: WandbTracker(folder, project="project", offline=False, config={"name": "run"})
-with tracker.tracking({"W&B": make}, folder + "/events.jsonl", note=print), EventWriter(folder + "/events.jsonl") as events:
+path = folder + "/events.jsonl"
+with tracker.tracking({"W&B": make}, path, note=print), EventWriter(path) as events:
     events.write("run", config_hash="0")
     events.write("step", step=1, loss=1.0, rows=1)
     while not children_named("wandb-core"):
         time.sleep(0.1)
-print("threads", [thread.name for thread in threading.enumerate() if thread.name.startswith("tracker")])
+names = [thread.name for thread in threading.enumerate()]
+print("threads", [name for name in names if name.startswith("tracker")])
 """
 
 

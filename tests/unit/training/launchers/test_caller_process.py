@@ -60,7 +60,9 @@ def test_scoring_commands_leave_callers_process_unchanged(
     rayrec.evaluate(run, log, console=QUIET)
     rayrec.predict_to(run, log, out=str(tmp_path / "scores"), console=QUIET)
     rayrec.export(run, out=str(tmp_path / "export"))
-    rayrec.plan(config, tables=[100] * len(config.workload.schema.sparse))  # type: ignore[attr-defined]  # a click model's
+    # The schema of a click model.
+    schema = config.workload.schema  # type: ignore[attr-defined]
+    rayrec.plan(config, tables=[100] * len(schema.sparse))
     check_unchanged(before)
 
 
@@ -151,7 +153,8 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waiting:
     set_up = data_parallel.Small.set_up
 
     def set_up_waiting(self: Workload, context: Any, prepared: Any) -> Any:
-        setup, name = set_up(self, context, prepared), str(context.config.name)  # type: ignore[arg-type]
+        setup = set_up(self, context, prepared)  # type: ignore[arg-type]
+        name = str(context.config.name)
         begin_step = setup.begin_step
 
         def begin(step: int, total: int) -> None:

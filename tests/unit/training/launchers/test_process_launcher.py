@@ -97,7 +97,10 @@ def workers() -> list[threading.Thread]:
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
     plain = data_parallel.config(1, steps=STEPS)
-    workload = Small(optimizer=plain.workload.optimizer, schedule=plain.workload.schedule)  # type: ignore[attr-defined]
+    workload = Small(
+        optimizer=plain.workload.optimizer,  # type: ignore[attr-defined]
+        schedule=plain.workload.schedule,  # type: ignore[attr-defined]
+    )
     scaling = {"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1}
     made = plain.replace(
         name="run",

@@ -142,7 +142,12 @@ def test_signal_without_last_save_ends_run(
             "longer than failure.max_grace_s (600 s)",
         ),
     ):
-        run = Attempts(monkeypatch, [outcome], config(grace_s=60.0), tmp_path)  # type: ignore[list-item]
+        run = Attempts(
+            monkeypatch,
+            [outcome],  # type: ignore[list-item]
+            config(grace_s=60.0),
+            tmp_path,
+        )
         run.signals.cause = "SIGTERM"
         assert run.run() is None
         assert run.written[1:] == [("failure", {"cause": told, "last": True})]
@@ -151,7 +156,12 @@ def test_signal_without_last_save_ends_run(
 def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[str]:
     """Return the names of the callbacks that a trainer of one worker gives to its controller."""
     scaling, run = ScalingConfig(num_workers=1), RunConfig(storage_path=str(folder))
-    trainer = trainer_class(lambda: None, scaling_config=scaling, run_config=run)  # type: ignore[arg-type]  # typed as Train V1's
+    # Both are typed as Train V1's.
+    trainer = trainer_class(
+        lambda: None,
+        scaling_config=scaling,  # type: ignore[arg-type]
+        run_config=run,  # type: ignore[arg-type]
+    )
     return {type(callback).__name__ for callback in trainer._create_default_callbacks()}
 
 
@@ -563,9 +573,8 @@ def test_driver_engine_depends_on_cluster(
     monkeypatch.setattr(RayEngine, "run", on_cluster)
     monkeypatch.setattr(ray_launcher.ray, "put", lambda value: ("in the object store", value))
     shares = SimpleNamespace(driver=TaskPlacement(num_cpus=1.0), num_nodes=num_nodes)
-    engine = RayLauncher(config_for({"num_workers": 2}, num_cpus=1)).engine(
-        shares, max_outage_s=3.0
-    )  # type: ignore[arg-type]
+    launcher = RayLauncher(config_for({"num_workers": 2}, num_cpus=1))
+    engine = launcher.engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
     assert isinstance(engine, ThreadEngine if own else RayEngine)
     assert engine.cpus == 1
     few, many = list(range(8)), list(range(9))

@@ -213,7 +213,8 @@ INPUTS = ModelInputs(5, ("b", "a", "c"))
 @pytest.mark.parametrize("interaction", ["dot", "cross", "projection"])
 def test_exported_program_matches_logits(interaction: str, precision: str) -> None:
     torch.manual_seed(0)
-    network = SMALL.replace(interaction=interaction).build(INPUTS, precision=precision)  # type: ignore[arg-type]
+    small = SMALL.replace(interaction=interaction)
+    network = small.build(INPUTS, precision=precision)  # type: ignore[arg-type]
     model = PlainModel(network, INPUTS, label_heads(INPUTS.label), width=8).eval()
     dense, pooled = torch.randn(50, 5), torch.randn(50, 24)
     rows = torch.export.Dim("rows", min=1)
@@ -383,9 +384,9 @@ def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
 def _slice(rows: EncodedRows, start: int, stop: int) -> EncodedRows:
     return EncodedRows(
         rows.dense[start:stop],
-        [ids[start:stop] for ids in rows.ids],
+        [ids[start:stop] for ids in rows.ids],  # type: ignore[index]
         {"label": rows.label[start:stop]},
-    )  # type: ignore[index]
+    )
 
 
 def test_targets_mix_labels_and_probabilities_also_after_resume(both: tuple[Saved, Saved]) -> None:
