@@ -4,7 +4,8 @@ aws|google|azure [COMMAND ...]`.
 Without a command it runs beside `ray start`, tells Ray, and ends: the workers of the run save and
 restart elsewhere. With one, such as torchrun, it runs the command and sends it SIGTERM at the
 notice: the workers save. It then waits for the machine to end, so that no scheduler starts the
-command here again. Needs the standard library only. See docs/spot.md."""
+command here again. Needs the standard library only. See docs/spot.md.
+"""
 
 import email.utils
 import json
@@ -44,7 +45,8 @@ def _get(
 
 def aws(base: str) -> float | None:
     """Return when the machine ends, in seconds since 1970, or None without a notice. Instance
-    metadata, version 2."""
+    metadata, version 2.
+    """
     token, _ = _get(
         f"{base}/latest/api/token", method="PUT", X_aws_ec2_metadata_token_ttl_seconds="60"
     )
@@ -70,7 +72,8 @@ def google() -> Callable[[str], float | None]:
 
 def azure(base: str) -> float | None:
     """Return when the machine ends: its event Preempt among the scheduled events, which are also
-    those of its neighbors."""
+    those of its neighbors.
+    """
     name, _ = _get(
         f"{base}/metadata/instance/compute/name?api-version=2021-02-01&format=text", Metadata="true"
     )

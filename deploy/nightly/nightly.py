@@ -24,7 +24,8 @@ SPLIT = "last_file"  # each day's last file is not trained on: it checks the mod
 
 def run_night(job: dict[str, Any], day: str) -> None:
     """Make the model of `day` (YYYY-MM-DD) from the last good one, and swap it in. Raises
-    InputError if a gate fails."""
+    InputError if a gate fails.
+    """
     rows, place = storage.join(job["log"], f"dt={day}"), job["place"]
     run, vocabulary, exported = (
         f"{place}/runs/night-{day}",
@@ -108,7 +109,8 @@ def is_complete(manifest: str) -> bool:
 
 def require(failures: list[str], *, section: str) -> None:
     """Raise InputError if a gate failed. Names fields of a section of the settings instead of flags
-    of a command."""
+    of a command.
+    """
     if failures:
         fields = re.sub(
             r"(?:--)?\bgates\.([\w-]+)",

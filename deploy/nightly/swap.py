@@ -30,7 +30,8 @@ PATCHES = {
 
 def patch_of(kind: str, found: dict[str, Any], export: str) -> dict[str, Any]:
     """Return the patch that sets the model: variable MODEL of a Deployment, `user_config` of a
-    RayService."""
+    RayService.
+    """
     if kind == "deployments":
         (container,) = found["spec"]["template"]["spec"]["containers"]
         changed = {"name": container["name"], "env": [{"name": "MODEL", "value": export}]}

@@ -68,8 +68,7 @@ class TrialState:
 
     def value(self, wave: int) -> float | None:
         """Return the metric after a wave, or of the selected weights if the trial had finished by
-        then. None
-        without metric, or if the trial failed before.
+        then. None without metric, or if the trial failed before.
         """
         if wave < len(self.values):
             return self.values[wave]
