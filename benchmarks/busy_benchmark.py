@@ -40,7 +40,8 @@ def train(*, path: str, on_ray: bool, busy: bool) -> float:
 
 
 def main(*, quick: bool) -> None:
-    rows, repeats = 110_000, 1 if quick else 3
+    rows = 110_000
+    repeats = 1 if quick else 3
     path = synthetic_log(rows)
     for on_ray in (False, True):
         trained = {

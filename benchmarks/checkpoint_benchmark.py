@@ -41,7 +41,8 @@ class LargeState:
     """
 
     def __init__(self, folder: str, total_bytes: int) -> None:
-        self._folder, self._bytes = folder, total_bytes
+        self._folder = folder
+        self._bytes = total_bytes
         self._tensors = tables(total_bytes)
         self._steps = count(1)
         self._buffer = bytearray(total_bytes + (1 << 20))
@@ -83,7 +84,8 @@ class LargeState:
 
     def plain_copy(self) -> float:
         """Copy the data file from the page cache to the same disk, synced -> bytes/s."""
-        source, target = self._file(), os.path.join(self._folder, "copy")
+        source = self._file()
+        target = os.path.join(self._folder, "copy")
 
         def copy() -> int:
             shutil.copyfile(source, target)
@@ -112,7 +114,8 @@ class LargeState:
 
         def read() -> int:
             with open(self._file(), "rb", buffering=0) as file:
-                view, done = memoryview(self._buffer), 0
+                view = memoryview(self._buffer)
+                done = 0
                 while size := file.readinto(view[done:]):
                     done += size
             return done

@@ -32,8 +32,11 @@ from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, foreca
 from rayrec.training.launchers.base import layout_of
 from rayrec.workloads.base import MeasuredSpeed, TrainConfig
 
-ROWS, REPEATS, MEASUREMENTS = 1_500_000, 3, 3
-BATCH, ROWS_PER_S = 32_768, 700_000
+ROWS = 1_500_000
+REPEATS = 3
+MEASUREMENTS = 3
+BATCH = 32_768
+ROWS_PER_S = 700_000
 """Rows of a step, and speed of the stand-in for an accelerator: more than one data node makes, and
 less than two.
 """
@@ -44,7 +47,9 @@ WAITING = 0.007
 CPUS = 2
 """CPUs of each node for data tasks. The training node reserves one of its two for the worker."""
 BLOCK_BYTES = 8 << 20
-WARM_STEPS, SETTLE_S, MEASURED_S = 40, 10.0, 40.0
+WARM_STEPS = 40
+SETTLE_S = 10.0
+MEASURED_S = 40.0
 PERIOD_US = 500_000
 """Period in which a group may use its fraction. With 100 ms, a row takes a seventh more CPU time:
 each pause cools the caches.
@@ -142,7 +147,8 @@ def _run(path: str, preprocessor: str, more: int) -> _Run:
         measured,
         stage_wall_s={stage: cpu_s / CORE for stage, cpu_s in measured.stage_cpu_s.items()},
     )
-    shape, config = _shape(more), _config(path, preprocessor).replace(scaling={"use_gpu": True})
+    shape = _shape(more)
+    config = _config(path, preprocessor).replace(scaling={"use_gpu": True})
     planned = extrapolate(slower, shape, layout_of(config, shape.resources()), threads_per_worker=1)
     return _Run(speed["rows_per_s"], speed["blocked_fraction"], planned)
 

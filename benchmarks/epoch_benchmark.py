@@ -19,7 +19,8 @@ from logs import synthetic_log
 from rows import attempt, emit, note
 from subprocesses import child, run_task
 
-ROWS, BATCH = 200_000, 2048
+ROWS = 200_000
+BATCH = 2048
 
 
 def main(*, quick: bool) -> None:
@@ -79,10 +80,8 @@ def rayrec_epoch(*, path: str, storage: str) -> dict[str, Any]:
         name="epoch",
     )
     result = train(config, console=Console(quiet=True))
-    sets, steps = (
-        result.summary["rows_of_sets"],
-        read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"}),
-    )
+    sets = result.summary["rows_of_sets"]
+    steps = read_events(os.path.join(result.folder, "events.jsonl"), kinds={"step"})
     rows = [0, *(event["rows"] for event in steps)]
     seconds = sum(
         (after - before) / event["rows_per_s"]
@@ -115,7 +114,9 @@ def torchrec_epoch(*, path: str, preprocessor: str, sets: dict[str, int]) -> dic
         pipeline.progress(source)
     seconds = time.perf_counter() - begin
     pipeline._model.eval()
-    source, logits, labels = _batches(path, encoder, test, test + sets["test"]), [], []
+    source = _batches(path, encoder, test, test + sets["test"])
+    logits = []
+    labels = []
     for _ in range(-(-sets["test"] // BATCH)):
         _, of_rows, clicks = pipeline.progress(source)
         logits.append(of_rows.float().numpy())

@@ -53,7 +53,8 @@ def plain(*, loader_workers: int, steps: int, warm_steps: int, **arguments: Any)
     from rayrec.data.text.text_blocks import open_tokens
 
     config = recipe(**arguments, steps=steps, loop="huggingface")
-    tokens, optimizer = open_tokens(arguments["path"]), config.workload.optimizer
+    tokens = open_tokens(arguments["path"])
+    optimizer = config.workload.optimizer
     assert optimizer.kind == "adamw"
     settings = {
         "path": tokens.set_path("train"),
@@ -139,7 +140,8 @@ def compare_speed(
         },
     )
     best = max(readers, key=lambda loader_workers: rates[f"plain_{loader_workers}"])
-    flop, block_size = flop_per_token(common["path"]), about["block_size"]
+    flop = flop_per_token(common["path"])
+    block_size = about["block_size"]
     for loop in LOOPS:
         ours_per_s = rates[loop] * block_size
         for peer, rate in (
@@ -177,7 +179,8 @@ def flop_per_token(path: str) -> float:
     from rayrec.recipes import gpt2_tiny
 
     workload: Any = gpt2_tiny().workload
-    tokens, model = open_tokens(path), workload.model
+    tokens = open_tokens(path)
+    model = workload.model
     weights = 12 * model.n_layer * model.n_embd**2 + tokens.vocabulary_size * model.n_embd
     attention = 2 * model.n_layer * tokens.block_size * model.n_embd
     return 6 * (weights + attention)

@@ -526,7 +526,8 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
     roofline.
     """
     common = {"sizes": asdict(sizes), "on": on}
-    peak, moved = run(peaks, on=on), run(row_bytes, multi_hot=False, **common)
+    peak = run(peaks, on=on)
+    moved = run(row_bytes, multi_hot=False, **common)
     for precision in TRAINED:
         rates, last = interleaved_rates(
             sizes.repeats,
@@ -550,7 +551,8 @@ def train(sizes: Sizes, on: str, out: str | None) -> None:
 def dcnv2(sizes: Sizes, on: str, out: str | None) -> None:
     """Measure MLPerf's DCNv2 with 214 ids per row, from preprocessed data."""
     common = {"sizes": asdict(sizes), "on": on, "multi_hot": True}
-    peak, moved = run(peaks, on=on), run(row_bytes, **common)
+    peak = run(peaks, on=on)
+    moved = run(row_bytes, **common)
     for precision in ("tf32", "bf16") if on == "cuda" else ("fp32",):
         rates, last = interleaved_rates(
             sizes.repeats, ready=partial(run, speed, precision=precision, ready=True, **common)
@@ -584,7 +586,8 @@ def roofline(
     """Compute the FLOP and bytes per row, and the fractions of the device's measured peaks used at
     this speed. Pure.
     """
-    flop, size = 6 * multiply_adds, sum(moved.values())
+    flop = 6 * multiply_adds
+    size = sum(moved.values())
     return {
         "flop_per_row": round(flop),
         "bytes_per_row": {name: round(part) for name, part in moved.items()},

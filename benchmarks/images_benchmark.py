@@ -26,7 +26,8 @@ from subprocesses import child, run_child, run_task
 from rayrec.workloads.vision import ImageFilesWorkload
 
 PLAIN = Path(__file__).parent / "peers" / "plain_image_folder.py"
-BATCH_SIZE, LEARNING_RATE = 64, 0.01
+BATCH_SIZE = 64
+LEARNING_RATE = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,11 @@ from rayrec.workloads.base import Target
 from rayrec.workloads.recsys.planning import local_memory, tables_of
 from rayrec.workloads.recsys.workload import ClickWorkload
 
-ROWS, STEPS, FEW_STEPS, WARM_STEPS, REPEATS = 400_000, 120, 20, 20, 3
+ROWS = 400_000
+STEPS = 120
+FEW_STEPS = 20
+WARM_STEPS = 20
+REPEATS = 3
 LINKS_GBIT = (None, 10.0, 1.0)
 PORT = 29500
 
@@ -50,7 +54,9 @@ class Trained:
 def main(*, quick: bool) -> None:
     if lacks := missing() or missing_tbf():
         raise InputError(f"rayrec benchmark links: {lacks}")
-    path, steps, cores = synthetic_log(ROWS), 40 if quick else STEPS, os.cpu_count() or 1
+    path = synthetic_log(ROWS)
+    steps = 40 if quick else STEPS
+    cores = os.cpu_count() or 1
     repeats = 1 if quick else REPEATS
     preprocessor = preprocessor_of(path)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,11 +85,14 @@ def main(*, quick: bool) -> None:
             )
             for hosts, _ in cases
         }
-    alone, pair = rates["one_host"], rates["two_workers_on_one_host"]
+    alone = rates["one_host"]
+    pair = rates["two_workers_on_one_host"]
     note(f"  1 host: {alone:,.0f} rows/s; 2 workers on 1 host of 2 cores: {pair:,.0f} rows/s")
     for hosts, gbit in cases:
         with part("links", _name(hosts, gbit)):
-            run, before, times = last[hosts, gbit], short[hosts], min(hosts, cores)
+            run = last[hosts, gbit]
+            before = short[hosts]
+            times = min(hosts, cores)
             sent = (run.sent_bytes - before.sent_bytes) / (run.rows - before.rows)
             traffic = _forecast(preprocessor, hosts=hosts, batch_size=run.batch_size)
             (_, forecast_sent), (forecast, limit) = (
@@ -122,7 +131,8 @@ def _name(hosts: int, gbit: float | None) -> str:
 
 def _forecast(preprocessor: str, *, hosts: int, batch_size: int) -> CommunicationVolume:
     """Forecast the communication of hosts with one worker each, as `rayrec plan` does."""
-    config, loaded = recipes.criteo_kaggle(), Preprocessor.load(preprocessor)
+    config = recipes.criteo_kaggle()
+    loaded = Preprocessor.load(preprocessor)
     config = config.replace(
         batch_size=batch_size, min_steps_per_epoch=1, scaling={"num_workers": hosts}
     )

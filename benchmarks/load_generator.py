@@ -95,7 +95,8 @@ async def run(
                 status = await asyncio.wait_for(connection.send(request), 60)
                 kind = "" if status == 200 else str(status)
             except (OSError, TimeoutError) as error:
-                kind, connection.closed = type(error).__name__, True
+                kind = type(error).__name__
+                connection.closed = True
             if began >= start:
                 if kind:
                     failures[kind] = failures.get(kind, 0) + 1

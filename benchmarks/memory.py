@@ -45,7 +45,8 @@ def watched(*, every_s: float = 0.5) -> Iterator[Peak]:
     """Sample the memory of this process and its descendants every `every_s` seconds. Each sample
     takes some milliseconds.
     """
-    peak, stop = Peak(), threading.Event()
+    peak = Peak()
+    stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(every_s):

@@ -52,7 +52,8 @@ def main(*, quick: bool) -> None:
         "gloo", init_method=f"file://{tempfile.mkdtemp()}/init", rank=0, world_size=1
     )
     rounds, steps = (2, 5) if quick else (3, 10)
-    batches, inputs = batches_of(BATCH, number=steps), ModelInputs.of(SCHEMA)
+    batches = batches_of(BATCH, number=steps)
+    inputs = ModelInputs.of(SCHEMA)
     workload: Any = criteo_kaggle("").workload
     for name in MODELS:
         with part("models", name):

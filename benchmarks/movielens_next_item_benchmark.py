@@ -91,7 +91,8 @@ def write_logs(ratings: Ratings, folder: str) -> None:
     order = np.argsort(ratings.user, kind="stable")
     ends = np.cumsum(np.bincount(ratings.user, minlength=len(ratings.users)))
     films = np.split(ratings.items["item_id"].to_numpy()[ratings.item[order]], ends[:-1])
-    window, stride = LENGTH + 1, LENGTH // 2
+    window = LENGTH + 1
+    stride = LENGTH // 2
     windows = []
     for of_user in films:
         history = of_user[:-2]

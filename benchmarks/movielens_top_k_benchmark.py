@@ -83,7 +83,8 @@ class Ratings:
         self, label: np.ndarray, user: np.ndarray, item: np.ndarray, before: np.ndarray
     ) -> pa.Table:
         """Return rows of a log."""
-        users, items = self.users.iloc[user], self.items.iloc[item]
+        users = self.users.iloc[user]
+        items = self.items.iloc[item]
         is_present = before >= 0
         offsets = np.concatenate([[0], np.cumsum(is_present.sum(axis=1))]).astype(np.int32)
         named = self.items["item_id"].to_numpy()
@@ -158,7 +159,8 @@ def _write_logs(ratings: Ratings, folder: str) -> None:
     """
     draw = np.random.default_rng(0)
     for name, rated_parts in (("train", ("train",)), ("valid", ("train", "valid"))):
-        rows, rated = ratings.part(name), ratings.rated(*rated_parts)
+        rows = ratings.part(name)
+        rated = ratings.rated(*rated_parts)
         of = np.repeat(rows, 1 + NEGATIVES)
         item = draw.integers(0, len(ratings.items), len(of))
         while (is_rated := rated[ratings.user[of], item]).any():
@@ -168,7 +170,8 @@ def _write_logs(ratings: Ratings, folder: str) -> None:
         order = draw.permutation(len(of)) if name == "train" else np.arange(len(of))
         of, item, positive = of[order], item[order], positive[order]
         _write(ratings.table(positive, ratings.user[of], item, ratings.before[of]), folder, name)
-    test, rated = ratings.part("test"), ratings.rated("train", "valid")
+    test = ratings.part("test")
+    rated = ratings.rated("train", "valid")
     index, item = np.nonzero(~rated[ratings.user[test]])
     of = test[index]
     _write(

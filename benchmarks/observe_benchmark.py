@@ -25,7 +25,8 @@ from paired_timing import Comparison, Spent, compare, median_interval
 from rows import emit, note
 from subprocesses import child, run_task
 
-BATCH, STEPS = 4096, 20
+BATCH = 4096
+STEPS = 20
 """Rows of a step; steps of a block, which is one interval between two logs: about half a second."""
 WARM_BLOCKS: Final = 20
 MAX_S: Final = 720.0
@@ -45,7 +46,9 @@ class Cycled:
         from rayrec.data.stage_times import StageTimes
 
         self.steps = self.steps_per_epoch = 10**9
-        self._batches, self._left, self._table = cycle(batches), 0, table
+        self._batches = cycle(batches)
+        self._left = 0
+        self._table = table
         self._round = len(batches)
         if table is not None:
             self.stages = StageTimes(cpus=2.0)
@@ -90,7 +93,8 @@ class Lane:
 
         self.driver(signal.SIGCONT if self.observed else signal.SIGSTOP)
         with time_collective_waits(self.setup.clock):
-            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+            begin_s = time.perf_counter()
+            begin_cpu_s = time.process_time()
             loop._train(self.training, self.account, progress.step + STEPS)
             spent = Spent(time.perf_counter() - begin_s, time.process_time() - begin_cpu_s)
         self.setup.clock.stop()
@@ -116,7 +120,8 @@ def make_setup(config: Any, folder: str) -> tuple[Any, list[Any], float, Any]:
         "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
     )
     data = _read_slice(config.workload, config)
-    preprocessor, index = data.preprocessor, data.index
+    preprocessor = data.preprocessor
+    index = data.index
     preprocessor.save(f"{folder}/preprocessor")
     rows = SliceRows(f"{folder}/preprocessor", index, preprocessor.num_embeddings, data.rows_of_log)
     setup, batches = rows.set_up(WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)))

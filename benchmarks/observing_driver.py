@@ -34,7 +34,8 @@ def drive(*, folder: str) -> dict[str, float]:
     from rayrec.training.launchers.ray_metrics import PrometheusTracker
 
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    console, path = Console(), os.path.join(folder, "events.jsonl")
+    console = Console()
+    path = os.path.join(folder, "events.jsonl")
     makers: dict[str, Any] = {
         "TensorBoard": partial(TensorBoardTracker, folder, config="recipe: criteo_demo\n"),
         "Prometheus": partial(PrometheusTracker, "observed", since_s=0.0),

@@ -26,7 +26,8 @@ class PacedClicks(ClickWorkload):
 
     def set_up(self, worker: WorkerContext, prepared: Any) -> WorkerSetup:
         setup = super().set_up(worker, prepared)
-        setup.pipeline, setup.count_correct = Accelerator(self.pace_s), None
+        setup.pipeline = Accelerator(self.pace_s)
+        setup.count_correct = None
         return setup
 
 

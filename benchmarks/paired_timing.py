@@ -53,7 +53,8 @@ def median_interval(values: Sequence[float]) -> Interval:
     The number of values below the median is binomial with probability one half. Needs at least one
     value.
     """
-    ordered, n = sorted(values), len(values)
+    ordered = sorted(values)
+    n = len(values)
     low = max(1, math.floor((n - _Z * math.sqrt(n)) / 2))
     high = min(n, math.ceil(1 + (n + _Z * math.sqrt(n)) / 2))
     return Interval(statistics.median(ordered), ordered[low - 1], ordered[high - 1])
@@ -115,7 +116,9 @@ def compare(
     """Run quartets until half the interval of the ratio is `enough`, or the time or the quartets
     are used up. Each call of one of the three has to do as much work as any other.
     """
-    comparison, draw, end_s = Comparison(), random.Random(seed), time.monotonic() + max_s
+    comparison = Comparison()
+    draw = random.Random(seed)
+    end_s = time.monotonic() + max_s
     while max_quartets is None or comparison.quartets < max_quartets:
         if comparison.quartets % _NULL_EVERY == _NULL_EVERY - 1:
             comparison.null_ratios.append(quartet(same_as_theirs, theirs, draw=draw)[0])

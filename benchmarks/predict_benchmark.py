@@ -84,7 +84,8 @@ def predicted(
     from rayrec.inference.scoring import ScoringJob
     from rayrec.observe.console import Console
 
-    tables, seen = ScoringJob.tables, []
+    tables = ScoringJob.tables
+    seen = []
 
     def noted(self: ScoringJob, console: Console, *, first_row: int = 0) -> Any:
         if not with_model:
@@ -150,7 +151,8 @@ def bare(*, path: str, checkpoint: str, threads: int, seconds: float, ours: bool
             calls = [lambda batch=batch: model(*batch) for batch in ready]
         for call in calls[:3]:
             call()
-        done, start = 0, time.perf_counter()
+        done = 0
+        start = time.perf_counter()
         while time.perf_counter() - start < seconds:
             calls[done % len(calls)]()
             done += 1

@@ -110,7 +110,8 @@ def moments(steps: int, number: int, *, seed: int) -> list[int]:
     """Draw notice steps: random steps in the first two fifths of each of `number` equal parts.
     Pure.
     """
-    generator, part = random.Random(seed), steps // number
+    generator = random.Random(seed)
+    part = steps // number
     return [part * each + generator.randrange(2 * part // 5) for each in range(number)]
 
 
@@ -175,7 +176,8 @@ class Arm:
         """Run to the end, with a preemption at each of these steps -> `losses`, `attempts`,
         `wall_s` and the run's `summary`.
         """
-        generator, preemptions = random.Random(seed), []
+        generator = random.Random(seed)
+        preemptions = []
         begin_s = time.time()
         self.run.start()
         for step in notices:
@@ -247,8 +249,12 @@ def main(*, quick: bool) -> None:
 
 def report(name: str, results: dict[str, dict[str, Any]], *, workload: str) -> None:
     """Emit the row of an arm; the two that others are compared with were measured before."""
-    result, expected, baseline = results[name], results[UNDISTURBED], results.get(PERIODIC)
-    summary, lost, attempts = result["summary"], result["losses"], result["attempts"]
+    result = results[name]
+    expected = results[UNDISTURBED]
+    baseline = results.get(PERIODIC)
+    summary = result["summary"]
+    lost = result["losses"]
+    attempts = result["attempts"]
     num_started = sum(attempt.end - attempt.begin for attempt in attempts)
     redone = num_started - summary["steps"]
     assert redone == sum(loss.steps_redone for loss in lost), (num_started, lost)

@@ -76,7 +76,8 @@ def scaled_rate(
 
 def copy_rate(path: str, row_bytes: int, rows: int) -> float:
     """Measure the rows/s of copying as many bytes from one file to another, synced."""
-    source, target = path + ".copy-source", path + ".copy-target"
+    source = path + ".copy-source"
+    target = path + ".copy-target"
     with open(path, "rb") as read, open(source, "wb") as write:
         write.write(read.read(row_bytes * rows))
 

@@ -42,7 +42,8 @@ def main(*, quick: bool) -> None:
                 f"logloss {metrics[-1][2]:.4f}"
             )
         sizes = summary["rows_of_sets"]
-    train_rows, validation_end = sizes["train"], sizes["train"] + sizes["validation"]
+    train_rows = sizes["train"]
+    validation_end = sizes["train"] + sizes["validation"]
     ours = [statistics.mean(values) for values in zip(*metrics, strict=True)]
     rows = read(path)
     for peer, strengths in (

@@ -123,7 +123,8 @@ def main(*, quick: bool) -> None:
         ("worker", "kill -9 of 1 of 2 train workers -> first step after it"),
         ("driver", "kill -9 of the driver, its Ray goes with it, same command again -> first step"),
     ):
-        value, peer = medians["ours"][f"{kind}_s"], medians["bare"][f"{kind}_s"]
+        value = medians["ours"][f"{kind}_s"]
+        peer = medians["bare"][f"{kind}_s"]
         emit(
             "recover",
             peer="bare Ray Train, 2 workers, a tiny DDP step, nothing restored"

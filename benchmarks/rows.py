@@ -98,7 +98,8 @@ def emit(
     fields = {
         name: None if isinstance(figure, Failed) else figure for name, figure in figures.items()
     }
-    value, ratio = fields.pop(unit), fields.pop("ratio")
+    value = fields.pop(unit)
+    ratio = fields.pop("ratio")
     row = {
         "name": name,
         "peer": peer,

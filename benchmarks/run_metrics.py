@@ -90,7 +90,8 @@ def emit_losses(
     """Print a row with the largest difference between a run's loss curve (of `measured_run`) and
     the peer's.
     """
-    steps, difference = len(peer_losses), largest_difference(result["losses"], peer_losses)
+    steps = len(peer_losses)
+    difference = largest_difference(result["losses"], peer_losses)
     emit(
         name,
         peer=peer,

@@ -77,7 +77,9 @@ def synthetic_text(characters: int) -> str:
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
     words = ["".join(random.choice(letters, random.integers(2, 9))) for _ in range(WORDS)]
     following = np.minimum(random.zipf(1.3, (WORDS, 4)), WORDS) - 1
-    fragments, length, word = [], 0, 0
+    fragments = []
+    length = 0
+    word = 0
     while length < characters:
         word = int(
             following[word, random.integers(4)]

@@ -66,7 +66,8 @@ def many_files(folder: Path, size: int) -> Iterator[Result]:
         (log / f"part-{number}.parquet").write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
         store = SlowStore(LATENCY_S).installed(patch)
-        path, cache = f"slow://{log}", f"slow://{folder}/cache"
+        path = f"slow://{log}"
+        cache = f"slow://{folder}/cache"
         took_s, index = timed(lambda: opened(path, cache))
         # Three calls a file, 32 at a time, and the time of the calls themselves.
         yield "start_s", took_s, 3 * size * (LATENCY_S / 16 + 0.002) + 10

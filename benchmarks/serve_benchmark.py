@@ -69,7 +69,8 @@ def json_of(text: bytes) -> bytes:
     """Convert lines in Criteo's format to the JSON body of a request."""
     from rayrec.datasets.criteo import SCHEMA
 
-    dense, rows = set(SCHEMA.dense), []
+    dense = set(SCHEMA.dense)
+    rows = []
     for line in text.decode().splitlines():
         named = zip(SCHEMA.columns, line.split("\t"), strict=True)
         rows.append(
@@ -244,7 +245,8 @@ def in_process(
 
     torch.set_num_threads(1)
     model, text, rows = load_rows(path, checkpoint, size)
-    answerer, onnx = BatchScorer(model, Counters()), load(export, num_threads=1)
+    answerer = BatchScorer(model, Counters())
+    onnx = load(export, num_threads=1)
     ids = np.stack(rows.ids, axis=1).astype(np.int64)
     np.testing.assert_allclose(onnx(rows.dense, ids), model.score(rows), atol=1e-4)
 
@@ -257,7 +259,8 @@ def in_process(
         answers[0].to_json(columns=False)  # type: ignore[union-attr]
 
     def rate(function: Any) -> float:
-        start, count = time.perf_counter(), 0
+        start = time.perf_counter()
+        count = 0
         while time.perf_counter() - start < 1.0:
             function()
             count += 1
@@ -439,7 +442,8 @@ def soak(body: str, *, minutes: float, ingress: str, export: str, **common: Any)
     # of tests/, which only the process that runs benchmarks finds
     from hosts.ports import free_ports
 
-    port, damaged = free_ports(1), f"{export}-damaged"
+    port = free_ports(1)
+    damaged = f"{export}-damaged"
     if not os.path.exists(damaged):
         shutil.copytree(export, damaged)
         largest = max(

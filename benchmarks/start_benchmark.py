@@ -55,7 +55,9 @@ SCORINGS = {
 }
 """Arguments of commands that read the first training's run, and end."""
 SERVE = "serve"
-FIRST_STEP, EXIT, ANSWER = "first_step_s", "exit_s", "answer_s"
+FIRST_STEP = "first_step_s"
+EXIT = "exit_s"
+ANSWER = "answer_s"
 PLAIN = {
     workers: f"plain TorchRec, {workers} by torchrun, rows preprocessed before"
     for workers in (1, 2)
@@ -85,11 +87,9 @@ def waterfall(
         kind: [event["time"] for event in events if event["kind"] == kind]
         for kind in {e["kind"] for e in events}
     }
-    stepped_s, finished_s, summary_s = (
-        began_s + sum(stages.values()),
-        times["finish"][-1],
-        times["summary"][-1],
-    )
+    stepped_s = began_s + sum(stages.values())
+    finished_s = times["finish"][-1]
+    summary_s = times["summary"][-1]
     trained_s = max(
         time_s for kind in ("step", "evaluate", "checkpoint") for time_s in times.get(kind, [])
     )
@@ -177,7 +177,8 @@ def serve(log: Path, run: Path, folder: Path) -> dict[str, float]:
     """
     with open(log, "rb") as rows:
         row = next(rows)
-    port, began_s = free_ports(1), time.time()
+    port = free_ports(1)
+    began_s = time.time()
     headers = {"content-type": "text/tab-separated-values"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/score", row, headers)
     environment = environment_for(folder / "cache", OMP_NUM_THREADS="1")
@@ -219,7 +220,8 @@ def plain_torchrec(log: Path, workers: int, folder: Path) -> dict[str, float]:
 
 def bare_ray(folder: Path) -> dict[str, float]:
     """Measure the seconds of bare Ray Train from the command to its first step."""
-    steps, began_s = folder / "steps", time.time()
+    steps = folder / "steps"
+    began_s = time.time()
     with Session(
         [sys.executable, str(BARE), str(steps)],
         environment=environment_for(folder),
@@ -274,7 +276,9 @@ class Report:
     """
 
     def __init__(self, *, rows: int, repeats: int, with_lightgbm: bool) -> None:
-        self._rows, self._repeats, self._with_lightgbm = rows, repeats, with_lightgbm
+        self._rows = rows
+        self._repeats = repeats
+        self._with_lightgbm = with_lightgbm
         self._printed: set[tuple[str, str, str | None]] = set()
 
     def print(self, medians: Mapping[str, Any]) -> None:
@@ -308,7 +312,9 @@ class Report:
         if (name, end, peer) in self._printed or not {name, peer or name} <= medians.keys():
             return
         self._printed.add((name, end, peer))
-        ours, theirs, more = medians[name], {} if peer is None else medians[peer], dict[str, Any]()
+        ours = medians[name]
+        theirs = {} if peer is None else medians[peer]
+        more = dict[str, Any]()
         peer_s = theirs.get(end, theirs.get(EXIT))
         if peer_s is not None:
             more["peer_s"] = round(peer_s, 2)

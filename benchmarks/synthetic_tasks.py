@@ -134,8 +134,10 @@ def labels(
     of one row in twenty.
     """
     rng = np.random.default_rng(seed)
-    user, item = _popular(rng, users, (rows,), 0.5), _popular(rng, items, (rows,), 0.6)
-    hour, device = rng.integers(0, 24, rows), _popular(rng, 6, (rows,), 0.8)
+    user = _popular(rng, users, (rows,), 0.5)
+    item = _popular(rng, items, (rows,), 0.6)
+    hour = rng.integers(0, 24, rows)
+    device = _popular(rng, 6, (rows,), 0.8)
     fit = 0.75 * (rng.normal(0, 1, (users, 4))[user] * rng.normal(0, 1, (items, 4))[item]).sum(1)
     click = _with_rate(fit + rng.normal(0, 0.5, items)[item] + rng.normal(0, 0.4, 24)[hour], 0.25)
     bought = _with_rate(fit + rng.normal(0, 0.7, items)[item] + rng.normal(0, 0.5, 6)[device], 0.1)
@@ -215,7 +217,8 @@ def _popular(
 
 def _with_rate(logits: np.ndarray, rate: float) -> np.ndarray:
     """Shift the logits so that the mean probability is `rate`."""
-    low, high = -30.0, 30.0
+    low = -30.0
+    high = 30.0
     for _ in range(50):
         middle = (low + high) / 2
         above = (1 / (1 + np.exp(-(logits + middle)))).mean() > rate

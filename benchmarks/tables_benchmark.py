@@ -106,7 +106,8 @@ def setup_of(kind: str, *, batch_size: int, model: Any = None) -> Any:
 
 def times(setup: Any, source: Iterator[Any], steps: int) -> tuple[float, float]:
     """Return the wall and CPU seconds of `steps` steps."""
-    start, start_cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    start_cpu = time.process_time()
     for step in range(steps):
         setup.begin_step(step, steps)
         setup.pipeline.progress(source)
@@ -121,7 +122,8 @@ def main(*, quick: bool) -> None:
     keep_freed_memory()
     logging.disable(logging.WARNING)
     torch.set_num_threads(os.cpu_count() or 1)
-    folder, repeats = tempfile.mkdtemp(), 2 if quick else 4
+    folder = tempfile.mkdtemp()
+    repeats = 2 if quick else 4
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/init", rank=0, world_size=1
     )

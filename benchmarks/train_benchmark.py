@@ -205,11 +205,9 @@ def matrix_peak(*, precision: str, engine: str) -> float:
 
     torch.set_num_threads(os.cpu_count() or 1)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    x, w, b = (
-        torch.randn(2048, 512).to(dtype),
-        torch.randn(512, 512).to(dtype),
-        torch.zeros(512, dtype=dtype),
-    )
+    x = torch.randn(2048, 512).to(dtype)
+    w = torch.randn(512, 512).to(dtype)
+    b = torch.zeros(512, dtype=dtype)
     if engine == "default":
         product = lambda: torch.nn.functional.linear(x, w, b)  # noqa: E731
     else:

@@ -181,7 +181,8 @@ def _report_ingest(workload: str, searched: Searched) -> None:
 
 def _starts(events: list[dict[str, Any]]) -> list[float]:
     """Return the seconds from the start to the end of the first step, for each part of a trial."""
-    seconds, began_s = [], 0.0
+    seconds = []
+    began_s = 0.0
     for event in events:
         if event["kind"] == "run":
             began_s = event["time"]

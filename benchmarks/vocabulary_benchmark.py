@@ -104,7 +104,8 @@ def kernels_rate(path: str) -> float:
     entries = []
     for chunk in cut(storage.list_files(path), CHUNK_BYTES)[:8]:
         entries += index_chunk(chunk, SCHEMA, SEGMENT_BYTES)[0]
-    segments, counts = numbered(entries), CountingJob(SCHEMA).empty()
+    segments = numbered(entries)
+    counts = CountingJob(SCHEMA).empty()
 
     def count() -> int:
         for segment in segments:
@@ -161,7 +162,8 @@ def lookup_ns(entries: int) -> float:
         tokens=tokens,
         constants={},
     )
-    queries, slots = random.choice(tokens, 4_000_000), preprocessor.slots
+    queries = random.choice(tokens, 4_000_000)
+    slots = preprocessor.slots
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
@@ -243,7 +245,8 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
                 count_log(CountingJob(WIDE), parts, engine=ENGINE, memory_bytes=bound) as counts,
             ):
                 tokens, amounts, _ = counts.frequent_tokens(0, min_count)
-                num_distinct, spill = counts.num_distinct(0), counts.spill
+                num_distinct = counts.num_distinct(0)
+                spill = counts.spill
             seconds = time.perf_counter() - start
             order = np.argsort(tokens)
             counted[name] = np.stack([tokens[order], amounts[order]])

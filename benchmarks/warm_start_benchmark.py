@@ -21,7 +21,9 @@ from rayrec.recipes import criteo_demo
 from rayrec.storage import read_json
 
 QUIET = Console(quiet=True)
-DAYS, ROWS_A_DAY, DRIFT = 6, 80_000, 6
+DAYS = 6
+ROWS_A_DAY = 80_000
+DRIFT = 6
 
 
 @dataclass(frozen=True)

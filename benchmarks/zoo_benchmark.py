@@ -148,7 +148,8 @@ def _contest(
     better = [
         one.auroc - other.auroc for one, other in zip(results, default or results, strict=True)
     ]
-    auroc, peer = _mean("auroc", results), _mean("auroc", default or results)
+    auroc = _mean("auroc", results)
+    peer = _mean("auroc", default or results)
     error = statistics.stdev(better) / math.sqrt(len(better)) if len(better) > 1 else 0.0
     best_settings = {field: float(f"{value:.3g}") for field, value in settings[best].items()}
     over = f"over the default {auroc - peer:+.4f} ± {error:.4f}"

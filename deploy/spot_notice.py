@@ -138,7 +138,8 @@ def tell_ray(cloud: str) -> int:
 
 def run(cloud: str, command: list[str]) -> int:
     """Run a command, with SIGTERM at the notice, and return its status."""
-    child, ends = subprocess.Popen(command), []
+    child = subprocess.Popen(command)
+    ends = []
     signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number))
 
     def watch() -> None:

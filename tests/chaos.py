@@ -60,8 +60,10 @@ class Trial:
     """One run, disturbed by a seed's chance."""
 
     def __init__(self, seed: int, run: Run) -> None:
-        self._chance, self._run = random.Random(seed), run
-        self._seed, self._start_s = seed, time.monotonic()
+        self._chance = random.Random(seed)
+        self._run = run
+        self._seed = seed
+        self._start_s = time.monotonic()
         self.happened: Counter[str] = Counter()
         self.refused: list[str] = []
 
@@ -93,7 +95,8 @@ class Trial:
         """
         until_s = time.monotonic() + self._chance.uniform(0.5, 6)
         if self._chance.random() < 0.5:
-            begun_s, since = time.monotonic(), time.time()
+            begun_s = time.monotonic()
+            since = time.time()
             while not any(event["time"] > since for event in self._run.events("step")):
                 if not self._alive():
                     return False
@@ -142,7 +145,8 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rayrec-chaos-"))
     generate(str(folder / "log"), rows=20_000, days=7, seed=1, parallelism=2)
-    lines, bad = [], 0
+    lines = []
+    bad = 0
 
     def run_of(name: str) -> Run:
         failure = {"max_failures": -1}
@@ -170,7 +174,8 @@ def main() -> int:
         )
         bad += not same
         counts = "".join(f"{trial.happened[kind]:>{len(kind) + 2}}" for kind in MISFORTUNES)
-        restarts, steps_redone = summary.get("restarts", 0), summary.get("steps_redone", 0)
+        restarts = summary.get("restarts", 0)
+        steps_redone = summary.get("steps_redone", 0)
         figures = f"{run.num_commands:>10}{restarts:>10}{steps_redone:>14}"
         lines.append(
             f"{seed:>4}{counts}{figures}{trial.seconds:>9.0f} s  {'same' if same else 'DIFFERENT'}"

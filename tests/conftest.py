@@ -211,7 +211,8 @@ def made_once(shared_folder: Path) -> Callable[[str, Callable[[Path], object]], 
     """
 
     def made(name: str, make: Callable[[Path], object]) -> Path:
-        folder, complete = shared_folder / name, shared_folder / f"{name}.complete"
+        folder = shared_folder / name
+        complete = shared_folder / f"{name}.complete"
         with FileLock(shared_folder / f"{name}.lock"):
             if not folder.exists():
                 folder.mkdir()

@@ -134,10 +134,8 @@ def test_import_circle_is_detected() -> None:
 
 
 def test_long_signature_is_detected(tmp_path: Path) -> None:
-    path, eight = (
-        tmp_path / "module.py",
-        "class A:\n    async def f(self, a, b, c, d, /, e, f, *, g, h): ...\n",
-    )
+    path = tmp_path / "module.py"
+    eight = "class A:\n    async def f(self, a, b, c, d, /, e, f, *, g, h): ...\n"
     path.write_text(f"{eight}def g(a, b, c, d, e, f, g, *, h, i): ...\n")
     assert _long_signatures(path) == [f"{path}:3 g"]
 
@@ -298,10 +296,8 @@ def test_lock_matches_requirements() -> None:
     """Requirements of the package as pyproject.toml stands, its tests and checks, and the CPU
     pair.
     """
-    extras, groups = (
-        PROJECT["optional-dependencies"],
-        "test check docs spark language mlflow wandb onnx",
-    )
+    extras = PROJECT["optional-dependencies"]
+    groups = "test check docs spark language mlflow wandb onnx"
     texts = [
         *PROJECT["dependencies"],
         *(text for name in groups.split() for text in extras[name]),
@@ -335,10 +331,8 @@ def test_lock_installs_on_every_supported_python(python: str) -> None:
 
 
 def test_both_builds_of_fbgemm_are_of_one_version() -> None:
-    pins, extras = (
-        dict(text.split("==") for text in PROJECT["dependencies"] if "==" in text),
-        PROJECT["optional-dependencies"],
-    )
+    pins = dict(text.split("==") for text in PROJECT["dependencies"] if "==" in text)
+    extras = PROJECT["optional-dependencies"]
     fbgemm = pins["fbgemm-gpu"]
     assert (SHIM["version"], SHIM["dependencies"]) == (
         f"{fbgemm}+cpu",

@@ -84,7 +84,8 @@ def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, also those within lists."""
     text = page.read_text() if page.exists() else ""
     fence = re.compile(r"^( *)```(\w*) *\n", re.MULTILINE)
-    opened, closed = [*fence.finditer(text)][::2], [*fence.finditer(text)][1::2]
+    opened = [*fence.finditer(text)][::2]
+    closed = [*fence.finditer(text)][1::2]
     return [
         Block(
             begin[2],
@@ -367,10 +368,8 @@ def test_rows_of_five_systems_name_existing_things(flags: dict[str, set[str]]) -
     benchmarks = set(script("benchmarks", "run").NAMES)
     assert len(rows) == 163
     for row, way, shown_by in rows:
-        named, measured = (
-            re.findall(r"`(test_\w+)`", shown_by),
-            re.findall(r"`rayrec benchmark (\S+)`", shown_by),
-        )
+        named = re.findall(r"`(test_\w+)`", shown_by)
+        measured = re.findall(r"`rayrec benchmark (\S+)`", shown_by)
         assert named or measured or re.fullmatch(r"\[\w+\]\(\S+\.md#\S+\)", shown_by), row
         assert (tests.issuperset(named), benchmarks.issuperset(measured)) == (True, True), row
         for path in re.findall(r"`((?:deploy|examples)/[^`\s]+)`", way):
@@ -462,10 +461,8 @@ def test_figures_in_prose_have_rows() -> None:
 
 
 def test_tables_of_benchmarks_have_rows() -> None:
-    scale, memory = (
-        "Scale: many files, row groups and categories",
-        "Memory: forecasts of `rayrec plan`",
-    )
+    scale = "Scale: many files, row groups and categories"
+    memory = "Memory: forecasts of `rayrec plan`"
     not_kept = ("Metrics within groups", "Shuffling", memory, scale)
     head, *sections = re.split(
         r"^## ", (ROOT / "docs" / "benchmarks.md").read_text(), flags=re.MULTILINE
@@ -659,10 +656,8 @@ def _opening_faults(text: str, topic: str, limits: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [ROOT_PAGES[0], *PAGES[len(ROOT_PAGES) :]], ids=_name)
 def test_pages_begin_and_end_with_their_limits(page: Path) -> None:
-    name, text = (
-        page.relative_to(ROOT / "docs" if page.parent != ROOT else ROOT).as_posix(),
-        page.read_text(),
-    )
+    name = page.relative_to(ROOT / "docs" if page.parent != ROOT else ROOT).as_posix()
+    text = page.read_text()
     assert _opening_faults(text, TOPICS.get(name, ""), STATUS.get(name, "(#limitations)")) == []
     heading, _, limits = _prose(page).rpartition("\n## ")[2].partition("\n")
     assert name in STATUS or (heading == "Limitations" and len(limits.split()) > 4)
@@ -761,7 +756,8 @@ def _search(entries: list[dict[str, Any]], query: str) -> list[str]:
         return re.split(r"[\s\-]+", re.sub(r"<[^>]+>", " ", text).lower())
 
     fields = [(words(entry["title"]), words(entry["text"])) for entry in entries]
-    scores, matches = [0.0] * len(entries), [0] * len(entries)
+    scores = [0.0] * len(entries)
+    matches = [0] * len(entries)
     terms = words(query)
     for term in terms:
         counts = [

@@ -68,7 +68,8 @@ def custom_rows(seed: int, rows: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     records = []
     for number in range(rows):
-        user, item = chance.randrange(40), chance.randrange(30)
+        user = chance.randrange(40)
+        item = chance.randrange(30)
         tags = chance.sample(("red", "green", "blue", "grey"), chance.randrange(4))
         records.append(
             {
@@ -370,7 +371,8 @@ def measure(name: str, log: Path) -> dict[str, Any]:
     """Train, predict and export in the current folder, and return the run's line."""
     import rayrec
 
-    run, folder = RUNS[name], Path("runs", RUNS[name].goes_on or name)
+    run = RUNS[name]
+    folder = Path("runs", RUNS[name].goes_on or name)
     if not Path(run.data).exists():
         DATA[run.data]()
     train(run, folder.name, log)
@@ -503,7 +505,8 @@ def differences(line: dict[str, Any], before: dict[str, Any] | None, *, bits: bo
     name = line["name"]
     if before is None:
         return [f"{name}: is not in the file; save one that has it"]
-    now, then = line["losses"], before["losses"]
+    now = line["losses"]
+    then = before["losses"]
     if len(now) != len(then):
         return [f"{name}: {len(now)} steps, before {len(then)}"]
     difference = max(abs(new - old) / abs(old) for new, old in zip(now, then, strict=True))

@@ -20,7 +20,8 @@ from hosts.processes import Run  # noqa: E402
 from rayrec.data.synthetic import generate  # noqa: E402
 
 RECORD = ROOT / "docs" / "assets" / "kill.jsonl"
-STEPS, KILLED_AT = 6_000, 2_500
+STEPS = 6_000
+KILLED_AT = 2_500
 FIELDS = (
     "kind",
     "step",

@@ -34,7 +34,8 @@ def sentence(path: Path) -> str:
 def entry(name: str, text: str, depth: int) -> Iterator[str]:
     """Yield the lines of one file or folder."""
     head = "  " * depth + name
-    first, rest = head.ljust(INDENT - 1) + " ", " " * INDENT
+    first = head.ljust(INDENT - 1) + " "
+    rest = " " * INDENT
     yield from textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )

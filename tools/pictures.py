@@ -135,15 +135,15 @@ SHOWN = (
 
 def numbers(theme: Theme) -> str:
     """Draw the rows/s of rayrec and a peer as two bars for each entry in SHOWN."""
-    parts, panel, hardware = [], 290, ""
+    parts = []
+    panel = 290
+    hardware = ""
     for index, (shown, title) in enumerate(SHOWN):
         _, row = results.find(shown.name, shown.workload, shown.peer)
-        left, ours, peer, hardware = (
-            index * panel + 10,
-            row["rows_per_s"],
-            row["peer_rows_per_s"],
-            row["hardware"],
-        )
+        left = index * panel + 10
+        ours = row["rows_per_s"]
+        peer = row["peer_rows_per_s"]
+        hardware = row["hardware"]
         ratio = f"{ours / peer:.1f}" if ours / peer < 20 else f"{ours / peer:.0f}"
         parts += [
             text(left, 24, title, theme.text, size=15, bold=True),
@@ -166,7 +166,11 @@ def kill(theme: Theme) -> str:
         for event in events
         if event["kind"] in ("start", "step", "finish") and "step" in event
     ]
-    width, height, left, bottom, top = 870, 330, 60, 270, 50
+    width = 870
+    height = 330
+    left = 60
+    bottom = 270
+    top = 50
     start_s = min(event["seconds"] for event in steps) - 2
     end_s = max(event["seconds"] for event in events if event["kind"] == "summary")
     max_step = max(event["step"] for event in steps)
@@ -382,7 +386,8 @@ def top(theme: Theme) -> str:
     lines = [
         Text.from_ansi(line) for line in (ASSETS / "top.txt").read_text().rstrip().splitlines()
     ]
-    width, height = round(7.8 * max(map(len, lines))) + 30, 18 * len(lines) + 56
+    width = round(7.8 * max(map(len, lines))) + 30
+    height = 18 * len(lines) + 56
     parts = [rectangle(1, 1, width - 2, height - 2, theme.box, stroke=theme.line, round_=8)]
     parts.append(text(16, 26, "$ rayrec top runs/demo", theme.quiet, size=13))
     # Each character has its own place, so that columns stand below each other in any font.

@@ -45,7 +45,10 @@ _OPENINGS = re.compile(r"whether |how (often|many|much|long|to) |which \w+ to ",
 """Fragments that may open field help."""
 _CLAUSES = re.compile(r"(?<!so )\b(?:that|which|what|who|whose|where)\b", re.IGNORECASE)
 _TALE = re.compile(r"_(?:an?|the|that|which|whose|who|they|its?|those)_")
-MAX_WORDS, MAX_CLAUSES, MAX_OF, MAX_TEST_NAME = 30, 2, 2, 60
+MAX_WORDS = 30
+MAX_CLAUSES = 2
+MAX_OF = 2
+MAX_TEST_NAME = 60
 TEXT = {".md", ".c", ".h", ".yaml", ".yml", ".toml", ".sh", ".j2", ".html"}
 TEXT_NAMES = {"Makefile", "Dockerfile"}
 SPACE = r"(?:\s*\n\s*(?:#|//|\*)\s*|\s+)"
@@ -280,7 +283,8 @@ def read_names(text: str) -> frozenset[str]:
 
 
 def main(arguments: list[str]) -> int:
-    rules, parts = read_rules(WORDS.read_text()), read_names(NAMES.read_text())
+    rules = read_rules(WORDS.read_text())
+    parts = read_names(NAMES.read_text())
     by_kind: dict[tuple[str, str], list[str]] = {}
     has_failed = False
     for path in sorted(Path(name).resolve() for name in arguments) or sorted(tracked_files()):

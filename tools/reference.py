@@ -185,7 +185,8 @@ def configuration_page() -> str:
         key=lambda kind: (first.get(kind.__name__, 9), kind.__name__),
     )
     for kind in kinds:
-        docs, types = field_docs(kind), _types(kind)
+        docs = field_docs(kind)
+        types = _types(kind)
         rows = [
             (f"`{field.name}`", f"`{types[field.name]}`", _default(field), docs.get(field.name, ""))
             for field in dataclasses.fields(kind)

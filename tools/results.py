@@ -210,13 +210,15 @@ def table() -> str:
     for measured in SUMMARY:
         date, row = find(measured.name, measured.workload, measured.peer)
         per_s = f"{measured.unit}_per_s"
-        ours, peer = row[measured.our_field.format(unit=measured.unit)], row[f"peer_{per_s}"]
+        ours = row[measured.our_field.format(unit=measured.unit)]
+        peer = row[f"peer_{per_s}"]
         limit = ""
         if measured.limit:
             of = find(measured.name, measured.workload, measured.limit)[1][f"peer_{per_s}"]
             limit = f"{measured.limit_text}: {ours / of:.2f}"
         ratio = f"{ours / peer:.2f}" if ours / peer < 20 else f"{ours / peer:.0f}"
-        speed, of_peer = f"{ours:,.0f} {measured.unit}/s", f"{measured.peer_text}: {peer:,.0f}"
+        speed = f"{ours:,.0f} {measured.unit}/s"
+        of_peer = f"{measured.peer_text}: {peer:,.0f}"
         lines.append(
             f"| {measured.job} | {speed} | {of_peer} | {ratio} | {limit} | {date} | "
             f"`{measured.name}` |"

@@ -51,7 +51,8 @@ def run_cells(path: Path, out: Path) -> None:
     outputs to `out`.
     """
     os.chdir(out.parent)
-    executed, namespace = json.loads(path.read_text()), {"__name__": "__main__"}
+    executed = json.loads(path.read_text())
+    namespace = {"__name__": "__main__"}
     codes = [cell for cell in executed["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(codes, 1):
         cell["execution_count"] = number
@@ -62,7 +63,8 @@ def run_cells(path: Path, out: Path) -> None:
 def _outputs(source: str, namespace: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """Run a cell -> its outputs in the notebook's format."""
     *statements, last = ast.parse(source).body
-    printed, value = io.StringIO(), None
+    printed = io.StringIO()
+    value = None
     with contextlib.redirect_stdout(printed):
         exec(compile(ast.Module(statements, []), f"cell {number}", "exec"), namespace)
         if isinstance(last, ast.Expr):

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import reference  # noqa: E402  (a file of this folder)
 
-REFERENCE, AFTER = "Reference", "Guides"
+REFERENCE = "Reference"
+AFTER = "Guides"
 """The group that the generated pages are in, and the group of docs/index.md that it follows."""
 
 PROJECT = {
@@ -127,7 +128,8 @@ def from_the_root(text: str) -> str:
     """Return a page of the root as a page of docs/, with corrected links."""
 
     def moved(link: re.Match[str]) -> str:
-        words, target = link[1], link[2]
+        words = link[1]
+        target = link[2]
         if re.match(r"[a-z]+:|#", target):
             return link[0]
         if target in PROJECT.values():
@@ -152,7 +154,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     depth = page.file.src_uri.count("/") + 1
 
     def outside(link: re.Match[str]) -> str:
-        text, target = link[1], link[2]
+        text = link[1]
+        target = link[2]
         if not target.startswith("../" * depth):
             return link[0]
         path = target.removeprefix("../" * depth)

@@ -76,7 +76,8 @@ def sdist_faults(names: Iterable[str], root: Path) -> list[str]:
 
 def main() -> None:
     """Rebuild dist/ and print a line per file."""
-    dist, plat = ROOT / "dist", f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
+    dist = ROOT / "dist"
+    plat = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
     shutil.rmtree(dist, ignore_errors=True)  # an older wheel would be installed with the new one
     dist.mkdir()
     compiler = (
@@ -94,7 +95,8 @@ def main() -> None:
         **({"SOURCE_DATE_EPOCH": epoch.strip()} if epoch else {}),
     }
     with tempfile.TemporaryDirectory() as scratch:
-        built, source = Path(scratch) / "made", Path(scratch) / "source"
+        built = Path(scratch) / "made"
+        source = Path(scratch) / "source"
         copy_sources(source)
         _build(source, built, environment)  # the archive, then the wheel from the archive
         (archive,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")

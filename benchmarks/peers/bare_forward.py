@@ -15,7 +15,8 @@ class BareDLRM(nn.Module):
     def __init__(self, weights: Mapping[str, torch.Tensor], features: Sequence[str]) -> None:
         super().__init__()
         self.tables = [weights[f"embeddings.embedding_bags.{name}.weight"] for name in features]
-        self.bottom, self.top = _layers(weights, "bottom_mlp"), _layers(weights, "top_mlp")
+        self.bottom = _layers(weights, "bottom_mlp")
+        self.top = _layers(weights, "top_mlp")
         self.pairs = torch.triu_indices(len(features) + 1, len(features) + 1, offset=1)
 
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,8 @@ def fit_and_score(
     for strength in strengths:
         model = LogisticRegression(C=strength, max_iter=500).fit(features[:train], labels[:train])
         logits = model.decision_function(features[train:]).astype(np.float32)
-        validation_logits, test = logits[: validation - train], logits[validation - train :]
+        validation_logits = logits[: validation - train]
+        test = logits[validation - train :]
         result = (
             strength,
             binary_metrics(validation_logits, labels[train:validation]),

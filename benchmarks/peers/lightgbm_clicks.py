@@ -11,14 +11,17 @@ import sys
 import lightgbm
 import pandas
 
-NUM_INTEGERS, NUM_CATEGORIES = 13, 26
-ROUNDS, PATIENCE = 200, 20
+NUM_INTEGERS = 13
+NUM_CATEGORIES = 26
+ROUNDS = 200
+PATIENCE = 20
 
 
 def main(path: str) -> None:
     categories = {1 + NUM_INTEGERS + number: "category" for number in range(NUM_CATEGORIES)}
     rows = pandas.read_csv(path, sep="\t", header=None, dtype=categories)
-    labels, columns = rows[0], rows.drop(columns=0)
+    labels = rows[0]
+    columns = rows.drop(columns=0)
     train = len(rows) * 6 // 7
     test = (train + len(rows)) // 2
     parameters = {"objective": "binary", "metric": "auc", "verbosity": -1, "seed": 0}

@@ -23,11 +23,9 @@ class PlainClicks:
     def __init__(
         self, network: nn.Module, features: Sequence[str], sizes: Sequence[int], *, dim: int
     ) -> None:
-        self.network, self._features, self._dim = (
-            _with_plain_mlps(network).train(),
-            list(features),
-            dim,
-        )
+        self.network = _with_plain_mlps(network).train()
+        self._features = list(features)
+        self._dim = dim
         self.tables = [nn.Embedding(size, dim, sparse=True) for size in sizes]
         self._dense = torch.optim.Adam(self.network.parameters(), lr=0.001)
         self._sparse = torch.optim.SparseAdam([table.weight for table in self.tables], lr=0.001)

@@ -28,7 +28,8 @@ from rayrec.workloads.vision import ResNetConfig
 def data_set(path: str) -> TensorDataset:
     """Return images from -1 to 1, float32 [rows, 1, 28, 28], and labels, int64 [rows]."""
     digits = read_part(path, "train", num_classes=10)
-    images, labels = torch.tensor(digits["images"]), torch.tensor(digits["labels"])
+    images = torch.tensor(digits["images"])
+    labels = torch.tensor(digits["labels"])
     return TensorDataset((images.unsqueeze(1).float() / 255 - 0.5) / 0.5, labels.long())
 
 
@@ -42,7 +43,9 @@ def epochs(loader: DataLoader, sampler: DistributedSampler) -> Iterator[Any]:
 
 def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
     """Train as one worker. Writes results into the scratch folder."""
-    workers, steps, warm_steps = arguments["workers"], arguments["steps"], arguments["warm_steps"]
+    workers = arguments["workers"]
+    steps = arguments["steps"]
+    warm_steps = arguments["warm_steps"]
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     if workers > 1:
         distributed.init_process_group(
@@ -52,7 +55,8 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
     sampler: Any = DistributedSampler(
         rows, num_replicas=workers, rank=rank, shuffle=True, seed=arguments["seed"]
     )
-    batch_size, loader_workers = arguments["batch_size"] // workers, arguments["loader_workers"]
+    batch_size = arguments["batch_size"] // workers
+    loader_workers = arguments["loader_workers"]
     loader = DataLoader(
         rows,
         batch_size,
@@ -67,7 +71,9 @@ def train(rank: int, arguments: dict[str, Any], scratch: str) -> None:
     loss_of = torch.nn.CrossEntropyLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments["learning_rate"])
     bf16 = arguments["precision"] == "bf16"
-    losses, num_rows, start_s = [], 0, 0.0
+    losses = []
+    num_rows = 0
+    start_s = 0.0
     model.train()
     batches = epochs(loader, sampler)
     for step in range(steps):

@@ -64,7 +64,8 @@ class Rows:
         """Yield batches, equally many and of equal size in each process. Drops the remaining
         rows.
         """
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        rank = distributed.get_rank()
+        world_size = distributed.get_world_size()
         rows = len(self)
         order = (
             torch.randperm(rows, generator=torch.Generator().manual_seed(0))
@@ -108,7 +109,8 @@ def sharded_model(num_embeddings: list[int]) -> DistributedModelParallel:
     )
     settings = {"lr": TABLE_LEARNING_RATE, "eps": TABLE_EPS}
     apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), settings)
-    train, sharders = DLRMTrain(model), get_default_sharders()
+    train = DLRMTrain(model)
+    sharders = get_default_sharders()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=distributed.get_world_size(), compute_device="cpu"),
         batch_size=GLOBAL_BATCH,
@@ -147,7 +149,8 @@ def auroc(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 def trained(folder: Path) -> dict[str, float]:
     torch.manual_seed(0)
-    train, test = Rows(folder, "train"), Rows(folder, "test")
+    train = Rows(folder, "train")
+    test = Rows(folder, "test")
     sizes = [max(pair) for pair in zip(train.num_embeddings, test.num_embeddings, strict=True)]
     model = sharded_model(sizes)
     network = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -158,7 +161,8 @@ def trained(folder: Path) -> dict[str, float]:
     bases = [group["lr"] for group in optimizer.param_groups]
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=True)
     global_batch = min(GLOBAL_BATCH, len(train) // MIN_STEPS)
-    batches, first_step_s = train.batches(global_batch=global_batch, shuffled=True), 0.0
+    batches = train.batches(global_batch=global_batch, shuffled=True)
+    first_step_s = 0.0
     world_size = distributed.get_world_size()
     steps = math.ceil((len(train) // world_size) / (global_batch // world_size))
     for step in itertools.count():
@@ -171,7 +175,8 @@ def trained(folder: Path) -> dict[str, float]:
         first_step_s = first_step_s or time.time()
     model.eval()
     evaluation = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=True)
-    batches, outputs = test.batches(global_batch=GLOBAL_BATCH, shuffled=False), []
+    batches = test.batches(global_batch=GLOBAL_BATCH, shuffled=False)
+    outputs = []
     with torch.no_grad():
         while True:
             try:

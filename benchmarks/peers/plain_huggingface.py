@@ -54,7 +54,9 @@ class Recording(Trainer):
 
 class Clock(TrainerCallback):
     def __init__(self, warm_steps: int) -> None:
-        self._warm_steps, self._start_s, self.elapsed_s = warm_steps, 0.0, 0.0
+        self._warm_steps = warm_steps
+        self._start_s = 0.0
+        self.elapsed_s = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step == self._warm_steps:
@@ -66,7 +68,9 @@ class Clock(TrainerCallback):
 
 def train(rank: int, settings: dict[str, Any], scratch: str, port: int) -> None:
     """Train as one worker. Writes results into the scratch folder."""
-    workers, steps, warm_steps = settings["workers"], settings["steps"], settings["warm_steps"]
+    workers = settings["workers"]
+    steps = settings["steps"]
+    warm_steps = settings["warm_steps"]
     if workers > 1:
         environment = {
             "RANK": rank,

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 class LightNetwork(nn.Module):
@@ -31,7 +32,8 @@ class LightNetwork(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, 16, 8, stride=8), nn.Conv2d(16, 32, 3, stride=2)
+        self.first = nn.Conv2d(3, 16, 8, stride=8)
+        self.second = nn.Conv2d(16, 32, 3, stride=2)
         self.last = nn.Linear(32, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -80,12 +82,11 @@ class ImageFolder(Dataset):
             ratio = torch.exp(
                 torch.empty(1).uniform_(log_ratio[0].item(), log_ratio[1].item())
             ).item()
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            w = round(math.sqrt(area * ratio))
+            h = round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
-                top, left = (
-                    torch.randint(0, height - h + 1, (1,)).item(),
-                    torch.randint(0, width - w + 1, (1,)).item(),
-                )
+                top = torch.randint(0, height - h + 1, (1,)).item()
+                left = torch.randint(0, width - w + 1, (1,)).item()
                 return int(left), int(top), w, h
         side = min(width, height)
         return (width - side) // 2, (height - side) // 2, side, side
@@ -98,10 +99,8 @@ def epochs(loader: DataLoader) -> Iterator[Any]:
 
 def main(arguments: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(os.cpu_count() or 1)
-    rows, workers = (
-        ImageFolder(arguments["path"], arguments["image_size"]),
-        arguments["loader_workers"],
-    )
+    rows = ImageFolder(arguments["path"], arguments["image_size"])
+    workers = arguments["loader_workers"]
     loader: Any = DataLoader(
         rows,
         arguments["batch_size"],
@@ -113,7 +112,10 @@ def main(arguments: dict[str, Any]) -> dict[str, float]:
     torch.manual_seed(arguments["seed"])
     model = LightNetwork(len(rows.classes))
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments["learning_rate"], momentum=0.9)
-    batches, num_rows, start_s, last = epochs(loader), 0, 0.0, 0.0
+    batches = epochs(loader)
+    num_rows = 0
+    start_s = 0.0
+    last = 0.0
     for step in range(arguments["steps"]):
         if step == arguments["warm_steps"]:
             start_s = time.perf_counter()

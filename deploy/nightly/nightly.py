@@ -26,12 +26,11 @@ def run_night(job: dict[str, Any], day: str) -> None:
     """Make the model of `day` (YYYY-MM-DD) from the last good one, and swap it in. Raises
     InputError if a gate fails.
     """
-    rows, place = storage.join(job["log"], f"dt={day}"), job["place"]
-    run, vocabulary, exported = (
-        f"{place}/runs/night-{day}",
-        f"{place}/vocabularies/{day}",
-        f"{place}/exports/{day}",
-    )
+    rows = storage.join(job["log"], f"dt={day}")
+    place = job["place"]
+    run = f"{place}/runs/night-{day}"
+    vocabulary = f"{place}/vocabularies/{day}"
+    exported = f"{place}/exports/{day}"
     good = [
         name
         for name in storage.list_folder(f"{place}/exports")

@@ -102,7 +102,9 @@ def _gathered_rows() -> type[torch.autograd.Function]:
         def forward(
             ctx: Any, values: torch.Tensor, counts: list[int], group: ProcessGroup | None
         ) -> torch.Tensor:
-            ctx.counts, ctx.group, ctx.own = counts, group, values.shape
+            ctx.counts = counts
+            ctx.group = group
+            ctx.own = values.shape
             if len(counts) == 1:
                 return values.view_as(values)
             padded = values.new_zeros(max(counts), *values.shape[1:])
@@ -115,7 +117,8 @@ def _gathered_rows() -> type[torch.autograd.Function]:
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
             (gradient,) = gradients
-            counts, rows = ctx.counts, ctx.own[0]
+            counts = ctx.counts
+            rows = ctx.own[0]
             if len(counts) == 1:
                 return gradient, None, None
             sent = gradient.contiguous().to(group_device(ctx.group))
@@ -174,7 +177,8 @@ class Collectives:
     """Collectives of a group on NumPy arrays."""
 
     def __init__(self, process_group: ProcessGroup | None) -> None:
-        self._group, self.num_ranks = process_group, num_workers(process_group)
+        self._group = process_group
+        self.num_ranks = num_workers(process_group)
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Return the values of each rank in rank order. All ranks must pass the same number of

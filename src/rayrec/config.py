@@ -158,7 +158,8 @@ class Config:
 
         types = _checked_types(type(self))  # type: ignore[arg-type]
         for field in dataclasses.fields(self):
-            value, annotation = getattr(self, field.name), types[field.name]
+            value = getattr(self, field.name)
+            annotation = types[field.name]
             nested = _config_type(annotation)
             if nested is not None:
                 if not (
@@ -235,7 +236,8 @@ class Config:
         new: dict[str, Any] = {}
         for name, value in changes.items():
             self._check_field(name, where)
-            current, item_type = getattr(self, name), _item_type(types[name])
+            current = getattr(self, name)
+            item_type = _item_type(types[name])
             if isinstance(value, Mapping) and isinstance(current, Config):
                 new[name] = current.updated(value, where=f"{where}{name}.")
             elif item_type is not None and isinstance(value, list | tuple):

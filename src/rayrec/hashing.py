@@ -7,8 +7,11 @@ import numpy as np
 GOLDEN = 0x9E3779B97F4A7C15
 """Odd number near 2^64 divided by the golden ratio: the increment of SplitMix64."""
 _MASK = 2**64 - 1
-_PRIME1, _PRIME2, _PRIME3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
-_PRIME4, _PRIME5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_PRIME1 = 0x9E3779B185EBCA87
+_PRIME2 = 0xC2B2AE3D27D4EB4F
+_PRIME3 = 0x165667B19E3779F9
+_PRIME4 = 0x85EBCA77C2B2AE63
+_PRIME5 = 0x27D4EB2F165667C5
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -36,7 +39,8 @@ def murmur3(tokens: np.ndarray) -> np.ndarray:
 
 def xxh64(data: bytes) -> int:
     """Return XXH64 with seed 0 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md)."""
-    position, length = 0, len(data)
+    position = 0
+    length = len(data)
     value = _PRIME5
     if length >= 32:
         lanes = [(_PRIME1 + _PRIME2) & _MASK, _PRIME2, 0, -_PRIME1 & _MASK]

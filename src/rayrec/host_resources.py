@@ -41,7 +41,8 @@ def memory(root: Path = _ROOT) -> Memory:
     import psutil
 
     machine = psutil.virtual_memory()
-    total, available = machine.total, machine.available
+    total = machine.total
+    available = machine.available
     for folder in _groups(root, "memory", "memory.max", "memory.limit_in_bytes"):
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")

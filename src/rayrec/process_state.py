@@ -132,7 +132,8 @@ def _save_torch() -> Callable[[], None] | None:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "backends"):  # another thread may be importing it
         return None
-    generator, num_threads = torch.get_rng_state(), torch.get_num_threads()
+    generator = torch.get_rng_state()
+    num_threads = torch.get_num_threads()
     of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     flags = [(part, _tf32(part)) for part in (torch.backends.cuda.matmul, torch.backends.cudnn)]
 

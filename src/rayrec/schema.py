@@ -499,7 +499,8 @@ class PlaceholderSchema(Schema):
     @property
     def example(self) -> str:
         """The columns as text of a schema file."""
-        plain, default = super().to_dict(), Schema(dense=("-",)).to_dict()
+        plain = super().to_dict()
+        default = Schema(dense=("-",)).to_dict()
         shown = {
             name: value
             for name, value in plain.items()

@@ -102,7 +102,8 @@ class TrainedRows:
         Returns one of each if only the checksums differ.
         """
         surplus = self.counts - expected.counts
-        lost, repeated = int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum())
+        lost = int(-surplus[surplus < 0].sum())
+        repeated = int(surplus[surplus > 0].sum())
         if not (lost or repeated) and self.checksums != expected.checksums:
             return 1, 1
         return lost, repeated

@@ -58,7 +58,8 @@ def token(column: int, number: int) -> int:
 def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
     """Return a Preprocessor with NUM_TOKENS tokens in each sparse column."""
     dtype = np.uint32 if schema.tokens == "hexadecimal" else np.uint64
-    dense, sparse = DenseColumn(mean=0.5, scale=0.3), SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
+    dense = DenseColumn(mean=0.5, scale=0.3)
+    sparse = SparseColumn(NUM_TOKENS + 2, NUM_TOKENS)
     tokens = np.array(
         [token(column, n) for column in range(len(schema.sparse)) for n in range(NUM_TOKENS)], dtype
     )
@@ -133,7 +134,8 @@ class Saved:
             return self.model.score(torch.from_numpy(rows.dense), features).numpy()
 
     def rows(self, count: int, *, seed: int = 0, labelled: bool = False) -> EncodedRows:
-        rng, given = np.random.default_rng(seed), self.preprocessor
+        rng = np.random.default_rng(seed)
+        given = self.preprocessor
         ids: list[Ids] = []
         for num_embeddings, size in zip(given.num_embeddings, given.hotness, strict=True):
             if size is None:

@@ -18,7 +18,8 @@ class LoopEngine:
     """
 
     def __init__(self, dies_after: int | None = None) -> None:
-        self.left, self.tasks = dies_after, 0
+        self.left = dies_after
+        self.tasks = 0
 
     def run(
         self, name: str, function: Any, items: Sequence[Any], *, block_bytes: int = 0

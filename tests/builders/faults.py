@@ -65,7 +65,8 @@ def unreadable(patch: pytest.MonkeyPatch, end: str, error: Exception) -> None:
 
 def watched(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
     """Record each call of a function: its arguments, then its result."""
-    function, calls = getattr(owner, name), list[tuple[Any, ...]]()
+    function = getattr(owner, name)
+    calls = list[tuple[Any, ...]]()
 
     def call(*arguments: Any, **named: Any) -> Any:
         calls.append((*arguments, result := function(*arguments, **named)))

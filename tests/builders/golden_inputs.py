@@ -206,7 +206,8 @@ def write_arrays(folder: Path, rows: int, files: int) -> None:
 
 def write_log(folder: Path, kind: str, schema: Schema) -> None:
     for number in range(3):
-        lines, rows = criteo_lines(90, seed=number), any_rows(90, seed=number)
+        lines = criteo_lines(90, seed=number)
+        rows = any_rows(90, seed=number)
         rows[33]["click"] = 2  # a fault
         if kind == "text":
             write_text(folder / f"day_{number}", [*lines[:50], b"a faulty line\n", *lines[50:]])
@@ -288,10 +289,8 @@ def click_loader(
     settings: dict[str, Any] = {"epochs": 1, "batch_size": BATCH_SIZE, **changes}
     in_memory = settings.pop("in_memory", False)
     of_reader = {name: settings.pop(name) for name in ("targets", "unpooled") if name in settings}
-    inputs, source = (
-        log.preprocessor.inputs,
-        MappedSource(log.preprocessor, in_memory, prefetch_blocks=1),
-    )
+    inputs = log.preprocessor.inputs
+    source = MappedSource(log.preprocessor, in_memory, prefetch_blocks=1)
     if log.index.format not in MAPPED:
         source = TaskSource(
             InProcess(log.preprocessor),
@@ -345,7 +344,8 @@ def fields(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
 
 def digests(loaders: Iterable[Iterator[Batch]]) -> dict[str, Any]:
     """Digests of every batch of every worker, and of each of the fields over all of them."""
-    batches, of_fields = [], {}
+    batches = []
+    of_fields = {}
     for loader in loaders:
         batches.append([])
         for batch in loader:

@@ -153,7 +153,8 @@ def write_own_log(folder: Path, *, rows: int, seed: int = 5) -> str:
 # -- What is made of them
 def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
     """By name: functions that write an output into a folder, by engine "threads" or "ray"."""
-    criteo, own = write_criteo_log(folder, rows=1500), write_own_log(folder / "own", rows=900)
+    criteo = write_criteo_log(folder, rows=1500)
+    own = write_own_log(folder / "own", rows=900)
     text = folder / "beer.txt"
     lines = (f"{n} bottles of beer on the wall, {n} bottles — hé!\n" for n in range(300, 0, -1))
     text.write_text("".join(lines))

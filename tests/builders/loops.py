@@ -22,7 +22,8 @@ class StopSignal:
     told: bool = False
 
     def poll(self) -> tuple[bool, bool]:
-        trained, scored = self.trained(), self.scored()
+        trained = self.trained()
+        scored = self.scored()
         return (
             trained >= self.stop_at or self.urgent(),
             trained >= self.preempt_at or scored >= self.preempt_after_scored,

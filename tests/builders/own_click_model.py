@@ -42,7 +42,8 @@ class SlowConfig(OwnConfig):
 class Own(nn.Module):
     def __init__(self, config: OwnConfig, inputs: ModelInputs) -> None:
         super().__init__()
-        self.label, self.scale = inputs.label, config.scale
+        self.label = inputs.label
+        self.scale = config.scale
         self.numbers = nn.Linear(inputs.num_dense, config.embedding_dim)
         self.bias = nn.Parameter(torch.zeros(1))
 

@@ -14,7 +14,8 @@ def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any
     """Return the rows of columns of values, None where missing, or of lists. `others` are further
     fields of RawBlock.
     """
-    hexadecimal, names = schema.tokens == "hexadecimal", (*schema.dense, *schema.singles)
+    hexadecimal = schema.tokens == "hexadecimal"
+    names = (*schema.dense, *schema.singles)
     rows = len(next(iter(columns.values())))
     missing = np.array(
         [[value is None for value in columns[name]] for name in names], bool
@@ -31,10 +32,8 @@ def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any
         np.zeros(rows, np.uint64),
     )
     lists = tuple(jagged(columns[name]) for name in schema.sparse if name in schema.lists)
-    numbers, categories = (
-        matrix(schema.dense, number_type(schema)),
-        matrix(schema.singles, category_type(schema)),
-    )
+    numbers = matrix(schema.dense, number_type(schema))
+    categories = matrix(schema.singles, category_type(schema))
     return RawBlock(
         schema, numbers, categories, flags if hexadecimal else missing.T, lists, **others
     )

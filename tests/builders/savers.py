@@ -20,7 +20,9 @@ class Run:
     """A run's folder, its savers and their events; use with `contextlib.closing`."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder, self.events, self._savers = str(folder), Events(), list[Saver]()
+        self.folder = str(folder)
+        self.events = Events()
+        self._savers = list[Saver]()
 
     def saver(self, **changes: Any) -> Saver:
         """Open a saver that takes the run over, unless it is given a lease."""

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.skipif(
     "DEVICE == 'cuda' and not torch.cuda.is_available()", reason="needs a GPU"
 )
 
-ROWS, STEPS = 20_000, 20
+ROWS = 20_000
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,8 @@ def test_losses_match_cpu(log: str, tmp_path: Path, name: str) -> None:
     workload = {"model": model if name == "dlrm" else model.of_class(name)}
     for gpu in (False, True):
         clicks(log, tmp_path, str(gpu), gpu=gpu, workload=workload)
-    cpu, gpu_losses = losses(tmp_path / "False"), losses(tmp_path / "True")
+    cpu = losses(tmp_path / "False")
+    gpu_losses = losses(tmp_path / "True")
     assert len(cpu) == len(gpu_losses) == STEPS
     assert gpu_losses == pytest.approx(cpu, abs=5e-3)
     assert gpu_losses[0] == pytest.approx(cpu[0], abs=1e-5)
@@ -152,7 +154,8 @@ def test_killed_run_resumes_without_lost_rows(log: str, tmp_path: Path) -> None:
 
 def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
     clicks(log, tmp_path)
-    run, found = str(tmp_path / "run"), []
+    run = str(tmp_path / "run")
+    found = []
     raw, _ = parse(SCHEMA, b"".join(Path(log).read_bytes().splitlines(keepends=True)[:300]))
     for device in ("cpu", DEVICE):
         served = open_served(run, device=device)  # type: ignore[arg-type]
@@ -198,10 +201,8 @@ def test_gpt2_trains(tmp_path: Path) -> None:
     for package in ("transformers", "streaming"):
         pytest.importorskip(package)
     (tmp_path / "text.txt").write_text("the cat sees a dog.\n" * 2_000)
-    tokens, options = (
-        str(tmp_path / "tokens"),
-        {"format": "mds", "tokenizer": "characters", "block_size": 32},
-    )
+    tokens = str(tmp_path / "tokens")
+    options = {"format": "mds", "tokenizer": "characters", "block_size": 32}
     rayrec.preprocess(str(tmp_path / "text.txt"), out=tokens, **options, console=QUIET)
     workload = {
         "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32},

@@ -115,7 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(400, "InvalidUri")
         if container not in store.blobs:
             return self._refuse(404, "ContainerNotFound")
-        blobs, place = store.blobs[container], (container, name)
+        blobs = store.blobs[container]
+        place = (container, name)
         match self.command, query.get("comp"):
             case "POST", "batch":
                 return self._delete_batch(body)
@@ -169,14 +170,16 @@ class _Handler(BaseHTTPRequestHandler):
         if not found or self.command == "HEAD":
             copied = {"x-ms-copy-id": "1", "x-ms-copy-status": "success"}
             return self._send(200, data, {"x-ms-blob-type": "BlockBlob", **copied})
-        start, end = int(found[1]), min(int(found[2] or len(data)), len(data) - 1)
+        start = int(found[1])
+        end = min(int(found[2] or len(data)), len(data) - 1)
         if start >= len(data):
             return self._refuse(416, "InvalidRange")
         span = {"x-ms-blob-type": "BlockBlob", "Content-Range": f"bytes {start}-{end}/{len(data)}"}
         return self._send(206, data[start : end + 1], span)
 
     def _list(self, blobs: dict[str, bytes], query: dict[str, str]) -> None:
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        prefix = query.get("prefix", "")
+        delimiter = query.get("delimiter", "")
         items = {}
         for name in sorted(name for name in blobs if name.startswith(prefix)):
             rest = name.removeprefix(prefix)

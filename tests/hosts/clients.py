@@ -28,7 +28,10 @@ class Load(EndsOnExit):
         """`answers` and `failed` contain start, status and body of answers. The status is 0 if none
         came.
         """
-        self.port, self.rows, self.answers, self.failed = port, rows, list[Any](), list[Any]()
+        self.port = port
+        self.rows = rows
+        self.answers = list[Any]()
+        self.failed = list[Any]()
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, daemon=True) for _ in range(num_clients)
@@ -47,7 +50,8 @@ class Load(EndsOnExit):
             try:
                 status, body = ask(self.port, "POST", "/v1/score", self.rows)
             except (OSError, http.client.HTTPException) as error:
-                status, body = 0, repr(error).encode()
+                status = 0
+                body = repr(error).encode()
             for kept in (self.answers, self.failed) if status != 200 else (self.answers,):
                 kept.append((start, status, body))
 

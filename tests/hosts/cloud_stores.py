@@ -88,7 +88,9 @@ class S3Store:
     bucket = "s3://logs"
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.port, key, secret = free_ports(1), "tester", "secret-word"
+        self.port = free_ports(1)
+        key = "tester"
+        secret = "secret-word"
         self.environment = {
             "AWS_ACCESS_KEY_ID": key,
             "AWS_SECRET_ACCESS_KEY": secret,

@@ -132,8 +132,11 @@ class Node:
     """One machine of a network, and the Ray node on it if one was started."""
 
     def __init__(self, network: "Network", name: str, number: int) -> None:
-        self.name, self.address = name, f"{_SUBNET}.{number}"
-        self._network, self._link, self._commands = network, f"v{number}", 0
+        self.name = name
+        self.address = f"{_SUBNET}.{number}"
+        self._network = network
+        self._link = f"v{number}"
+        self._commands = 0
         self.folder = network.folder / name
         """What the node sees as `network.local`."""
         for inner in ("home", "storage"):

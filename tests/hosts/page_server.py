@@ -120,7 +120,8 @@ class Namespace:
     """
 
     def __init__(self, page: str) -> None:
-        self._page, self._pid = page, 0
+        self._page = page
+        self._pid = 0
 
     def run(self, line: int, text: str) -> None:
         if not self._pid:

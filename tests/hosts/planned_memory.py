@@ -14,7 +14,10 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-DIM, TRAIN_ROWS, EVAL_ROWS, STEPS = 64, 4096, 8192, 4
+DIM = 64
+TRAIN_ROWS = 4096
+EVAL_ROWS = 8192
+STEPS = 4
 SIZES = (100_000, 1_500_000, 4_000_000)
 """Rows of all tables together: 26 MB, 390 MB and 1 GB of weights."""
 

@@ -281,10 +281,8 @@ class RayCluster(Session):
     """
 
     def __init__(self, folder: Path, *, cache: Path) -> None:
-        command, environment = (
-            [sys.executable, "-u", "-c", _CLUSTER],
-            environment_for(cache, **FREQUENT_CHECKS),
-        )
+        command = [sys.executable, "-u", "-c", _CLUSTER]
+        environment = environment_for(cache, **FREQUENT_CHECKS)
         super().__init__(
             command, environment=environment, output=folder / "cluster", stdin=subprocess.PIPE
         )

@@ -40,7 +40,8 @@ class Signed:
     """An application that answers requests with the signature of its one user."""
 
     def __init__(self, application: Callable[..., Iterable[bytes]], key: str, secret: str) -> None:
-        self._application, self._user = application, Credentials(key, secret)
+        self._application = application
+        self._user = Credentials(key, secret)
 
     def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if self._is_signed(environment):

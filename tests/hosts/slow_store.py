@@ -21,9 +21,13 @@ class SlowStore(arrow_fs.FileSystemHandler):
     """
 
     def __init__(self, latency_s: float) -> None:
-        self.latency_s, self.calls, self.most_at_once = latency_s, Counter[str](), 0
-        self._now, self._lock = 0, threading.Lock()
-        self._local, self._filesystem = arrow_fs.LocalFileSystem(), arrow_fs.PyFileSystem(self)
+        self.latency_s = latency_s
+        self.calls = Counter[str]()
+        self.most_at_once = 0
+        self._now = 0
+        self._lock = threading.Lock()
+        self._local = arrow_fs.LocalFileSystem()
+        self._filesystem = arrow_fs.PyFileSystem(self)
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Self:
         """Makes URLs slow:///PATH lead here."""

@@ -130,7 +130,9 @@ def test_killed_executor_is_replaced_or_reported(
     """
     marks = tmp_path / "marks"
     marks.mkdir()
-    started, numbers, told = time.monotonic(), [], ""
+    started = time.monotonic()
+    numbers = []
+    told = ""
     try:
         with spark(timeout_s=60.0) as running:
             results = running.run(

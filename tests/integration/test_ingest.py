@@ -121,7 +121,8 @@ def test_workers_read_each_row_once(
 def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
     settings = {"epochs": 2, "batch_size": 1500, "rank": 1, "world_size": 2, "max_steps": 10}
     first = make_loader(**settings)
-    whole, states = [], [first.state()]
+    whole = []
+    states = [first.state()]
     for batch in first:
         whole.append(rows_of(batch))
         states.append(first.state())
@@ -155,10 +156,8 @@ def test_changed_log_stops_run(
     path.write_bytes(text)
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
-    loader, message = (
-        loader_of(order_of(index), shared),
-        r"log\.txt: bytes .* changed since the log was indexed; .* --name$",
-    )
+    loader = loader_of(order_of(index), shared)
+    message = r"log\.txt: bytes .* changed since the log was indexed; .* --name$"
     rejects(message, lambda: list(loader))
     rejects(r"log\.txt: bytes .* changed since ", counts_of, index)
 

@@ -39,17 +39,16 @@ def test_wheel_check_names_missing_and_forbidden_files() -> None:
     assert wheels.wheel_faults(good, wanted) == []
     faults = ["the wheel lacks rayrec/py.typed", "the wheel must not hold tests/conftest.py"]
     assert wheels.wheel_faults([*good[1:], "tests/conftest.py"], wanted) == faults
-    files, data = (
-        wheels.package_files(ROOT),
-        "py.typed ingest/raydp.lock observe/report/templates/page.html serve/try.html",
-    )
+    files = wheels.package_files(ROOT)
+    data = "py.typed ingest/raydp.lock observe/report/templates/page.html serve/try.html"
     assert {f"rayrec/{name}" for name in data.split()} <= files
     assert not any(name.endswith((".c", ".h", ".so")) for name in files)
 
 
 @pytest.mark.extended
 def test_source_archive_builds_working_wheel(tmp_path: Path) -> None:
-    source, made = tmp_path / "source", tmp_path / "made"
+    source = tmp_path / "source"
+    made = tmp_path / "made"
     wheels.copy_sources(source)
     made.mkdir()
     backend = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -284,7 +283,8 @@ def test_plain_clone_runs_demo_and_passes_tests(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @NEEDS_DEBIAN
 def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
-    base, work = _debian(tmp_path), tmp_path / "stages"
+    base = _debian(tmp_path)
+    work = tmp_path / "stages"
     work.mkdir()
     binds, environment = _network(base)
     # The folder of wheels is an argument of the build. It is no part of the image.
@@ -309,7 +309,8 @@ def test_image_builds_and_runs_demo(tmp_path: Path) -> None:
     assert (image.root / "home/rayrec/runs/demo/summary.json").exists()
     assert image.run("id", "--user", binds=binds, timeout_s=60).stdout.strip() == "10001"
     assert image.run("touch", "/opt/rayrec/file", binds=binds, timeout_s=60).returncode != 0
-    size, own = _megabytes(image.root), _megabytes(base)
+    size = _megabytes(image.root)
+    own = _megabytes(base)
     print(
         f"built in {built_s - began_s:.0f} s, {size - own:.0f} MB beyond Debian's {own:.0f}; demo "
         f"in {demo_s:.0f} s"

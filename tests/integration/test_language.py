@@ -30,18 +30,17 @@ from rayrec.workloads.base import TrainConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
-BLOCK, STEPS = 16, 60
+BLOCK = 16
+STEPS = 60
 LOOPS = ("rayrec", "huggingface")
 
 
 def write_text(path: Path, *, sentences: int, seed: int) -> None:
     """Sentences of few words, so that there is something to learn in a minute."""
     chance = np.random.default_rng(seed)
-    subjects, verbs, objects = (
-        ("the cat", "a dog", "my horse"),
-        ("sees", "hears", "follows"),
-        ("it.", "us.", "them."),
-    )
+    subjects = ("the cat", "a dog", "my horse")
+    verbs = ("sees", "hears", "follows")
+    objects = ("it.", "us.", "them.")
     words = [
         [group[index] for index in chance.integers(3, size=sentences)]
         for group in (subjects, verbs, objects)

@@ -40,7 +40,8 @@ from rayrec.serve.deployment import custom_network_class
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
-FILE, ROWS = own_click_model.__file__, 3000
+FILE = own_click_model.__file__
+ROWS = 3000
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> None:
-    recipe, own = own_click_model.own_model, own_click_model.OwnConfig
+    recipe = own_click_model.own_model
+    own = own_click_model.OwnConfig
     # one that does not look at the last step
     config = recipe(log).replace(workload={"schedule": {"decay_fraction": 0.0}})
     config = config.replace(
@@ -123,10 +125,12 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     evaluate = partial(rayrec.evaluate, result.checkpoint, console=QUIET)
     metrics = evaluate(log, slice_by=("day",))
     _, predicted = evaluated_and_predicted(result.checkpoint, log, tmp_path / "scores")
-    logits, labels = predicted["logit"].to_numpy(), predicted["label"].to_numpy()
+    logits = predicted["logit"].to_numpy()
+    labels = predicted["label"].to_numpy()
     place = config.workload.schema.columns.index("cat_5")  # type: ignore[attr-defined]
     groups = np.array([line.split("\t")[place] for line in Path(log).read_text().splitlines()])
-    total, rows = 0.0, 0
+    total = 0.0
+    rows = 0
     for group in set(groups) - {""}:
         mine = groups == group
         if 0 < labels[mine].sum() < mine.sum():
@@ -256,7 +260,8 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     "name", ["next_item", pytest.param("two_tower", marks=pytest.mark.exhaustive)]
 )
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
-    log, path = write_log(tmp_path / "log", name), tmp_path / "config.yaml"
+    log = write_log(tmp_path / "log", name)
+    path = tmp_path / "config.yaml"
     config = small(
         name, log, tmp_path, 200, batch_size=8, checkpoint={"every": 20}, scaling={"num_workers": 2}
     )
@@ -286,7 +291,8 @@ def _rows(seed: int = 0) -> pa.Table:
     likes are not known.
     """
     rng = np.random.default_rng(seed)
-    item, user = rng.integers(0, 30, ROWS), rng.integers(0, 50, ROWS)
+    item = rng.integers(0, 30, ROWS)
+    user = rng.integers(0, 50, ROWS)
     history = [rng.integers(0, 30, rng.integers(0, 7)) for _ in range(ROWS)]
     tags = [rng.integers(0, 8, rng.integers(0, 3)) for _ in range(ROWS)]
     weights = [rng.uniform(-1, 1, len(of_row)) for of_row in tags]
@@ -353,7 +359,8 @@ def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None
         "seconds.mae",
     } <= whole.metrics.keys()
     assert whole.metrics["auroc"] > 0.7
-    preprocessed, preprocessor = str(tmp_path / "preprocessed"), f"{whole.folder}/preprocessor"
+    preprocessed = str(tmp_path / "preprocessed")
+    preprocessor = f"{whole.folder}/preprocessor"
     rayrec.preprocess(
         log,
         out=preprocessed,
@@ -443,7 +450,8 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     # The history's table is the item's, and stored once.
     manifest = json.loads((tmp_path / "None" / "manifest.json").read_text())
     assert manifest["model"]["tables"] == ["item", "user", "item"]
-    plain, checkpoint = open_served(f"{tmp_path}/None"), open_served(run.checkpoint)
+    plain = open_served(f"{tmp_path}/None")
+    checkpoint = open_served(run.checkpoint)
     assert plain.scorer.weight_bytes == checkpoint.scorer.weight_bytes
     program: dict[str, Any] = {}
     exec(

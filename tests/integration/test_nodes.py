@@ -394,11 +394,13 @@ def test_ssh_script_trains_on_two_machines(
 )
 def test_notebooks_run_on_nodes(name: str) -> None:
     path = ROOT / "examples" / f"{name}.ipynb"
-    stored, made = json.loads(path.read_text()), NOTEBOOKS.run(path)
+    stored = json.loads(path.read_text())
+    made = NOTEBOOKS.run(path)
     assert [len(cell.get("outputs", ())) for cell in made["cells"]] == [
         len(cell.get("outputs", ())) for cell in stored["cells"]
     ]
-    shown, expected = text_of(made), text_of(stored)
+    shown = text_of(made)
+    expected = text_of(stored)
     assert numbers_in(shown, FIGURES[name]) == pytest.approx(
         numbers_in(expected, FIGURES[name]), rel=1e-2
     )

@@ -41,8 +41,10 @@ class Model:
     """A trained model and its log; it scores in small blocks, so that a small log has many."""
 
     def __init__(self, result: Result, log: Path) -> None:
-        self.result, self.checkpoint = result, result.checkpoint
-        self.log, self.lines = str(log), log.read_bytes().splitlines(keepends=True)
+        self.result = result
+        self.checkpoint = result.checkpoint
+        self.log = str(log)
+        self.lines = log.read_bytes().splitlines(keepends=True)
         stored = recipes.load_config(Path(result.checkpoint, "config.yaml").read_text())
         self.config = stored.replace(eval_data={"block_bytes": 1 << 18, "segments_per_block": 2})
 
@@ -67,7 +69,8 @@ class Model:
 @pytest.fixture(scope="module")
 def model(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     network = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
-    log, here = click_log / "train.txt", {"num_cpus": 2, "address": "none"}
+    log = click_log / "train.txt"
+    here = {"num_cpus": 2, "address": "none"}
     config = short_run(
         recipes.criteo_demo(str(log)),
         tmp_path_factory.mktemp("runs"),
@@ -102,7 +105,8 @@ def test_predictions_are_in_order(whole: Columns, model: Model, click_log: Path)
         whole["score"], 1 / (1 + np.exp(-whole["logit"].astype(float))), rtol=1e-6
     )
     assert len(np.unique(whole["logit"])) > 10_000
-    metrics, by_hand = model.evaluate(click_log), binary_metrics(whole["logit"], whole["label"])
+    metrics = model.evaluate(click_log)
+    by_hand = binary_metrics(whole["logit"], whole["label"])
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
 
 
@@ -141,7 +145,8 @@ def test_scores_ignore_labels_packing_and_neighbours(
     (log / "part_2.txt.gz").write_bytes(gzip.compress(unlabelled(model.lines[:700])))
     (log / "part_10.txt.gz").write_bytes(gzip.compress(unlabelled(model.lines[700:1500])))
     (tmp_path / "single.txt").write_bytes(model.lines[3].rstrip(b"\n"))
-    got, single = model.columns(log), model.columns(tmp_path / "single.txt")
+    got = model.columns(log)
+    single = model.columns(tmp_path / "single.txt")
     assert list(got) == ["row", "score", "logit"]
     assert (got["row"].tolist(), single["row"].tolist()) == (list(range(1500)), [0])
     np.testing.assert_allclose(got["logit"], whole["logit"][:1500], atol=1e-6)
@@ -149,7 +154,9 @@ def test_scores_ignore_labels_packing_and_neighbours(
 
 
 def test_invalid_lines_keep_row_numbers(whole: Columns, model: Model, tmp_path: Path) -> None:
-    count, path = 6000, tmp_path / "faulty.txt"  # several blocks, one of them all good
+    # several blocks, one of them all good
+    count = 6000
+    path = tmp_path / "faulty.txt"
     faulty = [place for place in range(count) if place % 7 == 0 and place < 2500] + [count - 1]
     path.write_bytes(
         b"".join(
@@ -159,7 +166,8 @@ def test_invalid_lines_keep_row_numbers(whole: Columns, model: Model, tmp_path: 
     )
     rejects(r"invalid, more than max_bad_fraction.*too few columns", model.columns, path)
     lenient = {"config": model.config.replace(max_bad_fraction=0.5)}
-    got, expected = model.columns(path, **lenient), np.delete(np.arange(count), faulty)
+    got = model.columns(path, **lenient)
+    expected = np.delete(np.arange(count), faulty)
     np.testing.assert_array_equal(got["row"], expected)
     np.testing.assert_allclose(got["logit"], whole["logit"][expected], atol=1e-6)
     metrics = model.evaluate(path, **lenient)
@@ -202,7 +210,9 @@ def test_killed_predict_resumes(
     scores: tuple[Path, dict[str, Any]], model: Model, tmp_path: Path, monkeypatch: Any
 ) -> None:
     _small_parts(monkeypatch)
-    out, tables, begun = tmp_path / "out", ScoringJob.tables, []
+    out = tmp_path / "out"
+    tables = ScoringJob.tables
+    begun = []
 
     def watched(self: ScoringJob, console: Console, *, first_row: int = 0) -> Iterator[pa.Table]:
         begun.append(first_row)
@@ -236,7 +246,8 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
         confidence=0.9, resamples=20, compare=str(checkpoints[-1]), batch_rows=1000, **slices
     )
     found = model.evaluate(options=options, other=model.config)
-    metrics, count = binary_metrics(whole["logit"], whole["label"]), len(model.lines)
+    metrics = binary_metrics(whole["logit"], whole["label"])
+    count = len(model.lines)
     assert {name: found[name] for name in metrics} == metrics
     for name in METRICS:
         low, high = found["intervals"][name]
@@ -295,7 +306,9 @@ def test_unsupported_evaluation_options_are_rejected(model: Model, click_log: Pa
 
 
 def test_invalid_predictions_are_rejected(model: Model, tmp_path: Path) -> None:
-    without, mixed, out = tmp_path / "unlabelled.txt", tmp_path / "mixed.txt", tmp_path / "scores"
+    without = tmp_path / "unlabelled.txt"
+    mixed = tmp_path / "mixed.txt"
+    out = tmp_path / "scores"
     without.write_bytes(unlabelled(model.lines[:100]))
     rejects("has no labels to evaluate against", model.evaluate, without)
     mixed.write_bytes(unlabelled(model.lines[:2]) + model.lines[2])

@@ -93,7 +93,8 @@ def test_full_shuffle_is_applied_on_request(
     preprocessed(
         log, tmp_path / "mixed", run=raw_run[0], split="sevenths", shuffle="full", seed=1, **BLOCKS
     )
-    full, raw = {"train_data": {"shuffle": "full"}}, raw_run[1]
+    full = {"train_data": {"shuffle": "full"}}
+    raw = raw_run[1]
     mixed = trained(tmp_path / "mixed", tmp_path, name="mixed", **full)
     assert mixed["rows_of_sets"] == raw["rows_of_sets"]
     assert mixed["weights_sha256"] != raw["weights_sha256"]
@@ -226,7 +227,8 @@ def test_row_numbers_follow_table_order(tmp_path: Path) -> None:
     again.
     """
     rows = any_rows(600, seed=0)
-    rows[7]["click"], rows[300]["importance"] = 5, -1.0
+    rows[7]["click"] = 5
+    rows[300]["importance"] = -1.0
     write_csv(tmp_path / "a.csv", rows)
     write_csv(tmp_path / "b.csv", rows[:50])
     write_parquet(tmp_path / "a.parquet", rows, row_group_size=100)

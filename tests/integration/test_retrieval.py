@@ -67,7 +67,8 @@ def expected_at_k(scores: dict[int, float], item: int, k: int) -> tuple[float, f
 def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> None:
     trained = random_lists(min_count, rows=60, items=60)
     later = random_lists(100 + min_count, rows=80, items=90)
-    log, evaluated = write_lists(tmp_path / "log", trained), write_lists(tmp_path / "later", later)
+    log = write_lists(tmp_path / "log", trained)
+    evaluated = write_lists(tmp_path / "later", later)
     config = small("next_item", log, tmp_path, 3, eval_data={"path": evaluated})
     config = config.replace(workload={"preset": {"min_count": min_count}})
     run = train(config)
@@ -82,7 +83,8 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     present = [[item for item in items if item is not None] for items in later]
     before = write_lists(tmp_path / "before", [items[:-1] for items in present])
     _, predicted = evaluated_and_predicted(of_all.checkpoint, before, tmp_path / "scores")
-    results, unknown = [], 0
+    results = []
+    unknown = 0
     for items, order, scores in zip(
         present, predicted["items"].to_pylist(), predicted["scores"].to_pylist(), strict=True
     ):
@@ -144,7 +146,8 @@ def test_answers_have_all_items_but_no_reserved_rows(tmp_path: Path) -> None:
         assert [sorted(items) for items in answer["items"]] == [[-1, 7, 8, 9]] * len(rows)
         assert all(scores == sorted(scores, reverse=True) for scores in answer["scores"])
     program = torch.export.load(tmp_path / "export" / "dense.pt2").module()
-    ids, table = torch.tensor([2, 3]), torch.randn(6, 16)
+    ids = torch.tensor([2, 3])
+    table = torch.randn(6, 16)
     table[:2] = 100.0
     items, scores = program(
         torch.zeros(1, 0), torch.zeros(1, 0), table[ids], torch.tensor([2]), ids, table
@@ -188,7 +191,8 @@ IN_ORDER = [[7, 8], [8, 7]]
 def test_lists_without_targets_end_run_at_once(
     lists: Any, later: Any, message: str, tmp_path: Path
 ) -> None:
-    log, evaluated = write_lists(tmp_path / "log", lists), write_lists(tmp_path / "later", later)
+    log = write_lists(tmp_path / "log", lists)
+    evaluated = write_lists(tmp_path / "later", later)
     config = small("next_item", log, tmp_path, 3, eval_data={"path": evaluated})
     min_count = 2 if "known" in message or "min_count" in message else 1
     rejects(message, train, config.replace(workload={"preset": {"min_count": min_count}}))

@@ -217,7 +217,9 @@ def test_profile_provides_endpoint_region_and_credentials(
 
 # -- Events
 def test_events_survive_outage_and_are_followed(folder: str, s3_server: Any) -> None:
-    url, stop, seen = f"{folder}/events.jsonl", threading.Event(), []
+    url = f"{folder}/events.jsonl"
+    stop = threading.Event()
+    seen = []
     thread = threading.Thread(target=lambda: seen.extend(follow(url, stop=stop, poll_s=0.2)))
     thread.start()
     with EventWriter(url) as writer:
@@ -349,14 +351,17 @@ def test_s3_checkpoint_is_usable(bucket: str, click_log: Path, tmp_path: Path) -
     """Evaluated, predicted with and exported, all that is written in the bucket too; and each gives
     the same scores.
     """
-    log, run, exported = f"{bucket}/used/train.txt", f"{bucket}/used/run", f"{bucket}/used/exported"
+    log = f"{bucket}/used/train.txt"
+    run = f"{bucket}/used/run"
+    exported = f"{bucket}/used/exported"
     storage.copy_file(str(click_log / "train.txt"), log)
     storage.copy_files(
         str(save_clicks(tmp_path / "run", scale=3.0, train_data={"path": log}).run), run
     )
 
     assert export(run, exported, parity_rows=500)["parity"]["origin"] == f"test rows of {log}"
-    checkpoint, served = open_served(run), open_served(exported)
+    checkpoint = open_served(run)
+    served = open_served(exported)
     assert (checkpoint.kind, served.kind) == ("checkpoint", "export")
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:100]
     rows = checkpoint.preprocessor.encode(parse(checkpoint.preprocessor.schema, b"".join(lines))[0])
@@ -386,7 +391,8 @@ def test_s3_shards_train_after_command_in_error(bucket: str, tmp_path: Path) -> 
     """Shards of MosaicML's writer: the command that `train` prints, as it is printed, then training
     there and by --out.
     """
-    tokenizer, url = tmp_path / "tokenizer", f"{bucket}/indexed"
+    tokenizer = tmp_path / "tokenizer"
+    url = f"{bucket}/indexed"
     write_tokenizer(bytes_bpe(["the cat and the hat"] * 4, 260), str(tokenizer))
     with load_streaming().MDSWriter(
         out=str(tmp_path / "set"), columns={"tokens": "ndarray:uint16"}, size_limit=1000
@@ -453,7 +459,8 @@ def test_trainer_script_survives_kills_on_s3(bucket: str, tmp_path: Path) -> Non
         assert complete(url) == [240, 256]
         return storage.read_json(f"{url}/checkpoint-256/manifest.json")["files"]
 
-    undisturbed, killed = f"{bucket}/trainer/undisturbed", f"{bucket}/trainer/killed"
+    undisturbed = f"{bucket}/trainer/undisturbed"
+    killed = f"{bucket}/trainer/killed"
     with start(undisturbed, "undisturbed") as session:
         assert session.wait().status == 0, session.err
     with start(killed, "killed") as session:

@@ -66,7 +66,8 @@ class Servers:
     """Starts of a server of one checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
+        self._folder = folder
+        self._number = 0
         self.place = save_checkpoint(folder / "run", 10, make_model(seed=1))
         self.port = 0
 

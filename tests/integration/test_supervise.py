@@ -37,7 +37,9 @@ class Head:
     def __init__(self, folder: Path, *, cache: Path) -> None:
         # Ray's sockets lie below, and their paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="rayrec-head-"))
-        self._output, self._cache, self._port = folder / "head", cache, free_ports(4)
+        self._output = folder / "head"
+        self._cache = cache
+        self._port = free_ports(4)
         self.url = f"http://127.0.0.1:{self._port}"
         self.address = f"127.0.0.1:{self._port + 1}"
 
@@ -95,7 +97,8 @@ class Head:
 class Supervised(Run):
     def __init__(self, config: TrainConfig, head: Head, folder: Path, *, cache: Path) -> None:
         super().__init__(config, folder / f"{config.name}_commands", cache=cache)
-        self.state, self._head = folder / f"{config.name}.json", head
+        self.state = folder / f"{config.name}.json"
+        self._head = head
 
     def start(self, *flags: str) -> Self:
         own = [

@@ -66,7 +66,8 @@ def test_task_error_is_one_line(text: Path, tmp_path: Path) -> None:
     content = text.read_bytes()
     (tmp_path / "bad.txt").write_bytes(content[:100_000] + b"\xfe" + content[100_000:])
     write_tokenizer(bytes_bpe([text.read_text()], 300), str(tmp_path / "tokenizer"))
-    bad, out = tmp_path / "bad.txt", tmp_path / "out"
+    bad = tmp_path / "bad.txt"
+    out = tmp_path / "out"
     rejects(
         r"bad\.txt: byte 100,000 is not UTF-8",
         prepared,

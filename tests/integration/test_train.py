@@ -437,7 +437,8 @@ def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None
     )
     summary = train(config).summary
     short, last = events_of(tmp_path / "run", "evaluate")
-    rows, first = summary["rows_of_sets"]["validation"], summary["rows_of_sets"]["train"]
+    rows = summary["rows_of_sets"]["validation"]
+    first = summary["rows_of_sets"]["train"]
     assert [(event["step"], event["rows"], event["counted"]) for event in (short, last)] == [
         (8, 300, True),
         (8, rows, False),

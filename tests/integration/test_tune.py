@@ -122,7 +122,8 @@ def test_search_raises_if_processes_never_start(local_ray: None, tmp_path: Path)
 def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
     from builders.faults import until
 
-    asked, folder = threading.Event(), tmp_path / "trial_3"
+    asked = threading.Event()
+    folder = tmp_path / "trial_3"
     with pool_of(dies, Signals(asked)) as pool:
         pool.submit(jobs(tmp_path, 4)[3])
         threading.Thread(target=lambda: until(folder.exists) and asked.set()).start()

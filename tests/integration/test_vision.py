@@ -35,7 +35,9 @@ from rayrec.workloads.vision import ResNetConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
-TRAIN_ROWS, TEST_ROWS, EPOCHS = 410, 90, 4
+TRAIN_ROWS = 410
+TEST_ROWS = 90
+EPOCHS = 4
 ALONE: dict[str, Any] = {
     "scaling": threads_of(1),
     "cluster": {"num_cpus": 2, "address": "none"},

@@ -97,7 +97,8 @@ def whole(factor: float = 1) -> dict[str, torch.Tensor]:
 
 def sharded(factor: float = 1) -> dict[str, Any]:
     """Return the same tensors, sharded over the process group."""
-    values, size = whole(factor), distributed.get_world_size()
+    values = whole(factor)
+    size = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("same", Replicate())):
         values[f"model.{name}"] = distribute_tensor(values[f"model.{name}"], mesh, [placement])
@@ -221,7 +222,9 @@ def save_in_background(folder: str, rank: int) -> None:
     saver = run.saver(
         **lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3
     )
-    values, state, gate = sharded(), {"rank": [rank]}, threading.Event()
+    values = sharded()
+    state = {"rank": [rank]}
+    gate = threading.Event()
     with writes(gate.wait if rank == 1 else None):
         assert saver.begin(1, values, state=state, score=0.5)
         state["rank"].append(2)  # a checkpoint has what was when its save began
@@ -244,7 +247,8 @@ def save_in_background(folder: str, rank: int) -> None:
             saver.wait
         )
     save_now(saver, 3, values)  # space is there again
-    faulty, state = {**values, **({"rates": 1} if rank else {})}, {} if rank else {"a": object()}
+    faulty = {**values, **({"rates": 1} if rank else {})}
+    state = {} if rank else {"a": object()}
     assert "rates: must be a tensor" in raised(lambda: saver.begin(4, faulty, state={}, score=None))
     assert "not JSON serializable" in raised(
         lambda: saver.begin(4, values, state=state, score=None)

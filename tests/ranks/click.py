@@ -39,7 +39,9 @@ NUMBERS: list[int] = []
 """Tables of a model without categories."""
 CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES, "numbers": NUMBERS}
 BY_ADAM = {"adam": SHARED, "adam_sequences": SEQUENCES}
-DIM, ROWS, STEPS = 8, 12, 3
+DIM = 8
+ROWS = 12
+STEPS = 3
 
 
 DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
@@ -111,10 +113,8 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     """Return a rank's part of the same global batch, for any number of ranks."""
     chance = torch.Generator().manual_seed(step)
     ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
-    dense, labels = (
-        torch.rand(rows, 2, generator=chance),
-        torch.rand(rows, generator=chance).round(),
-    )
+    dense = torch.rand(rows, 2, generator=chance)
+    labels = torch.rand(rows, generator=chance).round()
     mine = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     columns: list[Ids] = [column[mine].int().numpy() for column in ids]
     named = {"label": labels[mine]}
@@ -128,13 +128,13 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
             JaggedIds(lists[1].reshape(-1), lengths, of_lists.reshape(-1)),
             JaggedIds(lists[2].reshape(-1), lengths),
         ]
-        other, seconds = (
-            torch.rand(rows, generator=chance).round(),
-            torch.rand(rows, generator=chance),
-        )
+        other = torch.rand(rows, generator=chance).round()
+        seconds = torch.rand(rows, generator=chance)
         other[torch.rand(rows, generator=chance) < 0.3] = torch.nan
         named |= {"other": other[mine], "seconds": seconds[mine]}
-    count, keys, sequences = len(labels[mine]), schema(tables).sparse, None
+    count = len(labels[mine])
+    keys = schema(tables).sparse
+    sequences = None
     if tables == SEQUENCES:
         listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
         counts = torch.randint(0, 5, (rows,), generator=chance)[mine]
@@ -152,7 +152,8 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
 def train_batches(folder: str, setup: Any, batches: list[Batch]) -> list[float]:
     """Save FOLDER/start, train the batches, and save FOLDER/end. Returns each step's mean loss."""
     checkpoint.save(f"{folder}/start", all_tensors(setup.model, setup.optimizer), state={})
-    remaining, losses = iter(batches), []
+    remaining = iter(batches)
+    losses = []
     for step in range(len(batches)):
         setup.begin_step(step, len(batches))
         loss = setup.pipeline.progress(remaining).loss.detach().clone()
@@ -195,7 +196,8 @@ def train_in_attempts(
     folder: str, tables: list[int], rank: int, *attempts: range, node: str
 ) -> None:
     """Train the steps of each attempt from the last save, and save FOLDER/STEP after each."""
-    world_size, before = distributed.get_world_size(), None
+    world_size = distributed.get_world_size()
+    before = None
     network = DLRMConfig(
         interaction="dot", embedding_dim=DIM, bottom_mlp=(128, 64, DIM), top_mlp=(128, 64, 1)
     )

@@ -89,7 +89,8 @@ class Small(DataParallelWorkload):
 
 
 TOKEN_ROWS = {"train": 44, "validation": 10}
-VOCABULARY, LENGTH = 13, 8
+VOCABULARY = 13
+LENGTH = 8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ from rayrec.sharding.planner import (
 from rayrec.workloads.recsys.worker import Unwrapped, make_optimizer, make_pipeline
 
 Stage = dict[str, Any]
-TABLES, ROWS = [40, 7, 1, 90], 24
+TABLES = [40, 7, 1, 90]
+ROWS = 24
 
 
 def run_stages(stages: list[Stage], folder: str, rank: int) -> None:
@@ -119,10 +120,8 @@ def run(folder: str, rank: int, stage: Stage) -> None:
         restore_all(checkpoint.Checkpoint(f"{folder}/{stage['restore']}"), model, optimizer)
     steps = range(*stage.get("steps", (0, 0)))
     context = SimpleNamespace(world_size=stage["ranks"], device=torch.device("cpu"))
-    pipeline, batches = (
-        make_pipeline(model, optimizer, context),
-        iter([batch(step, rank, stage["ranks"]) for step in steps]),
-    )
+    pipeline = make_pipeline(model, optimizer, context)
+    batches = iter([batch(step, rank, stage["ranks"]) for step in steps])
     for step in steps:
         optim.set_learning_rates(
             optimizer,

@@ -16,7 +16,8 @@ from rayrec.models.retrieval.two_tower import TwoTowerConfig
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.workload import ClickWorkload
 
-USERS, ITEMS = 9, 13
+USERS = 9
+ITEMS = 13
 ROWS = (6, 5, 1)
 """Rows of each step. In the last one, the second rank has none."""
 RATES = {kind: click.SGD[f"{kind}_optimizer"].learning_rate for kind in ("sparse", "dense")}
@@ -33,11 +34,9 @@ def pairs(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _batch(schema: Any, step: int, rank: int, size: int) -> Batch:
-    own, rows, tables = (
-        slice(rank, None, size),
-        ROWS[step],
-        {"table:item": ITEMS if schema is LISTS else 0},
-    )
+    own = slice(rank, None, size)
+    rows = ROWS[step]
+    tables = {"table:item": ITEMS if schema is LISTS else 0}
     if schema is LISTS:
         chance = np.random.default_rng(step)
         lists = [chance.integers(0, ITEMS, chance.integers(1, 6)) for _ in range(rows)][own]

@@ -40,7 +40,9 @@ gpu, measuring, paired, preempt, run, start, subprocesses = (
     )
 )
 DryRun = Callable[[str], list[dict[str, Any]]]
-NOISE, DRIFT, COST = 0.05, 0.3, 0.01
+NOISE = 0.05
+DRIFT = 0.3
+COST = 0.01
 """Standard deviation of the logarithm of a time; by how much all is slower at the end; what one of
 two ways costs.
 """
@@ -54,7 +56,8 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def noisy(*, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
     """What makes a way that is slower by so much, on a machine that gets slower as time goes by."""
-    draw, done = random.Random(seed), itertools.count(1)
+    draw = random.Random(seed)
+    done = itertools.count(1)
 
     def timed(cost: float) -> Any:
         drift = 1 + DRIFT * next(done) / blocks
@@ -197,7 +200,8 @@ def test_preemptions_are_seeded_and_cost_as_restarts() -> None:
     ]
     assert preempt.parse_attempts("") == []
     attempts = preempt.parse_attempts(STAMPS)
-    killed_in_step_2, ended_before = (101.5, 103.0), (110.5, 125.0)
+    killed_in_step_2 = (101.5, 103.0)
+    ended_before = (110.5, 125.0)
     assert preempt.losses(attempts, [killed_in_step_2, ended_before]) == [
         preempt.Loss(steps_redone=2, idle_s=8.0, after_kill_s=7.0),
         preempt.Loss(steps_redone=0, idle_s=19.0, after_kill_s=5.0),
@@ -300,11 +304,9 @@ def test_plain_script_has_settings_of_recipe() -> None:
         COMMANDS["train"], ["criteo_demo", "--scaling.num-workers", "1", *start.PLAIN_NETWORK]
     ).arguments
     (config,) = arguments
-    model, tables, network = (
-        config.workload.model,
-        config.workload.sparse_optimizer,
-        config.workload.dense_optimizer,
-    )
+    model = config.workload.model
+    tables = config.workload.sparse_optimizer
+    network = config.workload.dense_optimizer
     assert (model.interaction, model.first_order, model.embedding_penalty, config.epochs) == (
         "dot",
         False,
@@ -363,7 +365,8 @@ def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
 def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     found = found_by(4.0, trainings=tuple(start.TRAININGS))
     found[start.PLAIN[2]] = measuring.Failed("RuntimeError: ended with signal 6")
-    report, new = report_of(with_lightgbm=False), []
+    report = report_of(with_lightgbm=False)
+    new = []
     for number in range(1, len(found) + 1):
         report.print(dict([*found.items()][:number]))
         new.append(printed(capsys))

@@ -129,7 +129,9 @@ def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(files, "_BUFFER_BYTES", MIB // 4)
     monkeypatch.setattr(files, "_SECTION_BYTES", MIB)
     data = np.arange(5 * MIB // 8, dtype=np.int32)
-    path, piece = f"{folder}/large", np.zeros(MIB // 8, np.int32)  # used again for each piece
+    # used again for each piece
+    path = f"{folder}/large"
+    piece = np.zeros(MIB // 8, np.int32)
     storage.write_bytes(path, b"before")
 
     def pieces(last: bool) -> Iterator[memoryview]:
@@ -215,20 +217,20 @@ def test_wrong_credentials_raise_one_line(
     if store.bucket.startswith("gs://"):
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
         monkeypatch.delenv("STORAGE_EMULATOR_HOST")
-        url, match = (
-            f"gs://logs/a?endpoint_override=127.0.0.1:{store.port}",
-            "Cannot open credentials file /none.json",
-        )
+        url = f"gs://logs/a?endpoint_override=127.0.0.1:{store.port}"
+        match = "Cannot open credentials file /none.json"
     elif store.bucket.startswith("s3://"):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aHVzaA==")
-        url, match = "s3://logs/a", ""
+        url = "s3://logs/a"
+        match = ""
     else:
         setting = store.environment["AZURE_STORAGE_CONNECTION_STRING"]
         monkeypatch.setenv(
             "AZURE_STORAGE_CONNECTION_STRING",
             re.sub("AccountKey=[^;]*", "AccountKey=aHVzaA==", setting),
         )
-        url, match = "az://logs/a", "HTTP status 403"
+        url = "az://logs/a"
+        match = "HTTP status 403"
     start = time.monotonic()
     assert "aHVzaA" not in rejects(
         f"logs: access denied .*{match}.*; set ", storage.write_bytes, url, b"x"

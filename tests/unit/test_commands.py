@@ -221,7 +221,8 @@ def test_invalid_flag_prints_one_line(capsys: Capture) -> None:
 def test_file_flags_accept_space_or_equals_sign(
     capsys: Capture, tmp_path: Path, joined: bool
 ) -> None:
-    config, schema = tmp_path / "config.yaml", tmp_path / "schema.yaml"
+    config = tmp_path / "config.yaml"
+    schema = tmp_path / "schema.yaml"
     config.write_text("\ufeffrecipe: clicks\nsteps: 7\n", encoding="utf-8")
     schema.write_text("{label: y, dense: [a], sparse: [b]}")
     given = (
@@ -554,7 +555,8 @@ CONFIG = "recipe: criteo_demo\nsteps: 7\n"
 def changes(config: Config, default: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the settings that differ from the default, with their names."""
     for field in dataclasses.fields(config):
-        value, before = getattr(config, field.name), getattr(default, field.name, None)
+        value = getattr(config, field.name)
+        before = getattr(default, field.name, None)
         # A placeholder is a Schema
         if isinstance(value, Config) and isinstance(before, type(value)):
             yield from changes(value, before, f"{prefix}{field.name}.")

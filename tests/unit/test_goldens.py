@@ -47,7 +47,9 @@ def test_predictions_of_threads_are_golden(name: str, tmp_path: Path) -> None:
 
 # -- Exports' encode.py
 ROWS = 4_000
-CRITEO, OWN, QUIET = outputs.CRITEO, outputs.OWN, outputs.QUIET
+CRITEO = outputs.CRITEO
+OWN = outputs.OWN
+QUIET = outputs.QUIET
 HEXADECIMAL = CRITEO.replace(dense=CRITEO.dense[:4], sparse=CRITEO.sparse[:6])
 EXPORTED = OWN.replace(
     label="click",
@@ -119,10 +121,8 @@ def _check_encoder(preprocessor: Path, frame: pandas.DataFrame) -> dict[str, str
         np.testing.assert_allclose(
             dense[:, number], inputs[names[number]], rtol=1e-6, atol=1e-6, err_msg=names[number]
         )
-    numbers, categories = (
-        hashlib.sha256(np.where(np.isnan(dense), np.float32(np.nan), dense).tobytes()),
-        hashlib.sha256(),
-    )
+    numbers = hashlib.sha256(np.where(np.isnan(dense), np.float32(np.nan), dense).tobytes())
+    categories = hashlib.sha256()
     for name, found in zip(names[dense.shape[1] :], ids, strict=True):
         values, lengths = (
             found if isinstance(found, tuple) else (found, np.full(ROWS, found[0].size))
@@ -140,11 +140,13 @@ def test_export_encoders_match_goldens_and_kernels(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         if schema.tokens == "hexadecimal":
-            frame, log = _criteo_frame(schema), folder / "log.tsv"
+            frame = _criteo_frame(schema)
+            log = folder / "log.tsv"
             frame.to_csv(log, sep="\t", header=False, index=False)
             options = {"preset": name.partition(",")[0], **options}
         else:
-            frame, log = _own_frame(schema), folder / "log.parquet"
+            frame = _own_frame(schema)
+            log = folder / "log.parquet"
             frame.to_parquet(log)
         outputs.counted(schema, str(log), folder / "preprocessor", **options)
         made[name] = _check_encoder(folder / "preprocessor", frame)
@@ -162,10 +164,8 @@ def test_export_encoders_match_goldens_and_kernels(tmp_path: Path) -> None:
 
 # -- Data reports
 def test_data_reports_are_golden(tmp_path: Path) -> None:
-    criteo, own = (
-        outputs.write_criteo_log(tmp_path, rows=1200, faults=True),
-        outputs.write_own_log(tmp_path / "own", rows=800),
-    )
+    criteo = outputs.write_criteo_log(tmp_path, rows=1200, faults=True)
+    own = outputs.write_own_log(tmp_path / "own", rows=800)
     table = outputs.own_table(500, seed=6)
     texts = {name: table[name] for name in ("click", "age", "price", "user", "item", "flag")}
     arrow_csv.write_csv(pa.table(texts), tmp_path / "own.csv")
@@ -249,7 +249,8 @@ def _text(folder: Path, rows: int) -> rayrec.TrainConfig:
 def test_orders_of_rows_are_golden(
     make: Callable[[Path, int], rayrec.TrainConfig], tmp_path: Path
 ) -> None:
-    config, found = make(tmp_path, 121), {}
+    config = make(tmp_path, 121)
+    found = {}
     for shuffle in ("none", "files", "window", "full"):
         for world_size in (1, 3):
             given = config.replace(
@@ -374,7 +375,8 @@ MOVES = ((2, 2), (3, 1), (3, 1), (1, 3))
 
 def resumed(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
     """Return states, tallies and batches of workers that resume with varying numbers of workers."""
-    state, moves = None, []
+    state = None
+    moves = []
     for workers, steps in MOVES:
         loaders = [
             make(rank, workers, state=state, max_steps=steps, **changes) for rank in range(workers)

@@ -69,7 +69,8 @@ def test_memory_respects_container_limit(
 
 
 def test_page_cache_is_available_and_parent_group_limits(tmp_path: Path) -> None:
-    flat, nested = tmp_path / "flat", tmp_path / "nested"
+    flat = tmp_path / "flat"
+    nested = tmp_path / "nested"
     kernel(flat)
     stat = f"anon 1\ninactive_file {MIB}\nactive_file {MIB}\nfile {3 * MIB}\nshmem {MIB}"
     group(flat, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
@@ -179,7 +180,9 @@ def test_worker_cores_follow_numa_nodes_and_siblings(tmp_path: Path) -> None:
 
 
 def test_binding_reaches_all_threads_and_ends() -> None:
-    before, release, seen = os.sched_getaffinity(0), threading.Event(), list[set[int]]()
+    before = os.sched_getaffinity(0)
+    release = threading.Event()
+    seen = list[set[int]]()
 
     def look() -> None:
         release.wait(60)

@@ -21,7 +21,8 @@ HEADER = (
 )
 SCHEMA = "{label: click, dense: [age], sparse: [user, item]}"
 Make = Callable[[Path], list[str]]
-Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
 
 
 def command(line: str, **files: str | bytes | pa.Table) -> Make:

@@ -62,7 +62,8 @@ def test_read_rules_rejects_invalid_line(line: str) -> None:
 def test_main_prints_each_hit_and_fails_above_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    rules, page = tmp_path / "words.tsv", tmp_path / "page.md"
+    rules = tmp_path / "words.tsv"
+    page = tmp_path / "page.md"
     rules.write_text(RULES)
     page.write_text("The quux.\n")
     monkeypatch.setattr(prose, "WORDS", rules)

@@ -35,7 +35,8 @@ SIZES = [
     14_992,
     700_000,
 ]
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 STATE = SparseOptimizerConfig(kind="rowwise_adagrad").state_bytes
 
 
@@ -280,7 +281,8 @@ def test_sharding_config_rejects_invalid_settings() -> None:
 
 
 def test_sharders_support_rayrec_tables() -> None:
-    model, rounded = Model([10]), ShardingConfig(exchange_precision="bf16")
+    model = Model([10])
+    rounded = ShardingConfig(exchange_precision="bf16")
     assert all(
         sharder.qcomm_codecs_registry for sharder in embedding_sharders(rounded, device="cuda")
     )

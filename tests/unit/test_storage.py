@@ -207,7 +207,8 @@ def test_folders_are_listed_copied_and_removed(tmp_path: Path) -> None:
 def test_write_replaces_only_one_linked_file(tmp_path: Path, prefix: str, replaced: int) -> None:
     (tmp_path / "other").write_bytes(b"other")
     urls = [f"{prefix}{tmp_path}/a", f"{prefix}{tmp_path}/new/b"]
-    target, kept = urls[replaced], tmp_path / ("new/b", "a")[replaced]
+    target = urls[replaced]
+    kept = tmp_path / ("new/b", "a")[replaced]
 
     def write_locally() -> None:
         with storage.writing(target) as local:
@@ -573,7 +574,8 @@ def test_same_store_requires_same_endpoint(monkeypatch: pytest.MonkeyPatch) -> N
 def test_outage_leaks_only_one_stream(
     monkeypatch: pytest.MonkeyPatch, size_mib: int, answers: int, streams: int
 ) -> None:
-    requests, opened = iter(range(answers)), []
+    requests = iter(range(answers))
+    opened = []
 
     def answer(path: str = "") -> fs.FileInfo:
         if next(requests, None) is None:
@@ -664,7 +666,8 @@ def test_folders_of_killed_process_are_removed(tmp_path: Path) -> None:
 def test_abandoned_folder_is_replaced_and_all_use_scratch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, made = tempfile.mkdtemp, []
+    make = tempfile.mkdtemp
+    made = []
 
     def mkdtemp(prefix: str, dir: str) -> str:
         made.append(make(prefix=prefix, dir=dir))
@@ -721,7 +724,8 @@ def test_home_directory_matches_shell(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_cache_folder_is_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAYREC_CACHE", raising=False)
-    run, home = str(tmp_path / "run"), f"{tmp_path}/.cache/rayrec"
+    run = str(tmp_path / "run")
+    home = f"{tmp_path}/.cache/rayrec"
     assert cache.folder(run) == home
     (tmp_path / "run").mkdir()
     assert (cache.folder(run), cache.folder(f"file://{run}")) == (run, f"file://{run}")

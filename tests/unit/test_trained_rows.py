@@ -38,7 +38,8 @@ def expected(epochs: int = 2, rows: int = ROWS) -> TrainedRows:
 @pytest.mark.parametrize("start", [0, 1, RESIDUES - 1, RESIDUES, 5 * 10**9])
 @pytest.mark.parametrize("length", [0, 1, RESIDUES - 1, RESIDUES, 3 * RESIDUES + 7])
 def test_range_equals_sum_of_rows(start: int, length: int) -> None:
-    one_by_one, as_range = TrainedRows(), TrainedRows()
+    one_by_one = TrainedRows()
+    as_range = TrainedRows()
     one_by_one.add(RowNumbers(3, np.arange(start, start + length, dtype=np.int64)))
     as_range.add_ranges([(start, start + length)], epoch=3)
     assert one_by_one == as_range

@@ -95,7 +95,8 @@ class CheckpointWriter(StorageWriter):
     """
 
     def __init__(self, path: CheckpointId, *, state: Mapping[str, Any] | None = None) -> None:
-        self._path, self._state = os.fspath(path), dict(state or {})
+        self._path = os.fspath(path)
+        self._state = dict(state or {})
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         if checkpoint_id is not None:

@@ -200,7 +200,8 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """Return the manifest of a checkpoint folder. Raises DamagedError if it is missing or damaged,
     InputError if it has another format version, OSError if storage is unavailable.
     """
-    path, fix = storage.join(folder, MANIFEST), "use an earlier checkpoint"
+    path = storage.join(folder, MANIFEST)
+    fix = "use an earlier checkpoint"
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; {fix}")
     manifest = load_manifest(folder, fix=fix)

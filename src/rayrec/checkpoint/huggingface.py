@@ -66,7 +66,8 @@ class SyncCheckpoints(TrainerCallback):
             raise InputError(
                 f"num_to_keep: must be at least 1, or None to keep all, got {num_to_keep}"
             )
-        self._folder, self._num_to_keep = storage.absolute(folder).rstrip("/"), num_to_keep
+        self._folder = storage.absolute(folder).rstrip("/")
+        self._num_to_keep = num_to_keep
         self._lease: Lease | None = None
 
     def fetch(self, args: TrainingArguments) -> str | None:
@@ -113,11 +114,10 @@ class SyncCheckpoints(TrainerCallback):
     ) -> None:
         """Upload the checkpoint that Trainer has just written."""
         assert args.output_dir is not None, "TrainingArguments sets it"
-        ranks, name = self._begin(), f"checkpoint-{state.global_step}"
-        local, target = (
-            storage.absolute(os.path.join(args.output_dir, name)),
-            storage.join(self._folder, name),
-        )
+        ranks = self._begin()
+        name = f"checkpoint-{state.global_step}"
+        local = storage.absolute(os.path.join(args.output_dir, name))
+        target = storage.join(self._folder, name)
         listed = ranks.each(lambda: file_sizes(local).keys() - {MANIFEST})
         # ranks of a node share the folder
         local_names = sorted(listed[ranks.rank].difference(*listed[: ranks.rank]))
@@ -163,7 +163,8 @@ class SyncCheckpoints(TrainerCallback):
             return None
 
     def _download(self, name: str, output_dir: str) -> dict[str, Any]:
-        source, target = storage.join(self._folder, name), os.path.join(output_dir, name)
+        source = storage.join(self._folder, name)
+        target = os.path.join(output_dir, name)
         manifest = load_manifest(source, fix=_FIX)
         check_manifest(source, manifest, _Manifest, fix=_FIX)
         files = manifest["files"]

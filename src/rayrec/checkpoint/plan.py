@@ -149,7 +149,8 @@ def lay_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
     items = list(items)
     for item in items:
         _check_item(item)
-    parts, start = [], 0
+    parts = []
+    start = 0
     for item in sorted(items, key=lambda item: -_layout(item)[0].itemsize):
         dtype, shape, offsets, sizes = _layout(item)
         size_bytes = dtype.itemsize * torch.Size(sizes).numel()

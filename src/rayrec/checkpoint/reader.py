@@ -102,7 +102,8 @@ def _reads(
 ) -> Iterator[Callable[[], None]]:
     reader = _Reader(folder, manifest["block_bytes"])
     for item, target in items:
-        name, offset = item.storage_index.fqn, item.storage_index.offset
+        name = item.storage_index.fqn
+        offset = item.storage_index.offset
         assert offset is not None
         entry = manifest["tensors"][name]
         chunk = next(chunk for chunk in entry["chunks"] if chunk["offsets"] == list(offset))
@@ -221,7 +222,8 @@ class _Reader:
     """
 
     def __init__(self, folder: str, block_bytes: int) -> None:
-        self._folder, self._block_bytes = folder, block_bytes
+        self._folder = folder
+        self._block_bytes = block_bytes
         self.range_bytes = _RANGE_BYTES if storage.is_url(folder) else _LOCAL_RANGE_BYTES
         self._verified: set[tuple[str, int, int]] = set()
         self._local = threading.local()
@@ -239,7 +241,8 @@ class _Reader:
         """Read rows of a chunk into `memory`, for full blocks, or into a buffer that the next read
         reuses. Raises DamagedError if a checksum does not match; `memory` is filled anyway.
         """
-        chunk, row_bytes = rows.chunk, rows.row_bytes
+        chunk = rows.chunk
+        row_bytes = rows.row_bytes
         first_block = begin * row_bytes // self._block_bytes
         stop_block = -(-end * row_bytes // self._block_bytes)
         start = first_block * self._block_bytes
@@ -269,7 +272,8 @@ class _Reader:
         self._verified.add(key)
 
     def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
-        path, first = storage.join(self._folder, rows.chunk["file"]), rows.chunk["start"]
+        path = storage.join(self._folder, rows.chunk["file"])
+        first = rows.chunk["start"]
         with wrap_read_errors(path):
             try:
                 num_read = storage.read_into(path, first + start, data)
@@ -353,7 +357,8 @@ def weights_sha256(checkpoint: Checkpoint, prefix: str = "model.") -> str:
 def verified_bytes(checkpoint: Checkpoint, name: str, chunk: dict[str, Any]) -> Iterator[bytes]:
     """Yield the bytes of a `chunk` of the manifest, a few blocks at a time. Raises DamagedError."""
     manifest = checkpoint.manifest()
-    reader, entry = _Reader(checkpoint.path, manifest["block_bytes"]), manifest["tensors"][name]
+    reader = _Reader(checkpoint.path, manifest["block_bytes"])
+    entry = manifest["tensors"][name]
     rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
     for begin, end in rows.ranges(
         0, chunk["sizes"][0] if chunk["sizes"] else 1, range_bytes=reader.range_bytes
@@ -367,7 +372,8 @@ class TableReader:
     """Reader of row ranges of a checkpoint's tensors, with checksum verification."""
 
     def __init__(self, folder: str, manifest: dict[str, Any]) -> None:
-        self._tensors, self._reader = manifest["tensors"], _Reader(folder, manifest["block_bytes"])
+        self._tensors = manifest["tensors"]
+        self._reader = _Reader(folder, manifest["block_bytes"])
 
     def windows(self, name: str) -> Iterator[tuple[int, int]]:
         """Yield one or more ranges [first, stop) of at most 64 MiB that cover a tensor's rows. A
@@ -386,17 +392,21 @@ class TableReader:
         all. Raises DamagedError.
         """
         entry = self._tensors[name]
-        dtype, shape = TORCH_DTYPES[entry["dtype"]], entry["shape"]
+        dtype = TORCH_DTYPES[entry["dtype"]]
+        shape = entry["shape"]
         ranges = [(first, stop), *((0, size) for size in shape[1:])] if shape else []
         if columns is not None:
             ranges[1] = columns
         part = torch.empty([end - begin for begin, end in ranges], dtype=dtype)
         calls: list[Callable[[], None]] = []
         for chunk in entry["chunks"]:
-            target, box = part, []
+            target = part
+            box = []
             for dimension, (low, high) in enumerate(ranges):
-                offset, size = chunk["offsets"][dimension], chunk["sizes"][dimension]
-                begin, end = max(low, offset), min(high, offset + size)
+                offset = chunk["offsets"][dimension]
+                size = chunk["sizes"][dimension]
+                begin = max(low, offset)
+                end = min(high, offset + size)
                 if begin >= end:
                     break
                 target = target.narrow(dimension, begin - low, end - begin)

@@ -71,11 +71,9 @@ def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
         for name, entry in table.items():
             if name == "__metadata__":
                 continue
-            dtype, shape, (start, stop) = (
-                TORCH_DTYPES[entry["dtype"]],
-                entry["shape"],
-                entry["data_offsets"],
-            )
+            dtype = TORCH_DTYPES[entry["dtype"]]
+            shape = entry["shape"]
+            start, stop = entry["data_offsets"]
             count = math.prod(shape)
             if (
                 not 0 <= start <= stop <= len(data) - 8 - head_bytes
@@ -118,7 +116,8 @@ def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
 
 def write_weights(path: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """Write a safetensors file atomically and return its size in bytes."""
-    entries, start = [], 0
+    entries = []
+    start = 0
     for name, tensor in tensors.items():
         entries.append((name, tensor.dtype, tensor.shape, start, tensor.nbytes))
         start += tensor.nbytes

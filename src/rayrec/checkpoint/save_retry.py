@@ -48,7 +48,8 @@ class RetryPolicy:
         """Return the function's result, calling it until it succeeds. Raises InputError after
         `max_outage_s` of OSErrors.
         """
-        attempt, first_s = 0, None
+        attempt = 0
+        first_s = None
         while True:
             try:
                 with storage.retry_timeout(PATIENCE_S):

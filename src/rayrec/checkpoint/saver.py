@@ -93,13 +93,13 @@ class Saver:
         """Bytes that this rank has written so far, including the current save."""
         self.write_s = 0.0
         """Duration of the last save in seconds, from the copy to the manifest."""
-        self._folder, self._lease, self._retention = run_folder, lease, retention
+        self._folder = run_folder
+        self._lease = lease
+        self._retention = retention
         self._extra_files = ExtraFiles(extra_files)
-        self._max_outage_s, self._log, self._clean_uncommitted = (
-            max_outage_s,
-            log,
-            clean_uncommitted,
-        )
+        self._max_outage_s = max_outage_s
+        self._log = log
+        self._clean_uncommitted = clean_uncommitted
         timeout_s = max_outage_s + _PATIENCE_S
         self._caller = Communicator.with_new_group(timeout_s=timeout_s)
         self._thread_ranks = Communicator.with_new_group(timeout_s=timeout_s)
@@ -111,7 +111,8 @@ class Saver:
         self._signature: Hashable = None
         self._copy: HostCopy | None = None
         self._failure: Exception | None = None
-        self._idle, self._ended = threading.Event(), threading.Event()
+        self._idle = threading.Event()
+        self._ended = threading.Event()
         self._idle.set()
         self._stall_so_far: tuple[float, float | None] = (0.0, None)
         """Seconds of finished stalls, and the start of the current one. A single value, because the
@@ -324,7 +325,8 @@ def apply_retention(
     Extends `scores`, the known scores by step. Removes `damaged` steps, which were skipped and not
     written again, and do not count as kept.
     """
-    present, removed = {}, []
+    present = {}
+    removed = []
     for checkpoint in committed(run_folder):
         if checkpoint.step > newest:
             continue

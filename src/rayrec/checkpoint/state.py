@@ -160,11 +160,13 @@ def make_state(optimizer: Any) -> None:
         for _, part in parts:
             make_state(part)
         return
-    existing, lacks = optimizer.state, False
+    existing = optimizer.state
+    lacks = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, torch.nn.Parameter) and not existing.get(parameter):
-                parameter.grad, lacks = torch.zeros_like(parameter), True
+                parameter.grad = torch.zeros_like(parameter)
+                lacks = True
     if lacks:
         optimizer.step()
         optimizer.zero_grad()
@@ -389,7 +391,8 @@ def _fill(
         begin, end = np.searchsorted(ordered, [first, stop]).tolist()
         if begin == end:
             continue
-        low, high = int(ordered[begin]), int(ordered[end - 1]) + 1
+        low = int(ordered[begin])
+        high = int(ordered[end - 1]) + 1
         rows = reader.rows(name, low, high, columns=columns)
         targets = torch.from_numpy(order[begin:end]).to(target.device)
         selected = torch.from_numpy(ordered[begin:end] - low)

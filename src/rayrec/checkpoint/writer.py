@@ -80,7 +80,8 @@ class ExtraFiles:
         return self._described | preserved
 
     def _write(self, name: str, target: str) -> None:
-        source, last = self._sources[name], self._last.get(name)
+        source = self._sources[name]
+        last = self._last.get(name)
         # Shares the last checkpoint's copy, unless retention removed it, or it was truncated.
         if not (
             last is not None
@@ -376,9 +377,11 @@ def join(
 def _copied(
     path: str, number: int, source: Checkpoint, targets: Mapping[str, TargetSlice]
 ) -> WrittenFile:
-    tensors, file = source.manifest()["tensors"], data_file(number, "")
+    tensors = source.manifest()["tensors"]
+    file = data_file(number, "")
     chunks = [(name, chunk) for name in sorted(targets) for chunk in tensors[name]["chunks"]]
-    entries, start = [], 0
+    entries = []
+    start = 0
     for name, chunk in chunks:
         dtype = TORCH_DTYPES[tensors[name]["dtype"]]
         size_bytes = dtype.itemsize * math.prod(chunk["sizes"])

@@ -74,7 +74,8 @@ def run(arguments: list[str]) -> int:
 
         print(rayrec.__version__)
         return 0
-    name, words = arguments[0], arguments[1:]
+    name = arguments[0]
+    words = arguments[1:]
     if name == "resume" and not words:
         return _fail("rayrec resume: missing run. Usage: rayrec resume RUN, such as runs/demo")
     if name == "resume":  # A trailing slash marks a folder instead of a recipe.
@@ -127,11 +128,14 @@ def _run(command: Command, words: list[str]) -> int:
         return 0
     from rayrec.cli.parser import parse
 
-    call, out, is_first = parse(command, words), sys.stdout, _is_first(command)
+    call = parse(command, words)
+    out = sys.stdout
+    is_first = _is_first(command)
     quiet = "-q" in switches or not is_first
     # -q hides the output of a job, but not of its supervisor.
     silent = quiet and command.recipe != "after --"
-    parameters, keywords = inspect.signature(command.function).parameters, call.keywords
+    parameters = inspect.signature(command.function).parameters
+    keywords = call.keywords
     if "console" in parameters:
         from rayrec.observe.console import Console
 
@@ -158,7 +162,8 @@ def take_switches(words: list[str]) -> tuple[list[str], set[str]]:
     """Take the common switches out of the words before --, which starts the command of a job."""
     end = words.index("--") if "--" in words else len(words)
     options = {*SWITCHES, "-h", "--help", "--help-all"}
-    before, job = words[:end], words[end:]
+    before = words[:end]
+    job = words[end:]
     return [word for word in before if word not in options] + job, {
         word for word in before if word in options
     }

@@ -97,7 +97,8 @@ def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> 
                 yield from flags_of(item, f"{path}.{number}.")
         else:
             kind = kinds[field.name]
-            name, old_name = flag_name(path), flag_name(old_path)
+            name = flag_name(path)
+            old_name = flag_name(old_path)
             yield Flag(path, kind, value, cls, name=name, old=old_name, pair=kind is bool)
 
 
@@ -123,7 +124,8 @@ def metavar_of(kind: Any) -> str:
     """Return the metavar of a type."""
     metavars = []
     for member in members(kind):
-        origin, inner = typing.get_origin(member), typing.get_args(member)
+        origin = typing.get_origin(member)
+        inner = typing.get_args(member)
         if origin is Literal:
             metavars.append("|".join(map(str, inner)))
         elif origin is dict:
@@ -156,7 +158,8 @@ def value_of(flag: Flag, words: list[str]) -> Any:
 
 
 def _read(kind: Any, words: list[str]) -> Any:
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if origin is dict:
         return {
             _read(inner[0], [name]): _read(inner[1], [value])
@@ -177,7 +180,8 @@ def _read(kind: Any, words: list[str]) -> Any:
 
 
 def _expected(kind: Any, many: bool = False) -> str:
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if origin is Literal:
         return f"{'any of ' if many else ''}{' or '.join(map(str, inner))}"
     if origin is dict:

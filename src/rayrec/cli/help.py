@@ -103,7 +103,8 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     from rayrec import recipes
     from rayrec.cli.parser import command_flags
 
-    flags, settings = command_flags(command), recipe_flags(config)
+    flags = command_flags(command)
+    settings = recipe_flags(config)
     needs_schema = isinstance(getattr(config.workload, "schema", None), PlaceholderSchema)
     schema = " --schema FILE" if needs_schema else ""
     data = (

@@ -64,10 +64,8 @@ def command_flags(command: Command) -> list[Flag]:
         for flag in flags_of(cls):
             name = f"{inner}{flag.path.removeprefix('policy.')}"
             name = name if command.underscores else flag_name(name)
-            old, pair = (
-                f"{inner}{flag.old}" if flag.old else "",
-                flag.pair and not command.underscores,
-            )
+            old = f"{inner}{flag.old}" if flag.old else ""
+            pair = flag.pair and not command.underscores
             path = f"{prefix}.{flag.path}" if prefix else flag.path
             flags.setdefault(
                 path,
@@ -239,10 +237,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     """Replace deprecated flags by their new names, with a notice on standard error."""
-    new, names = (
-        {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old},
-        set(flag_names(flags)),
-    )
+    new = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}
+    names = set(flag_names(flags))
     result = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -293,7 +289,8 @@ def _is_similar(flag: str, unknown: str) -> bool:
     """Return whether each word of a flag resembles one of a known, equal if short: pin-memory is no
     typo of no-memory.
     """
-    words, unknown_words = re.findall(r"\w+", flag), re.findall(r"\w+", unknown)
+    words = re.findall(r"\w+", flag)
+    unknown_words = re.findall(r"\w+", unknown)
     if len(unknown_words) == 1:
         return True
     return all(

@@ -127,7 +127,8 @@ def require_direct(address: str | None) -> None:
     if is_connected():
         from ray.util.client import ray as client
 
-        named, source = "ray://" if client.is_connected() else "", "ray.init"
+        named = "ray://" if client.is_connected() else ""
+        source = "ray.init"
     if named.startswith("ray://"):
         raise InputError(
             f"{source}: must be reached directly, got Ray's client server (ray://), with which a "
@@ -191,7 +192,8 @@ def _start(
 
     from rayrec.compat.ray_compat import local_node_with
 
-    variables, fields = environment.variables(os.environ), environment.fields()
+    variables = environment.variables(os.environ)
+    fields = environment.fields()
     added = {
         name: value for name, value in _LOCAL_ENVIRONMENT.items() if name not in os.environ
     } | variables
@@ -199,7 +201,8 @@ def _start(
     if _fork_server is not None and _fork_server[1] != variables:
         _fork_server[0].close()
         _fork_server = None
-    program, log = forked_worker.__file__, settings["log_to_driver"]
+    program = forked_worker.__file__
+    log = settings["log_to_driver"]
     try:
         with (
             temporary_environment(added),

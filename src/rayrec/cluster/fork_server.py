@@ -203,8 +203,10 @@ class _Server:
     def __init__(
         self, listener: socket.socket, imported: _Imported, *, watched: int, idle_s: float | None
     ) -> None:
-        self._listener, self._imported = listener, imported
-        self._watched, self._idle_s = watched, idle_s
+        self._listener = listener
+        self._imported = imported
+        self._watched = watched
+        self._idle_s = idle_s
         self._templates: dict[str, socket.socket] = {}
 
     def run(self, preload: str) -> _Next:

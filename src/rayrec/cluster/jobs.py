@@ -188,7 +188,9 @@ class LogFollower:
         *,
         skip: int,
     ) -> None:
-        self._client, self._submission_id, self._show = client, submission_id, show
+        self._client = client
+        self._submission_id = submission_id
+        self._show = show
         self._shown = skip
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="job log", daemon=True)

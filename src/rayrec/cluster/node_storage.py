@@ -121,7 +121,8 @@ def job_environment(config: RuntimeEnvConfig, environment: Mapping[str, str]) ->
     All code on the cluster can read them. Raises InputError for invalid settings, and for a setup
     hook in the file if there is something to send.
     """
-    fields, sent = config.fields(), {**store_settings(environment), **config.variables(environment)}
+    fields = config.fields()
+    sent = {**store_settings(environment), **config.variables(environment)}
 
     def set_variables() -> None:
         os.environ.update(sent)
@@ -227,7 +228,8 @@ def _check_nodes(urls: Sequence[str]) -> list[tuple[str, str | None]]:
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get("CPU", 0.0) > 0
     }
-    answers, pending = [], list(addresses)
+    answers = []
+    pending = list(addresses)
     deadline_s = time.monotonic() + _ANSWER_S
     while pending and time.monotonic() < deadline_s:
         done, pending = ray.wait(pending, timeout=max(0.0, deadline_s - time.monotonic()))

@@ -10,7 +10,8 @@ from rayrec.bounds import Amount, Limit
 from rayrec.cluster.node_storage import RuntimeEnvConfig
 from rayrec.config import Config
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 60.0
 """First and longest pause between short-lived attempts."""
 FINISHED = "finished already"
 """Text in the error for a finished run whose data changed. The supervisor does not retry after

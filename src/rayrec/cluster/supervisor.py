@@ -32,7 +32,8 @@ from rayrec.config import InputError
 from rayrec.observe.console import handling_signals
 from rayrec.storage import cache
 
-RUN_KEY, CONFIG_KEY = "rayrec_run", "rayrec_config"
+RUN_KEY = "rayrec_run"
+CONFIG_KEY = "rayrec_config"
 """Job metadata: name of the trained run, and hash of its configuration."""
 _POLL_S = 2.0
 _SEEN_EVERY_S = 30.0
@@ -117,8 +118,12 @@ class _Supervisor:
         stop_wait_s: float,
         show: Callable[[str], None] | None,
     ) -> None:
-        self._jobs, self._state_file, self._config, self._show = jobs, state_file, config, show
-        self._stop_wait_s, self._report = stop_wait_s, state_file.report
+        self._jobs = jobs
+        self._state_file = state_file
+        self._config = config
+        self._show = show
+        self._stop_wait_s = stop_wait_s
+        self._report = state_file.report
         self._entrypoint = "exec " + shlex.join(
             [config.python, "-m", "rayrec", "train", *arguments]
         )
@@ -169,7 +174,9 @@ class _Supervisor:
         """Return the job to follow: the stored one (None if it is gone), another live one of this
         run, or a new one.
         """
-        name, remembered, number = self._state.name, self._state.submission_id, 0
+        name = self._state.name
+        remembered = self._state.submission_id
+        number = 0
         if remembered is not None:
             job = self._jobs.find(remembered)
             if (
@@ -230,7 +237,8 @@ class _Supervisor:
             tally=replace(self._state.tally, attempts=number),
             **{**_NO_JOB, "submission_id": submission_id},
         )
-        runtime_env, stop_s = self._config.fields(), str(round(self._stop_wait_s))
+        runtime_env = self._config.fields()
+        stop_s = str(round(self._stop_wait_s))
         variables = {**(runtime_env.get("env_vars") or {}), **self._config.variables(os.environ)}
         runtime_env["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": stop_s, **variables}
         if self._config.working_dir is not None:
@@ -255,7 +263,8 @@ class _Supervisor:
         return job
 
     def _see(self, job: Job) -> None:
-        now, state = time.time(), self._state
+        now = time.time()
+        state = self._state
         if state.running_since is None:
             self._state_file.write(running_since=now, seen=now)
             self._report(f"{job.submission_id} is running")
@@ -384,7 +393,8 @@ def last_message(message: str) -> str:
     return (ours or lines or ["no more is known"])[-1].removeprefix("rayrec train: ")
 
 
-_FIRST_PROBE_S, _LONGEST_PROBE_S = 1.0, 30.0
+_FIRST_PROBE_S = 1.0
+_LONGEST_PROBE_S = 30.0
 _FIRST_REPORT_S = 15.0
 """Delay of the first report of an outage. Each next report comes after twice the duration."""
 
@@ -395,7 +405,9 @@ class Outage:
     """
 
     def __init__(self, jobs: Jobs, policy: Policy, *, report: Callable[[str], None]) -> None:
-        self._jobs, self._limit_s, self._report = jobs, policy.max_wait_s, report
+        self._jobs = jobs
+        self._limit_s = policy.max_wait_s
+        self._report = report
         self._since_s: float | None = None
         self._num_probes = 0
         self._report_s = 0.0
@@ -405,7 +417,9 @@ class Outage:
         exceeded.
         """
         if self._since_s is None:
-            self._since_s, self._num_probes, self._report_s = time.monotonic(), 0, _FIRST_REPORT_S
+            self._since_s = time.monotonic()
+            self._num_probes = 0
+            self._report_s = _FIRST_REPORT_S
             limit = span(self._limit_s)
             self._report(
                 f"head lost: {self._jobs.url} gives no good answer ({why}); waiting for it, "
@@ -496,7 +510,8 @@ class StateFile:
         self.path = path
         self._note = note
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        log_path, self._opened = f"{os.path.splitext(path)[0]}.log", ExitStack()
+        log_path = f"{os.path.splitext(path)[0]}.log"
+        self._opened = ExitStack()
         busy = (
             f"{path}: another supervisor of run {name} is running. End it, or set another --state"
         )

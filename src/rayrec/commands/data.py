@@ -426,7 +426,8 @@ def _preparation(options: dict[str, Any], recipe: str | None = None) -> Preparat
     from rayrec.workloads.recsys.settings import ClickSettings
 
     config = named_configuration(recipe)
-    workload, data = config.workload, config.train_data
+    workload = config.workload
+    data = config.train_data
     if not isinstance(workload, ClickSettings):
         raise InputError(f"recipe: must train a click model, got {recipe}. Leave it out.")
     named = {name: getattr(data, name) for name in ("files", "block_bytes", "segments_per_block")}

@@ -66,7 +66,8 @@ def serve(
     from rayrec.serve import control, server
     from rayrec.serve.config import ServerConfig
 
-    address, report = cluster_address, started or (lambda served: None)
+    address = cluster_address
+    report = started or (lambda served: None)
     config = ServerConfig().updated(options)
     actions = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
     requested = [name for name, is_set in actions.items() if is_set]

@@ -320,7 +320,8 @@ def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
     from rayrec.datasets import fetch as fetching
     from rayrec.datasets import published_files
 
-    name, path = recipes.PUBLISHED.get(config.recipe), config.train_data.path
+    name = recipes.PUBLISHED.get(config.recipe)
+    path = config.train_data.path
     if (
         name is None
         or path is None

@@ -92,7 +92,8 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
     """
     module: Any = importlib.import_module("ray._private.parameter")
     node: Any = importlib.import_module("ray._private.node").Node
-    params, start_api_server = module.RayParams, node.start_api_server
+    params = module.RayParams
+    start_api_server = node.start_api_server
     module.RayParams = functools.partial(
         params,
         setup_worker_path=worker_program,
@@ -104,7 +105,8 @@ def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]
     try:
         yield
     finally:
-        module.RayParams, node.start_api_server = params, start_api_server
+        module.RayParams = params
+        node.start_api_server = start_api_server
 
 
 # Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve.py calls them.

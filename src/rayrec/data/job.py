@@ -144,7 +144,8 @@ def resumable_job(
     `job_inputs`.
     """
     out = storage.absolute(out).rstrip("/")
-    is_url, is_direct = storage.is_url(out), storage.is_url(out) and last_file is not None
+    is_url = storage.is_url(out)
+    is_direct = storage.is_url(out) and last_file is not None
     folder = JobFolder(out if is_direct else f"{out}.partial")
     exists = storage.exists(storage.join(out, last_file) if is_direct and last_file else out)
     if exists and not (is_url and not is_direct and storage.exists(folder.aid(_INPUTS))):

@@ -106,7 +106,8 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     parallel.
     """
     index = functools.partial(index_chunk, schema=schema, segment_bytes=segment_bytes)
-    entries, total = [], Faults()
+    entries = []
+    total = Faults()
     for new, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
         entries += new
         total.add(faults)
@@ -134,7 +135,9 @@ def index_log(
         max_items=CHUNKS_PER_TASK,
     )
     entries: list[SegmentEntry] = []
-    faults, done, size = Faults(), 0, sum(file.size_bytes for file in files)
+    faults = Faults()
+    done = 0
+    size = sum(file.size_bytes for file in files)
     function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
     for table in context.engine.run("index", function, groups, block_bytes=1 << 16):
         result = json_of(table)
@@ -420,7 +423,8 @@ _MANY_WRONG_LABELS: Final = 0.2
 
 def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
     """Return the number of valid labels in the first rows, and the faults of the others."""
-    label, head = schema.label, None
+    label = schema.label
+    head = None
     if is_parquet(path):
         with open_parquet(path) as parquet:
             check_schema(parquet, path, schema)

@@ -96,7 +96,8 @@ class ArrayRows(RowSource):
         return {name: array[indices] for name, array in self._arrays.items()}
 
 
-IMAGES, LABELS = "images", "labels"
+IMAGES = "images"
+LABELS = "labels"
 """Batch keys: images, uint8 [rows, height, width] or [rows, height, width, 3], and labels if known,
 int64 [rows].
 """
@@ -249,7 +250,8 @@ def read_pair(images_path: str, labels_path: str, *, num_classes: int) -> dict[s
     """Read IMAGES and LABELS. Raises InputError if a file is missing or damaged, or if their counts
     differ.
     """
-    images, labels = read_images(images_path), read_labels(labels_path, num_classes=num_classes)
+    images = read_images(images_path)
+    labels = read_labels(labels_path, num_classes=num_classes)
     if len(images) != len(labels):
         raise InputError(
             f"{images_path}: has {len(images):,} images, but {labels_path} has {len(labels):,} "
@@ -384,7 +386,8 @@ def index_images(
     folder, files = image_files(path)
     is_sharded = _kind(next(iter(files))) == ".tar"
     if is_sharded:
-        names, (ranges, labels) = list(files), _scan_shards(list(files.values()), engine)
+        names = list(files)
+        ranges, labels = _scan_shards(list(files.values()), engine)
         problem = (
             f"{path}: each image of a tar shard must have a member KEY.cls with its class number, "
             "found none"
@@ -529,7 +532,8 @@ class ImageConfig(Config):
             scale = max(1, int(min(w, h) / self.size))
             # JPEG decodes at 1/2, 1/4 or 1/8, but not below this size.
             image.draft(mode, (width // scale, height // scale))
-            x, y = image.width / width, image.height / height
+            x = image.width / width
+            y = image.height / height
             plain = image if image.mode == mode else image.convert(mode)  # convert copies
             box = (left * x, top * y, (left + w) * x, (top + h) * y)
             resized = plain.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
@@ -549,14 +553,14 @@ class ImageConfig(Config):
             return (width - side) / 2, (height - side) / 2, side, side
         low, high = self.crop_scale
         for area, ratio, x, y in draws.tolist():
-            pixels, aspect = (
-                width * height * (low + area * (high - low)),
-                _MAX_RATIO ** (2 * ratio - 1),
-            )
-            w, h = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+            pixels = width * height * (low + area * (high - low))
+            aspect = _MAX_RATIO ** (2 * ratio - 1)
+            w = round(math.sqrt(pixels * aspect))
+            h = round(math.sqrt(pixels / aspect))
             if 0 < w <= width and 0 < h <= height:
                 return int(x * (width - w + 1)), int(y * (height - h + 1)), w, h
-        w, h = min(width, round(height * _MAX_RATIO)), min(height, round(width * _MAX_RATIO))
+        w = min(width, round(height * _MAX_RATIO))
+        h = min(height, round(width * _MAX_RATIO))
         return (width - w) // 2, (height - h) // 2, w, h
 
 
@@ -588,7 +592,8 @@ class ImageRows(RowSource):
         return self.read_epoch(indices, 0)
 
     def read_epoch(self, indices: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
-        index, size = self.index.get(), self.config.size
+        index = self.index.get()
+        size = self.config.size
         images = np.zeros((len(indices), size, size, 3)[: 3 + (self.mode == "RGB")], np.uint8)
         readable = np.zeros(len(indices), np.uint8)
         decode = partial(self._decode, index, epoch)
@@ -596,7 +601,8 @@ class ImageRows(RowSource):
             storage.in_parallel(decode, indices.tolist(), of=index.path_of(0))
         ):
             if image is not None:
-                images[number], readable[number] = image, 1
+                images[number] = image
+                readable[number] = 1
         labels = {} if index.labels is None else {LABELS: index.labels[indices]}
         return {IMAGES: images, **labels, READABLE: readable}
 
@@ -625,7 +631,8 @@ class ImageRows(RowSource):
         """
         before = self._unreadable[1] if self._unreadable[0] == epoch else 0
         for number, row in enumerate(indices[arrays[READABLE] == 0].tolist(), start=before):
-            self._unreadable, path = (epoch, number + 1), self.index.get().path_of(row)
+            self._unreadable = (epoch, number + 1)
+            path = self.index.get().path_of(row)
             _logger.warning("Skipping image %d, which cannot be decoded: %s", row, path)
             if number + 1 > self.max_unreadable:
                 raise InputError(

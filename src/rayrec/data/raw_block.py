@@ -106,7 +106,8 @@ class RawBlock:
         """Return the values of a column of schema.dense or schema.sparse, 0 if missing: [rows], or
         lists.
         """
-        index, first = self.schema.positions.get(name), len(self.schema.dense)
+        index = self.schema.positions.get(name)
+        first = len(self.schema.dense)
         if index is None:
             return self.lists[
                 [each for each in self.schema.sparse if each in self.schema.lists].index(name)
@@ -212,7 +213,8 @@ class RawBlock:
         """
         name = self.schema.group
         assert name is not None
-        categories, missing = self.column(name), self.is_missing(name)
+        categories = self.column(name)
+        missing = self.is_missing(name)
         assert isinstance(categories, np.ndarray), "schema.group is refused for lists"
         if rows is not None:
             categories, missing = categories[rows], missing[rows]

@@ -38,10 +38,8 @@ def block_spans(block: int, *, starts: list[int], stop: int | None = None) -> li
     """Return the days in a block of BLOCK_ROWS rows, as (day, row count within the block), up to
     row `stop` of the log.
     """
-    first, last = (
-        block * BLOCK_ROWS,
-        min((block + 1) * BLOCK_ROWS, starts[-1] if stop is None else stop),
-    )
+    first = block * BLOCK_ROWS
+    last = min((block + 1) * BLOCK_ROWS, starts[-1] if stop is None else stop)
     spans = []
     for day, (start, end) in enumerate(itertools.pairwise(starts)):
         count = min(end, last) - max(start, first)
@@ -91,7 +89,8 @@ def _quality(logits: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     rate = int(labels.sum(dtype=np.int64)) / len(labels)
     logloss = _logloss(logits, labels)
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)) if 0 < rate < 1 else None
-    auroc, normalized = exact_auroc(logits, labels), float(logloss / entropy) if entropy else None
+    auroc = exact_auroc(logits, labels)
+    normalized = float(logloss / entropy) if entropy else None
     return {
         "rows": len(labels),
         "label_rate": rate,
@@ -246,10 +245,13 @@ def _block_text(
     buffer = np.empty(
         sum(count for _, count in spans) * max_row_bytes(NUM_DENSE, NUM_SPARSE), dtype=np.uint8
     )
-    texts, at, row = [], 0, block * BLOCK_ROWS
+    texts = []
+    at = 0
+    row = block * BLOCK_ROWS
     for day, rows in plan.rows(block, spans=spans):
         end = row + len(rows.labels)
-        logits[row:end], labels[row:end] = rows.logits, rows.labels
+        logits[row:end] = rows.logits
+        labels[row:end] = rows.labels
         size = format_rows(
             rows.labels, dense=rows.dense, tokens=rows.tokens, missing=rows.missing, out=buffer[at:]
         )
@@ -285,9 +287,11 @@ def generate(
             raise InputError(
                 f"{out}: already has {name}, which is never overwritten; name another folder"
             )
-    rows, plan = log.rows, GroundTruth(log.dialect, log.seed, log.drift)
+    rows = log.rows
+    plan = GroundTruth(log.dialect, log.seed, log.drift)
     starts = day_starts(rows, log.days)
-    logits, labels = np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.uint8)
+    logits = np.empty(rows, dtype=np.float32)
+    labels = np.empty(rows, dtype=np.uint8)
 
     def make(block: int) -> Any:
         return _block_text(plan, block, block_spans(block, starts=starts), logits, labels)
@@ -299,13 +303,15 @@ def generate(
             make, numbers, name="generate", num_threads=num_threads, prefetch=num_threads
         )
         with contextlib.closing(blocks), contextlib.ExitStack() as stack:
-            current, file = -1, None
+            current = -1
+            file = None
             for block, texts in enumerate(blocks):
                 for day, text in texts:
                     index = min(day, len(names) - 1)
                     if index != current:
                         stack.close()
-                        current, file = index, stack.enter_context(open(paths[names[index]], "xb"))
+                        current = index
+                        file = stack.enter_context(open(paths[names[index]], "xb"))
                     assert file is not None
                     file.write(text)
                 if progress is not None:
@@ -339,7 +345,9 @@ def format_rows(
     [rows] with bit d for dense column d and bit num_dense + s for sparse column s. Raises
     ValueError for an array of another type or shape, and if the text exceeds `out`.
     """
-    rows, num_dense, num_sparse = len(labels), len(dense), len(tokens)
+    rows = len(labels)
+    num_dense = len(dense)
+    num_sparse = len(tokens)
     expected = (
         ("labels", labels, np.uint8, (rows,)),
         ("dense", dense, np.int32, (num_dense, rows)),

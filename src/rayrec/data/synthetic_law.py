@@ -23,7 +23,8 @@ VERSION = 1  # Raised whenever the same arguments produce other bytes
 BLOCK_ROWS = 65_536
 _CHUNK_ROWS = 8_192  # A chunk's columns stay in the L2 cache
 _SLOTS = 65_536
-NUM_DENSE, NUM_SPARSE = 13, 26
+NUM_DENSE = 13
+NUM_SPARSE = 26
 _TARGET_AUROC = 0.80
 _CALIBRATION_CHUNKS = 24  # 196,608 rows: label rate within 0.001
 
@@ -232,13 +233,16 @@ class GroundTruth:
         """Fit the distribution. `drift` is the days of change from one day of the log to the next;
         0: none.
         """
-        self.dialect, self.seed, self.drift = dialect, seed, drift
+        self.dialect = dialect
+        self.seed = seed
+        self.drift = drift
         self._law = law = DIALECTS[dialect]
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(0,))))
         self._missing_rate = np.zeros(NUM_DENSE + NUM_SPARSE)
         self._missing_group = np.full(NUM_DENSE + NUM_SPARSE, -1)
         for group, (rate, columns) in enumerate(law.missing):
-            self._missing_rate[list(columns)], self._missing_group[list(columns)] = rate, group
+            self._missing_rate[list(columns)] = rate
+            self._missing_group[list(columns)] = group
         present = 1 - self._missing_rate
         # A column that is often missing contributes little.
         strengths = np.exp(0.5 * rng.standard_normal(NUM_DENSE + NUM_SPARSE)) * present
@@ -259,7 +263,9 @@ class GroundTruth:
         self._num_draws = self._missing_draw + len(law.missing)
         self._days: dict[int, _DayTables] = {}
         self._lock = threading.Lock()
-        self._bias, self._sparse_scale, self._latent_scale = 0.0, 1.0, 1.0
+        self._bias = 0.0
+        self._sparse_scale = 1.0
+        self._latent_scale = 1.0
         self._normalise(present)
         self._calibrate()
 
@@ -315,14 +321,16 @@ class GroundTruth:
         shape = np.sort(np.concatenate(chunks).astype(np.float64)).reshape(-1, 8).mean(axis=1)
 
         def bias_for(scale: float) -> float:
-            low, high = -30.0, 30.0
+            low = -30.0
+            high = 30.0
             for _ in range(40):
                 middle = (low + high) / 2
                 rate = float(np.mean(1 / (1 + np.exp(-(scale * shape + middle)))))
                 low, high = (middle, high) if rate < self._law.label_rate else (low, middle)
             return (low + high) / 2
 
-        low, high = 0.1, 6.0
+        low = 0.1
+        high = 6.0
         for _ in range(16):
             scale = (low + high) / 2
             click = 1 / (1 + np.exp(-(scale * shape + bias_for(scale))))
@@ -349,7 +357,8 @@ class GroundTruth:
 
     def _make_tables(self, day: int) -> _DayTables:
         wobble = 0.05 * float(_normals(np.array([day]), self.seed, 0)[0]) if day else 0.0
-        tokens, weights = [], []
+        tokens = []
+        weights = []
         latents: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         interacting = [
             (pair, s) for pair, columns in enumerate(self._law.interacting) for s in columns
@@ -406,8 +415,10 @@ class GroundTruth:
         logits = np.full(rows, tables.bias, dtype=np.float32)
         dense = np.empty((NUM_DENSE, rows), dtype=np.int32)
         tokens = np.empty((NUM_SPARSE, rows), dtype=np.uint32)
-        low_half, high_half = np.uint32(0xFFFF), np.uint32(16)
-        low_word, high_word = np.uint64(0xFFFFFFFF), np.uint64(32)
+        low_half = np.uint32(0xFFFF)
+        high_half = np.uint32(16)
+        low_word = np.uint64(0xFFFFFFFF)
+        high_word = np.uint64(32)
         for d, column in enumerate(self._dense):
             draw = draws[1 + d]
             slot = (draw >> high_half).astype(np.intp)
@@ -458,7 +469,8 @@ class GroundTruth:
             left = count
             while left:
                 if used == _CHUNK_ROWS:
-                    draws, used = self._draws(rng), 0
+                    draws = self._draws(rng)
+                    used = 0
                 take = min(left, _CHUNK_ROWS - used)
                 low, skip = min(skip, take), max(skip - take, 0)
                 if low < take:

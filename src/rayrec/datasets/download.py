@@ -75,7 +75,8 @@ class Digests:
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._sha256, self._md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+        self._sha256 = hashlib.sha256()
+        self._md5 = hashlib.md5(usedforsecurity=False)
 
     def add_file(self, path: str) -> None:
         with open(path, "rb") as file:
@@ -101,7 +102,8 @@ class Partial:
 
     def __init__(self, path: str) -> None:
         """Open the partial file and resume it if its version is known."""
-        self.path, self._state_path = f"{path}.partial", f"{path}.partial.json"
+        self.path = f"{path}.partial"
+        self._state_path = f"{path}.partial.json"
         self.version: Version | None = None
         self.resumed = False
         """Whether the bytes come from several requests."""
@@ -110,7 +112,8 @@ class Partial:
             with open(self._state_path, encoding="utf-8") as file:
                 version = Version(**json.load(file))
             self.digests.add_file(self.path)
-            self.version, self.resumed = version, True
+            self.version = version
+            self.resumed = True
         if self.version is None:
             self.digests = Digests()
 
@@ -125,7 +128,8 @@ class Partial:
     def restart(self, version: Version | None) -> None:
         """Empty the file for a version, or for an unknown one."""
         self.digests = Digests()
-        self.version, self.resumed = version, False
+        self.version = version
+        self.resumed = False
         with writing_to(self.path):
             # The data is emptied first, so that a version is never paired with bytes of another.
             with open(self.path, "wb"):
@@ -179,7 +183,8 @@ class Download:
 
     def run(self) -> None:
         """Complete the partial file. Raises Failed, or Stopped soon after `stop` is set."""
-        partial, failures = self.partial, 0
+        partial = self.partial
+        failures = 0
         while True:
             before = partial.size_bytes
             try:
@@ -285,7 +290,8 @@ def _failed(reason: Any) -> Failed:
 
 
 def _version(url: str, headers: email.message.Message, *, full: bool) -> Version:
-    etag, modified = headers.get("ETag"), headers.get("Last-Modified")
+    etag = headers.get("ETag")
+    modified = headers.get("Last-Modified")
     if etag and etag.startswith("W/"):  # Weak ETag: equivalent content, but not equal bytes.
         etag = None
     length = headers.get("Content-Length", "")

@@ -46,7 +46,8 @@ UNCHECKED = {
 
 def check_offer(file: RemoteFile, version: Version) -> None:
     """Check before fetching that the offered version can be the published file. Raises Failed."""
-    size, about = version.size_bytes, file.expected_bytes
+    size = version.size_bytes
+    about = file.expected_bytes
     if size is not None and about is not None:
         slack = 0.0 if file.size_bytes is not None else LENGTH_TOLERANCE * about
         if abs(size - about) > slack:
@@ -194,7 +195,8 @@ def _extract_member(
 ) -> dict[str, Any]:
     target = os.path.join(call.folder, file.name)
     require_space(call.folder, file.name, member.size)
-    digests, source = Digests(), tar.extractfile(member)
+    digests = Digests()
+    source = tar.extractfile(member)
     assert source is not None
     with writing_to(target):
         # Closed below: errors of reading are not those of writing.
@@ -274,10 +276,8 @@ def fetch(
             "there."
         )
     folder = storage.absolute(folder)
-    lock_path, busy = (
-        os.path.join(folder, ".fetch.lock"),
-        "another fetch is writing there. Wait for it or choose another --out.",
-    )
+    lock_path = os.path.join(folder, ".fetch.lock")
+    busy = "another fetch is writing there. Wait for it or choose another --out."
     with contextlib.ExitStack() as locked:
         with writing_to(folder):
             os.makedirs(folder, exist_ok=True)
@@ -352,7 +352,9 @@ def _transfer(
     file: RemoteFile, members: Sequence[RemoteFile], partial: Partial, call: _Call
 ) -> list[dict[str, Any]]:
     """Fetch a file, or an archive whose wanted members are extracted before it is removed."""
-    folder, reported, url = call.folder, call.reported, file.url
+    folder = call.folder
+    reported = call.reported
+    url = file.url
     path = os.path.join(folder, file.name)
     if file not in members and check_present(file, folder, None, verify=True, note=call.note):
         return _extract(path, members, call, url=path)  # The user's archive is kept.

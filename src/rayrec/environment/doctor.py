@@ -26,7 +26,8 @@ from rayrec.environment.installation import (
     Probe,
 )
 
-_RAY_MEMORY_FRACTION, _RAY_SHM_BYTES = 0.3, 10**10
+_RAY_MEMORY_FRACTION = 0.3
+_RAY_SHM_BYTES = 10**10
 """Defaults of Ray's object store: its fraction of free memory, and the size of /dev/shm below which
 it warns (ray._private.utils.resolve_object_store_memory).
 """
@@ -295,7 +296,8 @@ def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Itera
         roots += _requirements(installed, extra)
     unmet: dict[str, set[tuple[str, str]]] = {}
     for asker, requirement in closure(roots, installed):
-        name, specifier = _name(requirement), str(requirement.specifier)
+        name = _name(requirement)
+        specifier = str(requirement.specifier)
         if (
             name != "torchrec"
             and name not in FBGEMM

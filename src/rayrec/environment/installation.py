@@ -121,12 +121,11 @@ def probe_all(
                 timeout=timeout_s,
                 check=False,
             )
-            output, error = (
-                done.stdout,
-                _ending(done.returncode, done.stderr.decode(errors="replace")),
-            )
+            output = done.stdout
+            error = _ending(done.returncode, done.stderr.decode(errors="replace"))
         except subprocess.TimeoutExpired as expired:
-            output, error = expired.stdout or b"", f"did not finish within {timeout_s:g} s"
+            output = expired.stdout or b""
+            error = f"did not finish within {timeout_s:g} s"
         for line in output.decode(errors="replace").splitlines():
             if line.startswith('{"module": '):
                 result = json.loads(line)

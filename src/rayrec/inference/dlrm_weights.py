@@ -97,12 +97,16 @@ def _converted(
     another network.
     """
     weights = _parts_in_order(state, columns, path)
-    bottom, top, tables = weights["bottom"], weights["top"], weights["table"]
+    bottom = weights["bottom"]
+    top = weights["top"]
+    tables = weights["table"]
     if not (bottom and top and tables) or len({table.shape[1] for table in tables}) > 1:
         raise InputError(
             f"{path}: must have both MLPs and tables of one width. Save the full state_dict()"
         )
-    vectors, dim, width = len(tables) + 1, tables[0].shape[1], top[0].shape[1]
+    vectors = len(tables) + 1
+    dim = tables[0].shape[1]
+    width = top[0].shape[1]
     crosses = len(weights["down"])
     if width != (vectors * dim if crosses else dim + vectors * (vectors - 1) // 2):
         raise InputError(

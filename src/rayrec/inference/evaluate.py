@@ -37,7 +37,8 @@ from rayrec.workloads.scoring import GROUP, KEY, PREFIX
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
-MISSING, OTHER_VALUES = "(missing)", "(others)"
+MISSING = "(missing)"
+OTHER_VALUES = "(others)"
 
 
 def evaluate(
@@ -125,7 +126,8 @@ def evaluate(
         result["compared"] = {**result["compared"], **compared.described}
     if options.confidence is not None or compared is not None:
         result["resampling"] = vars(options.resampling)
-    done, total = 0, scored.rows * len(options.slice_by)
+    done = 0
+    total = scored.rows * len(options.slice_by)
     with console.preparing():
         for by in options.slice_by:
             slices = result.setdefault("slices", {}).setdefault(by, [])
@@ -448,7 +450,9 @@ def compare(
             kinds=options.baselines,
         )
     models: list[tuple[np.ndarray, dict[str, Any]]] = []
-    labels, groups, checksums = np.empty(0, np.uint8), None, (0, 0)
+    labels = np.empty(0, np.uint8)
+    groups = None
+    checksums = (0, 0)
     for name, job, config, trained in zip(
         _names(checkpoints), jobs, configs, training_rows, strict=True
     ):
@@ -456,7 +460,9 @@ def compare(
         scored = scored_rows(job, console)
         seconds = time.perf_counter() - start
         if not models:
-            labels, groups, checksums = scored.labels, scored.groups, scored.checksums
+            labels = scored.labels
+            groups = scored.groups
+            checksums = scored.checksums
         elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
             raise InputError(
                 f"{name}: rows or labels do not match {models[0][1]['name']}. Compare models of "
@@ -541,8 +547,10 @@ def score_baseline(
     """
     console.note(f"Training {kind} on {len(baselines.train):,} rows")
     scorer = baselines.fit(kind)
-    start, done = time.perf_counter(), 0
-    logits, scored_labels = [], []
+    start = time.perf_counter()
+    done = 0
+    logits = []
+    scored_labels = []
     with console.preparing():
         for part in rows:
             logits.append(scorer.logits(part))
@@ -614,7 +622,8 @@ def _result(
 def _failures(gates: ComparisonGates, first: str, last: str, gain: Difference) -> list[str]:
     """Return failed gates on the AUROC difference of the last and first model, a line each."""
     failures = []
-    min_gain, max_p_value = gates.min_auroc_gain, gates.max_p_value
+    min_gain = gates.min_auroc_gain
+    max_p_value = gates.max_p_value
     summary = f"{last} gains {gain.difference:+.5f} AUROC over {first}"
     if min_gain is not None and not gain.difference >= min_gain:  # NaN fails too
         failures.append(f"gates.min_auroc_gain: {summary}, less than {min_gain}")

@@ -131,7 +131,8 @@ class Parts:
     """
 
     def __init__(self, folder: JobFolder) -> None:
-        self._folder, self._exit = folder, ExitStack()
+        self._folder = folder
+        self._exit = ExitStack()
         names = set(storage.list_folder(folder.path))
         self._number = next(number for number in itertools.count() if _name(number) not in names)
         """Number of the next file."""
@@ -191,7 +192,8 @@ def _name(number: int) -> str:
 
 
 def _write_parquet(tables: Iterator[pa.Table], path: str) -> None:
-    waiting, num_waiting = [], 0
+    waiting = []
+    num_waiting = 0
     with ExitStack() as opened:
         writer: pq.ParquetWriter | None = None
         for table in itertools.chain(tables, [None]):
@@ -228,7 +230,8 @@ class _Journal:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.rows = path, 0
+        self.path = path
+        self.rows = 0
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115
         complete_bytes = 0
         for end, table in self.entries():

@@ -15,10 +15,8 @@ _COSTS = (
     ("multiply_adds", "multiply-adds"),
     ("rows_per_s", "rows/s"),
 )
-_SPREADS, _TEST = (
-    ("auroc", "logloss", "validation"),
-    ("difference", "low", "high", "corrected_p_value"),
-)
+_SPREADS = ("auroc", "logloss", "validation")
+_TEST = ("difference", "low", "high", "corrected_p_value")
 SEEDS_NOTE = (
     "Mean ± standard deviation over seeds; AUROC difference from the first row, 95% interval, p "
     "with Holm correction"
@@ -29,7 +27,8 @@ def evaluation_text(result: dict[str, Any]) -> str:
     """Format the result of `evaluate`: a line per metric with interval and comparison, then a table
     per slice_by.
     """
-    compared, intervals = result.get("compared"), result.get("intervals", {})
+    compared = result.get("compared")
+    intervals = result.get("intervals", {})
     rows = [["", "value", *(["interval"] if intervals else []), *(_COMPARED if compared else [])]]
     for name, value in result.items():
         if isinstance(value, dict | list | str):
@@ -69,7 +68,8 @@ def _baselines(baselines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
-    with_intervals, compared = "intervals" in slices[0], "compared" in slices[0]
+    with_intervals = "intervals" in slices[0]
+    compared = "compared" in slices[0]
     header = ["", *_COLUMNS]
     if with_intervals:
         header.insert(header.index("auroc") + 1, "its interval")

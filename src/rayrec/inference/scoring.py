@@ -135,7 +135,8 @@ class _ScoringProcess:
         torch.set_num_threads(threads)
         self._watch = CpuWatch()
         logging.getLogger("torch").setLevel(logging.ERROR)  # torchrec's import makes torch.fx warn
-        self._load, self._device = load, device
+        self._load = load
+        self._device = device
 
     @cached_property
     def _score(self) -> Callable[[int], pa.Table]:
@@ -246,7 +247,8 @@ class ScoringJob:
         many numbers were clipped.
         """
         first_block, begin = self.scoring.block_of(first_row)
-        skip, done = first_row - begin, first_row
+        skip = first_row - begin
+        done = first_row
         with console.preparing():
             for table in self._tables(first_block):
                 yield self.clips.strip(table.slice(skip))

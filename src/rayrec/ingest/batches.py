@@ -105,10 +105,8 @@ class ArrayBatches:
                 if isinstance(self._reader.rows, EpochRows):
                     self._reader.rows.check(numbers, plan.epoch, arrays)
                 # A worker without rows repeats one, with weight 0.
-                weight, counted = (
-                    sharding.world_size / of_all if count else 0.0,
-                    RowNumbers(plan.epoch, numbers[:count]),
-                )
+                weight = sharding.world_size / of_all if count else 0.0
+                counted = RowNumbers(plan.epoch, numbers[:count])
                 yield Batch(
                     {name: torch.from_numpy(array) for name, array in arrays.items()},
                     weight,
@@ -177,7 +175,8 @@ class ClickBatches:
         memory, for asynchronous copies to a GPU. 0 makes batches on `next`, in pageable memory.
         `slicing`: further arguments of `BatchSlicer`.
         """
-        self._source, self._num_pinned = source, pinned
+        self._source = source
+        self._num_pinned = pinned
         self._slicer = functools.partial(
             BatchSlicer, inputs=inputs, pin_constants=bool(pinned), **slicing
         )
@@ -244,13 +243,13 @@ class BatchSlicer:
         in their first row. `pin_constants` pins lengths and offsets equal in all batches only once.
         `watch_dense` is called with the dense features of each batch.
         """
-        self._rows, self._targets, self._pin_constants = rows, targets, pin_constants
+        self._rows = rows
+        self._targets = targets
+        self._pin_constants = pin_constants
         self._watch_dense = watch_dense
-        self._num_dense, self._keys, self._labels = (
-            len(inputs.dense),
-            inputs.sparse,
-            inputs.label_names,
-        )
+        self._num_dense = len(inputs.dense)
+        self._keys = inputs.sparse
+        self._labels = inputs.label_names
         self._weighted = bool(inputs.list_weights)
         self._tables = {
             key: np.arange(size, dtype=np.int32) for key, size in (tables or {}).items()
@@ -268,7 +267,8 @@ class BatchSlicer:
         done = 0
         while done < count:
             if self._current is None or self._used == len(self._current):
-                self._current, self._used = next(self._rows), 0
+                self._current = next(self._rows)
+                self._used = 0
                 self._offsets = [
                     ids.offsets() if isinstance(ids, JaggedIds) else None
                     for ids in self._current.ids

@@ -134,11 +134,9 @@ class BlockOrder:
 
     def blocks(self, epoch: int) -> list[Block]:
         """Compute the blocks of one epoch."""
-        parts, size, is_mixed = (
-            self.parts,
-            self.segments_per_block,
-            self.shuffle in ("window", "full"),
-        )
+        parts = self.parts
+        size = self.segments_per_block
+        is_mixed = self.shuffle in ("window", "full")
         if self.shuffle != "none":
             generator = np.random.Generator(
                 np.random.Philox(np.random.SeedSequence((self.seed, epoch)))
@@ -245,7 +243,8 @@ class BlockOrder:
         for first, stop in spread(self.rows, max_rows):
             number = bisect_right(starts, first) - 1
             while number < len(self.parts) and starts[number] < stop:
-                part, base = self.parts[number], self.parts[number].start - starts[number]
+                part = self.parts[number]
+                base = self.parts[number].start - starts[number]
                 chosen.append(
                     replace(
                         part, start=max(part.start, base + first), stop=min(part.stop, base + stop)
@@ -471,9 +470,7 @@ class BlockPlan:
         )
 
     def _sharded_rows(self, step: int) -> int:
-        workers, until = (
-            self.start.world_size,
-            (self.start.step_in_deal + step) * self.start.batch_size,
-        )
+        workers = self.start.world_size
+        until = (self.start.step_in_deal + step) * self.start.batch_size
         min_rows, larger = divmod(self._rows, workers)
         return larger * min(until, min_rows + 1) + (workers - larger) * min(until, min_rows)

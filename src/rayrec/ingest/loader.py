@@ -37,7 +37,9 @@ class Loader(Generic[PositionT, Plan]):
 
         Raises InputError if `state` belongs to other rows or another order.
         """
-        self._order, self._reader, self._sharding = order, reader, sharding
+        self._order = order
+        self._reader = reader
+        self._sharding = sharding
         self._first = order.plan(order.position(state), sharding)
         self.steps_per_epoch = order.plan(order.start(0), sharding).steps
         if epochs is None:
@@ -114,7 +116,9 @@ class Loader(Generic[PositionT, Plan]):
         return self._order.plan(self._order.start(self._first.epoch + 1 + epochs), self._sharding)
 
     def _plans(self) -> Iterator[tuple[Plan, int]]:
-        left, plan, epochs = self.steps, self._first, 0
+        left = self.steps
+        plan = self._first
+        epochs = 0
         while left > 0:
             yield plan, min(left, plan.steps)
             left, plan, epochs = left - plan.steps, self._plan_after(epochs), epochs + 1

@@ -65,12 +65,10 @@ _Value = TypeVar("_Value")
 class _Items(Datasource):
     def __init__(self, name: str, function: Task, items: Sequence[Any], block_bytes: int) -> None:
         super().__init__()
-        self._name, self._function, self._items, self._block_bytes = (
-            name,
-            function,
-            items,
-            block_bytes,
-        )
+        self._name = name
+        self._function = function
+        self._items = items
+        self._block_bytes = block_bytes
 
     def get_name(self) -> str:
         return self._name
@@ -284,7 +282,8 @@ class RayEngine:
             # The object store may be too small.
             size = ITEMS_A_TASK if several.tasks == one.tasks else 1
             first, started = 0 if started else one.tasks, True
-            groups, limits = group_items(some, first=first, size=size), several if size > 1 else one
+            groups = group_items(some, first=first, size=size)
+            limits = several if size > 1 else one
             merged = functools.partial(merge_tables, function)
             for table in self._tables(
                 name, merged, groups, block_bytes=block_bytes * size, limits=limits
@@ -322,7 +321,8 @@ def group_items(items: Sequence[Any], *, first: int, size: int) -> list[Sequence
     """Group items into tasks: one item in each of the `first` tasks, for low latency, and `size`
     items in the others.
     """
-    singles, rest = items[:first], items[first:]
+    singles = items[:first]
+    rest = items[first:]
     return [
         *([item] for item in singles),
         *(rest[start : start + size] for start in range(0, len(rest), size)),
@@ -359,7 +359,8 @@ def split_table(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def _groups(items: Iterable[Any]) -> Iterator[Sequence[Any]]:
-    source, sizes = iter(items), chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1]))
+    source = iter(items)
+    sizes = chain(_ITEMS_A_DATASET, repeat(_ITEMS_A_DATASET[-1]))
     return takewhile(bool, (list(islice(source, size)) for size in sizes))
 
 
@@ -371,10 +372,12 @@ def _chain_groups(
     """
     with contextlib.ExitStack() as opened:
         source = iter(groups)
-        group, following = next(source, ()), None
+        group = next(source, ())
+        following = None
         while group:
             present = following or opened.enter_context(contextlib.closing(tables_of(group)))
-            next_group, following = next(source, ()), None
+            next_group = next(source, ())
+            following = None
             for index, table in enumerate(present):
                 if following is None and next_group and index + _EARLY_START_ITEMS >= len(group):
                     following = opened.enter_context(
@@ -389,7 +392,8 @@ class _EagerIterator:
     """Iterator whose first value is computed in a daemon thread."""
 
     def __init__(self, values: Tables, stop: StopToken) -> None:
-        self._values, self._stop = values, stop
+        self._values = values
+        self._stop = stop
         self._first: Future[pa.Table | None] = Future()
         threading.Thread(
             target=copy_context().run, args=(self._make,), name="next-dataset", daemon=True

@@ -179,7 +179,8 @@ def main() -> None:
         pass
     while (line := lines.get()) is not None:
         request = json.loads(line)
-        folder, tasks = request["folder"], request["tasks"]
+        folder = request["folder"]
+        tasks = request["tasks"]
         with open(os.path.join(folder, "job.pickle"), "rb") as file:
             function, items = pickle.load(file)  # Written by the parent into a private folder.
         task = functools.partial(run_items, function, items, folder)

@@ -271,7 +271,8 @@ class SparkEngine:
         return log_path
 
     def _await_start(self) -> None:
-        ready, start_s = os.path.join(self.folder, "ready"), time.monotonic()
+        ready = os.path.join(self.folder, "ready")
+        start_s = time.monotonic()
         while not os.path.exists(ready):
             if self.process.poll() is not None:
                 raise InputError(self._exit_message())

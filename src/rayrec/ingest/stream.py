@@ -62,7 +62,8 @@ class Prefetcher(Generic[T]):
         a generator that may wait forever and cannot be interrupted, such as for data tasks on lost
         nodes.
         """
-        self._values, self._stop = values, stop
+        self._values = values
+        self._stop = stop
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max_prefetch)
         self._closed = threading.Event()
         self._ended = False
@@ -131,7 +132,8 @@ class LazyBlock:
 
 def open_block(block: Block, preprocessor: Preprocessor, *, labelled: bool = True) -> LazyBlock:
     """Open a block. Reads and parses raw logs immediately, and preprocessed rows on request."""
-    segments, order = block.segments, block.order()
+    segments = block.segments
+    order = block.order()
     if segments[0].is_preprocessed:
         read = stage("read")(
             lambda start, stop: read_preprocessed(segments, order[start:stop], preprocessor)
@@ -325,7 +327,9 @@ class RowStream(Iterator[Any]):
         """Start reading. `items` must be re-iterable. `account` receives the stage times of
         each.
         """
-        self._source, self._items, self._account = source, items, account
+        self._source = source
+        self._items = items
+        self._account = account
         self._prefetcher = Prefetcher(
             source.make(items), max_prefetch=source.max_prefetch, stop=source.stop
         )

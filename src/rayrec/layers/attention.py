@@ -22,7 +22,8 @@ class AttentionPooling(nn.Module):
 
     def __init__(self, dim: int, sizes: Sequence[int], *, precision: Precision = "fp32") -> None:
         super().__init__()
-        self.layers, self.activations = nn.ModuleList(), nn.ModuleList()
+        self.layers = nn.ModuleList()
+        self.activations = nn.ModuleList()
         in_features = 4 * dim
         for size in sizes:
             self.layers.append(xavier_linear(in_features, size))
@@ -55,7 +56,8 @@ class AttentionPooling(nn.Module):
         """
         assert isinstance(layer, UninitializedLinear)
         of_target, of_value, of_difference, of_product = layer.weight.chunk(4, dim=1)
-        dtype, values = self._dtype, sequences.values
+        dtype = self._dtype
+        values = sequences.values
         by_row = functional.linear(
             target.to(dtype), (of_target + of_difference).to(dtype), layer.bias.to(dtype)
         )
@@ -88,7 +90,9 @@ class FieldAttention(nn.Module):
             xavier_linear(in_dim, dim, bias=False) for _ in range(3)
         )
         self.shortcut = xavier_linear(in_dim, dim, bias=False) if in_dim != dim else None
-        self._heads, self._dropout, self._dtype = heads, dropout, compute_dtype(precision)
+        self._heads = heads
+        self._dropout = dropout
+        self._dtype = compute_dtype(precision)
         self._scale = (dim // heads) ** -0.5 if scale else 1.0
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:

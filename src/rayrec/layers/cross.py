@@ -93,7 +93,8 @@ class CrossMixture(nn.Module):
             ]
             return nn.ParameterList(torch.stack(of_layer) for of_layer in matrices_of_layers)
 
-        self.down, self.core = matrices(low_rank, width), matrices(low_rank, low_rank)
+        self.down = matrices(low_rank, width)
+        self.core = matrices(low_rank, low_rank)
         self.up = matrices(width, low_rank)
         self.biases = nn.ParameterList(torch.zeros(width) for _ in range(layers))
         self.gate = xavier_linear(width, experts, bias=False)

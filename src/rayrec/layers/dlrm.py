@@ -25,7 +25,8 @@ class Interaction(nn.Module, ABC):
 
     def __init__(self, features: Sequence[str], *, dim: int) -> None:
         super().__init__()
-        self.num_sparse, self.dim = len(features), dim
+        self.num_sparse = len(features)
+        self.dim = dim
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> torch.Tensor:
         return self.combine(dense, *embedded.pooled_unordered())
@@ -146,12 +147,10 @@ class DLRM(nn.Module):
         first_order: FirstOrder | None,
     ) -> None:
         super().__init__()
-        self.bottom_mlp, self.interaction, self.top_mlp, self.first_order = (
-            bottom_mlp,
-            interaction,
-            top_mlp,
-            first_order,
-        )
+        self.bottom_mlp = bottom_mlp
+        self.interaction = interaction
+        self.top_mlp = top_mlp
+        self.first_order = first_order
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:

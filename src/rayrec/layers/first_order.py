@@ -35,7 +35,8 @@ class FirstOrder(nn.Module):
 
     def __init__(self, num_dense: int, *, number_scale: float, category_scale: float) -> None:
         super().__init__()
-        self._number_scale, self._category_scale = number_scale, category_scale
+        self._number_scale = number_scale
+        self._category_scale = category_scale
         self.linear = UninitializedLinear(num_dense, 1)
         init_values(self.linear.weight, nn.init.zeros_)
         init_values(self.linear.bias, nn.init.zeros_)

@@ -90,7 +90,8 @@ take fewer.
 """
 _RUNNABLE = 0.2
 """Minimum runnable share of an interval for a thread to count."""
-_MIN_SHORT_S, _MAX_SHORT_S = 1.0, 60.0
+_MIN_SHORT_S = 1.0
+_MAX_SHORT_S = 60.0
 _MAX_CPUS = 64
 """Maximum CPU count. On larger machines, waits stay unchanged: shortening them costs an idle thread
 per CPU.
@@ -133,7 +134,8 @@ class CpuWatch:
             self._thread.join()
 
     def _run(self) -> None:
-        policy, before = WaitPolicy(), [_run_and_wait_ns(path) for path in self._paths]
+        policy = WaitPolicy()
+        before = [_run_and_wait_ns(path) for path in self._paths]
         while not self._ended.wait(_INTERVAL_S):
             now = [_run_and_wait_ns(path) for path in self._paths]
             waiting = waiting_share(before, now)
@@ -166,7 +168,9 @@ class WaitPolicy:
         if self._until_s is not None:
             if now_s < self._until_s:
                 return True
-            self._until_s, self._contended = None, _CONTENDED_INTERVALS - 1  # One more suffices
+            # One more suffices
+            self._until_s = None
+            self._contended = _CONTENDED_INTERVALS - 1
             self._short_s = min(2 * self._short_s, _MAX_SHORT_S)
             return False
         self._contended = self._contended + 1 if waiting >= _WAITING else 0
@@ -246,7 +250,8 @@ class _ShortWaits:
     def set(self, short: bool) -> None:
         """Make waits short or long, effective on return."""
         if short and self._released is None:
-            started, self._released = threading.Event(), threading.Event()
+            started = threading.Event()
+            self._released = threading.Event()
             self._keeper = threading.Thread(
                 target=_keep_team,
                 args=(started, self._released),

@@ -93,8 +93,10 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         """`deliver` returns features that `sequences` does not. Each is called once, on first use.
         `ids`, `table`: the methods.
         """
-        self.features, self.dim = features, dim
-        self._ids, self._table = ids, table
+        self.features = features
+        self.dim = dim
+        self._ids = ids
+        self._table = table
         self._deliver: Callable[[], Delivery] | None = deliver
         self._delivered: Delivery | None = None
         self._give_sequences = sequences
@@ -117,7 +119,8 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
         """
         unpooled = sequences or {}
         order = tuple(number for number, feature in enumerate(features) if feature not in unpooled)
-        ids_of, table_of = (ids or {}).__getitem__, (tables or {}).__getitem__
+        ids_of = (ids or {}).__getitem__
+        table_of = (tables or {}).__getitem__
         return cls(
             features,
             dim,
@@ -176,7 +179,11 @@ class KeyedEmbeddings(Mapping[str, torch.Tensor]):
                 for name, unpooled in self.all_sequences().items()
             }
 
-        dim, table = columns.stop - columns.start, lambda feature: self.table(feature)[:, columns]
+        dim = columns.stop - columns.start
+
+        def table(feature: str) -> torch.Tensor:
+            return self.table(feature)[:, columns]
+
         return KeyedEmbeddings(
             self.features, dim, deliver, sequences=sequences, ids=self.ids, table=table
         )

@@ -41,7 +41,8 @@ def _relu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = gradient.shape
     blocks = -(-rows // _BLOCK)
-    turned, sums = gradient.new_empty(columns, rows), gradient.new_zeros(blocks, columns)
+    turned = gradient.new_empty(columns, rows)
+    sums = gradient.new_zeros(blocks, columns)
     pointers = [tensor.data_ptr() for tensor in (output, gradient, turned, sums)]
     run_kernel(
         vectorized("rayrec_relu_backward"),
@@ -145,9 +146,11 @@ class _LinearStack(torch.autograd.Function):
         fused = inputs.is_cpu and inputs.numel() > 0 and torch.backends.mkldnn.is_available()
         low_fused = fused and (dtype != torch.bfloat16 or onednn_has_bfloat16())
         layers = len(relus)
-        activations, weights = [inputs.to(dtype)], []
+        activations = [inputs.to(dtype)]
+        weights = []
         for layer in range(layers):
-            weight, bias = parameters[2 * layer], parameters[2 * layer + 1]
+            weight = parameters[2 * layer]
+            bias = parameters[2 * layer + 1]
             assert weight is not None
             if float_last and layer == layers - 1:
                 output = _linear(
@@ -162,7 +165,10 @@ class _LinearStack(torch.autograd.Function):
             activations.append(output)
         # The last output is needed only if a ReLU masks the gradient.
         ctx.save_for_backward(*weights, *activations[: layers + relus[-1]])
-        ctx.relus, ctx.fused, ctx.dtype, ctx.input_dtype = relus, fused, dtype, inputs.dtype
+        ctx.relus = relus
+        ctx.fused = fused
+        ctx.dtype = dtype
+        ctx.input_dtype = inputs.dtype
         ctx.low_fused = low_fused
         ctx.float_last = float_last
         return activations[-1]
@@ -171,7 +177,8 @@ class _LinearStack(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradients[0]
         layers = len(ctx.relus)
-        weights, activations = ctx.saved_tensors[:layers], ctx.saved_tensors[layers:]
+        weights = ctx.saved_tensors[:layers]
+        activations = ctx.saved_tensors[layers:]
         parameter_gradients: list[torch.Tensor | None] = [None] * (2 * layers)
         input_gradient: torch.Tensor | None = None
         for layer in reversed(range(layers)):
@@ -188,7 +195,8 @@ class _LinearStack(torch.autograd.Function):
                 bias_gradient = sums if wants_bias else None
             else:
                 if ctx.relus[layer]:
-                    masked, output = torch.ops.aten.threshold_backward, activations[layer + 1]
+                    masked = torch.ops.aten.threshold_backward
+                    output = activations[layer + 1]
                     if last:
                         gradient = masked(gradient, output, 0)
                     else:  # In place, because fresh memory costs as much as the arithmetic
@@ -233,7 +241,8 @@ def linear_stack(
     outputs = inputs.to(dtype)
     for layer, relu in enumerate(relus):
         layer_dtype = torch.float32 if float_last and layer == len(relus) - 1 else dtype
-        weight, bias = parameters[2 * layer], parameters[2 * layer + 1]
+        weight = parameters[2 * layer]
+        bias = parameters[2 * layer + 1]
         assert weight is not None
         outputs = functional.linear(
             outputs.to(layer_dtype),
@@ -295,12 +304,14 @@ class MLP(nn.Module):
         self.norms = (
             nn.ModuleList(GlobalBatchNorm(size) for size in sizes[:-1]) if batch_norm else None
         )
-        self.final_activation, self._dropout = final_activation, dropout
+        self.final_activation = final_activation
+        self._dropout = dropout
         self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         # A slice of the ModuleList would be a new module in each step.
-        layers, hidden = list(self.layers), inputs
+        layers = list(self.layers)
+        hidden = inputs
         if self.norms is not None or self._dropout:
             for number, layer in enumerate(layers[:-1]):
                 hidden = self._stack(hidden, [layer], relu=self.norms is None)
@@ -349,7 +360,8 @@ class GlobalBatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(features)) if affine else None
         self.register_buffer("running_mean", torch.zeros(features))
         self.register_buffer("running_var", torch.ones(features))
-        self._eps, self._momentum = eps, momentum
+        self._eps = eps
+        self._momentum = momentum
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._normalized(inputs.float()).to(inputs.dtype)
@@ -438,18 +450,17 @@ class Tower(nn.Module):
         precision: Precision = "fp32",
     ) -> None:
         super().__init__()
-        self.layers, self.norms, self.activations = (
-            nn.ModuleList(),
-            nn.ModuleList(),
-            nn.ModuleList(),
-        )
+        self.layers = nn.ModuleList()
+        self.norms = nn.ModuleList()
+        self.activations = nn.ModuleList()
         for size in sizes:
             self.layers.append(xavier_linear(in_features, size))
             self.norms.append(GlobalBatchNorm(size) if batch_norm else nn.Identity())
             self.activations.append(Dice(size) if activation == "dice" else nn.ReLU())
             in_features = size
         self.out_features = in_features
-        self._dropout, self._dtype = dropout, compute_dtype(precision)
+        self._dropout = dropout
+        self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = inputs.to(self._dtype)

@@ -86,7 +86,8 @@ def flat_array(values: Any) -> npt.NDArray[Any]:
 
 def converted(logits: Any, labels: Any) -> tuple[Floats, Labels]:
     """Convert as `checked`, but allow NaN."""
-    flat_logits, flat_labels = flat_array(logits), flat_array(labels)
+    flat_logits = flat_array(logits)
+    flat_labels = flat_array(labels)
     if len(flat_logits) != len(flat_labels):
         raise InputError(
             f"labels: must have one per logit, {len(flat_logits)}, got {len(flat_labels)}"
@@ -140,7 +141,10 @@ def _sums(logits: Floats, labels: Labels) -> list[float]:
     """Return the counts of rows, positives and correct rows, and the float64 sums of log loss,
     probability, and probability - label in bins.
     """
-    losses, probabilities, gaps, bins = [], [], [], CALIBRATION_BINS
+    losses = []
+    probabilities = []
+    gaps = []
+    bins = CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         loss, probability = row_losses(logits[block], labels[block])
@@ -204,7 +208,8 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
 def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
     """Return the metrics from the `_sums` of each rank."""
     rows_of_ranks, positives, correct, losses, probabilities, *gaps = zip(*of_ranks, strict=True)
-    rows, num_positives = int(sum(rows_of_ranks)), int(sum(positives))
+    rows = int(sum(rows_of_ranks))
+    num_positives = int(sum(positives))
     rate = num_positives / rows if rows else math.nan
     mean_loss = math.fsum(losses) / rows if rows else math.nan
     entropy = (
@@ -240,7 +245,8 @@ def distributed_binary_metrics(
 
     group = Collectives(process_group)
     error: InputError | None = None
-    checked_logits, checked_labels = np.empty(0, np.float32), np.empty(0, np.uint8)
+    checked_logits = np.empty(0, np.float32)
+    checked_labels = np.empty(0, np.uint8)
     try:
         checked_logits, checked_labels = checked(logits, labels)
     except InputError as caught:

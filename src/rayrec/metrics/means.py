@@ -96,7 +96,8 @@ class SumsAccumulator(ABC):
     """Sums of row terms, exact over all ranks."""
 
     def __init__(self) -> None:
-        self._sums, self.rows = np.zeros(len(self._terms(np.zeros(0), np.zeros(0)))), 0
+        self._sums = np.zeros(len(self._terms(np.zeros(0), np.zeros(0))))
+        self.rows = 0
 
     def update(self, predicted: Any, labels: Any) -> None:
         """Append rows, [rows] each."""
@@ -141,7 +142,8 @@ class CountAccumulator(SumsAccumulator):
     """
 
     def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
-        means, counts = np.exp(predicted), labels.astype(np.float64)
+        means = np.exp(predicted)
+        counts = labels.astype(np.float64)
         deviances = 2 * (counts * (np.log(np.maximum(counts, 1e-300)) - predicted) - counts + means)
         return deviances, means, counts
 

@@ -171,7 +171,8 @@ class _Sums:
         of_ks = np.empty(2 * len(self._ks))
         results = []
         for number in turn:
-            sums, counts = np.zeros(4 + 6 * len(self._ks)), np.zeros(3, np.int64)
+            sums = np.zeros(4 + 6 * len(self._ks))
+            counts = np.zeros(3, np.int64)
             arrays = (self._ks, self._discounts, of_ks, sums, counts)
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
             call(
@@ -223,7 +224,8 @@ class RankingAccumulator:
 
     def __init__(self, ks: Sequence[int] = DEFAULT_KS, *, memory_rows: int = MEMORY_ROWS) -> None:
         check_ks(ks)
-        self._ks, self._memory_rows = tuple(ks), memory_rows
+        self._ks = tuple(ks)
+        self._memory_rows = memory_rows
         self._parts: list[Rows] = []
         self._rows = 0
         self._missing = 0
@@ -255,11 +257,9 @@ class RankingAccumulator:
             bucket_of = _buckets(groups, _BUCKETS)
             order = np.argsort(bucket_of, kind="stable")
             rows = np.empty(len(order), _ROW)
-            rows["group"], rows["logit"], rows["label"] = (
-                groups[order],
-                logits[order],
-                labels[order],
-            )
+            rows["group"] = groups[order]
+            rows["logit"] = logits[order]
+            rows["label"] = labels[order]
             self._file.write(rows.view(np.uint8).data)
             for bucket, count in enumerate(np.bincount(bucket_of, minlength=_BUCKETS).tolist()):
                 if count:
@@ -382,7 +382,8 @@ def rank_measures(
     of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1))
     above = (~(logits <= of_target)).sum(1)
     tied = (logits == of_target).sum(1)  # 0 if the target's score is NaN: then all are above
-    first, last = above.clamp(max=k), (above + tied).clamp(max=k)
+    first = above.clamp(max=k)
+    last = (above + tied).clamp(max=k)
     ranks = torch.arange(1, k + 1, dtype=torch.float64, device=logits.device)
     discounts = functional.pad((1 / (ranks + 1).log2()).cumsum(0), (1, 0))
     orders = tied.clamp(min=1)

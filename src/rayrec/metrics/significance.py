@@ -179,7 +179,8 @@ class _Model:
         negatives_upto = np.concatenate(
             [[0.0], np.cumsum(weights[self.negatives], dtype=np.float64)]
         )
-        num_positives, num_negatives = float(positives.sum()), float(negatives_upto[-1])
+        num_positives = float(positives.sum())
+        num_negatives = float(negatives_upto[-1])
         ranks = negatives_upto[self.below] + negatives_upto[self.upto]
         with np.errstate(invalid="ignore", divide="ignore"):
             auroc = _product(positives, ranks) / (2 * np.float64(num_positives) * num_negatives)
@@ -244,7 +245,8 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
     """Return the metrics of each resample with equal rows for all models, float64 [resamples,
     models, metrics].
     """
-    table, rows = _poisson_table(), len(models[0].losses)
+    table = _poisson_table()
+    rows = len(models[0].losses)
 
     def resample(number: int) -> Array:
         generator = np.random.Generator(np.random.PCG64([resampling.seed, number]))
@@ -280,7 +282,8 @@ def _bootstrap_p_value(differences: Array) -> float:
 def _delong(first: Placements, second: Placements, confidence: float) -> Difference:
     """Return the AUROC difference from the placements of two models."""
     differences = first[0] - second[0], first[1] - second[1]
-    difference, error = float(np.mean(differences[0])), math.sqrt(_row_variance(differences))
+    difference = float(np.mean(differences[0]))
+    error = math.sqrt(_row_variance(differences))
     if not error:
         return Difference(
             difference, difference, difference, 1.0 if not difference else 0.0, "delong"
@@ -315,7 +318,8 @@ class SeededScores:
         """Return the scores for the logits and labels of each seed, read in turn. Memory: 8 bytes
         per row and seed.
         """
-        metrics, placements = [], []
+        metrics = []
+        placements = []
         for logits, labels in seeds:
             model = _Model(*checked(logits, labels))
             metrics.append(model.metrics(np.ones(len(model.losses), np.uint8)))
@@ -351,10 +355,8 @@ def compare_seeds(first: SeededScores, second: SeededScores, *, confidence: floa
     )
     variance = spread = 0.0
     for scores in (first, second):
-        degrees, of_seeds = (
-            len(scores.aurocs) - 1,
-            float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs),
-        )
+        degrees = len(scores.aurocs) - 1
+        of_seeds = float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs)
         of_rows -= (scores.row_variance - _row_variance(scores.placements)) / degrees
         variance, spread = variance + of_seeds, spread + of_seeds**2 / degrees
     variance += float(np.maximum(0, of_rows))  # NaN stays
@@ -371,7 +373,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Pure.
     """
     values = np.asarray(p_values, np.float64)
-    order, count = np.argsort(values), np.count_nonzero(~np.isnan(values))  # NaN comes last
+    # NaN comes last
+    order = np.argsort(values)
+    count = np.count_nonzero(~np.isnan(values))
     corrected = np.empty_like(values)
     corrected[order] = np.minimum(
         1, np.maximum.accumulate(values[order] * (count - np.arange(len(values))))

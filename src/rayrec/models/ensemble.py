@@ -40,7 +40,8 @@ class Ensemble(nn.Module):
     ) -> None:
         """`widths`: number of values that each member takes of each embedding, in order."""
         super().__init__()
-        self.members, self._heads = nn.ModuleList(members), heads
+        self.members = nn.ModuleList(members)
+        self._heads = heads
         self._losses = [network_loss(member) for member in members]
         ends = list(accumulate(widths))
         self._columns = [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]

@@ -56,7 +56,8 @@ class Head(ABC):
         Values that broadcast would train without an error, and scoring would reject other dtypes
         only after training.
         """
-        shape, (noun, of) = (rows, *self.shape), self.called
+        shape = (rows, *self.shape)
+        noun, of = self.called
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             values = outputs.get(name)
             if values is None:
@@ -103,7 +104,8 @@ class LabelHead(Head):
         self, outputs: Outputs, labels: Outputs, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the weighted loss of each row, 0 for rows without the label, float32 [rows]."""
-        values, targets = outputs[self.name], labels[self.name]
+        values = outputs[self.name]
+        targets = labels[self.name]
         if not self.main:
             has_label = ~targets.isnan()
             weights = has_label.to(values.dtype) if weights is None else has_label * weights
@@ -323,7 +325,8 @@ def measured(
     """Return the row values that an evaluation averages: the network's measures, and `loss` if it
     defines one. NaN excludes a row. `losses`: row losses if already computed.
     """
-    measures, loss = getattr(network, "measures", None), network_loss(network)
+    measures = getattr(network, "measures", None)
+    loss = network_loss(network)
     if losses is None and loss is not None:
         losses = loss(outputs, batch)
     values = {} if losses is None else {"loss": losses}

@@ -241,7 +241,8 @@ class HostTables(Tables):
         for column, (ids, offsets, weights) in zip(columns, lookups.values(), strict=True):
             assert ids.flags.c_contiguous
             assert ids.dtype in (np.int32, np.int64)
-            column.ids, column.id_bytes = ids.ctypes.data, ids.itemsize
+            column.ids = ids.ctypes.data
+            column.id_bytes = ids.itemsize
             if weights is not None:
                 assert weights.flags.c_contiguous
                 assert weights.dtype == np.float32
@@ -258,7 +259,8 @@ class HostTables(Tables):
         return self._run(columns, rows)
 
     def _run(self, columns: ctypes.Array[_CLookup] | np.ndarray, rows: int) -> torch.Tensor:
-        dim, kind = self.row_format.dim, ctypes.c_int32(self._kind)
+        dim = self.row_format.dim
+        kind = ctypes.c_int32(self._kind)
         out = torch.empty(rows, len(columns) * dim)
         bad = call(
             "rayrec_pool_tables",
@@ -306,7 +308,8 @@ class DeviceTables(Tables):
         )
 
     def one_by_one(self, column: int, ids: np.ndarray) -> torch.Tensor:
-        table, lookup = self._tables[column], Lookup(ids)
+        table = self._tables[column]
+        lookup = Lookup(ids)
         (moved,) = self._moved([(table, lookup)])
         return self._column(table, lookup, moved, len(ids))
 

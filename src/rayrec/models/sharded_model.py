@@ -86,10 +86,8 @@ class TableValues:
         def fill_block(block: int) -> None:
             block_start = block * _BLOCK_ROWS
             block_rows = min(_BLOCK_ROWS, self.num_embeddings - block_start)
-            row, stop = (
-                max(row_offset, block_start),
-                min(block_start + block_rows, row_offset + rows),
-            )
+            row = max(row_offset, block_start)
+            stop = min(block_start + block_rows, row_offset + rows)
             target = part[row - row_offset : stop - row_offset]
             is_plain = target.is_cpu and target.is_contiguous() and target.dtype == torch.float32
             is_direct = is_plain and target.shape == (block_rows, self.embedding_dim)
@@ -233,7 +231,8 @@ class ClickModel(nn.Module):
         of embedding width `dim`.
         """
         super().__init__()
-        self.embeddings, self.sequences = embeddings, sequences
+        self.embeddings = embeddings
+        self.sequences = sequences
         tables = [] if sequences is None else sequences.embedding_configs()
         one_by_one = {feature for table in tables for feature in table.feature_names}
         self.head = _Head(
@@ -283,7 +282,8 @@ class ClickModel(nn.Module):
             return self.embeddings(sparse_features)
         # Unsharded collections reject a batch without rows (IndexError in
         # KeyedJaggedTensor.to_dict).
-        features, dim = list(sparse_features.keys()), self.head.dim
+        features = list(sparse_features.keys())
+        dim = self.head.dim
         empty = torch.zeros(0, dim * len(features), device=sparse_features.device())
         return KeyedTensor(keys=features, length_per_key=[dim] * len(features), values=empty)
 
@@ -316,12 +316,18 @@ class _Head(nn.Module):
         one_by_one: set[str],
     ) -> None:
         super().__init__()
-        self.network, self.inputs, self.dim, self._penalty = network, inputs, dim, penalty
+        self.network = network
+        self.inputs = inputs
+        self.dim = dim
+        self._penalty = penalty
         self._unpooled = [feature for feature in inputs.features if feature in one_by_one]
         self._number = {feature: number for number, feature in enumerate(inputs.features)}
-        self._keys, self._order = list(inputs.features), tuple(range(len(inputs.features)))
-        self._heads, self._labels = heads, [head for head in heads if isinstance(head, LabelHead)]
-        self._loss, self._predicts = network_loss(network), hasattr(network, "predict")
+        self._keys = list(inputs.features)
+        self._order = tuple(range(len(inputs.features)))
+        self._heads = heads
+        self._labels = [head for head in heads if isinstance(head, LabelHead)]
+        self._loss = network_loss(network)
+        self._predicts = hasattr(network, "predict")
         if self._loss is None and not self._labels:
             raise InputError(
                 f"{type(network).__name__}: must have a method loss, got none. Add loss(outputs, "
@@ -393,7 +399,8 @@ class _Head(nn.Module):
             return dense.new_zeros(len(dense), 0), ()
         keys = pooled.keys()  # If sharded, waits for the exchange between workers
         if keys != self._keys:
-            self._keys, self._order = list(keys), tuple(self._number[key] for key in keys)
+            self._keys = list(keys)
+            self._order = tuple(self._number[key] for key in keys)
         return _penalised(pooled.values(), penalty), self._order
 
     def _summed_loss(
@@ -407,7 +414,8 @@ class _Head(nn.Module):
                 add,
                 (head.losses(outputs, batch.labels, batch.weights).sum() for head in self._labels),
             ), None
-        losses, rows = self._loss(outputs, batch), len(batch)
+        losses = self._loss(outputs, batch)
+        rows = len(batch)
         if losses.shape != (rows,):  # Such as a mean, which would make the sum below too small
             raise InputError(
                 f"{type(self.network).__name__}: loss must return unweighted row losses of shape "
@@ -465,18 +473,15 @@ def build_click_model(
     values depend only on `seed`. `num_embeddings`: row count of each feature's table. `start`:
     initial value distribution of the tables. Raises InputError for a table without rows.
     """
-    unpooled, rows_of = (
-        unpooled_features(config, inputs),
-        dict(zip(inputs.features, num_embeddings, strict=True)),
-    )
+    unpooled = unpooled_features(config, inputs)
+    rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
     table_of = inputs.table_of
     of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}
     of_sequences = {feature: table_of[feature] for feature in unpooled}
     for feature in config.full_tables(inputs):
-        of_sequences[table_key(feature)], rows_of[table_key(feature)] = (
-            table_of[feature],
-            rows_of[feature],
-        )
+        key = table_key(feature)
+        of_sequences[key] = table_of[feature]
+        rows_of[key] = rows_of[feature]
     shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "start": start}
     with torch.random.fork_rng(devices=[]):
         # Inside, because building tables on "cpu" also draws from the global generator before our
@@ -497,7 +502,8 @@ def build_click_model(
             sequences = EmbeddingCollection(tables=tables, device=torch.device(embedding_device))
         torch.manual_seed(seed)
         network = build_network(config, inputs, precision=precision)
-    heads, penalty = config.output_heads(inputs), config.embedding_penalty
+    heads = config.output_heads(inputs)
+    penalty = config.embedding_penalty
     return ClickModel(
         embeddings,
         sequences,

@@ -62,7 +62,10 @@ def c_fields(declaration: str) -> list[tuple[str, Any]]:
     return [(name, _C_TYPES[c_type]) for c_type, *names in declared for name in names]
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # From glibc's malloc.h
+# From glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 
 
 @lru_cache(maxsize=1)

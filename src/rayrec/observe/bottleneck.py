@@ -201,11 +201,9 @@ def _collectives(split: TimeBreakdown) -> Diagnosis:
     """Diagnose whether all workers wait for the exchange or for one slow worker, which a mean over
     many workers hides.
     """
-    fraction, fractions, slowest = (
-        split.fractions()["collectives"],
-        split.fractions(),
-        split.slowest_fractions(),
-    )
+    fraction = split.fractions()["collectives"]
+    fractions = split.fractions()
+    slowest = split.slowest_fractions()
     begin = f"Waiting for other workers {_percent(fraction)} of the time: "
     slow = max(
         (name for name in PHASES if name != "collectives"),

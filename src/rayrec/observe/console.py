@@ -182,7 +182,8 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
 
 def _split(times_s: Mapping[str, float | None]) -> RenderableType:
     """Render a bar of the last interval's phases with a legend of their shares."""
-    bar, words = Text(), Text()
+    bar = Text()
+    words = Text()
     total_s = sum(value or 0.0 for value in times_s.values())
     for name in PHASES:
         fraction = (times_s.get(name) or 0.0) / total_s
@@ -228,7 +229,8 @@ def top(run: str, *, once: bool = False, console: RichConsole | None = None) -> 
             f"{run}: not a run folder (config.yaml not found). Set storage_path/name of a run."
         )
     console = console or RichConsole(highlight=False, markup=False, emoji=False)
-    path, view = storage.join(folder, "events.jsonl"), RunSummary(curves=False)
+    path = storage.join(folder, "events.jsonl")
+    view = RunSummary(curves=False)
     if once or not console.is_terminal:
         for event in read_events(path):
             view.update(event)
@@ -239,7 +241,9 @@ def top(run: str, *, once: bool = False, console: RichConsole | None = None) -> 
 
 
 def _watch(path: str, run: RunSummary, console: RichConsole) -> None:
-    stop, caught_up = threading.Event(), False  # Print no console lines for past events.
+    # Print no console lines for past events.
+    stop = threading.Event()
+    caught_up = False
 
     def idle() -> None:
         nonlocal caught_up

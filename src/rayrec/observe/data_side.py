@@ -84,7 +84,8 @@ class _Sums:
         self.possible_s += event["seconds"] * event["cpus"]
         self.backlog += event["backlog_rows"] * event["seconds"]
         for stage in event["stages"]:
-            name, spent_s = stage["stage"], stage["busy"] * event["seconds"] * event["cpus"]
+            name = stage["stage"]
+            spent_s = stage["busy"] * event["seconds"] * event["cpus"]
             self.wall_s[name] += spent_s
             self.cpu_s[name] += spent_s * stage.get("cpu_share", 0.0)
             self.queue_s[name] += spent_s * stage.get("queue_share", 0.0)
@@ -98,7 +99,8 @@ class DataSums:
     """Sums over the data events of a run."""
 
     def __init__(self) -> None:
-        self._all, self._warm = _Sums(), _Sums()
+        self._all = _Sums()
+        self._warm = _Sums()
         self._before: Event | None = None
         self._spilled_bytes = self._spills = 0
 

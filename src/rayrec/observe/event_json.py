@@ -98,9 +98,12 @@ def command_line(arguments: Sequence[str]) -> str:
     """Join arguments into a shell command line, with *** for secrets of flags and URLs, and values
     of variables.
     """
-    shown, follows_secret, sets_variables = [], False, False
+    shown = []
+    follows_secret = False
+    sets_variables = False
     for argument in arguments:
-        is_flag, flag = argument.startswith("-"), argument.partition("=")[0]
+        is_flag = argument.startswith("-")
+        flag = argument.partition("=")[0]
         sets_variables = flag in _VARIABLES if is_flag else sets_variables
         if sets_variables and (not is_flag or argument != flag):
             argument = re.sub(r"^(-\S*?=)?(\w+=).*", r"\1\2***", argument, flags=re.DOTALL)

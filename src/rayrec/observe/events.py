@@ -138,7 +138,9 @@ class EventUploader:
         return sum(part.num_waiting for part in self._parts)
 
     def _run(self) -> None:
-        changed, failure_wait_s, next_s = self._changed, 0.0, 0.0
+        changed = self._changed
+        failure_wait_s = 0.0
+        next_s = 0.0
         while True:
             with changed:
                 changed.wait_for(lambda: self._closed or self._num_waiting())

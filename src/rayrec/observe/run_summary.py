@@ -136,13 +136,12 @@ class Attempts:
         self._driver_begun = False
         self._change(num_workers=event.get("world_size"), first_step=event["step"])
         if self._alive_s is not None:
-            redone, cause = (
-                max(0, self._step - event["step"]),
-                self._cause or "the workers were lost",
-            )
+            redone = max(0, self._step - event["step"])
+            cause = self._cause or "the workers were lost"
             self._change(restart=Restart(cause, event["time"] - self._alive_s, redone))
             self._restarting = len(self.all) - 1, self._alive_s
-        self._step, self._cause = event["step"], None
+        self._step = event["step"]
+        self._cause = None
 
     def _append(self, event: Event, num_workers: int | None = None) -> None:
         if self.all and self.all[-1].end is None:
@@ -300,7 +299,8 @@ class RunSummary:
 
     def update(self, event: Event) -> None:
         """Process the next event."""
-        kind, time_s = event["kind"], event["time"]
+        kind = event["kind"]
+        time_s = event["time"]
         if self._begin_s is None:
             self._begin_s = time_s
         elif self.last_time_s is not None and kind != "run":
@@ -349,7 +349,9 @@ class RunSummary:
     def _start(self, event: Event) -> None:
         step = event["step"]
         self.steps_redone = max(0, self._logged[0] - step)
-        self.status, self.step, self.steps = "training", step, event.get("steps")
+        self.status = "training"
+        self.step = step
+        self.steps = event.get("steps")
         self.final = self._planned_steps = self._pace = self._evaluates_since_s = None
         self._logs = 0
         # Later steps are repeated.
@@ -362,14 +364,16 @@ class RunSummary:
         self._logged = step, event.get("rows", step * (self.global_batch_size or 0))
 
     def _take_step(self, event: Event) -> None:
-        step, (steps_before, rows_before) = event["step"], self._logged
+        step = event["step"]
+        steps_before, rows_before = self._logged
         rows = event.get("rows", rows_before)
         elapsed_s = (rows - rows_before) / event["rows_per_s"] if event.get("rows_per_s") else 0.0
         self.interval = Interval(step - steps_before, rows - rows_before, elapsed_s)
         self._logged, self._logs = (step, rows), self._logs + 1
         for split in self._splits():
             split.add(event, self.interval)
-        self.step, self.steps = step, event.get("steps")
+        self.step = step
+        self.steps = event.get("steps")
         self._evaluates_since_s, self._pace = event["time"], self._pace or (step, event["time"])
         if event.get("peak_fraction"):
             count, total = self._peaks
@@ -427,7 +431,8 @@ class RunSummary:
         elif kind == "early_stop":
             self._planned_steps = self.steps
         elif kind == "finish":
-            self.status, self.final = "finishing", event
+            self.status = "finishing"
+            self.final = event
             self.step = self.steps = event["step"]
             if "metrics" in event:
                 self._auroc = event["metrics"].get("auroc")
@@ -505,7 +510,8 @@ class RunSummary:
 
     def costs(self, *, train_s: float) -> dict[str, Any]:
         """Return the fields of a run's summary about restarts and saves."""
-        restarts, stall_s = self.restarts, self.saves.stall_s
+        restarts = self.restarts
+        stall_s = self.saves.stall_s
         return {
             "restarts": len(restarts),
             "restart_causes": [asdict(restart) for restart in restarts],
@@ -522,7 +528,8 @@ class RunSummary:
         between drivers do not count.
         """
         hours = self.working_s / 3600 * price.nodes
-        total, auroc = hours * price.per_node_hour, self._auroc
+        total = hours * price.per_node_hour
+        auroc = self._auroc
         last = self.latest.get("step")
         epochs = last["rows"] / self.train_rows if last and self.train_rows else None
         return Cost(

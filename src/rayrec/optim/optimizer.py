@@ -129,12 +129,10 @@ class JointlyClippedOptimizer(CombinedOptimizer):
         weights equal on all workers.
         """
         super().__init__([sharded, *replicated, network])
-        self._sharded, self._replicated, self._network, self._max_norm = (
-            sharded,
-            replicated,
-            network,
-            max_norm,
-        )
+        self._sharded = sharded
+        self._replicated = replicated
+        self._network = network
+        self._max_norm = max_norm
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -109,9 +109,12 @@ class Lookups:
         gathered = (_CGathered * len(tables))()
         for item, table, rows in zip(gathered, tables, results, strict=True):
             item.lookup = ctypes.addressof(lookups)
-            item.first_feature, item.num_features = table.first, table.number
-            item.column, item.dim = table.column, table.columns
-            item.distinct, item.sums = rows.ids.data_ptr(), rows.values.data_ptr()
+            item.first_feature = table.first
+            item.num_features = table.number
+            item.column = table.column
+            item.dim = table.columns
+            item.distinct = rows.ids.data_ptr()
+            item.sums = rows.values.data_ptr()
         run_kernel(library().rayrec_gather_row_gradients, gathered, len(tables), at_once=1)
         return [
             RowGradients(rows.ids[: item.found], rows.values[: item.found])
@@ -149,7 +152,9 @@ class Lookups:
 
     def _values(self, table: TableFeatures, start: int, stop: int) -> torch.Tensor:
         """Return the gradient of each lookup of the table, [stop - start, columns]."""
-        columns, column, num_features = table.columns, table.column, table.number
+        columns = table.columns
+        column = table.column
+        num_features = table.number
         first = table.first * self.bags
         offsets = self.offsets[first : first + num_features * self.bags + 1]
         if self.pooled:
@@ -242,7 +247,8 @@ class _LookupFunction(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, collector: RowGradientCollector, *arguments: Any
     ) -> torch.Tensor:
-        ctx.collector, ctx.arguments = collector, arguments
+        ctx.collector = collector
+        ctx.arguments = arguments
         return collector.look_up(*arguments)
 
     @staticmethod
@@ -322,8 +328,10 @@ class TablePart:
         """
         assert weights.is_contiguous()
         assert weights.dtype == torch.float32
-        self.weights, self.gradients = weights, gradients
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(weights), torch.zeros_like(weights)
+        self.weights = weights
+        self.gradients = gradients
+        self.exp_avg = torch.zeros_like(weights)
+        self.exp_avg_sq = torch.zeros_like(weights)
         self._marks: torch.Tensor | None = None
 
     def update(self, step: AdamStep, gradients: RowGradients) -> None:
@@ -341,7 +349,8 @@ class TablePart:
         contiguous `gradients`.
         """
         rows, columns = self.weights.shape
-        ids, values = gradients.ids, gradients.values
+        ids = gradients.ids
+        values = gradients.values
         assert ids.is_contiguous()
         assert values.is_contiguous()
         pointers = [tensor.data_ptr() for tensor in (self.weights, self.exp_avg, self.exp_avg_sq)]
@@ -360,7 +369,8 @@ class TablePart:
         """Apply `update` with torch operators, on any device. Needs memory for the batch's rows and
         a limited block.
         """
-        ids, values = gradients.ids, gradients.values
+        ids = gradients.ids
+        values = gradients.values
         tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
         of_batch = [tensor[ids] for tensor in tensors]
         if step.every_row:  # As if no row had a gradient. The batch's rows are overwritten below.

@@ -37,10 +37,8 @@ class Lamb(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.zeros(())
-                    state["exp_avg"], state["exp_avg_sq"] = (
-                        torch.zeros_like(parameter),
-                        torch.zeros_like(parameter),
-                    )
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
                 state["step"] += 1
                 number = state["step"].item()
                 mean = state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
@@ -87,7 +85,8 @@ class Lars(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                norm, of_gradient = parameter.norm(), parameter.grad.norm()
+                norm = parameter.norm()
+                of_gradient = parameter.grad.norm()
                 factor = torch.where(
                     of_gradient > 0, _ratio(group["trust"] * norm, of_gradient + decay * norm), 1.0
                 )

@@ -245,7 +245,8 @@ def _check_new(path: str) -> None:
 
 def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor | None) -> None:
     """Check table sizes and Preprocessor against the columns of the arrays. Raises InputError."""
-    sizes, num_dense = config.num_embeddings_per_feature, day.matrices[0].columns
+    sizes = config.num_embeddings_per_feature
+    num_dense = day.matrices[0].columns
     if sizes and len(sizes) != len(day.hotness):
         raise InputError(
             f"num_embeddings_per_feature: must match the {len(day.hotness)} columns of "
@@ -264,7 +265,8 @@ def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor 
 
 
 def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
-    total, done = sum(day.rows for day in days), 0
+    total = sum(day.rows for day in days)
+    done = 0
 
     def results() -> Iterator[dict[str, Any]]:
         nonlocal done
@@ -334,7 +336,8 @@ def _index(
                 [np.arange(0, day.rows, rows_per_segment), faulty, faulty + 1, [day.rows]]
             )
         )
-        starts, stops = cuts[:-1], cuts[1:]
+        starts = cuts[:-1]
+        stops = cuts[1:]
         good = ~np.isin(starts, faulty)
         for start, stop in zip(starts[good].tolist(), stops[good].tolist(), strict=True):
             entries.append(SegmentEntry(path, start, stop, stop - start))
@@ -457,7 +460,8 @@ def adopt_tokens(
         )
     files = read_tokenizer(os.path.expanduser(config.tokenizer))
     tokenizer = TextTokenizer(files, config.tokenizer)
-    described, shards = {}, {}
+    described = {}
+    shards = {}
     runs = PreparationConfig(engine=config.engine, address=config.address)
     with console.preparing(), engine(runs, console, paths=(path,)) as running:
         for name, folder in sets.items():
@@ -536,14 +540,16 @@ def _scan_shards(
     end_token = tokenizer.end_token if config.rows == "pack" else None
     column = TokenColumn(name, config.token_dtype, config.block_size or 0, config.rows, end_token)
     scan = partial(mds.scan_shard, folder=folder, index=replace(index, shards=()), column=column)
-    rows, done = sum(shard.rows for shard in index.shards), 0
+    rows = sum(shard.rows for shard in index.shards)
+    done = 0
     counts: Counter[str] = Counter()
     blocks = []
     for shard, reply in zip(
         index.shards, running.run("adopt", scan, index.shards, block_bytes=1 << 16), strict=True
     ):
         report = json_of(reply)
-        size, dtype = report["block_size"], report["dtype"]
+        size = report["block_size"]
+        dtype = report["dtype"]
         if not done:
             column = replace(column, dtype=dtype, block_size=size)
         if (dtype, size) != (column.dtype, column.block_size):

@@ -39,7 +39,8 @@ def wilson_interval(hits: int, rows: int) -> tuple[float, float] | None:
     if not rows:
         return None
     z = 1.959963984540054
-    rate, spread = hits / rows, z * z / rows
+    rate = hits / rows
+    spread = z * z / rows
     centre = rate + spread / 2
     radius = z * math.sqrt(rate * (1 - rate) / rows + spread / rows / 4)
     return max(0.0, (centre - radius) / (1 + spread)), min(1.0, (centre + radius) / (1 + spread))
@@ -49,7 +50,8 @@ def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float
     """Return the total variation distance of two distributions given as counts, and its approximate
     expectation for two samples of one distribution. None if either has no rows.
     """
-    n, m = int(first.sum()), int(second.sum())
+    n = int(first.sum())
+    m = int(second.sum())
     if not n or not m:
         return None
     pooled = (first + second) / (n + m)
@@ -173,7 +175,8 @@ def _max_drift(name: str, drift: Drift) -> dict[str, float | None]:
 
 
 def label_of(stats: ColumnStats, name: str) -> dict[str, Any]:
-    rows, clicks = int(stats.rows.sum()), int(stats.clicks.sum())
+    rows = int(stats.rows.sum())
+    clicks = int(stats.clicks.sum())
     low, high = wilson_interval(clicks, rows) or (None, None)
     return {
         "name": name,
@@ -191,7 +194,8 @@ def weight_of(stats: ColumnStats) -> dict[str, Any]:
 
 def _range(stats: ColumnStats, index: int) -> list[Any]:
     """Return the minimum and maximum, as ints if integral, or None without values."""
-    low, high = stats.limits[index, 0], -stats.limits[index, 1]
+    low = stats.limits[index, 0]
+    high = -stats.limits[index, 1]
     return (
         [int(x) if x == int(x) else float(x) for x in (low, high)] if low <= high else [None, None]
     )
@@ -379,7 +383,8 @@ def warnings_of(content: dict[str, Any]) -> Iterator[str]:
 
 def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     """Return the failed gates of `content`, as in Report, each with its worst value."""
-    path, label = content["path"], content["label"]
+    path = content["path"]
+    label = content["label"]
     files = [] if content["slices_by"] == "seventh" else content["slices"]
     rates: list[_Value] = (
         [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)]
@@ -405,10 +410,8 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     wrong_labels = Faults(
         content["faults"]["by_kind"], labels=content["faults"].get("labels", {})
     ).wrong_labels()
-    faulty, repeated = (
-        (content["bad_fraction"], path, None),
-        (content["duplicates"]["rate"], path, None),
-    )
+    faulty = (content["bad_fraction"], path, None)
+    repeated = (content["duplicates"]["rate"], path, None)
     checks: list[tuple[str, list[_Value], str, str]] = [
         (
             "max_bad_fraction",
@@ -595,7 +598,9 @@ def _slice_row(row: dict[str, Any]) -> list[str]:
 
 
 def _overview(content: dict[str, Any]) -> list[list[str]]:
-    faults, label, duplicates = content["faults"], content["label"], content["duplicates"]
+    faults = content["faults"]
+    label = content["label"]
+    duplicates = content["duplicates"]
     rows = [
         ["rows", _format_value(content["rows"])],
         ["faulty rows", f"{content['bad_rows']:,} ({content['bad_fraction']:.3%})"],

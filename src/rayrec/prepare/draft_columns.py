@@ -343,13 +343,15 @@ def time_rank(column: Column) -> tuple[bool, bool]:
     return not is_named, not column.is_ordered
 
 
-_FEW, _MIN_AMOUNTS = 50, 10
+_FEW = 50
+_MIN_AMOUNTS = 10
 """Maximum different integers of categories, and of an amount by name that counts as categories all
 the same.
 """
 _MAX_AMOUNT: Final = 2**53
 """Maximum of amounts. Larger integers are codes: as float64 numbers, neighbors are equal."""
-_CONCENTRATED, _EDGE = 0.35, 0.25
+_CONCENTRATED = 0.35
+_EDGE = 0.25
 """Maximum part of the range with the middle half of amounts, or with the half below or above the
 median. Codes spread evenly.
 """

@@ -98,11 +98,9 @@ class ColumnStats:
 
     @classmethod
     def empty(cls, job: StatsJob) -> ColumnStats:
-        num_dense, num_sparse, slices = (
-            len(job.schema.dense),
-            len(job.schema.sparse),
-            job.num_slices,
-        )
+        num_dense = len(job.schema.dense)
+        num_sparse = len(job.schema.sparse)
+        slices = job.num_slices
         return cls(
             rows=np.zeros(slices, np.int64),
             clicks=np.zeros(slices, np.int64),
@@ -139,7 +137,8 @@ class ColumnStats:
 
     def count(self, block: RawBlock, job: StatsJob, slice_number: int, first_row: int) -> None:
         """Add rows of one slice, starting at `first_row` of the log."""
-        schema, labels = block.schema, block.labels.get(block.schema.label or "")
+        schema = block.schema
+        labels = block.labels.get(block.schema.label or "")
         outcome = np.zeros(block.rows, np.int64) if labels is None else labels.astype(np.int64)
         self.rows[slice_number] += block.rows
         self.clicks[slice_number] += outcome.sum()
@@ -275,7 +274,8 @@ def row_hashes(block: RawBlock) -> np.ndarray:
         values = block.numbers[:, d].astype(np.float64) + 0.0
         add(values.view(np.uint64), block.is_missing(name))
     for name in block.schema.sparse:
-        column, missing = block.column(name), block.is_missing(name)
+        column = block.column(name)
+        missing = block.is_missing(name)
         if not isinstance(column, JaggedIds):
             add(column.astype(np.uint64), missing)
             continue

@@ -57,7 +57,8 @@ def vocabulary(
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     config = config.adapted(path)
-    old, rules = None, config.rules
+    old = None
+    rules = config.rules
     if extend is not None:
         old, config, rules = _opened_to_extend(extend, config)
     rules.check(config.schema)

@@ -33,7 +33,8 @@ from rayrec.prepare.draft_columns import (
 )
 from rayrec.schema import BRACKETS, Schema, load_schema
 
-_ROWS, _BYTES = 100_000, 16 << 20
+_ROWS = 100_000
+_BYTES = 16 << 20
 """Maximum rows, and bytes of a CSV file, that are examined."""
 _ENOUGH_ROWS: Final = 1000
 """Rows of the first file that make it unnecessary to read the next ones."""
@@ -187,7 +188,8 @@ def _schema_of_text(
 
 
 def _parquet_head(path: str) -> _Head:
-    tables, rows = [], 0
+    tables = []
+    rows = 0
     with open_parquet(path, buffer_size=2 << 20) as parquet:
         for batch in parquet.iter_batches(_ROWS):
             tables.append(pa.table(batch))

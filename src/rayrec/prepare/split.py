@@ -42,7 +42,9 @@ _JOB_VERSION: Final = 3
 """Version of an unfinished folder."""
 _CUT_FILES: Final = 64
 """Number of tables that one task opens to cut them."""
-_MIN_TASK_BYTES, _MAX_TASK_BYTES, _TARGET_TASKS = 32 << 20, 512 << 20, 256
+_MIN_TASK_BYTES = 32 << 20
+_MAX_TASK_BYTES = 512 << 20
+_TARGET_TASKS = 256
 _PARTITION_BYTES: Final = 64 << 20
 """Log bytes per partition of the users. There are at most _MAX_PARTITIONS."""
 _MAX_PARTITIONS: Final = 256
@@ -198,8 +200,13 @@ class _Work:
         engine: Engine,
         console: Console,
     ) -> None:
-        self.path, self.rows, self.config, self.files = path, rows, config, files
-        self.running, self.engine, self.console = running, engine, console
+        self.path = path
+        self.rows = rows
+        self.config = config
+        self.files = files
+        self.running = running
+        self.engine = engine
+        self.console = console
         size_bytes = sum(file.size_bytes for file in files)
         self.task_bytes = min(max(size_bytes // _TARGET_TASKS, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
@@ -230,7 +237,8 @@ class _Work:
             )
             return split_tasks.text_tasks(self.index.segments, self.task_bytes)
         tasks, markers = self._examined(split_tasks.table_tasks(self.files, self._cuts()))
-        faults, first = Faults(), dict.fromkeys((file.path for file in self.files), 0)
+        faults = Faults()
+        first = dict.fromkeys((file.path for file in self.files), 0)
         for task, marker in zip(tasks, markers, strict=True):
             of_task = Faults.from_dict(marker["faults"])
             of_task.first = [
@@ -350,7 +358,8 @@ class _Work:
         """Return the times at these positions in time order, counted from 0, by a radix search with
         16 bits per pass.
         """
-        prefixes, remaining = [0] * len(positions), list(positions)
+        prefixes = [0] * len(positions)
+        remaining = list(positions)
         for shift in (48, 32, 16, 0):
             items = [
                 DigitTask(
@@ -375,7 +384,8 @@ class _Work:
 
     def write(self, tasks: Sequence[SplitTask]) -> dict[str, dict[str, Any]]:
         """Write all rows. Return rows, fraction and files of each part."""
-        rows, files = np.zeros(len(PARTS), np.int64), list[str]()
+        rows = np.zeros(len(PARTS), np.int64)
+        files = list[str]()
         for marker in self._run("write", functools.partial(split_tasks.write, job=self.job), tasks):
             rows += marker["rows"]
             files += marker["files"]

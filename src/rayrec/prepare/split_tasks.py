@@ -83,7 +83,8 @@ class Keys:
             return
         users = raw.group_keys()
         events = np.empty(raw.rows, EVENT)
-        events["user"], events["time"] = users, times_of(raw)
+        events["user"] = users
+        events["time"] = times_of(raw)
         events["row"] = np.arange(first_row, first_row + raw.rows)
         self._waiting.append(events[users != 0])
         self._rows += raw.rows
@@ -93,7 +94,8 @@ class Keys:
     def flush(self) -> None:
         """Write the pending events as one chunk."""
         events = np.concatenate([np.empty(0, EVENT), *self._waiting])
-        self._waiting, self._rows = [], 0
+        self._waiting = []
+        self._rows = 0
         if len(events) and self._partitions is not None:
             partition_of = (
                 mix64(events["user"].view(np.uint64)) % np.uint64(self._partitions)
@@ -254,7 +256,8 @@ class Tables:
     """
 
     def __init__(self, task: SplitTask, schema: Schema) -> None:
-        self._task, self._schema = task, schema
+        self._task = task
+        self._schema = schema
         self.end = 0
         """Start of the first row after a range of a CSV file, in bytes. Set after reading."""
 
@@ -263,7 +266,8 @@ class Tables:
             yield with_partitions(table, self._task.file, self._schema)
 
     def _of_parquet(self) -> Iterator[pa.Table]:
-        task, schema = self._task, self._schema
+        task = self._task
+        schema = self._schema
         with open_parquet(task.file) as parquet:
             check_columns(
                 columns_of(task.file, parquet.schema_arrow.names),
@@ -278,7 +282,8 @@ class Tables:
                 yield pa.Table.from_batches([batch])
 
     def _of_csv(self) -> Iterator[pa.Table]:
-        task, schema = self._task, self._schema
+        task = self._task
+        schema = self._schema
         stored = csv_columns(task.file, schema)
         other = tuple(name for name in stored if name not in schema.columns)
         full_schema = schema.replace(sparse=(*schema.sparse, *other))
@@ -290,7 +295,8 @@ class Tables:
 
 def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     """Return the valid rows of a segment, and their lines."""
-    text, size = read_text(segment), segment.stop - segment.start
+    text = read_text(segment)
+    size = segment.stop - segment.start
     parser = TextParser(schema, max_rows_in(schema, size))
     starts = line_starts(text, size)
     stops = np.append(starts[1:], size)
@@ -308,7 +314,10 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     job.begin()
     if not task.is_row_start:
         task = replace(task, start=row_start(task.file, task.start), is_row_start=True)
-    rows, missing, faults, first = 0, 0, Faults(), 0
+    rows = 0
+    missing = 0
+    faults = Faults()
+    first = 0
     with job.folder.disk_errors(), ExitStack() as opened:
         keys = None
         if job.by in ("time", "last-out"):
@@ -351,7 +360,8 @@ class _Chooser:
     """Assignment of a task's rows to parts. Must be called for all rows in order."""
 
     def __init__(self, task: SplitTask, job: SplitJob) -> None:
-        self._job, self._row = job, task.first_row
+        self._job = job
+        self._row = task.first_row
         marks = [np.empty(0, MARK)]
         if job.by == "last-out":
             for number, (start, count) in enumerate(task.marks):
@@ -363,7 +373,9 @@ class _Chooser:
 
     def __call__(self, raw: RawBlock) -> npt.NDArray[np.uint8]:
         """Return indices into PARTS, uint8 [rows]."""
-        job, first, rows = self._job, self._row, raw.rows
+        job = self._job
+        first = self._row
+        rows = raw.rows
         self._row += rows
         if job.by == "rows":
             return part_of_hash(np.arange(first, first + rows, dtype=np.uint64), job)
@@ -387,7 +399,8 @@ class _Chooser:
 def write(task: SplitTask, *, job: SplitJob) -> pa.Table:
     """Write the valid rows of a range in order, one file for each part."""
     job.begin()
-    chooser, rows = _Chooser(task, job), np.zeros(len(PARTS), np.int64)
+    chooser = _Chooser(task, job)
+    rows = np.zeros(len(PARTS), np.int64)
     missing = 0
     with job.folder.disk_errors(), ExitStack() as opened:
         writer = _PartFiles(task, job, opened)
@@ -455,7 +468,9 @@ class _PartFiles:
     """
 
     def __init__(self, task: SplitTask, job: SplitJob, opened: ExitStack) -> None:
-        self._number, self._folder, self._opened = task.number, job.folder.path, opened
+        self._number = task.number
+        self._folder = job.folder.path
+        self._opened = opened
         self.files: dict[str, Any] = {}
         self._waiting: dict[str, list[pa.Table]] = {}
 
@@ -475,7 +490,8 @@ class _PartFiles:
         file = self._file(f"{part}-{self._number:05d}.txt", partial(open, mode="wb"))
         # Adjacent lines of one part are written together.
         breaks = np.flatnonzero(starts[1:] != stops[:-1]) + 1
-        first, last = np.append(0, breaks), np.append(breaks, len(starts)) - 1
+        first = np.append(0, breaks)
+        last = np.append(breaks, len(starts)) - 1
         view = text.data
         for start, stop in zip(starts[first].tolist(), stops[last].tolist(), strict=True):
             file.write(view[start:stop])

@@ -163,7 +163,10 @@ class _Work:
         engine: Engine,
         console: Console,
     ) -> None:
-        self.text, self.running, self.engine, self.console = text, running, engine, console
+        self.text = text
+        self.running = running
+        self.engine = engine
+        self.console = console
         self.parts = text_blocks.parts_of(
             sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes
         )

@@ -260,7 +260,8 @@ def criteo_finalnet(path: str | None = None) -> TrainConfig:
     """
     from rayrec.models.ranking.finalnet import FinalNetConfig
 
-    preset, model = FUXICTR_X4.replace(split=KAGGLE_SPLIT), FinalNetConfig(embedding_dim=16)
+    preset = FUXICTR_X4.replace(split=KAGGLE_SPLIT)
+    model = FinalNetConfig(embedding_dim=16)
     tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.05, eps=0.005)
     config = adam_config("criteo_finalnet", path, preset, model, tables)
     return config.replace(train_data={"files": ("train",)}, batch_size=4096)
@@ -319,7 +320,8 @@ def _x4(
     learning rates by ten. Two in a row end training.
     """
     tables = SparseOptimizerConfig(kind="adam", learning_rate=0.001, weight_decay=1e-5)
-    start, schedule = TableInit(kind="normal", std=1e-4), LearningRateSchedule()
+    start = TableInit(kind="normal", std=1e-4)
+    schedule = LearningRateSchedule()
     return adam_config(recipe, path, FUXICTR_X4.replace(split=KAGGLE_SPLIT), model, tables).replace(
         workload={"table_start": start, "schedule": schedule, "max_gradient_norm": 10.0},
         train_data={"files": ("train",)},

@@ -72,8 +72,11 @@ class ScoringApp:
         """`token_digest` is the SHA-256 of the bearer token. `collect` returns the counters of all
         replicas, if several.
         """
-        self._models, self._counters, self._config = models, counters, config
-        self._token_digest, self._collect = token_digest, collect
+        self._models = models
+        self._counters = counters
+        self._config = config
+        self._token_digest = token_digest
+        self._collect = collect
         self.held_bytes = 0
         """Estimated memory of unanswered requests."""
         self.max_held_bytes = config.max_held_bytes
@@ -104,7 +107,8 @@ class ScoringApp:
             return
         # Starlette accepts neither a root path with a trailing slash nor a path equal to the root.
         if root_path := scope.get("root_path"):
-            root, path = root_path.rstrip("/"), scope["path"]
+            root = root_path.rstrip("/")
+            path = scope["path"]
             scope = {**scope, "root_path": root, "path": root + "/" if path == root else path}
         scope["app"] = self  # Starlette then raises HTTPException if no route matches
         # Ray Serve's proxies parse the body of a request with an upgrade offer as the next request.

@@ -45,15 +45,11 @@ class Batcher:
         """`score` returns one answer per body and is called by one thread at a time. Batches of a
         single body have no limits.
         """
-        self._score, self._max_batch_rows, self._max_batch_bytes = (
-            score,
-            config.max_batch_rows,
-            config.max_batch_bytes,
-        )
-        self._max_waiting_rows, self._max_waiting_requests = (
-            config.max_waiting_rows,
-            config.max_waiting_requests,
-        )
+        self._score = score
+        self._max_batch_rows = config.max_batch_rows
+        self._max_batch_bytes = config.max_batch_bytes
+        self._max_waiting_rows = config.max_waiting_rows
+        self._max_waiting_requests = config.max_waiting_requests
         self._waiting: deque[_Job] = deque()
         self._at_work = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
@@ -93,10 +89,8 @@ class Batcher:
         """Score waiting batches until none is left or one runs in the thread."""
         while jobs := self._next():
             bodies = [job.body for job in jobs]
-            num_rows, num_bytes = (
-                sum(body.num_rows for body in bodies),
-                sum(body.num_bytes for body in bodies),
-            )
+            num_rows = sum(body.num_rows for body in bodies)
+            num_bytes = sum(body.num_bytes for body in bodies)
             if num_rows > INLINE_ROWS or num_bytes > INLINE_BYTES:
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._score, bodies)
                 work.add_done_callback(functools.partial(self._finish, jobs))

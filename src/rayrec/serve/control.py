@@ -68,7 +68,8 @@ class Register:
         whether this replica must apply `configured`, its application configuration, to all.
         """
         self.count(replica, snapshot)
-        self._statuses[replica], self._seen_s[replica] = status, time.monotonic()
+        self._statuses[replica] = status
+        self._seen_s[replica] = time.monotonic()
         self._forget()
         desired = self._wanted
         if (
@@ -101,7 +102,8 @@ class Register:
         """
         if self._wanted is None or self._wanted.serial not in (before, new.serial):
             return False
-        self._wanted, self._leader = new, ""
+        self._wanted = new
+        self._leader = ""
         return True
 
     def fail(self, source: ModelSource, cause: str) -> None:
@@ -255,7 +257,8 @@ class Control:
         """`find_register` returns the register's actor or raises ValueError. None searches the
         cluster.
         """
-        self._application, self._register = application, None
+        self._application = application
+        self._register = None
         self._find = find_register or partial(
             ray_compat.find_shared_actor, application, APPLICATION, REGISTER
         )

@@ -126,8 +126,10 @@ class _Replica:
 
         torch.set_num_threads(max(1, int(config.cpus_per_replica)))
         context = serve.get_replica_context()
-        self._name, self._application = context.replica_id.unique_id, context.app_name
-        self._config, self._announced = config, announced
+        self._name = context.replica_id.unique_id
+        self._application = context.app_name
+        self._config = config
+        self._announced = announced
         counters = Counters()
 
         def load(path: str) -> ServedModel:
@@ -295,7 +297,8 @@ def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
     model.
     """
     unknown = sorted(user_config.keys() - {"model", "shadow"})
-    model, shadow = user_config.get("model"), user_config.get("shadow")
+    model = user_config.get("model")
+    shadow = user_config.get("shadow")
     if unknown:
         raise InputError(f"user_config: fields must be model and shadow, got {unknown[0]}")
     if not isinstance(model, str) or not model:

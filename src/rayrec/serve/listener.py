@@ -265,7 +265,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._head_without_upgrade:  # The body follows
             return
         super().on_message_complete()
-        self._received, self._in_body = 0, False
+        self._received = 0
+        self._in_body = False
 
     def data_received(self, data: bytes) -> None:
         if self._received > (self._max_request_bytes if self._in_body else MAX_HEAD_BYTES):

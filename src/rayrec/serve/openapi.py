@@ -28,8 +28,10 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
     """
     schema = model.preprocessor.schema
     result: dict[str, Any] = packaged_json(__package__, "openapi.json")
-    score, metrics = result["paths"]["/v1/score"]["post"], result["paths"]["/metrics"]["get"]
-    components, answers = result["components"], result["components"]["schemas"]
+    score = result["paths"]["/v1/score"]["post"]
+    metrics = result["paths"]["/metrics"]["get"]
+    components = result["components"]
+    answers = result["components"]["schemas"]
     result["info"]["version"] = versions()["rayrec"]
     score["requestBody"]["content"] = _contents(schema, example_row(model.preprocessor), config)
     answers["Row"]["properties"] = _columns(schema)
@@ -47,7 +49,8 @@ def document(model: ServedModel, *, config: ServeConfig, with_token: bool) -> di
 
 def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
     """Return a row of numbers and of known categories, if the vocabulary reveals them."""
-    schema, inputs = preprocessor.schema, preprocessor.inputs
+    schema = preprocessor.schema
+    inputs = preprocessor.inputs
     row: dict[str, Any] = dict.fromkeys(schema.dense, 1)
     if schema.tokens != "hexadecimal":  # The vocabulary has only hashes of text
         return row
@@ -140,7 +143,8 @@ def _described_lines(schema: Schema, delimiter: str) -> str:
             return ""
         described = "A header with the names of the columns, in any order, then a line a row."
     else:
-        full, bare = schema.line_forms[0], schema.line_forms[-1]
+        full = schema.line_forms[0]
+        bare = schema.line_forms[-1]
         header = (
             "without a header"
             if delimiter == "\t"

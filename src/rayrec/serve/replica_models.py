@@ -92,7 +92,8 @@ class BatchScorer:
                 np.empty(0, np.float32),
             )
         encoded = self.model.preprocessor.encode(raw)
-        heads, values = self.model.scorer.heads, self.model.scorer.predict(encoded)
+        heads = self.model.scorer.heads
+        values = self.model.scorer.predict(encoded)
         fields = {
             name: field
             for head in heads
@@ -243,7 +244,8 @@ class ReplicaModels:
 
     def __init__(self, load: Callable[[str], ServedModel], counters: Counters) -> None:
         """`load` opens a checkpoint or export, such as `open_served`."""
-        self._open_model, self._counters = load, counters
+        self._open_model = load
+        self._counters = counters
         self.desired: DesiredState | None = None
         """Newest known desired models."""
         self._changing = threading.Lock()
@@ -321,7 +323,8 @@ class ReplicaModels:
     @property
     def incomplete(self) -> bool:
         """Return whether a desired model is missing and has not failed recently."""
-        shadow, desired = self._shadow[0] if self._shadow else None, self.desired
+        shadow = self._shadow[0] if self._shadow else None
+        desired = self.desired
         assert desired is not None
         missing = None if self._serves(desired.model) else desired.model
         if missing is None and shadow == desired.shadow:
@@ -330,7 +333,9 @@ class ReplicaModels:
         return failed != (missing or desired.shadow) or time.monotonic() > at_s + RETRY_S
 
     def status(self) -> Status:
-        serving, shadow, failure = self._serving, self._shadow, self._failure
+        serving = self._serving
+        shadow = self._shadow
+        failure = self._failure
         model = serving[1].model if serving else None
         return Status(
             model=serving[0] if serving else None,
@@ -400,7 +405,8 @@ class ReplicaModels:
 
 
 def _require_columns(model: ServedModel, schema: Schema) -> None:
-    new, old = model.preprocessor.schema, schema
+    new = model.preprocessor.schema
+    old = schema
     values = new.to_dict()
     changed = [
         name
@@ -433,7 +439,8 @@ class Shadow:
     """
 
     def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
-        self._answerer, self._counters = answerer, counters
+        self._answerer = answerer
+        self._counters = counters
         self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(
             _SHADOW_BATCHES
         )

@@ -42,13 +42,11 @@ class RequestError(Exception):
         headers: Mapping[str, str] = _NONE,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.row, self.field, self.headers = (
-            status,
-            message,
-            row,
-            field,
-            headers,
-        )
+        self.status = status
+        self.message = message
+        self.row = row
+        self.field = field
+        self.headers = headers
 
     def body(self) -> bytes:
         return orjson.dumps(

@@ -75,7 +75,8 @@ class RowReader(ABC):
                 f"{self._why_no_order()}",
                 row=0,
             )
-        full, bare = forms[0], forms[-1]
+        full = forms[0]
+        bare = forms[-1]
         allowed = {None: (bare, full), True: (full,), False: (bare,)}[body.label]
         columns = next((form for form in allowed if len(form) == num_fields), None)
         if columns is None:
@@ -181,7 +182,8 @@ class HexadecimalReader(RowReader):
         """Return JSON rows as labelled lines. Raises RequestError for values that lines cannot
         have; the parser checks others.
         """
-        dense, sparse = self.schema.dense, self.schema.sparse
+        dense = self.schema.dense
+        sparse = self.schema.sparse
         lines = []
         for number, row in enumerate(rows):
             self._check_names(row, number)
@@ -293,7 +295,8 @@ class AnyReader(RowReader):
             )
         if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
-        text, names = body.text, first_fields(body.text, body.delimiter, self.schema.escape)
+        text = body.text
+        names = first_fields(body.text, body.delimiter, self.schema.escape)
         if self._has_header(body, names):
             columns: Sequence[str] = names
             _, start = next(

@@ -420,9 +420,11 @@ class _Watch:
     """
 
     def __init__(self, server: Server, console: Console) -> None:
-        self._server, self._console = server, console
+        self._server = server
+        self._console = console
         description = server.describe()
-        self._versions, self._served = _versions(description), str(description["model"])
+        self._versions = _versions(description)
+        self._served = str(description["model"])
         self._failures: dict[str, str] = {}
         self._skipped = set[str]()
         self._attempts = {self._served: (_ATTEMPTS, 0.0)}
@@ -451,11 +453,9 @@ class _Watch:
         if versions != self._versions:
             lost = f"nothing. If {description['model']} is gone, set another model with --swap"
             self._console.note(f"Serving {', '.join(versions) or lost}")
-        self._versions, self._failures, self._served = (
-            versions,
-            dict(description["failures"]),
-            description["model"],
-        )
+        self._versions = versions
+        self._failures = dict(description["failures"])
+        self._served = description["model"]
         return True
 
     def follow(self, run: str, which: Literal["newest", "best"]) -> None:

@@ -64,7 +64,8 @@ class ExchangeBytes:
         """Add an exchange in which each worker receives `rank_bytes[rank]` from each other `rank`,
         or sends them with `to_owner`. Without `inside`, only counts workers in other nodes.
         """
-        workers, total = len(self._nodes), sum(rank_bytes)
+        workers = len(self._nodes)
+        total = sum(rank_bytes)
         of_node = [0.0] * len(self._sizes)
         for node, size in zip(self._nodes, rank_bytes, strict=True):
             of_node[node] += size
@@ -86,7 +87,8 @@ class ExchangeBytes:
         workers = len(self._nodes)
         for rank in range(workers if workers > 1 else 0):
             other = (rank + 1) % workers
-            node, other_node = self._nodes[rank], self._nodes[other]
+            node = self._nodes[rank]
+            other_node = self._nodes[other]
             if node == other_node:
                 self.sent_inside[rank] += size
                 self.received_inside[other] += size
@@ -146,7 +148,8 @@ class CommunicationVolume:
         embeddings before its network computes, and sends their gradients and the gradients of the
         first layers after it.
         """
-        computed_s, exchanged_s = self.rows / model_rows_per_s, self._seconds(links)
+        computed_s = self.rows / model_rows_per_s
+        exchanged_s = self._seconds(links)
         return self.rows / (
             computed_s + exchanged_s
         ), "model" if computed_s >= exchanged_s else "network"
@@ -214,16 +217,15 @@ def estimate_communication(
     flows: dict[Exchange, ExchangeBytes] = {
         name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES
     }
-    ids, forward, backward, shared = (
-        flows["ids"],
-        flows["embeddings"],
-        flows["gradients"],
-        flows["all_reduce"],
-    )
+    ids = flows["ids"]
+    forward = flows["embeddings"]
+    backward = flows["gradients"]
+    shared = flows["all_reduce"]
     ring_factor = 2 * (num_workers - 1) / num_workers
     shared.add_ring(ring_factor * dense_weights * FLOAT_BYTES)
     for table in tables:
-        features, dim = lookups[table.table], table.embedding_dim * exchange_bytes * batch_size
+        features = lookups[table.table]
+        dim = table.embedding_dim * exchange_bytes * batch_size
         if table.sharding_type == "data_parallel":
             shared.add_ring(ring_factor * table.gradient_bytes)
             continue

@@ -370,7 +370,8 @@ def _check_table_memory(
     world_size: int,
     limit: _MemoryLimit,
 ) -> None:
-    usable_bytes, total = limit.size_bytes, sum(sizes.values())
+    usable_bytes = limit.size_bytes
+    total = sum(sizes.values())
     if set(allowed) == {"data_parallel"} and total > usable_bytes:
         raise InputError(
             f"sharding: {len(tables)} tables need {readable(total)} on each worker, which has "

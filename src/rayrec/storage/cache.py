@@ -69,7 +69,9 @@ class ShardCache:
             )
         key = hashlib.sha256(source.encode() + b"\0" + index).hexdigest()[:16]
         self.folder = os.path.join(storage.absolute(folder), key)
-        self._source, self._sizes_bytes, self._limit_bytes = source, sizes_bytes, limit_bytes
+        self._source = source
+        self._sizes_bytes = sizes_bytes
+        self._limit_bytes = limit_bytes
         os.makedirs(os.path.join(self.folder, ".locks"), exist_ok=True)
 
     def fetch(

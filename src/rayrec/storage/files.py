@@ -107,7 +107,8 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
         if local is None:
             return read_url(path, start, buffer)
         with open(local, "rb", buffering=0) as file:
-            view, done = memoryview(buffer.data), 0
+            view = memoryview(buffer.data)
+            done = 0
             while done < len(view) and (
                 count := os.preadv(file.fileno(), [view[done:]], start + done)
             ):
@@ -284,7 +285,8 @@ def clone_file(source: str, target: str) -> bool:
     files share their bytes: a program that writes to one in place changes both. All functions of
     this module replace the file instead, which leaves the other unchanged.
     """
-    local_source, local_target = local_path(source), local_path(target)
+    local_source = local_path(source)
+    local_target = local_path(target)
     if local_source is not None and local_target is not None:
         return _linked(local_source, local_target)
     size = size_of(source)

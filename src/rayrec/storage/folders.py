@@ -120,7 +120,8 @@ def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
     """List an Azure folder recursively, with parallel requests for each level. pyarrow would send
     them sequentially.
     """
-    infos, folders = [], [path]
+    infos = []
+    folders = [path]
     while folders:
         level = [info for of_folder in in_parallel(_infos, folders, of=path) for info in of_folder]
         infos += level
@@ -223,7 +224,9 @@ def _matches(parts: Sequence[str], names: Sequence[str]) -> bool:
     """
     if not parts or not names:
         return not parts and not names
-    rest, part, name = parts[1:], parts[0], names[0]
+    rest = parts[1:]
+    part = parts[0]
+    name = names[0]
     hidden = part.startswith(".") and name[:1] in ("*", "?", "[")
     if name == "**":
         return _matches(parts, names[1:]) or (

@@ -147,7 +147,8 @@ def classify_error(error: Exception) -> ErrorKind:
             error, FileNotFoundError | PermissionError | pa.ArrowException
         ) or getattr(error, "errno", None)
         return "other" if is_specific else "passing"
-    name, status = match[1], match[2] or ""
+    name = match[1]
+    status = match[2] or ""
     curl = _CURL.search(text)
     if curl and curl[1] in _CURL_CERTIFICATE:
         return "certificate"
@@ -189,7 +190,8 @@ def cause_of(error: Exception) -> str:
     """Return the relevant words of an error: no keys, no request IDs, no line breaks."""
     text = str(error)
     if google := _GOOGLE.search(text):
-        curl, message = _GOOGLE_CURL.search(text), _GOOGLE_JSON.search(google[2])
+        curl = _GOOGLE_CURL.search(text)
+        message = _GOOGLE_JSON.search(google[2])
         reason = google[2].partition("The underlying error message was: ")[2] or google[2]
         words = message[1] if message else reason.partition("with a last message of ")[2] or reason
         name = google[1].lower().replace("_", " ")
@@ -219,7 +221,8 @@ def explained(path: str, error: Exception, *, waited_s: float, hint: str) -> Exc
     """Return an error line for `path`'s store: InputError if the user can fix it, else OSError.
     `hint`: its settings.
     """
-    bucket, scheme = bucket_of(path), _KINDS.get(scheme_of(path), "s3")
+    bucket = bucket_of(path)
+    scheme = _KINDS.get(scheme_of(path), "s3")
     cause = cause_of(error)
     match classify_error(error):
         case "passing":
@@ -254,7 +257,9 @@ def retry(path: str, call: Callable[[], _Result], *, hint: Callable[[], str]) ->
     must be idempotent. Raises FileNotFoundError unchanged, and the errors of `explained`:
     InputError at once, OSError after `outage_s`.
     """
-    start, wait_s, limit_s = time.monotonic(), _FIRST_WAIT_S, outage_s()
+    start = time.monotonic()
+    wait_s = _FIRST_WAIT_S
+    limit_s = outage_s()
     warned = False
     while True:
         try:

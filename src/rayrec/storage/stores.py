@@ -209,9 +209,11 @@ class GcsLocation:
             raise InputError(f"{path}: bucket not found. Use a URL such as gs://bucket/key")
         options = options_of(path, _GCS_OPTIONS)
         scheme = options.get("scheme")
-        endpoint, default = options.get("endpoint_override"), "https"
+        endpoint = options.get("endpoint_override")
+        default = "https"
         if not endpoint:
-            endpoint, default = os.environ.get("STORAGE_EMULATOR_HOST"), "http"
+            endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
+            default = "http"
         if endpoint and "://" not in endpoint:
             endpoint = f"{scheme or default}://{endpoint}"
         # An emulator. Tokens must not be sent unencrypted.

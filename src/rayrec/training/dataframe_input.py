@@ -34,7 +34,8 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> 
             raise InputError(
                 f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path"
             )
-        target, path = _folder_of(folder, field), getattr(config, field).path
+        target = _folder_of(folder, field)
+        path = getattr(config, field).path
         if path not in (None, target):
             raise InputError(
                 f"{field}: cannot use both data and {field}.path {path}. Set one of them"

@@ -76,11 +76,9 @@ class ClusterShape:
             raise InputError(
                 f"--cluster: must have cpus=N, of each node, and at least one node, got {text!r}"
             )
-        gpus, nodes, cpu_nodes = (
-            values.get("gpus", 0.0),
-            int(values.get("nodes", 1)),
-            int(values.get("cpu_nodes", 0)),
-        )
+        gpus = values.get("gpus", 0.0)
+        nodes = int(values.get("nodes", 1))
+        cpu_nodes = int(values.get("cpu_nodes", 0))
         options = {name: values.get(name) for name in _OPTIONAL}
         for name, value in options.items():
             if value == 0 or (value and name.startswith("gpu_") and not gpus):
@@ -157,7 +155,8 @@ class Forecast:
         return sorted(limits)
 
     def text(self) -> str:
-        measured_speed, shape = self.measured_speed, self.shape
+        measured_speed = self.measured_speed
+        shape = self.shape
         nodes_text = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} of {shape.cpus:g} CPUs"
         nodes_text += (
             f" and {shape.gpus:g} GPU{'s' if shape.gpus > 1 else ''}" if shape.gpus else ""
@@ -328,7 +327,9 @@ class _MeasuredSteps:
     """
 
     def __init__(self) -> None:
-        self.rows, self.seconds, self.cpu_s = 0, 0.0, 0.0
+        self.rows = 0
+        self.seconds = 0.0
+        self.cpu_s = 0.0
         self._since: tuple[int, float, float] | None = None
 
     def log(self, kind: str, fields: dict[str, Any]) -> None:
@@ -360,7 +361,8 @@ class _ReadyBatches:
     steps = steps_per_epoch = 1 << 40
 
     def __init__(self, batches: Sequence[Any], *, rows_of_step: int) -> None:
-        self._batches, self._rows_of_step = itertools.cycle(batches), rows_of_step
+        self._batches = itertools.cycle(batches)
+        self._rows_of_step = rows_of_step
 
     def start(self) -> None: ...
 
@@ -421,10 +423,8 @@ def extrapolate(
             * threads
             / (measured_speed.num_workers * measured_speed.threads_per_worker)
         )
-    task_s, task_cpu_s = (
-        sum(measured_speed.stage_wall_s.values()),
-        sum(measured_speed.stage_cpu_s.values()),
-    )
+    task_s = sum(measured_speed.stage_wall_s.values())
+    task_cpu_s = sum(measured_speed.stage_cpu_s.values())
     placement = allocation.per_worker
     cpus_per_worker = placement.max_cpus or placement.num_cpus
     tasks = max(1, math.floor(cpus_per_worker / placement.num_cpus + 1e-9))

@@ -45,8 +45,10 @@ LOSS_WEIGHT = "loss_weight"
 
 def run(training: Training) -> bool:
     """Train like `loop.run`, with the same steps and events, but with Trainer's steps."""
-    setup, progress = training.setup, training.progress
-    course, account = iterate_segments(training), StepAccounting(training)
+    setup = training.setup
+    progress = training.progress
+    course = iterate_segments(training)
+    account = StepAccounting(training)
     try:
         stop = next(course)
     except StopIteration as end:  # nothing to train
@@ -56,7 +58,8 @@ def run(training: Training) -> bool:
     losses: list[torch.Tensor] = []
     batches = Batches(training.loader, setup.clock)
     steps = _Steps(setup, progress, account, course, batches, losses, stop)
-    device, options = _pipeline(setup).device, workload.trainer_options()
+    device = _pipeline(setup).device
+    options = workload.trainer_options()
     parts = _Parts(batches, workload.accumulate, options.get("data_collator"))
     with _as_it_is(device):
         arguments = _arguments(
@@ -67,7 +70,8 @@ def run(training: Training) -> bool:
         )
     trainer.remove_callback(PrinterCallback)
     # accelerate makes the optimizer's steps
-    optimizer, clock = setup.optimizer.optimizer, setup.clock
+    optimizer = setup.optimizer.optimizer
+    clock = setup.clock
     hooks = [
         optimizer.register_step_pre_hook(lambda *_: enter_phase(clock, "optimizer")),
         optimizer.register_step_post_hook(lambda *_: enter_phase(clock, OTHER)),
@@ -180,7 +184,9 @@ class _Parts:
         accumulate: int,
         collate: Callable[[Sequence[Any]], Mapping[str, Any]] | None,
     ) -> None:
-        self._batches, self._accumulate, self._collate = batches, accumulate, collate
+        self._batches = batches
+        self._accumulate = accumulate
+        self._collate = collate
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self._batches:
@@ -204,7 +210,9 @@ class _Trainer(Trainer):
     def __init__(
         self, setup: WorkerSetup, parts: _Parts, losses: list[torch.Tensor], **named: Any
     ) -> None:
-        self._setup, self._parts, self._losses = setup, parts, losses
+        self._setup = setup
+        self._parts = parts
+        self._losses = losses
         optimizer = setup.optimizer.optimizer
         super().__init__(model=setup.model, optimizers=(optimizer, _Rates(optimizer)), **named)
 

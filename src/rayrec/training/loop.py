@@ -75,7 +75,8 @@ def run(training: Training) -> bool:
     ended before, after a stop request or at the share `pause_at` of its steps. Raises InputError if
     the loss is not finite.
     """
-    course, account = iterate_segments(training), StepAccounting(training)
+    course = iterate_segments(training)
+    account = StepAccounting(training)
     cut: Cut | None = None
     while True:
         try:
@@ -87,7 +88,9 @@ def run(training: Training) -> bool:
 
 def _train(training: Training, account: StepAccounting, stop: int) -> Cut:
     """Train up to step `stop`, or less if a save cannot wait."""
-    setup, loader, progress = training.setup, training.loader, training.progress
+    setup = training.setup
+    loader = training.loader
+    progress = training.progress
     first = progress.step
     batches = Batches(islice(loader, stop - first), setup.clock)
     account.begin()
@@ -107,20 +110,12 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
     evaluation. The step to pause at is evaluated and saved. Unless it is a regular evaluation,
     early stopping and `plateau` ignore it, so that pauses do not change the result of a run.
     """
-    config, setup, loader, progress = (
-        training.config,
-        training.setup,
-        training.loader,
-        training.progress,
-    )
-    patience, target = config.early_stopping.patience, config.early_stopping.target
-    if progress.target != target:
-        progress.target, progress.target_step, progress.target_rows, progress.target_s = (
-            target,
-            None,
-            None,
-            None,
-        )
+    config = training.config
+    setup = training.setup
+    loader = training.loader
+    progress = training.progress
+    patience = config.early_stopping.patience
+    progress.set_target(config.early_stopping.target)
     if 0 < patience <= progress.since_best or progress.target_step is not None:
         return True  # stopped early in an earlier attempt
     total = progress.step + loader.steps
@@ -158,7 +153,8 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
             save_now(needed=True, complete=True)
         if cut == "stop":
             return False
-        score, saved_in_evaluation = None, False
+        score = None
+        saved_in_evaluation = False
         if progress.evaluation_due:
             watch = EvaluationWatch(
                 training.stop_signal,
@@ -184,12 +180,15 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
             # progress.
             save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
         if ends:
-            best_fields = {"best_step": progress.best_step, "best_score": progress.best}
-            training.log(
-                "early_stop",
-                {"step": progress.step, **best_fields, **target_fields(progress, config.workload)},
-            )
+            _log_early_stop(training)
             return True
+
+
+def _log_early_stop(training: Training) -> None:
+    progress = training.progress
+    best_fields = {"best_step": progress.best_step, "best_score": progress.best}
+    reached = target_fields(progress, training.config.workload)
+    training.log("early_stop", {"step": progress.step, **best_fields, **reached})
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> None:
@@ -216,9 +215,12 @@ class EvaluationWatch:
         """Start the watch. `save`: collective save of the evaluated step after `save_after_s`
         seconds, or None.
         """
-        self._stop_signal, self._save, self._save_after_s = stop_signal, save, save_after_s
+        self._stop_signal = stop_signal
+        self._save = save
+        self._save_after_s = save_after_s
         self._start_s = time.perf_counter()
-        self._batches, self._poll_at = 0, 1
+        self._batches = 0
+        self._poll_at = 1
         self.saved = False
 
     def stopped(self) -> bool:
@@ -242,7 +244,8 @@ class EvaluationWatch:
             and (preempted or elapsed_s >= self._save_after_s)
         ):
             self._save()
-            self._save, self.saved = None, True
+            self._save = None
+            self.saved = True
         return bool(stop_requested)
 
 
@@ -259,11 +262,10 @@ def evaluate(
     """
     setup.model.eval()
     batches_of = setup.eval_batches[name]
-    metrics, source = (
-        setup.make_metrics(),
-        batches_of() if max_rows is None else batches_of(max_rows),
-    )
-    batches, stopped = Batches(source, StepTimer()), False
+    metrics = setup.make_metrics()
+    source = batches_of() if max_rows is None else batches_of(max_rows)
+    batches = Batches(source, StepTimer())
+    stopped = False
     try:
         while True:
             try:
@@ -285,7 +287,8 @@ def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bo
     `plateau`. Returns the score, None if not regular. Does nothing if `watch` ended the
     evaluation.
     """
-    config, progress = training.config, training.progress
+    config = training.config
+    progress = training.progress
     start_s = time.perf_counter()
     metrics = evaluate(training.setup, "validation", watch, max_rows=config.eval_rows)
     if metrics is None:
@@ -296,7 +299,8 @@ def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bo
         metrics,
         progress.evaluation_s + seconds,
     )
-    score, lowered = None, False
+    score = None
+    lowered = False
     if is_regular:
         score = config.workload.score(metrics)
         judge(progress, score, min_improvement=config.early_stopping.min_improvement)

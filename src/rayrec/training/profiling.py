@@ -160,7 +160,8 @@ def request_profile(
     target = storage.join(profile_folder(folder), window.name)
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
-    ended, failures = threading.Event(), list[str]()
+    ended = threading.Event()
+    failures = list[str]()
     arguments = folder, window.name, events[-1]["time"], failures, ended
     thread = threading.Thread(target=_watch_failures, args=arguments, daemon=True)
     thread.start()

@@ -69,6 +69,15 @@ class Progress:
     batch did not provide its rows.
     """
 
+    def set_target(self, target: float | None) -> None:
+        """Set the target. No evaluation has reached a new one."""
+        if target == self.target:
+            return
+        self.target = target
+        self.target_step = None
+        self.target_rows = None
+        self.target_s = None
+
     def state(self) -> dict[str, Any]:
         """Return JSON values for a checkpoint, equal on all workers; collective."""
         trained = self.trained_by_all()
@@ -187,15 +196,14 @@ def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
     """
     reference = progress.best if progress.last_improvement is None else progress.last_improvement
     if reference is None or score > reference + min_improvement:
-        progress.since_best, progress.last_improvement = 0, score
+        progress.since_best = 0
+        progress.last_improvement = score
     else:
         progress.since_best += 1
     if progress.best is None or score >= progress.best:
-        progress.best, progress.best_step, progress.best_metrics = (
-            score,
-            progress.step,
-            progress.metrics,
-        )
+        progress.best = score
+        progress.best_step = progress.step
+        progress.best_metrics = progress.metrics
 
 
 def meet_target(progress: Progress, workload: Workload) -> None:
@@ -208,7 +216,8 @@ def meet_target(progress: Progress, workload: Workload) -> None:
         and progress.target_step is None
         and sign * value >= sign * progress.target
     ):
-        progress.target_step, progress.target_rows = progress.step, progress.rows
+        progress.target_step = progress.step
+        progress.target_rows = progress.rows
         progress.target_s = progress.train_s + progress.evaluation_s
 
 
@@ -231,7 +240,8 @@ def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -
         progress.plateau_reference is None
         or score > progress.plateau_reference + plateau.min_improvement
     ):
-        progress.plateau_reference, progress.plateau_evaluations = score, 0
+        progress.plateau_reference = score
+        progress.plateau_evaluations = 0
         return False
     progress.plateau_evaluations += 1
     if progress.plateau_evaluations < plateau.patience:

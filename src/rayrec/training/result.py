@@ -167,7 +167,8 @@ class Result:
 
 def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str]]:
     """Return the table shown after a finished run."""
-    metrics, target = summary["metrics"], target_text(summary)
+    metrics = summary["metrics"]
+    target = target_text(summary)
     rows = [
         (name, f"{value:.4f}")
         for name, value in metrics.items()

@@ -115,11 +115,9 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
     if CLASS in stored and CLASS in plain and not same_class(stored[CLASS], plain[CLASS]):
         yield Change(f"{prefix}{CLASS}", stored[CLASS], plain[CLASS])
     for field in dataclasses.fields(config):
-        value, new, old = (
-            getattr(config, field.name),
-            plain[field.name],
-            stored.get(field.name, _ABSENT),
-        )
+        value = getattr(config, field.name)
+        new = plain[field.name]
+        old = stored.get(field.name, _ABSENT)
         name = f"{prefix}{field.name}"
         if isinstance(value, Config) and (
             isinstance(old, Mapping) or (old == _ABSENT and value != default_of(field))
@@ -175,7 +173,8 @@ def _text(value: Any) -> str:
 def data_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Describe how two results of `data_versions` differ; None if they are equal. Pure."""
     for name in sorted({*old, *new}):
-        before, after = old.get(name), new.get(name)
+        before = old.get(name)
+        after = new.get(name)
         if before != after:
             same = (
                 before is not None
@@ -261,7 +260,8 @@ def finished_summary(
     if rejected:
         raise _other_settings(folder, rejected)
     free = tuple(change for change in changes.accepted if change.field not in LENGTHS)
-    before, stored = with_old(config, free), _stored_settings(folder)
+    before = with_old(config, free)
+    stored = _stored_settings(folder)
     if summary["config_hash"] == run_hash(before, stored):
         _check_same_data(folder, config, summary)
         changed = (
@@ -328,7 +328,8 @@ def is_longer(
     more steps or epochs. Pure. A run that stopped early would not continue, and counts as a
     different one.
     """
-    steps, epochs = summary["steps"], round(summary["epochs"] or 0)
+    steps = summary["steps"]
+    epochs = round(summary["epochs"] or 0)
     if run_hash(config.replace(steps=steps), stored) == summary["config_hash"]:
         return config.steps is not None and config.steps > steps
     if (

@@ -92,7 +92,8 @@ def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
     CPUs' time; `cpu_share` and `queue_share`, the shares of its own time in which it computed and
     waited for a CPU (the rest waits for storage). The backlog is a mean over time.
     """
-    cpus, rows = sums["cpus"], sums["rows"]
+    cpus = sums["cpus"]
+    rows = sums["rows"]
     stages = [
         {
             "stage": name,
@@ -144,7 +145,9 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
         return _of_cuda(device, dtype)
-    rows, inner, columns = 1024, 512, 512
+    rows = 1024
+    inner = 512
+    columns = 512
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(rows, inner, generator=generator).to(dtype)
     right = torch.randn(columns, inner, generator=generator).to(dtype)
@@ -171,7 +174,8 @@ def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
 
 
 def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
-    shortest_s, deadline_s = float("inf"), time.perf_counter() + _WINDOW_S
+    shortest_s = float("inf")
+    deadline_s = time.perf_counter() + _WINDOW_S
     while time.perf_counter() < deadline_s:
         start_s = time.perf_counter()
         product()
@@ -180,7 +184,8 @@ def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
 
 
 def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
-    size, repeats = 4096, 10
+    size = 4096
+    repeats = 10
     left = torch.ones(size, size, device=device, dtype=dtype)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.no_grad():
@@ -199,7 +204,8 @@ class Batches:
     """
 
     def __init__(self, source: Iterator[Any], clock: StepTimer) -> None:
-        self._source, self._clock = source, clock
+        self._source = source
+        self._clock = clock
         self.num_pulled = 0
         self.blocked_s = 0.0
         self._in_flight: deque[RowNumbers | None] = deque()
@@ -235,27 +241,24 @@ class StepAccounting:
     """
 
     def __init__(self, training: Training) -> None:
-        config, setup, loader, progress = (
-            training.config,
-            training.setup,
-            training.loader,
-            training.progress,
-        )
-        self._config, self._loader, self._progress = config, loader, progress
+        config = training.config
+        setup = training.setup
+        loader = training.loader
+        progress = training.progress
+        self._config = config
+        self._loader = loader
+        self._progress = progress
         self._by_worker = config.observe.by_worker
         self._first_step_done = training.first_step
-        self._clock, self._cost, self._peak = (
-            setup.clock,
-            setup.multiply_adds_per_row,
-            setup.peak_multiply_adds_per_s,
-        )
-        self._log, self._stop_signal, self._optimizer = (
-            training.log,
-            training.stop_signal,
-            setup.optimizer,
-        )
+        self._clock = setup.clock
+        self._cost = setup.multiply_adds_per_row
+        self._peak = setup.peak_multiply_adds_per_s
+        self._log = training.log
+        self._stop_signal = training.stop_signal
+        self._optimizer = setup.optimizer
         self._data = DataStats(loader) if config.observe.times else None
-        self._first_step, self._rows_before = progress.step, progress.rows
+        self._first_step = progress.step
+        self._rows_before = progress.rows
         self._count_correct = setup.count_correct if config.observe.accuracy else None
         self._correct: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
@@ -274,7 +277,9 @@ class StepAccounting:
 
     def begin(self) -> None:
         self.cut = "none"
-        self._losses, self._correct, self._start_s = [], [], time.perf_counter()
+        self._losses = []
+        self._correct = []
+        self._start_s = time.perf_counter()
         self._clock.start()
 
     def count(self, output: StepOutput, batches: Batches, *, stop: int) -> bool:
@@ -284,7 +289,8 @@ class StepAccounting:
         if self._first_step_done is not None:
             self._first_step_done(batches.blocked_s, time.perf_counter() - self._start_s)
             self._first_step_done = None
-        progress, rows = self._progress, batches.trained()
+        progress = self._progress
+        rows = batches.trained()
         progress.count(rows)
         self._num_rows += 0 if rows is None else len(rows.numbers)
         self._losses.append(output.loss)
@@ -326,13 +332,11 @@ class StepAccounting:
                 means[len(values) : len(values) + len(data)], step=progress.step, log=self._log
             )
         self._schedule_poll(elapsed_s=means[2])
-        self._losses, self._correct, self._start_s, self._num_rows, batches.blocked_s = (
-            [],
-            [],
-            now_s,
-            0,
-            0.0,
-        )
+        self._losses = []
+        self._correct = []
+        self._start_s = now_s
+        self._num_rows = 0
+        batches.blocked_s = 0.0
         if due:
             self._handle_stop_request(stop_requested, poll_preemption)
         return progress.step < stop and self.cut != "none"
@@ -341,7 +345,8 @@ class StepAccounting:
         """Return the mean of this worker's losses since the last log, weighted by each step's rows
         of all workers.
         """
-        losses, done = torch.stack(self._losses), self._progress.step - self._first_step
+        losses = torch.stack(self._losses)
+        done = self._progress.step - self._first_step
         rows_until = [self._loader.rows(step) for step in range(done - len(self._losses), done + 1)]
         rows = [stop - start for start, stop in pairwise(rows_until)]
         if len(set(rows)) == 1:
@@ -381,7 +386,8 @@ class StepAccounting:
         if stop_requested:
             self.cut = "stop"
         elif poll_preemption and self._stop_signal.preempted():
-            self._poll_s, self._next_poll_step = _PREEMPTED_POLL_S, self._progress.step + 1
+            self._poll_s = _PREEMPTED_POLL_S
+            self._next_poll_step = self._progress.step + 1
             self.cut = "save" if self.cut == "none" else self.cut
 
     def _log_steps(
@@ -392,7 +398,8 @@ class StepAccounting:
         max_memory: Sequence[float],
         workers: Sequence[Sequence[float]],
     ) -> None:
-        progress, (loss, blocked_s, elapsed_s, num_rows, correct) = self._progress, means[:5]
+        progress = self._progress
+        loss, blocked_s, elapsed_s, num_rows, correct = means[:5]
         elapsed_s = sum(times_s.values()) or elapsed_s
         if progress.trained is None:  # count as the loader reports
             rows = (

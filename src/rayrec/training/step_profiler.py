@@ -50,9 +50,13 @@ class StepProfiler:
         on_saved: Callable[[Window], None],
         on_failed: Callable[[Window, str], None],
     ) -> None:
-        self._folder, self._rank, self._device = folder, rank, device
-        self._memory, self._stack = memory, stack
-        self._written, self._failed = on_saved, on_failed
+        self._folder = folder
+        self._rank = rank
+        self._device = device
+        self._memory = memory
+        self._stack = stack
+        self._written = on_saved
+        self._failed = on_failed
         self._requested: Window | None = None
         self._active: _Recording | None = None
         self._writers: list[threading.Thread] = []
@@ -151,7 +155,8 @@ class _Recording:
     def __init__(
         self, window: Window, end: int, device: torch.device, *, memory: bool, stack: bool
     ) -> None:
-        self.window, self.end = window, end
+        self.window = window
+        self.end = end
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -176,7 +176,8 @@ class StopMonitor:
         returns the current preemption notice. Without a channel, no stop can be requested.
         """
         self.cause: str | None = None
-        self._preemption, self._stop = preemption, stop or StopToken()
+        self._preemption = preemption
+        self._stop = stop or StopToken()
         self.write_s: Callable[[], float] = lambda: 0.0
         self._first = rank == 0
         self.begin()

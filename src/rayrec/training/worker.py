@@ -73,7 +73,8 @@ def run_worker(
     usage of Ray's object store, for data events. `stopwatch` times the stages since the driver
     began the attempt.
     """
-    config, folder = attempt.config, attempt.folder
+    config = attempt.config
+    folder = attempt.folder
     keep_freed_memory()
     if worker.device.type == "cpu":
         torch.set_num_threads(threads_of_worker(config.scaling, node_cpus=worker.cpus))
@@ -144,12 +145,10 @@ class WorkerRun:
         monitor: StopMonitor,
         stopwatch: Stopwatch,
     ) -> None:
-        self._worker, self._attempt, self._monitor, self._stopwatch = (
-            worker,
-            attempt,
-            monitor,
-            stopwatch,
-        )
+        self._worker = worker
+        self._attempt = attempt
+        self._monitor = monitor
+        self._stopwatch = stopwatch
         self._log_event = log
         self._damaged: set[int] = set()
         self._evaluated_step: int | None = None
@@ -182,12 +181,10 @@ class WorkerRun:
         """Restore or start the run, and enter its loader, saver, profiler and reporting thread in
         `stack`.
         """
-        config, folder, worker, attempt = (
-            self._attempt.config,
-            self._attempt.folder,
-            self._worker,
-            self._attempt,
-        )
+        config = self._attempt.config
+        folder = self._attempt.folder
+        worker = self._worker
+        attempt = self._attempt
         peak = _measured_peak(worker, self._stopwatch) if config.observe.times else 0.0
         # a start may wait as long as a save
         with storage.retry_timeout(config.failure.max_outage_s):
@@ -245,7 +242,8 @@ class WorkerRun:
         return training
 
     def _log_start(self, training: Training, checkpoint: Checkpoint | None) -> None:
-        setup, progress = training.setup, training.progress
+        setup = training.setup
+        progress = training.progress
         self._log_event(
             "start",
             {
@@ -327,7 +325,8 @@ def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
     finished run that is now trained longer. The first save that takes longer than `grace_s` is
     reported.
     """
-    first, quick = True, True
+    first = True
+    quick = True
 
     def log_save(kind: str, fields: dict[str, Any]) -> None:
         nonlocal first, quick
@@ -370,7 +369,9 @@ class _Candidates:
     """
 
     def __init__(self, attempt: AttemptContext, log: Log, damaged: set[int]) -> None:
-        self._attempt, self._log, self._damaged = attempt, log, damaged
+        self._attempt = attempt
+        self._log = log
+        self._damaged = damaged
         self._skipped: dict[str, DamagedError] = {}
 
     def latest(self) -> Checkpoint | None:
@@ -534,9 +535,11 @@ def finish(
     InputError for damaged weights.
     """
     config = attempt.config
-    step, validation = progress.step, progress.metrics
+    step = progress.step
+    validation = progress.metrics
     if config.early_stopping.patience and progress.best_step is not None:
-        step, validation = progress.best_step, progress.best_metrics
+        step = progress.best_step
+        validation = progress.best_metrics
     best = Checkpoint(folder_of(attempt.folder, step))
     if step != progress.step:
         try:
@@ -561,7 +564,8 @@ def finish(
             return None
         tested[name] = metrics
         if name == "validation" and config.eval_rows is not None:
-            validation, seconds = metrics, time.perf_counter() - start_s
+            validation = metrics
+            seconds = time.perf_counter() - start_s
             log(
                 "evaluate",
                 {"step": step, "set": name, "counted": False, "seconds": seconds, **metrics},

@@ -63,12 +63,10 @@ class RayPool:
         note: Callable[[str], Any],
         train: Callable[..., None] = train_part,
     ) -> None:
-        self._options, self._signals, self._max_failures, self._train = (
-            options,
-            signals,
-            max_failures,
-            train,
-        )
+        self._options = options
+        self._signals = signals
+        self._max_failures = max_failures
+        self._train = train
         self._note = note
         self._queue: deque[Job] = deque()
         self._num_kills: Counter[int] = Counter()
@@ -78,7 +76,8 @@ class RayPool:
         self._busy: dict[Any, tuple[Any, Job]] = {}
         """Processes and their jobs, by the reference of their `run` call."""
         self._failed_starts = 0
-        self._num_fitting, self._polled_s = 0, -_NODES_POLL_S
+        self._num_fitting = 0
+        self._polled_s = -_NODES_POLL_S
         if not self._capacity():
             raise InputError(
                 f"tune: no node has {options.cpus_per_trial} CPUs and {options.gpus_per_trial:g} "
@@ -96,7 +95,8 @@ class RayPool:
                 note_s = math.inf
             self._start_processes()
             while self._queue and self._idle:
-                process, job = self._idle.pop(), self._queue.popleft()
+                process = self._idle.pop()
+                job = self._queue.popleft()
                 self._busy[process.run.remote(job)] = process, job
             awaited = [*self._busy, *self._starting]
             done, _ = ray.wait(awaited, num_returns=1, timeout=_POLL_S) if awaited else ([], [])
@@ -139,11 +139,9 @@ class RayPool:
         other jobs.
         """
         if time.monotonic() - self._polled_s >= _NODES_POLL_S:
-            self._polled_s, cpus, gpus = (
-                time.monotonic(),
-                self._options.cpus_per_trial,
-                self._options.gpus_per_trial,
-            )
+            self._polled_s = time.monotonic()
+            cpus = self._options.cpus_per_trial
+            gpus = self._options.gpus_per_trial
             self._num_fitting = sum(
                 _num_fitting(node.resources, cpus=cpus, gpus=gpus)
                 for node in connection.alive_nodes()
@@ -201,7 +199,8 @@ class _Process:
     """Actor that trains parts of trials."""
 
     def __init__(self, train: Callable[..., None]) -> None:
-        self._train, self._stop = train, threading.Event()
+        self._train = train
+        self._stop = threading.Event()
 
     def ready(self) -> None:
         pass

@@ -61,7 +61,9 @@ from rayrec.workloads.run_config import ClusterConfig
 
 SEARCH: Final = "search.json"
 """File in the search folder with the search's settings."""
-_DATA, _TRIALS, _PREPARED = "data", "trials", "prepared"
+_DATA = "data"
+_TRIALS = "trials"
+_PREPARED = "prepared"
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,8 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
     assert isinstance(workload, ClickWorkload)
     assert config.train_data.path is not None
     cpus = host_resources.usable_cpus(granted=config.cluster.num_cpus)
-    data, path = storage.join(folder, _DATA), storage.join(folder, _PREPARED)
+    data = storage.join(folder, _DATA)
+    path = storage.join(folder, _PREPARED)
     storage.make_folder(path)
     with console.preparing():
         engine = ThreadEngine(cpus, max_outage_s=config.failure.max_outage_s)
@@ -268,7 +271,8 @@ def _trial(
 ) -> Trial:
     """Read the results of a trial from its folder."""
     folder = folder_of(config)
-    path, summary = storage.join(folder, "events.jsonl"), storage.join(folder, "summary.json")
+    path = storage.join(folder, "events.jsonl")
+    summary = storage.join(folder, "summary.json")
     events = read_events(path) if storage.exists(path) else []
     validations = validations_in(events)
     run = RunSummary(events, curves=False)
@@ -311,8 +315,10 @@ def _conclude(
         raise InputError(
             f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})"
         )
-    best, baseline = finished[0], trials[0]
-    compared, groups = None, _groups(configs, trials, options, console) if options.seeds > 1 else []
+    best = finished[0]
+    baseline = trials[0]
+    compared = None
+    groups = _groups(configs, trials, options, console) if options.seeds > 1 else []
     if not groups and best.number and baseline.checkpoint is not None and "test" in prepared.sets:
         scored = [
             _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
@@ -394,7 +400,8 @@ def _groups(
             _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
             for trial in finished
         ]
-        labels, checkpoint = rows[0].labels, open_checkpoint(str(finished[0].checkpoint))
+        labels = rows[0].labels
+        checkpoint = open_checkpoint(str(finished[0].checkpoint))
         scores.append(SeededScores.of((scored.logits, scored.labels) for scored in rows))
         name = ", ".join(
             _value(value) for field, value in finished[0].values.items() if field != "seed"
@@ -410,7 +417,8 @@ def _groups(
         )
         groups.append(group | model_cost(checkpoint, configs[start]))
     if options.baselines:
-        path, max_rows = str(configs[0].train_data.path), ComparisonConfig.baseline_rows
+        path = str(configs[0].train_data.path)
+        max_rows = ComparisonConfig.baseline_rows
         baselines = open_baselines(
             configs[0], checkpoint.path, max_rows=max_rows, kinds=options.baselines
         )
@@ -487,7 +495,8 @@ def render(name: str, result: Mapping[str, Any]) -> str:
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
-    best, metric = result["best"], result["metric"]
+    best = result["best"]
+    metric = result["metric"]
     values = ", ".join(f"{field} {_value(value)}" for field, value in best["values"].items())
     notes = [
         f"Trial {best['number']} is best: {metric} {best[metric]:.5f} on "

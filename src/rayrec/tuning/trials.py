@@ -227,7 +227,9 @@ def cost(trials: int, options: TuneConfig) -> float:
     """Return the share of all steps trained in a search of `trials` trials, including the recipe's
     own settings. Pure.
     """
-    total, group, before = 1.0, trials - 1, 0.0
+    total = 1.0
+    group = trials - 1
+    before = 0.0
     for fraction in wave_fractions(options):
         total += group * (fraction - before)
         group, before = num_continued(group, options.keep_fraction) if group else 0, fraction
@@ -254,7 +256,8 @@ def run_waves(
     the recipe's own settings and trains to its end. `pool` creates the pool and is not called if
     nothing is left to train.
     """
-    fractions, sign = wave_fractions(options), 1.0 if options.metric == "auroc" else -1.0
+    fractions = wave_fractions(options)
+    sign = 1.0 if options.metric == "auroc" else -1.0
     first, *group = order_of_trials(len(configs), options.seed)
     states = {
         number: TrialState.of(folder_of(config)).reopened() for number, config in enumerate(configs)

@@ -148,7 +148,8 @@ class TrainConfig(Config):
             )
         if self.batch_size is None and self.global_batch_size is None:
             object.__setattr__(self, "batch_size", _BATCH_SIZE)
-        rows, workers = self.global_batch_size, self.scaling.max_workers
+        rows = self.global_batch_size
+        workers = self.scaling.max_workers
         if rows is not None and self.batch_size is not None:
             raise InputError(
                 f"batch_size and global_batch_size: set only one, got {self.batch_size} and {rows}"

@@ -307,7 +307,8 @@ class LanguageWorkload(DataParallelWorkload):
 
         from rayrec.workloads.language_model import continued
 
-        train, source = prepared.train, sets["validation"]
+        train = prepared.train
+        source = sets["validation"]
         rows = np.linspace(0, len(source) - 1, num=min(NUM_SAMPLES, len(source)), dtype=np.int64)
         inputs = source.read(rows)
         length = max(1, min(PROMPT_TOKENS, train.block_size // 2, *inputs.get(LENGTHS, ())))

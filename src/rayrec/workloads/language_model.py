@@ -26,7 +26,8 @@ from rayrec.layers.mlp import linear_stack
 if TYPE_CHECKING:
     from rayrec.data.text.tokenizer import TextTokenizer
 
-PROMPTS, LENGTHS = "prompts", "lengths"
+PROMPTS = "prompts"
+LENGTHS = "lengths"
 """Keys of a prediction batch: right-aligned prompts, int64 [rows, max_length], and their lengths,
 int64 [rows].
 """
@@ -77,7 +78,8 @@ def continue_prompts(
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
     }
-    prompts, lengths = tensors[PROMPTS].cpu().numpy(), tensors[LENGTHS].cpu().numpy()
+    prompts = tensors[PROMPTS].cpu().numpy()
+    lengths = tensors[LENGTHS].cpu().numpy()
     texts = continued(
         model, prompts, lengths, tokenizer=tokenizer, device=tensors[PROMPTS].device, **limits
     )
@@ -294,7 +296,8 @@ def load_weights(model: PreTrainedModel, folder: str) -> None:
             f"workload.weights: {path} not found. Other formats may contain code. Save with "
             "safe_serialization."
         )
-    state, prefix = model.state_dict(), f"{model.base_model_prefix}."
+    state = model.state_dict()
+    prefix = f"{model.base_model_prefix}."
     parameters = drop_tied_tensors(state)
     tensors_by_name = {}
     for name, tensor in read_weights(path).items():

@@ -65,7 +65,9 @@ class _Phase:
     __slots__ = ("_before", "_clock", "_name")
 
     def __init__(self, clock: StepTimer, name: str) -> None:
-        self._clock, self._name, self._before = clock, name, OTHER
+        self._clock = clock
+        self._name = name
+        self._before = OTHER
 
     def __enter__(self) -> None:
         self._before = self._clock.enter(self._name)
@@ -143,7 +145,8 @@ class DeviceTimer(StepTimer):
 
     def start(self) -> None:
         self._free += [event for _, event in self._marks]
-        self._running, self._marks = True, []
+        self._running = True
+        self._marks = []
         self._mark(self.now)
 
     def stop(self) -> None:
@@ -215,7 +218,8 @@ class TimedOptimizer:
     """Optimizer wrapper for pipelines that times the calls."""
 
     def __init__(self, optimizer: Any, clock: StepTimer) -> None:
-        self._optimizer, self._clock = optimizer, clock
+        self._optimizer = optimizer
+        self._clock = clock
 
     def zero_grad(self) -> None:
         with self._clock.phase("optimizer"):

@@ -206,7 +206,8 @@ class VisionWorkload(DataParallelWorkload):
         train = numbered_rows.read_part(config.train_data.path, "train", num_classes=classes)
         folder = _test_folder(config)
         test = numbered_rows.read_part(folder, "t10k", num_classes=classes)
-        shape, test_shape = train[IMAGES].shape, test[IMAGES].shape
+        shape = train[IMAGES].shape
+        test_shape = test[IMAGES].shape
         if shape[1:] != test_shape[1:]:
             raise InputError(
                 f"{folder}: test images of {test_shape[1:]} pixels do not match training images of "
@@ -219,7 +220,8 @@ class VisionWorkload(DataParallelWorkload):
                 f"validation_rows ({self.validation_rows:,}), got {shape[0]:,} training and "
                 f"{test_shape[0]:,} test rows"
             )
-        train_ref, test_ref = share(train), share(test)
+        train_ref = share(train)
+        test_ref = share(test)
         test_part = Part(test_ref, 0, test_shape[0])
         validation_part = (
             Part(train_ref, train_rows, shape[0]) if self.validation_rows else test_part
@@ -284,7 +286,8 @@ class VisionWorkload(DataParallelWorkload):
         import torch
         from torch.nn import functional
 
-        logits, labels = self._logits(model, tensors), tensors[LABELS]
+        logits = self._logits(model, tensors)
+        labels = tensors[LABELS]
         smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
         loss = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
         accuracy = (logits.argmax(dim=1) == labels).float()
@@ -314,7 +317,8 @@ class VisionWorkload(DataParallelWorkload):
         """Return nine fixed test images: pixels, label, prediction and its probability."""
         import torch
 
-        source, names = sets.get("test", sets["validation"]), dict(enumerate(prepared.classes))
+        source = sets.get("test", sets["validation"])
+        names = dict(enumerate(prepared.classes))
         arrays = source.read(
             np.random.default_rng(0).choice(
                 len(source), size=min(NUM_SAMPLES, len(source)), replace=False
@@ -440,7 +444,8 @@ class ImageFilesWorkload(VisionWorkload):
         return list(numbered_rows.image_files(path)[1].values())
 
     def prepare(self, context: RunContext) -> Prepared:
-        train_path, test_path = context.config.train_data.path, context.config.eval_data.path
+        train_path = context.config.train_data.path
+        test_path = context.config.eval_data.path
         assert train_path is not None
         train = self._index(train_path, context.engine)
         indices = (
@@ -470,10 +475,8 @@ class ImageFilesWorkload(VisionWorkload):
         )
 
     def _index(self, path: str, engine: Engine, *, classes: Sequence[str] = ()) -> ImageIndex:
-        index, classes_of_model = (
-            numbered_rows.index_images(path, engine, classes=classes),
-            self.model.num_classes,
-        )
+        index = numbered_rows.index_images(path, engine, classes=classes)
+        classes_of_model = self.model.num_classes
         assert index.labels is not None
         needed = len(index.classes) or int(index.labels.max()) + 1
         if needed > classes_of_model or (index.classes and needed < classes_of_model):
@@ -487,11 +490,10 @@ class ImageFilesWorkload(VisionWorkload):
         return {name: len(index.get()) for name, index in prepared.sets.items()}
 
     def open_set(self, context: WorkerContext, prepared: Prepared, name: str) -> RowSource:
-        index, config = prepared.sets[name], context.config
-        seed, limit = (
-            config.seed if name == "train" else None,
-            config.max_bad_fraction * len(index.get()) / context.world_size,
-        )
+        index = prepared.sets[name]
+        config = context.config
+        seed = config.seed if name == "train" else None
+        limit = config.max_bad_fraction * len(index.get()) / context.world_size
         return ImageRows(index, self.images, self._mode, seed, max_unreadable=limit)
 
     @property

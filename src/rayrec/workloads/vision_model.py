@@ -51,7 +51,8 @@ def augmented(
     angle = random[:, 0] * math.radians(max_rotation_degrees)
     scale = 1 + random[:, 1] * max_scale
     shift = random[:, 2:] * max_shift  # pixels
-    cosine, sine = angle.cos() / scale, angle.sin() / scale
+    cosine = angle.cos() / scale
+    sine = angle.sin() / scale
     # Transform from new to old positions. Grid coordinates are in halves of the image size.
     to_old = torch.stack(
         [

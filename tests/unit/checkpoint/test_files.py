@@ -154,7 +154,8 @@ def test_unreadable_disk_sector_is_damage(
             extra_files=ExtraFiles({"config.yaml": b"a: 1"}).write,
         )
     unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
-    target, told = {"a": torch.zeros(3)}, []
+    target = {"a": torch.zeros(3)}
+    told = []
     fails_with(
         UnreadableError,
         rf"{name}: cannot be read \(.+\); use an earlier checkpoint",
@@ -190,7 +191,9 @@ def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) 
 
 
 # Stored rows under other numbers: each part in any plan equals the same rows in the full table ----
-ROWS, STORED, COLUMNS = 50, 40, 12
+ROWS = 50
+STORED = 40
+COLUMNS = 12
 
 
 def stored(folder: Path) -> tuple[Checkpoint, torch.Tensor]:
@@ -222,7 +225,8 @@ def test_restore_rows_matches_full_table_under_any_plan(
     sources = row_map.of(0, ROWS)
     expected = start.clone()
     expected[sources >= 0] = table[sources[sources >= 0]]
-    whole, state = start.clone(), torch.zeros(ROWS)
+    whole = start.clone()
+    state = torch.zeros(ROWS)
     restore_rows(saved, {"model.a": (whole, row_map), "optimizer.a.momentum1": (state, row_map)})
     assert torch.equal(whole, expected)
     assert torch.equal(state, torch.where(torch.from_numpy(sources) >= 0, expected[:, 0], 0.0))
@@ -257,14 +261,16 @@ def test_restore_rows_reads_needed_ranges_of_equal_shapes(
 
 # -- Checkpoints through torch.distributed.checkpoint, and its checkpoints in rayrec
 def test_dcp_and_rayrec_checkpoints_are_interchangeable(tmp_path: Path) -> None:
-    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    ours = str(tmp_path / "ours")
+    theirs = str(tmp_path / "theirs")
     checkpoint.save(ours, whole(), state={})
     dcp.save(whole(), storage_writer=CheckpointWriter(theirs, state={"step": 3}))
     assert checkpoint.weights_sha256(Checkpoint(theirs)) == checkpoint.weights_sha256(
         Checkpoint(ours)
     )
     assert Checkpoint(theirs).manifest()["state"] == {"step": 3}
-    loaded, restored = whole(0), whole(0)
+    loaded = whole(0)
+    restored = whole(0)
     dcp.load(loaded, storage_reader=CheckpointReader(ours))
     checkpoint.restore(Checkpoint(theirs), restored)
     assert same(loaded, whole())
@@ -296,7 +302,8 @@ def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
     assert not Path(path).exists()
     values = {"a": torch.ones(3)}
     dcp.save(values, storage_writer=CheckpointWriter(path))
-    again, nothing = CheckpointWriter(path), CheckpointReader(str(tmp_path / "nothing"))
+    again = CheckpointWriter(path)
+    nothing = CheckpointReader(str(tmp_path / "nothing"))
     fails_with(
         CheckpointException, "already contains a checkpoint", dcp.save, values, storage_writer=again
     )
@@ -314,7 +321,8 @@ def test_dcp_rejects_invalid_values_and_folders(tmp_path: Path) -> None:
 def ranks(folder: str, rank: int) -> None:
     path = f"{folder}/step"
     dcp.save(sharded(), storage_writer=CheckpointWriter(path))
-    loaded, restored = sharded(0), sharded(0)
+    loaded = sharded(0)
+    restored = sharded(0)
     dcp.load(loaded, storage_reader=CheckpointReader(path))
     checkpoint.restore(Checkpoint(path), restored)
     assert same(loaded, sharded())
@@ -487,7 +495,8 @@ def test_files_are_safetensors_without_pickles(tmp_path: Path) -> None:
     data = Path(saved.path, "data_00000.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert (8 + length) % 64 == 0
-    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    header = json.loads(data[8 : 8 + length])
+    body = data[8 + length :]
     described = {
         name.split("@")[0]: (entry["dtype"], entry["shape"]) for name, entry in header.items()
     }
@@ -741,7 +750,8 @@ def test_retention_removes_expected_steps() -> None:
 
 # -- What the ranks of a run must hold together, so that a checkpoint is complete
 def test_parts_cover_each_tensor_exactly_once() -> None:
-    whole, half = ((0, 0), (4, 3)), ((0, 0), (2, 3))
+    whole = ((0, 0), (4, 3))
+    half = ((0, 0), (2, 3))
     complete = [[whole], [half, ((2, 0), (2, 3))], [((0, 0), (4, 1)), ((0, 1), (4, 2))]]
     for boxes, covered in (
         *((each, 12) for each in complete),
@@ -816,7 +826,8 @@ def test_unpinnable_memory_is_logged_and_used(
     code: int, unpinned: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     # an error of the device, which is reported elsewhere
-    register, unregister = Mock(return_value=code), Mock(return_value=700)
+    register = Mock(return_value=code)
+    unregister = Mock(return_value=700)
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")

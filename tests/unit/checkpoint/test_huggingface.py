@@ -64,7 +64,8 @@ def test_fetch_returns_newest_intact_checkpoint(
     saved: Path, tmp_path: Path, damage: Callable[[Path], None], step: int
 ) -> None:
     damage(saved / "checkpoint-20")
-    url, fresh = f"file://{saved}", tmp_path / "fresh"
+    url = f"file://{saved}"
+    fresh = tmp_path / "fresh"
     assert SyncCheckpoints(url).fetch(arguments(fresh)) == str(fresh / f"checkpoint-{step}")
     fetched = fresh / f"checkpoint-{step}"
     names = sorted(str(path.relative_to(fetched)) for path in fetched.rglob("*") if path.is_file())
@@ -109,7 +110,8 @@ def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
 
 
 def test_only_newest_training_uploads(saved: Path, tmp_path: Path) -> None:
-    older, newer = SyncCheckpoints(str(saved)), SyncCheckpoints(str(saved))
+    older = SyncCheckpoints(str(saved))
+    newer = SyncCheckpoints(str(saved))
     for sync in (older, newer):
         sync.fetch(arguments(tmp_path / "out"))
     save(newer, tmp_path / "out", 30)

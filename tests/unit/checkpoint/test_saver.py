@@ -65,7 +65,8 @@ def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
 
 
 def test_saver_logs_events_and_stall(run: Run) -> None:
-    saver, gate = run.saver(), threading.Event()
+    saver = run.saver()
+    gate = threading.Event()
 
     def open_late() -> None:
         until(lambda: saver._stall_so_far[1] is not None)
@@ -104,7 +105,8 @@ def test_saver_replans_only_if_tensors_change(run: Run, monkeypatch: pytest.Monk
 
 
 def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
-    folder, of_a_successor = run.path(1), "data_00000-000009-aaaaaaaa-0001.safetensors"
+    folder = run.path(1)
+    of_a_successor = "data_00000-000009-aaaaaaaa-0001.safetensors"
     left = [
         "data_00000.safetensors",
         "data_00007-000000-aaaaaaaa-0001.safetensors",
@@ -124,7 +126,8 @@ def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_saver_applies_retention(tmp_path: Path, scheme: str) -> None:
-    run, kept = Run(f"{scheme}{tmp_path}"), []
+    run = Run(f"{scheme}{tmp_path}")
+    kept = []
     for step, score in (
         (1, 0.5),
         (2, 0.9),
@@ -168,7 +171,8 @@ def test_saver_overwrites_same_step(run: Run) -> None:
     leftovers.
     """
     for _ in range(2):
-        saver, gate = run.saver(), threading.Event()
+        saver = run.saver()
+        gate = threading.Event()
         for factor in (2, 3):
             before = run.steps()
             gate.clear()
@@ -185,7 +189,8 @@ def test_saver_overwrites_same_step(run: Run) -> None:
 
 
 def test_saver_without_lease_cannot_commit(run: Run) -> None:
-    zombie, gate = run.saver(), threading.Event()
+    zombie = run.saver()
+    gate = threading.Event()
     save(zombie, 1, values(1))
     with writes(gate.wait):
         assert zombie.begin(2, values(2), state={}, score=None)
@@ -253,7 +258,8 @@ def test_begin_rejects_invalid_values(run: Run) -> None:
 
 
 def test_byte_count_grows_during_save_also_of_empty_model(run: Run) -> None:
-    saver, gate = run.saver(), threading.Event()
+    saver = run.saver()
+    gate = threading.Event()
     block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
         assert saver.begin(
@@ -285,7 +291,8 @@ def test_saves_do_not_change_random_state(run: Run) -> None:
 
 def test_close_waits_for_current_save(run: Run) -> None:
     run.saver().close()
-    saver, gate = run.saver(), threading.Event()
+    saver = run.saver()
+    gate = threading.Event()
     with writes(gate.wait):
         assert saver.begin(1, values(), state={}, score=None)
         threading.Timer(0.2, gate.set).start()
@@ -330,7 +337,8 @@ def inode(run: Run, step: int, name: str = "words.txt") -> int:
 def test_extra_files_are_hashed_once(
     run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streamed, copy_file = watched(monkeypatch, storage, "read_stream"), storage.copy_file
+    streamed = watched(monkeypatch, storage, "read_stream")
+    copy_file = storage.copy_file
 
     def copy(path: str, target: str) -> None:
         copy_file(path, target)
@@ -354,7 +362,8 @@ def test_extra_files_are_hashed_once(
 
 
 def test_later_checkpoints_link_extra_files(run: Run, source: Path) -> None:
-    name, files = "more/words.txt", {"more/words.txt": str(source), "config.yaml": b"a: 1"}
+    name = "more/words.txt"
+    files = {"more/words.txt": str(source), "config.yaml": b"a: 1"}
     saver = run.saver(extra_files=files)
     for step in (1, 2, 3, 3, 4):  # a step may be saved twice
         save(saver, step, values(step))
@@ -437,7 +446,8 @@ def test_overwriting_save_keeps_checkpoint_valid_until_commit(
     --checkpoint.every.
     """
     save_all(run.saver(extra_files={"config.yaml": b"every: 5"}), 1)
-    saved, stored = run.at(1), run.path(1, "config.yaml")
+    saved = run.at(1)
+    stored = run.path(1, "config.yaml")
     saver = run.saver(extra_files={"config.yaml": b"every: 7", "more.txt": b"x"})
     write_json = storage.write_json
 
@@ -458,7 +468,8 @@ def test_overwriting_save_keeps_checkpoint_valid_until_commit(
 def test_copy_of_wrong_size_is_repeated(
     run: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_file, lengths = storage.copy_file, [2, 3]
+    copy_file = storage.copy_file
+    lengths = [2, 3]
 
     def copy(path: str, target: str) -> None:
         copy_file(path, target)
@@ -623,10 +634,8 @@ def test_retry_ends_before_delay_exceeds_outage() -> None:
 
 def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
-    token, lease = (
-        partial(checkpoint.write_token, str(tmp_path)),
-        partial(checkpoint.acquire_lease, str(tmp_path / "run")),
-    )
+    token = partial(checkpoint.write_token, str(tmp_path))
+    lease = partial(checkpoint.acquire_lease, str(tmp_path / "run"))
     for name, begin in (
         ("write_bytes", token),
         ("write_json", partial(save_retry.retry_write, lease, path="run")),

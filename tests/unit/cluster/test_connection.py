@@ -172,10 +172,8 @@ def test_draining_nodes_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("one", "leaving", "dead", "two")
     ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    free, draining = (
-        {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}},
-        SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0}),
-    )
+    free = {"one": {"CPU": 1.0}, "leaving": {"CPU": 4.0}}
+    draining = SimpleNamespace(get_draining_nodes=lambda: {"leaving": 0})
     state = SimpleNamespace(state=draining, available_resources_per_node=lambda: free)
     monkeypatch.setattr("rayrec.compat.ray_compat.state", state)
     assert alive_nodes() == [Node("one", {"CPU": 4.0}), Node("two", {"CPU": 4.0})]
@@ -473,7 +471,8 @@ class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
 
     def __init__(self) -> None:
         self.token: str | None = None
-        self.version, self.address = ray.__version__, ""
+        self.version = ray.__version__
+        self.address = ""
         self.presented: list[str | None] = []
 
     def CheckAlive(
@@ -511,7 +510,8 @@ def user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def head() -> Iterator[Head]:
-    service, server = Head(), grpc.server(ThreadPoolExecutor(2))
+    service = Head()
+    server = grpc.server(ThreadPoolExecutor(2))
     gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(service, server)
     service.address = f"127.0.0.1:{server.add_insecure_port('0.0.0.0:0')}"
     server.start()
@@ -576,7 +576,8 @@ def test_commands_reject_ray_client_server(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    log, out = str(click_log / "train.txt"), str(tmp_path / "out")
+    log = str(click_log / "train.txt")
+    out = str(tmp_path / "out")
     (tmp_path / "search.yaml").write_text(
         "workload.dense_optimizer.learning_rate: {choice: [0.1, 0.2]}\n"
     )

@@ -263,7 +263,8 @@ def wait_until_gone(process: int) -> None:
 
 @pytest.mark.extended
 def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_path: Path) -> None:
-    program, module = tmp_path / "program.py", tmp_path / "changes.py"
+    program = tmp_path / "program.py"
+    module = tmp_path / "changes.py"
     program.write_text(SMALL)
     module.write_text("SAID = 'old'")
 
@@ -302,7 +303,8 @@ def test_node_has_one_fork_server_until_ray_ends(node_manager: NodeManager, tmp_
 def test_node_keeps_newest_servers_or_uses_python_of_ray(
     tmp_path: Path, node_manager: NodeManager, program: Path
 ) -> None:
-    files, folder = [f"7-{number:08x}" for number in range(4)], tmp_path / "servers"
+    files = [f"7-{number:08x}" for number in range(4)]
+    folder = tmp_path / "servers"
     folder.mkdir()
     for age_s, name in enumerate([*files, "7-00000000.lock", "7-00000000.log", "8-00000000"]):
         (folder / name).touch()
@@ -324,7 +326,8 @@ def test_node_keeps_newest_servers_or_uses_python_of_ray(
 def test_python_paths_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a b $(touch ran) 'c'"
     folder.mkdir()
-    own, rays = folder / "python", folder / "echo"
+    own = folder / "python"
+    rays = folder / "echo"
     own.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     own.chmod(0o755)
     rays.symlink_to("/bin/echo")

@@ -45,7 +45,8 @@ class Handler(BaseHTTPRequestHandler):
     server: "FakeHead"
 
     def do_GET(self) -> None:
-        head, name = self.server, self.path.removeprefix("/api/jobs/")
+        head = self.server
+        name = self.path.removeprefix("/api/jobs/")
         if head.busy and head.submitted:
             head.busy -= 1
             return self.answer("try again later", status=500)
@@ -62,10 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(job)
 
     def do_POST(self) -> None:
-        head, body = (
-            self.server,
-            json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}"),
-        )
+        head = self.server
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         if self.path.endswith("/stop"):
             name = self.path.split("/")[-2]
             head.stopped.append(name)
@@ -248,13 +247,15 @@ def test_job_without_record_is_resubmitted(head: FakeHead, supervise: Supervise)
 
 
 def test_lost_answer_creates_no_second_job(head: FakeHead, supervise: Supervise) -> None:
-    head.lose_answers, head.ends = 1, [SUCCESS]
+    head.lose_answers = 1
+    head.ends = [SUCCESS]
     assert supervise() == Outcome("run", 0, "finished", 1)
     assert len(head.submitted) == 1
 
 
 def test_supervise_waits_for_unhealthy_head(head: FakeHead, supervise: Supervise) -> None:
-    head.busy, head.ends = 3, [SUCCESS]
+    head.busy = 3
+    head.ends = [SUCCESS]
     assert (supervise().status, len(head.submitted)) == (0, 1)
     assert any("head lost" in note and "try again later" in note for note in head.notes)
     assert any("head is back" in note for note in head.notes)
@@ -265,7 +266,8 @@ def test_supervisor_gives_up_lost_head_and_keeps_job(head: FakeHead, supervise: 
     outcome = supervise(policy=Policy(max_wait_s=0.2))
     assert outcome.status == 1
     assert head.url in outcome.cause
-    head.busy, head.ends = 0, [SUCCESS]
+    head.busy = 0
+    head.ends = [SUCCESS]
     assert supervise() == Outcome("run", 0, "finished", 1)
     assert len(head.submitted) == 1
 
@@ -464,7 +466,8 @@ def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
     assert decision == Quit(1, f"3 attempts in a row {failed}; the last ended with exit status 1")
     assert run_through(Policy(max_failures=0), [ended(137)] * 10)[0] == 1
     assert run_through(Policy(max_failures=-1), [ended(1)] * 1000) == (1000, None)
-    healthy, short = ended(1, duration_s=200.0), ended(1)
+    healthy = ended(1, duration_s=200.0)
+    short = ended(1)
     assert run_through(POLICY, [short, short, healthy] * 50) == (150, None)
     # A recovering cluster may lack nodes or file systems, which fails an attempt like an invalid
     # flag.

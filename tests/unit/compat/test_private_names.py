@@ -141,7 +141,9 @@ def test_torch_private_attributes_exist() -> None:
     not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"
 )
 def test_onednn_linear_matches_torch() -> None:
-    inputs, weight, bias = torch.randn(8, 16), torch.randn(4, 16), torch.randn(4)
+    inputs = torch.randn(8, 16)
+    weight = torch.randn(4, 16)
+    bias = torch.randn(4)
     expected = torch.nn.functional.linear(inputs, weight, bias).relu()
     torch.testing.assert_close(
         torch_compat.linear_pointwise(inputs, weight, bias, "relu"), expected

@@ -286,7 +286,8 @@ def test_time_types_and_all_fields_of_taken_rows() -> None:
 # -- Vocabulary and encoding
 def test_shared_vocabulary_returns_same_ids(encoded: tuple[Preprocessor, EncodedRows]) -> None:
     preprocessor, rows = encoded
-    item, history = rows.ids[1], rows.ids[SCHEMA.sparse.index("history")]
+    item = rows.ids[1]
+    history = rows.ids[SCHEMA.sparse.index("history")]
     assert item[1] == history.values[0]  # 20
     assert item[2] == history.values[3]  # 30
     missing = preprocessor.sparse[1].missing_id
@@ -306,7 +307,8 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(
     tmp_path: Path, encoded: tuple[Preprocessor, EncodedRows]
 ) -> None:
     job = Preset(min_count=3).counting(SCHEMA)
-    counts, merged = job.empty(), job.empty()
+    counts = job.empty()
+    merged = job.empty()
     counts.add_rows(parsed(), 0)
     merged.add(counts.to_table())
     assert make_preprocessor(Preset(min_count=3), SCHEMA, merged).vocabulary(2).tolist() == [20]
@@ -536,7 +538,8 @@ def test_numbers(dtype: type, rows: int) -> None:
 
 
 def test_arrow_numbers_have_missing_ones_and_share_memory() -> None:
-    values, missing = np.arange(11.0), np.arange(11) % 3 == 0
+    values = np.arange(11.0)
+    missing = np.arange(11) % 3 == 0
     array = arrow_numbers(values, missing)
     assert array.equals(pa.array(values, mask=missing))
     assert arrow_numbers(values, missing.astype(np.uint8)).equals(array)

@@ -136,7 +136,8 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
 
 def test_random_crops_depend_on_seed_epoch_and_row(folder: Path) -> None:
     index = index_of(folder / "train")
-    rows, numbers = rows_of(index, 5), np.arange(12)
+    rows = rows_of(index, 5)
+    numbers = np.arange(12)
     images = rows.read_epoch(numbers, 1)["images"]
     assert np.array_equal(
         images[[7, 2]], rows_of(index, 5).read_epoch(np.array([7, 2]), 1)["images"]
@@ -147,7 +148,8 @@ def test_random_crops_depend_on_seed_epoch_and_row(folder: Path) -> None:
         [CONFIG._box(400, 300, np.random.default_rng(row).random((10, 4))) for row in range(500)]
     )
     left, top, width, height = boxes.T
-    areas, ratios = width * height / 120_000, width / height
+    areas = width * height / 120_000
+    ratios = width / height
     assert min(left.min(), top.min()) == 0
     assert 390 < (left + width).max() <= 400
     assert 290 < (top + height).max() <= 300

@@ -73,7 +73,9 @@ def _begun(out: str, *, last_file: str | None = None, names: tuple[str, ...] = (
 def test_job_resumes_after_kill(
     tmp_path: Path, place: str, last_file: str | None, tasks: int
 ) -> None:
-    out, engine, progress = f"{place}{tmp_path}/out", LoopEngine(), []
+    out = f"{place}{tmp_path}/out"
+    engine = LoopEngine()
+    progress = []
     fails_with(Died, "", _make, out, last_file=last_file, engine=LoopEngine(tasks))
     assert storage.exists(out) == (place == "file://" and last_file is not None and tasks > 0)
     with resumable_job(out, MADE_OF, last_file=last_file) as job:
@@ -158,7 +160,8 @@ def test_job_rejects_foreign_folder(tmp_path: Path, place: str) -> None:
 def test_kill_while_folder_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
 ) -> None:
-    out, killed = tmp_path / "out", _begun(str(tmp_path / "out"))
+    out = tmp_path / "out"
+    killed = _begun(str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(
             *{"rename": (os, "rename"), "remove": (storage, "remove_folder")}[killed_at],
@@ -178,7 +181,9 @@ def test_job_resumes_copy_to_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
     """Killed after some of two files, or after both, before the job's inputs are removed."""
-    url, copy, done = f"file://{tmp_path}/out", storage.copy_file, []
+    url = f"file://{tmp_path}/out"
+    copy = storage.copy_file
+    done = []
 
     def copy_some(source: str, target: str) -> None:
         if len(done) == copies:
@@ -293,7 +298,10 @@ def test_results_are_in_item_order() -> None:
 @pytest.mark.parametrize(("num_threads", "prefetch"), [(1, 0), (1, 2), (2, 1), (3, 4)])
 def test_in_order_limits_prefetch(num_threads: int, prefetch: int) -> None:
     """With a slow reader, the number of unread values reaches the limit and never exceeds it."""
-    lock, begun, read, running = threading.Lock(), 0, 0, 0
+    lock = threading.Lock()
+    begun = 0
+    read = 0
+    running = 0
     most_unread = most_running = 0
 
     def task(item: int) -> int:
@@ -404,8 +412,11 @@ def test_stages_are_measured_per_thread() -> None:
 
 def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads, for each of which the kernel reports 1 ms more queueing at every poll."""
-    owners, looks, barrier = dict[int, int](), Counter[int](), threading.Barrier(8)
-    open_file, close_file = stage_times.os.open, stage_times.os.close
+    owners = dict[int, int]()
+    looks = Counter[int]()
+    barrier = threading.Barrier(8)
+    open_file = stage_times.os.open
+    close_file = stage_times.os.close
 
     def opened(path: str, flags: int) -> int:
         assert path == "/proc/thread-self/schedstat"

@@ -151,7 +151,8 @@ def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
 
 
 def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
-    log, cache = tmp_path / "log", tmp_path / "cache"
+    log = tmp_path / "log"
+    cache = tmp_path / "cache"
     log.mkdir()
     notes: list[str] = []
     (log / "a.txt.gz").write_bytes(gzip.compress(line(0) * 50))
@@ -286,7 +287,8 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
 
 
 def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
-    images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
+    images = tmp_path / "train-images-idx3-ubyte"
+    labels = tmp_path / "train-labels-idx1-ubyte"
     rejects(
         r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out ",
         read_part,
@@ -407,7 +409,8 @@ def test_commands_name_labels_and_fix(
         "{label: rating, sparse: [user], tokens: any, delimiter: ','}"
     )
     write(tmp_path, [1, 2, 3, 4, 5], "csv", good=good)
-    log, schema = str(tmp_path / "log.csv"), ["--schema", str(tmp_path / "schema.yaml")]
+    log = str(tmp_path / "log.csv")
+    schema = ["--schema", str(tmp_path / "schema.yaml")]
     for command in (
         [
             "train",

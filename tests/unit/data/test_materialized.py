@@ -582,7 +582,9 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
         out = tmp_path / f"after-{tasks}"
         fails_with(Died, "", run, log, out, engine=LoopEngine(tasks), **settings)
         assert not out.exists()
-        done, notes, engine = [], [], LoopEngine()
+        done = []
+        notes = []
+        engine = LoopEngine()
         again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
         assert (engine.tasks, done[-1], files_in(out)) == (
             whole_engine.tasks - tasks,
@@ -856,13 +858,12 @@ def test_gather_runs_restores_positions(tmp_path: Path) -> None:
 
 
 def test_shuffle_moves_training_rows_only(log: Path, tmp_path: Path) -> None:
-    plain, mixed = (
-        shuffled(log, tmp_path / "plain", shuffle="none"),
-        shuffled(log, tmp_path / "mixed"),
-    )
+    plain = shuffled(log, tmp_path / "plain", shuffle="none")
+    mixed = shuffled(log, tmp_path / "mixed")
     start, stop = mixed.sets["train"]
     assert (start, stop) == (0, 1000)
-    before, after = keys(plain), keys(mixed)
+    before = keys(plain)
+    after = keys(mixed)
     assert (before[stop:], sorted(before[:stop])) == (after[stop:], sorted(after[:stop]))
     assert [after[place] for place in Permutation(1000, seed=1)(np.arange(1000))] == before[:stop]
     sizes = [[(s.start, s.stop, s.rows) for s in made.index.segments] for made in (plain, mixed)]

@@ -114,11 +114,9 @@ class Commands:
     """Commands on a log, by name. The result of each must not depend on the log's layout."""
 
     def __init__(self, logs: Path, folder: Path, capsys: Any) -> None:
-        self._schema, self._folder, self._capsys = (
-            ("--schema", str(logs / "schema.yaml")),
-            folder,
-            capsys,
-        )
+        self._schema = ("--schema", str(logs / "schema.yaml"))
+        self._folder = folder
+        self._capsys = capsys
         self._model = str(logs / "model")
 
     def _run(self, *arguments: str) -> Any:

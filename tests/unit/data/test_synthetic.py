@@ -92,10 +92,8 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("dialect", "rate"), [("kaggle", 0.256), ("terabyte", 0.03)])
 def test_label_rate_and_auroc_match_targets(dialect: str, rate: float) -> None:
     pieces = all_rows(GroundTruth(dialect, 2), 100_000, 1)
-    logits, labels = (
-        np.concatenate([p.logits for p in pieces]),
-        np.concatenate([p.labels for p in pieces]),
-    )
+    logits = np.concatenate([p.logits for p in pieces])
+    labels = np.concatenate([p.labels for p in pieces])
     assert labels.mean() == pytest.approx(rate, rel=0.05)
     assert synthetic.exact_auroc(logits, labels) == pytest.approx(0.80, abs=0.015)
 
@@ -137,10 +135,8 @@ def test_kaggle_split_is_seven_near_equal_parts(rows: int) -> None:
 
 def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    scores, labels = (
-        rng.integers(-3, 4, 2_000).astype(np.float32),
-        rng.integers(0, 2, 2_000).astype(np.uint8),
-    )
+    scores = rng.integers(-3, 4, 2_000).astype(np.float32)
+    labels = rng.integers(0, 2, 2_000).astype(np.uint8)
     scores[:10] = -0.0
     assert synthetic.exact_auroc(scores, labels) == pytest.approx(
         roc_auc_score(labels, scores), abs=1e-12
@@ -339,7 +335,8 @@ def test_rows_match_generated_log(click_log: Path, segment_bytes: int) -> None:
     index = open_index(PATH, segment_bytes=segment_bytes)
     made = read_raw(index.segments, SCHEMA)
     for name in ("numbers", "categories", "missing"):
-        ours, theirs = getattr(made, name), getattr(raw, name)
+        ours = getattr(made, name)
+        theirs = getattr(raw, name)
         assert ours.dtype == theirs.dtype
         assert ours.flags.c_contiguous
         np.testing.assert_array_equal(ours, theirs)

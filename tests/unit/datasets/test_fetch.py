@@ -93,8 +93,10 @@ class Handler(BaseHTTPRequestHandler):
         if number < len(served.statuses):
             self.answer(served.statuses[number], [("Content-Length", "0"), ("Retry-After", "0")])
             return
-        start, validator = 0, served.etag or served.modified
-        wanted, condition = self.headers.get("Range"), self.headers.get("If-Range")
+        start = 0
+        validator = served.etag or served.modified
+        wanted = self.headers.get("Range")
+        condition = self.headers.get("If-Range")
         if (
             wanted
             and served.ranges
@@ -279,7 +281,8 @@ def test_changed_file_restarts_download(
 ) -> None:
     def change(served: Served, number: int) -> None:
         if number == 1:
-            served.body, served.etag = OTHER[:size], '"two"'
+            served.body = OTHER[:size]
+            served.etag = '"two"'
 
     server.files["a.gz"] = Served(heeds_if_range=heeds_if_range, drops=[1_000_000], before=change)
     [result] = fetch([server.file()], str(tmp_path), retries=RETRIES)
@@ -341,10 +344,8 @@ def test_fetch_rejects_unpublished_content(
     server: Server, tmp_path: Path, known: dict[str, Any], why: str
 ) -> None:
     served = server.files["a.gz"] = Served(google=md5(BODY))
-    file, by_hand = (
-        server.file(page="https://example.org/a", **known),
-        "by hand from https://example.org/a",
-    )
+    file = server.file(page="https://example.org/a", **known)
+    by_hand = "by hand from https://example.org/a"
     rejects(
         f"a.gz: cannot be fetched .*{why}.*{by_hand}", fetch, [file], str(tmp_path), retries=RETRIES
     )
@@ -393,7 +394,9 @@ def test_retry_waits_grow_and_are_bounded(server: Server, tmp_path: Path) -> Non
 
 
 def test_fetch_runs_two_transfers(server: Server, tmp_path: Path) -> None:
-    lock, running, most = threading.Lock(), 0, 0
+    lock = threading.Lock()
+    running = 0
+    most = 0
 
     def count(served: Served, number: int) -> None:
         nonlocal running, most
@@ -456,7 +459,8 @@ def test_full_disk_raises_before_download(
 
 
 def test_concurrent_fetch_raises(server: Server, tmp_path: Path) -> None:
-    inside, release = threading.Event(), threading.Event()
+    inside = threading.Event()
+    release = threading.Event()
 
     def hold(served: Served, number: int) -> None:
         inside.set()
@@ -491,12 +495,14 @@ def _archive(members: dict[str, bytes | tarfile.TarInfo]) -> bytes:
 
 def _link(name: str, target: str) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
-    info.type, info.linkname = tarfile.SYMTYPE, target
+    info.type = tarfile.SYMTYPE
+    info.linkname = target
     return info
 
 
 def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) -> None:
-    train, test = b"1\ttrain\n" * 1000, b"test\n" * 1000
+    train = b"1\ttrain\n" * 1000
+    test = b"test\n" * 1000
     others = {
         "readme.txt": b"read me",
         "../evil.txt": b"evil",
@@ -507,7 +513,8 @@ def test_archive_extracts_wanted_members_only(server: Server, tmp_path: Path) ->
     archive = server.file("all.tar.gz", md5=md5(packed), terms="Not for sale")
     files = [RemoteFile(name="train.txt", archive=archive, md5=md5(train), rows=1000)]
     files += [RemoteFile(name="test.txt", archive=archive)]
-    folder, notes = tmp_path / "folder", []
+    folder = tmp_path / "folder"
+    notes = []
     results = fetch(files, str(folder), retries=RETRIES, note=notes.append)
     found = [(result["name"], result["verified"], result["url"]) for result in results]
     assert found == [
@@ -623,7 +630,8 @@ def test_require_files_returns_all_paths(tmp_path: Path) -> None:
     for file in criteo.SMALL_DAYS:
         (tmp_path / file.plain_name).write_bytes(b"1\n")
     (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
-    notes, wanted = [], files_of("criteo_small")
+    notes = []
+    wanted = files_of("criteo_small")
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
     assert (
         require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append)

@@ -165,7 +165,8 @@ def test_serve_configuration_and_service_names_are_valid() -> None:
         <= cpus * groups["replicas"]["maxReplicas"]
     )
     config = build_application(application.args)._bound_deployment.init_args[0]
-    service, namespace = f"{_manifest('RayService')['metadata']['name']}-serve-svc", "rayrec"
+    service = f"{_manifest('RayService')['metadata']['name']}-serve-svc"
+    namespace = "rayrec"
     for name in (
         f"{service}:8000",
         f"{service}.{namespace}",
@@ -239,7 +240,8 @@ def test_minio_has_matching_ports_labels_and_secret() -> None:
     [stateful], [service], [policy] = (
         _objects(f"minio/{name}.yaml").values() for name in ("statefulset", "service", "network")
     )
-    template, labels = stateful["spec"]["template"], {"app.kubernetes.io/name": "minio"}
+    template = stateful["spec"]["template"]
+    labels = {"app.kubernetes.io/name": "minio"}
     assert (
         template["metadata"]["labels"]
         == stateful["spec"]["selector"]["matchLabels"]
@@ -411,11 +413,9 @@ def test_nightly_settings_are_valid_and_swap_is_allowed(
         assert Gates(**job["gates"]) != Gates()
         assert ComparisonGates(**job["comparison"]) != ComparisonGates()
         assert load_config(yaml.safe_dump(job["train"])).workload.schema.label == "click"
-    swap, called, versions = (
-        script("deploy/nightly", "swap"),
-        list[Any](),
-        ["old", None, "new", "new", "old"],
-    )
+    swap = script("deploy/nightly", "swap")
+    called = list[Any]()
+    versions = ["old", None, "new", "new", "old"]
     objects = {"deployments/rayrec-serve": PLAIN, "rayservices/rayrec": _manifest("RayService")}
     rules = _objects("nightly/account.yaml")["Role"]["rules"]
     assert [f"{rule['resources'][0]}/{rule['resourceNames'][0]}" for rule in rules] == [*objects]

@@ -116,7 +116,8 @@ class Metadata(http.server.BaseHTTPRequestHandler):
     """Metadata services of three clouds, with a notice from the third question on."""
 
     protocol_version = "HTTP/1.1"
-    questions, left_s = 0, 120.0
+    questions = 0
+    left_s = 120.0
 
     def do_PUT(self, status: int = 200, text: str = "a-token", tag: str = "") -> None:
         self.send_response(status)
@@ -157,7 +158,8 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def metadata() -> Iterator[dict[str, str]]:
     """The environment with a metadata service."""
-    Metadata.questions, Metadata.left_s = 0, 120.0
+    Metadata.questions = 0
+    Metadata.left_s = 120.0
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
@@ -216,7 +218,8 @@ def test_notice_stops_command_until_machine_ends(metadata: dict[str, str]) -> No
 
 
 def test_scheduled_runs_have_dated_names() -> None:
-    root, named = FOLDER.parent, []
+    root = FOLDER.parent
+    named = []
     for path in [*FOLDER.rglob("*"), *(root / "docs").rglob("*.md"), root / "README.md"]:
         if path.is_file() and path.suffix != ".pyc":
             named += [

@@ -25,7 +25,9 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.logs.text_parser import parse
 from rayrec.datasets.criteo import SCHEMA
 
-BOTTOM, TOP, DIM = (16, 8), (24, 12, 1), 8
+BOTTOM = (16, 8)
+TOP = (24, 12, 1)
+DIM = 8
 SMALL = {"embedding_dim": DIM, "bottom_mlp": BOTTOM, "top_mlp": TOP}
 
 
@@ -103,7 +105,8 @@ def test_adopted_weights_score_like_their_network(
         else network.state_dict()
     )
     torch.save(of_script, tmp_path / "model.pt")
-    out, log = str(tmp_path / "adopted"), str(click_log / "train.txt")
+    out = str(tmp_path / "adopted")
+    log = str(click_log / "train.txt")
     report = rayrec.adopt(
         str(tmp_path / "model.pt"), out=out, preprocessor=preprocessor, console=QUIET
     )
@@ -113,10 +116,8 @@ def test_adopted_weights_score_like_their_network(
     )
     _, predicted = evaluated_and_predicted(out, log, tmp_path / "predicted.parquet")
     rows = columns.encode(parse(SCHEMA, (click_log / "train.txt").read_bytes())[0])
-    dense, ids = (
-        torch.from_numpy(rows.dense),
-        [torch.from_numpy(np.asarray(of)).long() for of in rows.ids],
-    )
+    dense = torch.from_numpy(rows.dense)
+    ids = [torch.from_numpy(np.asarray(of)).long() for of in rows.ids]
     with torch.inference_mode():
         if kind == "dlrm_s_pytorch":
             expected = network(dense, ids)

@@ -95,7 +95,8 @@ def test_ensemble_logit_is_mean(models: list[Saved], together: str) -> None:
 def test_ensemble_is_nested_and_exported(
     models: Any, together: str, click_log: Path, tmp_path: Path
 ) -> None:
-    twice, out = str(tmp_path / "twice"), tmp_path / "export"
+    twice = str(tmp_path / "twice")
+    out = tmp_path / "export"
     assert run(["ensemble", together, str(models[1].run), "--out", twice]) == 0
     rows = models[0].rows(50)
     alone = _check_mean(twice, [together, models[1].run], rows)
@@ -129,7 +130,8 @@ def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
 
 
 def test_incompatible_models_are_rejected(models: list[Saved], tmp_path: Path) -> None:
-    first, out = str(models[0].run), str(tmp_path / "out")
+    first = str(models[0].run)
+    out = str(tmp_path / "out")
     elsewhere = save_clicks(
         tmp_path / "elsewhere", preprocessor=hashed_preprocessor(range(11, 11 + 3 * 26, 3))
     )
@@ -171,7 +173,9 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """For tensors in several chunks and blocks, next to unused ones of the same checkpoint."""
     for module in ("writer", "format"):
         monkeypatch.setattr(f"rayrec.checkpoint.{module}.BLOCK_BYTES", 64)
-    table, bias, number = torch.arange(120.0).reshape(20, 6), torch.ones(3), torch.tensor(7.0)
+    table = torch.arange(120.0).reshape(20, 6)
+    bias = torch.ones(3)
+    number = torch.tensor(7.0)
     checkpoints.save(
         str(tmp_path / "a"), {"t": table, "bias": bias, "number": number, "none": table}, state={}
     )
@@ -491,7 +495,8 @@ def test_invalid_comparison_is_rejected_first(
             str(log),
             **QUIET,
         )
-    runs, configs = ["runs/a", "runs/mnist"], [compared[0].config, recipes.mnist_resnet18()]
+    runs = ["runs/a", "runs/mnist"]
+    configs = [compared[0].config, recipes.mnist_resnet18()]
     rejects(
         "runs/mnist: recipe mnist_resnet18 does not predict clicks",
         compare_checkpoints,

@@ -115,17 +115,16 @@ def test_pool_has_one_process_per_gpu() -> None:
 def test_oversized_weights_are_rejected_and_sigmoid_is_exact() -> None:
     plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
     rejects(r"108 GB.*got at most 68\.7 GB from Ray", plan, [_node(8)], weight_bytes=100 * GIB)
-    message, nodes = (
-        r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory",
-        [_node(8, int(60.5 * GIB))],
-    )
+    message = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"
+    nodes = [_node(8, int(60.5 * GIB))]
     rejects(message, plan, nodes, weight_bytes=60 * GIB, shared_weights=True)
     scores = sigmoid(np.array([-200, -1, 0, 1, 200], np.float32))
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, [0, 0.26894143, 0.5, 0.7310586, 1], atol=1e-7)
 
 
-LABELLED, UNLABELLED = b"1\t3\t0000000a\n", b"3\t0000000a\n"
+LABELLED = b"1\t3\t0000000a\n"
+UNLABELLED = b"3\t0000000a\n"
 
 
 def test_has_labels_detects_label_column(tmp_path: Path) -> None:
@@ -208,7 +207,9 @@ class Model:
 
 @pytest.mark.parametrize(("thread_safe", "num_loads"), [(True, 1), (False, 3)])
 def test_blocks_are_ordered_and_model_loads_are_minimal(thread_safe: bool, num_loads: int) -> None:
-    model, threads, before = Model(num_threads=3), torch.get_num_threads(), {*threading.enumerate()}
+    model = Model(num_threads=3)
+    threads = torch.get_num_threads()
+    before = {*threading.enumerate()}
     tables = scored_tables(
         model.scoring(thread_safe=thread_safe), pool=Pool(3, threads + 1, 0.0), device="cpu"
     )
@@ -227,7 +228,8 @@ def test_scoring_resumes_at_block_and_raises_errors_in_order() -> None:
     )
     assert [table["block"][0].as_py() for table in tables] == [9, 10, 11]
     assert [number for number, _, _ in model.scored] == [9, 10, 11]
-    model, threads = Model(num_threads=1, broken=2), torch.get_num_threads()
+    model = Model(num_threads=1, broken=2)
+    threads = torch.get_num_threads()
     tables = scored_tables(
         model.scoring(thread_safe=False), pool=Pool(1, threads + 1, 0.0), device="cpu"
     )
@@ -321,10 +323,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _table() -> pa.Table:
-    logits, text = (
-        np.random.default_rng(0).normal(size=ROWS).astype(np.float32),
-        [f"text {n % 7}" for n in range(ROWS)],
-    )
+    logits = np.random.default_rng(0).normal(size=ROWS).astype(np.float32)
+    text = [f"text {n % 7}" for n in range(ROWS)]
     return pa.table(
         {
             "row": np.arange(ROWS),
@@ -490,7 +490,9 @@ def _sliced(rows: slice) -> pa.Table:
 
 
 def test_scored_rows_are_independent_of_table_sizes() -> None:
-    full, chunks, other = ScoredRows(["c", "t"]), ScoredRows(["c", "t"]), ScoredRows()
+    full = ScoredRows(["c", "t"])
+    chunks = ScoredRows(["c", "t"])
+    other = ScoredRows()
     full.update(_sliced(slice(0, 7)))
     for start, stop in [(0, 3), (3, 4), (4, 7)]:
         chunks.update(_sliced(slice(start, stop)))

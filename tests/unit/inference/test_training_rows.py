@@ -25,7 +25,8 @@ from rayrec.inference.training_rows import count_repeated, row_hashes
 from rayrec.metrics.binary import binary_metrics
 from rayrec.schema import Schema
 
-ROWS, TRAINED = 6_000, 6_000 - 6_000 // 7
+ROWS = 6_000
+TRAINED = 6_000 - 6_000 // 7
 """Rows of the log, and its training rows: six of seven parts."""
 TESTED = (ROWS - TRAINED) // 2
 
@@ -159,7 +160,8 @@ def few_categories(rows: int, *, seed: int) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def repeating(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, pd.DataFrame]:
-    frame, folder = few_categories(4_000, seed=0), tmp_path_factory.mktemp("repeating")
+    frame = few_categories(4_000, seed=0)
+    folder = tmp_path_factory.mktemp("repeating")
     config = recipes.clicks(schema=FEW).replace(
         storage_path=str(folder), name="run", epochs=1, min_steps_per_epoch=1
     )
@@ -229,7 +231,8 @@ def test_hash_of_arrays_matches_lists(size: int) -> None:
 def test_evaluate_without_path_scores_test_rows(trained: Trained, tmp_path: Path) -> None:
     part = tmp_path / "test.txt"
     part.write_bytes(b"".join(trained.lines[-TESTED:]))
-    result, by_file = trained.evaluate(), trained.evaluate(str(part))
+    result = trained.evaluate()
+    by_file = trained.evaluate(str(part))
     names = ("auroc", "logloss", "calibration", "rows", "label_rate")
     assert {name: result[name] for name in names} == {name: by_file[name] for name in names}
     summary = json.loads(Path(trained.run, "summary.json").read_text())
@@ -332,7 +335,8 @@ def test_rows_in_memory_score_like_their_file(
     part = tmp_path / "part.txt"
     part.write_bytes(b"".join(lines))
     data = convert(trained.frame(lines))
-    by_path, result = trained.evaluate(str(part)), trained.evaluate(data)
+    by_path = trained.evaluate(str(part))
+    result = trained.evaluate(data)
     assert {name: result[name] for name in ("auroc", "logloss", "rows")} == {
         name: by_path[name] for name in ("auroc", "logloss", "rows")
     }

@@ -175,7 +175,8 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
-    datasets, groups = Datasets(), [range(0, 5), range(5, 10), range(10, 12)]
+    datasets = Datasets()
+    groups = [range(0, 5), range(5, 10), range(10, 12)]
     found = items(ray_engine._chain_groups(groups, datasets.tables_of, StopToken()))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     assert datasets.opened == [range(0, 5)]

@@ -139,7 +139,8 @@ def test_every_row_trains_once_across_reshards(
     """Stopped again and again, and dealt out to other numbers of workers: the sequence of rows
     stays the same.
     """
-    source, epochs = Shards(*chunks), 2
+    source = Shards(*chunks)
+    epochs = 2
     order = _order(source, shuffle)
     whole = [
         number
@@ -242,7 +243,8 @@ def test_position_rejects_other_order() -> None:
         ),
         (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
     ):
-        source, other = Shards(*chunks), Shards(*others)
+        source = Shards(*chunks)
+        other = Shards(*others)
         state = _loader(source, order=_order(source, **options)).state()
         order = _order(other, **{**options, **changes})
         if why is None:
@@ -311,7 +313,8 @@ def rows_of(block_ranges: list[BlockRange]) -> list[tuple[int, int]]:
 def make_order(
     sizes: list[int], shuffle: str, segments_per_block: int = 2, files: int = 3
 ) -> BlockOrder:
-    parts, first = [], 0
+    parts = []
+    first = 0
     for i, size in enumerate(sizes):
         segment = Segment(f"day_{i * files // len(sizes)}", 100 * i, 100 * i + 100, first, size + 4)
         parts.append(SegmentRange(segment, i % 3, i % 3 + size))
@@ -358,7 +361,8 @@ def test_every_row_once_across_reshards(
     shuffle: str, sizes: list[int], moves: list[tuple[int, int, int]]
 ) -> None:
     blocks = make_order(sizes, shuffle).blocks(0)
-    position, used = Position(), []
+    position = Position()
+    used = []
     for world_size, batch_size, wanted in [*moves, (1, 1, 10_000)]:
         position = Position.from_dict(json.loads(json.dumps(position.to_dict())))
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)

@@ -171,8 +171,11 @@ def test_stop_reaches_every_worker(
 # -- values of any generator
 class Source:
     def __init__(self, size: int, *, fails_at: int | None = None) -> None:
-        self.made, self.closed, self.threads = 0, False, set[int]()
-        self._size, self._fails_at = size, fails_at
+        self.made = 0
+        self.closed = False
+        self.threads = set[int]()
+        self._size = size
+        self._fails_at = fails_at
 
     def values(self) -> Generator[int, None, None]:
         try:
@@ -345,7 +348,8 @@ def test_gpu_batches_are_pinned_in_thread(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(KeyedJaggedTensor, "pin_memory", pin_memory)
-    plain, prefetching = loader(prepared, epochs=2), loader(prepared, epochs=2, pinned=2)
+    plain = loader(prepared, epochs=2)
+    prefetching = loader(prepared, epochs=2, pinned=2)
     prefetching.start()
     for position, batch in enumerate(plain):
         pinned = next(prefetching)
@@ -430,7 +434,8 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
     for rank in range(world_size):
         settings = {"epochs": 3, "batch_size": 100, "rank": rank, "world_size": world_size}
         first = loader(prepared, **settings)
-        states, whole = [first.state()], []
+        states = [first.state()]
+        whole = []
         of_ranks.append(states)
         for batch in first:
             whole.append(batch)
@@ -543,10 +548,8 @@ def test_lost_and_repeated_rows_are_counted(
             made = [rows for of_piece, _ in super().make(block_ranges) for rows in of_piece]
             yield from (([rows], None) for rows in fault(*made))
 
-    loading, trained = (
-        loader(prepared, source=Faulty(**vars(source_of(prepared))), epochs=epochs),
-        TrainedRows(),
-    )
+    loading = loader(prepared, source=Faulty(**vars(source_of(prepared))), epochs=epochs)
+    trained = TrainedRows()
     with contextlib.suppress(RuntimeError):  # a stream that ends too soon
         for batch in loading:
             trained.add(batch.row_numbers)
@@ -560,7 +563,8 @@ def test_lost_and_repeated_rows_are_counted(
 def test_skipped_and_repeated_batches_are_counted(
     prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]
 ) -> None:
-    loading, trained = loader(prepared), TrainedRows()
+    loading = loader(prepared)
+    trained = TrainedRows()
     given = [next(loading) for _ in range(max(calls) + 1)]
     for call in calls:
         trained.add(given[call].row_numbers)
@@ -661,11 +665,9 @@ def test_batches_contain_variable_length_ids() -> None:
     """
     rng = np.random.default_rng(0)
     lists = [rng.integers(0, 2**40, rng.integers(0, 4)).tolist() for _ in range(50)]
-    one, two, weights = (
-        rng.integers(0, 2**40, 50),
-        rng.integers(0, 2**40, (50, 2)),
-        rng.random(50, np.float32),
-    )
+    one = rng.integers(0, 2**40, 50)
+    two = rng.integers(0, 2**40, (50, 2))
+    weights = rng.random(50, np.float32)
     parts = []
     for part in (slice(0, 7), slice(7, 8), slice(8, 50)):
         sizes = np.array([len(ids) for ids in lists[part]], np.int32)
@@ -681,7 +683,8 @@ def test_batches_contain_variable_length_ids() -> None:
     done = 0
     for count in (3, 0, 20, 27):
         batch = slicer.take(count, loss_weight=1.0)
-        features, chosen = batch.sparse_features, slice(done, done + count)
+        features = batch.sparse_features
+        chosen = slice(done, done + count)
         assert (features.stride(), features["one"].values().tolist()) == (
             count,
             one[chosen].tolist(),

@@ -54,7 +54,8 @@ def test_fp32_equals_linear_layers(
 ) -> None:
     torch.manual_seed(0)
     mlp = MLP(13, sizes, final_activation=final_activation)
-    inputs, weights = torch.randn(rows, 13), torch.randn(rows, sizes[-1])
+    inputs = torch.randn(rows, 13)
+    weights = torch.randn(rows, sizes[-1])
     output, got = gradients(mlp, inputs, weights)
     expected_output, expected = gradients(
         reference(mlp, final_activation=final_activation), inputs, weights
@@ -74,7 +75,8 @@ def own_threads() -> Iterator[None]:
 
 def test_relu_backward_is_bit_identical_for_any_threads(own_threads: None) -> None:
     torch.manual_seed(0)
-    output, given = torch.randn(1000, 77), torch.randn(1000, 77)
+    output = torch.randn(1000, 77)
+    given = torch.randn(1000, 77)
     output[3, 5], given[4, 6] = float("nan"), float("inf")
     results = []
     for threads in (1, 2):
@@ -93,7 +95,8 @@ def test_relu_backward_is_bit_identical_for_any_threads(own_threads: None) -> No
 def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> None:
     torch.manual_seed(0)
     mlp = MLP(130, (64, 32, 16), final_activation=final_activation, precision="bf16")
-    inputs, weights = torch.randn(512, 130), torch.randn(512, 16)
+    inputs = torch.randn(512, 130)
+    weights = torch.randn(512, 16)
     output, got = gradients(mlp, inputs, weights)
     expected_output, expected = gradients(
         reference(mlp, final_activation=final_activation), inputs, weights
@@ -109,7 +112,8 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
 def test_linear_stack_repeats_bits_for_any_number_of_rows(precision: str) -> None:
     torch.manual_seed(0)
     mlp = MLP(40, (96, 1), final_activation=False, precision=precision)
-    inputs, weights = torch.randn(300, 40), torch.randn(300, 1)
+    inputs = torch.randn(300, 40)
+    weights = torch.randn(300, 1)
     _, first = gradients(mlp, inputs, weights)
     _, second = gradients(mlp, inputs, weights)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -121,10 +125,8 @@ def test_linear_stack_repeats_bits_for_any_number_of_rows(precision: str) -> Non
         torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in mlp.parameters()
     )
     torch.manual_seed(0)
-    mlp, inputs = (
-        MLP(13, (32, 16, 1), final_activation=False, precision=precision),
-        torch.randn(40, 13),
-    )
+    mlp = MLP(13, (32, 16, 1), final_activation=False, precision=precision)
+    inputs = torch.randn(40, 13)
     with torch.no_grad():
         together = mlp(inputs)
         alone = torch.cat([mlp(inputs[row : row + 1]) for row in range(40)])
@@ -142,7 +144,9 @@ def test_backward_does_not_modify_incoming_gradient(in_features: int) -> None:
 
 def test_layers_without_bias_and_without_activation() -> None:
     torch.manual_seed(0)
-    down, up, bias = torch.randn(24, 100), torch.randn(100, 24), torch.randn(100)
+    down = torch.randn(24, 100)
+    up = torch.randn(100, 24)
+    bias = torch.randn(100)
     inputs = torch.randn(50, 100)
     got = linear_stack(inputs, (down, None, up, bias), relus=(False, False), dtype=torch.float32)
     torch.testing.assert_close(got, inputs @ down.t() @ up.t() + bias, atol=1e-3, rtol=1e-4)
@@ -155,7 +159,8 @@ def test_input_major_weight_gradient_matches_output_major(
     in_features: int, out_features: int
 ) -> None:
     torch.manual_seed(0)
-    inputs, factors = torch.randn(50, in_features), torch.randn(50, out_features)
+    inputs = torch.randn(50, in_features)
+    factors = torch.randn(50, out_features)
     by_inputs = torch.randn(in_features, out_features, requires_grad=True)
     by_outputs = by_inputs.detach().t().contiguous().requires_grad_()
 
@@ -192,7 +197,8 @@ def test_tower_returns_precision_dtype(precision: Precision) -> None:
 
 
 # -- Batch normalization and means over all workers' rows
-FEATURES, STEPS = 3, 4
+FEATURES = 3
+STEPS = 4
 PARTS = ((0, 7), (7, 7), (7, 8))
 """Rows of each rank. One has none."""
 
@@ -206,7 +212,8 @@ def weights(count: int) -> torch.Tensor:
 
 
 def test_global_batch_norm_matches_torch_on_one_worker() -> None:
-    mine, theirs = GlobalBatchNorm(FEATURES), nn.BatchNorm1d(FEATURES)
+    mine = GlobalBatchNorm(FEATURES)
+    theirs = nn.BatchNorm1d(FEATURES)
     for step in range(STEPS):
         torch.testing.assert_close(mine(rows(step)), theirs(rows(step)))
     torch.testing.assert_close(mine.running_var, theirs.running_var)
@@ -275,7 +282,8 @@ def drawn(
     return dense.requires_grad_(), sparse.requires_grad_(), order  # type: ignore[return-value]
 
 
-FLOAT, HALF = torch.float32, torch.bfloat16
+FLOAT = torch.float32
+HALF = torch.bfloat16
 
 
 @pytest.mark.parametrize("kinds", [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (FLOAT, HALF)])
@@ -340,7 +348,8 @@ def test_kernel_raises_memory_error_and_torch_counts_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert kernel_threads.openmp_parallel() is not None
-    dense, sparse = torch.zeros(1, 1), torch.zeros(1, 1)
+    dense = torch.zeros(1, 1)
+    sparse = torch.zeros(1, 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     arguments = dots._structure(dense, sparse, [0], torch.zeros(1, 2))
     arguments.vectors = 1 << 26  # Their products exceed the address space
@@ -399,7 +408,9 @@ def decisions(policy: WaitPolicy, shares: list[float], *, start_s: float = 0.0) 
 def test_wait_policy_and_ratio_follow_contention() -> None:
     assert decisions(WaitPolicy(), [0.9, 0.9, 0.9, 0.9, 0.1] * 3) == [False] * 15
     assert decisions(WaitPolicy(), [*ROW, 0.0]) == [False, False, False, False, True, True]
-    policy, now_s, short_s = WaitPolicy(), 0.0, []
+    policy = WaitPolicy()
+    now_s = 0.0
+    short_s = []
     decisions(policy, ROW[1:])
     for _ in range(9):
         assert policy.update(1.0, now_s)

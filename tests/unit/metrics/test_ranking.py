@@ -54,7 +54,9 @@ def rows(draw: st.DrawFn) -> Rows:
 
 
 def by_hand(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    total, counted, found = 0.0, 0, 0
+    total = 0.0
+    counted = 0
+    found = 0
     for group in set(groups.tolist()) - {NO_GROUP}:
         mine = groups == group
         if len(set(labels[mine].tolist())) == 2:
@@ -69,10 +71,8 @@ def by_hand(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> dict[
 
 def at_k(order: tuple[int, ...], labels: np.ndarray, k: int) -> tuple[float, float, float, float]:
     """Return NDCG, recall, hit rate and reciprocal rank of one order of a group's rows."""
-    positives, ranks = (
-        int(labels.sum()),
-        [rank for rank, row in enumerate(order, start=1) if labels[row]],
-    )
+    positives = int(labels.sum())
+    ranks = [rank for rank, row in enumerate(order, start=1) if labels[row]]
     ideal = sum(1 / math.log2(rank + 1) for rank in range(1, min(k, positives) + 1))
     gain = sum(1 / math.log2(rank + 1) for rank in ranks if rank <= k)
     return (
@@ -91,7 +91,8 @@ def over_all_orders(
     for group in set(groups.tolist()) - {NO_GROUP}:
         mine = groups == group
         if labels[mine].any():
-            orders, scores = itertools.permutations(range(int(mine.sum()))), logits[mine]
+            orders = itertools.permutations(range(int(mine.sum())))
+            scores = logits[mine]
             allowed = (
                 order
                 for order in orders
@@ -139,7 +140,8 @@ def test_ndcg_matches_scikit_learn(k: int) -> None:
 def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million groups of three rows with one positive, in one part."""
     monkeypatch.setattr(ranking, "_PART_ROWS", 1 << 30)
-    num_groups, size = 1_000_000, 3
+    num_groups = 1_000_000
+    size = 3
     rank = np.random.default_rng(0).integers(1, size + 1, num_groups)
     groups = np.repeat(np.arange(1, num_groups + 1), size)
     logits = np.tile(-np.arange(size), num_groups)
@@ -151,7 +153,8 @@ def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance, rows = np.random.default_rng(1), 100_000
+    chance = np.random.default_rng(1)
+    rows = 100_000
     case = (
         chance.integers(-300, 300, rows),
         chance.integers(-50, 50, rows).astype(np.float32),
@@ -254,7 +257,9 @@ def two_classes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     many = st.floats(-12, 12, width=32)  # scikit-learn's probabilities would round to 1 outside
     logits = draw(hnp.arrays(np.float32, count, elements=draw(st.sampled_from([few, many]))))
     labels = draw(hnp.arrays(np.int64, count, elements=st.integers(0, 1)))
-    labels[0], labels[1] = 0, 1  # Both classes
+    # Both classes
+    labels[0] = 0
+    labels[1] = 1
     return logits, labels
 
 
@@ -281,7 +286,8 @@ def test_binary_metrics_match_scikit_learn(case: tuple[np.ndarray, np.ndarray]) 
 @given(two_classes())
 def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndarray]) -> None:
     logits, labels = case
-    positives, negatives = logits[labels == 1][:, None], logits[labels == 0][None, :]
+    positives = logits[labels == 1][:, None]
+    negatives = logits[labels == 0][None, :]
     pairs = int(2 * (positives > negatives).sum() + (positives == negatives).sum())
     assert metrics.auroc(logits, labels) == pairs / (2 * positives.size * negatives.size)
 
@@ -309,7 +315,8 @@ def test_undefined_metrics_are_nan_and_invalid_rows_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = np.random.default_rng(1)
-    logits, labels = generator.normal(size=1000).round(1), generator.integers(0, 2, 1000)
+    logits = generator.normal(size=1000).round(1)
+    labels = generator.integers(0, 2, 1000)
     whole = metrics.binary_metrics(logits, labels)
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 7)
     blocks = metrics.binary_metrics(logits, labels)
@@ -338,7 +345,8 @@ def test_accumulator_matches_metrics_also_in_half_precision(
 ) -> None:
     monkeypatch.setattr(metrics, "_BLOCK_ROWS", 16)
     generator = np.random.default_rng(2)
-    logits, labels = generator.normal(size=100).astype(np.float32), generator.integers(0, 2, 100)
+    logits = generator.normal(size=100).astype(np.float32)
+    labels = generator.integers(0, 2, 100)
     accumulator = metrics.BinaryMetricsAccumulator()
     for start, stop in [(0, 5), (5, 5), (5, 60), (60, 100)]:
         part = torch.from_numpy(logits[start:stop]).reshape(-1, 1).requires_grad_()
@@ -432,9 +440,11 @@ def test_poisson_intervals_contain_true_value_and_shrink() -> None:
     for name, (low, high) in found.items():
         assert low < metrics[name] < high
     low, high = found["auroc"]
-    area, positives = metrics["auroc"], int(labels.sum())
+    area = metrics["auroc"]
+    positives = int(labels.sum())
     # Hanley & McNeil 1982, which is slightly too wide.
-    first, second = area / (2 - area), 2 * area**2 / (1 + area)
+    first = area / (2 - area)
+    second = 2 * area**2 / (1 + area)
     negatives = len(labels) - positives
     variance = (
         area * (1 - area)
@@ -461,7 +471,8 @@ def test_auroc_difference_matches_delong(decimals: int) -> None:
         decimals
     )
     aurocs, covariance = _delong_by_pairs((logits, others), labels)
-    difference, error = aurocs[0] - aurocs[1], math.sqrt(covariance.trace() - 2 * covariance[0, 1])
+    difference = aurocs[0] - aurocs[1]
+    error = math.sqrt(covariance.trace() - 2 * covariance[0, 1])
     found = compare(logits, others, labels, FEW)["auroc"]
     assert (found.method, found.difference) == ("delong", pytest.approx(difference, abs=1e-12))
     assert found.high - found.low == pytest.approx(2 * 1.959964 * error, rel=1e-6)
@@ -503,10 +514,8 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
         variance**2 / (of_seeds[0] ** 2 / 2 + of_seeds[1] ** 2), scale=math.sqrt(variance)
     )
     scores = [SeededScores.of((row, labels) for row in each) for each in logits]
-    found, difference = (
-        significance.compare_seeds(*scores, confidence=0.9),
-        aurocs[:3].mean() - aurocs[3:].mean(),
-    )
+    found = significance.compare_seeds(*scores, confidence=0.9)
+    difference = aurocs[:3].mean() - aurocs[3:].mean()
     expected = (
         difference,
         2 * student.sf(abs(difference)),
@@ -529,7 +538,8 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
 @pytest.mark.parametrize("noise", [(2.0, 0.0, 0.0), (0.5, 2.0, 0.0), (1.0, 0.5, 0.1)])
 def test_equal_settings_have_uniform_p_values_over_seeds(noise: tuple[float, float, float]) -> None:
     """Settings that differ at random: by rows, by seeds, or both."""
-    rng, found = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    found = []
     for _ in range(150):
         labels = (rng.random(300) < 0.3).astype(np.uint8)
         scores = [
@@ -545,7 +555,8 @@ def test_equal_settings_have_uniform_p_values_over_seeds(noise: tuple[float, flo
 def test_compare_detects_worse_but_no_equal_model() -> None:
     logits, labels = _rows(20_000)
     noise = np.random.default_rng(3).normal(0, 0.5, 20_000).astype(np.float32)
-    metrics, others = binary_metrics(logits, labels), binary_metrics(logits + noise, labels)
+    metrics = binary_metrics(logits, labels)
+    others = binary_metrics(logits + noise, labels)
     for name, found in compare(logits, logits + noise, labels, FEW).items():
         assert found.difference == pytest.approx(metrics[name] - others[name], rel=1e-9), name
         assert found.low < found.difference < found.high
@@ -585,14 +596,14 @@ def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
     ("negatives", "positives"), [(0, 0), (0, 1), (1, 1), (1, 2), (12, 12), (96, 4), (25, 5)]
 )
 def test_intervals_need_enough_rows_and_positives(negatives: int, positives: int) -> None:
-    labels, rows = np.repeat([0, 1], [negatives, positives]), negatives + positives
+    labels = np.repeat([0, 1], [negatives, positives])
+    rows = negatives + positives
     logits = np.linspace(-1, 1, rows)
-    found, differences = (
-        intervals(logits + 0.5 * labels, labels, FEW),
-        compare(logits, -logits, labels, FEW),
-    )
+    found = intervals(logits + 0.5 * labels, labels, FEW)
+    differences = compare(logits, -logits, labels, FEW)
     for name, (low, high) in found.items():
-        difference, has_positives = differences[name], positives >= 5 or name == "logloss"
+        difference = differences[name]
+        has_positives = positives >= 5 or name == "logloss"
         numbers = (low, high, difference.low, difference.high, difference.p_value)
         assert [math.isfinite(number) for number in numbers] == [
             rows >= 30 and has_positives

@@ -160,7 +160,8 @@ def batch(*numbers: float) -> Batch:
 
 
 def test_unlabeled_model_learns_and_predicts_columns_and_fields() -> None:
-    model, metrics = whole_model(CONFIG, [4], inputs=INPUTS), RowMetrics()
+    model = whole_model(CONFIG, [4], inputs=INPUTS)
+    metrics = RowMetrics()
     loss, output = model(batch(0.0, 1.0, 2.0))
     assert (loss.item(), dict(output.measures)) == (6.0, {})
     model.eval()
@@ -209,16 +210,15 @@ def test_label_fields_match_schema_and_ensembles_need_mean() -> None:
     ]
     assert isinstance(heads[2], NumberHead)
     (head,) = label_heads("views", kind="count")
-    logs, counts, weights = (
-        torch.tensor([0.0, 1.0, -1.0]),
-        torch.tensor([2.0, 0.0, 1.0]),
-        torch.tensor([1.0, 0.5, 2.0]),
-    )
+    logs = torch.tensor([0.0, 1.0, -1.0])
+    counts = torch.tensor([2.0, 0.0, 1.0])
+    weights = torch.tensor([1.0, 0.5, 2.0])
     expected = functional.poisson_nll_loss(logs, counts, reduction="none") * weights
     torch.testing.assert_close(head.losses({"views": logs}, {"views": counts}, weights), expected)
     metrics = head.accumulator()
     metrics.update(logs, counts)
-    means, wanted = logs.exp().double().numpy(), counts.double().numpy()
+    means = logs.exp().double().numpy()
+    wanted = counts.double().numpy()
     deviance = 2 * np.mean(
         np.where(wanted > 0, wanted * np.log(np.maximum(wanted, 1) / means), 0) - wanted + means
     )
@@ -384,10 +384,8 @@ def _unpacked(table: np.ndarray, row_format: RowFormat) -> np.ndarray:
     dim = row_format.dim
     if row_format.quantization == "int8":
         affine = np.ascontiguousarray(table[:, dim:]).view(np.float32)
-        integers, torchs = (
-            table[:, :dim],
-            torch.ops.quantized.embedding_bag_byte_unpack(torch.from_numpy(table)),
-        )
+        integers = table[:, :dim]
+        torchs = torch.ops.quantized.embedding_bag_byte_unpack(torch.from_numpy(table))
     elif row_format.quantization == "int4":
         affine = np.ascontiguousarray(table[:, dim // 2 :]).view(np.float16).astype(np.float32)
         integers = np.stack([table[:, : dim // 2] & 15, table[:, : dim // 2] >> 4], axis=2).reshape(
@@ -427,8 +425,10 @@ def _expected(tables: list[np.ndarray], lookups: list[Lookup], rows: int) -> np.
 def test_pooled_lookups_match_numpy(
     quantization: Quantization, half_dim: int, rows: int, sizes: list[int], id_type: type, seed: int
 ) -> None:
-    rng, row_format = np.random.default_rng(seed), RowFormat(quantization, 2 * half_dim)
-    tables, lookups = [], []
+    rng = np.random.default_rng(seed)
+    row_format = RowFormat(quantization, 2 * half_dim)
+    tables = []
+    lookups = []
     for size in sizes:  # -1: any number
         num_embeddings = int(rng.integers(1, 300))
         values = (
@@ -452,9 +452,11 @@ def test_pooled_lookups_match_numpy(
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_weighted_lookup_matches_numpy(quantization: Quantization) -> None:
-    rng, row_format = np.random.default_rng(0), RowFormat(quantization, 6)
+    rng = np.random.default_rng(0)
+    row_format = RowFormat(quantization, 6)
     table = row_format.pack(rng.standard_normal((9, 6)).astype(np.float32), table="t")
-    values, weights = _unpacked(table, row_format), rng.standard_normal(4).astype(np.float32)
+    values = _unpacked(table, row_format)
+    weights = rng.standard_normal(4).astype(np.float32)
     lookup = Lookup(np.array([8, 0, 3, 8]), np.array([0, 3, 3, 4]), weights)
     pooled = HostTables(row_format, [table]).pool([lookup], 3).numpy()
     first = weights[0] * values[8] + weights[1] * values[0] + weights[2] * values[3]
@@ -475,12 +477,14 @@ def test_weighted_lookup_accepts_rows_larger_than_stack() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp32", "int8"])
 def test_unpooled_lookups_and_skipped_columns_match_numpy(quantization: Quantization) -> None:
-    rng, row_format = np.random.default_rng(0), RowFormat(quantization, 4)
+    rng = np.random.default_rng(0)
+    row_format = RowFormat(quantization, 4)
     packed = [
         row_format.pack(rng.standard_normal((9, 4)).astype(np.float32), table="t") for _ in range(3)
     ]
     values = [_unpacked(table, row_format) for table in packed]
-    ids, list_ids = np.array([8, 0], np.int32), np.array([3, 3, 0, 7, 1])
+    ids = np.array([8, 0], np.int32)
+    list_ids = np.array([3, 3, 0, 7, 1])
     for tables in (
         HostTables(row_format, packed),
         DeviceTables(row_format, [torch.from_numpy(a) for a in packed]),

@@ -19,7 +19,8 @@ from rayrec.models.ranking.dlrm import DLRMConfig
 from rayrec.models.ranking.finalnet import FinalNetConfig
 from rayrec.schema import Label
 
-ROWS, DIM = 12, 4
+ROWS = 12
+DIM = 4
 LABELS = (Label(name="like"), Label(name="seconds", kind="number"))
 DLRM = DLRMConfig(
     interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1), embedding_penalty=0.1
@@ -40,7 +41,8 @@ def batch(inputs: ModelInputs) -> Batch:
     features = KeyedJaggedTensor(
         keys=["a", "b"], values=ids, lengths=torch.ones(2 * ROWS, dtype=torch.int32), stride=ROWS
     )
-    dense, weights = torch.rand(ROWS, 2, generator=chance), torch.rand(ROWS, generator=chance)
+    dense = torch.rand(ROWS, 2, generator=chance)
+    weights = torch.rand(ROWS, generator=chance)
     return Batch({"dense": dense}, 1 / ROWS, features, labels, weights=weights)
 
 
@@ -56,7 +58,8 @@ def test_ensemble_members_learn_independently(
     whole = whole_model(config.replace(members=3), [5, 5], inputs=inputs)
     loss, output = whole(rows)
     loss.backward()
-    logits, losses = [], []
+    logits = []
+    losses = []
     for number, network in enumerate(whole.head.network.members):
         alone = whole_model(config, [5, 5], inputs=inputs)
         columns = slice(number * DIM, (number + 1) * DIM)
@@ -91,7 +94,8 @@ def test_members_have_equal_parts_of_rows() -> None:
     network = build_network(
         DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2), inputs
     ).eval()
-    item, values = torch.rand(ROWS, 2 * DIM), torch.rand(3 * ROWS, 2 * DIM)
+    item = torch.rand(ROWS, 2 * DIM)
+    values = torch.rand(3 * ROWS, 2 * DIM)
     lengths = torch.full((ROWS,), 3)
     lists = {"history": JaggedEmbeddings(values, lengths)}
     made = network(
@@ -199,17 +203,14 @@ def test_embedding_penalty_applies_to_network_inputs() -> None:
         vocabularies=("item", "item", "tags"),
         lists=(("history", None), ("tags", None)),
     )
-    item, history, tags = (
-        torch.tensor([0, 1, 2]),
-        torch.tensor([1, 1, 3, 0]),
-        torch.tensor([0, 1, 1, 4, 2]),
-    )
-    of_history, of_tags = torch.tensor([3, 0, 1]), torch.tensor([2, 3, 0])
+    item = torch.tensor([0, 1, 2])
+    history = torch.tensor([1, 1, 3, 0])
+    tags = torch.tensor([0, 1, 1, 4, 2])
+    of_history = torch.tensor([3, 0, 1])
+    of_tags = torch.tensor([2, 3, 0])
     pooled = KeyedJaggedTensor(keys=["tags"], values=tags, lengths=of_tags, stride=3)
-    ids, lengths = (
-        torch.cat([item, history]),
-        torch.cat([torch.ones(3, dtype=torch.int64), of_history]),
-    )
+    ids = torch.cat([item, history])
+    lengths = torch.cat([torch.ones(3, dtype=torch.int64), of_history])
     listed = KeyedJaggedTensor(keys=["item", "history"], values=ids, lengths=lengths, stride=3)
     labels = {"click": torch.tensor([1.0, 0.0, 1.0])}
     batch = Batch({"dense": torch.zeros(3, 0)}, 1 / 3, pooled, labels, sequence_features=listed)

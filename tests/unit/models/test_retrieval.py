@@ -61,7 +61,8 @@ def test_candidate_rows_match_vocabulary_ids(column: SparseColumn, missing: int 
     schema = Schema(label=None, sparse=("item",), tokens="any")
     preprocessor = make_preprocessor(schema, sparse=(column,))
     ((name, rows),) = candidate_rows(preprocessor)
-    ids, table = column.ids(), torch.arange(column.num_embeddings)
+    ids = column.ids()
+    table = torch.arange(column.num_embeddings)
     assert (name, rows.missing, rows.count) == ("item", missing, 5)
     np.testing.assert_array_equal(rows.of_table(table), np.sort(ids))
     np.testing.assert_array_equal(np.flatnonzero(rows.contains(table.numpy())), np.sort(ids))
@@ -621,7 +622,8 @@ def test_item_features_must_be_single_categories() -> None:
 
 # -- Means and counts of an evaluation
 def test_evaluations_average_measures_and_add_up_counts() -> None:
-    rows, tables = RowMetrics(), MeasureTotals()
+    rows = RowMetrics()
+    tables = MeasureTotals()
     for recall, targets in (([1.0, 0.0, 0.0], [1, 1, 1]), ([1.0], [1, 0]), ([], [])):
         measures = {
             "recall": torch.tensor(recall),

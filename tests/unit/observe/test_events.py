@@ -301,7 +301,9 @@ def test_concurrent_writers_never_interleave(path: Path) -> None:
 def test_first_lines_of_two_threads_open_file_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_file, opened, both = os.open, list[int](), threading.Barrier(2)
+    open_file = os.open
+    opened = list[int]()
+    both = threading.Barrier(2)
 
     def open_slowly(*arguments: Any, **options: Any) -> int:
         opened.append(open_file(*arguments, **options))
@@ -326,7 +328,8 @@ def test_first_lines_of_two_threads_open_file_once(
 
 
 def test_follow_yields_events_of_growing_file(path: Path) -> None:
-    stop, line = threading.Event(), b'{"time": 1.0, "kind": "step", "step": 2}\n'
+    stop = threading.Event()
+    line = b'{"time": 1.0, "kind": "step", "step": 2}\n'
     events = follow(path, stop=stop, poll_s=0.005)
     threading.Timer(0.03, _write, (path,), {"step": 0}).start()  # The file does not exist yet.
     assert next(events)["step"] == 0
@@ -362,7 +365,9 @@ def url(folder: Path) -> str:
 
 class Store:
     def __init__(self) -> None:
-        self.is_out, self.num_uploads, self.num_refused = False, 0, 0
+        self.is_out = False
+        self.num_uploads = 0
+        self.num_refused = 0
         self._write = storage.write_bytes
 
     def write_bytes(self, path: str, data: bytes) -> None:
@@ -584,7 +589,8 @@ def test_follow_waits_during_store_outage(url: str, monkeypatch: pytest.MonkeyPa
     _write_steps(url, 1)
     _write_steps(url, 2)
     # The second part fails after the first was read.
-    read, failures = storage.read_bytes, [False, True, True, True]
+    read = storage.read_bytes
+    failures = [False, True, True, True]
 
     def fail(path: str) -> bytes:
         if failures and failures.pop(0):

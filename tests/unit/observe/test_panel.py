@@ -246,7 +246,8 @@ def test_console_prints_plain_lines_unless_quiet(
 
 def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")  # A dumb terminal shows nothing until the end.
-    events, out = run_events.run(), io.StringIO()
+    events = run_events.run()
+    out = io.StringIO()
     cut = run_events.cut(events)
     run_events.write_run(tmp_path, events[:cut])
 
@@ -292,7 +293,9 @@ def test_top_returns_when_run_fails_or_stops(
 class Stream(io.StringIO):
     def __init__(self, *, terminal: bool) -> None:
         super().__init__()
-        self.terminal, self.full, self.num_errors = terminal, False, 0
+        self.terminal = terminal
+        self.full = False
+        self.num_errors = 0
 
     def isatty(self) -> bool:
         return self.terminal
@@ -351,10 +354,8 @@ def test_console_survives_broken_pipe(unbuffered: str) -> None:
     code += "[console.note(f'note {number}') for number in range(3)]; print('the result')\n"
     read, write = os.pipe()
     os.close(read)
-    command, environment = (
-        [sys.executable, "-c", code],
-        {**os.environ, "PYTHONUNBUFFERED": unbuffered},
-    )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False
     )
@@ -370,7 +371,8 @@ def test_console_keeps_colors_and_live_lines(
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
-    ours, plain = Console()._out, RichConsole(stderr=True)
+    ours = Console()._out
+    plain = RichConsole(stderr=True)
     assert (ours.is_terminal, ours.color_system, ours.encoding) == (
         True,
         plain.color_system,

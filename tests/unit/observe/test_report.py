@@ -185,7 +185,9 @@ def test_samples_mark_wrong_predictions_and_page_shows_progress(finished: str) -
 
 
 def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
-    run, out, plain = run_events.write_run(tmp_path / "run"), tmp_path / "out", tmp_path / "plain"
+    run = run_events.write_run(tmp_path / "run")
+    out = tmp_path / "out"
+    plain = tmp_path / "plain"
     assert report.write(run) == f"{run}/report.html"
     plain.write_text("")  # An existing file.
     for place, path in (
@@ -244,7 +246,8 @@ def _click(
 
 def test_time_section_sums_phases_and_fifths() -> None:
     page = report.render(_click())
-    whole, course = _chart(page, "Full run"), _chart(page, "Over the run")
+    whole = _chart(page, "Full run")
+    course = _chart(page, "Over the run")
     assert "; ".join(tip.removeprefix("total, ") for tip in _tips(whole)) == (
         "waiting for data: 2 s (18.0%); forward pass: 2.5 s (22.5%); backward pass: 3.5 s (31.5%); "
         "optimizer: 0.5 s (4.5%); waiting for other workers: 1 s (9.0%); everything else: 0.5 s "

@@ -412,7 +412,9 @@ def test_process_age_counts_from_start(tmp_path: Path) -> None:
 
 
 # -- Diagnosis of runs with planted bottlenecks
-INTERVAL_S, ROWS, SHARES = 10.0, 10_000, ("busy", "cpu_share", "queue_share")
+INTERVAL_S = 10.0
+ROWS = 10_000
+SHARES = ("busy", "cpu_share", "queue_share")
 SAVED = {"kind": "checkpoint", "stall_s": 1.0, "write_s": 1.0, "bytes": 1}
 EVALUATED = {"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}
 
@@ -666,7 +668,8 @@ def test_warm_time_excludes_first_interval_with_saves() -> None:
 
     events = [start, *held_up(first), *held_up(second)]
     summary = RunSummary(events)
-    whole, warm = summary.time, summary.warm_time
+    whole = summary.time
+    warm = summary.warm_time
     assert (whole.evaluation_s, whole.checkpoint_s) == (6.0, 2.0)
     assert (warm.training_s, warm.evaluation_s, warm.checkpoint_s) == (
         pytest.approx(INTERVAL_S),
@@ -699,10 +702,8 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     block = {**first, "seconds": 10.0, "stages": told}
     nothing = {**block, "rows": 0, "stages": []}
     whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
-    apart, together = (
-        data_side([start, first, nothing, nothing, block]),
-        data_side([start, first, whole]),
-    )
+    apart = data_side([start, first, nothing, nothing, block])
+    together = data_side([start, first, whole])
     assert (apart, apart.busy) == (together, pytest.approx(0.2))
     # Eight busy CPUs, then two: no CPU paused.
     all_busy = {"parse": (1.0, 1.0, 0.0)}

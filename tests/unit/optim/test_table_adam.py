@@ -29,7 +29,9 @@ from rayrec.optim.table_adam import (
     TablePart,
 )
 
-ROWS, COLUMNS, STEPS = 40, 6, 200
+ROWS = 40
+COLUMNS = 6
+STEPS = 200
 
 
 def gradient_of(step: int) -> torch.Tensor:
@@ -70,7 +72,8 @@ def trained(optimizer: Any, table: torch.nn.Parameter, *, sparse: bool = False) 
 )
 def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
     settings: dict[str, Any] = {"betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": weight_decay}
-    expected, found = start(), start()
+    expected = start()
+    found = start()
     reference = (torch.optim.Adam if kind == "adam" else torch.optim.AdamW)(
         [expected], lr=0.01, **settings
     )
@@ -86,7 +89,8 @@ def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
 
 
 def test_sparse_adam_matches_torch() -> None:
-    expected, found = start(), start()
+    expected = start()
+    found = start()
     # SparseAdam does not scale eps as Adam does. With a tiny eps, they are the same formula.
     reference = torch.optim.SparseAdam([expected], lr=0.01, eps=1e-20)
     own = TableAdam.from_parameters(
@@ -243,7 +247,8 @@ def test_data_parallel_optimizer_matches_formula(kind: Any, eps: float) -> None:
     group["lr"] = 0.1  # type: ignore[index]  # as a schedule does
     gradient = torch.zeros(5, 4)
     gradient[1], gradient[3] = torch.tensor([2.0, 4.0, -6.0, 8.0]), torch.full((4,), 0.5)
-    expected, squares = torch.ones(5, 4), torch.zeros(5, 4)
+    expected = torch.ones(5, 4)
+    squares = torch.zeros(5, 4)
     for _ in range(3):
         optimizer.zero_grad()
         (table * gradient).sum().backward()
@@ -439,16 +444,24 @@ def test_fused_optimizer_matches_plain_rule(kind: Any) -> None:
 
 
 def test_lamb_matches_paper() -> None:
-    start, beta1, beta2, rate, decay, eps = torch.tensor([3.0, -2.0]), 0.8, 0.9, 0.1, 0.2, 1e-3
+    start = torch.tensor([3.0, -2.0])
+    beta1 = 0.8
+    beta2 = 0.9
+    rate = 0.1
+    decay = 0.2
+    eps = 1e-3
     settings: dict[str, Any] = {
         "learning_rate": rate,
         "weight_decay": decay,
         "betas": (beta1, beta2),
         "eps": eps,
     }
-    parameter, zero = Parameter(start.clone()), Parameter(torch.zeros(2))
+    parameter = Parameter(start.clone())
+    zero = Parameter(torch.zeros(2))
     optimizer = optim.DenseOptimizerConfig(kind="lamb", **settings).build([parameter, zero])
-    x, m, v = start.double().numpy(), 0.0, 0.0
+    x = start.double().numpy()
+    m = 0.0
+    v = 0.0
     for step in range(1, 6):
         gradient = [0.5 * step, -1.0 / step]
         parameter.grad, zero.grad = torch.tensor(gradient), torch.zeros(2)
@@ -466,8 +479,13 @@ def test_lamb_matches_paper() -> None:
 
 
 def test_lars_matches_paper() -> None:
-    start, rate, decay, momentum, trust = torch.tensor([3.0, -2.0]), 0.5, 0.2, 0.9, 0.01
-    parameter, zero = Parameter(start.clone()), Parameter(torch.zeros(2))
+    start = torch.tensor([3.0, -2.0])
+    rate = 0.5
+    decay = 0.2
+    momentum = 0.9
+    trust = 0.01
+    parameter = Parameter(start.clone())
+    zero = Parameter(torch.zeros(2))
     settings: dict[str, Any] = {
         "learning_rate": rate,
         "weight_decay": decay,
@@ -475,7 +493,8 @@ def test_lars_matches_paper() -> None:
         "trust_coefficient": trust,
     }
     optimizer = optim.DenseOptimizerConfig(kind="lars", **settings).build([parameter, zero])
-    x, v = start.double().numpy(), 0.0
+    x = start.double().numpy()
+    v = 0.0
     for step in range(1, 6):
         gradient = [0.5 * step, -1.0 / step]
         parameter.grad, zero.grad = torch.tensor(gradient), torch.tensor([1.0, 0.0])
@@ -552,10 +571,8 @@ def _sharded(config: optim.SparseOptimizerConfig) -> tuple[Any, Any]:
     collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
     optimizer_class, kwargs = config.build()
     _apply_optimizer_in_backward(optimizer_class, collection.parameters(), kwargs)
-    sharder, site = (
-        EmbeddingBagCollectionSharder(),
-        {"local_size": 1, "world_size": 1, "device_type": "cpu"},
-    )
+    sharder = EmbeddingBagCollectionSharder()
+    site = {"local_size": 1, "world_size": 1, "device_type": "cpu"}
     by_table = {"t": table_wise(rank=0, compute_kernel="fused")}
     plan = ShardingPlan(
         plan={"": construct_module_sharding_plan(collection, by_table, sharder=sharder, **site)}
@@ -587,7 +604,8 @@ def _step(model: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_fused_kernel_matches_formula(single_rank: None, kind: Any) -> None:
-    learning_rate, eps = 0.1, 0.25
+    learning_rate = 0.1
+    eps = 0.25
     model, kernel = _sharded(
         optim.SparseOptimizerConfig(kind=kind, learning_rate=learning_rate, eps=eps)
     )
@@ -595,7 +613,8 @@ def test_fused_kernel_matches_formula(single_rank: None, kind: Any) -> None:
     # The id is twice in the bag: summed first, then applied once
     gradient[1] = 2 * torch.tensor(_GRADIENTS[0])
     gradient[3] = torch.tensor(_GRADIENTS[1])
-    expected, squares = torch.ones(5, 4), torch.zeros(5, 4)
+    expected = torch.ones(5, 4)
+    squares = torch.zeros(5, 4)
     for _ in range(3):
         _step(model)
         squares += gradient**2 if kind == "adagrad" else (gradient**2).mean(dim=1, keepdim=True)

@@ -123,10 +123,8 @@ def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
 
 def from_raw(config: TrainConfig, adopted: Path) -> TrainConfig:
     """Return the counterpart of `config` for the raw log of adopted rows."""
-    path, preset = (
-        str(adopted / "preprocessor"),
-        {"multi_hot": None, "split": {"kind": "last_file"}},
-    )
+    path = str(adopted / "preprocessor")
+    preset = {"multi_hot": None, "split": {"kind": "last_file"}}
     schema = Preprocessor.load(path).schema.to_dict()
     return config.updated({"workload": {"schema": schema, "preprocessor": path, "preset": preset}})
 
@@ -196,7 +194,8 @@ def test_adopt_reads_mixed_types_and_takes_large_ids_modulo(
     adopted: Path, npy: Path, tmp_path: Path
 ) -> None:
     order = np.random.default_rng(0).permutation(sum(ROWS))
-    rows, ordered = read(adopted), read(adopted, order)
+    rows = read(adopted)
+    ordered = read(adopted, order)
     assert ordered.ids[0].dtype == np.int32
     np.testing.assert_array_equal(np.array(ordered.ids), np.array(rows.ids)[:, order])
     np.testing.assert_array_equal(ordered.dense, rows.dense[order])
@@ -324,7 +323,8 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
     """Archives like those of materialize_synthetic_multihot_dataset.py, without labels and dense
     features.
     """
-    bags, raw = tmp_path / "bags", tmp_path / "raw"
+    bags = tmp_path / "bags"
+    raw = tmp_path / "raw"
     bags.mkdir()
     raw.mkdir()
     rng = np.random.default_rng(1)
@@ -371,7 +371,8 @@ def test_adopt_skips_invalid_rows(folder: Path) -> None:
     label other than 0 and 1.
     """
     dense, labels = (np.load(folder / f"day_0_{part}.npy") for part in ("dense", "labels"))
-    dense[[0, 131, 132], 2], labels[[200, 0]] = (-np.inf, np.nan, np.inf), 2
+    dense[[0, 131, 132], 2] = (-np.inf, np.nan, np.inf)
+    labels[[200, 0]] = 2
     np.save(folder / "day_0_dense.npy", dense)
     np.save(folder / "day_0_labels.npy", labels)
     rejects(
@@ -585,7 +586,8 @@ def cells(name: str, dtype: str, **others: Any) -> Sample:
     return lambda row: {name: row.astype(dtype), **others}
 
 
-FIXED, fixed = {"tokens": "ndarray:uint16:16"}, cells("tokens", "uint16")
+FIXED = {"tokens": "ndarray:uint16:16"}
+fixed = cells("tokens", "uint16")
 OTHERS = {"attention_mask": "ndarray:uint8", "input_ids": "ndarray:int64", "label": "int"}
 others = cells("input_ids", "int64", attention_mask=np.ones(BLOCK, np.uint8), label=3)
 
@@ -653,7 +655,8 @@ def test_adopted_shards_keep_rows(
 def test_adopt_writes_next_to_shards_at_url(
     tmp_path: Path, tokenizer: Path, compression: str | None
 ) -> None:
-    columns, sample = {"tokens": "ndarray:int32"}, cells("tokens", "int32")
+    columns = {"tokens": "ndarray:int32"}
+    sample = cells("tokens", "int32")
     folder = write(tmp_path / "set", columns, sample, compression=compression, hashes=["xxh64"])
     url = f"file://{folder}"
     rejects(
@@ -763,7 +766,8 @@ def test_rows_of_unequal_length_are_packed_or_padded(
         else:
             expected += [np.pad(row[:BLOCK], (0, BLOCK - len(row[:BLOCK]))) for row in of_shard]
     np.testing.assert_array_equal(adopted_rows(str(folder), tmp_path / "cache"), np.stack(expected))
-    train_set, inserted = made["sets"]["train"], len(rows) if layout == "pack" else 0
+    train_set = made["sets"]["train"]
+    inserted = len(rows) if layout == "pack" else 0
     assert train_set["blocks"] == len(expected)
     assert train_set["tokens"] + train_set["tokens_left_out"] in range(
         sum(map(len, rows)), sum(map(len, rows)) + inserted + 1
@@ -777,7 +781,8 @@ def test_padded_loss_matches_loss_of_rows() -> None:
     model = (
         GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0).build(260).eval()
     )
-    tokens, lengths = torch.from_numpy(TOKEN_ROWS[:4].copy()), torch.tensor([16, 7, 2, 1])
+    tokens = torch.from_numpy(TOKEN_ROWS[:4].copy())
+    lengths = torch.tensor([16, 7, 2, 1])
     losses = row_losses(model, tokens * (torch.arange(BLOCK) < lengths[:, None]), lengths)
     for row, length, loss in zip(tokens[:3], lengths.tolist()[:3], losses[:3], strict=True):
         torch.testing.assert_close(loss, row_losses(model, row[None, :length])[0])

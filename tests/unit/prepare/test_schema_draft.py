@@ -22,19 +22,18 @@ from rayrec.prepare import schema_draft
 from rayrec.prepare.schema_draft import draft
 from rayrec.schema import Schema, load_schema
 
-ROWS, RANDOM = range(400), random.Random(0)
+ROWS = range(400)
+RANDOM = random.Random(0)
 
 
 def pick(*values: Any) -> list[Any]:
     return [RANDOM.choice(values) for _ in ROWS]
 
 
-CLICKS, IDS, PRICES, ITEMS = (
-    pick(0, 1),
-    [f"{n:016x}" for n in ROWS],
-    [RANDOM.random() * 9 for _ in ROWS],
-    pick(*range(9)),
-)
+CLICKS = pick(0, 1)
+IDS = [f"{n:016x}" for n in ROWS]
+PRICES = [RANDOM.random() * 9 for _ in ROWS]
+ITEMS = pick(*range(9))
 TIMES = [datetime(2026, 1, 1) + timedelta(minutes=n) for n in ROWS]
 GENRES = [
     RANDOM.sample(("action", "comedy", "drama", "horror", "war"), RANDOM.randrange(1, 4))
@@ -197,10 +196,8 @@ def write(path: Path, columns: dict[str, list[Any]], delimiter: str = ",") -> st
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
-    log, out = (
-        write(tmp_path / name, SHAPES[name][0], "\t" if name.endswith(".tsv") else ","),
-        str(tmp_path / "schema.yaml"),
-    )
+    log = write(tmp_path / name, SHAPES[name][0], "\t" if name.endswith(".tsv") else ",")
+    out = str(tmp_path / "schema.yaml")
     assert cli.run(["schema", log, "--out", out, "-q"]) == 0
     assert yaml.safe_load(Path(out).read_text()) == yaml.safe_load(SHAPES[name][1])
     settings = f"--steps 2 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run -q"

@@ -276,7 +276,8 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
         )
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")
-    examined, examine = [], split_tasks.examine
+    examined = []
+    examine = split_tasks.examine
     monkeypatch.setattr(
         split_tasks, "examine", lambda task, *, job: examined.append(task) or examine(task, job=job)
     )
@@ -310,7 +311,8 @@ def test_split_opens_store_files_in_parallel(
 ) -> None:
     log = written(table_of(160), tmp_path / "log", files=8, group_rows=10)
     files = [storage.File(file.path, 1000, 0) for file in storage.list_files(log)]
-    barrier, opened = threading.Barrier(8, timeout=30), split_tasks.open_parquet
+    barrier = threading.Barrier(8, timeout=30)
+    opened = split_tasks.open_parquet
 
     @contextmanager
     def together(path: str) -> Iterator[pq.ParquetFile]:
@@ -329,12 +331,10 @@ def test_split_opens_store_files_in_parallel(
 def test_resumed_split_reads_no_footer_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, groups, write, cut = (
-        written(table_of(), tmp_path / "log"),
-        list[int](),
-        split_tasks.write,
-        split_tasks.cut_files,
-    )
+    path = written(table_of(), tmp_path / "log")
+    groups = list[int]()
+    write = split_tasks.write
+    cut = split_tasks.cut_files
     monkeypatch.setattr(splitting, "_CUT_FILES", 2)
     monkeypatch.setattr(
         split_tasks, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by)
@@ -350,7 +350,8 @@ def test_resumed_split_reads_no_footer_twice(
 def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(table_of(), tmp_path / "log")
     whole = split(path, tmp_path / "whole", "last-out")
-    write, calls = split_tasks.write, []
+    write = split_tasks.write
+    calls = []
 
     def failing(task: Any, *, job: Any) -> pa.Table:
         calls.append(task.number)

@@ -55,7 +55,8 @@ def tokens_of(folder: Path, name: str) -> np.ndarray:
 
 # -- what is written
 def test_token_rows_match_text(here: LoopEngine, beer: Path, tmp_path: Path) -> None:
-    made, written = prepared(beer, tmp_path / "out"), open_tokens(str(tmp_path / "out"))
+    made = prepared(beer, tmp_path / "out")
+    written = open_tokens(str(tmp_path / "out"))
     assert (written.block_size, written.vocabulary_size, written.end_token) == (16, 300, 0)
     assert written.sets == {name: described["blocks"] for name, described in made["sets"].items()}
     assert (written.hash, written.tokenizer_hash) == (made["hash"], made["tokenizer"])
@@ -238,7 +239,8 @@ def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path) -> No
         ({"blocksize": 3}, "blocksize"),
         ({"files": ("c",)}, "."),
     ):
-        path, out = beer.parent if "files" in options else beer, tmp_path / "-".join(options)
+        path = beer.parent if "files" in options else beer
+        out = tmp_path / "-".join(options)
         rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, out, **options)
         assert not out.exists()
 

@@ -110,7 +110,8 @@ def small(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_report_counts_rows_and_labels(small: dict[str, Any]) -> None:
-    low, high = pytest.approx(0.1682, abs=1e-4), pytest.approx(0.6873, abs=1e-4)
+    low = pytest.approx(0.1682, abs=1e-4)
+    high = pytest.approx(0.6873, abs=1e-4)
     assert small["label"] == {"name": "click", "clicks": 4, "rate": 0.4, "low": low, "high": high}
     assert (small["rows"], small["slices_by"]) == (10, "file")
     slices = [(piece["name"], piece["rows"], piece["label_rate"]) for piece in small["slices"]]
@@ -140,7 +141,8 @@ def test_report_describes_dense_columns(small: dict[str, Any]) -> None:
 
 
 def test_report_describes_sparse_columns(small: dict[str, Any]) -> None:
-    s, t = small["sparse"]["s"], small["sparse"]["t"]
+    s = small["sparse"]["s"]
+    t = small["sparse"]["t"]
     assert (s["values"], s["distinct"], s["missing_rate"]) == (10, 3, 0)
     assert (s["top_1_rate"], s["top_10_rate"], s["once_rate"]) == (0.6, 1, 0.1)
     assert (t["values"], t["distinct"], t["missing_rate"]) == (8, 3, 0.2)
@@ -258,7 +260,8 @@ def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
     assert report["unknown_to"] == f"Preprocessor {made.hash()}"
     tokens = [[row[3 + s] for row in varied(300) + varied(300, 1)] for s in range(2)]
     for s, name in enumerate(("s", "t")):
-        column, found = made.sparse[s], report["sparse"][name]
+        column = made.sparse[s]
+        found = report["sparse"][name]
         if column.num_tokens is None:
             ids = {token: 2 + token % (column.num_embeddings - 2) for token in set(tokens[s])}
             assert found["unknown_rate"] is None
@@ -386,7 +389,8 @@ def test_report_finds_injected_drift(tmp_path: Path) -> None:
     days[1] = [(y, a + 30, b, s, t) for y, a, b, s, t in days[1] if a is not None]
     days[2] = [(y, a, b, s, t if i % 5 else 77) for i, (y, a, b, s, t) in enumerate(days[2])]
     report = found_in(log_of(tmp_path, **{f"day_{i}": day for i, day in enumerate(days)}))
-    shifted, replaced = report["slices"][1]["drift"], report["slices"][2]["drift"]
+    shifted = report["slices"][1]["drift"]
+    replaced = report["slices"][2]["drift"]
     assert report["dense"]["a"]["drift"] == shifted["a"]
     assert shifted.pop("a") == pytest.approx(30 / 55, abs=0.05)
     assert replaced.pop("t") == pytest.approx(0.2, abs=0.02)
@@ -498,7 +502,9 @@ def test_any_click_log_is_validated(tmp_path: Path, form: str) -> None:
     assert (report["rows"], report["bad_rows"], report["label"]["rate"]) == (4, 1, 0.5)
     assert report["faults"]["by_column"] == {"label is not 0 or 1": {"y": 1}}
     assert report["faults"]["first"][0]["row"] == 4
-    price, user, tags = report["dense"]["price"], report["sparse"]["user"], report["sparse"]["tags"]
+    price = report["dense"]["price"]
+    user = report["sparse"]["user"]
+    tags = report["sparse"]["tags"]
     assert (price["min"], price["max"], price["missing_rate"]) == (-1.5, 1000, 0.25)
     assert (user["values"], user["distinct"], user["missing_rate"]) == (3, 2, 0.25)
     assert (tags["values"], tags["distinct"], tags["missing_rate"]) == (6, 3, 0.25)
@@ -620,7 +626,8 @@ def test_auroc_of_rates_and_top_categories_match_reference() -> None:
     assert data_report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
     assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
     rng = np.random.default_rng(3)
-    tokens, counts = rng.permutation(1000).astype(np.uint32), rng.integers(1, 20, 1000)
+    tokens = rng.permutation(1000).astype(np.uint32)
+    counts = rng.integers(1, 20, 1000)
     expected = tokens[np.lexsort((tokens, -counts))][:TOP]
     for _ in range(3):
         order = rng.permutation(1000)
@@ -631,7 +638,8 @@ def test_auroc_of_rates_and_top_categories_match_reference() -> None:
 FOUR = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 4 = 1
 THREE = SparseColumn(num_embeddings=3, num_tokens=4)  # 2, 0, 1, 2
 HASHED = SparseColumn(num_embeddings=12, num_tokens=None)  # 2 + token mod 10
-KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
+KNOWN = [70, 50, 60, 90]
+SOME = {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
 
 
 @pytest.mark.parametrize(
@@ -647,7 +655,8 @@ KNOWN, SOME = [70, 50, 60, 90], {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
 def test_collision_rate_matches_encoder(
     column: SparseColumn, vocabulary: list[int], counts: dict[int, int], expected: Any, dtype: type
 ) -> None:
-    known, tokens = np.array(vocabulary, dtype), np.array(list(counts), dtype)
+    known = np.array(vocabulary, dtype)
+    tokens = np.array(list(counts), dtype)
     assert (
         data_report.collision_rate(column, known, tokens, np.array(list(counts.values()), np.int64))
         == expected
@@ -656,7 +665,8 @@ def test_collision_rate_matches_encoder(
 
 def test_collision_rate_supports_murmur3() -> None:
     column = SparseColumn(10, None, first_id=0, murmur3=True)
-    tokens, counts = np.arange(1, 16, dtype=np.uint32), np.arange(1, 16)
+    tokens = np.arange(1, 16, dtype=np.uint32)
+    counts = np.arange(1, 16)
     places = (murmur3(np.arange(16, dtype=np.uint32)) % 10).tolist()
     expected = sum(token for token in range(1, 16) if places[1:].count(places[token]) > 1) / sum(
         range(1, 16)

@@ -91,7 +91,8 @@ def test_vocabulary_parses_text_once(
     rows: tuple[int, int] | None,
     twice: float,
 ) -> None:
-    path, out = str(click_log / "train.txt"), str(tmp_path / "out")
+    path = str(click_log / "train.txt")
+    out = str(tmp_path / "out")
     config = PreparationConfig(block_bytes=1 << 20, segments_per_block=32, **options)
     made = vocabulary(path, out=out, config=config)
     beyond = parsed.beyond(1)
@@ -161,7 +162,8 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
     log_path.write_text("".join(f"{n % 2}\t{n}\t{n % 7:08x}\n" for n in range(60)))
     made = []
     for number, tokens in enumerate(({"tokens": "hexadecimal"}, {})):
-        config, out = PreparationConfig(schema=Schema(**COLUMNS, **tokens)), tmp_path / str(number)
+        config = PreparationConfig(schema=Schema(**COLUMNS, **tokens))
+        out = tmp_path / str(number)
         vocabulary(str(log_path), out=str(out), config=config)
         made.append(Preprocessor.load(str(out)).hash())
         preprocess(str(log_path), out=f"{out}-data", rows=RowOutput(format="binary"), config=config)
@@ -210,7 +212,8 @@ def test_engine_matches_config_and_environment(
     connected: bool,
     on_ray: bool,
 ) -> None:
-    addresses, paths = [], []
+    addresses = []
+    paths = []
     monkeypatch.setattr(connection, "connect", addresses.append)
     monkeypatch.setattr(node_storage, "require_reachable", paths.append)
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
@@ -332,7 +335,8 @@ def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parse
         )
     block, _ = parse(SCHEMA, "".join(f"{line}\n" for line in lines).encode())
     parsed.segments.clear()
-    path, out = str(click_log / "train.txt"), str(tmp_path / "by-tables")
+    path = str(click_log / "train.txt")
+    out = str(tmp_path / "by-tables")
     made = vocabulary(
         path,
         out=out,

@@ -255,19 +255,18 @@ def test_wrong_header_is_rejected(header: str, field: str) -> None:
 
 
 def test_csv_header_is_optional() -> None:
-    app, rows, header, turned = (
-        APPS["texts"],
-        b"a,b,c\nuser,b,c\n",
-        b"tags,user,item\n",
-        b"c,a,b\r\nc,user,b\r\n",
-    )
+    app = APPS["texts"]
+    rows = b"a,b,c\nuser,b,c\n"
+    header = b"tags,user,item\n"
+    turned = b"c,a,b\r\nc,user,b\r\n"
     as_json = {
         "rows": [
             {"user": "a", "item": "b", "tags": ["c"]},
             {"user": "user", "item": "b", "tags": ["c"]},
         ]
     }
-    expected, mark = post(app, as_json), b"\xef\xbb\xbf"
+    expected = post(app, as_json)
+    mark = b"\xef\xbb\xbf"
     for text, media_type in (
         (rows, "text/csv"),
         (rows, 'text/csv; header="absent"'),
@@ -435,7 +434,8 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
 @example(("one", [{"shop": " "}, {"shop": ""}, {"shop": "a "}], [2, 0, 1]))
 def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
     name, rows, order = body
-    schema, app = SCHEMAS[name], APPS[name]
+    schema = SCHEMAS[name]
+    app = APPS[name]
     alone = [post(app, {"rows": [row]}).json() for row in rows]
     expected = np.array([one["logits"][0] for one in alone])
     unknown = [one["unknown"][0] for one in alone]
@@ -512,7 +512,8 @@ def test_content_types_and_request_sizes_are_checked(app: ScoringApp) -> None:
     [pytest.param({}, id="chunked"), pytest.param({"content-length": "20000"}, id="announced")],
 )
 def test_body_is_read_up_to_four_times_limit(headers: dict[str, str]) -> None:
-    app, sizes = make_app(MODEL, max_body_bytes=2000), []
+    app = make_app(MODEL, max_body_bytes=2000)
+    sizes = []
 
     async def counted(
         scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]

@@ -71,7 +71,8 @@ async def test_waiting_requests_form_batches_of_limited_size(model: Model) -> No
         ({}, [[1], [2, 30, 60], [20], [300], [5]]),
         ({"max_batch_bytes": 50}, [[1], [20, 30], [1], [51], [2, 3]]),
     ):
-        batcher, model.batches = _batcher(model, **limits), []
+        batcher = _batcher(model, **limits)
+        model.batches = []
         first, *waiting = itertools.chain(*batches)
         tasks = [*await _submit(batcher, first), *await _submit(batcher, *waiting)]
         assert (batcher.waiting_requests, batcher.waiting_rows) == (6, sum(waiting))
@@ -152,7 +153,8 @@ async def test_failure_affects_one_batch(model: Model) -> None:
 
 
 def test_limits_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, app = threading.Event(), make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
+    go_on = threading.Event()
+    app = make_app(make_model(), time_limit_s=1.0, max_waiting_requests=2)
     answer = app._batcher._score
     monkeypatch.setattr(app._batcher, "_score", lambda bodies: go_on.wait(60) and answer(bodies))
 

@@ -64,7 +64,8 @@ class Cluster:
     """Fake of Ray for `Control` and replicas: calls of the register and of all replicas."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.register, self.running = Register(), True
+        self.register = Register()
+        self.running = True
         self.calls: dict[str, Callable[[str, DesiredState], tuple[str, str]]] = {}
         """Of the replicas that take requests, by name."""
         self.before_call: Callable[[], None] = lambda: None
@@ -118,11 +119,15 @@ class World:
     """
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
-        self.cluster, self.random, self.names = cluster, random.Random(seed), itertools.count()
+        self.cluster = cluster
+        self.random = random.Random(seed)
+        self.names = itertools.count()
         self.replicas: dict[str, ReplicaModels] = {}
         self.dead = set[str]()
-        self.budget, self.depth = 6, 0
-        cluster.register, cluster.before_call = Register(), self.disturb
+        self.budget = 6
+        self.depth = 0
+        cluster.register = Register()
+        cluster.before_call = self.disturb
         cluster.calls.clear()
         self.start()
         self.start()
@@ -239,7 +244,9 @@ class Replicas:
     """Replicas of a deployment, without Ray Serve."""
 
     def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cluster, self.loading, self._monkeypatch = cluster, list[str](), monkeypatch
+        self.cluster = cluster
+        self.loading = list[str]()
+        self._monkeypatch = monkeypatch
         self.slow: dict[str, threading.Event] = {}
         """Set once a model may be loaded, by path."""
         monkeypatch.setattr(
@@ -274,7 +281,8 @@ class Replicas:
 
     def begin(self, change: Callable[..., object], *arguments: str) -> threading.Thread:
         """Begin a change, and return once a replica loads a model for it."""
-        before, thread = len(self.loading), threading.Thread(target=change, args=arguments)
+        before = len(self.loading)
+        thread = threading.Thread(target=change, args=arguments)
         thread.start()
         until(lambda: len(self.loading) > before)
         return thread
@@ -320,7 +328,8 @@ def test_register_rejects_second_change(replicas: Replicas) -> None:
     replicas.start("first")
     register = replicas.cluster.register
     desired = register.desired()
-    first, second = swap_model(desired, "b"), swap_model(desired, "c")
+    first = swap_model(desired, "b")
+    second = swap_model(desired, "c")
     assert register.accept(first, desired.serial)
     assert not register.accept(second, desired.serial)
     assert register.accept(first, desired.serial)  # asked again, as after a lost answer
@@ -330,7 +339,8 @@ def test_register_rejects_second_change(replicas: Replicas) -> None:
 def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
     replicas.start("first")
     replicas.slow["a"] = threading.Event()
-    thread, swap = replicas.begin(replicas.start, "second"), replicas.begin(replicas.swap, "b")
+    thread = replicas.begin(replicas.start, "second")
+    swap = replicas.begin(replicas.swap, "b")
     replicas.slow["a"].set()
     thread.join(60)
     swap.join(60)
@@ -379,7 +389,8 @@ def test_change_waits_for_unswitched_replica(replicas: Replicas) -> None:
 
 def test_announcement_outlives_register() -> None:
     """A replica that missed the announcement may report first to a restarted register."""
-    register, before = Register(), DesiredState(1, A, announced=False)
+    register = Register()
+    before = DesiredState(1, A, announced=False)
     announced = [
         register.report("one", desired, Status(), Snapshot(()), None)[0].announced
         for desired in (before, control.announce(before), before)
@@ -545,15 +556,15 @@ def test_lost_leader_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters_outlive_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr(control.time, "monotonic", lambda: now_s[0])
-    register, counters, two = Register(), Counters(), Counters()
+    register = Register()
+    counters = Counters()
+    two = Counters()
     counters.waiting_rows.set(3)
     counters.rows.labels("v").inc(5)
     counters.batch_rows.observe(5)
     two.rows.labels("v").inc(10)
-    rows, waiting = (
-        ("rayrec_serve_rows_total", (("model", "v"),)),
-        ("rayrec_serve_waiting_rows", ()),
-    )
+    rows = ("rayrec_serve_rows_total", (("model", "v"),))
+    waiting = ("rayrec_serve_waiting_rows", ())
     batches = [
         ("rayrec_serve_batch_rows_bucket", (("le", bound),)) for bound in ("4.0", "16.0", "+Inf")
     ]
@@ -602,7 +613,8 @@ def test_announcement_reaches_late_replicas(replicas: Replicas) -> None:
 
 # -- Model changes of a replica while it answers: swap, rollback, shadow
 TEXT = b"".join(row_text(number) for number in range(20))
-A, B = ModelSource(0, "a"), ModelSource(1, "b")
+A = ModelSource(0, "a")
+B = ModelSource(1, "b")
 
 
 def _switch(models: ReplicaModels, desired: DesiredState) -> str:
@@ -651,7 +663,8 @@ def test_swap_under_load_loses_no_request() -> None:
 
 def test_readiness_waits_for_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayrec.serve.app._ANNOUNCEMENT_S", 0.1)
-    models, counters = ReplicaModels(load, Counters()), Counters()
+    models = ReplicaModels(load, Counters())
+    counters = Counters()
     app = ScoringApp(models, counters, config=ServeConfig())
     assert ask(app, "GET", "/readyz").status == 503
     assert ask(app, "GET", "/healthz").json()["model"] is None
@@ -677,7 +690,8 @@ def test_loaded_model_answers_after_switch() -> None:
 
 
 def test_started_replica_checks_schema() -> None:
-    models, schema = ReplicaModels(load, Counters()), MODELS["a"].preprocessor.schema
+    models = ReplicaModels(load, Counters())
+    schema = MODELS["a"].preprocessor.schema
     assert "schemas differ in" in _switch(
         models, DesiredState(2, ModelSource(1, "other columns"), schema=schema)
     )
@@ -807,7 +821,8 @@ def test_slow_shadow_drops_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_models, "_SHADOW_BYTES", 100)
-    go_on, counters = threading.Event(), Counters()
+    go_on = threading.Event()
+    counters = Counters()
     scorer: Any = SimpleNamespace(
         model=SimpleNamespace(version="b"), score=lambda raw: go_on.wait(60) and np.zeros(2)
     )

@@ -30,7 +30,9 @@ from hypothesis import strategies as st
 from rayrec.schema import Schema
 from rayrec.serve.counters import Counters
 
-JSON, TSV, CSV = "application/json", "text/tab-separated-values", "text/csv"
+JSON = "application/json"
+TSV = "text/tab-separated-values"
+CSV = "text/csv"
 Request = tuple[str, bytes, str]
 """Media type, body, query."""
 NUMBERS = [
@@ -331,17 +333,13 @@ def _plain(reply: Reply) -> list[Any]:
 @pytest.mark.parametrize("name", ["criteo", "own"])
 def test_replies_are_golden(name: str, own_cache: None, tmp_path: Path) -> None:
     if name == "criteo":
-        schema, log, requests = (
-            CRITEO,
-            write_criteo_log(tmp_path, rows=400),
-            list(_criteo_requests()),
-        )
+        schema = CRITEO
+        log = write_criteo_log(tmp_path, rows=400)
+        requests = list(_criteo_requests())
     else:
-        schema, log, requests = (
-            OWN,
-            write_own_log(tmp_path / "own", rows=400),
-            list(_own_requests()),
-        )
+        schema = OWN
+        log = write_own_log(tmp_path / "own", rows=400)
+        requests = list(_own_requests())
         schema = schema.replace(header=schema.columns)  # The order of the requests' lines
     app = scoring_app(counted(schema, log, tmp_path / "preprocessor"))
 
@@ -430,7 +428,8 @@ def test_fuzzer_passes(schema: Schema, with_token: bool) -> None:
 
 
 def test_nan_difference_is_counted_but_not_summed() -> None:
-    counters, name = Counters(), "rayrec_serve_shadow_score_difference"
+    counters = Counters()
+    name = "rayrec_serve_shadow_score_difference"
     counters.shadow_score_difference.observe(np.array([[0.25, math.nan], [1e-6, 0.0]]))
     values = sample_values(counters.snapshot())
     assert [values[f"{name}_bucket", (("le", bound),)] for bound in ("1e-06", "0.1", "+Inf")] == [

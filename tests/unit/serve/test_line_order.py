@@ -248,7 +248,8 @@ def criteo_json(lines: Sequence[str]) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("kind", ["earlier version", "files that differ"])
 def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
-    rows, order = rows_of_log(), ORDERS["label last"]
+    rows = rows_of_log()
+    order = ORDERS["label last"]
     folder = tmp_path / "log"
     folder.mkdir()
     for number, columns in enumerate(

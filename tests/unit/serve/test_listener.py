@@ -86,7 +86,8 @@ def test_listeners_use_one_port_and_drain_on_close() -> None:
     one.close()
     assert not one.alive
     assert _post(port) == 200
-    go_on, used = threading.Event(), threading.Event()
+    go_on = threading.Event()
+    used = threading.Event()
     score = apps[1]._batcher._score
 
     def slowly(bodies: Sequence[Any]) -> Any:

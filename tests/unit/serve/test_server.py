@@ -127,7 +127,8 @@ def test_port_has_one_server_until_process_ends() -> None:
     """Replicas of the owner share the port. A second server, or one next to another program, cannot
     use it.
     """
-    port, owner = free_ports(1), rf"by process {os.getpid()} \(.+\)\. Choose another --port"
+    port = free_ports(1)
+    owner = rf"by process {os.getpid()} \(.+\)\. Choose another --port"
     with lock_port("127.0.0.1", port):
         for _ in range(2):
             rejects(f"127.0.0.1:{port}: .*{owner}", lock_port("127.0.0.1", port).__enter__)
@@ -280,7 +281,8 @@ SOUND: dict[str, Any] = {
 
 
 def _save(run: Path, step: int, score: float | None, *, without: str = "", **changes: Any) -> str:
-    folder, manifest = folder_of(str(run), step), {**SOUND, "score": score, **changes}
+    folder = folder_of(str(run), step)
+    manifest = {**SOUND, "score": score, **changes}
     write_json(
         f"{folder}/{MANIFEST}",
         seal({name: value for name, value in manifest.items() if name != without}),
@@ -326,12 +328,11 @@ class Watched:
 
     def __init__(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "_RETRY_S", 0.0)
-        self.desired, self.changes = DesiredState(1, ModelSource(1, path)), list[str]()
-        self.failures, self.trouble, self.go_on = (
-            dict[str, str](),
-            list[Exception](),
-            threading.Event(),
-        )
+        self.desired = DesiredState(1, ModelSource(1, path))
+        self.changes = list[str]()
+        self.failures = dict[str, str]()
+        self.trouble = list[Exception]()
+        self.go_on = threading.Event()
         self.go_on.set()
         watched = server.Server("http://x", self, "x:1")  # type: ignore[arg-type]
         self.watch = server._Watch(watched, Console())
@@ -376,7 +377,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def test_following_switches_to_new_checkpoints(watched: Watched, tmp_path: Path) -> None:
-    watch, first = watched.watch, watched.desired.model.path
+    watch = watched.watch
+    first = watched.desired.model.path
     run = os.path.relpath(tmp_path)
     watched.follow(run)
     assert watched.changes == []  # it serves that already, by whatever name

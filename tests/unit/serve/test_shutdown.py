@@ -19,7 +19,9 @@ from rayrec.cluster.process_end import stop_signals
 from rayrec.serve import server, shutdown
 from rayrec.serve.shutdown import STOPPED, StopRequest
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM = signal.SIGTERM
+INT = signal.SIGINT
+HUP = signal.SIGHUP
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +180,8 @@ def _run_command(
 ) -> Result:
     """Run a command, send signals once it has started, and check that no process of it is left."""
     command = [*prefix, sys.executable, "-c", COMMAND.replace("BODY", body)]
-    out, err = folder / "out", folder / "err"
+    out = folder / "out"
+    err = folder / "err"
     with out.open("wb") as to_out, err.open("wb") as to_err:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=to_out, stderr=to_err, process_group=0

@@ -66,7 +66,8 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     small = config(
         tmp_path, steps=4, batch_size=64, scaling={"num_workers": 1}, evaluate_every=4, **LEAN
     )
-    frame, held_out = ratings(), ratings(200, seed=1)
+    frame = ratings()
+    held_out = ratings(200, seed=1)
     result = rayrec.train(small, data=frame, eval_data=held_out, console=QUIET)
     for name, rows in (("train", frame), ("eval", held_out)):
         rows.drop(columns="unused").to_parquet(tmp_path / f"{name}.parquet", index=False)
@@ -443,7 +444,8 @@ def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
         **small,
     )
     shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
-    labels, text = digits / "t10k-labels-idx1-ubyte.gz", recipes.gpt2_tiny(str(tmp_path / "tokens"))
+    labels = digits / "t10k-labels-idx1-ubyte.gz"
+    text = recipes.gpt2_tiny(str(tmp_path / "tokens"))
     for config, file in ((mnist_resnet18(str(digits)), labels), (text, shard)):
         before = data_versions(config)
         assert data_difference(before, data_versions(config)) is None

@@ -193,14 +193,12 @@ def test_trainer_options_reach_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def use(options: dict[str, Any]) -> None:
         monkeypatch.setattr(NextToken, "trainer_options", lambda self: options)
 
-    stop_at, options = (
-        0,
-        {
-            "arguments": {"gradient_checkpointing": True},
-            "callbacks": [Observer()],
-            "data_collator": collate,
-        },
-    )
+    stop_at = 0
+    options = {
+        "arguments": {"gradient_checkpointing": True},
+        "callbacks": [Observer()],
+        "data_collator": collate,
+    }
     run_config = config(workload={"model": {"dropout": 0.0}}, loop="huggingface")
     use(options)
     run_config.workload.check(run_config)

@@ -82,7 +82,8 @@ class Pipeline:
     """Pipeline that pulls `ahead` batches before it trains the first, like TorchRec's."""
 
     def __init__(self, ahead: int) -> None:
-        self.ahead, self.waiting = ahead, list[int]()
+        self.ahead = ahead
+        self.waiting = list[int]()
         self.trained: list[int] = []
         self.scored = 0
         """Number of evaluation batches, which are negative."""
@@ -111,14 +112,13 @@ class Loader:
     def __init__(
         self, start: int, stop: int, *, numbered: bool = False, skip: int = -1, again: int = -1
     ) -> None:
-        self.steps, self.steps_per_epoch = stop - start, 20
-        self.numbered, self._next, self._stop, self._skip, self._again = (
-            numbered,
-            start,
-            stop,
-            skip,
-            again,
-        )
+        self.steps = stop - start
+        self.steps_per_epoch = 20
+        self.numbered = numbered
+        self._next = start
+        self._stop = stop
+        self._skip = skip
+        self._again = again
 
     def __iter__(self) -> Loader:
         return self
@@ -130,7 +130,8 @@ class Loader:
             raise StopIteration
         number, self._next = self._next, self._next + 1
         if number == self._again:
-            self._again, self._next = -1, number
+            self._again = -1
+            self._next = number
         return (
             SimpleNamespace(row_numbers=RowNumbers(0, np.arange(10 * number, 10 * number + 10)))
             if self.numbered
@@ -434,7 +435,8 @@ def test_patience_counts_from_last_sufficient_improvement() -> None:
 
 def test_rates_fall_without_improvement_and_scale_schedule() -> None:
     plateau = PlateauConfig(patience=2, factor=0.1, min_improvement=0.01)
-    progress, lowered = Progress(), []
+    progress = Progress()
+    lowered = []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
         if lower_on_plateau(progress, score, plateau):
             lowered.append((step, progress.learning_rate_scale))
@@ -512,7 +514,8 @@ def slow_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
 
     def make(step_s: float, **arguments: Any) -> Run:
         run = Run(**{"log_every": 50, "evaluate_every": 50, **arguments})
-        clock, progress = SimpleNamespace(now_s=0.0), run.pipeline.progress
+        clock = SimpleNamespace(now_s=0.0)
+        progress = run.pipeline.progress
         clock.monotonic = clock.perf_counter = lambda: clock.now_s
 
         def slow(batches: Iterator[int]) -> Any:
@@ -679,7 +682,8 @@ def tally(rows: int) -> TrainedRows:
 def test_rows_count_when_trained(
     ahead: int, fault: dict[str, int], rows: int, off: tuple[int, int]
 ) -> None:
-    run, batches = Run(ahead=ahead, checkpoint={"every": 5}), 19 if "again" in fault else 20
+    run = Run(ahead=ahead, checkpoint={"every": 5})
+    batches = 19 if "again" in fault else 20
     run.loader = Loader(0, batches, numbered=True, **fault)
     run.loader.steps = rows // 10
     assert run.run()
@@ -708,7 +712,8 @@ def test_trained_rows_span_attempts_and_may_be_missing() -> None:
 
 # -- End of a worker, and its measurements before training
 CPU = torch.device("cpu")
-LAST, BEST = {"auroc": 7.0}, {"auroc": 4.0}
+LAST = {"auroc": 7.0}
+BEST = {"auroc": 4.0}
 STOPPED_EARLY = Progress(
     step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST
 )
@@ -955,7 +960,8 @@ def test_grace_period_extends_while_save_progresses(
 @pytest.mark.parametrize("write_s", [0.0, 0.1, 3.0, 40.0])
 @pytest.mark.parametrize("step_s", [0.001, 0.2, 5.0, 30.0])
 def test_last_save_ends_shortly_before_preemption(write_s: float, step_s: float) -> None:
-    deadline_s, between_s = 120.0, max(step_s, 1.0)
+    deadline_s = 120.0
+    between_s = max(step_s, 1.0)
     begin_s = last_save_s(deadline_s, write_s=write_s, between_s=between_s)
     saved_s = 0.0
     while saved_s < begin_s:  # the first look behind the moment, after which the step is ended
@@ -984,7 +990,9 @@ def test_preemption_notice_saves_and_ends_before_deadline(
     watch, other = (StopMonitor(None, rank=1, preemption=lambda: now["info"]) for _ in range(2))
     watch._first = True  # as rank 0, without the thread that asks the driver
     watch.write_s = lambda: 10.0
-    saves, ended, second = [], None, 0
+    saves = []
+    ended = None
+    second = 0
     while second < 200 and ended is None:
         now["s"] = 5000.0 + second
         if second >= 20:

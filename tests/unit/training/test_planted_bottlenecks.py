@@ -45,7 +45,8 @@ def _every_log_tells_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spin(seconds: float) -> None:
     """Compute without the interpreter lock, which would also slow down the model."""
-    end_s, block = time.thread_time() + seconds, bytes(1 << 18)
+    end_s = time.thread_time() + seconds
+    block = bytes(1 << 18)
     while time.thread_time() < end_s:
         hashlib.sha256(block).digest()
 

@@ -58,7 +58,9 @@ class Resumed:
     def __init__(
         self, folder: Path, *steps: int, files: dict[str, bytes | str] | None = None
     ) -> None:
-        self.folder, self.events, self.damaged = str(folder), list[tuple[str, int]](), set[int]()
+        self.folder = str(folder)
+        self.events = list[tuple[str, int]]()
+        self.damaged = set[int]()
         self.files = files or {}
         self.loaders: list[Mock] = []
         self.models: list[weakref.ref[torch.nn.Module]] = []
@@ -286,7 +288,8 @@ def test_compare_settings_classifies_changes() -> None:
             ],
         ),
     ):
-        first, then = config(), config(**changes)
+        first = config()
+        then = config(**changes)
         found = compare_settings(stored(first), then)
         assert [*map(str, found.rejected), *(change.field for change in found.accepted)] == expected
         assert not compare_settings(stored(first), with_old(then, found.accepted)).accepted
@@ -326,7 +329,8 @@ def test_compare_settings_uses_free_fields_of_workload() -> None:
 
 
 # Warm start with another run's weights and optimizer state, by category and under any sharding plan
-ROWS, SEED = 600, 3
+ROWS = 600
+SEED = 3
 Captured = Callable[[], dict[str, torch.Tensor]]
 SCHEMA = Schema(
     label="click",
@@ -426,12 +430,14 @@ def test_warm_start_keeps_known_and_starts_new_rows(
     # Counted again, so that ids are in another order, some categories are new, and others dropped.
     new = warm_config(day(tmp_path, 1), tmp_path, "new", **optimizers)
     train(new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1))
-    before, after = tensors(tmp_path / "old"), captured()
+    before = tensors(tmp_path / "old")
+    after = captured()
     old_p, new_p = (
         Preprocessor.load(str(tmp_path / run / "preprocessor")) for run in ("old", "new")
     )
     assert before.keys() == after.keys()
-    moved, compared = 0, 0
+    moved = 0
+    compared = 0
     for name, tensor in after.items():
         vocabulary = name.partition("embedding_bags.")[2].partition(".")[0]
         if not vocabulary or not tensor.dim():
@@ -463,7 +469,8 @@ def test_warm_start_keeps_known_and_starts_new_rows(
 
 
 def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None:
-    log, old = day(tmp_path, 0), str(tmp_path / "old")
+    log = day(tmp_path, 0)
+    old = str(tmp_path / "old")
     first = train(warm_config(log, tmp_path, "old")).summary
     still: dict[str, Any] = {
         "sparse_optimizer": {"learning_rate": 0.0},
@@ -479,7 +486,8 @@ def test_warm_start_without_changes_matches_original_run(tmp_path: Path) -> None
         warm_config(log, tmp_path, name, **same).replace(init_from=old, steps=4)
         for name in ("one", "two", "three")
     ]
-    one, two = train(runs[0]).summary, train(runs[1]).summary
+    one = train(runs[0]).summary
+    two = train(runs[1]).summary
     assert one["weights_sha256"] == two["weights_sha256"] != first["weights_sha256"]
     assert (one["steps"], one["rows"]) == (4, 400)
     # What resumes has its own checkpoint, and does not start with the old one again, which may be
@@ -537,7 +545,8 @@ def test_warm_start_supports_sequences_and_ensembles(
         new.replace(init_from=str(tmp_path / "old"), steps=1, evaluate_every=1), console=Console()
     )
     assert "categories: 70 kept, 10 fresh, 0 dropped" in " ".join(capsys.readouterr().err.split())
-    before, after = tensors(tmp_path / "old"), captured()
+    before = tensors(tmp_path / "old")
+    after = captured()
     (table,) = [name for name in after if name.startswith("model.sequences.")]
     assert len(after[table]) == len(before[table]) + 10
     for name, tensor in before.items():
@@ -596,7 +605,8 @@ def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     )
     # batch norm has seen another batch
     assert train(still).summary["validation"]["loss"] != first["validation"]["loss"]
-    before, after = tensors(tmp_path / "old"), tensors(tmp_path / "kept")
+    before = tensors(tmp_path / "old")
+    after = tensors(tmp_path / "kept")
     assert before.keys() == after.keys()
     assert all(
         torch.equal(tensor, after[name])
@@ -605,7 +615,8 @@ def test_warm_start_of_other_models_matches_by_name(tmp_path: Path) -> None:
     )
     (steps,) = {int(tensor) for name, tensor in after.items() if name.endswith(".step")}
     assert steps == 7  # Adam's own, which goes with its moments
-    absent, rule = "bias: shape must be absent, got .6.", "optimizer.kind adamw, this run has sgd"
+    absent = "bias: shape must be absent, got .6."
+    rule = "optimizer.kind adamw, this run has sgd"
     for message, changes in (
         (absent, {"batch_norm": False}),
         (rule, {"optimizer": {"kind": "sgd"}}),

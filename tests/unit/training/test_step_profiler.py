@@ -268,7 +268,8 @@ def test_profile_request_reports_worker_failure(
 ) -> None:
     full = at_first([OSError(28, "No space left on device")], storage.writing_folder, end="rank_1")
     monkeypatch.setattr(storage, "writing_folder", full)
-    place, config = tmp_path / "events.jsonl", recipes.criteo_demo("none")
+    place = tmp_path / "events.jsonl"
+    config = recipes.criteo_demo("none")
 
     def train(wish: dict[str, Any]) -> None:
         with EventWriter(place) as log_of_first:

@@ -287,10 +287,8 @@ def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> N
     other = config.replace(
         workload={"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16"}}
     )
-    differences, message = (
-        changes_since(str(tmp_path), other),
-        r"\(workload.parallel_options.param_dtype: not set -> bf16\)",
-    )
+    differences = changes_since(str(tmp_path), other)
+    message = r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
     rejects(message, finished_summary, str(tmp_path), other, differences, NOTES.append)
 
 
@@ -447,8 +445,10 @@ class ModelWorker:
 def train_loop(data: TensorDataset, num_epochs: int, global_batch_size: int) -> list[float]:
     """Run the tutorial's training functions on one worker -> the mean loss of each epoch."""
     torch.manual_seed(0)
-    model, sampler = SMALL.build(), DistributedSampler(data, num_replicas=1, rank=0)
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    model = SMALL.build()
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
     for epoch in range(num_epochs):
         sampler.set_epoch(epoch)
         for images, labels in DataLoader(data, batch_size=global_batch_size, sampler=sampler):

@@ -47,10 +47,8 @@ def config(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
     plain = recipes.criteo_demo(str(click_log / "train.txt")).replace(
         steps=54, evaluate_every=18, batch_size=256, **HERE
     )
-    storage_path, workload = (
-        str(tmp_path_factory.mktemp("searches")),
-        {"dense_optimizer": {"learning_rate": 1e-5}},
-    )
+    storage_path = str(tmp_path_factory.mktemp("searches"))
+    workload = {"dense_optimizer": {"learning_rate": 1e-5}}
     return plain.replace(storage_path=storage_path, name="search", workload=workload)
 
 
@@ -70,7 +68,9 @@ def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: Tr
     states = [by_number[number]["state"] for number in range(5)]
     assert (len(by_number), states) == (5, ["finished", "finished", "failed", "stopped", "stopped"])
     assert result["trials"][0]["number"] == 1
-    best, own, failed = by_number[1], by_number[0], by_number[2]
+    best = by_number[1]
+    own = by_number[0]
+    failed = by_number[2]
     assert "the loss is nan" in failed["error"]
     # Two of four continue after step 2, one after step 6.
     assert [by_number[number]["step"] for number in range(5)] == [54, 54, 0, 6, 2]
@@ -130,7 +130,8 @@ def test_killed_search_matches_uninterrupted_one(
     """Killed after a trial paused, before its state was saved: no step is trained twice, and no
     trial reads the log.
     """
-    log, away = tmp_path / "train.txt", tmp_path / "away"
+    log = tmp_path / "train.txt"
+    away = tmp_path / "away"
     shutil.copy(click_log / "train.txt", log)
     parts: list[tuple[int, int]] = []
     train_until = trials.train_until
@@ -162,7 +163,8 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
     searched = config.replace(
         name="seeds", steps=18, seed=5, workload={"dense_optimizer": {"learning_rate": 0.004}}
     )
-    own, models = f"{OwnConfig.__module__}.OwnConfig", "workload.model.class"
+    own = f"{OwnConfig.__module__}.OwnConfig"
+    models = "workload.model.class"
     options: dict[str, Any] = {
         "search": {models: {"grid": [own, "dlrm"]}},
         "seeds": 2,
@@ -285,7 +287,8 @@ def own_log(path: str) -> str:
     or Parquet.
     """
     rng = np.random.default_rng(0)
-    rows, item = 2100, rng.integers(0, 30, 2100)
+    rows = 2100
+    item = rng.integers(0, 30, 2100)
     click = (rng.random(rows) < np.where(item % 3 == 0, 0.8, 0.2)).astype(np.int8)
     tags = [rng.integers(0, 8, count).tolist() for count in rng.integers(0, 3, rows)]
     weights = [[0.5] * len(of_row) for of_row in tags]
@@ -429,11 +432,9 @@ class Pool:
     ) -> None:
         self.trained: list[tuple[int, int]] = []
         self._waiting: list[trials.Job] = []
-        self._chance, self._killed_after, self._disk_is_full = (
-            random.Random(seed),
-            killed_after,
-            disk_is_full,
-        )
+        self._chance = random.Random(seed)
+        self._killed_after = killed_after
+        self._disk_is_full = disk_is_full
 
     def submit(self, job: trials.Job) -> None:
         self._waiting.append(job)
@@ -492,7 +493,8 @@ def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
 def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int) -> None:
     whole = Pool(0)
     expected = searched(tmp_path / "whole", whole)
-    first, second = Pool(1, killed_after=killed_after), Pool(2)
+    first = Pool(1, killed_after=killed_after)
+    second = Pool(2)
     fails_with(KeyboardInterrupt, "", searched, tmp_path / "killed", first)
     assert searched(tmp_path / "killed", second) == expected
     assert sorted(first.trained + second.trained) == sorted(whole.trained)
@@ -505,7 +507,8 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
 
 def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
     expected = searched(tmp_path / "whole", Pool(0))
-    first, second = Pool(1, disk_is_full=True), Pool(2)
+    first = Pool(1, disk_is_full=True)
+    second = Pool(2)
     before = searched(tmp_path / "full", first)
     assert {number for number, standing in before.items() if standing.state == "failed"} == {
         0,
@@ -578,11 +581,9 @@ def test_selected_metric_matches_final_weights(patience: int, expected: float) -
 
 
 # -- Search spaces: files, settings of trials, and errors
-RATE, TOWER, BATCH = (
-    "workload.dense_optimizer.learning_rate",
-    "workload.model.top_mlp",
-    "batch_size",
-)
+RATE = "workload.dense_optimizer.learning_rate"
+TOWER = "workload.model.top_mlp"
+BATCH = "batch_size"
 TEXT = f"""
 {RATE}: {{loguniform: [1e-4, 1.0e-2]}}
 {TOWER}: {{choice: [[64, 1], [32, 1]]}}

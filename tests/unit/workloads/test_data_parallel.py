@@ -385,7 +385,8 @@ def test_loaded_model_matches_saved_and_means_cover_all_rows(saved: Saved, tmp_p
 def test_model_rejects_other_weights(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, part: str, module: Any, message: str
 ) -> None:
-    config, other = scored(), Net()
+    config = scored()
+    other = Net()
     setattr(other, part, module)
     monkeypatch.setattr(type(config.workload), "build_from", lambda *_, **__: other)
     rejects(message, load_model, config.workload, config, checkpoint=saved[0])

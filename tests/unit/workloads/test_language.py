@@ -54,7 +54,8 @@ PART_BYTES = 1024
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
 SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
 Saved = tuple[TrainConfig, str, Any]
-FILES, ROWS = characters(set(TEXT)), {"train": 20, "validation": 4}
+FILES = characters(set(TEXT))
+ROWS = {"train": 20, "validation": 4}
 TOKENIZER = TextTokenizer(FILES, "tokenizer")
 
 
@@ -126,7 +127,10 @@ def test_row_losses_match_model_and_cost_counts_products() -> None:
     }
     assert math.isfinite(workload.metrics({"loss": 1e6})["perplexity"])
     assert workload.score({"loss": 1.0}) > workload.score({"loss": 2.0})
-    width, layers, vocabulary_size = 512, 2, 40  # so that the largest are oneDNN's
+    # so that the largest are oneDNN's
+    width = 512
+    layers = 2
+    vocabulary_size = 40
     config = small(None, model={"n_layer": layers, "n_embd": width})
     torch.manual_seed(0)
     model = config.workload.model.build(vocabulary_size)
@@ -160,10 +164,8 @@ def made(
 
 def test_greedy_text_matches_transformers_and_without_cache() -> None:
     model = model_of()
-    prompt, greedy = (
-        torch.tensor([[3, 1, 4]]),
-        {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0},
-    )
+    prompt = torch.tensor([[3, 1, 4]])
+    greedy = {"max_new_tokens": BLOCK - 3, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)[
         0, 3:
     ].tolist()
@@ -174,7 +176,8 @@ def test_greedy_text_matches_transformers_and_without_cache() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.seen = model_of(), torch.empty(1, 0, dtype=torch.long)
+            self.model = model_of()
+            self.seen = torch.empty(1, 0, dtype=torch.long)
 
         def forward(self, *, input_ids: torch.Tensor, past_key_values: Any, **_: Any) -> Any:
             self.seen = (
@@ -266,7 +269,8 @@ def test_prompts_are_lines_and_generation_stops_at_end_token(tmp_path: Path) -> 
 def built_and_saved(config: TrainConfig, prepared: Prepared, folder: Path) -> tuple[str, Any]:
     """Return the path of a checkpoint, and its model."""
     torch.manual_seed(0)
-    model, step = config.workload.build(prepared), str(folder / "step")
+    model = config.workload.build(prepared)
+    step = str(folder / "step")
     tensors = {
         f"model.{name}": value
         for name, value in checkpoint.drop_tied_tensors(model.state_dict()).items()
@@ -625,7 +629,8 @@ def test_evaluation_rejects_other_tokens_and_uses_all_blocks(tmp_path: Path) -> 
 
 
 def test_recipes_match_descriptions() -> None:
-    tiny, full = gpt2_tiny(), gpt2()
+    tiny = gpt2_tiny()
+    full = gpt2()
     assert tiny.workload.model.num_parameters(65) == 818_048
     assert full.workload.model.num_parameters(50_257) == 124_439_808
     assert full.batch_size * full.scaling.max_workers * full.workload.model.n_positions == 491_520

@@ -22,10 +22,12 @@ from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import WorkerSetup
 
-TABLES, STEPS = click.SHARED, 4
+TABLES = click.SHARED
+STEPS = 4
 SPARSE: dict[str, Any] = {"learning_rate": 0.01, "eps": 1e-3}
 DENSE = DenseOptimizerConfig(kind="adam", learning_rate=0.01, eps=1e-3)
-ADAM, CLIPPED = SparseOptimizerConfig(kind="adam"), DenseOptimizerConfig(max_gradient_norm=1.0)
+ADAM = SparseOptimizerConfig(kind="adam")
+CLIPPED = DenseOptimizerConfig(max_gradient_norm=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,8 @@ def check_against_torch(
     setup: WorkerSetup, folder: Path, *rule: Any, **clipping: Any
 ) -> dict[str, torch.Tensor]:
     """Train, compare losses and weights with torch's optimizer, and return the weights."""
-    losses, found = train(setup, range(STEPS)), saved(setup, folder)
+    losses = train(setup, range(STEPS))
+    found = saved(setup, folder)
     expected_losses, expected = by_torch(*rule, **clipping)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     found = {name: found[name] for name in expected}

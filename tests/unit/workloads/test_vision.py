@@ -291,7 +291,8 @@ def test_weight_files_are_bit_identical(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 def test_read_weights_rejects_damaged_and_unsafe_files(tmp_path: Path, name: str) -> None:
-    path, good = tmp_path / name, tmp_path / f"good_{name}"
+    path = tmp_path / name
+    good = tmp_path / f"good_{name}"
     if name == "w.pt":
         torch.save({"a": torch.ones(100)}, good)
     else:
@@ -401,7 +402,8 @@ def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -
     described = (tmp_path / "out" / "config.json").read_text()
     assert '"mean": 0.25' in described
     assert '"blocks": [' in described
-    plain, better = mnist_resnet18("digits"), mnist_resnet18_augmented("digits")
+    plain = mnist_resnet18("digits")
+    better = mnist_resnet18_augmented("digits")
     assert (plain.global_batch_size, plain.epochs, plain.train_data.shuffle) == (128, 2, "full")
     assert (plain.workload.optimizer.kind, plain.workload.optimizer.learning_rate) == ("adam", 1e-5)
     assert not plain.workload.augmentation.moves
@@ -511,7 +513,8 @@ def test_batch_norm_accepts_one_row(rows: int) -> None:
         for parameter in model.parameters()
     )
     assert torch.equal(model.layer4[1].bn2.running_var, before) == (rows == 1)
-    plain, ours = torch.nn.BatchNorm2d(3), BatchNorm(3)
+    plain = torch.nn.BatchNorm2d(3)
+    ours = BatchNorm(3)
     values = torch.randn(2, 3, 2, 2)
     assert torch.equal(plain(values), ours(values))
     assert torch.equal(plain.running_var, ours.running_var)
@@ -549,7 +552,8 @@ def test_load_weights_rejects_other_networks() -> None:
             r"a\.pt: must match a ResNet .*, got no layer1\.1\.conv1\.weight, .* more",
         ),
     ]:
-        model, weights = built(), ResNetConfig(**other).build().state_dict()
+        model = built()
+        weights = ResNetConfig(**other).build().state_dict()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         rejects(message, load_weights, model, weights, where="a.pt")
         assert same(model.state_dict(), before)

@@ -120,7 +120,8 @@ class TokenCounter:
             call, "rayrec_count_items", ctypes.byref(self._c), min_count, *sizes, offsets
         )
         size = write(None, None, None)
-        tokens, counts = np.empty(size, self.dtype), np.empty(size, np.int64)
+        tokens = np.empty(size, self.dtype)
+        counts = np.empty(size, np.int64)
         rows = np.empty(size, np.int64) if self.first_rows else None
         write(tokens, counts, rows)
         return (tokens, counts, rows), offsets
@@ -132,7 +133,9 @@ class TokenCounter:
         """Grow the table to take `tokens` more tokens without growing again."""
         size = self._slots_with(tokens)
         if size > self._c.size:
-            slots, old = self._slots, self._c  # Kept until the move is done
+            # Kept until the move is done
+            slots = self._slots
+            old = self._c
             self._allocate(size)
             assert slots is not None
             call("rayrec_count_move", ctypes.byref(old), ctypes.byref(self._c))
@@ -192,7 +195,8 @@ def count_columns(
     number first_row + r. `absences` int64 [columns, 2] is the number of rows without a value and
     the first such row.
     """
-    tokens, done = raw.categories, 0
+    tokens = raw.categories
+    done = 0
     if not counters:
         return
     assert tokens.flags.c_contiguous
@@ -226,12 +230,16 @@ class _Run:
     """
 
     def __init__(self, start: int, offsets: np.ndarray, dtypes: Sequence[np.dtype]) -> None:
-        self.start, self.offsets, self.dtypes = start, offsets, dtypes
+        self.start = start
+        self.offsets = offsets
+        self.dtypes = dtypes
 
     def read(self, file: int, first: int, stop: int) -> Iterator[list[np.ndarray]]:
         total = int(self.offsets[-1])
         for low in range(int(self.offsets[first]), int(self.offsets[stop]), _CHUNK):
-            high, base, arrays = min(low + _CHUNK, int(self.offsets[stop])), self.start, []
+            high = min(low + _CHUNK, int(self.offsets[stop]))
+            base = self.start
+            arrays = []
             for dtype in self.dtypes:
                 array = np.empty(high - low, dtype)
                 num_read = os.preadv(file, [array.view(np.uint8).data], base + low * dtype.itemsize)
@@ -298,7 +306,8 @@ class Spill:
         """Return a column's spilled tokens counted at least `min_count` times or equal to `always`,
         and the distinct number.
         """
-        runs, distinct = self._runs.get(column, []), 0
+        runs = self._runs.get(column, [])
+        distinct = 0
         result = like.items(NO_ROW)
         sizes = sum(
             (np.diff(run.offsets) for run in runs), np.zeros(1 << _PARTITION_BITS, np.int64)
@@ -334,7 +343,8 @@ def _groups(
     empty = TokenCounter(dtype=like.dtype, first_rows=like.first_rows)
     first = 0
     while first < len(sizes):
-        stop, total = first + 1, sizes[first]
+        stop = first + 1
+        total = sizes[first]
         while stop < len(sizes) and empty.num_bytes_with(total + sizes[stop]) <= table_bytes:
             total += sizes[stop]
             stop += 1
@@ -352,7 +362,8 @@ def _groups(
 def _select(arrays: Sequence[np.ndarray], bits: int, partition: int) -> list[np.ndarray]:
     tokens, counts, *rows = arrays
     counts = counts.astype(np.int64)
-    item_bytes, first_rows = ctypes.c_int32(tokens.itemsize), rows[0] if rows else None
+    item_bytes = ctypes.c_int32(tokens.itemsize)
+    first_rows = rows[0] if rows else None
     sizes = (len(tokens), ctypes.c_int32(bits), partition)
     count = call("rayrec_select_partition", tokens, item_bytes, counts, first_rows, *sizes)
     return [array[:count] for array in (tokens, counts, *rows)]

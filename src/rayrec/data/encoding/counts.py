@@ -87,7 +87,8 @@ class CountingJob:
     """
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
-        inputs, dtype = self.derivation.inputs(self.schema), category_type(self.schema)
+        inputs = self.derivation.inputs(self.schema)
+        dtype = category_type(self.schema)
         counts = Counts.empty(
             len(inputs.dense),
             len(inputs.sparse),
@@ -207,7 +208,8 @@ class Counts:
         """Return a sentence on the counts written to disk, empty if all fit into memory."""
         if self.spill is None or not self.spill.has_spilled:
             return ""
-        limit, size = self.spill.memory_bytes >> 20, self.spill.written_bytes >> 20
+        limit = self.spill.memory_bytes >> 20
+        size = self.spill.written_bytes >> 20
         return (
             f"spilled {size:,} MiB of category counts beyond {limit:,} MiB of memory to "
             f"{self.spill.folder}"
@@ -249,11 +251,9 @@ class Counts:
             block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True
         )
         for number, (name, owner, absences) in enumerate(columns):
-            counter, values, missing = (
-                self.tokens[owner],
-                block.column(name),
-                block.is_missing(name),
-            )
+            counter = self.tokens[owner]
+            values = block.column(name)
+            missing = block.is_missing(name)
             absent = rows[missing]
             if not isinstance(values, JaggedIds):
                 self.changes[number] += num_changes(values)
@@ -546,7 +546,8 @@ def count_log(
 
 _ROW_BYTES = 256
 """Assumed size of a table row, about that of one in Criteo's text."""
-_MIN_TASKS, _MIN_TASK_BYTES = 16, 24 << 20
+_MIN_TASKS = 16
+_MIN_TASK_BYTES = 24 << 20
 """Minimum number of tasks for a short log, and their minimum size. More tasks use all cores; each
 costs about 25 ms.
 """
@@ -577,7 +578,10 @@ def _index_and_count(
     are numbered from 0.
     """
     keep_freed_memory()
-    packer, entries, total, rows = CountAccumulator(counting), [], Faults(), 0
+    packer = CountAccumulator(counting)
+    entries = []
+    total = Faults()
+    rows = 0
     counted = []
     for chunk, (start, stop) in chunks:
         for entry, faults, raw in parsed_segments(chunk, counting.schema, segment_bytes):
@@ -618,8 +622,10 @@ class CountingIndexer:
         task_bytes: int = TASK_BYTES,
     ) -> None:
         """Create an indexer. `rows_of` returns the rows [start, stop) of an index to count."""
-        self._counting, self._chosen = counting, rows_of
-        self._memory_bytes, self._task_bytes = memory_bytes, task_bytes
+        self._counting = counting
+        self._chosen = rows_of
+        self._memory_bytes = memory_bytes
+        self._task_bytes = task_bytes
         self._partial: tuple[Counts, int, int] | None = None
         """Counts of rows [start, stop) of the log, from the pass that indexed it."""
 
@@ -651,7 +657,10 @@ class CountingIndexer:
         )
         total = self._counting.total(self._memory_bytes, None)
         entries: list[SegmentEntry] = []
-        faults, rows, done, size = Faults(), 0, 0, sum(file.size_bytes for file in files)
+        faults = Faults()
+        rows = 0
+        done = 0
+        size = sum(file.size_bytes for file in files)
         counted: list[int] = []
         try:
             for table in context.engine.run("index and count", function, tasks):
@@ -701,13 +710,16 @@ class CountingIndexer:
         arguments.
         """
         start, stop = self._chosen(index)
-        counts, missing = None, [(start, stop)]
+        counts = None
+        missing = [(start, stop)]
         if self._partial is not None:
             counts, low, high = self._partial
-            self._partial, missing = None, [(start, low), (high, stop)]
+            self._partial = None
+            missing = [(start, low), (high, stop)]
             if not start <= low <= high <= stop:  # The guess was wrong
                 counts.close()
-                counts, missing = None, [(start, stop)]
+                counts = None
+                missing = [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
         count = functools.partial(
             count_log, memory_bytes=self._memory_bytes, task_bytes=self._task_bytes

@@ -94,9 +94,11 @@ class Derivation:
         return self._bucketed(block) if self.buckets else block
 
     def _bucketed(self, block: RawBlock) -> RawBlock:
-        num_dense, num_sparse = block.numbers.shape[1], block.categories.shape[1]
+        num_dense = block.numbers.shape[1]
+        num_sparse = block.categories.shape[1]
         categories = np.empty((block.rows, num_dense + num_sparse), np.uint32)
-        numbers, columns = np.ascontiguousarray(block.numbers), num_dense + num_sparse
+        numbers = np.ascontiguousarray(block.numbers)
+        columns = num_dense + num_sparse
         call("rayrec_bucket_integers", numbers, block.rows, categories, num_dense, columns)
         categories[:, num_dense:] = block.categories
         missing = block.missing.copy()
@@ -158,10 +160,8 @@ class MultiHot(Config):
     ) -> np.ndarray:
         ids = np.ascontiguousarray(ids)
         out = np.empty((len(ids), size), ids.dtype)
-        seed, pareto = (
-            ctypes.c_uint64(self.seed & (2**64 - 1)),
-            ctypes.c_int32(self.distribution == "pareto"),
-        )
+        seed = ctypes.c_uint64(self.seed & (2**64 - 1))
+        pareto = ctypes.c_int32(self.distribution == "pareto")
         call(
             "rayrec_expand_bags",
             ids,
@@ -210,11 +210,15 @@ def _c_sparse_column(column: SparseColumn, slots: np.ndarray | None) -> CSparseC
     out = CSparseColumn(
         missing_id=column.missing_id, unknown_id=column.unknown_id, base=column.first_id
     )
-    out.token_modulo, out.hash = column.token_modulo or 0, column.murmur3 + 2 * column.mixed
+    out.token_modulo = column.token_modulo or 0
+    out.hash = column.murmur3 + 2 * column.mixed
     if slots is None:
-        out.slots, out.modulo = None, column.num_embeddings - column.first_id
+        out.slots = None
+        out.modulo = column.num_embeddings - column.first_id
     else:
-        out.slots, out.num_slots, out.modulo = slots.ctypes.data, len(slots), 1
+        out.slots = slots.ctypes.data
+        out.num_slots = len(slots)
+        out.modulo = 1
     return out
 
 
@@ -243,7 +247,8 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     assert categories.flags.c_contiguous
     assert ids.flags.c_contiguous
     assert out.flags.c_contiguous
-    item_bytes, sizes = ctypes.c_int32(categories.itemsize), (len(categories), out, len(out))
+    item_bytes = ctypes.c_int32(categories.itemsize)
+    sizes = (len(categories), out, len(out))
     return not call(
         "rayrec_build_slots", categories, item_bytes, ids, *sizes, returns=ctypes.c_int32
     )
@@ -258,10 +263,8 @@ def find_ids(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.n
     assert categories.dtype == (np.uint64 if slots.ndim == 2 else np.uint32)
     categories = np.ascontiguousarray(categories)
     out = np.empty(len(categories), np.int32)
-    item_bytes, table = (
-        ctypes.c_int32(categories.itemsize),
-        (slots, len(slots), ctypes.c_int32(unknown_id)),
-    )
+    item_bytes = ctypes.c_int32(categories.itemsize)
+    table = (slots, len(slots), ctypes.c_int32(unknown_id))
     call("rayrec_look_up", categories, item_bytes, len(categories), *table, out)
     return out
 
@@ -289,8 +292,11 @@ class Encoder:
         """Create an encoder. `slots` is the lookup table of each categorical column, None if it is
         hashed.
         """
-        self._numbers, self._categories, self._slots = numbers, categories, slots
-        self._derivation, self._multi_hot = derivation, multi_hot
+        self._numbers = numbers
+        self._categories = categories
+        self._slots = slots
+        self._derivation = derivation
+        self._multi_hot = multi_hot
         self._id_type = id_type(categories)
 
     def encode(self, block: RawBlock, order: np.ndarray | None = None) -> EncodedRows:
@@ -330,19 +336,16 @@ class Encoder:
             if order is None
             else np.ascontiguousarray(order, np.int64)
         )
-        rows, (num_dense, num_sparse) = (
-            len(order),
-            (block.numbers.shape[1], block.categories.shape[1]),
-        )
+        rows = len(order)
+        num_dense = block.numbers.shape[1]
+        num_sparse = block.categories.shape[1]
         dense = np.empty((rows, len(self._numbers)), np.float32)
         ids = np.empty((len(self._categories), rows), self._id_type)
         matrices = (block.numbers, block.categories, block.missing)
         assert all(matrix.flags.c_contiguous for matrix in matrices)
         raw = CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)
-        layout, buckets = (
-            CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES),
-            ctypes.c_int32(self._derivation.buckets),
-        )
+        layout = CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES)
+        buckets = ctypes.c_int32(self._derivation.buckets)
         rules = (buckets, *self._c_columns)
         call(
             "rayrec_encode",
@@ -398,7 +401,8 @@ class Encoder:
         return dense, ids
 
     def _vocabulary_lookup(self, column: int) -> Callable[[np.ndarray], np.ndarray]:
-        rule, slots = self._categories[column], self._slots[column]
+        rule = self._categories[column]
+        slots = self._slots[column]
 
         def ids_of(categories: np.ndarray) -> np.ndarray:
             assert slots is not None

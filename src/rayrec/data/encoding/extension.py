@@ -73,11 +73,13 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
         if owner != number:
             sparse.append(sparse[owner])
             continue
-        column, vocabulary = old.sparse[number], old.vocabulary(number)
+        column = old.sparse[number]
+        vocabulary = old.vocabulary(number)
         if column.num_tokens is not None:
             new = build_vocabulary(preset, counts, number)
             column, added, left_out[name] = _extended(preset, column, vocabulary, new, number, name)
-            existing[name], appended[name] = len(vocabulary), len(added)
+            existing[name] = len(vocabulary)
+            appended[name] = len(added)
             vocabulary = np.concatenate([vocabulary, added])
         sparse.append(column)
         tokens.append(vocabulary)
@@ -135,7 +137,9 @@ def _extended(
     """Return the column's new rule, the tokens to append, and the number of omitted ones."""
     fresh = ~np.isin(new.tokens, vocabulary)
     added = new.tokens[fresh]
-    num_old, gap, missing_id = len(vocabulary), old.gap, old.missing_id
+    num_old = len(vocabulary)
+    gap = old.gap
+    missing_id = old.missing_id
     if preset.missing == "token" and new.gap is not None and missing_id == old.unknown_id:
         # The empty field became frequent enough to be a separate category.
         if gap is not None:
@@ -152,7 +156,8 @@ def _extended(
             raise _gap_error(name)
         gap = old.unknown_id
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
-    limit, left_out = fixed or preset.max_num_embeddings, 0
+    limit = fixed or preset.max_num_embeddings
+    left_out = 0
     end = old.first_id + num_old + (gap is not None)
     if limit is not None and fixed is None and preset.beyond_limit == "hash":
         available = max(0, limit - end)
@@ -197,7 +202,8 @@ def with_id_tables(preprocessor: Preprocessor, rules: Preset, folder: str) -> Pr
             f"id_tables: preset {rules.name} does not look categories up as they are. Use another "
             "--preset"
         )
-    inputs, files = preprocessor.inputs, storage.list_files(folder)
+    inputs = preprocessor.inputs
+    files = storage.list_files(folder)
     owners = [inputs.sparse[owner] for owner in dict.fromkeys(inputs.vocabulary_owners)]
     paths = {name: file.path for file in files for name in [_column_of(file.path, owners)]}
     if absent := [name for name in owners if name not in paths]:
@@ -245,7 +251,8 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
     block, faults = parse_table(pa.table({name: values}), alone, path=path)
     if faults.total:
         raise InputError(f"{path}: {faults.describe()}")
-    tokens, missing = block.categories[:, 0], block.is_missing(name)
+    tokens = block.categories[:, 0]
+    missing = block.is_missing(name)
     if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_ID:
         raise InputError(
             f"{path}: IDs must be from 0 to {_MAX_ID:,}, got {ids.min():,} to {ids.max():,}. "

@@ -82,7 +82,8 @@ def tokens_by_id(preprocessor: Preprocessor, column: str) -> np.ndarray:
     InputError for a hashed column.
     """
     number = preprocessor.inputs.sparse.index(column)
-    rule, tokens = preprocessor.sparse[number], preprocessor.vocabulary(number)
+    rule = preprocessor.sparse[number]
+    tokens = preprocessor.vocabulary(number)
     if not rule.has_unique_ids:
         raise InputError(
             f"column {column}: ids must belong to one category each. Use a vocabulary without a "
@@ -101,7 +102,8 @@ class OOVCounter:
 
     def __init__(self, preprocessor: Preprocessor) -> None:
         self._preprocessor = preprocessor
-        inputs, columns = preprocessor.inputs, preprocessor.sparse
+        inputs = preprocessor.inputs
+        columns = preprocessor.sparse
         self._singles = [
             index for index, name in enumerate(inputs.sparse) if name not in inputs.lists
         ]

@@ -69,7 +69,8 @@ def _check_dense(name: str, column: DenseColumn) -> None:
 
 def _check_sparse(name: str, column: SparseColumn) -> None:
     """Check that no id can be outside [0, num_embeddings). Raises InputError."""
-    rows, tokens = column.num_embeddings, column.num_tokens
+    rows = column.num_embeddings
+    tokens = column.num_tokens
     largest = 2**31 - 1  # Id of a vocabulary
     limits = {
         "num_embeddings": (rows, 1, MAX_TABLE_ROWS),
@@ -204,7 +205,8 @@ class Preprocessor:
         """Return the tokens of a sparse column's vocabulary in id order, none if the column is
         hashed.
         """
-        stored, owner = self._stored_tokens, self.inputs.vocabulary_owners[column]
+        stored = self._stored_tokens
+        owner = self.inputs.vocabulary_owners[column]
         first = sum(stored[:owner])
         return self.tokens[first : first + stored[owner]]
 
@@ -261,7 +263,8 @@ class Preprocessor:
         """Return the lookup table of a sparse column within `slots`; None if it is hashed."""
         if self.sparse[column].num_tokens is None:
             return None
-        offsets, owner = self._slot_offsets, self.inputs.vocabulary_owners[column]
+        offsets = self._slot_offsets
+        owner = self.inputs.vocabulary_owners[column]
         return self.slots[offsets[owner] : offsets[owner + 1]]
 
     def grouped_by(self, column: str | None) -> Preprocessor:

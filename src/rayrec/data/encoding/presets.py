@@ -336,7 +336,8 @@ def _sparse_column(
         )
         return column, VocabularyColumn(np.zeros(0, np.uint32))
     vocabulary = build_vocabulary(preset, counts, number)
-    first_id, limit = preset.first_id, fixed or preset.max_num_embeddings
+    first_id = preset.first_id
+    limit = fixed or preset.max_num_embeddings
     gap = None if vocabulary.gap is None else first_id + vocabulary.gap
     num_ids = first_id + len(vocabulary.tokens) + (gap is not None)
     num_embeddings = num_ids + (preset.unknown_id is None)

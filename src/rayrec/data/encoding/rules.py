@@ -244,8 +244,10 @@ def expand_bag(
 
 def _upper_half(values: np.ndarray, factor: int) -> np.ndarray:
     """Return the upper 64 bits of the products of uint64 values and a factor below 2^63."""
-    half, mask = np.uint64(32), np.uint64(2**32 - 1)
-    high, low = np.uint64(factor >> 32), np.uint64(factor & (2**32 - 1))
+    half = np.uint64(32)
+    mask = np.uint64(2**32 - 1)
+    high = np.uint64(factor >> 32)
+    low = np.uint64(factor & (2**32 - 1))
     middle = (values >> half) * low + ((values & mask) * low >> half)
     return (
         (values >> half) * high

@@ -26,7 +26,10 @@ from rayrec.data.encoding.rules import BRACKET_ITEM, BRACKETED, GLUED, ISO_TIME,
 from rayrec.native import call
 from rayrec.schema import BRACKETS
 
-VALUE, EMPTY, REJECTED = 0, 1, 2  # rayrec_text_status in native/kernels.h
+# rayrec_text_status in native/kernels.h
+VALUE = 0
+EMPTY = 1
+REJECTED = 2
 
 
 @dataclass(frozen=True)
@@ -390,7 +393,8 @@ def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
                 array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary())
             )
             meant = words[matches.to_numpy(zero_copy_only=False)]
-            values[meant], status[meant] = value, VALUE
+            values[meant] = value
+            status[meant] = VALUE
     return values, status
 
 

@@ -24,13 +24,17 @@ from rayrec.storage.cache import gunzip, is_gzip
 
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20
-MAX_QUOTED_BYTES, MAX_QUOTED_LINES = 256 << 10, 100
+MAX_QUOTED_BYTES = 256 << 10
+MAX_QUOTED_LINES = 100
 """Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
 FAULT = "rayrec.fault"
 """Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED quote, TRAILING text
 after a closing quote, or 0.
 """
-TOO_FEW, TOO_MANY, UNMATCHED, TRAILING = 1, 2, 3, 4
+TOO_FEW = 1
+TOO_MANY = 2
+UNMATCHED = 3
+TRAILING = 4
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
@@ -128,12 +132,17 @@ class CsvRange:
     """
 
     def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
-        self._path, self._schema, self._start, self._stop = path, schema, start, stop
+        self._path = path
+        self._schema = schema
+        self._start = start
+        self._stop = stop
         self.end = start
         """Start of the first row after the range, known after iteration."""
 
     def __iter__(self) -> Iterator[pa.Table]:
-        path, at, text = self._path, self._start, b""
+        path = self._path
+        at = self._start
+        text = b""
         with _opened(path, self._schema) as stream:
             splitter = _Splitter.of_file(
                 path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema
@@ -159,7 +168,8 @@ class CsvRange:
             yield from tables
             if len(rest) == len(text):
                 chunk = _bytes_at(path, (at + len(text), READ_BYTES))
-                final, rest = not chunk, text + chunk
+                final = not chunk
+                rest = text + chunk
                 splitter.check_length(rest)
             text = rest
         self.end = _skip_line_ends(path, at)
@@ -247,7 +257,8 @@ class _Chunks:
     """Stream of bytes that come in pieces."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, b""
+        self._chunks = chunks
+        self._rest = b""
 
     def read(self, size: int, /) -> bytes:
         """Return the next bytes, at most `size`, none at the end."""
@@ -320,7 +331,8 @@ class _Splitter:
     ) -> tuple[list[pa.Table], bytes]:
         """Return the complete rows, all or the first `max_rows`, and the remaining text."""
         data = np.frombuffer(bytearray(text), np.uint8)
-        tables, begin = [], 0
+        tables = []
+        begin = 0
         while begin < len(data):
             table, consumed = self._table(data[begin:], final, max_rows or _ROWS_AT_ONCE)
             if table.num_rows:
@@ -344,11 +356,10 @@ class _Splitter:
         columns_out = len(self.names)
         # More rows come with the next call
         capacity = min(len(data) // max(self.columns, 2) + 1, max_rows)
-        starts, lengths = (
-            np.empty((capacity, columns_out), np.int64),
-            np.empty((capacity, columns_out), np.int64),
-        )
-        kinds, consumed = np.empty(capacity, np.uint8), np.zeros(1, np.int64)
+        starts = np.empty((capacity, columns_out), np.int64)
+        lengths = np.empty((capacity, columns_out), np.int64)
+        kinds = np.empty(capacity, np.uint8)
+        consumed = np.zeros(1, np.int64)
         marks = (ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.escape))
         how = (ctypes.c_int32(final), *marks, ctypes.c_int32(self.trim))
         columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(columns_out), capacity)

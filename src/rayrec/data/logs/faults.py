@@ -19,7 +19,8 @@ _FIXES: Final = {
 """Schema fields that remove faults."""
 LABEL_LETTERS: Final = 24
 """Maximum letters of a label in a report."""
-_MAX_LABELS, _MAX_SHOWN = 20, 8
+_MAX_LABELS = 20
+_MAX_SHOWN = 8
 """Maximum distinct labels per column, stored and shown in an error."""
 _POSITIVE = ("yes", "y", "t", "click", "clicked", "positive", "pos")
 """Texts that mean a click."""

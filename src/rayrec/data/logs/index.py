@@ -158,10 +158,8 @@ class LogIndex:
         )
         while number < len(self.segments) and self.segments[number].first_row < stop:
             segment = self.segments[number]
-            low, high = (
-                max(start - segment.first_row, 0),
-                min(stop - segment.first_row, segment.rows),
-            )
+            low = max(start - segment.first_row, 0)
+            high = min(stop - segment.first_row, segment.rows)
             if low < high:
                 yield SegmentRange(segment, low, high)
             number += 1
@@ -214,7 +212,8 @@ def numbered(
     entries: Iterable[SegmentEntry | tuple[str, int, int, int]], format: Format = "text"
 ) -> tuple[Segment, ...]:
     """Return segments in log order with consecutive row numbers."""
-    segments, first_row = [], 0
+    segments = []
+    first_row = 0
     for entry in entries:
         path, start, stop, rows, checksum = SegmentEntry(*entry)
         segments.append(Segment(path, start, stop, first_row, rows, format, checksum))
@@ -251,7 +250,8 @@ def source_of(path: str) -> tuple[str, str]:
     segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see
     data/logs/parquet.py).
     """
-    folder, base = storage.folder_of(path), storage.name_of(path)
+    folder = storage.folder_of(path)
+    base = storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(path))
     rewritten = re.fullmatch(r"(.*/tables/[0-9a-f]{16})/\d{5}(/[^/]*=[^/]*)*", plain)

@@ -77,7 +77,8 @@ def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, 
     """Return the rows and the approximate raw bytes of each row group, in the named columns
     only.
     """
-    metadata, sizes = file.metadata, []
+    metadata = file.metadata
+    sizes = []
     leaves = _leaves(metadata, names)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -89,7 +90,8 @@ def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, 
 
 def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
     """Return the indices of the leaf columns of the named columns."""
-    roots, paths = set(names), [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    roots = set(names)
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
     return [i for i, path in enumerate(paths) if path in roots or path.partition(".")[0] in roots]
 
 
@@ -146,7 +148,8 @@ def prepared(
         name = "/".join([*partition_names(file.path), name])
         stored = list(_write_parts(tables, folder, name, schema, segment_bytes))
         storage.write_json(manifest, stored)  # Last: files without it are ignored
-    parts, first_row = [], 0
+    parts = []
+    first_row = 0
     for path, groups in stored:
         parts.append(
             ParquetPart(file.path, path, first_row, [(rows, size) for rows, size in groups])
@@ -208,7 +211,8 @@ def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
         table_of_waiting = pa.concat_tables(waiting)
         count = max(1, waiting_bytes // size_bytes)
         rows = -(-len(table_of_waiting) // count)
-        waiting, waiting_bytes = [], 0
+        waiting = []
+        waiting_bytes = 0
         for start in range(0, len(table_of_waiting), rows):
             yield table_of_waiting.slice(start, rows)
     if waiting:
@@ -288,7 +292,8 @@ def read_rows(
 
 def _groups(footer: _Footer, start: int, stop: int) -> list[int] | None:
     """Return the row groups of rows [start, stop); None if these are not full row groups."""
-    first, last = bisect_left(footer.starts, start), bisect_left(footer.starts, stop)
+    first = bisect_left(footer.starts, start)
+    last = bisect_left(footer.starts, stop)
     if last >= len(footer.starts) or footer.starts[first] != start or footer.starts[last] != stop:
         return None
     return list(range(first, last))
@@ -302,7 +307,8 @@ def _chunks_of(
     metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]
 ) -> list[Range]:
     """Return the byte range of each column chunk of some row groups."""
-    leaves, chunks = _leaves(metadata, columns), []
+    leaves = _leaves(metadata, columns)
+    chunks = []
     for number in groups:
         group = metadata.row_group(number)
         for chunk in map(group.column, leaves):
@@ -338,7 +344,9 @@ class _Spans:
     def __init__(
         self, path: str, size_bytes: int, spans: Sequence[Range], buffers: Sequence[np.ndarray]
     ) -> None:
-        self._path, self._size_bytes, self._buffers = path, size_bytes, buffers
+        self._path = path
+        self._size_bytes = size_bytes
+        self._buffers = buffers
         self._starts = [start for start, _ in spans]
         self._at = 0
 

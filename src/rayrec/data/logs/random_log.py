@@ -102,8 +102,10 @@ def _made(segment: Segment, schema: Schema) -> RawBlock:
     from rayrec.data.synthetic_law import BLOCK_ROWS
 
     rows, seed = _parsed(segment.path)
-    truth, starts = _ground_truth(seed), _day_starts(rows)
-    first, stop = segment.first_row, segment.first_row + segment.rows
+    truth = _ground_truth(seed)
+    starts = _day_starts(rows)
+    first = segment.first_row
+    stop = segment.first_row + segment.rows
     parts: list[Rows] = []
     for block in range(first // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
         start = block * BLOCK_ROWS

@@ -71,7 +71,8 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
     """
     if segment.format == "table":
         return good_rows(segment, schema)
-    text, length = read_text(segment), segment.stop - segment.start
+    text = read_text(segment)
+    length = segment.stop - segment.start
     starts = line_starts(text, length)
     if len(starts) == segment.rows:
         return np.arange(segment.rows, dtype=np.int64)

@@ -120,7 +120,8 @@ def index_tables(
     )
     tasks = [[chunk for chunk, _ in task] for task in sized]
     entries: list[SegmentEntry] = []
-    faults, done = Faults(), 0
+    faults = Faults()
+    done = 0
     results = context.engine.run(
         "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
     )
@@ -160,7 +161,8 @@ def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]
     for rows, group_bytes in part.groups:
         if stop > start and size + group_bytes // 2 > segment_bytes:
             ranges.append((start, stop, size))
-            start, size = stop, 0
+            start = stop
+            size = 0
         stop, size = stop + rows, size + group_bytes
     if stop > start:
         ranges.append((start, stop, size))
@@ -170,7 +172,9 @@ def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]
 
 
 def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
-    rows, sums, faults = [], [], Faults()
+    rows = []
+    sums = []
+    faults = Faults()
     ranges_of_parts = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
 
     def read(part_range: tuple[ParquetPart, int, int]) -> tuple[pa.Table, int]:

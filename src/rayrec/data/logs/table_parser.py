@@ -102,7 +102,9 @@ class _TableParser:
     """Parser of one table's columns, with the first fault of each row in schema order."""
 
     def __init__(self, table: pa.Table, schema: Schema, path: str) -> None:
-        self.table, self.schema, self.path = table, schema, path
+        self.table = table
+        self.schema = schema
+        self.path = path
         self.type_error = type_error(table.schema, path)
         self.markers = Markers.of(schema.missing)
         rule = schema.label_rule
@@ -115,7 +117,8 @@ class _TableParser:
 
     def parse(self) -> RawBlock:
         """Return the valid rows."""
-        table, schema = self.table, self.schema
+        table = self.table
+        schema = self.schema
         if FAULT in table.column_names:
             fault = table.column(FAULT).to_numpy()
             for value, kind in (
@@ -134,7 +137,8 @@ class _TableParser:
             good = (status == VALUE) & (values >= 0) & (values <= LIMIT)
             self._reject(~good, WEIGHT, schema.weight)
             weights = np.where(good, values, 0).astype(np.float32)
-        rows, hexadecimal = table.num_rows, schema.tokens == "hexadecimal"
+        rows = table.num_rows
+        hexadecimal = schema.tokens == "hexadecimal"
         order: Literal["C", "F"] = "C" if hexadecimal else "F"
         block = RawBlock(
             schema,
@@ -289,16 +293,16 @@ class _TableParser:
             seconds, status = self._numbers(name, times=True)
             seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
             good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
-            values, status = (
-                np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64),
-                np.where(good, VALUE, REJECTED),
-            )
+            values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
+            status = np.where(good, VALUE, REJECTED)
         self._reject(status != VALUE, TIME, name)
         return values
 
     def _fill_categories(self, block: RawBlock) -> tuple[JaggedIds, ...]:
         """Fill the block's categories and their missing mask; return the list columns."""
-        schema, lists, positions = self.schema, [], dict[str, np.ndarray]()
+        schema = self.schema
+        lists = []
+        positions = dict[str, np.ndarray]()
         for name in schema.sparse:
             array = self._array(name)
             if name in schema.lists:
@@ -382,7 +386,8 @@ class _TableParser:
         """Return (column, rejected rows bool [rows], their fault kind, row and position of each
         category int64).
         """
-        feature, rows = self.schema.feature(name), len(array)
+        feature = self.schema.feature(name)
+        rows = len(array)
         if types.is_null(array.type):
             weights = None if feature.weights is None else np.zeros(0, np.float32)
             column = JaggedIds(np.zeros(0, np.uint64), np.zeros(rows, np.int32), weights)
@@ -391,11 +396,13 @@ class _TableParser:
         self._reject(bad, BRACKET, name)
         tokens = np.empty(len(items), np.uint64)
         status, kind = self._categories(items, name, tokens)
-        bad, weights = np.zeros(rows, bool), None
+        bad = np.zeros(rows, bool)
+        weights = None
         if feature.weights is not None:
             weights, bad = self._list_weights(feature, lengths, status != EMPTY)
             kind = LIST_WEIGHTS if bad.any() else kind
-        present, row_of = status != EMPTY, np.repeat(np.arange(rows), lengths)
+        present = status != EMPTY
+        row_of = np.repeat(np.arange(rows), lengths)
         positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[
             present
         ]
@@ -448,7 +455,8 @@ class _TableParser:
         array = self._array(name)
         weights = np.zeros(len(present), np.float32)
         num_weights = np.zeros(len(lengths), np.int64)
-        values, status = np.zeros(0), np.zeros(0, np.uint8)
+        values = np.zeros(0)
+        status = np.zeros(0, np.uint8)
         if not types.is_null(array.type):
             items, num_weights, bad = self._items(array, name, feature)
             self._reject(bad, BRACKET, name)
@@ -460,7 +468,8 @@ class _TableParser:
         weights[targets] = np.where(good[sources], values[sources], 0)
         wrong = np.zeros(len(present), bool)
         wrong[targets] = ~good[sources] & present[targets]
-        row_of, rows = np.repeat(np.arange(len(lengths)), lengths), len(lengths)
+        row_of = np.repeat(np.arange(len(lengths)), lengths)
+        rows = len(lengths)
         empty = np.bincount(row_of[present], minlength=rows) == 0
         empty &= (
             np.bincount(np.repeat(np.arange(rows), num_weights)[status != EMPTY], minlength=rows)

@@ -108,7 +108,8 @@ def index_chunk(
     chunk: Chunk, schema: Schema, segment_bytes: int
 ) -> tuple[list[SegmentEntry], Faults]:
     """Return the segments of a chunk, and its faults."""
-    entries, total = [], Faults()
+    entries = []
+    total = Faults()
     for entry, faults, _ in parsed_segments(chunk, schema, segment_bytes):
         entries.append(entry)
         total.add(faults)

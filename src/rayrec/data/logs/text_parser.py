@@ -55,7 +55,8 @@ class TextParser:
     """
 
     def __init__(self, schema: Schema, capacity: int) -> None:
-        self.schema, self.capacity = schema, capacity
+        self.schema = schema
+        self.capacity = capacity
         self.rows = 0
         # np.empty: unused pages are never touched, so a generous capacity costs nothing.
         self._numbers = np.empty((capacity, len(schema.dense)), number_type(schema))
@@ -84,7 +85,8 @@ class TextParser:
         assert text.dtype == np.uint8
         assert text.flags.c_contiguous
         assert len(text) >= length + PADDING_BYTES
-        schema, before = self.schema, self.rows
+        schema = self.schema
+        before = self.rows
         if labelled is None:
             labelled = schema.label is not None
         if not self._files or self._files[-1][0] != path:
@@ -136,7 +138,8 @@ class TextParser:
 
     def block(self) -> RawBlock:
         """Return the rows; they share memory with rows parsed after `drop_after`."""
-        rows, label = self.rows, self.schema.label
+        rows = self.rows
+        label = self.schema.label
         stops = [*(start for _, start in self._files[1:]), rows][: len(self._files)]
         return RawBlock(
             self.schema,

@@ -132,7 +132,8 @@ def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
     passed before. Raises the errors of `open_preprocessed`.
     """
     dataset = _load(storage.absolute(path).rstrip("/"))
-    path, files = dataset.path, dataset.manifest["files"]
+    path = dataset.path
+    files = dataset.manifest["files"]
     stored_files = _check_files(path, files, verify=False)
     assert context.cache_folder is not None
     record = storage.join(
@@ -197,7 +198,8 @@ def _check_files(
         if info.type == arrow_fs.FileType.File
     }
     for file in files:
-        name, size = file["name"], file["bytes"]
+        name = file["name"]
+        size = file["bytes"]
         if name not in stored:
             raise damaged(path, name, "not found")
         if stored[name].size_bytes != size:
@@ -210,7 +212,8 @@ def _check_files(
 def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
     """Return the segment's dataset and raw file number."""
     file_folder = storage.folder_of(segment.path)
-    folder, number = storage.folder_of(file_folder), storage.name_of(file_folder)
+    folder = storage.folder_of(file_folder)
+    number = storage.name_of(file_folder)
     if folder not in _OPENED:
         _load(folder)
     return _OPENED[folder], int(number)
@@ -293,7 +296,8 @@ def _read_parquet(
     groups: list[tuple[int, int]] = []
     bounds = [0]
     for segment in segments:
-        row, end = segment.first_row, segment.first_row + segment.rows
+        row = segment.first_row
+        end = segment.first_row + segment.rows
         while row < end:
             file = bisect_right(first_rows, row) - 1
             starts = np.cumsum([first_rows[file], *files[file]["row_groups"]])
@@ -359,7 +363,8 @@ def _compare_checksums(path: str, files: Sequence[Mapping[str, Any]], context: T
     groups = grouped(
         ranges, lambda part: part.stop - part.start, max_bytes=_TASK_BYTES, max_items=len(ranges)
     )
-    total, done = sum(file["bytes"] for file in files), 0
+    total = sum(file["bytes"] for file in files)
+    done = 0
     checksums = [0] * len(files)
     task = functools.partial(_checksums, path=path)
     for group, table in zip(

@@ -70,7 +70,8 @@ def row_bytes(preprocessor: Preprocessor) -> int:
 
 def plan_files(format: str, preprocessor: Preprocessor, stem: str, rows: int) -> list[FilePlan]:
     """Plan the files for `rows` rows of one raw file. Their names begin with `stem`."""
-    num_dense, hotness = len(preprocessor.inputs.dense), preprocessor.hotness
+    num_dense = len(preprocessor.inputs.dense)
+    hotness = preprocessor.hotness
     if format == "binary":
         matrix = Matrix("rows", f"{stem}.bin", 0, "<i4", 1 + num_dense + len(hotness))
         return [FilePlan(matrix.file, rows * matrix.row_bytes, rows, (matrix,))]
@@ -99,7 +100,8 @@ def _plan_npy(name: str, file: str, dtype: str, rows: int, columns: int) -> File
 
 def _multiply(a: int, b: int) -> int:
     """Multiply two polynomials modulo the CRC-32 polynomial, highest power in the lowest bit."""
-    bit, product = 1 << 31, 0
+    bit = 1 << 31
+    product = 0
     while a:
         if a & bit:
             product ^= b
@@ -112,7 +114,8 @@ def _multiply(a: int, b: int) -> int:
 @lru_cache(maxsize=4096)
 def _power(length: int) -> int:
     """Compute x^(8 length) modulo the CRC-32 polynomial."""
-    result, power = 1 << 31, 1 << 23
+    result = 1 << 31
+    power = 1 << 23
     while length:
         if length & 1:
             result = _multiply(power, result)
@@ -178,7 +181,8 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         raise InputError(f"format: must be one of {', '.join(WRITABLE_FORMATS)}, got {format!r}")
     if format == "parquet":
         return
-    schema, hotness = preprocessor.schema, preprocessor.hotness
+    schema = preprocessor.schema
+    hotness = preprocessor.hotness
     if labelled and schema.weight:
         raise InputError(
             f"format {format} cannot store the weights of column {schema.weight}. Use --format "
@@ -207,7 +211,8 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
             "npy or parquet."
         )
     for name, column in zip(preprocessor.inputs.dense, preprocessor.dense, strict=True):
-        integer, zero = np.zeros(1, np.int64), np.empty(1, np.float32)
+        integer = np.zeros(1, np.int64)
+        zero = np.empty(1, np.float32)
         call("rayrec_transform_dense", integer, 1, ctypes.byref(c_dense_column(column)), zero)
         if zero[0] != np.float32(column.missing_value):
             raise InputError(
@@ -283,7 +288,8 @@ def _pack(
         np.int64,
     )
     ids = np.ascontiguousarray(rows.ids)
-    num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
+    num_dense = len(preprocessor.dense)
+    num_sparse = len(preprocessor.sparse)
     out = np.empty((len(rows), 1 + num_dense + num_sparse), np.int32)
     label = rows.label if rows.labels else None
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
@@ -409,7 +415,8 @@ class MappedRows:
         names = {matrix[1] for number in files for matrix in self.manifest["matrices"][number]}
         loaded = {name for name, (_, mapped) in self._contents.items() if mapped is None}
         to_load = {name: size for name, size in self._sizes.items() if name in names - loaded}
-        needed, free = sum(to_load.values()), host_resources.memory().available
+        needed = sum(to_load.values())
+        free = host_resources.memory().available
         if needed > free:
             raise InputError(
                 f"{self.path}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB of "
@@ -429,7 +436,8 @@ class MappedRows:
         self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor
     ) -> EncodedRows:
         """Read rows `order` (int64) of the concatenated runs."""
-        format, labelled = self.manifest["format"], self.manifest["labelled"]
+        format = self.manifest["format"]
+        labelled = self.manifest["labelled"]
         if format == "binary":
             return self._unpack(runs, order, preprocessor)
         labels = {}
@@ -546,7 +554,8 @@ class MappedRows:
         self, runs: Sequence[MappedRange], order: np.ndarray, preprocessor: Preprocessor
     ) -> EncodedRows:
         """Read rows of format binary in one pass."""
-        num_dense, num_sparse = len(preprocessor.dense), len(preprocessor.sparse)
+        num_dense = len(preprocessor.dense)
+        num_sparse = len(preprocessor.sparse)
         dense = np.empty((len(order), num_dense), np.float32)
         ids = np.empty((num_sparse, len(order)), np.int32)
         labels = np.empty(len(order), np.float32)

@@ -81,7 +81,8 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
     is missing, truncated or unlike those of TorchRec's scripts, or the columns of the days
     differ.
     """
-    files_by_stem, folder_names = _named_files(folders), " and ".join(folders)
+    files_by_stem = _named_files(folders)
+    folder_names = " and ".join(folders)
     kinds = [kind for kind in _ID_FILES if any(kind in files for files in files_by_stem.values())]
     if not kinds:
         raise InputError(
@@ -129,7 +130,8 @@ def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
             match = _NAME.fullmatch(storage.name_of(file.path))
             if match is None:
                 continue
-            stem, part = match["npz"] or match["stem"], match["part"] or "sparse_multi_hot"
+            stem = match["npz"] or match["stem"]
+            part = match["part"] or "sparse_multi_hot"
             if part in files_by_stem.setdefault(stem, {}):
                 raise InputError(
                     f"{file.path}: {files_by_stem[stem][part]} has the same name. Keep one of them."
@@ -269,7 +271,8 @@ def scan(row_range: RowRange, *, days: Sequence[Day]) -> pa.Table:
     min_ids: list[int] = []
     max_ids: list[int] = []
     faulty: dict[str, np.ndarray] = {}
-    unlabelled, labels = 0, list[str]()
+    unlabelled = 0
+    labels = list[str]()
     for plan, path in zip(day.plans, day.paths, strict=True):
         for matrix in plan.matrices:
             start = matrix.offset + row_range.start * matrix.row_bytes

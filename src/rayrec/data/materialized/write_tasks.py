@@ -75,7 +75,8 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
     )
     for part, (_, row) in zip(task.parts, task.file_rows, strict=True):
         raw = read_raw([part.segment], job.schema)
-        path, first_row = part.segment.path, row - part.start
+        path = part.segment.path
+        first_row = row - part.start
         yield stored(
             job.format, raw, preprocessor, part.start, part.stop, path=path, first_row=first_row
         )
@@ -128,7 +129,8 @@ def _write_parquet(task: Task, job: Job, tables: Iterator[pa.Table]) -> dict[str
             writer.write_table(first, row_group_size=first.num_rows)
             for table in tables:
                 writer.write_table(table, row_group_size=table.num_rows)
-        size, checksum = os.path.getsize(local), file_checksum(local)
+        size = os.path.getsize(local)
+        checksum = file_checksum(local)
     groups = [part.rows for part in task.parts]
     return {
         "file": {"name": name, "bytes": size, "crc32": checksum},
@@ -195,7 +197,8 @@ class Permutation:
         return out
 
     def _once(self, values: np.ndarray) -> np.ndarray:
-        a, b = np.uint64(self._left), np.uint64(self._right)
+        a = np.uint64(self._left)
+        b = np.uint64(self._right)
         left: np.ndarray = values // b
         right: np.ndarray = values % b
         for number, key in enumerate(self._keys):

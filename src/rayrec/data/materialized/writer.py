@@ -86,7 +86,8 @@ def preprocess(
     }
     schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
     with resumable_job(out, job_inputs, last_file=MANIFEST) as running:
-        folder, saved = running.folder, storage.join(running.folder.path, "preprocessor")
+        folder = running.folder
+        saved = storage.join(running.folder.path, "preprocessor")
         if not storage.is_url(out):
             _check_disk(folder.path, layout, preprocessor, index.rows, output)
         if not running.resumed:
@@ -129,7 +130,8 @@ def preprocess(
         }
         write_manifest(folder.path, manifest)
     seconds = time.perf_counter() - start_s
-    size_bytes, speed = sum(file["bytes"] for file in files), (index.rows - before) / seconds
+    size_bytes = sum(file["bytes"] for file in files)
+    speed = (index.rows - before) / seconds
     result = {
         "rows": index.rows,
         "out": out,
@@ -317,7 +319,8 @@ def _ranges(sets: dict[str, tuple[int, int]] | None, rows: int) -> list[tuple[st
     """
     if sets is None:
         return [("all", 0, rows)]
-    ranges, done = [], 0
+    ranges = []
+    done = 0
     for name, (start, stop) in sorted(sets.items(), key=lambda item: item[1]):
         if start < done or stop > rows or start > stop:
             raise InputError(

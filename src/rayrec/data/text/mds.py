@@ -226,7 +226,8 @@ class Index:
         """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if
         damaged or with unequal rows.
         """
-        starts, dtype = _starts(content, shard, path), np.dtype(column.dtype)
+        starts = _starts(content, shard, path)
+        dtype = np.dtype(column.dtype)
         first, size, head, stored_dtype = self._locate_tokens(
             content, int(starts[0]), column.name, column.dtype, path
         )
@@ -288,7 +289,8 @@ class Index:
                 return at, size, head, np.dtype(bytes_dtype)
             match = _ENCODING.fullmatch(encoding)
             assert match is not None
-            prefix, dtype = at, match[1]
+            prefix = at
+            dtype = match[1]
             if dtype is None:
                 dtype = _DTYPES.get(content[start + prefix])
                 prefix += 1
@@ -334,7 +336,8 @@ def damaged(path: str, how: str) -> InputError:
 
 
 def _shard(info: Mapping[str, Any]) -> Shard:
-    raw, packed = info["raw_data"], None
+    raw = info["raw_data"]
+    packed = None
     if info["compression"] is not None:
         file = info["zip_data"]
         packed = Packed(
@@ -638,7 +641,8 @@ def scan_shard(shard: Shard, *, folder: str, index: Index, column: TokenColumn) 
             num_tokens = tokens.size
         else:
             rows = index.unequal_rows(content, shard, column, path)
-            tokens, blocks = np.concatenate(rows), column.blocks_of(rows)
+            tokens = np.concatenate(rows)
+            blocks = column.blocks_of(rows)
             num_tokens = int(blocks[:, 0].sum()) if column.layout == "pad" else blocks.size
         reply = {
             "dtype": column.dtype,

@@ -168,7 +168,8 @@ def bytes_bpe(texts: Iterable[str], vocabulary_size: int) -> Files:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_TEXT]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         initial_alphabet=alphabet,

@@ -50,7 +50,9 @@ class _FullModel(nn.Module):
         hotness: Sequence[int],
     ) -> None:
         super().__init__()
-        self._model, self._format, self._hotness = model, row_format, tuple(hotness)
+        self._model = model
+        self._format = row_format
+        self._hotness = tuple(hotness)
         width = row_format.dim // 2 if row_format.quantization == "int4" else row_format.dim
         for number, table in enumerate(tables):
             self.register_buffer(f"values_{number}", table[:, :width].contiguous())
@@ -63,7 +65,8 @@ class _FullModel(nn.Module):
                 self.register_buffer(f"affine_{number}", affine)
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor | None = None) -> torch.Tensor:
-        pooled, start = [], 0
+        pooled = []
+        start = 0
         for number, size in enumerate(self._hotness):
             column = ids[:, start : start + size]
             pooled.append(

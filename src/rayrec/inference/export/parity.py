@@ -77,7 +77,9 @@ class ParityRows:
         """Measure the speed of one caller with one batch, the best within half a second, because
         other load only slows it.
         """
-        batch, best_s, end = self.batches[0], math.inf, time.perf_counter() + _SPEED_S
+        batch = self.batches[0]
+        best_s = math.inf
+        end = time.perf_counter() + _SPEED_S
         while (start := time.perf_counter()) < end or best_s == math.inf:
             score(batch)
             best_s = min(best_s, time.perf_counter() - start)
@@ -151,7 +153,8 @@ def spread(ranges: Sequence[SegmentRange], *, rows: int) -> list[SegmentRange]:
     """Choose at most `rows` rows from evenly spaced segments. Pure."""
     num_parts = max(1, math.ceil(len(ranges) * min(1.0, rows / sum(part.rows for part in ranges))))
     selected = [ranges[index * len(ranges) // num_parts] for index in range(num_parts)]
-    parts, left = [], rows
+    parts = []
+    left = rows
     for number, part in enumerate(selected):
         take = min(part.rows, -(-left // (len(selected) - number)))
         if take:
@@ -167,7 +170,8 @@ def random_rows(preprocessor: Preprocessor, *, rows: int, seed: int = 0) -> Pari
     for start in range(0, rows, BATCH_ROWS):
         count = min(BATCH_ROWS, rows - start)
         dense = rng.standard_normal((count, len(preprocessor.inputs.dense)), np.float32)
-        lengths_of, dtype = _random_lengths(rng, preprocessor.schema, count), preprocessor.id_dtype
+        lengths_of = _random_lengths(rng, preprocessor.schema, count)
+        dtype = preprocessor.id_dtype
         columns = zip(
             preprocessor.inputs.sparse,
             preprocessor.num_embeddings,
@@ -211,7 +215,8 @@ def compare_encoder(encoder: Any, preprocessor: Preprocessor, rows: ParityRows) 
     is_random = not rows.parts or rows.parts[0].segment.format not in ("text", "table")
     random = [_as_table_rows(_random_table(preprocessor), preprocessor.schema)] if is_random else []
     batches = random or _raw_rows(rows.parts, encoder, preprocessor)
-    count, failure = 0, None
+    count = 0
+    failure = None
     for raw, values in batches:
         failure = _encoder_failure(encoder, preprocessor, raw, values)
         count += len(values)
@@ -266,11 +271,10 @@ def _random_table(preprocessor: Preprocessor) -> pa.Table:
     """Generate raw values of every column: numbers, known and unknown categories, missing
     values.
     """
-    schema, rng = preprocessor.schema, np.random.default_rng(0)
-    hexadecimal, lengths_of = (
-        schema.tokens == "hexadecimal",
-        _random_lengths(rng, schema, _RANDOM_ROWS),
-    )
+    schema = preprocessor.schema
+    rng = np.random.default_rng(0)
+    hexadecimal = schema.tokens == "hexadecimal"
+    lengths_of = _random_lengths(rng, schema, _RANDOM_ROWS)
 
     def present() -> np.ndarray:
         return rng.random(_RANDOM_ROWS) < 0.9
@@ -286,10 +290,8 @@ def _random_table(preprocessor: Preprocessor) -> pa.Table:
         if name not in schema.sparse:
             continue
         lengths = lengths_of(name) if name in schema.lists else np.ones(_RANDOM_ROWS, np.int64)
-        dtype, vocabulary = (
-            (np.uint32 if hexadecimal else np.uint64),
-            preprocessor.vocabulary(number),
-        )
+        dtype = np.uint32 if hexadecimal else np.uint64
+        vocabulary = preprocessor.vocabulary(number)
         tokens = rng.integers(0, np.iinfo(dtype).max, int(lengths.sum()), dtype, endpoint=True)
         if len(vocabulary):
             tokens = np.where(
@@ -320,7 +322,8 @@ def _encoder_failure(
     """Return the first difference between the results of an Encoder and the Preprocessor, None if
     they are equal.
     """
-    expected, inputs = preprocessor.encode(raw), preprocessor.inputs
+    expected = preprocessor.encode(raw)
+    inputs = preprocessor.inputs
     try:
         dense, ids = encoder.encode(values)
     except ValueError as error:

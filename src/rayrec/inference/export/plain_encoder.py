@@ -119,7 +119,8 @@ class Encoder:
         self._dense = [_column(DenseColumn, "dense", values) for values in stored["dense"]]
         self._sparse: list[tuple[SparseColumn, Callable[[np.ndarray], np.ndarray]]] = []
         names = [*(self.schema["dense"] if self._buckets else ()), *self.schema["sparse"]]
-        first, vocabularies = 0, {}
+        first = 0
+        vocabularies = {}
         for name, values in zip(names, stored["sparse"], strict=True):
             column = _column(SparseColumn, name, values)
             vocabulary = self._features.get(name, {}).get("vocabulary") or name
@@ -174,7 +175,8 @@ class Encoder:
         """
         if self._hexadecimal:
             return [line.rstrip("\r\n").split("\t") for line in lines]
-        mark, escape = self.schema["delimiter"], self.schema.get("escape")
+        mark = self.schema["delimiter"]
+        escape = self.schema.get("escape")
         inner = r'(?:[^"]|"")*+'
         if escape:
             inner = rf'(?:[^"{re.escape(escape)}]|""|{re.escape(escape)}.)*+'
@@ -202,7 +204,8 @@ class Encoder:
         for match in re.finditer(
             rf'(?:^|{end})(?:"({inner})"[ \t]*(?={end}|\Z)|([^{end}]*))', row, re.DOTALL
         ):
-            quoted, plain = match[1], match[2]
+            quoted = match[1]
+            plain = match[2]
             if quoted is not None:
                 escape = re.escape(self.schema.get("escape") or '"')
                 values.append(
@@ -381,7 +384,8 @@ class Encoder:
     def _expanded(self, ids: list[Ids]) -> list[Ids]:
         if self._multi_hot is None:
             return ids
-        seed, pareto = self._multi_hot["seed"], self._multi_hot["distribution"] == "pareto"
+        seed = self._multi_hot["seed"]
+        pareto = self._multi_hot["distribution"] == "pareto"
         return [
             column_ids
             if size == 1 or isinstance(column_ids, tuple)
@@ -444,7 +448,8 @@ def _make_lookup(
     of their ids.
     """
     order = np.argsort(vocabulary)
-    ordered, ids = vocabulary[order], column.ids()[order] if len(vocabulary) else order
+    ordered = vocabulary[order]
+    ids = column.ids()[order] if len(vocabulary) else order
 
     def lookup(tokens: np.ndarray) -> np.ndarray:
         if not len(ordered):

@@ -213,7 +213,8 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
     """Write the tables, one at a time, and the network weights. Returns the model with the
     latter.
     """
-    row_format, dense = exported.row_format, {}
+    row_format = exported.row_format
+    dense = {}
     model = empty_model(
         exported.model, preprocessor=exported.preprocessor, precision=exported.precision
     )
@@ -233,7 +234,9 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
                     row_format.pack(values[start : start + _CHUNK_ROWS], table=vocabulary_of[name])
                 ).data
 
-    tables, entries, begin = exported.tables(), [], 0
+    tables = exported.tables()
+    entries = []
+    begin = 0
     # In the order of full_tensors
     for vocabulary in (vocabulary_of[name] for name in sorted(vocabulary_of)):
         dtype, shape = tables[vocabulary]
@@ -247,7 +250,8 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
 
 
 def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) -> None:
-    inputs, dim = model.inputs, model.width
+    inputs = model.inputs
+    dim = model.width
     width = (len(inputs.features) - len(model.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
     examples = [torch.zeros(BATCH_ROWS, inputs.num_dense), torch.zeros(BATCH_ROWS, width)]
@@ -363,7 +367,8 @@ FROM_RAW: Final = _text("from_raw.txt")
 
 def readme(exported: ExportedModel) -> str:
     """Return the text of an export's README.md."""
-    model, inputs = exported.model, model_inputs(exported.preprocessor)
+    model = exported.model
+    inputs = model_inputs(exported.preprocessor)
     heads = () if model.LABELLED else model.output_heads(inputs)
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False

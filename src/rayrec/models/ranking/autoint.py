@@ -55,14 +55,16 @@ class AutoIntConfig(MLPConfig):
 class AutoInt(nn.Module):
     def __init__(self, config: AutoIntConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._label, dim = inputs.label, config.embedding_dim
+        self._label = inputs.label
+        dim = config.embedding_dim
         count = inputs.num_dense + len(inputs.features)
         if config.use_wide:
             self.fields = FieldsAndLinear(inputs.num_dense, dim, bias=False)
         else:
             self.number_vectors = number_vectors(inputs.num_dense, dim)
         self._wide = config.use_wide
-        layers, width = [], dim
+        layers = []
+        width = dim
         for _ in range(config.layers):
             shape = (width, config.attention_dim, config.heads)
             layers.append(
@@ -83,7 +85,8 @@ class AutoInt(nn.Module):
         if self._wide:
             vectors, wide = self.fields(dense, embedded)
         else:
-            vectors, wide = fields(dense, self.number_vectors, embedded), 0.0
+            vectors = fields(dense, self.number_vectors, embedded)
+            wide = 0.0
         logits = self.logit(self.attention(vectors).float().flatten(1)).squeeze(1) + wide
         return {
             self._label: logits if self.deep is None else logits + self.deep(vectors.flatten(1))

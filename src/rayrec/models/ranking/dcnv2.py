@@ -54,7 +54,8 @@ class DCNv2Config(MLPConfig):
 
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         def network(width: int) -> CrossAndDeep:
-            stacked, settings = self.stacked_mlp, self.layer_settings(precision)
+            stacked = self.stacked_mlp
+            settings = self.layer_settings(precision)
             crosses = self._crosses(width, precision)
             return CrossAndDeep(
                 width,

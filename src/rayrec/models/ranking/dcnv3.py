@@ -59,7 +59,8 @@ class DCNv3Config(ClickModelConfig):
 class DCNv3(nn.Module):
     def __init__(self, config: DCNv3Config, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._label, self._heads = inputs.label, config.heads
+        self._label = inputs.label
+        self._heads = config.heads
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim // config.heads
         self.deep = _CrossNetwork(
@@ -74,7 +75,8 @@ class DCNv3(nn.Module):
         vectors = fields(dense, self.number_vectors, embedded)
         # First halves of all fields, then second halves: [rows, heads, fields * dim / heads].
         parts = vectors.unflatten(2, (self._heads, 2, -1)).permute(0, 2, 3, 1, 4).flatten(2)
-        deep, shallow = self.deep(parts), self.shallow(parts)
+        deep = self.deep(parts)
+        shallow = self.shallow(parts)
         return {self._label: (deep + shallow) * 0.5, "deep": deep, "shallow": shallow}
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -105,8 +107,10 @@ class _CrossNetwork(nn.Module):
         deep: bool,
     ) -> None:
         super().__init__()
-        self.layers, self.biases = nn.ModuleList(), nn.ParameterList()
-        self.batch_norms, self.mask_norms = nn.ModuleList(), nn.ModuleList()
+        self.layers = nn.ModuleList()
+        self.biases = nn.ParameterList()
+        self.batch_norms = nn.ModuleList()
+        self.mask_norms = nn.ModuleList()
         for _ in range(layers):
             self.layers.append(xavier_linear(width, width // 2, bias=False))
             self.biases.append(init_values(torch.empty(width), nn.init.uniform_))
@@ -115,7 +119,9 @@ class _CrossNetwork(nn.Module):
             )
             self.mask_norms.append(nn.LayerNorm(width // 2) if config.layer_norm else nn.Identity())
         self.logit = xavier_linear(width, 1)
-        self._deep, self._dropout, self._dtype = deep, dropout, compute_dtype(precision)
+        self._deep = deep
+        self._dropout = dropout
+        self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the mean logit of the heads [rows] for inputs [rows, heads, width]. Only products

@@ -64,13 +64,12 @@ class DIN(nn.Module):
     def __init__(self, config: DINConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
         dim = config.embedding_dim
-        self._label, self._features, self._targets = (
-            inputs.label,
-            inputs.features,
-            config.targets(inputs),
-        )
+        self._label = inputs.label
+        self._features = inputs.features
+        self._targets = config.targets(inputs)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
-        self._units, self._dim = config.units(inputs), dim
+        self._units = config.units(inputs)
+        self._dim = dim
         self.attention = nn.ModuleList(
             AttentionPooling(len(unit) * dim, config.attention, precision=precision)
             for unit in self._units

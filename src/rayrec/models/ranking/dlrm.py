@@ -133,7 +133,8 @@ class DLRMConfig(ClickModelConfig):
     def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:
         from rayrec.layers.dlrm import CrossInteraction, DotInteraction, ProjectionInteraction
 
-        features, dim = inputs.features, self.embedding_dim
+        features = inputs.features
+        dim = self.embedding_dim
         if self.interaction == "dot":
             return DotInteraction(features, dim=dim)
         if self.interaction == "cross":

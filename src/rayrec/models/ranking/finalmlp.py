@@ -85,7 +85,9 @@ class FinalMLP(nn.Module):
         self, config: FinalMLPConfig, inputs: ModelInputs, *, precision: Precision
     ) -> None:
         super().__init__()
-        self._label, dim, self._heads = inputs.label, config.embedding_dim, config.heads
+        self._label = inputs.label
+        dim = config.embedding_dim
+        self._heads = config.heads
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         width = (inputs.num_dense + len(inputs.features)) * dim
         self.first, self.second = (
@@ -100,11 +102,10 @@ class FinalMLP(nn.Module):
         if config.feature_gates:
             self.first_gate = _gate(config, "first_context", inputs, width, precision)
             self.second_gate = _gate(config, "second_context", inputs, width, precision)
-        first, second = self.first.out_features, self.second.out_features
-        self.first_logit, self.second_logit = (
-            xavier_linear(first, 1),
-            xavier_linear(second, 1, bias=False),
-        )
+        first = self.first.out_features
+        second = self.second.out_features
+        self.first_logit = xavier_linear(first, 1)
+        self.second_logit = xavier_linear(second, 1, bias=False)
         # Xavier for a matrix with one output, as in FuxiCTR
         flat = torch.empty(first * second // config.heads, 1)
         shape = (config.heads, first // config.heads, second // config.heads)
@@ -118,7 +119,8 @@ class FinalMLP(nn.Module):
                 of_first * self.first_gate(vectors),
                 of_second * self.second_gate(vectors),
             )
-        first, second = self.first(of_first).float(), self.second(of_second).float()
+        first = self.first(of_first).float()
+        second = self.second(of_second).float()
         logits = (self.first_logit(first) + self.second_logit(second)).squeeze(1)
         heads = self._heads
         first_heads = first.unflatten(1, (heads, first.shape[1] // heads)).transpose(0, 1)

@@ -62,11 +62,9 @@ class FinalNet(nn.Module):
         self, config: FinalNetConfig, inputs: ModelInputs, *, precision: Precision
     ) -> None:
         super().__init__()
-        self._label, self._tower_losses, dim = (
-            inputs.label,
-            config.tower_losses,
-            config.embedding_dim,
-        )
+        self._label = inputs.label
+        self._tower_losses = config.tower_losses
+        dim = config.embedding_dim
         count = inputs.num_dense + len(inputs.features)
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         self.gate = UninitializedLinear(count, count) if config.feature_gate else None
@@ -129,17 +127,16 @@ class _Tower(nn.Module):
         precision: Precision,
     ) -> None:
         super().__init__()
-        self.layers, self.norms = nn.ModuleList(), nn.ModuleList()
+        self.layers = nn.ModuleList()
+        self.norms = nn.ModuleList()
         for size in sizes:
             self.layers.append(xavier_linear(in_features, size))
             self.norms.append(GlobalBatchNorm(size) if config.batch_norm else nn.Identity())
             in_features = size
         self.logit = xavier_linear(in_features, 1)
-        self._dropout, self._relu, self._dtype = (
-            dropout,
-            config.activation == "relu",
-            compute_dtype(precision),
-        )
+        self._dropout = dropout
+        self._relu = config.activation == "relu"
+        self._dtype = compute_dtype(precision)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the float32 logits [rows] for inputs [rows, in_features]."""

@@ -60,7 +60,8 @@ class MaskNetConfig(ClickModelConfig):
 class MaskNet(nn.Module):
     def __init__(self, config: MaskNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._label, dim = inputs.label, config.embedding_dim
+        self._label = inputs.label
+        dim = config.embedding_dim
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         count = inputs.num_dense + len(inputs.features)
         self.norms = _LayerNorms(count, dim) if config.embedding_layer_norm else None
@@ -118,13 +119,12 @@ class _MaskBlock(nn.Module):
     ) -> None:
         super().__init__()
         between = max(1, int(in_features * config.reduction_ratio))
-        self.first, self.second = (
-            xavier_linear(num_features, between),
-            xavier_linear(between, in_features),
-        )
+        self.first = xavier_linear(num_features, between)
+        self.second = xavier_linear(between, in_features)
         self.layer = xavier_linear(in_features, out_features, bias=False)
         self.norm = nn.LayerNorm(out_features) if config.layer_norm else nn.Identity()
-        self._dropout, self._dtype = config.dropout, compute_dtype(precision)
+        self._dropout = config.dropout
+        self._dtype = compute_dtype(precision)
 
     def forward(self, features: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         parameters = (self.first.weight, self.first.bias, self.second.weight, self.second.bias)

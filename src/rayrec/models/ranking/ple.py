@@ -42,7 +42,8 @@ class PLE(nn.Module):
         width = (inputs.num_dense + len(inputs.features)) * config.embedding_dim
         self.number_vectors = number_vectors(inputs.num_dense, config.embedding_dim)
         settings = config.layer_settings(precision)
-        self.levels, in_features = nn.ModuleList(), width
+        self.levels = nn.ModuleList()
+        in_features = width
         for level in range(config.levels):
             last = level == config.levels - 1
             self.levels.append(_Level(in_features, len(self._labels), config, settings, last=last))
@@ -76,7 +77,8 @@ class _Level(nn.Module):
         last: bool,
     ) -> None:
         super().__init__()
-        own, shared = config.own_experts, config.shared_experts
+        own = config.own_experts
+        shared = config.shared_experts
 
         def experts(count: int) -> Experts:
             return Experts(in_features, config.expert, count, **settings)

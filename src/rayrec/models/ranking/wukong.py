@@ -56,7 +56,8 @@ class WukongConfig(ClickModelConfig):
 class Wukong(nn.Module):
     def __init__(self, config: WukongConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()
-        self._label, dim = inputs.label, config.embedding_dim
+        self._label = inputs.label
+        dim = config.embedding_dim
         self.number_vectors = number_vectors(inputs.num_dense, dim)
         self.layers = nn.ModuleList()
         count = inputs.num_dense + len(inputs.features)
@@ -82,7 +83,8 @@ class _Layer(nn.Module):
 
     def __init__(self, count: int, config: WukongConfig, precision: Precision) -> None:
         super().__init__()
-        dim, out = config.embedding_dim, config.product_vectors + config.linear_vectors
+        dim = config.embedding_dim
+        out = config.product_vectors + config.linear_vectors
         self.mixing = nn.Parameter(init_values(torch.empty(count, config.rank), nn.init.normal_))
         self.products_norm = nn.LayerNorm(count * config.rank)
         self.tower = Tower(
@@ -92,7 +94,8 @@ class _Layer(nn.Module):
         self.linear = xavier_linear(count, config.linear_vectors, bias=False)
         self.shortcut = xavier_linear(count, out) if count != out else None
         self.norm = nn.LayerNorm(dim)
-        self._shape, self._dtype = (config.product_vectors, dim), compute_dtype(precision)
+        self._shape = (config.product_vectors, dim)
+        self._dtype = compute_dtype(precision)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         across = vectors.transpose(1, 2)

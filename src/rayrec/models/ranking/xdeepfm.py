@@ -63,7 +63,8 @@ class CompressedInteraction(nn.Module):
 
     def __init__(self, num_fields: int, sizes: Sequence[int], *, precision: Precision) -> None:
         super().__init__()
-        self.layers, count = nn.ModuleList(), num_fields
+        self.layers = nn.ModuleList()
+        count = num_fields
         for size in sizes:
             self.layers.append(xavier_linear(num_fields * count, size))
             count = size
@@ -74,7 +75,8 @@ class CompressedInteraction(nn.Module):
         """Return the float32 logits [rows] for fields [rows, num_fields, dim]."""
         # Each index of the vectors is a row of the products
         first = fields.transpose(1, 2).to(self._dtype)
-        hidden, sums = first, []
+        hidden = first
+        sums = []
         for layer in self.layers:
             assert isinstance(layer, UninitializedLinear)
             pairs = (first.unsqueeze(3) * hidden.unsqueeze(2)).flatten(2)

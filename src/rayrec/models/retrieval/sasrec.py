@@ -126,7 +126,8 @@ class SASRec(nn.Module):
         )
         for block in self.blocks:
             hidden = block(hidden)
-        ids, table = self._padded(items, embedded.ids(self._feature)), embedded.table(self._feature)
+        ids = self._padded(items, embedded.ids(self._feature))
+        table = embedded.table(self._feature)
         return {"hidden": hidden, "ids": ids, "lengths": items.lengths, "table": table}
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -175,7 +176,8 @@ class SASRec(nn.Module):
 
     def _padded(self, items: JaggedEmbeddings, values: torch.Tensor) -> torch.Tensor:
         """Convert [ids, ...] to [rows, max_length, ...], with zeros after the end of each list."""
-        rows, lengths = items.rows, items.lengths
+        rows = items.rows
+        lengths = items.lengths
         position = torch.arange(values.shape[0], device=rows.device) - (
             lengths.cumsum(0) - lengths
         ).index_select(0, rows)
@@ -203,11 +205,15 @@ class _Block(nn.Module):
     def __init__(self, config: SASRecConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         dim = config.embedding_dim
-        self.query_key_value, self.mixed = _linear(dim, 3 * dim), _linear(dim, dim)
+        self.query_key_value = _linear(dim, 3 * dim)
+        self.mixed = _linear(dim, dim)
         self.attention_norm = nn.LayerNorm(dim, eps=_EPS)
-        self.first, self.second = _linear(dim, config.hidden), _linear(config.hidden, dim)
+        self.first = _linear(dim, config.hidden)
+        self.second = _linear(config.hidden, dim)
         self.norm = nn.LayerNorm(dim, eps=_EPS)
-        self._heads, self._dropout, self._dtype = config.attention_heads, config.dropout, dtype
+        self._heads = config.attention_heads
+        self._dropout = config.dropout
+        self._dtype = dtype
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         query, key, value = (

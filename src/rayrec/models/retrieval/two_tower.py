@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -157,10 +157,8 @@ class TwoTower(nn.Module):
         step, 0 for rows without a known item, float32 [rows]. Collective.
         """
         del batch
-        (items, local_rows), (ids, _) = (
-            gathered_rows(outputs["item"]),
-            gathered_rows(outputs["ids"]),
-        )
+        items, local_rows = gathered_rows(outputs["item"])
+        ids, _ = gathered_rows(outputs["ids"])
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
         target = torch.arange(local_rows.start, local_rows.stop, device=ids.device)
         # Another row with the row's own item is no negative, and unknown items are none either.
@@ -195,10 +193,8 @@ class TwoTower(nn.Module):
         among them, -1 if unknown. The first row with an item stands for it, and each row for its
         own. Collective.
         """
-        (items, local_rows), (ids, _) = (
-            gathered_rows(outputs["item"]),
-            gathered_rows(outputs["ids"]),
-        )
+        items, local_rows = gathered_rows(outputs["item"])
+        ids, _ = gathered_rows(outputs["ids"])
         distinct, number = ids.unique(return_inverse=True)
         rows = torch.arange(len(ids), device=ids.device)
         first = rows.new_full((len(distinct),), len(ids)).scatter_reduce(0, number, rows, "amin")
@@ -219,8 +215,9 @@ class TwoTower(nn.Module):
         return {name: outputs[name] for name in ("user", "item")}
 
     @staticmethod
-    def _vector(tower: nn.Module, features: torch.Tensor) -> torch.Tensor:
-        hidden, last = tower[0](features), tower[1]  # type: ignore[index]
+    def _vector(tower: nn.Sequential, features: torch.Tensor) -> torch.Tensor:
+        hidden = tower[0](features)
+        last: Any = tower[1]
         return functional.normalize(
             functional.linear(hidden.float(), last.weight, last.bias), dim=1
         )

@@ -27,7 +27,10 @@ Point = tuple[float, float]
 
 _VIEW: Final = SimpleNamespace(width=480.0, height=230.0)
 """Size of the SVG, in pixels."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 14.0, 36.0
+_LEFT = 58.0
+_RIGHT = 14.0
+_TOP = 14.0
+_BOTTOM = 36.0
 """Margins around the lines, for labels."""
 _MAX_POINTS = 800
 """Maximum number of points in a line. Longer lines are thinned out but keep their peaks."""
@@ -99,7 +102,8 @@ def line_chart(
     points = [point for line in plotted for point in line.points]
     if not points:
         return Markup()
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points]
     x_axis = _Axis.padded(
         0.0, max(xs), start=_LEFT, stop=_VIEW.width - _RIGHT, padding=0.0, max_ticks=7
     )
@@ -208,10 +212,8 @@ def _thin(points: list[Point], *, keep: int) -> list[Point]:
     peaks: list[Point] = []
     for start in range(0, len(points), size):
         group = points[start : start + size]
-        minimum, maximum = (
-            min(group, key=lambda point: point[1]),
-            max(group, key=lambda point: point[1]),
-        )
+        minimum = min(group, key=lambda point: point[1])
+        maximum = max(group, key=lambda point: point[1])
         peaks += sorted({minimum, maximum})
     return peaks
 
@@ -322,7 +324,8 @@ def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
     """Encode pixel rows, each pixel 0 to 255 or (red, green, blue), as
     `data:image/png;base64,...`.
     """
-    height, width = len(pixels), len(pixels[0])
+    height = len(pixels)
+    width = len(pixels[0])
     in_color = not isinstance(pixels[0][0], int)
     lines = []
     for row in pixels:

@@ -38,7 +38,8 @@ def calibration(events: Sequence[Event]) -> Section | None:
     shown = _samples(events, "reliability")
     if not shown:
         return None
-    bins, name = shown[-1]["bins"], shown[-1]["set"]
+    bins = shown[-1]["bins"]
+    name = shown[-1]["set"]
     limit = max(max(group["predicted"], group["observed"]) for group in bins)
     lines = [
         Line("observed", [(group["predicted"], group["observed"]) for group in bins]),
@@ -153,7 +154,9 @@ def _samples(events: Sequence[Event], kind: str) -> list[Mapping[str, Any]]:
 
 
 def _image(sample: Mapping[str, Any]) -> dict[str, str | bool]:
-    label, prediction = str(sample["label"]), str(sample["prediction"])
+    label = str(sample["label"])
+    prediction = str(sample["prediction"])
     sure = f" ({sample['probability']:.0%})" if sample.get("probability") is not None else ""
-    wrong, url = label != prediction, data_url(sample["pixels"])
+    wrong = label != prediction
+    url = data_url(sample["pixels"])
     return {"label": label, "prediction": prediction, "wrong": wrong, "sure": sure, "url": url}

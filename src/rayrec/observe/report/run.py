@@ -49,7 +49,8 @@ class Run:
 
 def read(folder: str) -> Run:
     """Read the run in `folder`, a path or URL. Raises InputError if it contains no run."""
-    config, summary = storage.join(folder, "config.yaml"), storage.join(folder, "summary.json")
+    config = storage.join(folder, "config.yaml")
+    summary = storage.join(folder, "summary.json")
     if not storage.exists(config):
         raise InputError(
             f"{folder}: not a run folder (config.yaml not found). Set storage_path/name of a run."
@@ -100,7 +101,9 @@ def try_write_report(folder: str, *, note: Callable[[str], None]) -> None:
 
 def render(run: Run, *, price: Price | None = None) -> str:
     """Render the page. Pure."""
-    events, summary, sums = run.events, run.summary, run.sums
+    events = run.events
+    summary = run.summary
+    sums = run.sums
     diagnosis = diagnose(sums)
     verdict = (summary or {}).get("verdict") or (diagnosis and diagnosis.text)
     return document(
@@ -137,12 +140,14 @@ def render(run: Run, *, price: Price | None = None) -> str:
 
 
 def _facts(run: Run) -> Markup:
-    events, run_event = run.events, run.run_event
+    events = run.events
+    run_event = run.run_event
     named = [("status", run.sums.standing())]
     warm = next((event for event in events if event["kind"] == "warm_start"), None)
     if warm is not None:
         named.append(("started with", console_line(warm) or ""))
-    early, last = run.sums.latest.get("early_stop"), run.sums.latest.get("step")
+    early = run.sums.latest.get("early_stop")
+    last = run.sums.latest.get("step")
     if early is not None:
         planned = f" of {last['steps']:,}" if last and last["steps"] else ""
         named.append(
@@ -153,7 +158,8 @@ def _facts(run: Run) -> Markup:
             named.append(("target", target))
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
         if "share_of_best_auroc" in run.summary:
-            fraction, best = run.summary["share_of_best_auroc"], run.summary["best_auroc"]
+            fraction = run.summary["share_of_best_auroc"]
+            best = run.summary["best_auroc"]
             named.append(
                 (
                     "AUROC reached",
@@ -161,7 +167,8 @@ def _facts(run: Run) -> Markup:
                 )
             )
     if events:
-        began_s, ended_s = events[0]["time"], events[-1]["time"]
+        began_s = events[0]["time"]
+        ended_s = events[-1]["time"]
         later = f"{date_text(ended_s)}, {duration_text(ended_s - began_s)} later"
         named += [("began", date_text(began_s)), ("last event", later)]
     if run_event:
@@ -177,7 +184,8 @@ def _facts(run: Run) -> Markup:
 
 def figures(run: Run) -> Markup:
     """Render the key figures."""
-    summary, last = run.summary, run.sums.latest.get("step")
+    summary = run.summary
+    last = run.sums.latest.get("step")
     named: list[tuple[str, str]] = []
     if source := summary or last:
         named = [

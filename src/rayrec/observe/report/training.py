@@ -85,7 +85,8 @@ def _marks(
     began.
     """
     restarted = [attempt for attempt in attempts if attempt.restart is not None]
-    by_step, by_time = [], []
+    by_step = []
+    by_time = []
     for number, attempt in enumerate(restarted, start=1):
         assert attempt.restart is not None
         text = f"restart {number} from step {attempt.first_step:,}: {attempt.restart.cause}"
@@ -110,7 +111,8 @@ def time_split(events: Sequence[Event]) -> Section | None:
     # Saves and evaluations after a step belong to its fifth. Cumulative sums, because step rows
     # count from the start.
     bounds = [[*steps, len(events)][edge] for edge in edges]
-    run, sums = RunSummary(curves=False), []
+    run = RunSummary(curves=False)
+    sums = []
     for begin, end in pairwise([0, *bounds]):
         for event in events[begin:end]:
             run.update(event)
@@ -198,7 +200,8 @@ def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | No
     if not attempts:
         return None
     lasts = [*(attempt.begin_s for attempt in attempts[1:]), _since(events, events[-1])]
-    trained, down = [], []
+    trained = []
+    down = []
     for number, (attempt, next_s) in enumerate(zip(attempts, lasts, strict=True), start=1):
         alive = [
             _since(events, event)
@@ -271,7 +274,9 @@ def checkpoints(events: Sequence[Event]) -> Section:
     """List all saves, including late and damaged ones."""
     rows: list[list[str]] = []
     for event in events:
-        kind, saved, problem = event["kind"], ["", "", ""], ""
+        kind = event["kind"]
+        saved = ["", "", ""]
+        problem = ""
         if kind == "checkpoint":
             saved = [
                 size_text(event["bytes"]),

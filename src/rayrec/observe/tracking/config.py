@@ -80,7 +80,8 @@ class TrackersConfig(Config):
         `rayrec.training.launchers.ray_metrics`). `folder` is the run folder and `config` the full
         configuration. Factories import and connect only when called.
         """
-        values, makers = config.to_dict(), Makers()
+        values = config.to_dict()
+        makers = Makers()
         if self.tensorboard:
             makers["TensorBoard"] = _maker(
                 "tensorboard", "TensorBoardTracker", folder, config=config.to_yaml()

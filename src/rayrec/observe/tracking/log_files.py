@@ -30,14 +30,16 @@ class MlLogTracker:
         self._file = AppendFile(storage.join(folder, "mllog.log"))
         self._config = config
         self._sets: Mapping[str, int] = {}
-        self._last_ms, self._epoch = 0, -1
+        self._last_ms = 0
+        self._epoch = -1
         self._running = False
         self._status: str | None = None
         self._end: tuple[int, dict[str, Any]] = 0, {}
         """Time and position of the end of training."""
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
-        kind, before_ms = event["kind"], self._last_ms
+        kind = event["kind"]
+        before_ms = self._last_ms
         self._last_ms = time_ms = int(event["time"] * 1000)
         if kind == "run" and not before_ms:
             self._begin(time_ms)
@@ -174,7 +176,8 @@ def optimizer_lines(workload: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     optimizer = workload.get("dense_optimizer") or workload.get("optimizer")
     if optimizer is None:
         return
-    kind, schedule = optimizer["kind"], workload.get("schedule", {})
+    kind = optimizer["kind"]
+    schedule = workload.get("schedule", {})
     yield "opt_name", kind
     yield "opt_base_learning_rate", optimizer["learning_rate"]
     yield "opt_weight_decay", optimizer["weight_decay"]

@@ -142,7 +142,11 @@ class TrackerThread:
     ) -> None:
         self.num_failures = 0
         """Number of failed calls."""
-        self._name, self._make, self._path, self._stop, self._note = name, make, path, stop, note
+        self._name = name
+        self._make = make
+        self._path = path
+        self._stop = stop
+        self._note = note
         self._tracker: Tracker | None = None
         self._summary = RunSummary(curves=False)
         self._noted = False

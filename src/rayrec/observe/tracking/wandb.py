@@ -28,7 +28,10 @@ class WandbTracker:
     def __init__(
         self, folder: str, *, project: str, offline: bool, config: Mapping[str, Any]
     ) -> None:
-        self._folder, self._project, self._offline, self._config = folder, project, offline, config
+        self._folder = folder
+        self._project = project
+        self._offline = offline
+        self._config = config
         self._identity = ""
         self._config_hash = ""
         self._scratch: storage.Scratch | None = None

@@ -202,7 +202,8 @@ _LOGGERS: Final = (
 )
 """Loggers with their own handlers."""
 
-_logger, _warnings_logger = logging.getLogger(__name__), logging.getLogger("py.warnings")
+_logger = logging.getLogger(__name__)
+_warnings_logger = logging.getLogger("py.warnings")
 
 
 _open_lock: Final = threading.Lock()
@@ -246,15 +247,18 @@ def _redirect_logging() -> Callable[[], None]:
     """Make all loggers pass their records to the root logger, and warnings too. Returns a function
     that undoes it.
     """
-    root, loggers = logging.getLogger(), [logging.getLogger(name) for name in _LOGGERS]
+    root = logging.getLogger()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
-    level, handlers = root.level, root.handlers
+    level = root.level
+    handlers = root.handlers
     levels = [other.level for other in handlers]
     for other in handlers:
         other.setLevel(max(other.level, level))
     root.setLevel(logging.INFO)
     for logger in loggers:
-        logger.handlers, logger.propagate = [], True
+        logger.handlers = []
+        logger.propagate = True
     shown = warnings.showwarning
     # As logging.captureWarnings, which would not restore the caller's function.
     warnings.showwarning = lambda *warning: _warnings_logger.warning(
@@ -268,7 +272,8 @@ def _redirect_logging() -> Callable[[], None]:
         for other, its in zip(handlers, levels, strict=True):
             other.setLevel(its)
         for logger, its_handlers, propagate in before:
-            logger.handlers, logger.propagate = its_handlers, propagate
+            logger.handlers = its_handlers
+            logger.propagate = propagate
 
     return restore
 

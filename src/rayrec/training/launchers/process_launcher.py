@@ -58,7 +58,9 @@ class ProcessLauncher:
         pause_at: float | None = None,
     ) -> None:
         """Create the launcher. `rendezvous`: of torchrun's processes; None to train alone."""
-        self._config, self._rendezvous, self._pause_at = config, rendezvous, pause_at
+        self._config = config
+        self._rendezvous = rendezvous
+        self._pause_at = pause_at
         self._env = (
             TorchrunEnv.alone(config.cluster.num_cpus) if rendezvous is None else rendezvous.env
         )
@@ -104,7 +106,8 @@ class ProcessLauncher:
         # imports torch
         from rayrec.training.launchers.process_worker import StoreRendezvous, train_first
 
-        signals, env = driver.signals, self._env
+        signals = driver.signals
+        env = self._env
         driver.events.write("attempt", number=env.restarts + 1, num_workers=env.world_size)
         with contextlib.ExitStack() as stack:
             rendezvous = self._rendezvous or stack.enter_context(

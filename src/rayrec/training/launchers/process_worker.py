@@ -36,8 +36,13 @@ result.
 """
 _JOIN_S: Final = 5.0
 """Maximum wait for a watcher, in seconds, which may be in a call to a lost store."""
-_ATTEMPT, _RECEIVED, _ENDED, _LEFT = "attempt", "taken", "ended", "left"
-_CAUSE, _BYTES, _REQUESTS = "cause", "wrote", "requests"
+_ATTEMPT = "attempt"
+_RECEIVED = "taken"
+_ENDED = "ended"
+_LEFT = "left"
+_CAUSE = "cause"
+_BYTES = "wrote"
+_REQUESTS = "requests"
 _CHUNK: Final = 4 << 20
 
 
@@ -51,10 +56,8 @@ class StoreRendezvous:
         attempt = f"attempt_{env.restarts}"
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
         cloned = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
-        self._store, self._lock = (
-            distributed.PrefixStore(f"{attempt}/rayrec", cloned),
-            threading.Lock(),
-        )
+        self._store = distributed.PrefixStore(f"{attempt}/rayrec", cloned)
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watchers: list[threading.Thread] = []
 
@@ -190,7 +193,8 @@ def train_first(
     result, or None if a signal ended the run and the worker did not save within its
     `GracePeriod`.
     """
-    env, config = rendezvous.env, run.config
+    env = rendezvous.env
+    config = run.config
     threads = env.cpus if env.is_torchrun else max(1, int(run.layout.per_worker.max_cpus or 1))
     attempt = AttemptContext.of(
         run, _engine(config, threads), StoreControlChannel(rendezvous), pause_at=pause_at
@@ -218,10 +222,8 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
                     # all have read it, and torchrun's agent would keep it
                     rendezvous.remove(_ATTEMPT)
                 config = config.updated(values)
-                engine, channel = (
-                    _engine(config, rendezvous.env.cpus),
-                    StoreControlChannel(rendezvous),
-                )
+                engine = _engine(config, rendezvous.env.cpus)
+                channel = StoreControlChannel(rendezvous)
                 _train(
                     dataclasses.replace(shared, config=config, engine=engine, channel=channel),
                     rendezvous,
@@ -277,7 +279,9 @@ def _train(
     rank 0, profile requests. Returns None if a signal ended the run and the worker did not save
     within its `GracePeriod`.
     """
-    config, env, channel = attempt.config, rendezvous.env, StoreControlChannel(rendezvous)
+    config = attempt.config
+    env = rendezvous.env
+    channel = StoreControlChannel(rendezvous)
     device = device_of(env, use_gpu=config.scaling.use_gpu)
     use_device(device)
     with watched_requests(attempt.folder, channel) if env.rank == 0 else contextlib.nullcontext():
@@ -294,7 +298,8 @@ def _work(
     attempt: AttemptContext, rendezvous: StoreRendezvous, device: torch.device
 ) -> dict[str, Any]:
     use_device(device)
-    env, stopwatch = rendezvous.env, attempt.stopwatch()
+    env = rendezvous.env
+    stopwatch = attempt.stopwatch()
     context = WorkerContext(
         attempt.config,
         env.rank,
@@ -338,7 +343,8 @@ def _process_group(
     and shares it with the runs of other threads, the last of which ends it.
     """
     global _num_group_users
-    env, is_alone = rendezvous.env, not rendezvous.env.is_torchrun
+    env = rendezvous.env
+    is_alone = not rendezvous.env.is_torchrun
     with _group_lock:
         is_callers = is_alone and distributed.is_initialized() and not _num_group_users
         if not is_callers:

@@ -89,14 +89,18 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     Raises InputError if the user can fix the problem (never retried), and the last attempt's error
     after failure.max_failures, not recorded as an event.
     """
-    number, is_shared = 0, False
-    config, events, signals = run.config, driver.events, driver.signals
+    number = 0
+    is_shared = False
+    config = run.config
+    events = driver.events
+    signals = driver.signals
     tolerance = FailurePolicy(config.failure)
     groups = _placement_groups()
     while True:
         number += 1
         events.write("attempt", number=number, num_workers=run.layout.num_workers)
-        start_s, before = time.monotonic(), _newest_step(config, run.folder)
+        start_s = time.monotonic()
+        before = _newest_step(config, run.folder)
         try:
             outcome = _attempt(run, signals, is_shared=is_shared)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
@@ -136,8 +140,10 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
                 return outcome
             if signals.cause is not None:
                 return None
-            is_shared, tolerance = False, FailurePolicy(config.failure)
-        since_s, before_text = time.time(), run.layout.text()
+            is_shared = False
+            tolerance = FailurePolicy(config.failure)
+        since_s = time.time()
+        before_text = run.layout.text()
         run = dataclasses.replace(
             run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=is_shared)
         )
@@ -181,14 +187,14 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
     """Run one attempt. Returns None after a signal if the workers do not save within their
     `GracePeriod`.
     """
-    config, request, layout = run.config, StopRequest(), run.layout
+    config = run.config
+    request = StopRequest()
+    layout = run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
     attempt = AttemptContext.of(run, engine, request.channel)
-    growth, data_nodes = (
-        _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared),
-        _DataNodes(config, layout),
-    )
+    growth = _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared)
+    data_nodes = _DataNodes(config, layout)
 
     def poll() -> str | None:
         return (
@@ -201,7 +207,8 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
 
     try:
         with watched_requests(run.folder, request.channel):
-            fit, send = functools.partial(_fit, attempt), request.send
+            fit = functools.partial(_fit, attempt)
+            send = request.send
             return follow_attempt(
                 fit,
                 signals,
@@ -271,7 +278,8 @@ class RayrecTrainer(data_parallel_trainer.DataParallelTrainer):
 
 
 def _fit(attempt: AttemptContext) -> dict[str, Any]:
-    config, layout = attempt.config, attempt.layout
+    config = attempt.config
+    layout = attempt.layout
     # By reference: otherwise the controller would unpickle it, and import torch, before it starts a
     # worker.
     reference = ray.put(attempt)
@@ -442,7 +450,8 @@ class _DataNodes:
     """
 
     def __init__(self, config: TrainConfig, allocation: Layout) -> None:
-        self._config, self._allocation = config, allocation
+        self._config = config
+        self._allocation = allocation
         self._next_poll_s = time.monotonic() + _DATA_NODES_POLL_S
         self._missing_since_s: float | None = None
 
@@ -557,10 +566,8 @@ class RayLauncher:
         config = self._config
         # before Ray starts
         self._environment.enter_context(temporary_environment(_ENVIRONMENT, override=False))
-        cluster, preload = (
-            config.cluster,
-            () if config.scaling.use_gpu else config.workload.WORKER_MODULES,
-        )
+        cluster = config.cluster
+        preload = () if config.scaling.use_gpu else config.workload.WORKER_MODULES
         connection.connect(
             cluster.address, **cluster.connection, log_to_driver=console.verbose, preload=preload
         )
@@ -586,7 +593,8 @@ class RayLauncher:
                 host_resources.usable_cpus(granted=self._config.cluster.num_cpus),
                 max_outage_s=max_outage_s,
             )
-        placement, owner = layout.driver.replace(max_outage_s=max_outage_s), str(self._config.name)
+        placement = layout.driver.replace(max_outage_s=max_outage_s)
+        owner = str(self._config.name)
         if layout.num_nodes == 1:
             return _SingleNodeEngine(placement, owner=owner, max_outage_s=max_outage_s)
         return RayEngine(placement, owner=owner)

@@ -86,7 +86,8 @@ def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
     """Keep an idle process with a worker's imports on this node, for the worker that replaces this
     one after a failure.
     """
-    runtime_env, ended = ray.get_runtime_context().get_runtime_env_string(), threading.Event()
+    runtime_env = ray.get_runtime_context().get_runtime_env_string()
+    ended = threading.Event()
 
     def keep(wait_s: float) -> None:
         while not ended.wait(wait_s):

@@ -64,11 +64,9 @@ class ParallelOptions(Config):
         """Check that no option of the other kind of parallelism is set. Raises InputError."""
         defaults = type(self)()
         for name in self.to_dict():
-            value, default, kind = (
-                getattr(self, name),
-                getattr(defaults, name),
-                "ddp" if name in self.DDP else "fsdp",
-            )
+            value = getattr(self, name)
+            default = getattr(defaults, name)
+            kind = "ddp" if name in self.DDP else "fsdp"
             if value != default and kind != parallel:
                 raise InputError(
                     f"workload.parallel_options.{name}: must be {default} with workload.parallel "

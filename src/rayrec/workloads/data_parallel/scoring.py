@@ -80,7 +80,8 @@ class _ScoringTask:
 
     def load(self, device: Device) -> BlockScorer:
         model = load_model(self.workload, self.config, checkpoint=self.checkpoint, device=device)
-        source, torch_device = self.open(), torch.device(device)
+        source = self.open()
+        torch_device = torch.device(device)
         size = self.block_rows(len(source))
 
         def open_block(number: int) -> _RowBlock:
@@ -103,11 +104,16 @@ class _RowBlock:
         device: torch.device,
         numbers: np.ndarray,
     ) -> None:
-        self._task, self._model, self._source, self._device = task, model, source, device
-        self._numbers, self.rows = numbers, len(numbers)
+        self._task = task
+        self._model = model
+        self._source = source
+        self._device = device
+        self._numbers = numbers
+        self.rows = len(numbers)
 
     def score(self, start: int, stop: int) -> Mapping[str, np.ndarray | list[str]]:
-        task, arrays = self._task, self._source.read(self._numbers[start:stop])
+        task = self._task
+        arrays = self._source.read(self._numbers[start:stop])
         tensors = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         with (
             torch.inference_mode(),

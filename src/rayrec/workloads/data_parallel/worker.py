@@ -36,7 +36,8 @@ def train_loader(
     step: int,
 ) -> Loader[RowPosition, RowPlan]:
     """Return the training batches from a stored position."""
-    config, data = context.config, context.config.train_data
+    config = context.config
+    data = context.config.train_data
     source = workload.open_set(context, prepared, "train")
     order = RowOrder(
         tuple(source.chunk_rows),
@@ -133,7 +134,8 @@ def _fsdp_arguments(options: ParallelOptions, context: WorkerContext) -> dict[st
     }
     if "bf16" in (options.param_dtype, options.reduce_dtype):
         # FSDP's default for averaging is the data type of the weights.
-        param_dtype, reduce_dtype = _DTYPES[options.param_dtype], _DTYPES[options.reduce_dtype]
+        param_dtype = _DTYPES[options.param_dtype]
+        reduce_dtype = _DTYPES[options.reduce_dtype]
         arguments["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype
         )
@@ -166,7 +168,8 @@ def eval_batches(
     batches per worker.
     """
     config = context.config
-    chunk_rows, window = tuple(source.chunk_rows), config.eval_data.segments_per_block
+    chunk_rows = tuple(source.chunk_rows)
+    window = config.eval_data.segments_per_block
     order = RowOrder(chunk_rows, "none", 0, window, small_steps=True, max_rows=max_rows)
     reader = ArrayBatches(source, engine=context.engine if data_tasks else None)
     sharding = BatchSharding(context.rank, context.world_size, config.eval_batch_size)
@@ -191,9 +194,12 @@ class RowPipeline:
         context: WorkerContext,
         clock: StepTimer | None = None,
     ) -> None:
-        self.wrapped, self.device = wrapped, context.device
+        self.wrapped = wrapped
+        self.device = context.device
         self.clock = clock or StepTimer()
-        self._workload, self._model, self._optimizer = workload, model, optimizer
+        self._workload = workload
+        self._model = model
+        self._optimizer = optimizer
         self._world_size = context.world_size
         self._bf16 = context.config.precision == "bf16"
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None

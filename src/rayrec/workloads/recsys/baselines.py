@@ -105,7 +105,8 @@ def open_baselines(
         if kind in PACKAGES:
             require(PACKAGES[kind], extra="baselines")
     assert isinstance(config.workload, ClickWorkload)
-    preprocessor, cache = load_preprocessor(checkpoint), cache_folder(checkpoint)
+    preprocessor = load_preprocessor(checkpoint)
+    cache = cache_folder(checkpoint)
     path = config.train_data.path
     if path is None:
         raise InputError(
@@ -120,9 +121,12 @@ def open_baselines(
     index = opened(config.train_data)
     if config.eval_data.path is None:
         sets = config.workload.split_rows(path, index)
-        train, validation_index, validation_range = sets["train"], index, sets["validation"]
+        train = sets["train"]
+        validation_index = index
+        validation_range = sets["validation"]
     else:
-        train, validation_index = (0, index.rows), opened(config.eval_data)
+        train = (0, index.rows)
+        validation_index = opened(config.eval_data)
         validation_range = (0, validation_index.rows)
     train_tail = (max(train[0], train[1] - max_rows), train[1])
     validation_head = (
@@ -179,7 +183,8 @@ class _Rates:
 
     def features(self, ids: np.ndarray) -> np.ndarray:
         """Return the smoothed click rate and log count of each id, float32 [rows, 2]."""
-        count, clicks = self.count[ids], self.clicks[ids]
+        count = self.count[ids]
+        clicks = self.clicks[ids]
         rate = (clicks + _SMOOTHING * self.prior) / (count + _SMOOTHING)
         return np.stack([rate, np.log1p(count)], axis=1).astype(np.float32)
 
@@ -215,10 +220,12 @@ class _Trees:
     def fit(cls, baselines: Baselines, **settings: Any) -> _Trees:
         import lightgbm
 
-        rows, labels = baselines.train, baselines.train.label
+        rows = baselines.train
+        labels = baselines.train.label
         num_embeddings = baselines.preprocessor.num_embeddings
         fold = np.arange(len(rows)) % _FOLDS
-        rates, columns = {}, [rows.dense]
+        rates = {}
+        columns = [rows.dense]
         for number, ids in enumerate(rows.ids):
             if isinstance(ids, JaggedIds) or ids.ndim != 1:
                 continue
@@ -283,7 +290,8 @@ class _Logistic:
     def fit(cls, baselines: Baselines, *, strengths: tuple[float, ...] = _STRENGTHS) -> _Logistic:
         from sklearn.linear_model import LogisticRegression
 
-        features, validation_features = one_hot(baselines.train), one_hot(baselines.validation)
+        features = one_hot(baselines.train)
+        validation_features = one_hot(baselines.validation)
         trained = np.flatnonzero(features.getnnz(axis=0))
         features, validation_features = features[:, trained], validation_features[:, trained]
 
@@ -311,15 +319,15 @@ def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
     """
     from scipy import sparse
 
-    values, owners = [], []
+    values = []
+    owners = []
     for number, ids in enumerate(rows.ids):
         if isinstance(ids, JaggedIds):
-            flat, owner = ids.values, np.repeat(np.arange(len(rows)), ids.lengths)
+            flat = ids.values
+            owner = np.repeat(np.arange(len(rows)), ids.lengths)
         else:
-            flat, owner = (
-                ids.reshape(-1),
-                np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1)),
-            )
+            flat = ids.reshape(-1)
+            owner = np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1))
         with np.errstate(over="ignore"):
             mixed = (flat.astype(np.uint64) + np.uint64(number + 1) * np.uint64(1 << 40)) * _PRIME
         values.append((mixed >> np.uint64(44)).astype(np.int32))

@@ -75,7 +75,8 @@ def check_candidates(
             f"{type(model).__name__} predicts them. Leave out max_num_embeddings, num_embeddings "
             "and hashes."
         )
-    count, k = inputs.candidates_of(feature).count, getattr(model, "k", 0)
+    count = inputs.candidates_of(feature).count
+    k = getattr(model, "k", 0)
     if not count:
         min_count = preprocessor.constants.get("rules", {}).get("min_count", "an empty vocabulary")
         raise InputError(

@@ -43,8 +43,11 @@ class EvaluationCounts:
         batches have group keys. `clips` counts the numbers beyond their bounds in evaluations, and
         `training_clips` has counted those of training.
         """
-        self._columns, self.heads, self.grouped = columns, heads, grouped
-        self._clips, self._training_clips = clips, training_clips
+        self._columns = columns
+        self.heads = heads
+        self.grouped = grouped
+        self._clips = clips
+        self._training_clips = training_clips
         self._start("")
 
     def _start(self, name: str) -> None:
@@ -71,7 +74,8 @@ class EvaluationCounts:
         ids_of: dict[str, np.ndarray] = {}
         for features in (batch.sparse_features, batch.sequence_features):
             if features is not None:
-                values, offsets = features.values().numpy(), features.offset_per_key()
+                values = features.values().numpy()
+                offsets = features.offset_per_key()
                 ids_of |= {
                     key: values[offsets[number] : offsets[number + 1]]
                     for number, key in enumerate(features.keys())
@@ -103,7 +107,8 @@ class EvaluationCounts:
 
     def shown(self) -> list[dict[str, Any]]:
         """Return the counts of all workers as reports, empty without an evaluation. Collective."""
-        by_logit, by_column = sum_over_workers(self._by_logit), sum_over_workers(self._by_column)
+        by_logit = sum_over_workers(self._by_logit)
+        by_column = sum_over_workers(self._by_column)
         numbers = [*_numbers("training", self._training_clips), *_numbers(self._name, self._clips)]
         if not by_logit.any() and not by_column.any():
             return numbers
@@ -198,7 +203,8 @@ class ClickMetrics:
 
     def __init__(self, counts: EvaluationCounts) -> None:
         self._labels = labels_accumulator(counts.heads, grouped=counts.grouped)
-        self._measures, self._counts = RowMetrics(), counts
+        self._measures = RowMetrics()
+        self._counts = counts
 
     def update(self, output: StepOutput) -> None:
         if self._labels is not None:

@@ -322,14 +322,16 @@ def lookups_of(
     """
     from rayrec.models.cost import USUAL_LENGTH
 
-    multi_hot, lists = workload.preset.multi_hot, dict(inputs.lists)
+    multi_hot = workload.preset.multi_hot
+    lists = dict(inputs.lists)
     if hotness is None:
         hotness = (
             multi_hot.sizes
             if multi_hot
             else [None if name in lists else 1 for name in inputs.features]
         )
-    unpooled, lookups = unpooled_features(workload.model, inputs), dict[str, list[Lookup]]()
+    unpooled = unpooled_features(workload.model, inputs)
+    lookups = dict[str, list[Lookup]]()
     for name, ids in zip(inputs.features, hotness, strict=True):
         lookup = Lookup(
             ids or lists.get(name) or USUAL_LENGTH, name not in unpooled, inputs.weighted
@@ -379,12 +381,11 @@ def probe_speed(
     tables, notes = _target_tables(workload, config, log_slice, target)
     threads = max(1, host_resources.usable_cpus() // local_workers)
     if target.gpu_rows_per_s is not None:
-        rows_per_s, cpu_s_per_row = local_workers * target.gpu_rows_per_s, 0.0
+        rows_per_s = local_workers * target.gpu_rows_per_s
+        cpu_s_per_row = 0.0
     else:
-        num_embeddings, memory_bytes = (
-            log_slice.preprocessor.num_embeddings,
-            local_memory(config, workers=local_workers),
-        )
+        num_embeddings = log_slice.preprocessor.num_embeddings
+        memory_bytes = local_memory(config, workers=local_workers)
         cut_embeddings = cut_to_fit(
             workload,
             config,
@@ -525,7 +526,9 @@ class SliceRows:
         order = BlockOrder(
             (SegmentRange(self.index.segments[0], 0, self.rows_of_log),), "none", 0, 1
         )
-        shared, inputs, sets = InProcess(preprocessor), preprocessor.inputs, {"train": order}
+        shared = InProcess(preprocessor)
+        inputs = preprocessor.inputs
+        sets = {"train": order}
         prepared = Prepared(
             shared, preprocessor.hash(), inputs, self.num_embeddings, sets, 0, self.folder, None
         )

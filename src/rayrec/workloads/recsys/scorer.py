@@ -66,8 +66,13 @@ class PlainModel(nn.Module):
         network reads.
         """
         super().__init__()
-        self.network, self.inputs, self.heads, self.width = network, inputs, heads, width
-        self.sequences, self._unpooled, self.tables = sequences, unpooled, tables
+        self.network = network
+        self.inputs = inputs
+        self.heads = heads
+        self.width = width
+        self.sequences = sequences
+        self._unpooled = unpooled
+        self.tables = tables
         # Modules are slow to answer this, and requests may have one row
         self._has_predict = hasattr(network, "predict")
         self.predicts_by_tables = True
@@ -121,11 +126,9 @@ class PlainModel(nn.Module):
         and tables.
         """
         count = len(self.sequences)
-        jagged, ids, tables = (
-            sequences[: 2 * count],
-            sequences[2 * count : 3 * count],
-            sequences[3 * count :],
-        )
+        jagged = sequences[: 2 * count]
+        ids = sequences[2 * count : 3 * count]
+        tables = sequences[3 * count :]
         one_by_one = {
             name: JaggedEmbeddings(values, lengths)
             for name, values, lengths in zip(self.sequences, jagged[::2], jagged[1::2], strict=True)
@@ -164,7 +167,9 @@ class ClickScorer:
 
     def __init__(self, model: PlainModel, tables: Tables, *, device: torch.device) -> None:
         """Create a scorer. Both are on `device`, the model in eval mode and without gradients."""
-        self._model, self._tables, self._device = model, tables, device
+        self._model = model
+        self._tables = tables
+        self._device = device
         self._sequences = [model.inputs.features.index(name) for name in model.sequences]
 
     @property
@@ -261,7 +266,8 @@ class ClickScorer:
     @cached_property
     def _full_tables(self) -> list[torch.Tensor]:
         """Full tables for the network, float32. Dequantized copies of quantized tables."""
-        tensors, row_format = self._tables.tensors(), self._tables.row_format
+        tensors = self._tables.tensors()
+        row_format = self._tables.row_format
         return [
             row_format.unpack(tensors[self._model.inputs.features.index(name)])
             for name in self._model.tables
@@ -442,8 +448,10 @@ def click_settings(
                 f"{checkpoint.path}: must be a click model, got recipe {config.recipe}"
             )
         return model, config.precision
-    values, path = stored_settings(checkpoint), storage.join(checkpoint.path, "config.yaml")
-    model_values, precision = values["workload"].get("model"), values.get("precision")
+    values = stored_settings(checkpoint)
+    path = storage.join(checkpoint.path, "config.yaml")
+    model_values = values["workload"].get("model")
+    precision = values.get("precision")
     if (
         not isinstance(model_values, dict)
         or "embedding_dim" not in model_values
@@ -481,8 +489,11 @@ def merge_checkpoints(
     def empty(model: ClickModelConfig) -> PlainModel:
         return empty_model(model, preprocessor=preprocessor, precision=precision)
 
-    full_model, first_column, all_targets = empty(config), 0, []
-    tables, shapes = full_model.table_weights(), expected_weights(full_model, preprocessor)
+    full_model = empty(config)
+    first_column = 0
+    all_targets = []
+    tables = full_model.table_weights()
+    shapes = expected_weights(full_model, preprocessor)
     for number, (checkpoint, model) in enumerate(zip(checkpoints, config.models, strict=True)):
         member = empty(model)
         expected = expected_weights(member, preprocessor)

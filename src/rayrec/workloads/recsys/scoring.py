@@ -157,7 +157,8 @@ def _index(context: ScoringContext, schema: Schema) -> tuple[LogIndex, str, tupl
     """Return the log index, the name of the run's own set if only its rows are scored, and the row
     range [start, stop).
     """
-    config, console = context.config, context.console
+    config = context.config
+    console = context.console
     assert isinstance(config.workload, ClickSettings)
     data = (
         config.workload.evaluation_data(config)
@@ -251,7 +252,8 @@ class _ClickTotals:
         self._heads = [head for head in heads if isinstance(head, LabelHead)]
         accumulator = labels_accumulator(heads, grouped=grouped, ks=ks)
         assert accumulator is not None, "models without labels are measured"
-        self._kept, self._grouped = accumulator, grouped
+        self._kept = accumulator
+        self._grouped = grouped
 
     @property
     def rows(self) -> int:
@@ -340,17 +342,13 @@ class _LogBlock:
         scored: ScoredBlock,
         scorer: ClickScorer,
     ) -> None:
-        self._task, self._preprocessor, self._scored, self._scorer = (
-            task,
-            preprocessor,
-            scored,
-            scorer,
-        )
+        self._task = task
+        self._preprocessor = preprocessor
+        self._scored = scored
+        self._scorer = scorer
         self._schema = preprocessor.schema if task.labelled else preprocessor.schema.unlabelled()
-        self._opened, self.rows = (
-            open_block(scored.block, preprocessor, labelled=task.labelled),
-            scored.block.rows,
-        )
+        self._opened = open_block(scored.block, preprocessor, labelled=task.labelled)
+        self.rows = scored.block.rows
         self._label_heads = [head for head in scorer.heads if isinstance(head, LabelHead)]
         self._clips = ClipCounter(preprocessor) if task.counts_clipped else None
 
@@ -378,7 +376,8 @@ class _LogBlock:
         return columns
 
     def columns(self, scored: dict[str, np.ndarray]) -> dict[str, pa.Array]:
-        task, block = self._task, self._scored.block
+        task = self._task
+        block = self._scored.block
         columns = {"row": arrow_numbers(_rows(self._scored, self._schema))}
         if task.measuring:
             return columns | {

@@ -136,7 +136,8 @@ class ClickSettings(Workload):
         )
 
     def _model_objective(self, metrics: Mapping[str, float]) -> str:
-        model, base = type(self.model), ClickModelConfig
+        model = type(self.model)
+        base = ClickModelConfig
         has_only_score = model.score is not base.score and model.objective is base.objective
         return "" if has_only_score else self.model.objective(metrics)
 

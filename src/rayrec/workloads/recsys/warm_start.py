@@ -75,7 +75,8 @@ def warm_start(
             workload.dense_optimizer,
             fields=("kind", "momentum"),
         )
-    old, new = load_preprocessor(checkpoint.path), prepared.preprocessor.get()
+    old = load_preprocessor(checkpoint.path)
+    new = prepared.preprocessor.get()
     require_same_inputs(checkpoint, old, new)
     empty = empty_model(workload.model, preprocessor=new, precision=config.precision)
     require_same_weights(checkpoint, expected_weights(empty, old))
@@ -218,7 +219,8 @@ def _join(
     if not len(old_tokens):
         return 0
     order = np.argsort(old_tokens, kind="stable")
-    ordered, num_shared = old_tokens[order], 0
+    ordered = old_tokens[order]
+    num_shared = 0
     for start in range(0, len(new_tokens), _TOKENS_AT_ONCE):
         tokens = new_tokens[start : start + _TOKENS_AT_ONCE]
         positions = np.minimum(np.searchsorted(ordered, tokens), len(ordered) - 1)

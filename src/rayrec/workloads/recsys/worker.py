@@ -92,7 +92,8 @@ def _device_bytes(device: torch.device) -> int:
 
 def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[RankResources]:
     """Return the `RankResources` of each rank. Collective."""
-    workers, store = ranks.all_gather(context.node).count(context.node), context.object_store_bytes
+    workers = ranks.all_gather(context.node).count(context.node)
+    store = context.object_store_bytes
     memory = host_resources.memory()
     resources = RankResources(
         context.node,
@@ -170,7 +171,8 @@ def _plan_or_wait(
 
 def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) -> WorkerSetup:
     """Set up the model, optimizer and pipeline for the training loop. Collective."""
-    config, inputs = context.config, prepared.inputs
+    config = context.config
+    inputs = prepared.inputs
     preprocessor = prepared.preprocessor.get()
     of_model = ModelInputs.of(inputs, candidate_rows(preprocessor))
     batch_size = config.effective_batch_size(
@@ -293,7 +295,8 @@ def train_loader(
     context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
 ) -> Loader[Position, BlockPlan]:
     """Return the training batches from a stored position."""
-    config, rows = context.config, prepared.sets["train"].rows
+    config = context.config
+    rows = prepared.sets["train"].rows
     return _loader(
         context,
         prepared,
@@ -316,10 +319,12 @@ def _loader(
     max_steps: int | None = None,
     max_rows: int | None = None,
 ) -> Loader[Position, BlockPlan]:
-    workload, learns = context.config.workload, name == "train"
+    workload = context.config.workload
+    learns = name == "train"
     assert isinstance(workload, ClickSettings)
     data = context.config.train_data if learns else context.config.eval_data
-    order, prefetch_blocks = prepared.sets[name], context.config.train_data.prefetch_blocks
+    order = prepared.sets[name]
+    prefetch_blocks = context.config.train_data.prefetch_blocks
     order = order if max_rows is None else order.limited(max_rows)
     source: TaskSource | MappedSource
     if is_mapped(order):
@@ -349,7 +354,8 @@ def _loader(
 
 def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:
     """Return the rows that a step reads from each full table, by lookup key."""
-    inputs, is_read = ModelInputs.of(prepared.inputs), workload.model.TRAINS_ON_TABLES or not learns
+    inputs = ModelInputs.of(prepared.inputs)
+    is_read = workload.model.TRAINS_ON_TABLES or not learns
     rows_of = dict(zip(inputs.features, prepared.num_embeddings, strict=True))
     return {table_key(name): rows_of[name] * is_read for name in workload.model.full_tables(inputs)}
 

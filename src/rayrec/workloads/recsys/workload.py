@@ -120,12 +120,14 @@ class ClickWorkload(ClickSettings):
         )
         bad_rows = index.faults.total
         if config.eval_data.path is None:
-            rows, evaluated = self.split_rows(config.train_data.path, index), index
+            rows = self.split_rows(config.train_data.path, index)
+            evaluated = index
             best_auroc = _best_auroc(config.train_data.path, index, rows.get("test"))
         else:
             evaluated = self.open_index(config.eval_data, context, index_text=index_log)
             bad_rows += evaluated.faults.total
-            rows, best_auroc = {"train": (0, index.rows), "validation": (0, evaluated.rows)}, None
+            rows = {"train": (0, index.rows), "validation": (0, evaluated.rows)}
+            best_auroc = None
         in_order = config.eval_data.replace(shuffle="none")
         eval_sets = {
             name: _order(evaluated, rows[name], in_order, 0) for name in rows if name != "train"
@@ -161,7 +163,8 @@ class ClickWorkload(ClickSettings):
         preprocessor: Shared[Preprocessor],
         sets: Mapping[str, BlockOrder],
     ) -> None:
-        targets, config = TargetCheck(self.model, preprocessor), context.config
+        targets = TargetCheck(self.model, preprocessor)
+        config = context.config
         for name, order in sets.items():
             path = (
                 config.train_data.path
@@ -227,11 +230,13 @@ class ClickWorkload(ClickSettings):
             folders[teacher.checkpoint] = storage.join(teacher.checkpoint, PREPROCESSOR_FOLDER)
         if self.preprocessor is not None:
             folders[self.preprocessor] = self.preprocessor
-        first, preprocessor = "", None
+        first = ""
+        preprocessor = None
         for source, folder in folders.items():
             other = Preprocessor.load(folder)
             if preprocessor is None:
-                first, preprocessor = source, other
+                first = source
+                preprocessor = other
             elif other.hash() != preprocessor.hash():
                 raise InputError(
                     f"{source}: Preprocessor {other.hash()} does not match {preprocessor.hash()} "

@@ -129,7 +129,8 @@ def test_present_tokens_are_counted(
 
 
 def test_counts_exceed_32_bits_and_cover_one_kind_or_no_rows(tmp_path: Path) -> None:
-    whole, counts = Counts.empty(0, 1), Counts.empty(0, 1)
+    whole = Counts.empty(0, 1)
+    counts = Counts.empty(0, 1)
     for _ in range(3):
         counts.tokens[0].merge(np.array([7, 8], np.uint32), np.array([2**32 - 1, 1]))
     whole.add(counts.to_table())
@@ -422,7 +423,8 @@ def test_counting_indexer_matches_count_log(
         (tmp_path / f"day_{number}").write_bytes(
             b"".join(lines[number * 1000 : (number + 1) * 1000]) + b"not a row\n" * number
         )
-    files, job = storage.list_files(str(tmp_path)), CountingJob(CRITEO, first_rows=first_rows)
+    files = storage.list_files(str(tmp_path))
+    job = CountingJob(CRITEO, first_rows=first_rows)
     again: list[SegmentRange] = []
 
     def noted(parts: Sequence[SegmentRange], *, counting: CountingJob) -> pa.Table:

@@ -124,7 +124,8 @@ def test_criteo_integers_use_transform_of_preset() -> None:
 def test_preprocessor_is_independent_of_tasks(
     values: list[float], cuts: list[int], dense: Any
 ) -> None:
-    raw, preset = block(values), Preset(dense=dense)
+    raw = block(values)
+    preset = Preset(dense=dense)
     expected = made_from(raw, NUMBER, preset)
     borders = [0, *sorted(min(cut, raw.rows) for cut in cuts), raw.rows]
     total = preset.counting(NUMBER).empty()

@@ -192,7 +192,8 @@ def test_extension_keeps_numbers_and_indicators() -> None:
 
 
 def test_warm_start_keeps_indicators_of_network() -> None:
-    ages, times = trained(), made_from(block(with_gaps(DAY, [1]), AGES), LOG, RAYREC)
+    ages = trained()
+    times = made_from(block(with_gaps(DAY, [1]), AGES), LOG, RAYREC)
     continued, lost = with_indicators_of(ages, times)
     assert (continued.inputs.dense, lost) == (ages.inputs.dense, ["seen"])
     assert [rule.mean for rule in continued.dense] == [rule.mean for rule in times.dense]
@@ -269,7 +270,8 @@ LATER = block(DAY + 86400, with_gaps(AGES, list(range(0, 100, 2))))
 def test_clipped_numbers_are_counted_by_column() -> None:
     preprocessor = trained()
     dense = preprocessor.encode(LATER).dense
-    counter, total = ClipCounter(preprocessor), ClipSum(preprocessor)
+    counter = ClipCounter(preprocessor)
+    total = ClipSum(preprocessor)
     assert counter.names == ("seen", "age")
     assert counter.count(dense).tolist() == [[100, 100], [50, 0]]
     total.add(dense[:40])

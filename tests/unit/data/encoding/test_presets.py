@@ -82,10 +82,8 @@ NO_NUMBERS = np.zeros((0, 6))
 ONCE = {"min_count": 1}
 HASHED = [[4054911, 4054911, 21882121, 8124823, 5436790, 4054911], [9, 3, 9, 9, 9, 3]]
 BUCKETS = [[3, 5, 1, 5, 4, 2], [5, 3, 5, 1, 2, 4], [1, 1, 3, 4, 2, 1], [1, 3, 1, 1, 1, 2]]
-IN_ORDER, FREQUENT = (
-    [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]],
-    [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]],
-)
+IN_ORDER = [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]
+FREQUENT = [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]
 EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] = [
     # preset, changes, numbers, ids, tables
     (
@@ -222,7 +220,9 @@ def test_rayrec_with_and_without_max_num_embeddings(tmp_path: Path) -> None:
     assert dense[0, 1] == dense[0, 3]  # missing counts as 0
     preprocessor, _, ids = encoded(RAYREC.replace(min_count=1, max_num_embeddings=4), tmp_path)
     assert preprocessor.num_embeddings == [4, 4]
-    a, f, ten = 2 + 0xA0000001 % 2, 2 + 0xFFFFFFFF % 2, 2 + 10 % 2
+    a = 2 + 0xA0000001 % 2
+    f = 2 + 0xFFFFFFFF % 2
+    ten = 2 + 10 % 2
     assert ids[0] == [a, a, f, 1, ten, a]
 
 
@@ -274,7 +274,8 @@ def test_against_torchrec_itself(click_log: Path, tmp_path: Path, min_count: int
     rounding.
     """
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)
-    raw, npy = tmp_path / "raw", tmp_path / "npy"
+    raw = tmp_path / "raw"
+    npy = tmp_path / "npy"
     raw.mkdir()
     index = index_of(
         raw, b"".join(lines[:900]), b"".join(lines[900:1500]), schema=CRITEO, segment_bytes=20_000
@@ -407,7 +408,8 @@ def extended(preset: Preset, old: str, new: str, folder: Path) -> tuple[Preproce
     )
     after = extension.preprocessor
     raw = read(lines("".join(sorted(set(old + new)))), folder / "both")
-    old_ids, new_ids = before.encode(raw).ids[0], after.encode(raw).ids[0]
+    old_ids = before.encode(raw).ids[0]
+    new_ids = after.encode(raw).ids[0]
     known = OOVCounter(before).count(raw, before.encode(raw))[:, 0] == 0
     assert known.any()
     # an empty field may become a category
@@ -493,7 +495,8 @@ def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, na
     (tmp_path / "second.txt").write_bytes(b"".join(text[12000:15000]))
     config = PreparationConfig(preset=name, engine="threads")
     make_vocabulary(str(tmp_path / "first.txt"), out=str(tmp_path / "old"), config=config)
-    second, extending = str(tmp_path / "second.txt"), PreparationConfig(engine="threads")
+    second = str(tmp_path / "second.txt")
+    extending = PreparationConfig(engine="threads")
     made = make_vocabulary(
         second, out=str(tmp_path / "new"), extend=str(tmp_path / "old"), config=extending
     )

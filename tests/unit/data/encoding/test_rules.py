@@ -256,8 +256,10 @@ def test_check_rejects_rules_beyond_kernels() -> None:
 
 
 def test_murmur3_rejects_wide_categories() -> None:
-    column, schema = SparseColumn(9, None, murmur3=True), Schema(sparse=("s",), tokens="any")
-    message, tokens = "murmur3 needs categories of 8 hexadecimal digits", np.zeros(0, np.uint64)
+    column = SparseColumn(9, None, murmur3=True)
+    schema = Schema(sparse=("s",), tokens="any")
+    message = "murmur3 needs categories of 8 hexadecimal digits"
+    tokens = np.zeros(0, np.uint64)
     rejects(message, Preprocessor, "test", schema, (), (column,), tokens)
 
 
@@ -344,10 +346,8 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
     columns["split"] = column(TEXTS, pa.string())
     sparse = (*draw(st.permutations(list(columns)[len(dense) :])), "absent")
     like = Feature(name="like", vocabulary=draw(st.sampled_from(["s", None])))
-    lists, rules = (
-        Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3))),
-        draw(st.sampled_from([1, 2])),
-    )
+    lists = Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3)))
+    rules = draw(st.sampled_from([1, 2]))
     settings = {
         "features": (like, lists),
         "nan": "missing",
@@ -517,7 +517,8 @@ make = functools.partial(click_models.make_preprocessor, SCHEMA, constants={"min
 
 def test_lookup_has_largest_int32_id_and_is_two_thirds_full() -> None:
     first_id = 2**31 - 10
-    slots, known = np.zeros(16, np.uint64), np.arange(3, dtype=np.uint32)
+    slots = np.zeros(16, np.uint64)
+    known = np.arange(3, dtype=np.uint32)
     assert build_slots(known, (first_id + known).astype(np.int32), slots)
     assert find_ids(np.array([2, 3, 0], np.uint32), slots, 0).tolist() == [
         first_id + 2,
@@ -645,7 +646,8 @@ def test_check_rejects_values_unsafe_for_kernels(tmp_path: Path) -> None:
 
 
 def test_smallest_integer_is_encoded_and_multiples_spread() -> None:
-    column, out = DenseColumn(), np.empty(2, np.float32)
+    column = DenseColumn()
+    out = np.empty(2, np.float32)
     values = np.array([-(2**63), 2**63 - 1], np.int64)
     source, target = (ctypes.c_void_p(array.ctypes.data) for array in (values, out))
     library().rayrec_transform_dense(

@@ -31,7 +31,8 @@ TEXT = 'click,age,user,café\n1,30,"Zoë, ""x""",crème\n0,31,Noël,thé\n1,32,Z
 def read(
     path: Path, schema: Schema, *, read_bytes: int = 1 << 20
 ) -> tuple[RawBlock, dict[str, int]]:
-    blocks, counts = [], dict[str, int]()
+    blocks = []
+    counts = dict[str, int]()
     for table in read_csv(str(path), schema, read_bytes=read_bytes):
         block, faults = parse_table(table, schema)
         blocks.append(block)
@@ -100,7 +101,8 @@ def latin_log(tmp_path: Path) -> Path:
 
 
 def test_rows_in_another_encoding_are_loud(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    path, quiet = latin_log(tmp_path), Console(quiet=True)
+    path = latin_log(tmp_path)
+    quiet = Console(quiet=True)
     context = TaskContext(
         LoopEngine(), str(tmp_path / "cache"), quiet.note, quiet.progress, quiet.warn
     )
@@ -117,7 +119,8 @@ def test_vocabulary_counts_rows_of_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    schema, out = PLAIN.replace(encoding="latin-1"), str(tmp_path / "out")
+    schema = PLAIN.replace(encoding="latin-1")
+    out = str(tmp_path / "out")
     rayrec.vocabulary(
         str(latin_log(tmp_path)),
         out=out,
@@ -133,7 +136,8 @@ def test_vocabulary_counts_rows_of_encoding(
 def test_split_reads_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(split, "_MIN_TASK_BYTES", 100)
-    schema, out = PLAIN.replace(encoding="utf-16"), tmp_path / "out"
+    schema = PLAIN.replace(encoding="utf-16")
+    out = tmp_path / "out"
     path = tmp_path / "log.csv"
     path.write_text(latin_log(tmp_path).read_text(encoding="latin-1"), encoding="utf-16")
     rayrec.split(str(path), out=str(out), by="rows", schema=schema, engine="threads", console=QUIET)

@@ -44,7 +44,8 @@ def write(folder: Path, text: bytes, name: str = "log.txt") -> storage.File:
 
 
 def index(file: storage.File, chunk_bytes: int, segment_bytes: int) -> LogIndex:
-    entries, faults = [], Faults()
+    entries = []
+    faults = Faults()
     for chunk in cut([file], chunk_bytes):
         more, found = index_chunk(chunk, SCHEMA, segment_bytes)
         entries += more
@@ -293,10 +294,8 @@ def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
         b"\x1f\x8b" + b"\xff" * 100,
         packed + b"garbage behind it",
     ):
-        file, why = (
-            write(tmp_path, content, "day_0.gz"),
-            "truncated" if content in truncated else "damaged",
-        )
+        file = write(tmp_path, content, "day_0.gz")
+        why = "truncated" if content in truncated else "damaged"
         rejects(rf"day_0\.gz: .*{why}.*Download it again", unpack, file, str(tmp_path / "plain"))
         assert os.listdir(tmp_path / "plain") == []
 

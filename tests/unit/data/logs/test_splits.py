@@ -207,7 +207,8 @@ def test_good_lines_of_any_mixture(
     entries, faults = index_chunk(Chunk(str(path), 0, len(content), len(content)), SCHEMA, 200)
     segments = numbered(entries)
     assert faults.total == len(kinds) - len(expected)
-    got, first = [], 0
+    got = []
+    first = 0
     for segment in segments:
         got += [first + int(line) for line in good_lines(segment, SCHEMA)]
         first += len(line_starts(read_text(segment), segment.stop - segment.start))
@@ -267,7 +268,8 @@ def test_csv(tmp_path: Path, faulty: bool) -> None:
     ]
     (tmp_path / "log.csv").write_text("\n".join(["click,age,user,tags", *rows]) + "\n")
     assert open_index(tmp_path / "log.csv", ANY).faults.total == faulty
-    ages, users = [30.0, None, 2.5, -1.0, 4.0], ["ann", "bob", "x,y", None, "ann"]
+    ages = [30.0, None, 2.5, -1.0, 4.0]
+    users = ["ann", "bob", "x,y", None, "ann"]
     assert _values(tmp_path / "log.csv", ANY, "age", "user") == [ages, users]
     assert _values(tmp_path / "log.csv", ANY, "user", start=2, stop=4) == [["x,y", None]]
 

@@ -253,10 +253,8 @@ def criteo_table(text: bytes, *, has_nulls: bool = True) -> pa.Table:
     converted = arrow_csv.ConvertOptions(
         column_types=kinds, null_values=[""], strings_can_be_null=has_nulls
     )
-    tabs, named = (
-        arrow_csv.ParseOptions(delimiter="\t"),
-        arrow_csv.ReadOptions(column_names=CRITEO.columns),
-    )
+    tabs = arrow_csv.ParseOptions(delimiter="\t")
+    named = arrow_csv.ReadOptions(column_names=CRITEO.columns)
     return arrow_csv.read_csv(io.BytesIO(text), named, tabs, converted)
 
 
@@ -271,7 +269,8 @@ def missing_of(raw: RawBlock, number: int) -> list[bool]:
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) -> None:
-    text, schema = criteo_text(300, 0), CRITEO if labelled else CRITEO.unlabelled()
+    text = criteo_text(300, 0)
+    schema = CRITEO if labelled else CRITEO.unlabelled()
     expected, _ = parse(
         schema, text if labelled else b"\n".join(line[2:] for line in text.splitlines())
     )
@@ -349,7 +348,8 @@ def test_rewritten_rows_keep_numbers(tmp_path: Path, name: str) -> None:
     assert len({segment.path for segment in index.segments}) > 1
     assert [fault.row for fault in index.faults.first] == list(range(999, 9000, 1000))
     assert {fault.path for fault in index.faults.first} == {str(tmp_path / name)}
-    first, places = 0, []
+    first = 0
+    places = []
     for segment in index.segments:
         places += (first + good_rows(segment, ANY)).tolist()
         first += segment.stop - segment.start
@@ -360,7 +360,8 @@ def test_rewritten_rows_keep_numbers(tmp_path: Path, name: str) -> None:
 def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = movies(50)
     (tmp_path / "a.csv").write_bytes(as_csv(rows))
-    engine, cache = LoopEngine(), tmp_path / "cache"
+    engine = LoopEngine()
+    cache = tmp_path / "cache"
     index = index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine)
     done = engine.tasks
     assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
@@ -496,7 +497,8 @@ def test_numbers_in_text(cells: list[str]) -> None:
         pa.table({"d": pa.array(cells, pa.string())}),
         Schema(label=None, dense=("d",), tokens="any"),
     )
-    wanted, missing = [], []
+    wanted = []
+    missing = []
     for cell in cells:
         try:
             value = float(cell) if cell else 0.0
@@ -756,7 +758,8 @@ def test_categories_match_in_formats(
 
 
 def test_category_rules_read_floats_texts_and_plain_text(tmp_path: Path) -> None:
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     for kind, beyond in ((pa.float64(), 2.0**53), (pa.float32(), 2.0**24)):
         raw, faults = one_column(
             pa.array([1.0, nan, -0.0, beyond - 1, beyond, 0.5, inf], kind, from_pandas=False),
@@ -965,12 +968,17 @@ def split_by_rule(
     pair = r'""' if escape is None else r'""|\\["\\]'
     field = re.compile(rf'"((?:{pair}|[^"])*+)"')
     while place < len(text):
-        line, fields, spans, unmatched, trails = place, [], False, False, False
+        line = place
+        fields = []
+        spans = False
+        unmatched = False
+        trails = False
         if text[place] in "\r\n":
             place += 1
             continue
         while True:
-            value, quoted = "", text[place : place + 1] == '"'
+            value = ""
+            quoted = text[place : place + 1] == '"'
             if quoted:
                 inside = field.match(text, place)
                 lines = len(re.findall("\r\n|\r|\n", inside[1])) if inside else 0
@@ -1014,7 +1022,9 @@ def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
 
 
 def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[int, bytes, bytes]]:
-    rows, begin, size = [], 0, path.stat().st_size
+    rows = []
+    begin = 0
+    size = path.stat().st_size
     with mock.patch.multiple(csv_reader, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
         for start in range(0, size, range_bytes):
             part = CsvRange(str(path), schema, begin, min(start + range_bytes, size))
@@ -1149,7 +1159,8 @@ def test_csv_splitting_matches_python(
 @pytest.mark.parametrize("read_bytes", [1000, 1 << 20])
 def test_two_stray_quotes_lose_two_rows(tmp_path: Path, read_bytes: int) -> None:
     lines = [f"1,{row}" for row in range(50_000)]
-    lines[1000], lines[41_000] = '1,"1000', '1,41"'
+    lines[1000] = '1,"1000'
+    lines[41_000] = '1,41"'
     lines[41_001] = '1,"41001'  # closes nothing: the first quote is too far away
     (tmp_path / "a.csv").write_text("\n".join(["y,s", *lines, ""]))
     tables = pa.concat_tables(read_csv(str(tmp_path / "a.csv"), LABELLED, read_bytes=read_bytes))
@@ -1194,7 +1205,8 @@ def test_shortened_parquet_file_is_rejected(
     "span", [(0, 10), (15, 20), (95, 99), (40, 60), (60, 61), (90, 95), (0, 99)], ids=str
 )
 def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, int]) -> None:
-    path, content = tmp_path / "log.parquet", bytes(range(99))
+    path = tmp_path / "log.parquet"
+    content = bytes(range(99))
     path.write_bytes(content)
     spans = [(20, 60), (80, 95)]
     file = parquet._Spans(

@@ -68,7 +68,9 @@ def reference_line(schema: Schema, line: bytes) -> Row | tuple[str, str]:
         if fields[0] not in (b"0", b"1"):
             return "label is not 0 or 1", schema.label
         label = int(fields.pop(0))
-    integers, tokens, missing = [], [], 0
+    integers = []
+    tokens = []
+    missing = 0
     for i, (name, field) in enumerate(zip(schema.dense + schema.sparse, fields, strict=True)):
         dense = i < len(schema.dense)
         if field and not re.fullmatch(rb"-?[0-9]{1,18}" if dense else rb"[0-9a-fA-F]{8}", field):

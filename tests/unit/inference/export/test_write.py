@@ -96,12 +96,14 @@ def test_export_scores_match_checkpoint(
     saved: Saved, exported: Any, quantization: Quantization, tolerance: float
 ) -> None:
     folder = exported(quantization)
-    served, checkpoint = open_served(str(folder)), open_served(str(saved.run))
+    served = open_served(str(folder))
+    checkpoint = open_served(str(saved.run))
     assert (served.kind, served.scorer.quantization) == ("export", quantization)
     assert served.version == checkpoint.version.removesuffix("fp32") + quantization
     assert served.preprocessor_hash == checkpoint.preprocessor_hash
     rows = saved.rows(300)
-    logits, expected = served.score(rows), saved.logits(rows)
+    logits = served.score(rows)
+    expected = saved.logits(rows)
     assert np.abs(logits - expected).max() <= tolerance
     assert quantization == "fp32" or (logits != expected).any()
     assert np.std(expected) > 10 * np.abs(logits - expected).mean()
@@ -231,10 +233,8 @@ def test_missing_run_log_is_rejected_or_reported(
 def test_export_with_different_scores_leaves_no_folder(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message, options = (
-        "an AUROC that differs by .*more than 0, on .*. Choose another --quantize",
-        {"quantize": "int4"},
-    )
+    message = "an AUROC that differs by .*more than 0, on .*. Choose another --quantize"
+    options = {"quantize": "int4"}
     rejects(message, export_of, saved, tmp_path / "out", max_auroc_loss=0.0, **options)
     assert not list(tmp_path.glob("out*"))
     told = export_of(saved, tmp_path / "out", max_auroc_loss=0.0, ignore_parity=True, **options)
@@ -308,7 +308,8 @@ def test_other_workloads_are_exported(arguments: dict[str, Any], tmp_path: Path)
         saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01, ignore_parity=True
     )
     assert told["parity"]["failure"].startswith("no rows of the run's log")  # and nothing else
-    served, rows = open_served(str(tmp_path / "out")), saved.rows(100)
+    served = open_served(str(tmp_path / "out"))
+    rows = saved.rows(100)
     np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
 
 
@@ -332,7 +333,8 @@ def test_nonfinite_values_are_rejected(tmp_path: Path) -> None:
 
 
 def test_comparison_reports_worst_row() -> None:
-    labels, logits = np.array([0, 1, 0, 1], np.float32), np.array([-1, 1, -2, 2], np.float32)
+    labels = np.array([0, 1, 0, 1], np.float32)
+    logits = np.array([-1, 1, -2, 2], np.float32)
     assert compare("rows", labels, logits, logits).failure("fp32", auroc_limit=0.0) is None
     moved = compare("rows", labels, logits, logits + np.array([0, 0, 2e-5, 0], np.float32))
     assert "a logit that differs by 2e-05" in str(moved.failure("fp32", auroc_limit=1.0))
@@ -638,7 +640,8 @@ def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
     """Check that encoder and README of an export score log.csv like the served export. Returns the
     encoded log.
     """
-    served, log = open_served(str(folder / "out")), folder / "log.csv"
+    served = open_served(str(folder / "out"))
+    log = folder / "log.csv"
     with log.open() as file:
         rows = list(csv.DictReader(file))
     schema = served.preprocessor.schema
@@ -658,7 +661,8 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     """DIN with items and shops in one attention unit. Some rows have no shop for an item."""
     shops = Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items")
     features = (Feature(name="items", vocabulary="item", max_length=3), shops)
-    sparse, lists = ("item", "shop", "items", "shops"), ("items", "shops")
+    sparse = ("item", "shop", "items", "shops")
+    lists = ("items", "shops")
     schema = Schema(
         label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=","
     )
@@ -748,7 +752,8 @@ def test_numbers_alone_are_exported_and_served(tmp_path: Path) -> None:
 def test_export_rejects_other_encoder(
     old: str, new: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, program = _own_log(tmp_path), encoder_program()
+    built = _own_log(tmp_path)
+    program = encoder_program()
     assert old in program
     monkeypatch.setattr(
         "rayrec.inference.export.write.encoder_program", lambda: program.replace(old, new)
@@ -884,7 +889,8 @@ def test_triton_config_fits_schema() -> None:
         (tensor.name, tensor.data_type, tuple(tensor.dims))
         for tensor in (*config.input, *config.output)
     }
-    fp32, int64 = DATA_TYPES["TYPE_FP32"], DATA_TYPES["TYPE_INT64"]
+    fp32 = DATA_TYPES["TYPE_FP32"]
+    int64 = DATA_TYPES["TYPE_INT64"]
     assert result == {("dense", fp32, (13,)), ("ids", int64, (214,)), ("logit", fp32, (1,))}
     assert config.HasField("dynamic_batching")
     (parameter,) = config.parameters

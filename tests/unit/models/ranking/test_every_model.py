@@ -65,7 +65,8 @@ def rows_of(count: int) -> tuple[Batch, EncodedRows]:
 
 def losses(model: ClickModel, batch: Batch, *, steps: int, learning_rate: float) -> list[float]:
     """Return the losses of steps that update every parameter."""
-    optimizer, found = torch.optim.Adam(model.parameters(), lr=learning_rate), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    found = []
     for _ in range(steps):
         optimizer.zero_grad()
         loss, output = model(batch)
@@ -169,11 +170,10 @@ def network(config: ClickModelConfig, precision: str = "fp32") -> nn.Module:
 @each
 def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> None:
     chance = torch.Generator().manual_seed(1)
-    dense, values = (
-        torch.randn(17, 2, generator=chance),
-        torch.randn(17, 3, config.width, generator=chance),
-    )
-    net, order = network(config), (2, 0, 1)
+    dense = torch.randn(17, 2, generator=chance)
+    values = torch.randn(17, 3, config.width, generator=chance)
+    net = network(config)
+    order = (2, 0, 1)
     given = KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1))
     shuffled = KeyedEmbeddings(
         INPUTS.features, config.width, lambda: (values[:, list(order)].flatten(1), order)
@@ -185,11 +185,13 @@ def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> Non
 
 
 def test_delivery_order_does_not_change_bits_of_first_order() -> None:
-    names, order = tuple("abcdefghijklmnopqrstuvwxyz"), (*range(13, 26), *range(13))
+    names = tuple("abcdefghijklmnopqrstuvwxyz")
+    order = (*range(13, 26), *range(13))
     net = DLRMConfig(embedding_dim=4, bottom_mlp=(4,), top_mlp=(1,), first_order=True).build(
         ModelInputs(2, names)
     )
-    dense, values = torch.randn(99, 2), torch.randn(99, 26, 8)
+    dense = torch.randn(99, 2)
+    values = torch.randn(99, 26, 8)
     given = net(dense, KeyedEmbeddings(names, 8, lambda: (values.flatten(1), tuple(range(26)))))
     moved = net(
         dense, KeyedEmbeddings(names, 8, lambda: (values[:, list(order)].flatten(1), order))
@@ -202,7 +204,8 @@ ROWS = 24
 
 
 def inputs_with_lists(config: ClickModelConfig) -> ModelInputs:
-    labels, lists = (Label(name="like"),) * config.SEVERAL_LABELS, (("history", 5), ("tags", None))
+    labels = (Label(name="like"),) * config.SEVERAL_LABELS
+    lists = (("history", 5), ("tags", None))
     return ModelInputs(
         2, ("item", "history", "tags"), "click", labels, ("item", "item", "tags"), lists=lists
     )
@@ -313,12 +316,15 @@ def test_model_config_rejects_invalid_settings(
 def test_counts_sizes_and_dropout_are_bounded(name: str) -> None:
     config: ClickModelConfig = models.config_class(name)()  # type: ignore[misc]
     for field in dataclasses.fields(config):
-        value, message = getattr(config, field.name), "must be at least 1, got 0"
+        value = getattr(config, field.name)
+        message = "must be at least 1, got 0"
         wrong: Any = None
         if field.name.endswith("dropout"):
-            wrong, message = 1.0, "must be at least 0 and below 1, got 1.0"
+            wrong = 1.0
+            message = "must be at least 0 and below 1, got 1.0"
         elif "tuple" in str(field.type) or "Sizes" in str(field.type):
-            wrong, message = (0,), "must each be at least"
+            wrong = (0,)
+            message = "must each be at least"
         elif type(value) is int and value and (name, field.name) != ("finalmlp", "heads"):
             wrong = 0
         if wrong is not None and field.name not in ("models", "first_context", "second_context"):
@@ -361,7 +367,8 @@ def measured(name: str) -> dict[str, Any]:
         "sum": sum(tensor.double().sum().item() for tensor in weights.values()),
         "squares": sum(tensor.double().square().sum().item() for tensor in weights.values()),
     }
-    optimizer, losses = torch.optim.SGD(network.parameters(), lr=0.01), []
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    losses = []
     torch.manual_seed(2)
     for _ in range(3):
         optimizer.zero_grad()
@@ -378,7 +385,8 @@ def measured(name: str) -> dict[str, Any]:
                 dense,
                 KeyedEmbeddings.in_order(inputs.features, config.table_width, values.flatten(1)),
             )
-        own, batch = network_loss(network), Batch({"dense": dense}, 1.0, None, wanted)
+        own = network_loss(network)
+        batch = Batch({"dense": dense}, 1.0, None, wanted)
         loss = (
             own(outputs, batch).mean()
             if own
@@ -450,7 +458,8 @@ def test_linear_model_replaces_other_models() -> None:
         embedding_penalty=0.1, members=2
     )
     assert DLRMConfig.replacing(LinearConfig(members=2)).embedding_dim == 16
-    recipe, demo = recipes.criteo_ensemble("log"), recipes.criteo_demo("log")
+    recipe = recipes.criteo_ensemble("log")
+    demo = recipes.criteo_demo("log")
     dlrm, final, linear = recipe.workload.model.models  # type: ignore[attr-defined]
     assert dlrm == demo.workload.model.replace(embedding_penalty=0.0)  # type: ignore[attr-defined]
     assert (final.embedding_dim, linear) == (16, LinearConfig())
@@ -489,7 +498,8 @@ def test_multiply_adds_count_built_layers_and_match_kaggle_dlrm() -> None:
 def test_uneven_workers_average_to_mean_from_seeded_weights() -> None:
     torch.manual_seed(0)
     ids = [torch.randint(0, size, (48,)).numpy() for size in SIZES]
-    dense, label = torch.randn(48, 13), torch.randint(0, 2, (48,)).float()
+    dense = torch.randn(48, 13)
+    label = torch.randint(0, 2, (48,)).float()
 
     def batch(start: int, stop: int) -> Batch:
         features = sparse_features(
@@ -525,7 +535,8 @@ def test_bottom_mlp_follows_embedding_dim_unless_set() -> None:
 
 
 # -- DIN's sequences, training and settings; its formula is in test_formulas.py
-WIDTH, DIN_ROWS = 4, 9
+WIDTH = 4
+DIN_ROWS = 9
 LISTED = ModelInputs(
     2,
     ("item", "history", "tags"),
@@ -553,18 +564,17 @@ def embedded(
     values: torch.Tensor, item: torch.Tensor, tags: torch.Tensor, *, lengths: torch.Tensor = LENGTHS
 ) -> KeyedEmbeddings:
     """Build embeddings delivered in a different order than the features."""
-    lists, pooled = {"history": JaggedEmbeddings(values, lengths)}, torch.cat([tags, item], dim=1)
+    lists = {"history": JaggedEmbeddings(values, lengths)}
+    pooled = torch.cat([tags, item], dim=1)
     return KeyedEmbeddings(
         LISTED.features, WIDTH, lambda: (pooled, (2, 0)), sequences=lambda: lists
     )
 
 
 def test_din_selects_sequences_other_networks_receive_sums() -> None:
-    values, item, tags = (
-        torch.randn(int(LENGTHS.sum()), WIDTH),
-        torch.randn(DIN_ROWS, WIDTH),
-        torch.randn(DIN_ROWS, WIDTH),
-    )
+    values = torch.randn(int(LENGTHS.sum()), WIDTH)
+    item = torch.randn(DIN_ROWS, WIDTH)
+    tags = torch.randn(DIN_ROWS, WIDTH)
     sums = torch.stack([part.sum(0) for part in values.split(LENGTHS.tolist())])
     given = embedded(values, item, tags)
     torch.testing.assert_close(given["history"], sums)
@@ -593,7 +603,8 @@ def test_din_selects_sequences_other_networks_receive_sums() -> None:
 
 
 def test_aligned_lists_use_one_unit_and_bf16_is_close() -> None:
-    single, lists = ("item", "shop"), ("items", "shops", "tags")
+    single = ("item", "shop")
+    lists = ("items", "shops", "tags")
     inputs = ModelInputs(
         0,
         (*single, *lists),
@@ -604,12 +615,11 @@ def test_aligned_lists_use_one_unit_and_bf16_is_close() -> None:
     # tags have no target, so they are summed
     assert SMALL_DIN.units(inputs) == (("items", "shops"),)
     assert SMALL_DIN.units(dataclasses.replace(inputs, aligned=())) == (("items",), ("shops",))
-    values, item, tags = (
-        torch.randn(int(LENGTHS.sum()), WIDTH),
-        torch.randn(DIN_ROWS, WIDTH),
-        torch.randn(DIN_ROWS, WIDTH),
-    )
-    dense, nothing = torch.randn(DIN_ROWS, 2), torch.zeros(0, WIDTH)
+    values = torch.randn(int(LENGTHS.sum()), WIDTH)
+    item = torch.randn(DIN_ROWS, WIDTH)
+    tags = torch.randn(DIN_ROWS, WIDTH)
+    dense = torch.randn(DIN_ROWS, 2)
+    nothing = torch.zeros(0, WIDTH)
     exact, rough = (din_network(precision=kind).eval() for kind in ("fp32", "bf16"))
     expected = exact(dense, embedded(values, item, tags))["click"]
     close = rough(dense, embedded(values, item, tags))["click"]

@@ -125,7 +125,8 @@ def of_xdeepfm(
     over its values.
     """
     v = fields(net.fields, dense, values)
-    before, sums = v, []
+    before = v
+    sums = []
     for layer in net.interaction.layers:
         weights = layer.weight.view(-1, 5, len(before))
         vectors = [
@@ -196,7 +197,8 @@ def of_dcnv2(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after it, next to it, or both."""
-    inner, x0 = net.network, flattened(net, dense, values)
+    inner = net.network
+    x0 = flattened(net, dense, values)
     x = x0
     for layer in inner.crosses:
         weight = (
@@ -216,7 +218,8 @@ def of_mixture(
     """Compute section 3.2 of DCN V2 row by row: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g
     = tanh.
     """
-    crosses, x0 = net.network.crosses, flattened(net, dense, values)
+    crosses = net.network.crosses
+    x0 = flattened(net, dense, values)
     x = x0
     for layer in range(config.cross_layers):
         exponents = [(x @ crosses.gate.weight[expert]).exp() for expert in range(config.experts)]
@@ -275,7 +278,8 @@ def of_masknet(
     """Compute equations 3 to 10."""
     v = torch.stack(fields(net, dense, values), dim=1)
     features = v.flatten(1)
-    hidden, outputs = (v if net.norms is None else standardized(v, net.norms)).flatten(1), []
+    hidden = (v if net.norms is None else standardized(v, net.norms)).flatten(1)
+    outputs = []
     for block in net.blocks:
         mask = linear(block.second, linear(block.first, features).clamp(min=0))
         out = standardized(linear(block.layer, mask * hidden), block.norm).clamp(min=0)
@@ -292,7 +296,8 @@ def of_finalmlp(
     """Compute equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are
     two numbers, a, b and c.
     """
-    v, streams = torch.stack(fields(net, dense, values), dim=1), []
+    v = torch.stack(fields(net, dense, values), dim=1)
+    streams = []
     for stream, gate, places, dropout in (
         (net.first, net.first_gate, (4, 0, 1), config.first_dropout),
         (net.second, net.second_gate, None, config.second_dropout),
@@ -308,7 +313,8 @@ def of_finalmlp(
     first, second = streams
     logits = linear(net.first_logit, first)[:, 0] + linear(net.second_logit, second)[:, 0]
     for head in range(2):
-        part, other = first[:, 3 * head : 3 * head + 3], second[:, 2 * head : 2 * head + 2]
+        part = first[:, 3 * head : 3 * head + 3]
+        other = second[:, 2 * head : 2 * head + 2]
         logits = logits + torch.einsum("ri,ij,rj->r", part, net.products[head], other)
     return {"click": logits}
 
@@ -320,7 +326,8 @@ def of_finalnet(
     field gate. y = (y1 + y2) / 2.
     """
     v = torch.stack(fields(net, dense, values), dim=1)
-    gated, towers = v, []
+    gated = v
+    towers = []
     if config.feature_gate:
         gate = torch.einsum("rfd,gf->rgd", v, net.gate.weight) + net.gate.bias[None, :, None]
         gated = torch.cat([v, v * gate], dim=1)
@@ -393,7 +400,8 @@ def of_dlrm(
         ]
         met = torch.cat([bottom, *pairs], dim=1)
     elif config.interaction == "cross":
-        met, crosses = x0, net.interaction
+        met = x0
+        crosses = net.interaction
         for down, up, bias in zip(crosses.down, crosses.up, crosses.bias, strict=True):
             met = x0 * (met @ down.t() @ up.t() + bias) + met
     else:
@@ -422,7 +430,8 @@ def of_mmoe(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
-    x, p = flattened(net, dense, values), config.dropout
+    x = flattened(net, dense, values)
+    p = config.dropout
     experts = [tower(expert, x, p) for expert in net.experts.towers]
     return {
         label: logit(net.towers[k], mixture(net.gates[k], x, experts, p), p)
@@ -436,7 +445,8 @@ def of_ple(
     """Compute equations 1 to 6. A shared gate between levels weights the experts of all labels and
     the shared ones.
     """
-    states, p = [flattened(net, dense, values)] * 4, config.dropout
+    states = [flattened(net, dense, values)] * 4
+    p = config.dropout
     for level in net.levels:
         *own, shared = (
             [tower(expert, state, p) for expert in experts.towers]
@@ -520,7 +530,8 @@ def compare(
     labels = {
         name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in SEVERAL.label_names
     }
-    loss, wanted = framework_loss(net, outputs, labels), reference_loss(config, expected, labels)
+    loss = framework_loss(net, outputs, labels)
+    wanted = reference_loss(config, expected, labels)
     torch.testing.assert_close(loss.double(), wanted.double(), atol=1e-5, rtol=1e-5)
     names, weights = zip(*net.named_parameters(), strict=True)
     found, right = (
@@ -554,7 +565,8 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     config = CONFIGS[name]
     torch.manual_seed(0)
     net = shaken(config.build(inputs_of(config))).train(training)
-    dense, values = leaf(ROWS, 2), leaf(ROWS, 3, config.width)
+    dense = leaf(ROWS, 2)
+    values = leaf(ROWS, 3, config.width)
     formula = globals()[
         "of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"
     ]
@@ -610,7 +622,8 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
     torch.manual_seed(0)
     net = shaken(config.build(inputs)).train(training)
-    dense, bags = leaf(ROWS, 2), leaf(ROWS, 2, DIM)
+    dense = leaf(ROWS, 2)
+    bags = leaf(ROWS, 2, DIM)
     items = {name: leaf(int(LENGTHS.sum()), DIM) for name in sequences}
     (unit,) = net.attention
     targets = torch.cat([bags[:, pooled.index(TARGETS[name])] for name in sequences], dim=1)

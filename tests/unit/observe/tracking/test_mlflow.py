@@ -123,7 +123,9 @@ def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(tracking_module, "CLOSE_S", 2.0)
-    uri, path, notes = f"http://127.0.0.1:{free_ports(1)}", tmp_path / "events.jsonl", list[str]()
+    uri = f"http://127.0.0.1:{free_ports(1)}"
+    path = tmp_path / "events.jsonl"
+    notes = list[str]()
     config = recipes.gpt2_tiny().replace(name="run").to_dict()
     make = {"MLflow": lambda: MlflowTracker(uri, experiment="x", config=config)}
     with tracking(make, str(path), note=notes.append), EventWriter(path) as writer:

@@ -33,7 +33,9 @@ class Recorder:
         self.taken: list[dict[str, Any]] = []
         self.delivered: list[dict[str, Any]] = []
         self.closed = False
-        self._failures, self._refuse, self._wait_s = failures, refuse, wait_s
+        self._failures = failures
+        self._refuse = refuse
+        self._wait_s = wait_s
 
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == self._refuse:
@@ -73,8 +75,11 @@ def follow(
 
 
 def test_tracker_receives_each_event_once_in_order(tmp_path: Path) -> None:
-    path, before = tmp_path / "events.jsonl", {*threading.enumerate()}
-    first, second, third = Recorder(), Recorder(), Recorder()
+    path = tmp_path / "events.jsonl"
+    before = {*threading.enumerate()}
+    first = Recorder()
+    second = Recorder()
+    third = Recorder()
     assert follow(path, {"first": first, "second": second}) == []
     assert {*threading.enumerate()} <= before
     assert [event["step"] for event in first.delivered] == list(range(5))
@@ -85,7 +90,8 @@ def test_tracker_receives_each_event_once_in_order(tmp_path: Path) -> None:
 
 
 def test_failing_tracker_receives_all_events_later(tmp_path: Path) -> None:
-    flaky, steady = Recorder(failures=4), Recorder()
+    flaky = Recorder(failures=4)
+    steady = Recorder()
     notes = follow(tmp_path / "events.jsonl", {"flaky": flaky, "steady": steady}, pause_s=0.05)
     assert notes == ["flaky: connection refused. Retrying while the run continues."]  # once
     assert [event["step"] for event in flaky.delivered] == list(range(5))
@@ -94,7 +100,8 @@ def test_failing_tracker_receives_all_events_later(tmp_path: Path) -> None:
 
 def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "FLUSH_S", 0.3)
-    path, tracker = tmp_path / "events.jsonl", Recorder()
+    path = tmp_path / "events.jsonl"
+    tracker = Recorder()
     with (
         tracking({"tracker": lambda: tracker}, str(path), note=pytest.fail),
         EventWriter(path) as writer,
@@ -119,7 +126,9 @@ def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_tracker_errors_hide_passwords(tmp_path: Path, message: str, told: str) -> None:
-    make, notes, path = raising(ConnectionError(message)), list[str](), tmp_path / "events.jsonl"
+    make = raising(ConnectionError(message))
+    notes = list[str]()
+    path = tmp_path / "events.jsonl"
     with tracking({"MLflow": make}, str(path), note=notes.append), EventWriter(path) as writer:
         writer.write("failure", cause=message, causes=[ConnectionError(message)])
     assert notes == [f"MLflow: {told}. Continuing without it."]
@@ -128,7 +137,8 @@ def test_tracker_errors_hide_passwords(tmp_path: Path, message: str, told: str) 
 
 
 def test_unreachable_tracker_delays_nothing(tmp_path: Path) -> None:
-    gone, steady = Recorder(failures=10**9), Recorder()
+    gone = Recorder(failures=10**9)
+    steady = Recorder()
     begin_s = time.monotonic()
     notes = follow(tmp_path / "events.jsonl", {"gone": gone, "steady": steady})
     assert time.monotonic() - begin_s < 20
@@ -138,7 +148,8 @@ def test_unreachable_tracker_delays_nothing(tmp_path: Path) -> None:
 
 def test_hanging_tracker_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "CLOSE_S", 1.0)
-    hanging, steady = Recorder(wait_s=20.0), Recorder()
+    hanging = Recorder(wait_s=20.0)
+    steady = Recorder()
     begin_s = time.monotonic()
     notes = follow(tmp_path / "events.jsonl", {"hanging": hanging, "steady": steady})
     assert 0.5 <= time.monotonic() - begin_s < 15
@@ -161,7 +172,9 @@ def test_tracker_skips_unreadable_events(tmp_path: Path) -> None:
 def test_append_file_writes_later_after_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, write, room = AppendFile(str(tmp_path / "new" / "file")), os.write, 3
+    file = AppendFile(str(tmp_path / "new" / "file"))
+    write = os.write
+    room = 3
 
     def little_room(descriptor: int, data: bytes) -> int:
         nonlocal room
@@ -234,7 +247,8 @@ def test_append_file_uploads_all_and_scalars_match_events(monkeypatch: pytest.Mo
 # -- TensorBoard: its files contain the curves of the event file once, from any driver
 def records(path: Path) -> list[Event]:
     """Read a TFRecord file and check its checksums."""
-    data, found = path.read_bytes(), []
+    data = path.read_bytes()
+    found = []
     while data:
         length, checksum = struct.unpack_from("<QI", data)
         assert checksum == masked_crc32c(data[:8])
@@ -391,7 +405,8 @@ def check(records: list[dict[str, Any]]) -> None:
     )
     assert keys[-1] == "run_stop"
     for record in records:
-        metadata, key = record["metadata"], record["key"]
+        metadata = record["metadata"]
+        key = record["key"]
         if re.match("(epoch|eval)_", key) and key != "eval_samples":
             assert "epoch_num" in metadata or "samples_count" in metadata
         if key == "run_stop":

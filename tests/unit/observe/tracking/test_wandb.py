@@ -20,7 +20,8 @@ from rayrec import recipes
 
 wandb = pytest.importorskip("wandb")
 BLOCK_BYTES = 32 << 10
-FULL, LAST = 1, 4
+FULL = 1
+LAST = 4
 CONFIG = recipes.gpt2_tiny().replace(name="run").to_dict()
 
 
@@ -36,7 +37,8 @@ def scanned(data: bytes) -> Iterator[bytes]:
     """Yield the records of a LevelDB log file with blocks of 32 KiB, after W&B's seven-byte
     header.
     """
-    place, parts = 7, b""
+    place = 7
+    parts = b""
     while place + 7 <= len(data):
         left = BLOCK_BYTES - place % BLOCK_BYTES
         if left < 7:
@@ -55,7 +57,8 @@ def kept(folder: Path) -> tuple[Any, list[dict[str, float]]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    run, rows = None, []
+    run = None
+    rows = []
     for data in scanned(path.read_bytes()):
         record = Record.FromString(data)
         if record.HasField("run"):
@@ -99,7 +102,9 @@ class OnlineRun:
     """Fake of wandb's Run that fails the first `refusals` log calls."""
 
     def __init__(self, summary: dict[str, Any], *, resumed: bool, refusals: int = 0) -> None:
-        self.summary, self.resumed, self.sent = summary, resumed, list[dict[str, Any]]()
+        self.summary = summary
+        self.resumed = resumed
+        self.sent = list[dict[str, Any]]()
         self._refusals = refusals
 
     def log(self, row: dict[str, Any]) -> None:

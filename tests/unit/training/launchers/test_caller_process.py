@@ -56,7 +56,8 @@ def test_scoring_commands_leave_callers_process_unchanged(
     config: TrainConfig, click_log: Path, tmp_path: Path
 ) -> None:
     run = trainer.train(config, console=QUIET).folder
-    before, log = state_of_process(), str(click_log / "train.txt")
+    before = state_of_process()
+    log = str(click_log / "train.txt")
     rayrec.evaluate(run, log, console=QUIET)
     rayrec.predict_to(run, log, out=str(tmp_path / "scores"), console=QUIET)
     rayrec.export(run, out=str(tmp_path / "export"))

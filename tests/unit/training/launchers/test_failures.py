@@ -240,8 +240,10 @@ def test_worker_logs_restores_caller_logging(
     """A worker in the caller's process: its handlers receive their usual records during and after
     the context.
     """
-    root, library = logging.getLogger(), logging.getLogger("torchrec")
-    callers, librarys = logging.StreamHandler(io.StringIO()), logging.StreamHandler(io.StringIO())
+    root = logging.getLogger()
+    library = logging.getLogger("torchrec")
+    callers = logging.StreamHandler(io.StringIO())
+    librarys = logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(root, "handlers", [callers])
     monkeypatch.setattr(root, "level", logging.WARNING)
     monkeypatch.setattr(library, "handlers", [librarys])

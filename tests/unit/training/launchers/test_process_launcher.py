@@ -79,9 +79,12 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.01)
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     monkeypatch.setattr(profiling, "_POLL_S", 0.02)
-    STATE.number, STATE.act = 0, lambda number: None
+    STATE.number = 0
+    STATE.act = lambda number: None
     root = logging.getLogger()
-    handlers, level, threads = root.handlers, root.level, torch.get_num_threads()
+    handlers = root.handlers
+    level = root.level
+    threads = torch.get_num_threads()
     on_signal = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
     assert not distributed.is_initialized()
@@ -330,8 +333,10 @@ def test_profile_request_reaches_in_process_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
-    folder, told = str(tmp_path / "run"), list[dict[str, Any]]()
-    request, asked = tmp_path / "run" / "profile" / "request.json", threading.Event()
+    folder = str(tmp_path / "run")
+    told = list[dict[str, Any]]()
+    request = tmp_path / "run" / "profile" / "request.json"
+    asked = threading.Event()
 
     def ask() -> None:
         so_far = events_of(folder)
@@ -401,7 +406,8 @@ def test_torchrun_env_is_read_and_config_fits_processes() -> None:
         ),
     ):
         rejects(message, TorchrunEnv.from_environment, FOUND | wrong)
-    launched, config = TorchrunEnv(0, 4, 0, 2, 0), recipes.criteo_demo()
+    launched = TorchrunEnv(0, 4, 0, 2, 0)
+    config = recipes.criteo_demo()
     assert fitted(config, launched).scaling.num_workers == 4
     assert launched.cpus >= 1
     for changes, message in (
@@ -437,7 +443,8 @@ def meetings(*ranks: int) -> list[StoreRendezvous]:
 def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
     meeting, of_other = meetings(0, 1)
-    channel, other = StoreControlChannel(meeting), StoreControlChannel(of_other)
+    channel = StoreControlChannel(meeting)
+    other = StoreControlChannel(of_other)
     assert (channel.stop_reason(), channel.saved_bytes()) == (None, 0)
     other.request_stop("SIGTERM")
     channel.request_stop("SIGINT")

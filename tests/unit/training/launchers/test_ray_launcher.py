@@ -91,7 +91,9 @@ class Attempts:
         )
         self.signals = Signals()
         monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
-        self._outcomes, self._config, self._folder = iter(outcomes), wanted, str(folder)
+        self._outcomes = iter(outcomes)
+        self._config = wanted
+        self._folder = str(folder)
 
     def _attempt(self, run: PreparedRun, signals: Signals, *, is_shared: bool) -> Any:
         self.num_workers.append(run.layout.num_workers)
@@ -155,7 +157,8 @@ def test_signal_without_last_save_ends_run(
 
 def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[str]:
     """Return the names of the callbacks that a trainer of one worker gives to its controller."""
-    scaling, run = ScalingConfig(num_workers=1), RunConfig(storage_path=str(folder))
+    scaling = ScalingConfig(num_workers=1)
+    run = RunConfig(storage_path=str(folder))
     # Both are typed as Train V1's.
     trainer = trainer_class(
         lambda: None,
@@ -264,7 +267,9 @@ def attempt(
 def test_control_channel_ends_with_attempt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bytes_written: list[int]
 ) -> None:
-    request, ended, signals = Mock(), threading.Event(), Signals()
+    request = Mock()
+    ended = threading.Event()
+    signals = Signals()
     request.saved_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
     signals.cause = "SIGINT"
@@ -466,7 +471,8 @@ def test_one_worker_without_address_runs_in_process() -> None:
         (ONE, {"runtime_env": "env.yaml"}, "cluster.runtime_env"),
         (ONE, {"num_cpus": 2}, None),
     ):
-        wanted, here = config_for(scaling, **cluster), needs_ray is None
+        wanted = config_for(scaling, **cluster)
+        here = needs_ray is None
         assert trains_in_process(wanted) is here
         launcher = launcher_of(wanted)
         assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
@@ -577,7 +583,8 @@ def test_driver_engine_depends_on_cluster(
     engine = launcher.engine(shares, max_outage_s=3.0)  # type: ignore[arg-type]
     assert isinstance(engine, ThreadEngine if own else RayEngine)
     assert engine.cpus == 1
-    few, many = list(range(8)), list(range(9))
+    few = list(range(8))
+    many = list(range(9))
     for items in (few, many):
         assert list(engine.run("double", lambda item: 2 * item, items, block_bytes=1)) == [
             2 * item for item in items

@@ -24,20 +24,21 @@ from rayrec.training.result import Result
 NUMBERS = ("seen", "year", "price", "age")
 SCHEMA = Schema(label="click", dense=NUMBERS, sparse=("user", "movie"))
 DAY_S = 86400.0
-WEEK_ROWS, TEST_ROWS = 9000, 12_000
+WEEK_ROWS = 9000
+TEST_ROWS = 12_000
 
 
 def rows(count: int, seed: int) -> dict[str, np.ndarray]:
     """Return a week of rows in time order. The user, the movie and the age matter, the other
     numbers do not.
     """
-    rng, effects = np.random.default_rng(seed), np.random.default_rng(0)
-    of_user, of_movie = effects.normal(size=60), effects.normal(size=40)
-    user, movie, age = (
-        rng.integers(0, 60, count),
-        rng.integers(0, 40, count),
-        rng.integers(18, 90, count),
-    )
+    rng = np.random.default_rng(seed)
+    effects = np.random.default_rng(0)
+    of_user = effects.normal(size=60)
+    of_movie = effects.normal(size=40)
+    user = rng.integers(0, 60, count)
+    movie = rng.integers(0, 40, count)
+    age = rng.integers(18, 90, count)
     logits = of_user[user] + of_movie[movie] + (age - 54) / 40 - 0.5
     return {
         "click": (rng.uniform(size=count) < 1 / (1 + np.exp(-logits))).astype(np.int8),
@@ -176,7 +177,8 @@ def test_preprocessed_gaps_score_as_log(folder: Path, with_gaps: Result, format:
         log, out=ready, format=format, preprocessor=stored, schema=SCHEMA, console=QUIET
     )
     names = ("auroc", "logloss", "clipped")
-    of_log, of_folder = metrics_of(with_gaps, log), metrics_of(with_gaps, ready)
+    of_log = metrics_of(with_gaps, log)
+    of_folder = metrics_of(with_gaps, ready)
     assert {name: of_folder[name] for name in names} == {name: of_log[name] for name in names}
     assert of_log["clipped"]["seen"]["share"] == 1.0
 

@@ -94,7 +94,8 @@ def test_torchrec_recipes_have_published_table_sizes(name: str, gpus: int, gib: 
 
 
 def test_adagrad_doubles_and_adam_triples_table_memory() -> None:
-    adagrad, plan = recipes.mlperf_dcnv2(), partial(rayrec.plan, tables=MLPERF_NUM_EMBEDDINGS)
+    adagrad = recipes.mlperf_dcnv2()
+    plan = partial(rayrec.plan, tables=MLPERF_NUM_EMBEDDINGS)
     two = adagrad.replace(scaling={"num_workers": 2})
     doubled = r"26 tables need 194.7 GiB \(weights and optimizer state\), but 2 workers"
     rejects(doubled, plan, two, cluster="cpus=96,gpus=2,gpu_memory_gb=80")
@@ -294,7 +295,9 @@ def traffic(
 
 def test_table_wise_table_is_requested_by_all_workers() -> None:
     found = traffic(table("a", "table_wise", [0]))
-    ids, forward, backward = found.flows["ids"], found.flows["embeddings"], found.flows["gradients"]
+    ids = found.flows["ids"]
+    forward = found.flows["embeddings"]
+    backward = found.flows["gradients"]
     # 10 rows of 16 float32 to each worker: one in the node of worker 0, two in the other.
     assert (forward.sent_inside, forward.received_inside) == ([640, 0, 0, 0], [0, 640, 0, 0])
     assert (forward.sent_between, forward.received_between) == ([1280, 0], [0, 1280])
@@ -308,7 +311,8 @@ def test_table_wise_table_is_requested_by_all_workers() -> None:
     assert found.bytes_per_row() == ((640 + 640 + 80) / 40, (1280 + 1280 + 160) / 40)
 
 
-COLUMNS, BY_ROWS = table("a", "column_wise", [0, 2]), table("a", "row_wise", [0, 1, 2, 3])
+COLUMNS = table("a", "column_wise", [0, 2])
+BY_ROWS = table("a", "row_wise", [0, 1, 2, 3])
 SEQUENCE = Lookup(ids=20.0, pooled=False)
 RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)  # each sends three of four parts
 
@@ -560,10 +564,8 @@ def test_probe_trains_with_loop_on_wrapped_ids(
 def test_single_worker_step_has_no_device_sync(
     single_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, meta = (
-        torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)),
-        torch.device("meta"),
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    meta = torch.device("meta")
     alone = {
         "env": ShardingEnv.from_local(1, 0),
         "plan": ShardingPlan({}),
@@ -626,7 +628,8 @@ def test_closed_evaluation_stops_batch_thread(
         [click.batch(click.EQUAL, step, 0, 1) for step in range(3)]
     )
     monkeypatch.setattr(worker, "_loader", lambda *_, **__: loader)
-    config, prepared = click.config(click.EQUAL, 1), click.prepared(click.EQUAL)
+    config = click.config(click.EQUAL, 1)
+    prepared = click.prepared(click.EQUAL)
     prepared.sets["validation"] = prepared.sets["train"]
     setup = config.workload.set_up(click.context(config, 0, 1), prepared)
     batches: Any = setup.eval_batches["validation"]()
@@ -650,7 +653,8 @@ def test_unequal_workers_per_machine_train_one_model(tmp_path: Path) -> None:
         "adam": 2,
         "adam_sequences": 2,
     }.items():
-        one, three = tmp_path / f"{name}_1", tmp_path / f"{name}_3"
+        one = tmp_path / f"{name}_1"
+        three = tmp_path / f"{name}_3"
         assert weights_sha256(Checkpoint(str(three / "start"))) == weights_sha256(
             Checkpoint(str(one / "start"))
         )

@@ -216,7 +216,8 @@ def test_exported_program_matches_logits(interaction: str, precision: str) -> No
     small = SMALL.replace(interaction=interaction)
     network = small.build(INPUTS, precision=precision)  # type: ignore[arg-type]
     model = PlainModel(network, INPUTS, label_heads(INPUTS.label), width=8).eval()
-    dense, pooled = torch.randn(50, 5), torch.randn(50, 24)
+    dense = torch.randn(50, 5)
+    pooled = torch.randn(50, 24)
     rows = torch.export.Dim("rows", min=1)
     program = torch.export.export(
         model, (dense, pooled), dynamic_shapes=({0: rows}, {0: rows})
@@ -253,7 +254,8 @@ class _Own(nn.Module):
 
     def __init__(self, inputs: ModelInputs) -> None:
         super().__init__()
-        self.label, self.weight = inputs.label, nn.Parameter(torch.randn(1))
+        self.label = inputs.label
+        self.weight = nn.Parameter(torch.randn(1))
         self.register_buffer("chosen", torch.tensor([1]), persistent=False)
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
@@ -268,10 +270,8 @@ class _OwnConfig(ClickModelConfig):
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     """Its items are ids 3 and 1: the second token and none. Numbers above 1 are measured."""
     schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
-    tokens, items = (
-        np.array([70, 80, 90], np.uint64),
-        (SparseColumn(num_embeddings=5, num_tokens=3),),
-    )
+    tokens = np.array([70, 80, 90], np.uint64)
+    items = (SparseColumn(num_embeddings=5, num_tokens=3),)
     numbers = (DenseColumn(mean=0.0, scale=1.0, kind="identity"),)
     preprocessor = Preprocessor(
         preset="rayrec", schema=schema, dense=numbers, sparse=items, tokens=tokens
@@ -312,7 +312,8 @@ COLUMNS = (
 
 
 def batch(ids: np.ndarray) -> Batch:
-    rows, features = ids.shape[1], sparse_features(KEYS[: len(ids)], list(ids), ids.shape[1])
+    rows = ids.shape[1]
+    features = sparse_features(KEYS[: len(ids)], list(ids), ids.shape[1])
     return Batch({"dense": torch.zeros(rows, 0)}, 1.0, features, {"label": torch.zeros(rows)})
 
 
@@ -366,7 +367,8 @@ def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
     counts = EvaluationCounts(
         {"colour": SparseColumn(num_embeddings=10, num_tokens=9)}, label_heads("label")
     )
-    metrics, logits = counts.make_metrics(), torch.tensor([-40.0, 0.0, 0.0, 40.0])
+    metrics = counts.make_metrics()
+    logits = torch.tensor([-40.0, 0.0, 0.0, 40.0])
     for _ in counts.counted("test", iter([batch(np.zeros((1, 4), np.int32))])):
         metrics.update(StepOutput(torch.tensor(0.0), {"label": logits}, {"label": torch.ones(4)}))
     _, categories = counts.shown()
