@@ -141,7 +141,7 @@ def test_import_circle_is_detected() -> None:
     ],
 )
 def test_place_is_counted(kind: str, source: str) -> None:
-    assert list(house.places(source)) == [(kind, 1)]
+    assert list(house.hard_lines(source)) == [(kind, 1)]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_place_is_counted(kind: str, source: str) -> None:
     ],
 )
 def test_allowed_form_is_not_counted(source: str) -> None:
-    assert list(house.places(source)) == []
+    assert list(house.hard_lines(source)) == []
 
 
 # -- what a module is

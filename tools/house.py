@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-WIDEST = 100
-MOST_COMPLEX = 15
-LONGEST = 60
-MOST_PARAMETERS = 8
-"""Of a function, beside self and cls."""
-MOST_FILES = 15
-"""Of a folder, beside its __init__.py."""
+MAX_COLUMNS = 100
+MAX_COMPLEXITY = 15
+MAX_LINES = 60
+MAX_PARAMETERS = 8
+"""Limit of a function, without self and cls."""
+MAX_FILES = 15
+"""Limit of a folder, without its __init__.py."""
 KINDS = {
     "wide": "lines of more than 100 columns",
     "parallel": "assignments of several values that do not depend on each other",
@@ -57,10 +57,10 @@ def num_tokens(source: str) -> int:
     return sum(token.type in _COUNTED for token in tokens)
 
 
-def places(source: str) -> Iterator[tuple[str, int]]:
+def hard_lines(source: str) -> Iterator[tuple[str, int]]:
     """Yield the kind and line number of each place in a file that is hard to read."""
     for number, line in enumerate(source.splitlines(), start=1):
-        if len(line) > WIDEST:
+        if len(line) > MAX_COLUMNS:
             yield "wide", number
         if "# type: ignore" in line:
             yield "ignores", number
@@ -96,13 +96,13 @@ def _is_nested(node: ast.IfExp) -> bool:
 
 
 def _function_kinds(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
-    if complexity(node) > MOST_COMPLEX:
+    if complexity(node) > MAX_COMPLEXITY:
         yield "complex"
-    if (node.end_lineno or node.lineno) - node.lineno + 1 > LONGEST:
+    if (node.end_lineno or node.lineno) - node.lineno + 1 > MAX_LINES:
         yield "long"
     arguments = node.args
     named = {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    if len(named - {"self", "cls"}) > MOST_PARAMETERS:
+    if len(named - {"self", "cls"}) > MAX_PARAMETERS:
         yield "parameters"
 
 
@@ -134,25 +134,25 @@ def measure(folder: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
         "tokens": tokens,
         "density": round(tokens / max(1, num_lines), 2),
     }
-    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    by_kind: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for path, source in sources.items():
-        for kind, line in places(source):
-            found[kind].append(f"{path}:{line}")
+        for kind, line in hard_lines(source):
+            by_kind[kind].append(f"{path}:{line}")
     folders = Counter(path.parent for path in paths if path.name != "__init__.py")
-    found["crowded"] = [
-        f"{place} {files}" for place, files in folders.items() if files > MOST_FILES
+    by_kind["crowded"] = [
+        f"{folder} {files}" for folder, files in folders.items() if files > MAX_FILES
     ]
-    return size, found
+    return size, by_kind
 
 
 def main(folder: str, kind: str | None = None) -> None:
-    size, found = measure(Path(folder))
+    size, by_kind = measure(Path(folder))
     for name, value in size.items():
         print(f"{name:12} {value:,}")
-    for name, counted in found.items():
+    for name, counted in by_kind.items():
         print(f"{name:12} {len(counted):,}   {KINDS[name]}")
     if kind is not None:
-        print(*found[kind], sep="\n")
+        print(*by_kind[kind], sep="\n")
 
 
 if __name__ == "__main__":

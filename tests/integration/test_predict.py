@@ -320,7 +320,8 @@ def test_invalid_predictions_are_rejected(model: Model, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("scores*"))
 
 
-# Rows of a custom workload, in this process and on Ray: evaluated, predicted, and rejected in one l
+# -- Rows of a custom workload, in this process and on Ray: evaluated, predicted, and rejected in
+# one line
 def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> None:
     checkpoint, model = trained(tmp_path / "run")
     path = rows_file(tmp_path, 333)

@@ -114,7 +114,8 @@ def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
     }
 
 
-# What the benchmark of one GPU computes from what it measured, and how it refuses a machine without
+# -- What the benchmark of one GPU computes from what it measured, and how it refuses a machine
+# without one
 def test_missing_gpu_is_reported_and_roofline_is_lower_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -522,7 +523,8 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
         assert json.loads(done.stdout.splitlines()[-1]).keys() == {"first_step_s", "auroc"}
 
 
-# The bits of tiny runs: what counts as a difference, and that those of the stored runs are still th
+# -- The bits of tiny runs: what counts as a difference, and that those of the stored runs are still
+# the same
 bits = script("tools", "bits")
 HASHES = {"weights_sha256": "aa", "predict_sha256": "bb"}
 LINE: dict[str, Any] = {

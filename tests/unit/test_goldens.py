@@ -260,7 +260,8 @@ def test_orders_of_rows_are_golden(
     check_golden(f"order_of{make.__name__}", found)
 
 
-# Preprocessors, batches and positions, bit-identical for all formats, shuffles and kinds of columns
+# -- Preprocessors, batches and positions, bit-identical for all formats, shuffles and kinds of
+# columns
 SHUFFLES = ("none", "files", "window", "full")
 
 # -- Preprocessors

@@ -190,7 +190,7 @@ def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) 
     fails_with(DamagedError, "truncated", next, tensors)
 
 
-# Stored rows under other numbers: each part in any plan equals the same rows in the full table ----
+# -- Stored rows under other numbers: each part in any plan equals the same rows in the full table
 ROWS = 50
 STORED = 40
 COLUMNS = 12
@@ -337,7 +337,8 @@ def test_dcp_loads_sharded_tensors_of_several_ranks(tmp_path: Path) -> None:
     assert same(plain, whole())
 
 
-# Row-wise optimizer state under other column splits; integration/test_resharding.py tests all plans
+# -- Row-wise optimizer state under other column splits; integration/test_resharding.py tests all
+# plans
 NAME = "optimizer.weight.momentum1"
 
 

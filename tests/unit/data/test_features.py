@@ -595,7 +595,8 @@ def test_group_requires_single_category_column() -> None:
     )
 
 
-# Encoding of raw columns compared with the rules, which unit/data/encoding compares with published
+# -- Encoding of raw columns compared with the rules, which unit/data/encoding compares with
+# published pipelines
 ANY = Schema(
     label="y",
     dense=("a", "b"),

@@ -537,7 +537,7 @@ def test_checksums_are_compared_once(
     rejects(rf"{path.name}: checksum does not match: the dataset is damaged", opened)
 
 
-# Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way -----
+# -- Preprocessing resumes where it stopped, with the same bytes, and says what stands in its way
 LOG_ROWS = 2_000
 HASHED = hashed(SCHEMA, 2**28)
 

@@ -564,7 +564,8 @@ def test_fetch_rejects_invalid_archives(server: Server, tmp_path: Path) -> None:
     fails(whole, r"train\.txt of .*: md5 must be \w+ as published", md5=md5(OTHER))
 
 
-# The published files are described as they were published, and a folder is asked for them by name -
+# -- The published files are described as they were published, and a folder is asked for them by
+# name
 def test_row_counts_match_benchmarks() -> None:
     rows = [file.rows or 0 for file in criteo.FULL_DAYS]
     assert (len(rows), sum(rows[:23]), rows[23]) == (24, 4_195_197_692, 178_274_637)

@@ -239,7 +239,8 @@ def test_scoring_resumes_at_block_and_raises_errors_in_order() -> None:
     assert torch.get_num_threads() == threads
 
 
-# Served model of every kind, which must score like the trained network and needs no training code -
+# -- Served model of every kind, which must score like the trained network and needs no training
+# code
 def _wide_ids() -> Preprocessor:
     preprocessor = hashed_preprocessor([40] * 26)
     preprocessor.__dict__["id_dtype"] = np.dtype(np.int64)

@@ -148,7 +148,8 @@ def test_spark_on_ray_rejects_missing_java(monkeypatch: pytest.MonkeyPatch) -> N
     rejects("^engine spark-on-ray: needs Java 17, got no java on PATH", starting.__enter__)
 
 
-# Streams of many pieces: a bounded number of tasks a Dataset; the next starts before the one before
+# -- Streams of many pieces: a bounded number of tasks a Dataset; the next starts before the one
+# before is read
 class Datasets:
     """Stand-ins that note what is opened, read and closed, a table an item."""
 

@@ -295,7 +295,8 @@ def test_split_batch_has_exact_size(rows: int, count: int, sizes: list[int]) -> 
     assert sum(len(part) for part in parts if part.loss_weight) == rows
 
 
-# Blocks of an epoch are dealt once, to any sequence of worker numbers, evenly and always the same w
+# -- Blocks of an epoch are dealt once, to any sequence of worker numbers, evenly and always the
+# same way
 sizes = st.lists(st.integers(1, 40), max_size=12)
 block_ranges = sizes.map(
     lambda sizes: [BlockRange(number, 3, 3 + size) for number, size in enumerate(sizes)]

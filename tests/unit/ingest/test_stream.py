@@ -209,7 +209,7 @@ def test_prefetcher_returns_few_values_in_order_before_errors() -> None:
     ahead.close()
 
 
-# Batches of all workers together hold every row of an epoch once; any step can be gone on from ----
+# -- Batches of all workers together hold every row of an epoch once; any step can be gone on from
 ROWS = 700
 ClickLoader = Loader[Position, BlockPlan]
 Prepared = tuple[LogIndex, Preprocessor]

@@ -383,7 +383,8 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
             assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
 
-# Intervals contain the true value as often as their confidence; comparisons detect real differences
+# -- Intervals contain the true value as often as their confidence; comparisons detect real
+# differences only
 FEW = Resampling(resamples=200)
 
 

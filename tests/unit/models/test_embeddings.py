@@ -141,7 +141,7 @@ def test_table_name_supports_any_and_keeps_ordinary_names() -> None:
     assert table_name("user.id") == "%table:user%2Eid"
 
 
-# Networks without labels in the training loop, and conversion of outputs to columns and fields ----
+# -- Networks without labels in the training loop, and conversion of outputs to columns and fields
 INPUTS = ModelInputs(1, ("item",), lists=(("item", None),))
 CONFIG = WithoutLabelConfig(embedding_dim=4)
 
@@ -299,7 +299,8 @@ def test_stored_class_replaces_recipe_class_of_every_family() -> None:
         cls()  # Every field has a default
 
 
-# Retrieval models on two workers, on one, and in plain PyTorch have equal weights within float erro
+# -- Retrieval models on two workers, on one, and in plain PyTorch have equal weights within float
+# error
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -378,7 +379,8 @@ def test_rank_measures_skip_rows_and_rank_nan_last() -> None:
     np.testing.assert_array_equal(found["recall_at_2"], [1, 0, 0, np.nan])
 
 
-# Scoring tables: the kernel's sums against NumPy, packed formats, and torch operators against both
+# -- Scoring tables: the kernel's sums against NumPy, packed formats, and torch operators against
+# both
 def _unpacked(table: np.ndarray, row_format: RowFormat) -> np.ndarray:
     """Dequantize by the formats' definition. PyTorch's operators may round once less."""
     dim = row_format.dim

@@ -352,7 +352,8 @@ def test_follow_returns_at_stop_and_rejects_invalid_line(path: Path) -> None:
     rejects("line 2", list, follow(path, stop=stop))
 
 
-# Events at a URL: background upload of parts, merging and following, without duplicates or delays -
+# -- Events at a URL: background upload of parts, merging and following, without duplicates or
+# delays
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run" / "events"

@@ -286,7 +286,7 @@ def test_data_parallel_gpu_update_matches_cpu(kind: Any, eps: float) -> None:
     assert same(*results)
 
 
-# The schedule's values, training of all optimizers, and fused kernels that match their formulas ---
+# -- The schedule's values, training of all optimizers, and fused kernels that match their formulas
 # -- Schedule
 def test_schedule_matches_example() -> None:
     for fields, base, rates in (

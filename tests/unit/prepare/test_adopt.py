@@ -567,7 +567,7 @@ def test_adopt_rejects_ids_above_table_limit(folder: Path) -> None:
     assert Preprocessor.load(str(folder / "preprocessor")).num_embeddings[0] == 2**40
 
 
-# Adopted shards of MosaicML's writer: training matches rayrec's, and invalid shards are rejected --
+# -- Adopted shards of MosaicML's writer: training matches rayrec's, and invalid shards are rejected
 BLOCK = 16
 TOKEN_ROWS = np.random.default_rng(0).integers(0, 260, (60, BLOCK))
 Sample = Callable[[np.ndarray], dict[str, Any]]

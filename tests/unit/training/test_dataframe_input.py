@@ -314,7 +314,7 @@ def test_resumed_run_rejects_other_computed_dataset(local_ray: None, tmp_path: P
     rejects(r"other data \(rows: 600 -> 601\)", write, config(tmp_path), other, resumes=True)
 
 
-# Finished run under the same name: its summary for unchanged data, else one line and status 2 -----
+# -- Finished run under the same name: its summary for unchanged data, else one line and status 2
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -469,7 +469,7 @@ def test_data_without_files_has_no_version(tmp_path: Path) -> None:
     )
 
 
-# Training by command on each kind of split without test rows, which reports validation metrics ----
+# -- Training by command on each kind of split without test rows, which reports validation metrics
 @pytest.fixture
 def csv_folder(own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -328,7 +328,8 @@ def test_compare_settings_uses_free_fields_of_workload() -> None:
     assert [change.field for change in found.rejected] == ["workload.optimizer.kind"]
 
 
-# Warm start with another run's weights and optimizer state, by category and under any sharding plan
+# -- Warm start with another run's weights and optimizer state, by category and under any sharding
+# plan
 ROWS = 600
 SEED = 3
 Captured = Callable[[], dict[str, torch.Tensor]]

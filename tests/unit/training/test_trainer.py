@@ -420,7 +420,8 @@ def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:
     assert given == plain
 
 
-# Ray Train's tutorial of DDP, ResNet18 on MNIST: its loop trains the same model, its cells take our
+# -- Ray Train's tutorial of DDP, ResNet18 on MNIST: its loop trains the same model, its cells take
+# our result
 SMALL = ResNetConfig(blocks=(1, 1, 1, 1))
 
 

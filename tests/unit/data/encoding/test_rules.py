@@ -510,7 +510,7 @@ def test_encode_py_rejects_unknown_settings(
     )
 
 
-# Preprocessors that are loaded as they were saved or not at all, and limits of their kernels ------
+# -- Preprocessors that are loaded as they were saved or not at all, and limits of their kernels
 SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
 make = functools.partial(click_models.make_preprocessor, SCHEMA, constants={"min_count": 2})
 

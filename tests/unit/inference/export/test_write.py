@@ -389,7 +389,7 @@ def test_every_model_is_exported(tmp_path: Path, saved: Saved, name: str) -> Non
     )
 
 
-# Damaged or forged exports and checkpoints, which are rejected in one line and run no code --------
+# -- Damaged or forged exports and checkpoints, which are rejected in one line and run no code
 @pytest.fixture
 def copied(exported: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported("int8"), tmp_path / "copied"))

@@ -335,7 +335,7 @@ def test_counts_sizes_and_dropout_are_bounded(name: str) -> None:
             )
 
 
-# Default settings of every click model: new settings must not change weight names or training -----
+# -- Default settings of every click model: new settings must not change weight names or training
 NUM_ROWS = 32
 GOLDEN = Path(__file__).parents[3] / "golden" / "click_models.json"
 
@@ -413,7 +413,8 @@ def test_default_settings_keep_weights(name: str) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-4)
 
 
-# Single click models: DLRM's cost and settings, initial values, WideDeep's bias, FinalMLP's context
+# -- Single click models: DLRM's cost and settings, initial values, WideDeep's bias, FinalMLP's
+# context, DIN
 def _widedeep() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     return (

@@ -337,7 +337,7 @@ def test_old_file_stays_until_new_one_exists(tmp_path: Path, monkeypatch: Any) -
     assert list((tmp_path / "tensorboard").iterdir()) != before
 
 
-# MLPerf log and DLRM iteration lines, checked with the grammar and rules of their parsers ---------
+# -- MLPerf log and DLRM iteration lines, checked with the grammar and rules of their parsers
 VALUES: dict[str, object] = {
     "submission_division": "open",
     "submission_benchmark": "dlrm_dcnv2",

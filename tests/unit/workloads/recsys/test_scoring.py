@@ -205,7 +205,8 @@ def test_checkpoint_has_preprocessor_and_config_all_fields(tmp_path: Path) -> No
     )
 
 
-# The network between plain tensors gives what the trained model gives, as it is and as an exported
+# -- The network between plain tensors gives what the trained model gives, as it is and as an
+# exported program
 INPUTS = ModelInputs(5, ("b", "a", "c"))
 
 
