@@ -135,8 +135,7 @@ def test_clean_environment_trains_from_wheels(tool: str, tmp_path: Path) -> None
     assert (tmp_path / "runs" / "one" / "summary.json").exists()
 
 
-# -- The oldest Ray that rayrec allows: its private names, and a run that learns what one without
-# Ray does
+# -- The oldest allowed Ray: its private names, and a run that learns like one without Ray
 def _oldest() -> str:
     """The lower bound of Ray in pyproject.toml, where a bound without a patch release has patch
     release 0.
