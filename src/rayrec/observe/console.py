@@ -381,7 +381,7 @@ class Console:
         self._tasks = {}
 
     def progress(self, label: str, done: int, total: int | None, note: str = "") -> None:
-        """Report that `done` of `total` items of `what` are done."""
+        """Report that `done` of `total` items of `label` are done."""
         now = time.monotonic()
         start = self._started.setdefault(label, now)
         rate = done / (now - start) if now > start else 0.0

@@ -49,7 +49,7 @@ _MAX_EVENT_S: Final = 10.0
 
 @final
 class DataStats:
-    """Sums of all workers' StageAccounts. One instance per worker; all workers make the same
+    """Sums of all workers' `StageTimes`. One instance per worker; all workers make the same
     calls.
     """
 
@@ -87,7 +87,7 @@ class DataStats:
 
 
 def data_fields(sums: Mapping[str, float], *, seconds: float) -> dict[str, Any]:
-    """Return the fields of a data event from the sums of all workers' StageAccounts over `seconds`.
+    """Return the fields of a data event from the sums of all workers' `StageTimes` over `seconds`.
     Pure. For each stage: `rows_per_s`, if all CPUs did only this stage; `busy`, its share of the
     CPUs' time; `cpu_share` and `queue_share`, the shares of its own time in which it computed and
     waited for a CPU (the rest waits for storage). The backlog is a mean over time.

@@ -33,7 +33,7 @@ _NODES_POLL_S: Final = 10.0
 def ray_pool(
     cluster: ClusterConfig, options: TuneConfig, config: TrainConfig, *, console: Console
 ) -> Iterator[RayPool]:
-    """Open a pool on the Ray cluster of `wanted`, or a local one, for trials like `config`. Raises
+    """Open a pool on the Ray cluster of `cluster`, or a local one, for trials like `config`. Raises
     InputError if none fits.
     """
     connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose)

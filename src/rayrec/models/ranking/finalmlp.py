@@ -131,7 +131,7 @@ class FinalMLP(nn.Module):
 
 
 class _Gate(nn.Module):
-    """Gates from 0 to 2 from the vectors at `places`: [rows, count, dim] to float32 [rows, count *
+    """Gates from 0 to 2 from the vectors at `indices`: [rows, count, dim] to float32 [rows, count *
     dim].
     """
 

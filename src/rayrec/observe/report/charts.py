@@ -194,7 +194,7 @@ class _Axis:
 
 
 def tick_step(low: float, high: float, *, max_ticks: int) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten with at most `most` multiples between
+    """Return the smallest 1, 2 or 5 times a power of ten with at most `max_ticks` multiples between
     `low` and `high`.
     """
     min_step = (high - low) / max_ticks
