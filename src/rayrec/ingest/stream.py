@@ -50,9 +50,9 @@ seconds.
 
 @final
 class Prefetcher(Generic[T]):
-    """Iterator over the values of a generator, of which a daemon thread prefetches at most `max_prefetch`.
-    Errors of the generator are raised to the reader in order. The thread owns the generator and
-    closes it.
+    """Iterator over the values of a generator, of which a daemon thread prefetches at most
+    `max_prefetch`. Errors of the generator are raised to the reader in order. The thread owns the
+    generator and closes it.
     """
 
     def __init__(
