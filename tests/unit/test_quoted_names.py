@@ -79,8 +79,8 @@ def words_of(tree: ast.AST) -> set[str]:
 
 
 def definitions(tree: ast.Module) -> Iterator[str]:
-    """Yield names that other modules may know: functions, classes and their fields, attributes,
-    constants and keys. Parameters are known in their module alone.
+    """Yield names that other modules may quote: functions, classes and their fields, attributes,
+    constants and keys. Parameters belong to their module.
     """
     for node in ast.walk(tree):
         match node:
@@ -108,13 +108,13 @@ def trees() -> dict[Path, ast.Module]:
 
 
 @cache
-def known_names() -> frozenset[str]:
+def defined_names() -> frozenset[str]:
     """Return names that any docstring may quote."""
-    known = {*dir(builtins), "rayrec", "src", *FOREIGN}
+    defined = {*dir(builtins), "rayrec", "src", *FOREIGN}
     for path, tree in trees().items():
-        known.update(definitions(tree))
-        known.update(path.relative_to(SOURCE).with_suffix("").parts)
-    return frozenset(known)
+        defined.update(definitions(tree))
+        defined.update(path.relative_to(SOURCE).with_suffix("").parts)
+    return frozenset(defined)
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -128,12 +128,12 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", trees(), ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_docstrings_quote_existing_names(path: Path) -> None:
     tree = trees()[path]
-    known = known_names() | words_of(tree)
+    defined = defined_names() | words_of(tree)
     assert [
         f"{line}: {name}"
         for line, text in docstrings(tree)
         for name in quoted_names(text)
-        if not known.issuperset(name.split("."))
+        if not defined.issuperset(name.split("."))
     ] == []
 
 
@@ -188,12 +188,12 @@ def project_words() -> frozenset[str]:
 def test_pages_quote_existing_names(page: Path) -> None:
     text = page.read_text()
     blocks = re.findall(r"```.*?```", text, flags=re.DOTALL)
-    known = project_words() | set(WORD.findall("\n".join(blocks)))
+    defined = project_words() | set(WORD.findall("\n".join(blocks)))
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert [
         name
         for name in quoted_names(prose)
-        if name not in FOREIGN_IN_PAGES and not known.issuperset(name.split("."))
+        if name not in FOREIGN_IN_PAGES and not defined.issuperset(name.split("."))
     ] == []
 
 
@@ -205,11 +205,11 @@ def test_pages_quote_existing_names(page: Path) -> None:
         pytest.param("``code`` and `two words`", [], id="not-names"),
     ],
 )
-def test_names_are_found_in_back_quotes(text: str, names: list[str]) -> None:
+def test_back_quotes_contain_names(text: str, names: list[str]) -> None:
     assert list(quoted_names(text)) == names
 
 
 def test_old_parameter_name_is_unknown() -> None:
     tree = ast.parse('def f(max_ticks):\n    """Return at most `most`."""\n')
     (quoted,) = (name for _, text in docstrings(tree) for name in quoted_names(text))
-    assert quoted not in known_names() | words_of(tree)
+    assert quoted not in defined_names() | words_of(tree)
