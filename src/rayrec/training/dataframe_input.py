@@ -22,9 +22,9 @@ MANIFEST = "written.json"
 
 
 def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> TrainConfig:
-    """Return the configuration of a run in `folder` that reads the data of `tables` (keys
-    "train_data" and "eval_data") from the output of `write`. Raises InputError if a path is set as
-    well, for other data types, and a recipe without tables.
+    """Return the configuration of a run in `folder` that reads what `write` makes from `tables`
+    (keys "train_data" and "eval_data"). Raises InputError if a path is set as well, for other data
+    types, and a recipe without tables.
     """
     for field, data in tables.items():
         if not is_rows(data):
