@@ -138,13 +138,39 @@ class Trial:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=10, help="runs, each with a chance of its own")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seconds", type=float, default=120, help="for which a run is disturbed")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=10,
+        help="runs, each with a chance of its own",
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="the first seed",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120,
+        help="for which a run is disturbed",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help="of each run",
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rayrec-chaos-"))
-    generate(str(folder / "log"), rows=20_000, days=7, seed=1, parallelism=2)
+    generate(
+        str(folder / "log"),
+        rows=20_000,
+        days=7,
+        seed=1,
+        parallelism=2,
+    )
     lines = []
     bad = 0
 

@@ -191,7 +191,13 @@ def click_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rayrec.data.synthetic import generate
 
     folder = tmp_path_factory.mktemp("click_log")
-    generate(str(folder), rows=20_000, days=7, seed=1, parallelism=2)
+    generate(
+        str(folder),
+        rows=20_000,
+        days=7,
+        seed=1,
+        parallelism=2,
+    )
     return folder
 
 
@@ -260,7 +266,12 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         "tmpfs",
         str(folder),
     ]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        mount,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
     yield folder
@@ -274,7 +285,12 @@ def local_ray() -> Iterator[None]:
     """
     import ray
 
-    connection.connect("local", num_cpus=2, object_store_bytes=300_000_000, log_to_driver=False)
+    connection.connect(
+        "local",
+        num_cpus=2,
+        object_store_bytes=300_000_000,
+        log_to_driver=False,
+    )
     yield
     ray.shutdown()
 

@@ -168,7 +168,12 @@ class Pages:
                 [sys.executable, "-u", str(ROOT / "tests" / "hosts" / "page_server.py")], **pipes
             )
         request = json.dumps(
-            {"name": name, "blocks": wanted, "folder": str(folder), "environment": environment}
+            {
+                "name": name,
+                "blocks": wanted,
+                "folder": str(folder),
+                "environment": environment,
+            }
         )
         print(request, file=self._server.stdin, flush=True)
         answered = select.select([self._server.stdout], [], [], LIMIT_S)[0]
@@ -239,7 +244,11 @@ def test_notebooks_run(notebook: Path, request: pytest.FixtureRequest, tmp_path:
     text = notebook.read_text()
     cells = json.loads(text)["cells"]
     assert any(cell.get("outputs") for cell in cells) == (notebook.stem in WITH_OUTPUTS)
-    for place in (tempfile.gettempdir(), str(Path.home()), str(ROOT)):
+    for place in (
+        tempfile.gettempdir(),
+        str(Path.home()),
+        str(ROOT),
+    ):
         assert f"{place}/" not in text, f"an output names {place}, which other machines do not have"
     if notebook.stem in ON_NODES:
         return
@@ -435,7 +444,12 @@ def test_figures_are_of_committed_rows(page: Path) -> None:
 def test_figures_skip_failed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RESULTS, "RESULTS", tmp_path)
     monkeypatch.setattr(RESULTS, "_rows", RESULTS._rows.__wrapped__)  # without a cache
-    row = {"name": "ingest", "workload": "a log", "peer": "a copy", "rows_per_s": 1234.0}
+    row = {
+        "name": "ingest",
+        "workload": "a log",
+        "peer": "a copy",
+        "rows_per_s": 1234.0,
+    }
     (tmp_path / "machine_2026-01-01.jsonl").write_text(json.dumps(row) + "\n")
     failed = {
         **row,
@@ -832,7 +846,13 @@ def test_site_is_readable_in_browser(site: Path) -> None:
     handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        names = ("index", "faults", "observe", "life-of-a-batch", "reference/configuration")
+        names = (
+            "index",
+            "faults",
+            "observe",
+            "life-of-a-batch",
+            "reference/configuration",
+        )
         for name, scheme, width in itertools.product(names, SCHEMES, WIDTHS):
             url = f"http://127.0.0.1:{server.server_port}/{name}.html"
             with opened(browser, url, width=width, scheme="light") as page:

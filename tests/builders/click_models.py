@@ -31,7 +31,13 @@ NAMES: dict[str, Any] = {
     "sparse": ("user", "item", "tags"),
     "lists": ("tags",),
 }
-ANY = Schema(label="click", weight="importance", tokens="any", delimiter=",", **NAMES)
+ANY = Schema(
+    label="click",
+    weight="importance",
+    tokens="any",
+    delimiter=",",
+    **NAMES,
+)
 ANY = ANY.replace(header=ANY.columns)
 """Columns of a custom log."""
 DLRM = DLRMConfig(
@@ -68,7 +74,14 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
         "sparse": (sparse,) * len(schema.sparse),
         "tokens": tokens,
     }
-    return Preprocessor(**{"preset": "test", "schema": schema, **columns, **changes})
+    return Preprocessor(
+        **{
+            "preset": "test",
+            "schema": schema,
+            **columns,
+            **changes,
+        }
+    )
 
 
 def hashed_preprocessor(
@@ -76,7 +89,12 @@ def hashed_preprocessor(
 ) -> Preprocessor:
     sparse = tuple(SparseColumn(num_embeddings=rows, num_tokens=None) for rows in num_embeddings)
     dtype = np.uint64 if schema.tokens == "any" else np.uint32
-    return make_preprocessor(schema, sparse=sparse, tokens=np.empty(0, dtype), **changes)
+    return make_preprocessor(
+        schema,
+        sparse=sparse,
+        tokens=np.empty(0, dtype),
+        **changes,
+    )
 
 
 def multi_hot_preprocessor(num_sparse: int = 26) -> Preprocessor:
@@ -187,10 +205,22 @@ def save_two(folder: Path) -> tuple[Saved, Saved]:
     """Save a tiny network for Criteo's columns as steps 1 and 2 of a run, initialized with seeds 1
     and 2.
     """
-    model = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 4), top_mlp=(8, 1))
+    model = DLRMConfig(
+        interaction="dot",
+        embedding_dim=4,
+        bottom_mlp=(8, 4),
+        top_mlp=(8, 1),
+    )
     preprocessor = hashed_preprocessor(range(5, 31))
     first, second = (
-        save_clicks(folder, model=model, preprocessor=preprocessor, seed=n, step=n) for n in (1, 2)
+        save_clicks(
+            folder,
+            model=model,
+            preprocessor=preprocessor,
+            seed=n,
+            step=n,
+        )
+        for n in (1, 2)
     )
     return first, second
 

@@ -21,7 +21,12 @@ def write_days(folder: Path, *days: int, rows: int = 400) -> None:
         rng = np.random.default_rng(day)
         columns = {
             name: rng.integers(0, limit, rows)
-            for name, limit in (("click", 2), ("age", 90), ("user", 30), ("item", 20))
+            for name, limit in (
+                ("click", 2),
+                ("age", 90),
+                ("user", 30),
+                ("item", 20),
+            )
         }
         at = pa.array((day * 10**6 + np.arange(rows)) * 10**6, pa.timestamp("us"))
         arrow_csv.write_csv(pa.table({**columns, "at": at}), folder / "log" / f"day_{day}.csv")

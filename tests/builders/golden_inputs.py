@@ -266,7 +266,12 @@ def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
 
 def adopted(folder: Path) -> Log:
     write_arrays(folder, rows=90, files=3)
-    rayrec.adopt(str(folder), split="none", rows_per_segment=20, console=Console(quiet=True))
+    rayrec.adopt(
+        str(folder),
+        split="none",
+        rows_per_segment=20,
+        console=Console(quiet=True),
+    )
     preprocessor = Preprocessor.load(str(folder / "preprocessor"))
     return Log(opened(folder, preprocessor.schema), preprocessor)
 

@@ -83,7 +83,12 @@ def write_criteo_log(folder: Path, *, rows: int, faults: bool = False) -> str:
     """Write three files of a synthetic log, with some damaged and repeated lines if `faults` says
     so.
     """
-    rayrec.generate(str(folder / "made"), rows=rows, days=7, seed=11)
+    rayrec.generate(
+        str(folder / "made"),
+        rows=rows,
+        days=7,
+        seed=11,
+    )
     lines = (folder / "made" / "train.txt").read_bytes().splitlines(keepends=True)
     if faults:
         lines[7:7] = [
@@ -160,7 +165,13 @@ def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
     text.write_text("".join(lines))
 
     def preprocess(out: Path, engine: str, *, path: str = criteo, **options: Any) -> object:
-        return rayrec.preprocess(path, out=str(out), engine=engine, **SMALL, **options)
+        return rayrec.preprocess(
+            path,
+            out=str(out),
+            engine=engine,
+            **SMALL,
+            **options,
+        )
 
     def split(out: Path, engine: str, *, path: str = own, **options: Any) -> object:
         return rayrec.split(
@@ -175,11 +186,21 @@ def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
             "console": QUIET,
             **options,
         }
-        return rayrec.preprocess(str(text), out=str(out), format="mds", **options)
+        return rayrec.preprocess(
+            str(text),
+            out=str(out),
+            format="mds",
+            **options,
+        )
 
     def criteo_of(preset: str, format: str, **options: Any) -> Callable[[Path, str], object]:
         options = {"split": "last_file", "min_count": 2, **options}
-        return functools.partial(preprocess, preset=preset, format=format, **options)
+        return functools.partial(
+            preprocess,
+            preset=preset,
+            format=format,
+            **options,
+        )
 
     times = {"timestamp": "at", "validation_from": "1970-01-08", "test_from": "1970-01-10"}
     return {
@@ -194,9 +215,19 @@ def output_makers(folder: Path) -> dict[str, Callable[[Path, str], object]]:
         "split by rows": functools.partial(
             split, path=criteo, schema=CRITEO, by="rows", validation=0.2, seed=2
         ),
-        "split by group": functools.partial(split, by="group", group="user", seed=2),
+        "split by group": functools.partial(
+            split,
+            by="group",
+            group="user",
+            seed=2,
+        ),
         "split by time": functools.partial(split, by="time", **times),
-        "split by last-out": functools.partial(split, by="last-out", group="user", timestamp="at"),
+        "split by last-out": functools.partial(
+            split,
+            by="last-out",
+            group="user",
+            timestamp="at",
+        ),
         "text by BPE": functools.partial(tokens, vocabulary_size=300),
         "text by characters": functools.partial(tokens, tokenizer="characters"),
     }
@@ -212,7 +243,13 @@ def predictions(name: str, folder: Path, *, address: str) -> dict[str, Any]:
         else write_own_log(folder / "own", rows=600)
     )
     preprocessor = counted(CRITEO if name == "criteo" else OWN, path, folder / "preprocessor")
-    saved = save_clicks(folder / "run", model=DLRM, preprocessor=preprocessor, seed=3, scale=30.0)
+    saved = save_clicks(
+        folder / "run",
+        model=DLRM,
+        preprocessor=preprocessor,
+        seed=3,
+        scale=30.0,
+    )
     options = {"cluster_address": address, "console": QUIET, "batch_rows": 128}
     rayrec.predict(str(saved.run), path, out=str(folder / "out"), **options)
     table = pq.read_table(folder / "out")
@@ -224,8 +261,18 @@ def predictions(name: str, folder: Path, *, address: str) -> dict[str, Any]:
 
 
 def counted(schema: Schema, path: str, out: Path, **options: Any) -> Preprocessor:
-    options = {"engine": "threads", "console": QUIET, "min_count": 2, **options}
-    rayrec.vocabulary(path, out=str(out), schema=schema, **options)
+    options = {
+        "engine": "threads",
+        "console": QUIET,
+        "min_count": 2,
+        **options,
+    }
+    rayrec.vocabulary(
+        path,
+        out=str(out),
+        schema=schema,
+        **options,
+    )
     return Preprocessor.load(str(out))
 
 

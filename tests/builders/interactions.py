@@ -24,9 +24,19 @@ LISTS = Schema(
     lists=("item",),
     features=(Feature(name="item", max_length=LENGTH),),
 )
-PAIRS = Schema(label=None, dense=(), sparse=("user", "item"), tokens="any")
+PAIRS = Schema(
+    label=None,
+    dense=(),
+    sparse=("user", "item"),
+    tokens="any",
+)
 SMALL: dict[str, dict[str, Any]] = {
-    "next_item": {"embedding_dim": 16, "hidden": 32, "dropout": 0.1, "k": 5},
+    "next_item": {
+        "embedding_dim": 16,
+        "hidden": 32,
+        "dropout": 0.1,
+        "k": 5,
+    },
     "two_tower": {"embedding_dim": 8, "vector": 8, "k": 5},
 }
 

@@ -41,7 +41,11 @@ def rows_of(part: Any) -> list[tuple[bytes, ...]]:
         arrays = (part.dense, np.ascontiguousarray(part.ids.T), part.label)
     else:
         ids = part.sparse_features.values().reshape(len(SCHEMA.sparse), -1).numpy().T
-        arrays = (part.tensors["dense"].numpy(), ids, part.labels["label"].numpy())
+        arrays = (
+            part.tensors["dense"].numpy(),
+            ids,
+            part.labels["label"].numpy(),
+        )
     return [tuple(value.tobytes() for value in row) for row in zip(*arrays, strict=True)]
 
 

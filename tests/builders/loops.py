@@ -49,4 +49,11 @@ def fake_setup(pipeline: Any, **parts: Any) -> Any:
         ),
         "eval_batches": {"validation": lambda: iter(())},
     }
-    return SimpleNamespace(**{"pipeline": pipeline, "clock": StepTimer(), **made, **parts})
+    return SimpleNamespace(
+        **{
+            "pipeline": pipeline,
+            "clock": StepTimer(),
+            **made,
+            **parts,
+        }
+    )

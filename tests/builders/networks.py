@@ -18,21 +18,82 @@ def small(name: str, **settings: Any) -> Any:
     return models.config_class(name)(embedding_dim=DIM, **settings)
 
 
-CROSSES = small("dcnv2", cross_layers=2, mlp=(8, 6), dropout=0.3, batch_norm=True)
-GDCN = small("gdcn", cross_layers=2, mlp=(8, 6), dropout=0.3)
-MASKNET = small("masknet", mlp=(8, 6), num_blocks=2, block_dim=5, reduction_ratio=0.5, dropout=0.3)
-FINALMLP = small("finalmlp", first_mlp=(8, 6), second_mlp=(4,), heads=2, gate_mlp=(3,))
-FINALNET = small("finalnet", first_tower=(12, 8), second_tower=(10,), second_dropout=0.3)
+CROSSES = small(
+    "dcnv2",
+    cross_layers=2,
+    mlp=(8, 6),
+    dropout=0.3,
+    batch_norm=True,
+)
+GDCN = small(
+    "gdcn",
+    cross_layers=2,
+    mlp=(8, 6),
+    dropout=0.3,
+)
+MASKNET = small(
+    "masknet",
+    mlp=(8, 6),
+    num_blocks=2,
+    block_dim=5,
+    reduction_ratio=0.5,
+    dropout=0.3,
+)
+FINALMLP = small(
+    "finalmlp",
+    first_mlp=(8, 6),
+    second_mlp=(4,),
+    heads=2,
+    gate_mlp=(3,),
+)
+FINALNET = small(
+    "finalnet",
+    first_tower=(12, 8),
+    second_tower=(10,),
+    second_dropout=0.3,
+)
 WUKONG = small(
     "wukong", linear_vectors=3, product_vectors=2, rank=2, block_mlp=(6,), mlp=(8,), dropout=0.3
 )
-DEEPFM = small("deepfm", mlp=(8, 6), batch_norm=True, dropout=0.3)
+DEEPFM = small(
+    "deepfm",
+    mlp=(8, 6),
+    batch_norm=True,
+    dropout=0.3,
+)
 WIDEDEEP = small("widedeep", mlp=(8,), dropout=0.3)
-XDEEPFM = small("xdeepfm", interaction=(5, 3), mlp=(8,), dropout=0.3)
+XDEEPFM = small(
+    "xdeepfm",
+    interaction=(5, 3),
+    mlp=(8,),
+    dropout=0.3,
+)
 DCNV3 = small("dcnv3", deep_layers=2, shallow_layers=3)
-AUTOINT = small("autoint", layers=2, attention_dim=6, heads=2, mlp=(8,), dropout=0.3)
-MMOE = small("mmoe", experts=3, expert=(8, 6), gate=(5,), tower=(7,), dropout=0.3)
-PLE = small("ple", levels=2, own_experts=2, expert=(9,), gate=(5,), tower=(8,), dropout=0.3)
+AUTOINT = small(
+    "autoint",
+    layers=2,
+    attention_dim=6,
+    heads=2,
+    mlp=(8,),
+    dropout=0.3,
+)
+MMOE = small(
+    "mmoe",
+    experts=3,
+    expert=(8, 6),
+    gate=(5,),
+    tower=(7,),
+    dropout=0.3,
+)
+PLE = small(
+    "ple",
+    levels=2,
+    own_experts=2,
+    expert=(9,),
+    gate=(5,),
+    tower=(8,),
+    dropout=0.3,
+)
 DLRM = small(
     "dlrm",
     interaction="dot",

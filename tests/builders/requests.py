@@ -56,7 +56,12 @@ async def request(
         "http_version": "1.1",
         "scheme": "http",
     }
-    scope |= {"method": method, "path": path, "raw_path": path.encode(), "root_path": root_path}
+    scope |= {
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": root_path,
+    }
     scope |= {"query_string": query.encode(), "headers": encoded}
     await app(scope, receive, send)
     if not sent:
@@ -99,7 +104,14 @@ async def post_async(
         media_type = "text/tab-separated-values" if is_text else "application/json"
     body = content if is_text else json.dumps(content).encode()
     all_headers = {"content-type": media_type, **(headers or {})}
-    reply = await request(app, "POST", "/v1/score", parts=[body], headers=all_headers, **arguments)
+    reply = await request(
+        app,
+        "POST",
+        "/v1/score",
+        parts=[body],
+        headers=all_headers,
+        **arguments,
+    )
     assert reply is not None
     return reply
 

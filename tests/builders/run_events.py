@@ -72,9 +72,20 @@ def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
         "run", recipe="gpt2_tiny", name=name, config_hash="0123456789abcdef", versions=versions
     )
     events.add("prepared", seconds=1.0)
-    events.add("start_up", after_s=0.0, process="driver", stages={"imports": 4.0, "index": 0.5})
+    events.add(
+        "start_up",
+        after_s=0.0,
+        process="driver",
+        stages={"imports": 4.0, "index": 0.5},
+    )
     events.add("attempt", number=1, num_workers=2)
-    events.add("start", step=0, steps=200, world_size=2, checkpoint=None)
+    events.add(
+        "start",
+        step=0,
+        steps=200,
+        world_size=2,
+        checkpoint=None,
+    )
     events.add(
         "start_up", after_s=0.0, process="worker", stages={"process_group": 8.0, "set_up": 2.0}
     )
@@ -153,7 +164,12 @@ def cut(events: list[dict[str, Any]]) -> int:
 
 def ended(events: list[dict[str, Any]], **metrics: float) -> list[dict[str, Any]]:
     """Replace the final events by one with the given metrics."""
-    end = {"kind": "finish", "time": events[-1]["time"], "step": 200, "metrics": metrics}
+    end = {
+        "kind": "finish",
+        "time": events[-1]["time"],
+        "step": 200,
+        "metrics": metrics,
+    }
     return [*(event for event in events if event["kind"] not in ("finish", "summary")), end]
 
 
@@ -203,7 +219,14 @@ def click_run(
         "prepared", seconds=1.0, rows_of_sets={"train": 6400, "validation": 640, "test": 640}
     )
     events.add("attempt", number=1, num_workers=2)
-    events.add("start", step=0, steps=100, world_size=2, checkpoint=None, tables=TABLES)
+    events.add(
+        "start",
+        step=0,
+        steps=100,
+        world_size=2,
+        checkpoint=None,
+        tables=TABLES,
+    )
     parts = {
         "data": 0.2,
         "forward": 0.25,
@@ -249,7 +272,13 @@ def click_run(
                 write_s=0.1,
             )
     stages = [
-        {"stage": "read", "rows_per_s": 5000.0, "busy": 0.9, "cpu_share": 0.8, "queue_share": 0.1},
+        {
+            "stage": "read",
+            "rows_per_s": 5000.0,
+            "busy": 0.9,
+            "cpu_share": 0.8,
+            "queue_share": 0.1,
+        },
         {
             "stage": "encode",
             "rows_per_s": 9000.0,
@@ -271,9 +300,28 @@ def click_run(
         "stages": stages,
     }
     backlog = {"backlog_rows": 0, "backlog_blocks": 0}
-    events.add("data", step=100, seconds=10.0 * seconds, rows=12_800, **speed, **backlog, **store)
-    events.add("profile", step=20, end=30, path="profile/steps_20_30", ranks=2)
-    events.add("finish", step=100, rows=12_800, metrics={"auroc": auroc, "logloss": 0.5})
+    events.add(
+        "data",
+        step=100,
+        seconds=10.0 * seconds,
+        rows=12_800,
+        **speed,
+        **backlog,
+        **store,
+    )
+    events.add(
+        "profile",
+        step=20,
+        end=30,
+        path="profile/steps_20_30",
+        ranks=2,
+    )
+    events.add(
+        "finish",
+        step=100,
+        rows=12_800,
+        metrics={"auroc": auroc, "logloss": 0.5},
+    )
     bins = [
         {"rows": 64, "predicted": place / 10, "observed": place / 10 + 0.01}
         for place in range(1, 9)
@@ -309,4 +357,10 @@ def click_summary(auroc: float = 0.78) -> dict[str, Any]:
         "validation": {"auroc": auroc - 0.01, "logloss": 0.5},
     }
     verdict = "blocked on data 20.0 % of the time: <read> tasks are CPU-bound"
-    return {**SUMMARY, "steps": 100, "chosen_step": 100, **metrics, "verdict": verdict}
+    return {
+        **SUMMARY,
+        "steps": 100,
+        "chosen_step": 100,
+        **metrics,
+        "verdict": verdict,
+    }

@@ -48,7 +48,12 @@ def one_worker(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
     """Return a run of some seconds on LOG/train.txt: 20 steps of one worker, evaluated and saved
     every 8, of a plain DLRM.
     """
-    fields: dict[str, Any] = {"steps": 20, "batch_size": 128, "evaluate_every": 8, "log_every": 4}
+    fields: dict[str, Any] = {
+        "steps": 20,
+        "batch_size": 128,
+        "evaluate_every": 8,
+        "log_every": 4,
+    }
     fields["workload"] = {"model": {"first_order": False}}
     fields |= {
         "early_stopping": {"patience": 0},
@@ -61,7 +66,12 @@ def small_run(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
     """Return a run of `one_worker` in two workers of a Ray, on any nodes: 480 steps, saved every
     40, room for several faults.
     """
-    fields: dict[str, Any] = {**TWO_WORKERS, "steps": 480, "batch_size": 64, "evaluate_every": 160}
+    fields: dict[str, Any] = {
+        **TWO_WORKERS,
+        "steps": 480,
+        "batch_size": 64,
+        "evaluate_every": 160,
+    }
     fields |= {
         "checkpoint": {"every": 40, "num_to_keep": 5},
         "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
@@ -109,7 +119,13 @@ def evaluated_and_predicted(
 ) -> tuple[dict[str, Any], pa.Table]:
     """Return the metrics of a log and its predictions in order, which are written to OUT."""
     metrics = rayrec.evaluate(checkpoint, log, console=QUIET, **options)
-    rayrec.predict(checkpoint, log, out=str(out), console=QUIET, **options)
+    rayrec.predict(
+        checkpoint,
+        log,
+        out=str(out),
+        console=QUIET,
+        **options,
+    )
     return metrics, pq.read_table(out).sort_by("row")
 
 

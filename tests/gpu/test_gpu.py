@@ -110,7 +110,13 @@ def same_weights(found: Path, expected: Path) -> None:
     here, there = (dict(full_tensors(Checkpoint(str(place)))) for place in (found, expected))
     assert here.keys() == there.keys()
     for key, tensor in there.items():
-        torch.testing.assert_close(here[key], tensor, msg=key, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            here[key],
+            tensor,
+            msg=key,
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 def test_checkpoint_round_trips_through_gpu_bitwise(log: str, tmp_path: Path) -> None:
@@ -120,7 +126,14 @@ def test_checkpoint_round_trips_through_gpu_bitwise(log: str, tmp_path: Path) ->
     }
     moves = {5: False, 10: True, 15: False}
     found = [
-        clicks(log, tmp_path, steps=steps, gpu=gpu, workload=still) for steps, gpu in moves.items()
+        clicks(
+            log,
+            tmp_path,
+            steps=steps,
+            gpu=gpu,
+            workload=still,
+        )
+        for steps, gpu in moves.items()
     ]
     assert [summary["steps"] for summary in found] == [5, 10, 15]
     assert len({summary["weights_sha256"] for summary in found}) == 1
@@ -163,7 +176,13 @@ def test_scores_match_cpu(log: str, tmp_path: Path) -> None:
         found.append(
             (
                 scores,
-                rayrec.evaluate(run, log, device=device, cluster_address="none", console=QUIET),
+                rayrec.evaluate(
+                    run,
+                    log,
+                    device=device,
+                    cluster_address="none",
+                    console=QUIET,
+                ),
             )
         )
     (cpu_scores, on_cpu), (gpu_scores, on_gpu) = found
@@ -203,9 +222,19 @@ def test_gpt2_trains(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat sees a dog.\n" * 2_000)
     tokens = str(tmp_path / "tokens")
     options = {"format": "mds", "tokenizer": "characters", "block_size": 32}
-    rayrec.preprocess(str(tmp_path / "text.txt"), out=tokens, **options, console=QUIET)
+    rayrec.preprocess(
+        str(tmp_path / "text.txt"),
+        out=tokens,
+        **options,
+        console=QUIET,
+    )
     workload = {
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32},
+        "model": {
+            "n_layer": 2,
+            "n_head": 2,
+            "n_embd": 32,
+            "n_positions": 32,
+        },
         "max_new_tokens": 8,
     }
     found = losses(train(config(gpt2_tiny(tokens), tmp_path, workload=workload)).folder)

@@ -100,7 +100,13 @@ class S3Store:
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
-        command = [sys.executable, str(FOLDER / "s3_server.py"), str(self.port), key, secret]
+        command = [
+            sys.executable,
+            str(FOLDER / "s3_server.py"),
+            str(self.port),
+            key,
+            secret,
+        ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -83,7 +83,12 @@ class Stage:
             for line in (self.root / "etc/passwd").read_text().splitlines()
         }
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        inner = {"PATH": path, "HOME": homes[self.user], **self.arguments, **self.environment}
+        inner = {
+            "PATH": path,
+            "HOME": homes[self.user],
+            **self.arguments,
+            **self.environment,
+        }
         environment = {
             "ROOT": str(self.root),
             "BINDS": str(listed),
@@ -116,7 +121,12 @@ class Stage:
             "capture_output": True,
             "text": True,
         }
-        return subprocess.run(line, timeout=timeout_s, check=False, **options)
+        return subprocess.run(
+            line,
+            timeout=timeout_s,
+            check=False,
+            **options,
+        )
 
 
 def build(
@@ -142,7 +152,16 @@ def build(
             origin, _, name = rest.partition(" AS ")
             parent = stages.get(origin, base)
             root = work / (name or "final")
-            subprocess.run(["cp", "-a", "--reflink=auto", str(parent.root), str(root)], check=True)
+            subprocess.run(
+                [
+                    "cp",
+                    "-a",
+                    "--reflink=auto",
+                    str(parent.root),
+                    str(root),
+                ],
+                check=True,
+            )
             stage = stages[name or "final"] = Stage(root, environment=dict(parent.environment))
         elif word == "ARG":
             name, _, default = rest.partition("=")

@@ -35,7 +35,13 @@ _SUBNET = "10.77.0"
 _PORT = 6379
 _SHM_BYTES = 1 << 30
 _STORE_BYTES = 500_000_000
-_ALL = ("--mount", "--uts", "--ipc", "--net", "--pid")
+_ALL = (
+    "--mount",
+    "--uts",
+    "--ipc",
+    "--net",
+    "--pid",
+)
 _INIT = """
 import os, time
 print("ready", flush=True)
@@ -59,7 +65,12 @@ def missing() -> str | None:
     )
     trial += " && ip link add name br type bridge && ip link set va master br"
     isolated = ["unshare", *_ALL, "--fork", "--mount-proc", "sh", "-c", trial]
-    done = subprocess.run(isolated, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        isolated,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode == 0:
         return None
     return (
@@ -105,7 +116,12 @@ class _Space:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
-        self._holder = subprocess.Popen(command, **streams, text=True, env=dict(environment))
+        self._holder = subprocess.Popen(
+            command,
+            **streams,
+            text=True,
+            env=dict(environment),
+        )
         assert self._holder.stdout is not None
         assert self._holder.stderr is not None
         if self._holder.stdout.readline() != "ready\n":

@@ -28,7 +28,13 @@ def measured(rows: int) -> dict[str, int]:
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-W", "ignore", "-m", "hosts.planned_memory", str(rows)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -105,7 +105,12 @@ def kill_all(find: Callable[[], list[int]], *, timeout_s: float = 120) -> None:
                 os.kill(pid, signal.SIGKILL)
         return not left
 
-    until(none_left, timeout_s=timeout_s, pause_s=POLL_S, told=find)
+    until(
+        none_left,
+        timeout_s=timeout_s,
+        pause_s=POLL_S,
+        told=find,
+    )
 
 
 class Process(NamedTuple):
@@ -160,7 +165,12 @@ class Session(EndsOnExit):
             "start_new_session": True,
         }
         with open(f"{output}.out", "wb") as out, open(f"{output}.err", "wb") as err:
-            self.process = subprocess.Popen(list(command), stdout=out, stderr=err, **options)
+            self.process = subprocess.Popen(
+                list(command),
+                stdout=out,
+                stderr=err,
+                **options,
+            )
 
     @property
     def out(self) -> str:
@@ -198,7 +208,12 @@ class Session(EndsOnExit):
             )
             return value
 
-        return until(found, timeout_s=timeout_s, pause_s=pause_s, told=self._last_lines)
+        return until(
+            found,
+            timeout_s=timeout_s,
+            pause_s=pause_s,
+            told=self._last_lines,
+        )
 
     def _last_lines(self) -> str:
         return f"{self.out[-2000:]}\n{self.err[-4000:]}"
@@ -246,7 +261,12 @@ class Session(EndsOnExit):
             )
 
         os.kill(
-            until(stopped, timeout_s=timeout_s, pause_s=0, told=lambda: "a data task"),
+            until(
+                stopped,
+                timeout_s=timeout_s,
+                pause_s=0,
+                told=lambda: "a data task",
+            ),
             signal.SIGKILL,
         )
 
@@ -458,7 +478,12 @@ class Run(EndsOnExit):
     def wait_for_step(
         self, step: int, *, since: float = 0.0, timeout_s: float = 180
     ) -> dict[str, Any]:
-        return self.wait_for("step", step=step, since=since, timeout_s=timeout_s)
+        return self.wait_for(
+            "step",
+            step=step,
+            since=since,
+            timeout_s=timeout_s,
+        )
 
     def wait_for_save(self, step: int = 0, *, timeout_s: float = 180) -> int:
         """Wait for a checkpoint of a step or later. Returns the newest one's step."""

@@ -14,7 +14,15 @@ from builders.faults import until
 from hosts.ports import free_ports
 from hosts.processes import environment_for
 
-COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
+COMMANDS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "scontrol",
+    "squeue",
+    "scancel",
+)
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -140,7 +148,12 @@ class SlurmCluster:
         def told() -> str:
             return self.call("scontrol", "show", "job", job) + self.log(job)
 
-        until(is_there, timeout_s=240, pause_s=0.2, told=told)
+        until(
+            is_there,
+            timeout_s=240,
+            pause_s=0.2,
+            told=told,
+        )
 
     def log(self, job: str) -> str:
         return "".join(log.read_text() for log in self.folder.glob(f"*-{job}.log"))

@@ -45,7 +45,12 @@ COMMANDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "split": (rayrec.split, {"by": "rows"}),
     "preprocess": (
         rayrec.preprocess,
-        {"format": "binary", "shuffle": "full", "seed": 5, "split": "sevenths"},
+        {
+            "format": "binary",
+            "shuffle": "full",
+            "seed": 5,
+            "split": "sevenths",
+        },
     ),
 }
 
@@ -65,8 +70,18 @@ def test_spark_files_match_ray_files(
 ) -> None:
     (call, options), made = COMMANDS[command], []
     for engine_name in ("ray", name):
-        engines = {"engine": engine_name, "spark": SPARK, "block_bytes": 1 << 20, "console": QUIET}
-        call(str(click_log / "train.txt"), out=str(tmp_path / engine_name), **options, **engines)
+        engines = {
+            "engine": engine_name,
+            "spark": SPARK,
+            "block_bytes": 1 << 20,
+            "console": QUIET,
+        }
+        call(
+            str(click_log / "train.txt"),
+            out=str(tmp_path / engine_name),
+            **options,
+            **engines,
+        )
         made.append(files_in(tmp_path / engine_name))
     assert made[0] == made[1]
 

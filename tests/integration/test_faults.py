@@ -367,7 +367,13 @@ def test_workers_shrink_and_grow_again(
         scaling = {**IN_SLOTS, **threads_of((1, 2)), "resize_interval_s": 1.0}
         saves: dict[str, Any] = {"checkpoint": {"every": 1_000_000, "num_to_keep": 2}}
         saves |= {"failure": {"max_failures": 1, "node_wait_s": 60}}
-        run = begin(cluster={"address": address}, scaling=scaling, steps=None, epochs=12, **saves)
+        run = begin(
+            cluster={"address": address},
+            scaling=scaling,
+            steps=None,
+            epochs=12,
+            **saves,
+        )
         both = run.wait_for("start")
         run.wait_for_step(60)
         pod.process.send_signal(signal.SIGTERM)

@@ -39,7 +39,14 @@ def test_data_process_train_and_inference_of_e2eaiok(
     Path("criteo").symlink_to(click_log)
     for command in commands:
         small = (
-            ["--scaling.num-workers", "1", "--batch-size", "64", "--steps", "4"]
+            [
+                "--scaling.num-workers",
+                "1",
+                "--batch-size",
+                "64",
+                "--steps",
+                "4",
+            ]
             if command[0] == "train"
             else []
         )

@@ -119,7 +119,13 @@ def test_workers_read_each_row_once(
 
 
 def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
-    settings = {"epochs": 2, "batch_size": 1500, "rank": 1, "world_size": 2, "max_steps": 10}
+    settings = {
+        "epochs": 2,
+        "batch_size": 1500,
+        "rank": 1,
+        "world_size": 2,
+        "max_steps": 10,
+    }
     first = make_loader(**settings)
     whole = []
     states = [first.state()]

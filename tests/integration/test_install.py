@@ -30,7 +30,12 @@ wheels = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "wheels.py")))
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    return run_command(*command, cwd=cwd, env={**os.environ, **environment}, timeout_s=3000).stdout
+    return run_command(
+        *command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        timeout_s=3000,
+    ).stdout
 
 
 def test_wheel_check_names_missing_and_forbidden_files() -> None:
@@ -256,9 +261,25 @@ def test_plain_clone_runs_demo_and_passes_tests(tmp_path: Path) -> None:
     user = "somebody"
     binds, environment = _network(base)
     root = tmp_path / "machine"
-    subprocess.run(["cp", "-a", "--reflink=auto", str(base), str(root)], check=True)
+    subprocess.run(
+        [
+            "cp",
+            "-a",
+            "--reflink=auto",
+            str(base),
+            str(root),
+        ],
+        check=True,
+    )
     machine = Stage(root, environment)
-    packages = ["python3", "python3-venv", "python3-dev", "gcc", "libc6-dev", "make"]
+    packages = [
+        "python3",
+        "python3-venv",
+        "python3-dev",
+        "gcc",
+        "libc6-dev",
+        "make",
+    ]
     for command in (
         ["apt-get", "update", "-qq"],
         ["apt-get", "install", "-qq", "--yes", "--no-install-recommends", *packages],

@@ -52,7 +52,12 @@ def write_text(path: Path, *, sentences: int, seed: int) -> None:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     write_text(folder / "text.txt", sentences=1200, seed=0)
-    return preprocessed(folder, tokenizer="characters", block_size=BLOCK, shard_bytes=1 << 13)
+    return preprocessed(
+        folder,
+        tokenizer="characters",
+        block_size=BLOCK,
+        shard_bytes=1 << 13,
+    )
 
 
 def preprocessed(folder: Path, **options: Any) -> Path:
@@ -67,7 +72,13 @@ def small(
 ) -> TrainConfig:
     own: dict[str, Any] = {"optimizer": {"learning_rate": 0.01}, "max_new_tokens": 24}
     own |= {
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": BLOCK, "dropout": 0.1},
+        "model": {
+            "n_layer": 2,
+            "n_head": 2,
+            "n_embd": 32,
+            "n_positions": BLOCK,
+            "dropout": 0.1,
+        },
         **(workload or {}),
     }
     fields = {
@@ -80,7 +91,12 @@ def small(
     return short_run(
         gpt2_tiny(str(tokens)),
         storage_path,
-        **{"steps": STEPS, **fields, "workload": own, **changes},
+        **{
+            "steps": STEPS,
+            **fields,
+            "workload": own,
+            **changes,
+        },
     )
 
 
@@ -101,7 +117,15 @@ def runs(
         request.getfixturevalue("local_ray")
     folder = tmp_path_factory.mktemp("runs")
     return {
-        loop: train(small(tokens, folder, name=loop, loop=loop, **of_workers(request.param)))
+        loop: train(
+            small(
+                tokens,
+                folder,
+                name=loop,
+                loop=loop,
+                **of_workers(request.param),
+            )
+        )
         for loop in LOOPS
     }
 
@@ -140,7 +164,12 @@ def test_both_loops_match(runs: dict[str, Result]) -> None:
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_fsdp_matches_ddp(tokens: Path, tmp_path: Path, loop: str) -> None:
-    fields: dict[str, Any] = {"steps": 12, "evaluate_every": 6, "precision": "fp32", "loop": loop}
+    fields: dict[str, Any] = {
+        "steps": 12,
+        "evaluate_every": 6,
+        "precision": "fp32",
+        "loop": loop,
+    }
     ddp = train(small(tokens, tmp_path, name="ddp", **fields))
     fsdp = train(
         small(
@@ -210,7 +239,15 @@ def test_run_resumes_with_other_loop_and_worker_count(tokens: Path, tmp_path: Pa
         run.wait_for_save(20)
         run.session.end()
         assert not run.events("finish")
-    result = train(small(tokens, tmp_path, **fields, loop="huggingface", **of_workers(1)))
+    result = train(
+        small(
+            tokens,
+            tmp_path,
+            **fields,
+            loop="huggingface",
+            **of_workers(1),
+        )
+    )
     start = events_of(result.folder, "start")[-1]
     assert (start["world_size"], start["step"] >= 20) == (1, True)
     check_no_rows_lost(result.summary)

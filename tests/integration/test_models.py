@@ -80,7 +80,13 @@ def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> Non
     served = {whole.checkpoint: 1e-5}
     for quantize, tolerance in ((None, 1e-5), ("int8", 0.05)):
         out = str(tmp_path / f"export_{quantize}")
-        export(whole.checkpoint, out, recipe=recipe, quantize=quantize, parity_rows=500)
+        export(
+            whole.checkpoint,
+            out,
+            recipe=recipe,
+            quantize=quantize,
+            parity_rows=500,
+        )
         rejects(
             r"network must be rayrec's, got .*OwnConfig\. Pass its training recipe",
             open_served,
@@ -283,7 +289,13 @@ NAMES["features"] = (
     Feature(name="history", vocabulary="item", max_length=4),
     Feature(name="tags", weights="tag_weights"),
 )
-SCHEMA = Schema(label="click", timestamp="at", tokens="any", delimiter=",", **NAMES)
+SCHEMA = Schema(
+    label="click",
+    timestamp="at",
+    tokens="any",
+    delimiter=",",
+    **NAMES,
+)
 
 
 def _rows(seed: int = 0) -> pa.Table:
@@ -338,7 +350,12 @@ def _config(
 
 
 def _dlrm(path: str, folder: Path) -> rayrec.TrainConfig:
-    model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1))
+    model = DLRMConfig(
+        interaction="dot",
+        embedding_dim=8,
+        bottom_mlp=(16, 8),
+        top_mlp=(16, 1),
+    )
     return _config(
         recipes.clicks(path, SCHEMA), folder, 120, model, sparse_optimizer={"learning_rate": 0.1}
     )
@@ -430,8 +447,18 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     log = _written(table, tmp_path)
     history = Feature(name="history", vocabulary="item", max_length=6)
     names = {"sparse": ("item", "user", "history"), "lists": ("history",)}
-    schema = SCHEMA.replace(labels=(), features=(history,), timestamp=None, **names)
-    model = {"embedding_dim": 8, "attention": (16,), "mlp": (16,), "members": 2}
+    schema = SCHEMA.replace(
+        labels=(),
+        features=(history,),
+        timestamp=None,
+        **names,
+    )
+    model = {
+        "embedding_dim": 8,
+        "attention": (16,),
+        "mlp": (16,),
+        "members": 2,
+    }
     config = _config(recipes.clicks_din(log, schema), tmp_path, 150, model)
     run = train(config, name="whole", checkpoint={"every": 100})
     assert run.metrics["auroc"] > 0.75
@@ -443,7 +470,13 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     rows = table.select(schema.unlabelled().columns)[:50].to_pylist()
     for quantization, tolerance in ((None, 1e-4), ("int8", 0.2)):
         out = str(tmp_path / f"{quantization}")
-        export(run.checkpoint, out, parity_rows=500, quantize=quantization, max_auroc_loss=0.01)
+        export(
+            run.checkpoint,
+            out,
+            parity_rows=500,
+            quantize=quantization,
+            max_auroc_loss=0.01,
+        )
         np.testing.assert_allclose(
             score(make_app(open_served(out)), {"rows": rows})["logits"], logits[:50], atol=tolerance
         )

@@ -363,7 +363,11 @@ def test_ssh_script_trains_on_two_machines(
             for word in flags
             if word not in ("--scaling.resources-per-worker", "accelerator", "1")
         ]
-        command = [str(SSH), ",".join(machine.name for machine in machines), *words]
+        command = [
+            str(SSH),
+            ",".join(machine.name for machine in machines),
+            *words,
+        ]
         session = Session(
             command, environment={**os.environ, **variables}, output=tmp_path / "first"
         )

@@ -54,7 +54,12 @@ class Model:
 
     def predict_to(self, out: Path, path: Path | None = None, **changes: Any) -> dict[str, Any]:
         options = ScoringConfig(batch_rows=changes.pop("batch_rows", 1000))
-        settings = {"config": self.config, "options": options, "console": QUIET, **changes}
+        settings = {
+            "config": self.config,
+            "options": options,
+            "console": QUIET,
+            **changes,
+        }
         return prediction.predict_to(
             settings.pop("checkpoint", self.checkpoint), str(path or self.log), str(out), **settings
         )
@@ -335,10 +340,21 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     told = rayrec.evaluate(str(tmp_path / "run"), path, **here)
     assert told.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
     assert told.pop("perplexity") == pytest.approx(np.exp(losses.double().mean().item()), rel=1e-6)
-    assert told == {"bits": 32.0, "rows": 333, "training_rows": None, "checkpoint": checkpoint}
+    assert told == {
+        "bits": 32.0,
+        "rows": 333,
+        "training_rows": None,
+        "checkpoint": checkpoint,
+    }
 
     out = tmp_path / "out"
-    told = rayrec.predict(checkpoint, path, out=str(out), batch_rows=7, **here)
+    told = rayrec.predict(
+        checkpoint,
+        path,
+        out=str(out),
+        batch_rows=7,
+        **here,
+    )
     assert (told["rows"], told["out"], told["checkpoint"]) == (333, str(out), checkpoint)
     table = pq.read_table(out)
     assert table.column_names == ["row", "logits", "best", "named"]

@@ -58,7 +58,12 @@ def predicted(run: Path, log: Path) -> pa.Table:
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("log")
-    generate(str(folder), rows=6_000, seed=3, parallelism=1)
+    generate(
+        str(folder),
+        rows=6_000,
+        seed=3,
+        parallelism=1,
+    )
     return folder / "train.txt"
 
 
@@ -135,7 +140,12 @@ def test_labels_match_their_files(log: Path, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_preprocessor_of_other_log_is_rejected(log: Path, tmp_path: Path) -> None:
     preprocessed(log, tmp_path / "ready", **BLOCKS)
-    rayrec.vocabulary(str(log), out=str(tmp_path / "other"), min_count=50, console=QUIET)
+    rayrec.vocabulary(
+        str(log),
+        out=str(tmp_path / "other"),
+        min_count=50,
+        console=QUIET,
+    )
     workload = {"preprocessor": str(tmp_path / "other")}
     rejects(
         ": Preprocessor .* does not match ",
@@ -165,7 +175,14 @@ def test_unlabelled_log_is_preprocessed_and_scored(
 # -- Run modes
 def days(folder: Path) -> Path:
     """The files of criteo_small, with the rows of a synthetic log."""
-    generate(str(folder / "made"), rows=4_000, dialect="terabyte", days=5, seed=4, parallelism=1)
+    generate(
+        str(folder / "made"),
+        rows=4_000,
+        dialect="terabyte",
+        days=5,
+        seed=4,
+        parallelism=1,
+    )
     (folder / "days").mkdir()
     for made, day in enumerate((0, 1, 2, 3, 23)):
         (folder / "made" / f"day_{made}").rename(folder / "days" / f"day_{day}")
@@ -201,7 +218,14 @@ def test_criteo_small_reads_days_and_names_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["criteo_full", "mlperf_dlrm", "mlperf_dcnv2"])
 def test_recipes_of_all_days(tmp_path: Path, recipe: str) -> None:
     """Small models, but their own preset: ids modulo a limit, and for DCNv2 bags of many ids."""
-    generate(str(tmp_path / "days"), rows=2_400, dialect="terabyte", days=24, seed=5, parallelism=1)
+    generate(
+        str(tmp_path / "days"),
+        rows=2_400,
+        dialect="terabyte",
+        days=24,
+        seed=5,
+        parallelism=1,
+    )
     workload: dict[str, Any] = {
         f"{kind}_optimizer": {"learning_rate": 0.01} for kind in ("sparse", "dense")
     }

@@ -68,7 +68,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
         {**event, "rows": event["step"] * 64} if event["kind"] == "start" else event
         for event in events
     ]
-    stages = [{"stage": "parse", "rows_per_s": 10.0, "busy": 0.5, "cpu_share": 1.0}]
+    stages = [
+        {
+            "stage": "parse",
+            "rows_per_s": 10.0,
+            "busy": 0.5,
+            "cpu_share": 1.0,
+        }
+    ]
     store = {"object_store_bytes": 5, "object_store_limit_bytes": 50, "spilled_bytes": 0}
     speed = {
         "seconds": 10.0,
@@ -104,7 +111,12 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 def test_metrics_match_run(scraped: Samples) -> None:
     # 20 steps again
-    of_run = {"step": 200, "goal_steps": 200, "steps_total": 120 + 100, "rows_total": 220 * 64}
+    of_run = {
+        "step": 200,
+        "goal_steps": 200,
+        "steps_total": 120 + 100,
+        "rows_total": 220 * 64,
+    }
     of_run |= {
         "steps_redone_total": 20,
         "failures_total": 1,

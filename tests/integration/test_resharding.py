@@ -80,10 +80,27 @@ def round_trip(sparse: str, dense: str, home: str) -> list[Stage]:
     name = f"{sparse}_{home}"
     return [
         {**at_home, "steps": (0, 4), "save": f"{name}_start"},
-        {"ranks": 1, "plan": [away[0]], **kinds, "restore": f"{name}_start", "save": f"{name}_one"},
-        {"ranks": 3, "plan": [away[1]], **kinds, "restore": f"{name}_one", "save": f"{name}_three"},
+        {
+            "ranks": 1,
+            "plan": [away[0]],
+            **kinds,
+            "restore": f"{name}_start",
+            "save": f"{name}_one",
+        },
+        {
+            "ranks": 3,
+            "plan": [away[1]],
+            **kinds,
+            "restore": f"{name}_one",
+            "save": f"{name}_three",
+        },
         {**at_home, "restore": f"{name}_three", "save": f"{name}_back"},
-        {**at_home, "restore": f"{name}_back", "steps": (4, 7), "save": f"{name}_went"},
+        {
+            **at_home,
+            "restore": f"{name}_back",
+            "steps": (4, 7),
+            "save": f"{name}_went",
+        },
         {**at_home, "steps": (0, 7), "save": f"{name}_stayed"},
     ]
 
@@ -92,11 +109,37 @@ def column_parts() -> list[Stage]:
     kinds = {"sparse": "rowwise_adagrad", "dense": "adam"}
     halves = {"plan": ["column_wise"], "width": 8, **kinds}
     return [
-        {**halves, "ranks": 2, "steps": (0, 4), "save": "halves_start"},
-        {**halves, "ranks": 1, "restore": "halves_start", "save": "halves_one"},
-        {**halves, "ranks": 3, "restore": "halves_one", "save": "halves_three"},
-        {**halves, "ranks": 2, "restore": "halves_three", "steps": (4, 7), "save": "halves_went"},
-        {**halves, "ranks": 2, "steps": (0, 7), "save": "halves_stayed"},
+        {
+            **halves,
+            "ranks": 2,
+            "steps": (0, 4),
+            "save": "halves_start",
+        },
+        {
+            **halves,
+            "ranks": 1,
+            "restore": "halves_start",
+            "save": "halves_one",
+        },
+        {
+            **halves,
+            "ranks": 3,
+            "restore": "halves_one",
+            "save": "halves_three",
+        },
+        {
+            **halves,
+            "ranks": 2,
+            "restore": "halves_three",
+            "steps": (4, 7),
+            "save": "halves_went",
+        },
+        {
+            **halves,
+            "ranks": 2,
+            "steps": (0, 7),
+            "save": "halves_stayed",
+        },
         {
             "ranks": 2,
             "plan": ["table_wise"],
@@ -111,7 +154,13 @@ def column_parts() -> list[Stage]:
             "restore": "halves_start",
             "save": "halves_replicated",
         },
-        {**halves, "ranks": 3, "width": 4, "restore": "halves_start", "save": "halves_narrow"},
+        {
+            **halves,
+            "ranks": 3,
+            "width": 4,
+            "restore": "halves_start",
+            "save": "halves_narrow",
+        },
         {
             "ranks": 3,
             "plan": ["row_wise"],
@@ -119,17 +168,42 @@ def column_parts() -> list[Stage]:
             "restore": "halves_narrow",
             "save": "halves_rows",
         },
-        {**halves, "ranks": 2, "restore": "halves_rows", "save": "halves_again"},
+        {
+            **halves,
+            "ranks": 2,
+            "restore": "halves_rows",
+            "save": "halves_again",
+        },
     ]
 
 
 def same_rule(sparse: str, eps: float) -> list[Stage]:
-    kinds = {"sparse": sparse, "dense": "adam", "eps": eps, "steps": (0, 8)}
+    kinds = {
+        "sparse": sparse,
+        "dense": "adam",
+        "eps": eps,
+        "steps": (0, 8),
+    }
     name = f"rule_{sparse}_{eps}"
     return [
-        {"ranks": 2, "plan": ["table_wise"], **kinds, "save": f"{name}_fused"},
-        {"ranks": 2, "plan": ["data_parallel"], **kinds, "save": f"{name}_replicated"},
-        {"ranks": 1, "plan": ["data_parallel"], **kinds, "save": f"{name}_alone"},
+        {
+            "ranks": 2,
+            "plan": ["table_wise"],
+            **kinds,
+            "save": f"{name}_fused",
+        },
+        {
+            "ranks": 2,
+            "plan": ["data_parallel"],
+            **kinds,
+            "save": f"{name}_replicated",
+        },
+        {
+            "ranks": 1,
+            "plan": ["data_parallel"],
+            **kinds,
+            "save": f"{name}_alone",
+        },
     ]
 
 
@@ -139,7 +213,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     # The first has all processes: TorchRec makes a collective check of its own once in the life of
     # each.
     stages = [
-        {"ranks": WORLD, "plan": ["table_wise"], "sparse": "sgd", "dense": "sgd", "save": "first"}
+        {
+            "ranks": WORLD,
+            "plan": ["table_wise"],
+            "sparse": "sgd",
+            "dense": "sgd",
+            "save": "first",
+        }
     ]
     stages += [stage for case in ROUND_TRIPS for stage in round_trip(*case)]
     stages += column_parts() + [stage for case in RULES for stage in same_rule(*case)]
@@ -188,4 +268,10 @@ def test_data_parallel_tables_match_fused_updates(saved: Saved, sparse: str, eps
     for tensors in (replicated, alone):
         assert tensors.keys() == fused.keys()
         for name in fused:
-            torch.testing.assert_close(tensors[name], fused[name], rtol=1e-5, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                tensors[name],
+                fused[name],
+                rtol=1e-5,
+                atol=1e-5,
+                msg=name,
+            )

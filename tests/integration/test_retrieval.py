@@ -140,7 +140,12 @@ def test_answers_have_all_items_but_no_reserved_rows(tmp_path: Path) -> None:
     log = write_lists(tmp_path / "log", lists)
     run = train(small("next_item", log, tmp_path, 2), workload={"model": {"k": ALL_ITEMS}})
     export(run.checkpoint, tmp_path / "export")
-    rows = [{"item": [7, 8]}, {"item": []}, {"item": [55, 56]}, {}]
+    rows = [
+        {"item": [7, 8]},
+        {"item": []},
+        {"item": [55, 56]},
+        {},
+    ]
     for source in (run.checkpoint, f"{tmp_path}/export"):
         answer = score(make_app(open_served(source)), {"rows": rows})
         assert [sorted(items) for items in answer["items"]] == [[-1, 7, 8, 9]] * len(rows)

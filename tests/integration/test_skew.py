@@ -58,7 +58,12 @@ def preprocessor(index: LogIndex) -> Preprocessor:
 @pytest.fixture(scope="module")
 def saved(preprocessor: Preprocessor, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A model whose tables' values are large enough to matter, in one piece, and its checkpoint."""
-    model = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(32, 8), top_mlp=(32, 1))
+    model = DLRMConfig(
+        interaction="dot",
+        embedding_dim=8,
+        bottom_mlp=(32, 8),
+        top_mlp=(32, 1),
+    )
     return save_clicks(
         tmp_path_factory.mktemp("run"), model=model, preprocessor=preprocessor, seed=3, scale=5.0
     )

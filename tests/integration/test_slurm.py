@@ -37,7 +37,13 @@ def slurm(tmp_path: Path) -> Iterator[SlurmCluster]:
 def test_job_survives_two_slurm_interruptions(
     file: str, slurm: SlurmCluster, click_log: Path, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = small_run(click_log, tmp_path, steps=undisturbed["steps"], cluster={}, name=None)
+    config = small_run(
+        click_log,
+        tmp_path,
+        steps=undisturbed["steps"],
+        cluster={},
+        name=None,
+    )
     config = config.replace(checkpoint={"every": 10_000})  # what the notice saves, or nothing
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     job = slurm.submit(str(FILES / file), "--config", str(tmp_path / "config.yaml"))
@@ -47,7 +53,12 @@ def test_job_survives_two_slurm_interruptions(
         def reached() -> bool:
             return any(event["step"] >= step for event in events_so_far(run, "step"))
 
-        until(reached, timeout_s=180, pause_s=0.1, told=lambda: slurm.log(job))
+        until(
+            reached,
+            timeout_s=180,
+            pause_s=0.1,
+            told=lambda: slurm.log(job),
+        )
 
     wait_for_step(60)
     slurm.call("scancel", "--batch", "--signal=USR1", job)

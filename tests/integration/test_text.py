@@ -24,7 +24,12 @@ from rayrec.prepare import text as preparing
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-OPTIONS = {"vocabulary_size": 400, "block_size": 32, "part_bytes": 4096, "shard_bytes": 2000}
+OPTIONS = {
+    "vocabulary_size": 400,
+    "block_size": 32,
+    "part_bytes": 4096,
+    "shard_bytes": 2000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +87,13 @@ def test_task_error_is_one_line(text: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("local_ray")
 def test_killed_job_resumes_to_same_bytes(text: Path, alone: Path, tmp_path: Path) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [*RAYREC, "preprocess", str(text), "--out", str(tmp_path / "out")]
+    command = [
+        *RAYREC,
+        "preprocess",
+        str(text),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     command += ["--format", "mds", "--address", ray.get_runtime_context().gcs_address, *flags]
     partial = tmp_path / "out.partial"
     # killed while tokenising, then while writing shards

@@ -70,7 +70,12 @@ def small(
     return short_run(
         mnist_resnet18(str(digits)),
         storage_path,
-        **{"steps": None, **fields, "workload": own, **changes},
+        **{
+            "steps": None,
+            **fields,
+            "workload": own,
+            **changes,
+        },
     )
 
 
@@ -137,7 +142,17 @@ def test_export_matches_predictions(two: Result, digits: Path, tmp_path: Path) -
         "augmentation": {"max_shift": 0.0},
     }
     assert (
-        losses(train(small(digits, tmp_path, steps=1, workload=workload, **ALONE)).folder)[0]
+        losses(
+            train(
+                small(
+                    digits,
+                    tmp_path,
+                    steps=1,
+                    workload=workload,
+                    **ALONE,
+                )
+            ).folder
+        )[0]
         < 0.7 * losses(two.folder)[0]
     )
     assert all(torch.isfinite(value).all() for value in weights.values())

@@ -100,7 +100,11 @@ def sharded(factor: float = 1) -> dict[str, Any]:
     values = whole(factor)
     size = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
-    for name, placement in (("rows", Shard(0)), ("columns", Shard(1)), ("same", Replicate())):
+    for name, placement in (
+        ("rows", Shard(0)),
+        ("columns", Shard(1)),
+        ("same", Replicate()),
+    ):
         values[f"model.{name}"] = distribute_tensor(values[f"model.{name}"], mesh, [placement])
     table = sharded_tensor.zeros(
         ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in range(size)]), 7, 4
@@ -262,7 +266,11 @@ def save_in_background(folder: str, rank: int) -> None:
     saver.close()
     if rank == 0:
         told = [(kind, fields["step"]) for kind, fields in run.events]
-        assert told == [("checkpoint", 1), ("checkpoint_late", 2), ("checkpoint", 3)]
+        assert told == [
+            ("checkpoint", 1),
+            ("checkpoint_late", 2),
+            ("checkpoint", 3),
+        ]
         assert os.listdir(run.path(2)) == []
         assert run.steps() == [1, 3]
 

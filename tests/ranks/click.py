@@ -37,14 +37,25 @@ SEQUENCES = [40, 9, 40]
 """Tables of a model whose feature 2 is a sequence of feature 0's categories; they share a table."""
 NUMBERS: list[int] = []
 """Tables of a model without categories."""
-CASES = {"many": MANY, "equal": EQUAL, "shared": SHARED, "sequences": SEQUENCES, "numbers": NUMBERS}
+CASES = {
+    "many": MANY,
+    "equal": EQUAL,
+    "shared": SHARED,
+    "sequences": SEQUENCES,
+    "numbers": NUMBERS,
+}
 BY_ADAM = {"adam": SHARED, "adam_sequences": SEQUENCES}
 DIM = 8
 ROWS = 12
 STEPS = 3
 
 
-DLRM = DLRMConfig(interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1))
+DLRM = DLRMConfig(
+    interaction="dot",
+    embedding_dim=DIM,
+    bottom_mlp=(8, DIM),
+    top_mlp=(8, 1),
+)
 SGD: dict[str, Any] = {
     "sparse_optimizer": SparseOptimizerConfig(kind="sgd", learning_rate=0.5),
     "dense_optimizer": DenseOptimizerConfig(kind="sgd", learning_rate=0.1),
@@ -65,7 +76,12 @@ def workload(tables: list[int], **settings: Any) -> ClickWorkload:
 
 def schema(tables: list[int]) -> Schema:
     sparse = tuple(f"cat_{number}" for number in range(len(tables)))
-    plain = Schema(tokens="hexadecimal", label="label", dense=("int_0", "int_1"), sparse=sparse)
+    plain = Schema(
+        tokens="hexadecimal",
+        label="label",
+        dense=("int_0", "int_1"),
+        sparse=sparse,
+    )
     if tables == SHARED:
         features = (
             Feature(name="cat_1", weights="weights"),
@@ -98,7 +114,12 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
 
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
     preprocessor = InProcess(
-        SimpleNamespace(dense=(), dense_names=(), sparse=[], multi_hot=object())
+        SimpleNamespace(
+            dense=(),
+            dense_names=(),
+            sparse=[],
+            multi_hot=object(),
+        )
     )
     others = {
         "sets": {"train": SimpleNamespace(rows=10_000)},

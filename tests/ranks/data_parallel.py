@@ -100,7 +100,12 @@ class NextToken(DataParallelWorkload):
     LOOPS: ClassVar[tuple[str, ...]] = ("rayrec", "huggingface")
 
     model: GPT2Config = field(
-        default_factory=lambda: GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH)
+        default_factory=lambda: GPT2Config(
+            n_layer=2,
+            n_head=2,
+            n_embd=8,
+            n_positions=LENGTH,
+        )
     )
 
     def prepare(self, context: RunContext) -> None:
@@ -139,7 +144,13 @@ def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
     """Return a short configuration without randomness, and with a task that does not amplify
     rounding in gradients.
     """
-    model = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=LENGTH, dropout=0.0)
+    model = GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=8,
+        n_positions=LENGTH,
+        dropout=0.0,
+    )
     words = NextToken(
         model=model, optimizer=DenseOptimizerConfig(kind="sgd", learning_rate=0.1), **workload
     )
@@ -198,7 +209,14 @@ def train(
         "progress": progress,
         "stop_signal": StopSignal(),
     }
-    loop.run(Training(config=configuration, log=log, save=save, **parts))
+    loop.run(
+        Training(
+            config=configuration,
+            log=log,
+            save=save,
+            **parts,
+        )
+    )
     loader.close()
     return events
 

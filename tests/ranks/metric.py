@@ -22,7 +22,13 @@ def cases() -> list[tuple[np.ndarray, np.ndarray]]:
     # one key on most rows
     skewed = np.where(np.arange(count) < 8000, np.float32(-2), smooth).astype(np.float32)
     # sorted: each rank another range
-    logits = [smooth, smooth.round(1), skewed, np.zeros(count, np.float32), np.sort(smooth)]
+    logits = [
+        smooth,
+        smooth.round(1),
+        skewed,
+        np.zeros(count, np.float32),
+        np.sort(smooth),
+    ]
     few = [(smooth[:3], np.array([0, 1, 0], np.uint8)), (smooth[:0], labels[:0])]
     return [*((each, labels) for each in logits), (smooth, np.zeros(count, np.uint8)), *few]
 
@@ -30,7 +36,11 @@ def cases() -> list[tuple[np.ndarray, np.ndarray]]:
 def bounds(count: int, world_size: int) -> list[list[int]]:
     if world_size == 2:
         return [[0, count // 5, count], [0, 0, count]]
-    return [[0, count // 2, count // 2, count], [0, 0, count // 7, count], [0, count, count, count]]
+    return [
+        [0, count // 2, count // 2, count],
+        [0, 0, count // 7, count],
+        [0, count, count, count],
+    ]
 
 
 def metrics_of_ranks(folder: str, rank: int) -> None:

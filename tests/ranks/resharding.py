@@ -64,7 +64,12 @@ def batch(step: int, rank: int, world_size: int) -> Batch:
 
 
 def build(stage: Stage, rank: int) -> tuple[DistributedModelParallel, Any]:
-    config = DLRMConfig(embedding_dim=16, bottom_mlp=(8, 16), top_mlp=(8, 1), interaction="dot")
+    config = DLRMConfig(
+        embedding_dim=16,
+        bottom_mlp=(8, 16),
+        top_mlp=(8, 1),
+        interaction="dot",
+    )
     model = whole_model(
         config,
         TABLES,

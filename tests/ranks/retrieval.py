@@ -21,8 +21,18 @@ ITEMS = 13
 ROWS = (6, 5, 1)
 """Rows of each step. In the last one, the second rank has none."""
 RATES = {kind: click.SGD[f"{kind}_optimizer"].learning_rate for kind in ("sparse", "dense")}
-TWO_TOWER = TwoTowerConfig(embedding_dim=4, user_tower=(), vector=3, temperature=0.5)
-SASREC = SASRecConfig(embedding_dim=4, hidden=8, blocks=1, dropout=0.0)
+TWO_TOWER = TwoTowerConfig(
+    embedding_dim=4,
+    user_tower=(),
+    vector=3,
+    temperature=0.5,
+)
+SASREC = SASRecConfig(
+    embedding_dim=4,
+    hidden=8,
+    blocks=1,
+    dropout=0.0,
+)
 
 
 def pairs(step: int) -> tuple[np.ndarray, np.ndarray]:

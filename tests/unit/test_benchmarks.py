@@ -124,9 +124,19 @@ def test_missing_gpu_is_reported_and_roofline_is_lower_bound(
     rejects("torch sees no GPU here", gpu.main, quick=True)
     assert gpu.selected_parts(["gpu", "--quick"]) == gpu.PARTS
     assert gpu.selected_parts(["gpu", "--parts", "trace,train"]) == ("train", "trace")
-    for wrong in (["--parts", "speed"], ["--parts"], ["--parts", ""]):
+    for wrong in (
+        ["--parts", "speed"],
+        ["--parts"],
+        ["--parts", ""],
+    ):
         rejects("--parts: there are train, dcnv2", gpu.selected_parts, wrong)
-    moved = gpu.bytes_of_row(ids=2, features=2, width=4, state_values=1, saved_bytes=10.0)
+    moved = gpu.bytes_of_row(
+        ids=2,
+        features=2,
+        width=4,
+        state_values=1,
+        saved_bytes=10.0,
+    )
     assert moved == {"tables": 4 * 2 * (3 * 4 + 2), "embeddings": 4 * 2 * 4 * 4, "activations": 40}
     found = gpu.roofline(5.0, 100.0, moved, {"bf16": 6_000.0, "memory": 2_800.0}, precision="bf16")
     assert (found["flop_per_row"], found["flop_share"]) == (600, 0.5)
@@ -225,7 +235,13 @@ def events() -> list[dict[str, Any]]:
     def event(kind: str, time: float, **fields: Any) -> dict[str, Any]:
         return {"kind": kind, "time": time, **fields}
 
-    step = partial(event, "step", steps=20, rows_per_s=50.0, blocked_fraction=0.0)
+    step = partial(
+        event,
+        "step",
+        steps=20,
+        rows_per_s=50.0,
+        blocked_fraction=0.0,
+    )
     return [
         event("run", 104.0),
         event("prepared", 105.0, seconds=1.0),
@@ -314,7 +330,11 @@ def test_plain_script_has_settings_of_recipe() -> None:
         0.0,
         1,
     )
-    assert (model.embedding_dim, [*model.bottom_mlp], [*model.top_mlp]) == (
+    assert (
+        model.embedding_dim,
+        [*model.bottom_mlp],
+        [*model.top_mlp],
+    ) == (
         plain.DIMENSION,
         plain.BOTTOM,
         plain.TOP,
@@ -400,7 +420,14 @@ os.kill(os.getpid(), 6)
 def emit_rates(rates: dict[str, Any]) -> None:
     for peer in ("whole", "aborts", "missing"):
         theirs = {"ratio": rates["ours"] / rates[peer], "peer_rows_per_s": round(rates[peer])}
-        measuring.emit("some", peer=peer, workload="rows", value=rates["ours"], repeats=2, **theirs)
+        measuring.emit(
+            "some",
+            peer=peer,
+            workload="rows",
+            value=rates["ours"],
+            repeats=2,
+            **theirs,
+        )
 
 
 def test_peer_killed_by_signal_becomes_error_row(
@@ -423,7 +450,14 @@ def test_peer_killed_by_signal_becomes_error_row(
     rates = measuring.interleaved(
         2, **{name: partial(called, name, function) for name, function in ways.items()}
     )
-    assert calls == ["aborts", "missing", "ours", "whole", "ours", "whole"]
+    assert calls == [
+        "aborts",
+        "missing",
+        "ours",
+        "whole",
+        "ours",
+        "whole",
+    ]
     emit_rates(rates)
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.err
@@ -443,7 +477,12 @@ def test_peer_killed_by_signal_becomes_error_row(
 def test_failed_own_rate_leaves_peer_figures(capsys: pytest.CaptureFixture[str]) -> None:
     failed = measuring.Failed("RuntimeError: it is over")
     emit_rates(
-        {"ours": failed, "whole": 5.0, "aborts": failed, "missing": 1 / (1 / failed + 1 / 2.0)}
+        {
+            "ours": failed,
+            "whole": 5.0,
+            "aborts": failed,
+            "missing": 1 / (1 / failed + 1 / 2.0),
+        }
     )
     whole, aborts, missing = printed(capsys)
     assert (whole["rows_per_s"], whole["ratio"], whole["peer_rows_per_s"]) == (None, None, 5)
@@ -505,7 +544,12 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     """Every second run ended with signal 6 when its process group was destroyed before its
     pipelines.
     """
-    generate(str(tmp_path), rows=5_000, seed=0, parallelism=1)
+    generate(
+        str(tmp_path),
+        rows=5_000,
+        seed=0,
+        parallelism=1,
+    )
     made = {"out": str(tmp_path / "npy"), "format": "npy", "split": "sevenths"}
     rayrec.preprocess(str(tmp_path / "train.txt"), **made, console=Console(quiet=True))
     torchrun = [
@@ -518,7 +562,12 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     ]
     command = [*torchrun, str(ROOT / "benchmarks" / "peers" / "plain_dlrm.py"), made["out"]]
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout.splitlines()[-1]).keys() == {"first_step_s", "auroc"}
 
@@ -569,6 +618,12 @@ def test_quick_runs_keep_their_bits() -> None:
     to store an intended change.
     """
     command = [sys.executable, "tools/bits.py", "quick", "--against", "tests/golden/bits.json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(done.stdout.splitlines()) == 9

@@ -24,7 +24,13 @@ def test_nccl_group_and_process_use_gpu_of_local_rank(monkeypatch: pytest.Monkey
     found = group_arguments(torch.device("cpu"), timeout_s=60.0)
     assert (found["backend"], found["device_id"]) == ("gloo", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    last = TorchrunEnv(rank=31, world_size=32, local_rank=7, local_world_size=8, restarts=0)
+    last = TorchrunEnv(
+        rank=31,
+        world_size=32,
+        local_rank=7,
+        local_world_size=8,
+        restarts=0,
+    )
     assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
     assert device_of(last, use_gpu=False) == torch.device("cpu")
     # Slurm has bound one GPU to each process
@@ -39,7 +45,11 @@ def test_nccl_group_and_process_use_gpu_of_local_rank(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("backends", "expected"),
-    [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:nccl", "cpu")],
+    [
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda:nccl", "cuda:3"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+    ],
 )
 def test_group_device_prefers_supported_cpu(
     monkeypatch: pytest.MonkeyPatch, backends: str, expected: str

@@ -142,7 +142,12 @@ def test_export_encoders_match_goldens_and_kernels(tmp_path: Path) -> None:
         if schema.tokens == "hexadecimal":
             frame = _criteo_frame(schema)
             log = folder / "log.tsv"
-            frame.to_csv(log, sep="\t", header=False, index=False)
+            frame.to_csv(
+                log,
+                sep="\t",
+                header=False,
+                index=False,
+            )
             options = {"preset": name.partition(",")[0], **options}
         else:
             frame = _own_frame(schema)
@@ -167,7 +172,17 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
     criteo = outputs.write_criteo_log(tmp_path, rows=1200, faults=True)
     own = outputs.write_own_log(tmp_path / "own", rows=800)
     table = outputs.own_table(500, seed=6)
-    texts = {name: table[name] for name in ("click", "age", "price", "user", "item", "flag")}
+    texts = {
+        name: table[name]
+        for name in (
+            "click",
+            "age",
+            "price",
+            "user",
+            "item",
+            "flag",
+        )
+    }
     arrow_csv.write_csv(pa.table(texts), tmp_path / "own.csv")
     lines = (tmp_path / "own.csv").read_bytes().splitlines(keepends=True)
     lines[9:9] = [
@@ -185,7 +200,12 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
         "sparse": ("user", "item", "flag"),
         "integers": ("item",),
     }
-    text = Schema(**columns, nan="missing", delimiter=",", tokens="any")
+    text = Schema(
+        **columns,
+        nan="missing",
+        delimiter=",",
+        tokens="any",
+    )
     outputs.counted(
         OWN,
         outputs.write_own_log(tmp_path / "earlier", rows=300, seed=7),
@@ -236,7 +256,12 @@ def _text(folder: Path, rows: int) -> rayrec.TrainConfig:
         for n in range(rows)
     )
     (folder / "log.txt").write_text(text)
-    options = {"tokenizer": "characters", "block_size": 16, "part_bytes": 1024, "shard_bytes": 1024}
+    options = {
+        "tokenizer": "characters",
+        "block_size": 16,
+        "part_bytes": 1024,
+        "shard_bytes": 1024,
+    }
     rayrec.preprocess(
         str(folder / "log.txt"), out=str(folder / "tokens"), format="mds", console=QUIET, **options
     )
@@ -306,7 +331,12 @@ SOURCES: dict[str, Callable[[Path], Log]] = {
     "buckets": lambda folder: log_of(folder, "text", SCHEMAS["criteo"](), "fuxictr-x4"),
     "bags": lambda folder: log_of(folder, "text", SCHEMAS["criteo"](), multi_hot=data.bags()),
 }
-WRITTEN = {"binary": "binary", "npy": "npy", "preprocessed parquet": "parquet", "buckets": "npy"}
+WRITTEN = {
+    "binary": "binary",
+    "npy": "npy",
+    "preprocessed parquet": "parquet",
+    "buckets": "npy",
+}
 """Sources that are written in a preprocessed format first."""
 PAIRS = [
     (source, shuffle, 1 + (i + j) % 3)
@@ -380,7 +410,14 @@ def resumed(make: Callable[..., Any], **changes: Any) -> dict[str, Any]:
     moves = []
     for workers, steps in MOVES:
         loaders = [
-            make(rank, workers, state=state, max_steps=steps, **changes) for rank in range(workers)
+            make(
+                rank,
+                workers,
+                state=state,
+                max_steps=steps,
+                **changes,
+            )
+            for rank in range(workers)
         ]
         rows = [loaders[0].rows(step) for step in range(steps + 1)]
         batches = digests(loaders)["batches"]

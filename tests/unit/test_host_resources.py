@@ -73,7 +73,13 @@ def test_page_cache_is_available_and_parent_group_limits(tmp_path: Path) -> None
     nested = tmp_path / "nested"
     kernel(flat)
     stat = f"anon 1\ninactive_file {MIB}\nactive_file {MIB}\nfile {3 * MIB}\nshmem {MIB}"
-    group(flat, "", memory__max=str(5 * MIB), memory__current=str(4 * MIB), memory__stat=stat)
+    group(
+        flat,
+        "",
+        memory__max=str(5 * MIB),
+        memory__current=str(4 * MIB),
+        memory__stat=stat,
+    )
     assert memory(flat) == Memory(5 * MIB, 3 * MIB)
     kernel(nested, "0::/pod/container")
     group(

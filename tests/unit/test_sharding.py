@@ -54,7 +54,13 @@ def plan(
 ) -> Any:
     config = settings.pop("config", None)
     site = Site(world_size, device, memory_bytes, **settings)
-    return plan_sharding(Model(SIZES), site, batch_size=2048, config=config, state_bytes=STATE)
+    return plan_sharding(
+        Model(SIZES),
+        site,
+        batch_size=2048,
+        config=config,
+        state_bytes=STATE,
+    )
 
 
 def rows_of(made: Any, model: Model | None = None) -> list[TablePlacement]:
@@ -140,7 +146,13 @@ def test_plan_keeps_tables_fused_and_uses_devices_of_ranks() -> None:
     assert kernels <= {("table_wise", "fused"), ("data_parallel", "dense")}
     assert data_parallel_tables(plan()) == []
     # cuda:2 of the first node is broken
-    devices = ["cuda:0", "cuda:1", "cuda:3", "cuda:0", "cuda:2"]
+    devices = [
+        "cuda:0",
+        "cuda:1",
+        "cuda:3",
+        "cuda:0",
+        "cuda:2",
+    ]
     made = plan(5, "cuda", nodes=["a", "a", "a", "b", "b"], devices=devices)
     tables = [sharding for module in made.plan.values() for sharding in module.values()]
     shards = [shard for sharding in tables for shard in sharding.sharding_spec.shards]

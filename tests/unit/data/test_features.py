@@ -163,8 +163,24 @@ def test_aligned_lists_match_positions_and_keep_last_items() -> None:
     )
     assert Schema.described(schema.describe()) == schema
     assert ModelInputs.of(schema).aligned == (("shops", "items"),)
-    items = [["1", "2", "3"], [], ["1", None], ["1", "2"], ["1", None, "2"], None, ["1"]]
-    shops = [["a", "b", "c"], None, ["a", ""], ["a"], ["a", "b", None], ["a"], ["a"]]
+    items = [
+        ["1", "2", "3"],
+        [],
+        ["1", None],
+        ["1", "2"],
+        ["1", None, "2"],
+        None,
+        ["1"],
+    ]
+    shops = [
+        ["a", "b", "c"],
+        None,
+        ["a", ""],
+        ["a"],
+        ["a", "b", None],
+        ["a"],
+        ["a"],
+    ]
     raw, faults = parse_table(pa.table({"click": [0] * 7, "items": items, "shops": shops}), schema)
     assert (raw.rows, faults.total) == (4, 3)
     assert [(fault.kind, fault.column, fault.row) for fault in faults.first] == [
@@ -273,7 +289,11 @@ def test_time_types_and_all_fields_of_taken_rows() -> None:
         pa.array([0, 1, 2, 3], pa.timestamp("s", "UTC")),
         pa.array([0, 1000, 2000, 3000], pa.timestamp("ms")),
     ]
-    for values in (*timestamps, pa.array([0, 1, 2, 3]), pa.array([0.0, 1.0, 2.0, 3.0])):
+    for values in (
+        *timestamps,
+        pa.array([0, 1, 2, 3]),
+        pa.array([0.0, 1.0, 2.0, 3.0]),
+    ):
         assert parsed(column("at", values)).times.tolist() == [0, 1_000_000, 2_000_000, 3_000_000]
     rejects("a time must be a date", parse_table, column("at", pa.array([True] * 4)), SCHEMA)
     raw = parsed()
@@ -385,9 +405,20 @@ def test_sequences_are_in_separate_field(encoded: tuple[Preprocessor, EncodedRow
 
 
 # -- Frames, Arrow arrays and groups of rows
-CRITEO = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t"))
+CRITEO = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("a", "b"),
+    sparse=("s", "t"),
+)
 LISTS: dict[str, Any] = {"dense": ("age",), "sparse": ("user", "genres"), "lists": ("genres",)}
-CLICKS = Schema(label="liked", weight="weight", tokens="any", delimiter=",", **LISTS)
+CLICKS = Schema(
+    label="liked",
+    weight="weight",
+    tokens="any",
+    delimiter=",",
+    **LISTS,
+)
 TEXT = b"1\t2\t-3\t00000005\t000003e8\n0\t\t70000\t\t000003e9\n1\t5\t\t00000007\t\n"
 FRAME = pd.DataFrame(
     {"t": ["000003e8", "000003e9", None], "a": [2, None, 5], "b": [-3.0, 70000.0, np.nan]},
@@ -425,7 +456,13 @@ def test_transform_matches_training(file_minimum: dict[str, int] | None) -> None
         inputs, preserve_index=False
     ).replace_schema_metadata() == trained_on(preprocessor, TEXT)
     assert inputs.index.tolist() == [30, 10, 20]
-    assert inputs.dtypes.astype(str).tolist() == ["int8", "float32", "float32", "int32", "int32"]
+    assert inputs.dtypes.astype(str).tolist() == [
+        "int8",
+        "float32",
+        "float32",
+        "int32",
+        "int32",
+    ]
 
 
 def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
@@ -561,7 +598,12 @@ def test_texts_and_bytes(texts: list[str]) -> None:
     ("tokens", "one", "other"), [("hexadecimal", "0000000b", "00000000"), ("any", "ann", "bob")]
 )
 def test_keys_of_categories(tokens: Any, one: str, other: str) -> None:
-    schema = Schema(label="click", sparse=("item", "user"), group="user", tokens=tokens)
+    schema = Schema(
+        label="click",
+        sparse=("item", "user"),
+        group="user",
+        tokens=tokens,
+    )
     table = pa.table(
         {"click": [0, 1, 0, 1, 1], "item": ["0000000a"] * 5, "user": [one, other, None, one, ""]}
     )
@@ -605,7 +647,12 @@ ANY = Schema(
     tokens="any",
     weight="w",
 )
-HEXADECIMAL = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
+HEXADECIMAL = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("a", "b"),
+    sparse=("s", "t", "u"),
+)
 KNOWN = {
     "any": ([5, 2**40, 2**64 - 1, 7], [2**24 + 1, 0]),
     "hexadecimal": ([5, 0, 2**32 - 1, 7], [*range(1000, 6000)]),
@@ -662,7 +709,15 @@ def drawn_rows(schema: Schema, count: int, rng: random.Random) -> list[Row]:
 
     def number() -> float | None:
         drawn = rng.uniform(-1e3, 1e3) if schema is ANY else rng.randrange(10**6)
-        return rng.choice([None, rng.randrange(-30, 3000), rng.randrange(10**9), drawn, *limits])
+        return rng.choice(
+            [
+                None,
+                rng.randrange(-30, 3000),
+                rng.randrange(10**9),
+                drawn,
+                *limits,
+            ]
+        )
 
     def cells() -> list[Any]:
         single = [rng.choice([None, category()]) for _ in range(3)]
@@ -671,7 +726,15 @@ def drawn_rows(schema: Schema, count: int, rng: random.Random) -> list[Row]:
         one, other = ([category() for _ in range(rng.randrange(4))] for _ in range(2))
         return [single[0], one, single[1], other]
 
-    return [(rng.randrange(2), rng.random(), [number(), number()], cells()) for _ in range(count)]
+    return [
+        (
+            rng.randrange(2),
+            rng.random(),
+            [number(), number()],
+            cells(),
+        )
+        for _ in range(count)
+    ]
 
 
 def check_rows(schema: Schema, rows: list[Row], order: list[int] | None) -> None:
@@ -755,7 +818,11 @@ def test_take_and_concatenate(cuts: list[int], rng: random.Random) -> None:
     low, high, count = cuts
     rows = drawn_rows(ANY, count, rng)
     joined = RawBlock.concatenated(
-        [raw_of(rows[:low]), raw_of(rows[low:high]), raw_of(rows[high:])]
+        [
+            raw_of(rows[:low]),
+            raw_of(rows[low:high]),
+            raw_of(rows[high:]),
+        ]
     )
     assert_same(joined, raw_of(rows))
     assert_same(joined.cut(low, high), raw_of(rows[low:high]))
@@ -764,7 +831,14 @@ def test_take_and_concatenate(cuts: list[int], rng: random.Random) -> None:
 
 
 def test_files_follow_their_rows() -> None:
-    rows: list[Row] = [(0, 1.0, [1.0, None], [5, [], None, [3, 4]])] * 3
+    rows: list[Row] = [
+        (
+            0,
+            1.0,
+            [1.0, None],
+            [5, [], None, [3, 4]],
+        )
+    ] * 3
     first = replace(raw_of(rows), files=(("a", 0, 2), ("b", 2, 3)))
     joined = RawBlock.concatenated([first, replace(raw_of(rows), files=(("c", 0, 3),))])
     assert joined.files == (("a", 0, 2), ("b", 2, 3), ("c", 3, 6))

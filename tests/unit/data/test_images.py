@@ -306,14 +306,26 @@ THREE = ["train/a/1.jpg", "train/b/1.jpg", "train/c/1.jpg", "val/a/1.jpg"]
 @pytest.mark.parametrize(
     ("files", "changes", "message"),
     [
-        (["val/a/1.jpg"], {}, r"train: contains no \.jpg, \.jpeg, \.png or \.tar files"),
+        (
+            ["val/a/1.jpg"],
+            {},
+            r"train: contains no \.jpg, \.jpeg, \.png or \.tar files",
+        ),
         (
             [*THREE, "train/a/notes.txt"],
             {},
             r"only images, or only tar shards, got also a/notes\.txt\. Move it",
         ),
-        ([*THREE, "train/b.tar"], {}, r"only images, or only tar shards, got also [abc]/1\.jpg"),
-        ([*THREE, "train/2.jpg"], {}, r"train: 2\.jpg is not in a subfolder named after a class"),
+        (
+            [*THREE, "train/b.tar"],
+            {},
+            r"only images, or only tar shards, got also [abc]/1\.jpg",
+        ),
+        (
+            [*THREE, "train/2.jpg"],
+            {},
+            r"train: 2\.jpg is not in a subfolder named after a class",
+        ),
         (
             [*THREE, "val/d/2.jpg"],
             {},

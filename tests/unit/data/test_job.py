@@ -314,7 +314,13 @@ def test_in_order_limits_prefetch(num_threads: int, prefetch: int) -> None:
             running -= 1
         return item
 
-    reading = in_order(task, range(20), name="bounded", num_threads=num_threads, prefetch=prefetch)
+    reading = in_order(
+        task,
+        range(20),
+        name="bounded",
+        num_threads=num_threads,
+        prefetch=prefetch,
+    )
     assert begun == 0  # nothing runs before it is read
     for expected in range(20):
         assert next(reading) == expected
@@ -440,7 +446,12 @@ def test_queueing_is_measured_per_thread(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         stage_times,
         "os",
-        SimpleNamespace(open=opened, pread=read, close=closed, O_RDONLY=os.O_RDONLY),
+        SimpleNamespace(
+            open=opened,
+            pread=read,
+            close=closed,
+            O_RDONLY=os.O_RDONLY,
+        ),
     )
     with ThreadPoolExecutor(8) as pool:
         found = list(

@@ -28,7 +28,12 @@ from rayrec.datasets.criteo import SCHEMA
 from rayrec.datasets.fetch import PUBLISHED
 from rayrec.schema import Schema
 
-CLICKS = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
+CLICKS = Schema(
+    label="clicked",
+    dense=("price",),
+    sparse=("shop",),
+    tokens="any",
+)
 FILES = 300
 
 
@@ -347,7 +352,12 @@ def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
 
 
 # -- Labels other than 0 and 1: detected in the first scan, with the values and a fix
-RATED = Schema(label="rating", sparse=("user",), tokens="any", delimiter=",")
+RATED = Schema(
+    label="rating",
+    sparse=("user",),
+    tokens="any",
+    delimiter=",",
+)
 FOUND: dict[str, tuple[list[Any], str]] = {
     "stars": (
         [1, 5, 3, 2, 4],
@@ -389,7 +399,15 @@ def test_check_head_rejects_wrong_labels(tmp_path: Path, name: str, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-@pytest.mark.parametrize("values", [[True, False], ["true", "False"], [0.0, 1.0], ["1", "0.0"]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False],
+        ["true", "False"],
+        [0.0, 1.0],
+        ["1", "0.0"],
+    ],
+)
 def test_boolean_labels_are_accepted(tmp_path: Path, values: list[Any], kind: str) -> None:
     LogSource.at(str(write(tmp_path, values, kind))).check_head(RATED)
 
@@ -436,7 +454,12 @@ def test_commands_name_labels_and_fix(
         assert command[0] == "validate" or "max-bad-fraction" not in line
 
 
-TEXT = Schema(tokens="hexadecimal", label="click", dense=("age",), sparse=("user",))
+TEXT = Schema(
+    tokens="hexadecimal",
+    label="click",
+    dense=("age",),
+    sparse=("user",),
+)
 
 
 def test_labels_of_text_are_named(tmp_path: Path) -> None:

@@ -68,7 +68,11 @@ def days(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> LogIndex:
     lines = (click_log / "train.txt").read_bytes().splitlines(keepends=True)[:ROWS]
     lines[700] = b"a bad line\n"
     folder = tmp_path_factory.mktemp("days")
-    for name, start, stop in (("day_2", 0, 900), ("day_9.txt", 900, 1700), ("day_10", 1700, ROWS)):
+    for name, start, stop in (
+        ("day_2", 0, 900),
+        ("day_9.txt", 900, 1700),
+        ("day_10", 1700, ROWS),
+    ):
         (folder / name).write_bytes(b"".join(lines[start:stop]))
     (folder / "day_3").write_bytes(b"nothing\n")
     index = open_index(folder)
@@ -93,7 +97,13 @@ def write(
     index: LogIndex, preprocessor: Preprocessor, out: Path, format: str, **changes: Any
 ) -> PreprocessedDataset:
     arguments: dict[str, Any] = {"engine": LoopEngine(), "segments_per_task": 3, **changes}
-    result = preprocess(index, preprocessor=preprocessor, out=str(out), format=format, **arguments)
+    result = preprocess(
+        index,
+        preprocessor=preprocessor,
+        out=str(out),
+        format=format,
+        **arguments,
+    )
     dataset = open_preprocessed(str(out), verify=True)
     assert (result["rows"], result["out"], result["format"]) == (index.rows, str(out), format)
     assert result["bytes"] == dataset.size_bytes
@@ -110,7 +120,13 @@ def assert_same_epochs(
     raw: LogIndex, made: LogIndex, preprocessor: Preprocessor, rows: tuple[int, int], **how: bool
 ) -> None:
     """All blocks of some epochs, in every order."""
-    for shuffle, epoch in (("none", 0), ("files", 0), ("files", 1), ("window", 0), ("window", 1)):
+    for shuffle, epoch in (
+        ("none", 0),
+        ("files", 0),
+        ("files", 1),
+        ("window", 0),
+        ("window", 1),
+    ):
         for pair in zip(
             *[order_of(index, *rows, shuffle).blocks(epoch) for index in (raw, made)], strict=True
         ):
@@ -149,7 +165,11 @@ def test_every_order_returns_equal_rows(
     )
 
 
-OTHER_PROFILES = [("parquet", "multi-hot"), ("binary", "wide table"), ("npy", "wide table")]
+OTHER_PROFILES = [
+    ("parquet", "multi-hot"),
+    ("binary", "wide table"),
+    ("npy", "wide table"),
+]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +205,11 @@ def test_unlabelled(
 
 @pytest.mark.parametrize(
     ("format", "rows"),
-    [*((name, 2**31) for name in WRITABLE_FORMATS), ("npy", 2**40), ("parquet", 2**40)],
+    [
+        *((name, 2**31) for name in WRITABLE_FORMATS),
+        ("npy", 2**40),
+        ("parquet", 2**40),
+    ],
 )
 def test_large_ids(days: LogIndex, tmp_path: Path, format: str, rows: int) -> None:
     large = hashed(SCHEMA, rows)
@@ -218,7 +242,12 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preproces
         rows_of = table.slice(number * 250, 250)
         pq.write_table(rows_of, folder / f"{number}.parquet", row_group_size=40, compression="none")
     columns: dict[str, Any] = {"dense": ("price",), "sparse": ("shop", "seen"), "lists": ("seen",)}
-    schema = Schema(label="clicked", weight="w", tokens="any", **columns)
+    schema = Schema(
+        label="clicked",
+        weight="w",
+        tokens="any",
+        **columns,
+    )
     return open_index(
         folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")
     ), hashed(schema, 2**28)
@@ -234,14 +263,26 @@ def test_parquet_stores_lists_and_weights(
     read = pyarrow.dataset.dataset(
         tmp_path / "out", partitioning="hive", exclude_invalid_files=True
     ).to_table()
-    assert set(read.column_names) == {"clicked", "w", "price", "shop", "seen", "set"}
+    assert set(read.column_names) == {
+        "clicked",
+        "w",
+        "price",
+        "shop",
+        "seen",
+        "set",
+    }
 
 
 def test_write_rejects_unsupported_columns(
     days: LogIndex, lists: Any, preprocessor: Preprocessor, tmp_path: Path
 ) -> None:
     unweighted = lists[1].schema.replace(weight=None)
-    single = Schema(label="clicked", dense=("price",), sparse=("shop",), tokens="any")
+    single = Schema(
+        label="clicked",
+        dense=("price",),
+        sparse=("shop",),
+        tokens="any",
+    )
     missing = replace(hashed(SCHEMA, 9), dense=(DenseColumn(missing_value=3.0),) * 13)
     cases = [
         (
@@ -328,7 +369,14 @@ def test_torchrec_reads_npy(
     with torchrec_criteo() as criteo:
         reader = criteo.InMemoryBinaryCriteoIterDataPipe
         batches = list(
-            reader("train", *paths, batch_size=128, rank=0, world_size=1, mmap_mode=mapped)
+            reader(
+                "train",
+                *paths,
+                batch_size=128,
+                rank=0,
+                world_size=1,
+                mmap_mode=mapped,
+            )
         )
     whole_log = preprocessor.encode(read_raw(days.segments, SCHEMA))
     assert sum(len(batch.labels) for batch in batches) == days.rows
@@ -497,7 +545,12 @@ def test_ids_of_bags_and_negative_ids_are_checked() -> None:
     dense = np.zeros((3, 0), np.float32)
     bags = JaggedIds(np.array([1, 2, 9, 0], np.int32), np.array([2, 0, 2], np.int32))
     one = EncodedRows(
-        dense, [np.array([0, 1, -1], np.int64), np.array([[0, 1], [2, 3], [4, 4]]), bags]
+        dense,
+        [
+            np.array([0, 1, -1], np.int64),
+            np.array([[0, 1], [2, 3], [4, 4]]),
+            bags,
+        ],
     )
     assert dataset.find_invalid_id(one, [2, 5, 10]) == (2, 0, -1)
     one.ids[0][2] = 1  # type: ignore[index]
@@ -561,7 +614,12 @@ def run(log: Path | str, out: Path | str, **changes: Any) -> dict[str, Any]:
         "engine": LoopEngine(),
         "segments_per_task": 2,
     }
-    return preprocess(index, out=str(out), sets=sets, **{**arguments, **changes})
+    return preprocess(
+        index,
+        out=str(out),
+        sets=sets,
+        **{**arguments, **changes},
+    )
 
 
 @given(st.binary(), st.binary())
@@ -585,7 +643,14 @@ def test_interrupted_job_resumes(log: Path, tmp_path: Path, format: str, shuffle
         done = []
         notes = []
         engine = LoopEngine()
-        again = run(log, out, engine=engine, progress=done.append, note=notes.append, **settings)
+        again = run(
+            log,
+            out,
+            engine=engine,
+            progress=done.append,
+            note=notes.append,
+            **settings,
+        )
         assert (engine.tasks, done[-1], files_in(out)) == (
             whole_engine.tasks - tasks,
             LOG_ROWS,
@@ -775,8 +840,22 @@ def test_names_of_files(log: Path, tmp_path: Path) -> None:
 
 
 def test_manifest_contents(log: Path, tmp_path: Path) -> None:
-    result = run(log, tmp_path / "out", format="npy", shuffle="full", seed=9)
-    assert set(result) == {"rows", "out", "format", "hash", "bytes", "seconds", "rows_per_s"}
+    result = run(
+        log,
+        tmp_path / "out",
+        format="npy",
+        shuffle="full",
+        seed=9,
+    )
+    assert set(result) == {
+        "rows",
+        "out",
+        "format",
+        "hash",
+        "bytes",
+        "seconds",
+        "rows_per_s",
+    }
     manifest = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert (manifest["rows"], manifest["shuffle"], manifest["seed"]) == (LOG_ROWS, "full", 9)
     assert manifest["sets"] == {
@@ -851,7 +930,12 @@ def test_gather_runs_restores_positions(tmp_path: Path) -> None:
             places[start : start + 250],
             paths[-1],
         )
-    for start, stop in ((0, 1000), (0, 1), (333, 650), (999, 1000)):
+    for start, stop in (
+        (0, 1000),
+        (0, 1),
+        (333, 650),
+        (999, 1000),
+    ):
         assert gather_runs(paths, start, stop).equals(
             table.take(pa.array(np.argsort(places)[start:stop]))
         )

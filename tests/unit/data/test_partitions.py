@@ -39,7 +39,11 @@ CITIES = (
     ("__HIVE_DEFAULT_PARTITION__", None),
 )
 """Names of folders, and the values they mean."""
-LEVELS = (("0.5", 0.5), ("3", 3.0), ("__HIVE_DEFAULT_PARTITION__", None))
+LEVELS = (
+    ("0.5", 0.5),
+    ("3", 3.0),
+    ("__HIVE_DEFAULT_PARTITION__", None),
+)
 FOLDERS = [
     (
         f"dt=2026-01-{1 + number // 2:02d}/click={number % 2}/level={LEVELS[number % 3][0]}/"
@@ -165,7 +169,16 @@ class Commands:
 
     def validate(self, path: str) -> Any:
         report = self._run("validate", path, *self._schema)
-        return [report[name] for name in ("rows", "bad_rows", "label", "dense", "sparse")]
+        return [
+            report[name]
+            for name in (
+                "rows",
+                "bad_rows",
+                "label",
+                "dense",
+                "sparse",
+            )
+        ]
 
     def vocabulary(self, path: str) -> Any:
         self._run("vocabulary", path, *self._schema, "--out", self._out("vocabulary"))

@@ -41,7 +41,13 @@ def all_rows(plan: GroundTruth, rows: int, days: int) -> list[Rows]:
 @pytest.fixture(scope="module")
 def kaggle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("kaggle")
-    return out, synthetic.generate(str(out), rows=ROWS, days=3, seed=5, parallelism=2)
+    return out, synthetic.generate(
+        str(out),
+        rows=ROWS,
+        days=3,
+        seed=5,
+        parallelism=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,16 @@ def test_bytes_depend_on_seed_not_on_parallelism_or_later_rows(
     kaggle: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     out, truth = kaggle
-    assert synthetic.generate(str(tmp_path), rows=ROWS, days=3, seed=5, parallelism=1) == truth
+    assert (
+        synthetic.generate(
+            str(tmp_path),
+            rows=ROWS,
+            days=3,
+            seed=5,
+            parallelism=1,
+        )
+        == truth
+    )
     for name in ("train.txt", "truth.json"):
         assert (tmp_path / name).read_bytes() == (out / name).read_bytes()
     plan = GroundTruth("terabyte", 1)
@@ -266,7 +281,14 @@ def test_never_overwrites(tmp_path: Path, name: str) -> None:
 
 def test_generate_rejects_invalid_arguments(tmp_path: Path) -> None:
     for wrong, message in (
-        *(({name: value}, name) for name, value in (("days", 0), ("seed", -1), ("parallelism", 0))),
+        *(
+            ({name: value}, name)
+            for name, value in (
+                ("days", 0),
+                ("seed", -1),
+                ("parallelism", 0),
+            )
+        ),
         *(({"rows": rows}, "rows") for rows in (0, 2.5, True)),
         ({"days": 101}, "must be at most the number of rows"),
         ({"dialect": "avazu"}, "kaggle, terabyte"),

@@ -17,7 +17,12 @@ def job(tmp_path: Path) -> dict[str, Any]:
     folder = tmp_path / "clicks" / f"dt={DAY}"
     folder.mkdir(parents=True)
     frame = pd.DataFrame(
-        {"age": range(20), "user": range(20), "item": range(20), "click": [0, 1] * 10}
+        {
+            "age": range(20),
+            "user": range(20),
+            "item": range(20),
+            "click": [0, 1] * 10,
+        }
     )
     for part in range(2):
         frame.to_parquet(folder / f"part-{part}.parquet", index=False)

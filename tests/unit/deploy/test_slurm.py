@@ -121,7 +121,11 @@ def test_notice_saves_and_requeues(sent: signal.Signals, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [((), "--name rayrec-7"), (("--name", "x"), "--name x"), (("--name=x",), "--name=x")],
+    [
+        ((), "--name rayrec-7"),
+        (("--name", "x"), "--name x"),
+        (("--name=x",), "--name=x"),
+    ],
 )
 def test_run_keeps_name(given: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     started = Started(tmp_path, *given, commands={"srun": 'echo "$*" >srun.called'})
@@ -155,7 +159,12 @@ esac""",
 
 def test_preemption_of_ray_saves_and_requeues(tmp_path: Path) -> None:
     job = str(free_ports(1) - 20_000)
-    started = Started(tmp_path, commands=_ON_RAY, file=FILES[0], SLURM_JOB_ID=job)
+    started = Started(
+        tmp_path,
+        commands=_ON_RAY,
+        file=FILES[0],
+        SLURM_JOB_ID=job,
+    )
     with started.process as script:
         (tmp_path / "script").write_text(str(script.pid))
         until(lambda: started.read("begun") or script.poll() is not None)

@@ -80,7 +80,12 @@ def test_aws_accepts_machines_and_efa_has_every_card() -> None:
         (card["NetworkCardIndex"], card["DeviceIndex"], card["InterfaceType"])
         for card in gpu["NetworkInterfaces"]
     ]
-    assert cards == [(0, 0, "efa"), (1, 1, "efa"), (2, 1, "efa"), (3, 1, "efa")]
+    assert cards == [
+        (0, 0, "efa"),
+        (1, 1, "efa"),
+        (2, 1, "efa"),
+        (3, 1, "efa"),
+    ]
     assert (
         f"placement-group/{gpu['Placement']['GroupName']}" in (AWS / "head-policy.json").read_text()
     )
@@ -167,7 +172,14 @@ def metadata() -> Iterator[dict[str, str]]:
         server.shutdown()
 
 
-@pytest.mark.parametrize(("cloud", "left_s"), [("aws", 120), ("google", 30), ("azure", 120)])
+@pytest.mark.parametrize(
+    ("cloud", "left_s"),
+    [
+        ("aws", 120),
+        ("google", 30),
+        ("azure", 120),
+    ],
+)
 def test_notice_reaches_ray(
     cloud: str, left_s: int, metadata: dict[str, str], tmp_path: Path
 ) -> None:

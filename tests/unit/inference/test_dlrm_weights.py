@@ -84,7 +84,12 @@ def torchrec_dlrm(
 @pytest.fixture(scope="module")
 def preprocessor(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     out = str(tmp_path_factory.mktemp("adopted") / "preprocessor")
-    rayrec.vocabulary(str(click_log / "train.txt"), out=out, min_count=20, console=QUIET)
+    rayrec.vocabulary(
+        str(click_log / "train.txt"),
+        out=out,
+        min_count=20,
+        console=QUIET,
+    )
     return out
 
 
@@ -134,7 +139,12 @@ def test_adopted_weights_score_like_their_network(
         "preprocessor": preprocessor,
     }
     crosses = {"cross_layers": 2, "cross_low_rank": 4} if "dcn" in kind else {}
-    model = {**SMALL, "interaction": report["interaction"], "first_order": False, **crosses}
+    model = {
+        **SMALL,
+        "interaction": report["interaction"],
+        "first_order": False,
+        **crosses,
+    }
     config = one_worker(
         click_log,
         tmp_path,
@@ -154,7 +164,12 @@ DEEP = (16,) * 11 + (DIM,)
 def equal_tables(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Preprocessor with tables of one size, of which any order would be accepted."""
     out = str(tmp_path_factory.mktemp("equal") / "preprocessor")
-    rayrec.vocabulary(str(click_log / "train.txt"), out=out, max_num_embeddings=5, console=QUIET)
+    rayrec.vocabulary(
+        str(click_log / "train.txt"),
+        out=out,
+        max_num_embeddings=5,
+        console=QUIET,
+    )
     assert set(Preprocessor.load(out).num_embeddings) == {5}
     return out
 
@@ -163,7 +178,12 @@ def deep_network(kind: str, rows: list[int]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     if kind == "dlrm_s_pytorch":
         return FirstDLRM(rows, bottom=DEEP, top=(*DEEP, 1)).state_dict()
-    return torchrec_dlrm(rows, crosses=True, layers=12, bottom=DEEP).state_dict()
+    return torchrec_dlrm(
+        rows,
+        crosses=True,
+        layers=12,
+        bottom=DEEP,
+    ).state_dict()
 
 
 def renamed(state: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:

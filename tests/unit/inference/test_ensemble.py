@@ -42,7 +42,12 @@ from rayrec.workloads.recsys.baselines import Baselines, one_hot, open_baselines
 from rayrec.workloads.recsys.distillation import Teacher, load_targets
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-FINAL = FinalNetConfig(embedding_dim=4, first_tower=(8,), second_tower=(6,), embedding_penalty=0.1)
+FINAL = FinalNetConfig(
+    embedding_dim=4,
+    first_tower=(8,),
+    second_tower=(6,),
+    embedding_penalty=0.1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
     # whose table rows are wider than its embeddings
     kinds = (SMALL, FINAL, DeepFMConfig(embedding_dim=8, mlp=(8,)))
     return [
-        save_clicks(folder / str(seed), model=model, seed=seed, scale=3.0)
+        save_clicks(
+            folder / str(seed),
+            model=model,
+            seed=seed,
+            scale=3.0,
+        )
         for seed, model in enumerate(kinds)
     ]
 
@@ -60,7 +70,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
 def together(models: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> str:
     out = str(tmp_path_factory.mktemp("together") / "model")
     result = rayrec.ensemble(
-        [str(models[0].run), str(models[1].checkpoint), str(models[2].run)], out=out
+        [
+            str(models[0].run),
+            str(models[1].checkpoint),
+            str(models[2].run),
+        ],
+        out=out,
     )
     assert result["models"] == ["DLRM", "FinalNet", "DeepFM"]
     assert result["checkpoints"] == [str(model.checkpoint) for model in models]
@@ -122,7 +137,12 @@ def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
     )
     kinds: tuple[ClickModelConfig, ...] = (FINAL, din)
     saved = [
-        save_clicks(tmp_path / str(n), model=model, seed=n, preprocessor=preprocessor)
+        save_clicks(
+            tmp_path / str(n),
+            model=model,
+            seed=n,
+            preprocessor=preprocessor,
+        )
         for n, model in enumerate(kinds)
     ]
     rayrec.ensemble([str(model.run) for model in saved], out=str(tmp_path / "both"))
@@ -177,7 +197,14 @@ def test_chunk_offsets_are_preserved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     bias = torch.ones(3)
     number = torch.tensor(7.0)
     checkpoints.save(
-        str(tmp_path / "a"), {"t": table, "bias": bias, "number": number, "none": table}, state={}
+        str(tmp_path / "a"),
+        {
+            "t": table,
+            "bias": bias,
+            "number": number,
+            "none": table,
+        },
+        state={},
     )
     checkpoints.save(str(tmp_path / "b"), {"u": table[:, :2] * 2}, state={})
     source = [checkpoints.Checkpoint(str(tmp_path / name)) for name in "ab"]
@@ -541,7 +568,17 @@ def test_baselines_train_on_model_rows(
         "none",
         "--json",
     ]
-    assert run(["compare", str(saved.run), str(log), *arguments]) == 0
+    assert (
+        run(
+            [
+                "compare",
+                str(saved.run),
+                str(log),
+                *arguments,
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert [model["name"] for model in found["models"]] == [saved.run.name, "lightgbm", "logistic"]
     labels = _labels(log)

@@ -40,7 +40,12 @@ from rayrec.workloads.recsys.scoring import cache_folder
 from rayrec.workloads.scoring import Device, Scoring
 
 GIB = 1 << 30
-SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("i",),
+    sparse=("c",),
+)
 
 
 def _node(cpus: float, memory: int = 64 * GIB, gpus: float = 0) -> Node:
@@ -53,14 +58,50 @@ def test_pool_size_fits_memory_and_cores() -> None:
         ([_node(2)], GIB, 100, 1, Pool(1, 1, 0)),
         ([_node(1)], GIB, 100, 0, Pool(1, 1, 0)),
         ([_node(1)], GIB, 100, 1, Pool(1, 0.5, 0)),
-        ([_node(0.5)], GIB, 100, 0, Pool(1, 0.5, 0)),
+        (
+            [_node(0.5)],
+            GIB,
+            100,
+            0,
+            Pool(1, 0.5, 0),
+        ),
         ([_node(8)], GIB, 3, 0, Pool(3, 1, 0)),
-        ([_node(16)], 15 * GIB, 100, 0, Pool(4, 4, 0)),  # memory holds four copies of the weights
-        ([_node(16)], 15 * GIB, 100, 1, Pool(3, 4, 0)),
-        ([_node(16)], 60 * GIB, 100, 1, Pool(1, 15, 0)),
-        ([_node(8), _node(4), _node(0)], GIB, 100, 0, Pool(12, 1, 0)),
+        (
+            [_node(16)],
+            15 * GIB,
+            100,
+            0,
+            Pool(4, 4, 0),
+        ),  # memory holds four copies of the weights
+        (
+            [_node(16)],
+            15 * GIB,
+            100,
+            1,
+            Pool(3, 4, 0),
+        ),
+        (
+            [_node(16)],
+            60 * GIB,
+            100,
+            1,
+            Pool(1, 15, 0),
+        ),
+        (
+            [_node(8), _node(4), _node(0)],
+            GIB,
+            100,
+            0,
+            Pool(12, 1, 0),
+        ),
         # the second holds none, the first six
-        ([_node(8), _node(8, 2 * GIB)], 9 * GIB, 100, 0, Pool(4, 2, 0)),
+        (
+            [_node(8), _node(8, 2 * GIB)],
+            9 * GIB,
+            100,
+            0,
+            Pool(4, 2, 0),
+        ),
     ):
         pool = plan_pool(
             nodes, weight_bytes=weight_bytes, blocks=blocks, spare_cpus=spare_cpus, device="cpu"
@@ -68,7 +109,12 @@ def test_pool_size_fits_memory_and_cores() -> None:
         assert pool == expected
         assert pool.num_actors * pool.cpus_per_actor <= sum(node.resources["CPU"] for node in nodes)
     # Threads share the weights: 61 GB hold one copy.
-    shared = {"weight_bytes": 60 * GIB, "spare_cpus": 0, "device": "cpu", "shared_weights": True}
+    shared = {
+        "weight_bytes": 60 * GIB,
+        "spare_cpus": 0,
+        "device": "cpu",
+        "shared_weights": True,
+    }
     for cpus, memory, blocks, threads in (
         (8, 64, 100, 8),
         (8, 61, 100, 8),
@@ -95,12 +141,20 @@ def test_pool_needs_cores() -> None:
 
 def test_pool_has_one_process_per_gpu() -> None:
     nodes = [_node(8, gpus=2), _node(8)]
-    assert plan_pool(nodes, weight_bytes=GIB, blocks=9, spare_cpus=1, device="cuda") == Pool(
-        2, 1, 1
-    )
-    assert plan_pool(nodes, weight_bytes=GIB, blocks=1, spare_cpus=1, device="cuda") == Pool(
-        1, 1, 1
-    )
+    assert plan_pool(
+        nodes,
+        weight_bytes=GIB,
+        blocks=9,
+        spare_cpus=1,
+        device="cuda",
+    ) == Pool(2, 1, 1)
+    assert plan_pool(
+        nodes,
+        weight_bytes=GIB,
+        blocks=1,
+        spare_cpus=1,
+        device="cuda",
+    ) == Pool(1, 1, 1)
     rejects(
         "GPU for cuda not found",
         plan_pool,
@@ -113,7 +167,12 @@ def test_pool_has_one_process_per_gpu() -> None:
 
 
 def test_oversized_weights_are_rejected_and_sigmoid_is_exact() -> None:
-    plan = functools.partial(plan_pool, blocks=9, spare_cpus=0, device="cpu")
+    plan = functools.partial(
+        plan_pool,
+        blocks=9,
+        spare_cpus=0,
+        device="cpu",
+    )
     rejects(r"108 GB.*got at most 68\.7 GB from Ray", plan, [_node(8)], weight_bytes=100 * GIB)
     message = r"scoring needs 65\.5 GB of memory for the weights, got 65 GB of free memory"
     nodes = [_node(8, int(60.5 * GIB))]
@@ -463,7 +522,12 @@ def test_slices_by_value_frequency_and_day_keep_order() -> None:
     values = pa.chunked_array(
         [pa.DictionaryArray.from_arrays(pa.array(block, pa.int32()), names) for block in blocks]
     )
-    expected = [("1", [3]), ("2-9", [2]), ("(not in the vocabulary)", [0, 4]), ("(missing)", [1])]
+    expected = [
+        ("1", [3]),
+        ("2-9", [2]),
+        ("(not in the vocabulary)", [0, 4]),
+        ("(missing)", [1]),
+    ]
     assert list(_found("frequency:c", values).items()) == expected
 
     def days(codes: list[int]) -> pa.Array:
@@ -551,7 +615,12 @@ def test_evaluation_text_is_readable() -> None:
         "intervals": {"auroc": [0.74, 0.76], "normalized_entropy": [None, None]},
         "resampling": {"confidence": 0.9, "resamples": 1000, "seed": 0},
         "checkpoint": "runs/a",
-        "compared": {**METRICS, "auroc": 0.74, "differences": DIFFERENCES, "checkpoint": "runs/b"},
+        "compared": {
+            **METRICS,
+            "auroc": 0.74,
+            "differences": DIFFERENCES,
+            "checkpoint": "runs/b",
+        },
         "slices": {"cat_5": [{"value": "0000000a", **METRICS, "label_rate": 0.1}]},
     }
     for chunk in result["slices"]["cat_5"]:  # type: ignore[index]

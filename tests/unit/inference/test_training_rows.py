@@ -107,7 +107,12 @@ def test_large_log_is_read_only_if_scored(
 
 
 def test_new_rows_are_no_training_rows(trained: Trained, tmp_path: Path) -> None:
-    rayrec.generate(str(tmp_path), rows=2_000, seed=9, console=QUIET)
+    rayrec.generate(
+        str(tmp_path),
+        rows=2_000,
+        seed=9,
+        console=QUIET,
+    )
     assert trained.evaluate(str(tmp_path / "train.txt"))["training_rows"] == 0
 
 
@@ -147,7 +152,12 @@ def test_comparison_counts_training_rows_of_each_model(
 
 # -- logs whose rows repeat at random
 
-FEW = Schema(label="y", sparse=("user", "item"), tokens="any", delimiter=",")
+FEW = Schema(
+    label="y",
+    sparse=("user", "item"),
+    tokens="any",
+    delimiter=",",
+)
 
 
 def few_categories(rows: int, *, seed: int) -> pd.DataFrame:
@@ -199,7 +209,15 @@ def test_rows_with_equal_runs_everywhere_are_unknown() -> None:
 
 def test_hash_uses_all_values() -> None:
     dense = np.array(
-        [[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0]],
+        [
+            [1.0, 2.0],
+            [2.0, 1.0],
+            [1.0, 2.0],
+            [1.0, 2.0],
+            [1.0, 2.0],
+            [1.0, 2.0],
+            [1.0, 2.0],
+        ],
         np.float32,
     )
     first = np.array([3, 3, 4, 3, 3, 3, 3], np.int32)
@@ -233,7 +251,13 @@ def test_evaluate_without_path_scores_test_rows(trained: Trained, tmp_path: Path
     part.write_bytes(b"".join(trained.lines[-TESTED:]))
     result = trained.evaluate()
     by_file = trained.evaluate(str(part))
-    names = ("auroc", "logloss", "calibration", "rows", "label_rate")
+    names = (
+        "auroc",
+        "logloss",
+        "calibration",
+        "rows",
+        "label_rate",
+    )
     assert {name: result[name] for name in names} == {name: by_file[name] for name in names}
     summary = json.loads(Path(trained.run, "summary.json").read_text())
     assert result["auroc"] == pytest.approx(summary["metrics"]["auroc"], abs=1e-6)
@@ -241,7 +265,12 @@ def test_evaluate_without_path_scores_test_rows(trained: Trained, tmp_path: Path
 
 
 def test_evaluate_without_test_rows_scores_validation(trained: Trained, tmp_path: Path) -> None:
-    rayrec.generate(str(tmp_path / "later"), rows=900, seed=3, console=QUIET)
+    rayrec.generate(
+        str(tmp_path / "later"),
+        rows=900,
+        seed=3,
+        console=QUIET,
+    )
     later = str(tmp_path / "later" / "train.txt")
     config = one_worker(
         trained.log.parent, tmp_path, steps=2, evaluate_every=2, eval_data={"path": later}
@@ -304,7 +333,13 @@ def test_compare_without_path_scores_test_rows(
 def test_models_with_other_test_rows_are_rejected(trained: Trained, tmp_path: Path) -> None:
     other = Trained(tmp_path)
     other.log.write_bytes(b"".join(trained.lines[1:]))
-    config = one_worker(other.log.parent, tmp_path, steps=2, evaluate_every=2, name="other")
+    config = one_worker(
+        other.log.parent,
+        tmp_path,
+        steps=2,
+        evaluate_every=2,
+        name="other",
+    )
     run = train(config).folder
     rejects("its test rows are not those of", rayrec.compare, [trained.run, run], console=QUIET)
     rejects("its test rows are not those of", trained.evaluate, compare=run)
@@ -314,7 +349,15 @@ def test_models_with_copies_of_test_rows_are_compared(trained: Trained, tmp_path
     log = tmp_path / "log"
     log.mkdir()
     shutil.copy(trained.log, log / "train.txt")
-    run = train(one_worker(log, tmp_path, steps=2, evaluate_every=2, name="copy")).folder
+    run = train(
+        one_worker(
+            log,
+            tmp_path,
+            steps=2,
+            evaluate_every=2,
+            name="copy",
+        )
+    ).folder
     assert rayrec.compare([trained.run, run], resamples=20, console=QUIET)["rows"] == TESTED
 
 
@@ -367,7 +410,11 @@ def test_files_of_rows_in_memory_are_removed(
 
 @pytest.mark.parametrize(
     "data",
-    [pytest.param({"a": 1}, id="dict"), pytest.param([1], id="list"), pytest.param(3, id="number")],
+    [
+        pytest.param({"a": 1}, id="dict"),
+        pytest.param([1], id="list"),
+        pytest.param(3, id="number"),
+    ],
 )
 def test_other_types_are_rejected(data: Any, trained: Trained, tmp_path: Path) -> None:
     expected = (

@@ -65,13 +65,37 @@ def test_datasets_have_task_memory_and_ids_of_their_owner(monkeypatch: pytest.Mo
 
 def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:
     for changes, prefetch_blocks, limits in (
-        ({}, 2, ConcurrencyLimits(tasks=8, blocks=10)),  # all four CPUs of the cluster, twice
-        ({"max_cpus": 2.0}, 0, ConcurrencyLimits(tasks=4, blocks=4)),
-        ({"max_cpus": 0.5, "num_cpus": 0.5}, 1, ConcurrencyLimits(tasks=2, blocks=3)),
-        ({"max_cpus": 0.7, "num_cpus": 1.0}, 2, ConcurrencyLimits(tasks=2, blocks=4)),
+        (
+            {},
+            2,
+            ConcurrencyLimits(tasks=8, blocks=10),
+        ),  # all four CPUs of the cluster, twice
+        (
+            {"max_cpus": 2.0},
+            0,
+            ConcurrencyLimits(tasks=4, blocks=4),
+        ),
+        (
+            {"max_cpus": 0.5, "num_cpus": 0.5},
+            1,
+            ConcurrencyLimits(tasks=2, blocks=3),
+        ),
+        (
+            {"max_cpus": 0.7, "num_cpus": 1.0},
+            2,
+            ConcurrencyLimits(tasks=2, blocks=4),
+        ),
         # the reader has three blocks
-        ({"max_object_store_bytes": 9_999}, 2, ConcurrencyLimits(tasks=6, blocks=6)),
-        ({"max_object_store_bytes": 1_000}, 2, ConcurrencyLimits(tasks=1, blocks=1)),
+        (
+            {"max_object_store_bytes": 9_999},
+            2,
+            ConcurrencyLimits(tasks=6, blocks=6),
+        ),
+        (
+            {"max_object_store_bytes": 1_000},
+            2,
+            ConcurrencyLimits(tasks=1, blocks=1),
+        ),
     ):
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
         assert (

@@ -90,7 +90,13 @@ def _numbers(batches: list[Batch]) -> list[list[int]]:
 def _all_workers(source: ArrayRows, world_size: int, **options: object) -> list[list[int]]:
     """Each step's rows over all workers, in the order of the epoch."""
     loaders = [
-        _loader(source, rank=rank, world_size=world_size, **options) for rank in range(world_size)
+        _loader(
+            source,
+            rank=rank,
+            world_size=world_size,
+            **options,
+        )
+        for rank in range(world_size)
     ]
     shares = [_numbers(list(loader)) for loader in loaders]
     steps = []
@@ -152,7 +158,12 @@ def test_every_row_trains_once_across_reshards(
     seen: list[int] = []
     state = None
     for place, world_size in enumerate(worlds):
-        options = {"batch_size": batch_size, "epochs": epochs, "state": state, "order": order}
+        options = {
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "state": state,
+            "order": order,
+        }
         steps = _loader(source, world_size=world_size, **options).steps
         taken = steps if place == len(worlds) - 1 else data.draw(st.integers(0, steps))
         rows = [
@@ -197,7 +208,15 @@ def test_short_rest_joins_batch_and_windows_are_announced() -> None:
     source = Shards(5)
     order = _order(source, small_steps=True)
     batches = [
-        list(_loader(source, rank=rank, world_size=2, batch_size=2, order=order))
+        list(
+            _loader(
+                source,
+                rank=rank,
+                world_size=2,
+                batch_size=2,
+                order=order,
+            )
+        )
         for rank in range(2)
     ]
     assert [len(batch) for batch in batches[0]] == [2, 1]
@@ -220,11 +239,41 @@ FOURS = (4, 4, 4, 4)
 
 def test_position_rejects_other_order() -> None:
     for chunks, options, others, changes, why in (
-        ((10,), {}, (11,), {}, "rows changed from 10 to 11"),
-        ((10,), {}, (10,), {"seed": 3}, "seed changed from 0 to 3"),
-        ((10,), {"data_hash": "0a"}, (10,), {"data_hash": "0b"}, "data_hash changed from 0a to 0b"),
-        ((10,), {"data_hash": "0a"}, (10,), {}, None),
-        (FOURS, {"shuffle": "window"}, (3, 5, 4, 4), {}, "because chunk_rows"),
+        (
+            (10,),
+            {},
+            (11,),
+            {},
+            "rows changed from 10 to 11",
+        ),
+        (
+            (10,),
+            {},
+            (10,),
+            {"seed": 3},
+            "seed changed from 0 to 3",
+        ),
+        (
+            (10,),
+            {"data_hash": "0a"},
+            (10,),
+            {"data_hash": "0b"},
+            "data_hash changed from 0a to 0b",
+        ),
+        (
+            (10,),
+            {"data_hash": "0a"},
+            (10,),
+            {},
+            None,
+        ),
+        (
+            FOURS,
+            {"shuffle": "window"},
+            (3, 5, 4, 4),
+            {},
+            "because chunk_rows",
+        ),
         (
             FOURS,
             {"shuffle": "window"},
@@ -241,7 +290,13 @@ def test_position_rejects_other_order() -> None:
             {"chunks_per_window": 9},
             None,
         ),
-        (FOURS, {}, FOURS, {"chunks_per_window": 3}, None),
+        (
+            FOURS,
+            {},
+            FOURS,
+            {"chunks_per_window": 3},
+            None,
+        ),
     ):
         source = Shards(*chunks)
         other = Shards(*others)
@@ -256,7 +311,14 @@ def test_position_rejects_other_order() -> None:
 def test_old_position_resumes_and_loader_raises_row_errors() -> None:
     source = Shards(4, 4, 4, 4)
     order = _order(source, "window", data_hash="0a")
-    stored = {"epoch": 0, "offset": 8, "rows": 16, "chunks": 4, "shuffle": "window", "seed": 0}
+    stored = {
+        "epoch": 0,
+        "offset": 8,
+        "rows": 16,
+        "chunks": 4,
+        "shuffle": "window",
+        "seed": 0,
+    }
     loader = _loader(source, state=stored, order=order)
     assert _numbers(list(loader)) == _numbers(list(_loader(source, order=order)))[2:]
     assert loader.state()["data_hash"] == "0a"
@@ -287,7 +349,12 @@ def test_close_stops_thread_and_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "count", "sizes"), [(5, 2, [3, 2]), (2, 3, [1, 1, 1]), (4, 1, [4])]
+    ("rows", "count", "sizes"),
+    [
+        (5, 2, [3, 2]),
+        (2, 3, [1, 1, 1]),
+        (4, 1, [4]),
+    ],
 )
 def test_split_batch_has_exact_size(rows: int, count: int, sizes: list[int]) -> None:
     parts = Batch({"x": torch.arange(rows)}, 0.5).parts(count)

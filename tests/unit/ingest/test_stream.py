@@ -267,7 +267,12 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.mark.parametrize("batch_size", [1, 33, 64, 350, 1000])
 def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch_size: int) -> None:
     loaders = [
-        loader(prepared, batch_size=batch_size, rank=rank, world_size=world_size)
+        loader(
+            prepared,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
         for rank in range(world_size)
     ]
     batches = [list(each) for each in loaders]
@@ -388,7 +393,15 @@ def test_constants_are_pinned_once_and_batches_may_be_empty(
         assert 1 <= len(offsets) <= 2  # of the first batch, and then for good
     order = order_of(prepared[0], 0, 5)
     last = [
-        list(loader(prepared, order, batch_size=1, rank=rank, world_size=4))[-1]
+        list(
+            loader(
+                prepared,
+                order,
+                batch_size=1,
+                rank=rank,
+                world_size=4,
+            )
+        )[-1]
         for rank in range(4)
     ]
     assert [len(batch) for batch in last] == [1, 0, 0, 0]
@@ -398,14 +411,26 @@ def test_constants_are_pinned_once_and_batches_may_be_empty(
     ) == (0, 0)
     assert {batch.loss_weight for batch in last} == {4.0}
     loaders = [
-        loader(prepared, order_of(prepared[0], 0, 2), epochs=2, rank=rank, world_size=3)
+        loader(
+            prepared,
+            order_of(prepared[0], 0, 2),
+            epochs=2,
+            rank=rank,
+            world_size=3,
+        )
         for rank in range(3)
     ]
     assert sorted([[len(batch) for batch in each] for each in loaders]) == [[0, 0], [1, 1], [1, 1]]
 
 
 def test_slicer_adds_full_tables_to_empty_batch() -> None:
-    inputs = Schema(label="label", dense=(), sparse=("user", "item"), lists=("item",), tokens="any")
+    inputs = Schema(
+        label="label",
+        dense=(),
+        sparse=("user", "item"),
+        lists=("item",),
+        tokens="any",
+    )
     lists = JaggedIds(np.array([5, 3, 4], np.int32), np.array([2, 1], np.int32))
     rows = EncodedRows(
         np.empty((2, 0), np.float32),
@@ -432,7 +457,12 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
     end = Position(3, 0, world_size, 100, None, order_of(prepared[0]).identity)
     of_ranks = []
     for rank in range(world_size):
-        settings = {"epochs": 3, "batch_size": 100, "rank": rank, "world_size": world_size}
+        settings = {
+            "epochs": 3,
+            "batch_size": 100,
+            "rank": rank,
+            "world_size": world_size,
+        }
         first = loader(prepared, **settings)
         states = [first.state()]
         whole = []
@@ -457,8 +487,18 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
 @pytest.mark.parametrize(
     "moves",
     [
-        [(3, 2, 40), (2, 1, 40), (5, 1, 30), (1, 3, 64)],
-        [(2, 5, 64), (2, 3, 50), (4, 0, 50), (3, 4, 9)],
+        [
+            (3, 2, 40),
+            (2, 1, 40),
+            (5, 1, 30),
+            (1, 3, 64),
+        ],
+        [
+            (2, 5, 64),
+            (2, 3, 50),
+            (4, 0, 50),
+            (3, 4, 9),
+        ],
     ],
 )
 def test_loader_resumes_with_other_world_sizes(
@@ -499,7 +539,11 @@ def test_loader_resumes_with_other_world_sizes(
 
 def test_row_numbers_match_log(prepared: Prepared) -> None:
     rows = log_rows(prepared)
-    for start, stop, shuffle in ((0, ROWS, "window"), (90, 611, "window"), (90, 611, "none")):
+    for start, stop, shuffle in (
+        (0, ROWS, "window"),
+        (90, 611, "window"),
+        (90, 611, "none"),
+    ):
         numbers = []
         for batch in loader(prepared, order_of(prepared[0], start, stop, shuffle), epochs=2):
             numbers += batch.row_numbers.numbers.tolist()
@@ -558,7 +602,11 @@ def test_lost_and_repeated_rows_are_counted(
 
 @pytest.mark.parametrize(
     ("calls", "expected"),
-    [((0, 1, 2, 4, 5), (64, 0)), ((0, 1, 1, 2, 3), (0, 64)), (range(5), (0, 0))],
+    [
+        ((0, 1, 2, 4, 5), (64, 0)),
+        ((0, 1, 1, 2, 3), (0, 64)),
+        (range(5), (0, 0)),
+    ],
 )
 def test_skipped_and_repeated_batches_are_counted(
     prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]
@@ -616,9 +664,17 @@ def test_resume_rejects_changed_order(prepared: Prepared, tmp_path: Path) -> Non
     again = open_index(Path(index.segments[0].path), segment_bytes=4_500)
     others = [
         dataclasses.replace(order, **change)
-        for change in ({"seed": 4}, {"segments_per_block": 4}, {"shuffle": "none"})
+        for change in (
+            {"seed": 4},
+            {"segments_per_block": 4},
+            {"shuffle": "none"},
+        )
     ]
-    for other in (*others, order_of(again), order_of(index, 0, ROWS - 1)):
+    for other in (
+        *others,
+        order_of(again),
+        order_of(index, 0, ROWS - 1),
+    ):
         rejects(
             r"^train_data: cannot resume, .*order changed.* another --name\.$",
             loader,
@@ -647,7 +703,13 @@ def test_resume_rejects_changed_order(prepared: Prepared, tmp_path: Path) -> Non
 
 
 def test_position_without_order_resumes_and_close_stops_reading(prepared: Prepared) -> None:
-    stored = {"epoch": 0, "step_in_deal": 2, "world_size": 1, "batch_size": 64, "pieces": None}
+    stored = {
+        "epoch": 0,
+        "step_in_deal": 2,
+        "world_size": 1,
+        "batch_size": 64,
+        "pieces": None,
+    }
     going_on = loader(prepared, position=Position.from_dict(stored))
     assert all(
         same(one, other) for one, other in zip(going_on, list(loader(prepared))[2:], strict=True)

@@ -153,7 +153,13 @@ def test_layers_without_bias_and_without_activation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_features", "out_features"), [(24, 100), (100, 300), (100, 24), (80, 80)]
+    ("in_features", "out_features"),
+    [
+        (24, 100),
+        (100, 300),
+        (100, 24),
+        (80, 80),
+    ],
 )
 def test_input_major_weight_gradient_matches_output_major(
     in_features: int, out_features: int
@@ -286,10 +292,26 @@ FLOAT = torch.float32
 HALF = torch.bfloat16
 
 
-@pytest.mark.parametrize("kinds", [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (FLOAT, HALF)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (FLOAT, FLOAT),
+        (HALF, FLOAT),
+        (HALF, HALF),
+        (FLOAT, HALF),
+    ],
+)
 @pytest.mark.parametrize(
     ("rows", "features", "dim"),
-    [(0, 3, 4), (1, 1, 1), (5, 2, 3), (7, 26, 16), (3, 33, 20), (600, 16, 33), (4, 70, 64)],
+    [
+        (0, 3, 4),
+        (1, 1, 1),
+        (5, 2, 3),
+        (7, 26, 16),
+        (3, 33, 20),
+        (600, 16, 33),
+        (4, 70, 64),
+    ],
 )
 def test_dots_kernel_matches_operators(
     rows: int, features: int, dim: int, kinds: tuple[torch.dtype, torch.dtype]
@@ -427,10 +449,23 @@ def test_wait_policy_and_ratio_follow_contention() -> None:
     assert not policy.update(1.0, 7.5)  # Initial duration again
     before = [(0, 0), (5 * _MS, 5 * _MS), (0, 0)]
     assert (
-        waiting_share(before, [(90 * _MS, 10 * _MS), (6 * _MS, 9 * _MS), (1 * _MS, 3 * _MS)]) == 0.1
+        waiting_share(
+            before,
+            [
+                (90 * _MS, 10 * _MS),
+                (6 * _MS, 9 * _MS),
+                (1 * _MS, 3 * _MS),
+            ],
+        )
+        == 0.1
     )
     assert waiting_share(
-        before, [(90 * _MS, 10 * _MS), (10 * _MS, 95 * _MS), (0, 0)]
+        before,
+        [
+            (90 * _MS, 10 * _MS),
+            (10 * _MS, 95 * _MS),
+            (0, 0),
+        ],
     ) == pytest.approx(90 / 95)
     assert waiting_share(before, before) == 0.0
 

@@ -536,7 +536,14 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
         assert math.isnan(significance.compare_seeds(unknown, unknown, confidence=0.95).p_value)
 
 
-@pytest.mark.parametrize("noise", [(2.0, 0.0, 0.0), (0.5, 2.0, 0.0), (1.0, 0.5, 0.1)])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        (2.0, 0.0, 0.0),
+        (0.5, 2.0, 0.0),
+        (1.0, 0.5, 0.1),
+    ],
+)
 def test_equal_settings_have_uniform_p_values_over_seeds(noise: tuple[float, float, float]) -> None:
     """Settings that differ at random: by rows, by seeds, or both."""
     rng = np.random.default_rng(1)
@@ -594,7 +601,16 @@ def test_single_class_and_invalid_arguments_have_no_intervals() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    ("negatives", "positives"), [(0, 0), (0, 1), (1, 1), (1, 2), (12, 12), (96, 4), (25, 5)]
+    ("negatives", "positives"),
+    [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+        (1, 2),
+        (12, 12),
+        (96, 4),
+        (25, 5),
+    ],
 )
 def test_intervals_need_enough_rows_and_positives(negatives: int, positives: int) -> None:
     labels = np.repeat([0, 1], [negatives, positives])

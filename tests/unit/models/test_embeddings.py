@@ -42,7 +42,12 @@ from rayrec.models.sharded_model import TableValues, build_embeddings
 from rayrec.schema import Label
 from rayrec.workloads.recsys.scorer import PlainModel
 
-TABLE: dict[str, Any] = {"seed": 3, "table": "cat_1", "num_embeddings": 150_000, "embedding_dim": 8}
+TABLE: dict[str, Any] = {
+    "seed": 3,
+    "table": "cat_1",
+    "num_embeddings": 150_000,
+    "embedding_dim": 8,
+}
 
 
 @pytest.mark.parametrize("start", [None, TableInit(kind="normal", std=0.5)])
@@ -81,10 +86,25 @@ def test_initial_values_match_distribution_and_start_on_meta() -> None:
     TableValues(3, "cat_1", 100, 3).fill(part)
     expected = [-1114835955, -1127736896, 1027692397, -1116264761, -1120535357, 1014909978]
     assert part.view(torch.int32).flatten().tolist() == expected
-    one = build_embeddings([100, 50], embedding_dim=4, seed=1, device="cpu")
+    one = build_embeddings(
+        [100, 50],
+        embedding_dim=4,
+        seed=1,
+        device="cpu",
+    )
     torch.manual_seed(99)
-    two = build_embeddings([100, 50, 7], embedding_dim=4, seed=1, device="cpu")
-    other = build_embeddings([100, 50], embedding_dim=4, seed=2, device="cpu")
+    two = build_embeddings(
+        [100, 50, 7],
+        embedding_dim=4,
+        seed=1,
+        device="cpu",
+    )
+    other = build_embeddings(
+        [100, 50],
+        embedding_dim=4,
+        seed=2,
+        device="cpu",
+    )
     assert torch.equal(one.embedding_bags["cat_1"].weight, two.embedding_bags["cat_1"].weight)
     assert not torch.equal(one.embedding_bags["cat_1"].weight, other.embedding_bags["cat_1"].weight)
     assert (
@@ -136,7 +156,14 @@ def test_table_name_supports_any_and_keeps_ordinary_names() -> None:
     assert list(pooled.keys()) == ODD_NAMES
     for number, (name, key) in enumerate(zip(ODD_NAMES, keys, strict=True)):
         assert torch.equal(pooled[name][0], odd.state_dict()[key][number % 5])
-    for name in ("cat_0", "user_id", "Typ", "user%2Eid", "\u00fcser/id \u5e97", "a b"):
+    for name in (
+        "cat_0",
+        "user_id",
+        "Typ",
+        "user%2Eid",
+        "\u00fcser/id \u5e97",
+        "a b",
+    ):
         assert table_name(name) == name
     assert table_name("user.id") == "%table:user%2Eid"
 
@@ -196,7 +223,11 @@ def test_label_fields_match_schema_and_ensembles_need_mean() -> None:
     fields = [list(head.answer(values, np.array)) for head in heads]
     assert (
         fields
-        == [["scores", "logits"], ["score_like"], ["score_seconds"]]
+        == [
+            ["scores", "logits"],
+            ["score_like"],
+            ["score_seconds"],
+        ]
         == [list(h.json_schema()) for h in heads]
     )
     columns = [name for head in heads for name in head.columns(values, np.array)]
@@ -370,7 +401,12 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
 
 def test_rank_measures_skip_rows_and_rank_nan_last() -> None:
     logits = torch.tensor(
-        [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [torch.nan, 2.0, 1.0], [1.0, 1.0, 1.0]]
+        [
+            [3.0, 2.0, 1.0],
+            [1.0, 2.0, 3.0],
+            [torch.nan, 2.0, 1.0],
+            [1.0, 1.0, 1.0],
+        ]
     )
     found = rank_measures(
         logits, torch.tensor([1, 0, 0, 2]), k=2, has_target=torch.tensor([True, True, True, False])
@@ -547,7 +583,12 @@ def test_concurrent_lookups_return_separate_sums() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "share"), [("fp16", 0.5), ("int8", 24 / 64), ("int4", 12 / 64)]
+    ("quantization", "share"),
+    [
+        ("fp16", 0.5),
+        ("int8", 24 / 64),
+        ("int4", 12 / 64),
+    ],
 )
 def test_packed_rows_are_smaller_and_close(quantization: Quantization, share: float) -> None:
     values = np.random.default_rng(0).standard_normal((1000, 16)).astype(np.float32)

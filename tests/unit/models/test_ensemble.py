@@ -25,7 +25,12 @@ LABELS = (Label(name="like"), Label(name="seconds", kind="number"))
 DLRM = DLRMConfig(
     interaction="dot", embedding_dim=DIM, bottom_mlp=(8, DIM), top_mlp=(8, 1), embedding_penalty=0.1
 )
-FINAL = FinalNetConfig(embedding_dim=DIM, first_tower=(8,), second_tower=(6,), first_dropout=0.0)
+FINAL = FinalNetConfig(
+    embedding_dim=DIM,
+    first_tower=(8,),
+    second_tower=(6,),
+    first_dropout=0.0,
+)
 INPUTS = ModelInputs(2, ("a", "b"), "click")
 
 
@@ -48,7 +53,11 @@ def batch(inputs: ModelInputs) -> Batch:
 
 @pytest.mark.parametrize(
     ("config", "inputs"),
-    [(DLRM, INPUTS), (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)), (FINAL, INPUTS)],
+    [
+        (DLRM, INPUTS),
+        (DLRM, ModelInputs(2, ("a", "b"), "click", LABELS)),
+        (FINAL, INPUTS),
+    ],
 )
 def test_ensemble_members_learn_independently(
     config: ClickModelConfig, inputs: ModelInputs
@@ -92,7 +101,13 @@ def test_members_have_equal_parts_of_rows() -> None:
         0, ("item", "history"), "click", vocabularies=("item", "item"), lists=(("history", None),)
     )
     network = build_network(
-        DINConfig(embedding_dim=DIM, attention=(), mlp=(), members=2), inputs
+        DINConfig(
+            embedding_dim=DIM,
+            attention=(),
+            mlp=(),
+            members=2,
+        ),
+        inputs,
     ).eval()
     item = torch.rand(ROWS, 2 * DIM)
     values = torch.rand(3 * ROWS, 2 * DIM)
@@ -208,15 +223,30 @@ def test_embedding_penalty_applies_to_network_inputs() -> None:
     tags = torch.tensor([0, 1, 1, 4, 2])
     of_history = torch.tensor([3, 0, 1])
     of_tags = torch.tensor([2, 3, 0])
-    pooled = KeyedJaggedTensor(keys=["tags"], values=tags, lengths=of_tags, stride=3)
+    pooled = KeyedJaggedTensor(
+        keys=["tags"],
+        values=tags,
+        lengths=of_tags,
+        stride=3,
+    )
     ids = torch.cat([item, history])
     lengths = torch.cat([torch.ones(3, dtype=torch.int64), of_history])
-    listed = KeyedJaggedTensor(keys=["item", "history"], values=ids, lengths=lengths, stride=3)
+    listed = KeyedJaggedTensor(
+        keys=["item", "history"],
+        values=ids,
+        lengths=lengths,
+        stride=3,
+    )
     labels = {"click": torch.tensor([1.0, 0.0, 1.0])}
     batch = Batch({"dense": torch.zeros(3, 0)}, 1 / 3, pooled, labels, sequence_features=listed)
     gradients = []
     for penalty in (0.0, 0.6):
-        config = DINConfig(embedding_dim=4, attention=(4,), mlp=(4,), embedding_penalty=penalty)
+        config = DINConfig(
+            embedding_dim=4,
+            attention=(4,),
+            mlp=(4,),
+            embedding_penalty=penalty,
+        )
         model = whole_model(config, [4, 4, 5], inputs=inputs)
         items, of_tag = (
             next(tables.parameters()) for tables in (model.sequences, model.embeddings)

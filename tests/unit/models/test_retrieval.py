@@ -33,8 +33,18 @@ CANDIDATES = CandidateRows(2, 9, missing=1)
 TABLE_ROWS = 10
 LISTS = ModelInputs(0, ("item",), lists=(("item", LENGTH),), candidates=(("item", CANDIDATES),))
 PAIRS = ModelInputs(1, ("user", "item", "kind"), candidates=(("item", CANDIDATES),))
-SMALL = SASRecConfig(embedding_dim=8, hidden=12, dropout=0.0, k=3)
-TOWERS = TwoTowerConfig(embedding_dim=4, user_tower=(), vector=5, k=3)
+SMALL = SASRecConfig(
+    embedding_dim=8,
+    hidden=12,
+    dropout=0.0,
+    k=3,
+)
+TOWERS = TwoTowerConfig(
+    embedding_dim=4,
+    user_tower=(),
+    vector=5,
+    k=3,
+)
 
 
 def network_of(config: Any, inputs: ModelInputs, *, precision: Any = "fp32", seed: int = 0) -> Any:
@@ -48,7 +58,15 @@ def network_of(config: Any, inputs: ModelInputs, *, precision: Any = "fp32", see
     [
         pytest.param(SparseColumn(7, 5), 1, id="usual"),
         pytest.param(
-            SparseColumn(8, 5, first_id=1, unknown_id=6, missing_id=0), 0, id="unknown at the end"
+            SparseColumn(
+                8,
+                5,
+                first_id=1,
+                unknown_id=6,
+                missing_id=0,
+            ),
+            0,
+            id="unknown at the end",
         ),
         pytest.param(SparseColumn(8, 5, missing_id=4, gap=4), 4, id="missing within the range"),
         pytest.param(SparseColumn(9, 5, missing_id=7, gap=7), 7, id="missing behind the range"),
@@ -315,7 +333,13 @@ GOLDEN_LOGITS = [
 def test_sasrec_loss_skips_reserved_targets_and_candidates() -> None:
     network = randomized(network_of(SMALL, LISTS))
     table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
-    lists = [[2, 5, 0, 8, 1, 9], [0, 0, 1], [4], [], [1, 2]]
+    lists = [
+        [2, 5, 0, 8, 1, 9],
+        [0, 0, 1],
+        [4],
+        [],
+        [1, 2],
+    ]
     outputs = outputs_of(network, lists, table)
     losses = network.loss(outputs, BATCH)
     expected = []
@@ -572,14 +596,26 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
     network = randomized(network_of(config, PAIRS))
     # Popular; item 6 is in the vocabulary, but was not seen for long
     network.item_counts[5] = 1000.0
-    rows = np.array([[3, 5, 0], [4, 6, 0], [5, 6, 0], [6, 5, 0]])
+    rows = np.array(
+        [
+            [3, 5, 0],
+            [4, 6, 0],
+            [5, 6, 0],
+            [6, 5, 0],
+        ]
+    )
     _, tables = tower_rows(1)
     outputs = tower_outputs(network, rows, tables)
     cosine = outputs["user"].double() @ outputs["item"].double().T
     log_frequency = torch.tensor([992.0, 2.0, 2.0, 992.0], dtype=torch.float64).log()
     losses = network.loss(outputs, BATCH)
     expected = cosine - log_frequency
-    for row, negatives in ((0, [1, 2]), (1, [0, 3]), (2, [0, 3]), (3, [1, 2])):
+    for row, negatives in (
+        (0, [1, 2]),
+        (1, [0, 3]),
+        (2, [0, 3]),
+        (3, [1, 2]),
+    ):
         of_row = expected[row, [row, *negatives]]
         assert losses[row].item() == pytest.approx(
             (of_row.logsumexp(0) - of_row[0]).item(), rel=1e-3, abs=1e-6
@@ -624,7 +660,11 @@ def test_item_features_must_be_single_categories() -> None:
 def test_evaluations_average_measures_and_add_up_counts() -> None:
     rows = RowMetrics()
     tables = MeasureTotals()
-    for recall, targets in (([1.0, 0.0, 0.0], [1, 1, 1]), ([1.0], [1, 0]), ([], [])):
+    for recall, targets in (
+        ([1.0, 0.0, 0.0], [1, 1, 1]),
+        ([1.0], [1, 0]),
+        ([], []),
+    ):
         measures = {
             "recall": torch.tensor(recall),
             "targets": torch.tensor(targets, dtype=torch.int64),

@@ -64,7 +64,12 @@ def test_read_events_returns_written_order(path: Path) -> None:
     with EventWriter(path) as writer:
         writer.write("start", world_size=2)
         writer.write("step", step=1, loss=0.5)
-        writer.write("step", step=2, loss=0.25, text="zwei\nZeilen ü")
+        writer.write(
+            "step",
+            step=2,
+            loss=0.25,
+            text="zwei\nZeilen ü",
+        )
     events = read_events(path)
     assert [event["kind"] for event in events] == ["start", "step", "step"]
     assert before <= events[0]["time"] <= time.time()
@@ -89,7 +94,13 @@ def test_writer_converts_values_to_json(path: Path) -> None:
         (np.array([1.0, math.nan]), [1.0, None]),
         *(
             (value, None)
-            for value in (math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf"))
+            for value in (
+                math.nan,
+                math.inf,
+                -math.inf,
+                np.float32("nan"),
+                np.float64("inf"),
+            )
         ),
         (torch.tensor(0.5, requires_grad=True), 0.5),
         (torch.tensor([1, 2]), [1, 2]),
@@ -117,7 +128,14 @@ def test_writer_hides_secret_values_and_keeps_token_counts(path: Path) -> None:
         "access_key",
         "accessKey",
     ]
-    keys += ["api-key", "token", "hf_token", "authToken", "access_tokens", "token_file"]
+    keys += [
+        "api-key",
+        "token",
+        "hf_token",
+        "authToken",
+        "access_tokens",
+        "token_file",
+    ]
     assert [_written(path, **{key: "hush"})[key] for key in keys] == ["***"] * len(keys)
     _write(path, config={"storage": [{key: {"inner": "hush"}} for key in keys]})
     config = _written(path, config=_Login())["config"]
@@ -157,20 +175,47 @@ def test_writer_hides_keys_of_known_services(path: Path) -> None:
 def test_command_line_hides_secrets() -> None:
     for arguments, line in (
         (
-            ["train", "gpt2", "--max-new-tokens=20", "--name", "a b"],
+            [
+                "train",
+                "gpt2",
+                "--max-new-tokens=20",
+                "--name",
+                "a b",
+            ],
             "train gpt2 --max-new-tokens=20 --name 'a b'",
         ),
         (
-            ["train", "--workload.tokenizer", "gpt2", "--tokens", "x"],
+            [
+                "train",
+                "--workload.tokenizer",
+                "gpt2",
+                "--tokens",
+                "x",
+            ],
             "train --workload.tokenizer gpt2 --tokens x",
         ),
         (
-            ["x", "--password", "hu sh", "--api-key=hush2", "--seed", "1"],
+            [
+                "x",
+                "--password",
+                "hu sh",
+                "--api-key=hush2",
+                "--seed",
+                "1",
+            ],
             "x --password *** --api-key=*** --seed 1",
         ),
         (["x", "--token", "--seed", "1"], "x --token --seed 1"),
         (
-            ["x", "--cluster.env", "A=hush", "B", "C_D=hu sh", "--seed=1", "e=f"],
+            [
+                "x",
+                "--cluster.env",
+                "A=hush",
+                "B",
+                "C_D=hu sh",
+                "--seed=1",
+                "e=f",
+            ],
             "x --cluster.env A=*** B C_D=*** --seed=1 e=f",
         ),
         (["x", "--env=A=hush", "--cluster.env=B=hush"], "x --env=A=*** --cluster.env=B=***"),
@@ -193,7 +238,14 @@ def test_events_in_skips_line_that_grows_while_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"time": 1.0, "ki\n', b"7\n", b"{}\n", b"\xff\xfe\n", b"\x00\x00\n"]
+    "line",
+    [
+        b'{"time": 1.0, "ki\n',
+        b"7\n",
+        b"{}\n",
+        b"\xff\xfe\n",
+        b"\x00\x00\n",
+    ],
 )
 def test_read_events_rejects_invalid_lines(path: Path, line: bytes) -> None:
     _written(path, step=1)

@@ -29,11 +29,21 @@ REACHED = {
     "target_rows": 204_800,
     "target_s": 119.6,
 }
-SAVED = {"kind": "checkpoint", "step": 8, "path": "p", "bytes": 1e6}
+SAVED = {
+    "kind": "checkpoint",
+    "step": 8,
+    "path": "p",
+    "bytes": 1e6,
+}
 
 
 def screen(out: io.StringIO, **options: Any) -> RichConsole:
-    return RichConsole(file=out, width=100, color_system=None, **options)
+    return RichConsole(
+        file=out,
+        width=100,
+        color_system=None,
+        **options,
+    )
 
 
 def shown(run: RunSummary, **options: Any) -> str:
@@ -59,9 +69,24 @@ def measured() -> list[dict[str, Any]]:
         "cpu_share": 0.9,
         "queue_share": 0.0,
     }
-    data = {"seconds": 5.0, "rows": 640, "cpus": 1.0, "backlog_rows": 12.0, "stages": [stage]}
+    data = {
+        "seconds": 5.0,
+        "rows": 640,
+        "cpus": 1.0,
+        "backlog_rows": 12.0,
+        "stages": [stage],
+    }
     store = {"object_store_bytes": 3e6, "object_store_limit_bytes": 3e8, "spilled_bytes": 0}
-    return [*events, {"time": events[-1]["time"], "kind": "data", "step": 150, **data, **store}]
+    return [
+        *events,
+        {
+            "time": events[-1]["time"],
+            "kind": "data",
+            "step": 150,
+            **data,
+            **store,
+        },
+    ]
 
 
 def test_figures_match_running_and_finished_jobs() -> None:
@@ -74,12 +99,25 @@ def test_figures_match_running_and_finished_jobs() -> None:
         "0.00125  left 8 s"
     )
     assert line(run) == f"{expected}  saved step 150 (44 MB)  restarts 1"
-    run.update({"time": 1e9, "kind": "step", **run.latest["step"], "peak_fraction": 1.15})
+    run.update(
+        {
+            "time": 1e9,
+            "kind": "step",
+            **run.latest["step"],
+            "peak_fraction": 1.15,
+        }
+    )
     assert dict(figures(run))["of peak"] == "above measurement"
     run.update({"time": 1e9, "kind": "finish", "step": 200})
     assert run.status == "finishing"  # It evaluates its test rows.
     events = measured()
-    early = {"time": 2e9, "kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8}
+    early = {
+        "time": 2e9,
+        "kind": "early_stop",
+        "step": 150,
+        "best_step": 100,
+        "best_score": 0.8,
+    }
     finish = {
         "time": 2e9,
         "kind": "finish",
@@ -102,7 +140,15 @@ def test_figures_match_running_and_finished_jobs() -> None:
     assert "step 150 of 150" in text
     assert "finished, stopped early at step 150 of 200" in text
     # Another driver extends it.
-    run.update({"time": 3e9, "kind": "start", "step": 150, "steps": 400, "world_size": 2})
+    run.update(
+        {
+            "time": 3e9,
+            "kind": "start",
+            "step": 150,
+            "steps": 400,
+            "world_size": 2,
+        }
+    )
     assert (run.status.startswith("finished"), run.steps, dict(figures(run))["perplexity"]) == (
         False,
         400,
@@ -114,9 +160,24 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     run = RunSummary()
     assert figures(run) == []
     assert "preparing" in shown(run)
-    run.update({"time": 0.5, "kind": "run", "recipe": "r", "name": "[red]no markup[/]"})
+    run.update(
+        {
+            "time": 0.5,
+            "kind": "run",
+            "recipe": "r",
+            "name": "[red]no markup[/]",
+        }
+    )
     assert "r [red]no markup[/]" in shown(run)
-    run.update({"time": 1.0, "kind": "start", "step": 0, "steps": 10, "world_size": 2})
+    run.update(
+        {
+            "time": 1.0,
+            "kind": "start",
+            "step": 0,
+            "steps": 10,
+            "world_size": 2,
+        }
+    )
     run.update(
         {
             "time": 2.0,
@@ -146,7 +207,12 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     assert "no events for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
     assert "Blocked on data" not in shown(run, now_s=run.last_time_s)
     run.update(
-        {"time": run.last_time_s, "kind": "data_nodes", "step": 150, "nodes": ["node-1", "node-2"]}
+        {
+            "time": run.last_time_s,
+            "kind": "data_nodes",
+            "step": 150,
+            "nodes": ["node-1", "node-2"],
+        }
     )
     assert "node-1: data tasks   node-2: data tasks" in shown(run, full=True)
     assert "finished" in shown(RunSummary(run_events.run()))
@@ -156,17 +222,32 @@ def test_console_line_matches_event() -> None:
     for event, expected in (
         ({"kind": "start", "step": 8, "world_size": 2}, "resuming from step 8 with 2 workers"),
         (
-            {"kind": "checkpoint_slow", "step": 8, "write_s": 95.4, "grace_s": 60.0},
+            {
+                "kind": "checkpoint_slow",
+                "step": 8,
+                "write_s": 95.4,
+                "grace_s": 60.0,
+            },
             "step 8  saving took 95 s, longer than failure.grace_s (60 s). Raise "
             "--failure.grace-s and the termination notice "
             "of the machines.",
         ),
         (
-            {"kind": "start", "step": 0, "world_size": 2, "damaged": [4, 8]},
+            {
+                "kind": "start",
+                "step": 0,
+                "world_size": 2,
+                "damaged": [4, 8],
+            },
             "no undamaged checkpoint found (damaged: 2): restarting from step 0",
         ),
         (
-            {"kind": "cpu_contention", "rank": 1, "node": "n2", "waiting_share": 0.93},
+            {
+                "kind": "cpu_contention",
+                "rank": 1,
+                "node": "n2",
+                "waiting_share": 0.93,
+            },
             "rank 1 on n2: other processes use its CPUs and slow down training (a thread waited "
             "93% of the time). Stop them, or lower --scaling.threads-per-worker.",
         ),
@@ -178,7 +259,12 @@ def test_console_line_matches_event() -> None:
             "step 1,500  no improvement: learning rates lowered to 0.01 of the schedule",
         ),
         (
-            {"kind": "early_stop", "step": 150, "best_step": 100, "best_score": 0.8},
+            {
+                "kind": "early_stop",
+                "step": 150,
+                "best_step": 100,
+                "best_score": 0.8,
+            },
             "step 150  no improvement since step 100: stopping early",
         ),
         (
@@ -406,7 +492,13 @@ def test_console_prints_names_without_markup(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     console = Console()
-    for name in ("[red]", "[/x]", ":smile:", "{task}", "a[0]"):
+    for name in (
+        "[red]",
+        "[/x]",
+        ":smile:",
+        "{task}",
+        "a[0]",
+    ):
         console.note(f"note {name}")
         with console.preparing():
             console.progress(f"index {name}", 1, 1, note=f"of {name}")

@@ -203,7 +203,12 @@ def test_report_accepts_file_or_folder(tmp_path: Path) -> None:
 
 def test_try_write_report_logs_errors(tmp_path: Path) -> None:
     notes: list[str] = []
-    image = {"kind": "image", "pixels": [[300]], "label": "1", "prediction": "1"}
+    image = {
+        "kind": "image",
+        "pixels": [[300]],
+        "label": "1",
+        "prediction": "1",
+    }
     events = [*run_events.run(finished=False), {"time": 1e9, "kind": "samples", "samples": [image]}]
     for run in (str(tmp_path), run_events.write_run(tmp_path / "run", events)):
         report.try_write_report(run, note=notes.append)
@@ -296,7 +301,12 @@ def test_time_section_has_all_phases_and_data_section_full_run() -> None:
     stage = {**data["stages"][0], "cpu_share": 0.5}
     # A block made in half a minute is consumed in the last second.
     late = [
-        {**data, "seconds": seconds, "rows": rows, "stages": stages}
+        {
+            **data,
+            "seconds": seconds,
+            "rows": rows,
+            "stages": stages,
+        }
         for seconds, rows, stages in (
             (1.0, 1000, [stage]),
             (29.0, 0, []),
@@ -309,7 +319,12 @@ def test_time_section_has_all_phases_and_data_section_full_run() -> None:
         == []
     )
     assert "Nodes of" not in _text(events)
-    node = {"time": events[-1]["time"], "kind": "data_nodes", "step": 150, "nodes": ["node-1"]}
+    node = {
+        "time": events[-1]["time"],
+        "kind": "data_nodes",
+        "step": 150,
+        "nodes": ["node-1"],
+    }
     assert _lacking(_text([*events, node]), "Nodes of the last attempt", "node-1data tasks") == []
     events[-2:] = [{**late[-1], "seconds": 1.0}]
     assert "read200100.0%50.0%10.0%" in _text(events)
@@ -332,7 +347,12 @@ def test_page_shows_calibration_tables_cost_and_run_columns() -> None:
     assert "Cost" not in _text(run)
     runs = [
         _click("first"),
-        _click("second", auroc=0.8, seconds=2.0, config="seed: 1\nmodel:\n  dim: 8\n"),
+        _click(
+            "second",
+            auroc=0.8,
+            seconds=2.0,
+            config="seed: 1\nmodel:\n  dim: 8\n",
+        ),
         FINISHED,
     ]
     page = comparison.render(runs, price=Price(1.0))
@@ -462,7 +482,14 @@ def test_startup_section_shows_first_and_last_starts() -> None:
     assert training.start_up([]) is None
     many: list[dict[str, Any]] = [{"time": 0.0, "kind": "run"}]
     for number in range(1, 10):
-        many.append({"time": 0.0, "kind": "attempt", "number": number, "num_workers": 1})
+        many.append(
+            {
+                "time": 0.0,
+                "kind": "attempt",
+                "number": number,
+                "num_workers": 1,
+            }
+        )
         many.append(
             {
                 "time": 0.0,
@@ -496,7 +523,13 @@ def test_tick_step_returns_round_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "points", [[(1.0, 0.5)], [(1.0, 0.0), (2.0, 0.0)], [(0.0, 3.0)], [(1.0, None), (2.0, 1e30)]]
+    "points",
+    [
+        [(1.0, 0.5)],
+        [(1.0, 0.0), (2.0, 0.0)],
+        [(0.0, 3.0)],
+        [(1.0, None), (2.0, 1e30)],
+    ],
 )
 def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -> None:
     for from_zero in (False, True):
@@ -506,7 +539,11 @@ def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -
 
 
 def test_line_chart_is_empty_without_points_and_thins_long_lines() -> None:
-    points: Any = [(1.0, None), (2.0, float("nan")), (3.0, float("inf"))]
+    points: Any = [
+        (1.0, None),
+        (2.0, float("nan")),
+        (3.0, float("inf")),
+    ]
     for lines in ([Line("none", points)], []):
         assert line_chart("none", lines, x_label="step") == ""
     points: list[tuple[float, float | None]] = [

@@ -36,7 +36,12 @@ END: tuple[Described, ...] = ((30, "finish", {}),)
 
 
 def event(time: float, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    return {**DEFAULTS.get(kind, {}), "time": time, "kind": kind, **fields}
+    return {
+        **DEFAULTS.get(kind, {}),
+        "time": time,
+        "kind": kind,
+        **fields,
+    }
 
 
 def summary(*described: Described) -> RunSummary:
@@ -55,7 +60,11 @@ def test_restart_has_cause_time_and_steps() -> None:
             [Restart("x", 6, 12)],
         ),
         (
-            ((60, "run", {}), (64, "start", {"step": 16}), (65, "step", {"step": 20})),
+            (
+                (60, "run", {}),
+                (64, "start", {"step": 16}),
+                (65, "step", {"step": 20}),
+            ),
             [Restart("the driver was lost", 60, 4)],
         ),
         (
@@ -87,7 +96,11 @@ def test_restart_has_cause_time_and_steps() -> None:
             [Restart("first", 7, 12), Restart("second", 6, 0)],
         ),
         (  # Only the end was left to do.
-            ((6, "failure", {"cause": "late"}), (9, "start", {"step": 20}), (10, "finish", {})),
+            (
+                (6, "failure", {"cause": "late"}),
+                (9, "start", {"step": 20}),
+                (10, "finish", {}),
+            ),
             [Restart("late", 5, 0)],
         ),
         (  # Paused before it trained again.
@@ -103,7 +116,11 @@ def test_restart_has_cause_time_and_steps() -> None:
 
 
 def test_restart_lasts_until_training_continues_unlike_pauses() -> None:
-    begun = (*BEGIN, (6, "failure", {"cause": "x"}), (9, "start", {"step": 20}))
+    begun = (
+        *BEGIN,
+        (6, "failure", {"cause": "x"}),
+        (9, "start", {"step": 20}),
+    )
     assert summary(*begun).restarts == [Restart("x", 4, 0)]
     assert summary(*begun, (15, "evaluate", {"step": 20, "set": "test"})).restarts == [
         Restart("x", 10, 0)
@@ -155,7 +172,13 @@ def test_evaluation_time_uses_event_seconds() -> None:
             (
                 11,
                 "evaluate",
-                {"step": 30, "set": "validation", "auroc": 0.5, "best": {"step": 30}, **seconds},
+                {
+                    "step": 30,
+                    "set": "validation",
+                    "auroc": 0.5,
+                    "best": {"step": 30},
+                    **seconds,
+                },
             ),
         )
         assert (run.time.evaluation_s, run.warm_time.evaluation_s) == (expected, expected)
@@ -291,7 +314,14 @@ def test_curve_contains_steps_once_and_counts_epochs() -> None:
     run = summary(
         *BEGIN[:3], (5, "step", {"step": 20, "rows": 640}), (6, "start", {"step": 20}), *late
     )
-    assert run.curve() == [{"step": 20, "rows": 640, "validation_loss": 1.0, "time_s": 7}]
+    assert run.curve() == [
+        {
+            "step": 20,
+            "rows": 640,
+            "validation_loss": 1.0,
+            "time_s": 7,
+        }
+    ]
     prepared = (1, "prepared", {"rows_of_sets": {"train": 6400, "validation": 640}})
     steps = [(step, "step", {"step": step, "rows": step * 64}) for step in (50, 100, 150)]
     assert [
@@ -339,7 +369,14 @@ def test_interval_restarts_and_repeated_steps_are_marked() -> None:
         ("step", 20, 1),
         ("step", 30, 0),
     ):
-        run.update({"set": "validation", "time": step, "kind": kind, "step": step})
+        run.update(
+            {
+                "set": "validation",
+                "time": step,
+                "kind": kind,
+                "step": step,
+            }
+        )
         assert run.is_repeat == is_repeat
 
 
@@ -355,7 +392,11 @@ def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
         start_up(first_step=3.0),
     )
     attempts = [(0, "attempt", {"number": number}) for number in (2, 3)]
-    again = ((0, "failure", {"cause": "x"}), *attempts, start_up(set_up=4.0))
+    again = (
+        (0, "failure", {"cause": "x"}),
+        *attempts,
+        start_up(set_up=4.0),
+    )
     second = (
         (0, "run", {}),
         start_up(imports=5.0),
@@ -415,8 +456,18 @@ def test_process_age_counts_from_start(tmp_path: Path) -> None:
 INTERVAL_S = 10.0
 ROWS = 10_000
 SHARES = ("busy", "cpu_share", "queue_share")
-SAVED = {"kind": "checkpoint", "stall_s": 1.0, "write_s": 1.0, "bytes": 1}
-EVALUATED = {"time": 60.0, "kind": "evaluate", "step": 40, "set": "validation"}
+SAVED = {
+    "kind": "checkpoint",
+    "stall_s": 1.0,
+    "write_s": 1.0,
+    "bytes": 1,
+}
+EVALUATED = {
+    "time": 60.0,
+    "kind": "evaluate",
+    "step": 40,
+    "set": "validation",
+}
 
 
 def run(
@@ -435,7 +486,13 @@ def run(
     fractions of it spent computing and queued for a CPU.
     """
     events: list[dict[str, Any]] = [
-        {"time": 0.0, "kind": "start", "step": 0, "rows": 0, "world_size": 1}
+        {
+            "time": 0.0,
+            "kind": "start",
+            "step": 0,
+            "rows": 0,
+            "world_size": 1,
+        }
     ]
     for number in range(1, intervals + 1):
         spent = (
@@ -482,7 +539,12 @@ def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]
     filled to `filled` percent.
     """
     store: dict[str, Any] = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
-    events = run({"data": 0.3}, stages=CPU_BOUND, intervals=len(spilled_bytes), **store)
+    events = run(
+        {"data": 0.3},
+        stages=CPU_BOUND,
+        intervals=len(spilled_bytes),
+        **store,
+    )
     data = [event for event in events if event["kind"] == "data"]
     for event, size in zip(data, spilled_bytes, strict=True):
         event["spilled_bytes"] = int(size)
@@ -610,7 +672,12 @@ VERDICTS: dict[str, tuple[list[dict[str, Any]], str]] = {
                     "bytes": 50_000_000,
                     "write_s": 25.0,
                 },
-                {"time": 42.0, "kind": "checkpoint_late", "step": 40, "cause": "not through"},
+                {
+                    "time": 42.0,
+                    "kind": "checkpoint_late",
+                    "step": 40,
+                    "cause": "not through",
+                },
             ],
         ),
         "25 % of the time: storage writes them at 2 MB/s, and 1 save was skipped",
@@ -639,9 +706,25 @@ def test_diagnosis_skips_first_interval_and_sums_restarts() -> None:
     told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
     events = run({"data": 0.2, "backward": 0.3})
-    again = [{**events[0], "time": 50.0, "step": 20, "rows": 2 * ROWS}]
+    again = [
+        {
+            **events[0],
+            "time": 50.0,
+            "step": 20,
+            "rows": 2 * ROWS,
+        }
+    ]
     whole = RunSummary(
-        [*events, *again, {**events[-1], "step": 30, "rows": 3 * ROWS, "time": 60.0}]
+        [
+            *events,
+            *again,
+            {
+                **events[-1],
+                "step": 30,
+                "rows": 3 * ROWS,
+                "time": 60.0,
+            },
+        ]
     )
     split = whole.time
     assert (split.total_s, split.rows) == (pytest.approx(5 * INTERVAL_S), 5 * ROWS)
@@ -676,7 +759,11 @@ def test_warm_time_excludes_first_interval_with_saves() -> None:
         3.0,
         1.0,
     )
-    again = [{**start, "time": 50.0}, {**SAVED, "time": 51.0, "step": 20}, *held_up(first)]
+    again = [
+        {**start, "time": 50.0},
+        {**SAVED, "time": 51.0, "step": 20},
+        *held_up(first),
+    ]
     assert RunSummary([*events, *again]).warm_time == warm
 
 
@@ -698,7 +785,14 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     assert sum(stage.fraction for stage in side.stages) == pytest.approx(1.0)
     assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
     start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
-    told = [{"stage": "parse", "busy": 0.6, "cpu_share": 1.0, "queue_share": 0.0}]
+    told = [
+        {
+            "stage": "parse",
+            "busy": 0.6,
+            "cpu_share": 1.0,
+            "queue_share": 0.0,
+        }
+    ]
     block = {**first, "seconds": 10.0, "stages": told}
     nothing = {**block, "rows": 0, "stages": []}
     whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
@@ -707,8 +801,18 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     assert (apart, apart.busy) == (together, pytest.approx(0.2))
     # Eight busy CPUs, then two: no CPU paused.
     all_busy = {"parse": (1.0, 1.0, 0.0)}
-    events = run({"data": 0.2}, stages=all_busy, cpus=8.0, rows=80_000)
-    fewer = run({"data": 0.2}, stages=all_busy, cpus=2.0, rows=20_000)
+    events = run(
+        {"data": 0.2},
+        stages=all_busy,
+        cpus=8.0,
+        rows=80_000,
+    )
+    fewer = run(
+        {"data": 0.2},
+        stages=all_busy,
+        cpus=2.0,
+        rows=20_000,
+    )
     later = [{**event, "time": event["time"] + events[-1]["time"] + 1} for event in fewer]
     for both, cpus in (([*events, *later], 2.0), ([*later, *events], 8.0)):
         side = data_side(both)
@@ -724,6 +828,14 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
             == pytest.approx(5000)
         )
     idle = data_side(
-        [*events, *run({"data": 0.2}, stages={"parse": (0.1, 1.0, 0.0)}, cpus=2.0, rows=2_000)]
+        [
+            *events,
+            *run(
+                {"data": 0.2},
+                stages={"parse": (0.1, 1.0, 0.0)},
+                cpus=2.0,
+                rows=2_000,
+            ),
+        ]
     )
     assert idle.busy == pytest.approx((8 + 0.2) / 10)

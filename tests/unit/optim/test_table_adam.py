@@ -68,7 +68,13 @@ def trained(optimizer: Any, table: torch.nn.Parameter, *, sparse: bool = False) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "weight_decay"), [("adam", 0.0), ("adam", 0.05), ("adamw", 0.0), ("adamw", 0.3)]
+    ("kind", "weight_decay"),
+    [
+        ("adam", 0.0),
+        ("adam", 0.05),
+        ("adamw", 0.0),
+        ("adamw", 0.3),
+    ],
 )
 def test_table_adam_matches_torch(kind: Any, weight_decay: float) -> None:
     settings: dict[str, Any] = {"betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": weight_decay}
@@ -213,7 +219,11 @@ def test_row_gradients_match_autograd(
         TableFeatures(1, 2, 4, wide, 7),
         TableFeatures(3, 1, 4 + 2 * wide, 4, 3),
     ]
-    ranges = [(0, ends[1]), (ends[1], ends[3]), (ends[3], ends[4])]
+    ranges = [
+        (0, ends[1]),
+        (ends[1], ends[3]),
+        (ends[3], ends[4]),
+    ]
     of_tables = lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)
     for table, found in zip(tables, of_tables, strict=True):
         assert len(found.ids) == len(found.ids.unique())
@@ -275,7 +285,12 @@ def test_data_parallel_gpu_update_matches_cpu(kind: Any, eps: float) -> None:
     results = []
     for name in ("_update", "_update_all"):
         table = torch.nn.Parameter(torch.linspace(-1, 1, 24).reshape(6, 4))
-        optimizer = DataParallelTableOptimizer([table], kind=kind, learning_rate=0.1, eps=eps)
+        optimizer = DataParallelTableOptimizer(
+            [table],
+            kind=kind,
+            learning_rate=0.1,
+            eps=eps,
+        )
         for step in range(3):
             gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
             gradient[[0, 2, 5 - step]] = 0
@@ -291,7 +306,11 @@ def test_data_parallel_gpu_update_matches_cpu(kind: Any, eps: float) -> None:
 def test_schedule_matches_example() -> None:
     for fields, base, rates in (
         ({}, 0.3, [0.3] * 3),
-        ({"decay_steps": 2}, 1.0, [0.25, 1e-7, 1e-7, 1e-7]),
+        (
+            {"decay_steps": 2},
+            1.0,
+            [0.25, 1e-7, 1e-7, 1e-7],
+        ),
         (
             {"warmup_steps": 2, "decay_start_step": 2, "decay_steps": 2},
             1.0,
@@ -299,7 +318,11 @@ def test_schedule_matches_example() -> None:
         ),
         ({"decay_steps": 2}, 0.0, [0.0] * 6),  # The floor never raises it
         ({"decay_steps": 2}, 1e-9, [1e-9] * 6),
-        ({"warmup_steps": 10}, 1e-8, [pytest.approx(1e-9)]),
+        (
+            {"warmup_steps": 10},
+            1e-8,
+            [pytest.approx(1e-9)],
+        ),
     ):
         assert [
             optim.LearningRateSchedule(**fields).learning_rate(step, base=base)
@@ -321,7 +344,13 @@ def test_constant_phase_has_exact_base_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "start", "steps"), [(4, 6, 4), (4, 4, 3), (1, 10, 7), (0, 5, 20)]
+    ("warmup", "start", "steps"),
+    [
+        (4, 6, 4),
+        (4, 4, 3),
+        (1, 10, 7),
+        (0, 5, 20),
+    ],
 )
 def test_warm_up_and_decay_match_mlperf(warmup: int, start: int, steps: int) -> None:
     """Compare with the reference, which counts steps from 1: 1 - (W - n) / W, then ((N - (n - S)) /
@@ -433,7 +462,12 @@ def test_fused_optimizer_matches_plain_rule(kind: Any) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "foreach": False}
     settings |= {} if kind == "sgd" else {"eps": 1e-3}
     settings |= {"betas": (0.5, 0.75)} if kind.startswith("adam") else {}
-    names = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW"}
+    names = {
+        "sgd": "SGD",
+        "adagrad": "Adagrad",
+        "adam": "Adam",
+        "adamw": "AdamW",
+    }
     reference = getattr(torch.optim, names[kind])([plain], **settings)
     for _ in range(5):
         for parameter, rule in ((ours, optimizer), (plain, reference)):
@@ -548,7 +582,12 @@ def test_learning_rates_update_every_group() -> None:
     base_rates = optim.learning_rates(optimizer)
     assert base_rates == [2.0, 4.0]
     schedule = optim.LearningRateSchedule(warmup_steps=4)
-    optim.set_learning_rates(optimizer, base_rates=base_rates, schedule=schedule, step=0)
+    optim.set_learning_rates(
+        optimizer,
+        base_rates=base_rates,
+        schedule=schedule,
+        step=0,
+    )
     assert optim.learning_rates(optimizer) == [0.5, 1.0]
     (parameters["a"] + parameters["b"]).backward()
     optimizer.step()
@@ -567,7 +606,12 @@ def test_learning_rates_update_every_group() -> None:
 # -- Sparse: through TorchRec into the fused CPU kernel
 def _sharded(config: optim.SparseOptimizerConfig) -> tuple[Any, Any]:
     """Return a table of 5 rows by 4, all 1, table-wise on one rank, and its fused kernel."""
-    table = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
+    table = EmbeddingBagConfig(
+        name="t",
+        embedding_dim=4,
+        num_embeddings=5,
+        feature_names=["f"],
+    )
     collection = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
     optimizer_class, kwargs = config.build()
     _apply_optimizer_in_backward(optimizer_class, collection.parameters(), kwargs)

@@ -106,7 +106,12 @@ def write_raw(path: Path, dense: np.ndarray, ids: list[np.ndarray], labels: np.n
 
 
 def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
-    model = {"embedding_dim": 8, "bottom_mlp": (16, 8), "top_mlp": (16, 1), "cross_low_rank": 4}
+    model = {
+        "embedding_dim": 8,
+        "bottom_mlp": (16, 8),
+        "top_mlp": (16, 1),
+        "cross_low_rank": 4,
+    }
     settings = {
         "steps": 16,
         "batch_size": 64,
@@ -117,7 +122,12 @@ def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
     settings["scaling"] = {"num_workers": 1, "use_gpu": False}
     settings["train_data"] = {"files": (), "block_bytes": 3 << 15, "segments_per_block": 4}
     return recipes.mlperf_dcnv2(str(path)).updated(
-        {**settings, "storage_path": str(runs), "name": name, **changes}
+        {
+            **settings,
+            "storage_path": str(runs),
+            "name": name,
+            **changes,
+        }
     )
 
 
@@ -250,7 +260,13 @@ def test_adopted_training_matches_raw_training(
 ) -> None:
     mine, other = map(summary_of, runs)
     assert mine["weights_sha256"] == other["weights_sha256"]
-    for name in ("preprocessor", "rows_of_sets", "metrics", "validation", "rows"):
+    for name in (
+        "preprocessor",
+        "rows_of_sets",
+        "metrics",
+        "validation",
+        "rows",
+    ):
         assert mine[name] == other[name], name
     # Resumes from the second last checkpoint, in the middle of the epoch.
     run = shutil.copytree(runs[0], tmp_path / "adopted")
@@ -624,19 +640,47 @@ def adopted_rows(place: str, cache: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     ("columns", "sample", "options"),
     [
-        ({"tokens": "ndarray:int32:16"}, cells("tokens", "int32"), {}),
-        ({"tokens": "ndarray:int32"}, cells("tokens", "int32"), {"hashes": ["sha1", "xxh64"]}),
-        ({"input_ids": "ndarray"}, cells("input_ids", "uint16"), {"compression": "zstd:7"}),
+        (
+            {"tokens": "ndarray:int32:16"},
+            cells("tokens", "int32"),
+            {},
+        ),
+        (
+            {"tokens": "ndarray:int32"},
+            cells("tokens", "int32"),
+            {"hashes": ["sha1", "xxh64"]},
+        ),
+        (
+            {"input_ids": "ndarray"},
+            cells("input_ids", "uint16"),
+            {"compression": "zstd:7"},
+        ),
         (
             {"tokens": "bytes"},
             lambda row: {"tokens": row.astype(np.int64).tobytes()},
             {"compression": "gz"},
         ),
         (OTHERS, others, {"compression": "br:2", "hashes": ["md5"]}),
-        ({"ids": "ndarray:uint32:16"}, cells("ids", "uint32"), {"compression": "snappy"}),
-        ({"ids": "ndarray:uint16:16"}, cells("ids", "uint16"), {"compression": "bz2"}),
+        (
+            {"ids": "ndarray:uint32:16"},
+            cells("ids", "uint32"),
+            {"compression": "snappy"},
+        ),
+        (
+            {"ids": "ndarray:uint16:16"},
+            cells("ids", "uint16"),
+            {"compression": "bz2"},
+        ),
     ],
-    ids=["fixed", "dynamic", "any-zstd", "bytes-gz", "others-br", "snappy", "bz2"],
+    ids=[
+        "fixed",
+        "dynamic",
+        "any-zstd",
+        "bytes-gz",
+        "others-br",
+        "snappy",
+        "bz2",
+    ],
 )
 def test_adopted_shards_keep_rows(
     tmp_path: Path, tokenizer: Path, columns: dict[str, str], sample: Sample, options: Any
@@ -724,7 +768,12 @@ def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenize
 
 def trained(path: Path, runs: Path, **changes: Any) -> dict[str, Any]:
     workload = {
-        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": BLOCK},
+        "model": {
+            "n_layer": 1,
+            "n_head": 2,
+            "n_embd": 16,
+            "n_positions": BLOCK,
+        },
         "max_new_tokens": 2,
     }
     data: Any = {
@@ -735,7 +784,12 @@ def trained(path: Path, runs: Path, **changes: Any) -> dict[str, Any]:
     config = recipes.gpt2_tiny(str(path)).replace(
         workload=workload, scaling={"num_workers": 1}, **data
     )
-    return train(config, storage_path=str(runs), name=path.name, **changes).summary
+    return train(
+        config,
+        storage_path=str(runs),
+        name=path.name,
+        **changes,
+    ).summary
 
 
 @pytest.mark.parametrize("layout", ["pack", "pad"])
@@ -753,7 +807,12 @@ def test_rows_of_unequal_length_are_packed_or_padded(
         return {"attention_mask": np.ones(len(row), np.uint8), "input_ids": row.astype(np.int64)}
 
     folder = write(tmp_path / "set", columns, sample, rows, compression=compression)
-    made = adopt(str(folder), tokenizer=str(tokenizer), rows=layout, block_size=BLOCK)
+    made = adopt(
+        str(folder),
+        tokenizer=str(tokenizer),
+        rows=layout,
+        block_size=BLOCK,
+    )
     expected: list[np.ndarray] = []
     rest = iter(rows)
     for shard in json.loads((folder / "index.json").read_text())["shards"]:
@@ -779,7 +838,15 @@ def test_rows_of_unequal_length_are_packed_or_padded(
 
 def test_padded_loss_matches_loss_of_rows() -> None:
     model = (
-        GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0).build(260).eval()
+        GPT2Config(
+            n_layer=1,
+            n_head=2,
+            n_embd=16,
+            n_positions=BLOCK,
+            dropout=0.0,
+        )
+        .build(260)
+        .eval()
     )
     tokens = torch.from_numpy(TOKEN_ROWS[:4].copy())
     lengths = torch.tensor([16, 7, 2, 1])
@@ -881,4 +948,11 @@ def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
         scaling={"num_workers": 1},
     )
     told = r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"
-    rejects(told, rayrec.preprocess, folder, out=str(tmp_path / "out"), format="mds", console=QUIET)
+    rejects(
+        told,
+        rayrec.preprocess,
+        folder,
+        out=str(tmp_path / "out"),
+        format="mds",
+        console=QUIET,
+    )

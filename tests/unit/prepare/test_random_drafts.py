@@ -17,7 +17,20 @@ from rayrec import cli
 
 ROWS = 300
 SEEDS = [pytest.param(seed, marks=[] if seed < 12 else pytest.mark.extended) for seed in range(120)]
-MARKERS = ("NA", "N/A", "NaN", "null", "\\N", "?", "-", "unknown", "-1", "", "none", "missing")
+MARKERS = (
+    "NA",
+    "N/A",
+    "NaN",
+    "null",
+    "\\N",
+    "?",
+    "-",
+    "unknown",
+    "-1",
+    "",
+    "none",
+    "missing",
+)
 NAMES = (
     "user_id",
     "item",

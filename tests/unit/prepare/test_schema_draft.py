@@ -36,7 +36,16 @@ PRICES = [RANDOM.random() * 9 for _ in ROWS]
 ITEMS = pick(*range(9))
 TIMES = [datetime(2026, 1, 1) + timedelta(minutes=n) for n in ROWS]
 GENRES = [
-    RANDOM.sample(("action", "comedy", "drama", "horror", "war"), RANDOM.randrange(1, 4))
+    RANDOM.sample(
+        (
+            "action",
+            "comedy",
+            "drama",
+            "horror",
+            "war",
+        ),
+        RANDOM.randrange(1, 4),
+    )
     for _ in ROWS
 ]
 AMOUNTS = [int(RANDOM.expovariate(0.01)) for _ in ROWS]
@@ -90,7 +99,12 @@ SHAPES: dict[str, tuple[dict[str, list[Any]], str]] = {
         "[genres], timestamp: timestamp}",
     ),
     "news.tsv": (
-        {"clicked": CLICKS, "user": pick("u1", "ü2"), "topics": joined(","), "dwell": PRICES},
+        {
+            "clicked": CLICKS,
+            "user": pick("u1", "ü2"),
+            "topics": joined(","),
+            "dwell": PRICES,
+        },
         "{label: clicked, dense: [dwell], sparse: [user, topics], lists: [topics], "
         "features: [{name: topics, list_delimiter: ','}]}",
     ),
@@ -208,7 +222,13 @@ def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delimiter", "of_lists"), [(";", "|"), ("|", ";"), ("\x01", "|"), ("^", "|")]
+    ("delimiter", "of_lists"),
+    [
+        (";", "|"),
+        ("|", ";"),
+        ("\x01", "|"),
+        ("^", "|"),
+    ],
 )
 def test_draft_finds_delimiters(delimiter: str, of_lists: str, tmp_path: Path) -> None:
     log = {
@@ -230,7 +250,20 @@ def test_draft_finds_delimiters(delimiter: str, of_lists: str, tmp_path: Path) -
     assert load_schema(text, "draft") == expected
 
 
-@pytest.mark.parametrize("mark", ["|", ";", ",", "^", " ", "\x01", "\x02", "\x03", "\x1d"])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "|",
+        ";",
+        ",",
+        "^",
+        " ",
+        "\x01",
+        "\x02",
+        "\x03",
+        "\x1d",
+    ],
+)
 def test_draft_finds_lists_by_mark(mark: str, tmp_path: Path) -> None:
     columns = {
         "click": CLICKS,
@@ -310,7 +343,20 @@ def test_integers_are_amounts_or_codes(
 
 
 @pytest.mark.parametrize(
-    "marker", ["NA", "N/A", "#N/A", "NaN", "null", "NULL", "None", "\\N", "?", "-", "unknown"]
+    "marker",
+    [
+        "NA",
+        "N/A",
+        "#N/A",
+        "NaN",
+        "null",
+        "NULL",
+        "None",
+        "\\N",
+        "?",
+        "-",
+        "unknown",
+    ],
 )
 def test_marker_among_numbers_is_missing(marker: str, tmp_path: Path) -> None:
     text = draft(write(tmp_path / "log.csv", {"click": CLICKS, "price": with_gaps(PRICES, marker)}))
@@ -420,7 +466,13 @@ def test_nested_column_is_left_out(name: str, tmp_path: Path) -> None:
 
 def test_two_columns_of_one_name_are_left_out(tmp_path: Path) -> None:
     table = pa.table(
-        [CLICKS, pick("a", "b"), pick("c", "d"), IDS], names=["click", "user", "user", "item"]
+        [
+            CLICKS,
+            pick("a", "b"),
+            pick("c", "d"),
+            IDS,
+        ],
+        names=["click", "user", "user", "item"],
     )
     pq.write_table(table, tmp_path / "log.parquet")
     text = draft(str(tmp_path / "log.parquet"))
@@ -539,12 +591,23 @@ def test_draft_rejects_log(
 def test_split_by_time_takes_drafted_schema(tmp_path: Path) -> None:
     log = write(tmp_path / "log.csv", SHAPES["only-times.csv"][0])
     (tmp_path / "schema.yaml").write_text(draft(log))
-    paths = ["--out", str(tmp_path / "parts"), "--schema", str(tmp_path / "schema.yaml")]
+    paths = [
+        "--out",
+        str(tmp_path / "parts"),
+        "--schema",
+        str(tmp_path / "schema.yaml"),
+    ]
     assert cli.run(["split", log, "--by", "time", *paths, "-q"]) == 0
 
 
 def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:
-    texts = ["2024-02-29", "2024-02-29 10:00", "2024-02-29T10:00:00.25+02:00", "2024-02-30", "x"]
+    texts = [
+        "2024-02-29",
+        "2024-02-29 10:00",
+        "2024-02-29T10:00:00.25+02:00",
+        "2024-02-30",
+        "x",
+    ]
     values, status = numbers_of(
         pa.array([*texts, "7"]), "at", lambda name, fix: InputError(name), times=True
     )

@@ -87,7 +87,14 @@ def written(table: pa.Table, folder: Path, *, files: int = 3, group_rows: int = 
 def split(
     path: str, out: Path, by: Any, *, schema: Schema = SCHEMA, **options: Any
 ) -> dict[str, Any]:
-    return rayrec.split(path, out=str(out), by=by, console=CONSOLE, schema=schema, **options)
+    return rayrec.split(
+        path,
+        out=str(out),
+        by=by,
+        console=CONSOLE,
+        schema=schema,
+        **options,
+    )
 
 
 def parts_of(out: Path) -> dict[str, pa.Table]:
@@ -208,7 +215,13 @@ def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
 
 
 def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
-    synthetic.generate(str(tmp_path / "made"), rows=800, dialect="kaggle", days=1, seed=0)
+    synthetic.generate(
+        str(tmp_path / "made"),
+        rows=800,
+        dialect="kaggle",
+        days=1,
+        seed=0,
+    )
     lines = (tmp_path / "made" / "train.txt").read_bytes().splitlines(keepends=True)
     log = tmp_path / "log"
     log.mkdir()

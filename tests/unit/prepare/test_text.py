@@ -161,14 +161,25 @@ def test_in_memory_text_matches_shards(beer: Path, tmp_path: Path) -> None:
     own = str(tmp_path / "first" / "tokenizer")
 
     def in_memory(path: Path, part_bytes: int) -> np.ndarray:
-        rows = text_rows(str(path), tokenizer=own, block_size=16, part_bytes=part_bytes)
+        rows = text_rows(
+            str(path),
+            tokenizer=own,
+            block_size=16,
+            part_bytes=part_bytes,
+        )
         return rows.read(np.arange(len(rows)))["tokens"].reshape(-1)
 
     (tmp_path / "beer.txt.gz").write_bytes(gzip.compress(text.encode()))
     made = {}
     for part_bytes in (1024, 4 << 20):
         out = tmp_path / str(part_bytes)
-        prepared(beer, out, tokenizer=own, validation_fraction=0.0, part_bytes=part_bytes)
+        prepared(
+            beer,
+            out,
+            tokenizer=own,
+            validation_fraction=0.0,
+            part_bytes=part_bytes,
+        )
         assert open_tokens(str(out)).part_bytes == part_bytes
         made[part_bytes] = tokens_of(out, "train")
         np.testing.assert_array_equal(in_memory(beer, part_bytes), made[part_bytes])

@@ -38,7 +38,12 @@ from rayrec.prepare.data_report import Gates, Report
 from rayrec.prepare.log_statistics import TOP, quantile_edges, row_hashes
 from rayrec.schema import Schema
 
-SCHEMA = Schema(tokens="hexadecimal", label="click", dense=("a", "b"), sparse=("s", "t"))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label="click",
+    dense=("a", "b"),
+    sparse=("s", "t"),
+)
 CONFIG = PreparationConfig(schema=SCHEMA, max_bad_fraction=0.0)
 ALLOWED = Gates(max_bad_fraction=1.0, min_rows=0, allow_constant_columns=True)
 Line = tuple[int, int | None, int | None, int | None, int | None]
@@ -85,14 +90,23 @@ def failed(report: Report) -> list[str]:
 
 def varied(rows: int, seed: int = 0) -> list[Line]:
     rng = np.random.default_rng(seed)
-    columns = [rng.integers(0, 2, rows), rng.integers(-5, 50, rows), rng.integers(0, 9, rows)]
+    columns = [
+        rng.integers(0, 2, rows),
+        rng.integers(-5, 50, rows),
+        rng.integers(0, 9, rows),
+    ]
     columns += [rng.integers(0, 30, rows), rng.integers(0, 4, rows)]
     return [tuple(row) for row in np.array(columns).T.tolist()]
 
 
 # -- what a report says
 SMALL: dict[str, list[Line]] = {
-    "day_0": [(1, 0, 1, 7, 1), (0, -2, 1, 7, 1), (0, 5, 1, 8, None), (0, 5, 1, 7, 2)],
+    "day_0": [
+        (1, 0, 1, 7, 1),
+        (0, -2, 1, 7, 1),
+        (0, 5, 1, 8, None),
+        (0, 5, 1, 7, 2),
+    ],
     "day_1": [
         (1, None, 1, 7, 3),
         (0, 5, 1, 9, None),
@@ -112,7 +126,13 @@ def small(tmp_path: Path) -> dict[str, Any]:
 def test_report_counts_rows_and_labels(small: dict[str, Any]) -> None:
     low = pytest.approx(0.1682, abs=1e-4)
     high = pytest.approx(0.6873, abs=1e-4)
-    assert small["label"] == {"name": "click", "clicks": 4, "rate": 0.4, "low": low, "high": high}
+    assert small["label"] == {
+        "name": "click",
+        "clicks": 4,
+        "rate": 0.4,
+        "low": low,
+        "high": high,
+    }
     assert (small["rows"], small["slices_by"]) == (10, "file")
     slices = [(piece["name"], piece["rows"], piece["label_rate"]) for piece in small["slices"]]
     assert slices == [("day_0", 4, 0.25), ("day_1", 6, 0.5)]
@@ -343,11 +363,31 @@ GATES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"max_label_rate": 1.0},
         {"day_2": [(1, *row[1:]) for row in varied(10)]},
     ),
-    ({"max_missing_rate": 0.59}, {"max_missing_rate": 0.6}, {"day_2": MISSING}),
-    ({"max_unknown_rate": 0.99}, {"max_unknown_rate": 1.0}, {}),
-    ({"max_drift": 0.99}, {"max_drift": 1.0}, {}),
-    ({"max_duplicate_rate": 0.3}, {"max_duplicate_rate": 0.35}, {"day_2": DAYS["day_0"]}),
-    ({"allow_constant_columns": False}, {"allow_constant_columns": True}, CONSTANT),
+    (
+        {"max_missing_rate": 0.59},
+        {"max_missing_rate": 0.6},
+        {"day_2": MISSING},
+    ),
+    (
+        {"max_unknown_rate": 0.99},
+        {"max_unknown_rate": 1.0},
+        {},
+    ),
+    (
+        {"max_drift": 0.99},
+        {"max_drift": 1.0},
+        {},
+    ),
+    (
+        {"max_duplicate_rate": 0.3},
+        {"max_duplicate_rate": 0.35},
+        {"day_2": DAYS["day_0"]},
+    ),
+    (
+        {"allow_constant_columns": False},
+        {"allow_constant_columns": True},
+        CONSTANT,
+    ),
 ]
 
 
@@ -513,7 +553,14 @@ def test_any_click_log_is_validated(tmp_path: Path, form: str) -> None:
 
 
 def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
-    generate(str(tmp_path / "log"), rows=6000, dialect="terabyte", days=3, seed=1, parallelism=1)
+    generate(
+        str(tmp_path / "log"),
+        rows=6000,
+        dialect="terabyte",
+        days=3,
+        seed=1,
+        parallelism=1,
+    )
     report = validate(
         tmp_path / "log", Gates(allow_constant_columns=True), config=PreparationConfig()
     )
@@ -521,7 +568,13 @@ def test_synthetic_log_passes_validation(tmp_path: Path) -> None:
     assert [piece["name"] for piece in report.content["slices"]] == ["day_0", "day_1", "day_2"]
     lines = report.lines()
     assert max(map(len, lines)) <= 120
-    for word in ("label rate", "day_2", "int_12", "cat_25", "AUROC"):
+    for word in (
+        "label rate",
+        "day_2",
+        "int_12",
+        "cat_25",
+        "AUROC",
+    ):
         assert any(word in line for line in lines)
 
 
@@ -577,7 +630,13 @@ def test_equal_rows_have_equal_hashes(rows: list[Row]) -> None:
 def test_signs_of_zero_hash_alike_and_edges_are_values() -> None:
     zeros: list[Row] = [(0, zero, None, [], 0.0) for zero in (0.0, -0.0)]
     assert len(set(row_hashes(block_of_rows(zeros)).tolist())) == 1
-    edges = quantile_edges([np.arange(1000.0), np.zeros(0), np.array([5.0])])
+    edges = quantile_edges(
+        [
+            np.arange(1000.0),
+            np.zeros(0),
+            np.array([5.0]),
+        ]
+    )
     assert edges.shape == (3, 39)
     assert edges[0, [3, 19, 35]].tolist() == [99, 499, 899]
     assert not edges[1].any()
@@ -586,7 +645,12 @@ def test_signs_of_zero_hash_alike_and_edges_are_values() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
-    [([1, 1, 0], [2, 2, 0], 0), ([4, 0], [0, 9], 1), ([3, 1], [1, 3], 0.5), ([0, 0], [1, 3], None)],
+    [
+        ([1, 1, 0], [2, 2, 0], 0),
+        ([4, 0], [0, 9], 1),
+        ([3, 1], [1, 3], 0.5),
+        ([0, 0], [1, 3], None),
+    ],
 )
 def test_total_variation_matches_reference(
     first: list[int], second: list[int], expected: float | None
@@ -639,7 +703,14 @@ FOUR = SparseColumn(num_embeddings=4, num_tokens=4)  # ids 2, 3, 4 % 4 = 0, 5 % 
 THREE = SparseColumn(num_embeddings=3, num_tokens=4)  # 2, 0, 1, 2
 HASHED = SparseColumn(num_embeddings=12, num_tokens=None)  # 2 + token mod 10
 KNOWN = [70, 50, 60, 90]
-SOME = {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
+SOME = {
+    50: 1,
+    60: 2,
+    70: 3,
+    90: 4,
+    13: 50,
+    14: 50,
+}
 
 
 @pytest.mark.parametrize(
@@ -647,7 +718,12 @@ SOME = {50: 1, 60: 2, 70: 3, 90: 4, 13: 50, 14: 50}
     [
         (FOUR, KNOWN, SOME, 0),
         (THREE, KNOWN, SOME, 0.7),
-        (HASHED, [], {1: 3, 11: 2, 5: 4, 7: 1}, 0.5),
+        (
+            HASHED,
+            [],
+            {1: 3, 11: 2, 5: 4, 7: 1},
+            0.5,
+        ),
         (HASHED, [], {}, None),
     ],
 )

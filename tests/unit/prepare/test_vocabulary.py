@@ -79,7 +79,11 @@ def separately(path: str, config: PreparationConfig, rows: tuple[int, int] | Non
     [
         ({}, None, 0.0),
         # what is close to the border, since sizes are a guess
-        ({"split": "sevenths"}, (0, 20_000 - 20_000 // 7), 0.06),
+        (
+            {"split": "sevenths"},
+            (0, 20_000 - 20_000 // 7),
+            0.06,
+        ),
         ({"split": "sevenths", "preset": "mlperf-v1"}, None, 0.0),  # counts all rows
     ],
 )
@@ -112,7 +116,12 @@ def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, parsed: P
     expected.save(str(tmp_path / "given"))
     given = RowOutput(format="binary", preprocessor=str(tmp_path / "given"))
     assert (
-        preprocess(path, out=str(tmp_path / "again"), rows=given, config=config)["preprocessor"]
+        preprocess(
+            path,
+            out=str(tmp_path / "again"),
+            rows=given,
+            config=config,
+        )["preprocessor"]
         == made["preprocessor"]
     )
     files = [
@@ -130,7 +139,13 @@ def test_preprocess_parses_text_twice(click_log: Path, tmp_path: Path, parsed: P
 def test_unsuitable_rules_are_rejected_before_reading(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("label,a,b\n1,2,3\n")
     config = PreparationConfig(
-        preset="fuxictr-x4", schema=Schema(label="label", dense=("a",), sparse=("b",), tokens="any")
+        preset="fuxictr-x4",
+        schema=Schema(
+            label="label",
+            dense=("a",),
+            sparse=("b",),
+            tokens="any",
+        ),
     )
     options = {"out": str(tmp_path / "out"), "rows": RowOutput(format="npy"), "config": config}
     rejects("need a log of hexadecimal tokens", preprocess, str(tmp_path / "log.csv"), **options)
@@ -166,7 +181,12 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
         out = tmp_path / str(number)
         vocabulary(str(log_path), out=str(out), config=config)
         made.append(Preprocessor.load(str(out)).hash())
-        preprocess(str(log_path), out=f"{out}-data", rows=RowOutput(format="binary"), config=config)
+        preprocess(
+            str(log_path),
+            out=f"{out}-data",
+            rows=RowOutput(format="binary"),
+            config=config,
+        )
         assert validate(str(log_path), config=config, console=QUIET).to_dict()["rows"] == 60
         recipe = recipes.clicks().replace(workload={"schema": config.schema})
         for path in (str(log_path), f"{out}-data"):
@@ -240,7 +260,12 @@ def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
     named = vocabulary(
         log, out=str(tmp_path / "named"), config=PreparationConfig(min_count=2, split="sevenths")
     )
-    made = rayrec.vocabulary(log, out=str(tmp_path / "made"), recipe="criteo_demo", console=QUIET)
+    made = rayrec.vocabulary(
+        log,
+        out=str(tmp_path / "made"),
+        recipe="criteo_demo",
+        console=QUIET,
+    )
     assert made["hash"] == named["hash"]
     changed = rayrec.vocabulary(
         log, out=str(tmp_path / "changed"), recipe="criteo_demo", min_count=9, console=QUIET
@@ -350,10 +375,21 @@ def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parse
     ):
         np.testing.assert_array_equal(np.asarray(column), [of.get(value, 1) for value in values])
     run = train(
-        one_worker(click_log, tmp_path, steps=2, evaluate_every=2, workload={"preprocessor": out})
+        one_worker(
+            click_log,
+            tmp_path,
+            steps=2,
+            evaluate_every=2,
+            workload={"preprocessor": out},
+        )
     )
     assert Preprocessor.load(f"{run.folder}/preprocessor").hash() == made["hash"]
-    vocabulary(path, out=f"{out}-2", id_tables=str(tmp_path / "tables"), config=PreparationConfig())
+    vocabulary(
+        path,
+        out=f"{out}-2",
+        id_tables=str(tmp_path / "tables"),
+        config=PreparationConfig(),
+    )
     assert parsed.segments
     assert Preprocessor.load(f"{out}-2").dense[0].mean != 0
 

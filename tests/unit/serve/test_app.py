@@ -113,7 +113,13 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
 def test_clipped_numbers_are_counted_by_column() -> None:
     bounded = DenseColumn(lower=-1.0, upper=2.0, indicator=True)
     app = make_app(make_model(make_preprocessor(ANY, dense=(bounded, DenseColumn()))))
-    rows = [{"age": 1e6, "price": 1e6}, {"age": -1e6}, {"age": 3.0}, {"age": None}, {}]
+    rows = [
+        {"age": 1e6, "price": 1e6},
+        {"age": -1e6},
+        {"age": 3.0},
+        {"age": None},
+        {},
+    ]
     assert post(app, {"rows": rows}).status == 200
     counts = {
         name: value
@@ -128,7 +134,13 @@ def test_clipped_numbers_are_counted_by_column() -> None:
 
 def test_missing_category_is_not_unknown_unlike_hashed_and_bags() -> None:
     columns = tuple(
-        SparseColumn(NUM_TOKENS, NUM_TOKENS, first_id=0, unknown_id=2, missing_id=2)
+        SparseColumn(
+            NUM_TOKENS,
+            NUM_TOKENS,
+            first_id=0,
+            unknown_id=2,
+            missing_id=2,
+        )
         for _ in SCHEMA.sparse
     )
     shared = make_model(make_preprocessor(sparse=columns))
@@ -166,10 +178,20 @@ def test_integer_buckets_are_categories() -> None:
     vocabulary = np.concatenate([*buckets, np.array(tokens, np.uint32)])
     app = make_app(
         make_model(
-            make_preprocessor(dense=(), sparse=columns, tokens=vocabulary, integer_buckets=True)
+            make_preprocessor(
+                dense=(),
+                sparse=columns,
+                tokens=vocabulary,
+                integer_buckets=True,
+            )
         )
     )
-    rows = [{"int_0": 1}, {"int_0": 0}, {}, {"int_0": 1000, "int_3": -5}]
+    rows = [
+        {"int_0": 1},
+        {"int_0": 0},
+        {},
+        {"int_0": 1000, "int_3": -5},
+    ]
     result = post(app, {"rows": rows}, query="columns=true").json()
     assert result["unknown_columns"] == [[], [], [], ["int_0", "int_3"]]
 
@@ -185,7 +207,12 @@ def test_custom_schema_scores_json_and_csv() -> None:
             "item": str(token(1, 0)),
             "tags": [token(2, 0), token(2, 1), None],
         },
-        {"age": None, "price": -2e5, "user": "someone", "tags": ["a", str(token(2, 2)), "b"]},
+        {
+            "age": None,
+            "price": -2e5,
+            "user": "someone",
+            "tags": ["a", str(token(2, 2)), "b"],
+        },
         {"item": True, "click": 1, "importance": 0.5},
     ]
     result = post(app, {"rows": rows}, query="columns=true").json()
@@ -222,7 +249,12 @@ TEXTS = ANY.replace(dense=(), weight=None, header=("click", *ANY.sparse))
 ONE = Schema(
     label="click", dense=(), sparse=("shop",), tokens="any", delimiter=",", header=("click", "shop")
 )
-ONE_HEXADECIMAL = Schema(label="click", dense=(), sparse=("shop",), tokens="hexadecimal")
+ONE_HEXADECIMAL = Schema(
+    label="click",
+    dense=(),
+    sparse=("shop",),
+    tokens="hexadecimal",
+)
 SCHEMAS = {
     "criteo": SCHEMA,
     "own": ANY,
@@ -242,7 +274,11 @@ def csv_reply(app: ScoringApp | str, text: bytes, parameters: str = "") -> Reply
 
 @pytest.mark.parametrize(
     ("header", "field"),
-    [("User,Item,Tags", "User"), ("user,user,tags", "user"), ("user,item,tags,price", "price")],
+    [
+        ("User,Item,Tags", "User"),
+        ("user,user,tags", "user"),
+        ("user,item,tags,price", "price"),
+    ],
 )
 def test_wrong_header_is_rejected(header: str, field: str) -> None:
     text = f"{header}\n{'a,b,c,d' if field == 'price' else 'a,b,c'}\n".encode()
@@ -289,7 +325,16 @@ def test_csv_header_is_optional() -> None:
     )
 
 
-@pytest.mark.parametrize("text", [b"a\n\nb\n", b"a\n\n", b"\na\n", b"\n", b"a\r\n\r\nb"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"a\n\nb\n",
+        b"a\n\n",
+        b"\na\n",
+        b"\n",
+        b"a\r\n\r\nb",
+    ],
+)
 def test_empty_line_is_rejected(text: bytes) -> None:
     for name, line in (("one", b"a"), ("one hexadecimal", b"0000000a")):
         error = error_of(post(APPS[name], text.replace(b"a", line).replace(b"b", line)), 400)
@@ -330,7 +375,16 @@ def test_quoted_line_ends_stay_and_rounded_floats_fail() -> None:
         == post(app, {"rows": [{"item": 2**53 - 1}]}).json()
     )
     assert (
-        post(app, {"rows": [{"item": 2**53 + 1}, {"item": -(2**63)}, {"item": 2**64 - 1}]}).status
+        post(
+            app,
+            {
+                "rows": [
+                    {"item": 2**53 + 1},
+                    {"item": -(2**63)},
+                    {"item": 2**64 - 1},
+                ]
+            },
+        ).status
         == 200
     )
     for value in ("9007199254740992.0", "-1e16"):
@@ -382,7 +436,18 @@ def _categories(schema: Schema) -> st.SearchStrategy[str | None]:
     return (
         st.none()
         | strange
-        | st.sampled_from(["user", "Item", "a,b", 'q"q', "a\nb", "\r", "é", "1.5"])
+        | st.sampled_from(
+            [
+                "user",
+                "Item",
+                "a,b",
+                'q"q',
+                "a\nb",
+                "\r",
+                "é",
+                "1.5",
+            ]
+        )
     )
 
 
@@ -431,7 +496,17 @@ def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> byt
 
 @settings(max_examples=60, deadline=None)
 @given(bodies())
-@example(("one", [{"shop": " "}, {"shop": ""}, {"shop": "a "}], [2, 0, 1]))
+@example(
+    (
+        "one",
+        [
+            {"shop": " "},
+            {"shop": ""},
+            {"shop": "a "},
+        ],
+        [2, 0, 1],
+    )
+)
 def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], list[int]]) -> None:
     name, rows, order = body
     schema = SCHEMAS[name]
@@ -474,7 +549,18 @@ def test_invalid_json_is_rejected(app: ScoringApp) -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.binary(max_size=200)
-    | st.lists(st.sampled_from([b"\t", b"\n", b"7e0ccccf", b"-", b"3", b"\r"])).map(b"".join)
+    | st.lists(
+        st.sampled_from(
+            [
+                b"\t",
+                b"\n",
+                b"7e0ccccf",
+                b"-",
+                b"3",
+                b"\r",
+            ]
+        )
+    ).map(b"".join)
 )
 def test_arbitrary_text_is_scored_or_rejected(content: bytes) -> None:
     assert post(APPS["criteo"], content).status in (200, 400)
@@ -658,7 +744,16 @@ def test_large_body_is_parsed_in_thread_with_any_line_ends(monkeypatch: pytest.M
         b"1\n2\r3\r\n",
         b'1,"\n\r\n"\n"2\n"\r3',
     ):
-        assert open_body(content, "csv", schema=TEXTS, max_rows=3, header=False).num_rows == 3
+        assert (
+            open_body(
+                content,
+                "csv",
+                schema=TEXTS,
+                max_rows=3,
+                header=False,
+            ).num_rows
+            == 3
+        )
         fails_with(
             RequestError,
             "3 rows in one request",
@@ -685,7 +780,14 @@ def test_chunked_and_late_bodies_and_bearer_tokens() -> None:
     )
     assert (
         asyncio.run(
-            request(app, "POST", "/v1/score", headers=headers, parts=[b"1"], disconnect=True)
+            request(
+                app,
+                "POST",
+                "/v1/score",
+                headers=headers,
+                parts=[b"1"],
+                disconnect=True,
+            )
         )
         is None
     )
@@ -737,7 +839,14 @@ def test_token_may_end_in_blank_byte_and_other_host_is_rejected(
     assert ask(app, "GET", "/nowhere", headers=offer).headers["connection"] == "close"
     assert "connection" not in post(app, TEXT).headers
     app = make_app(MODEL, allowed_hosts=("api.example.org",))
-    for path in ("/", "/readyz", "/openapi.json", "/metrics", "/v1/score", "/nowhere"):
+    for path in (
+        "/",
+        "/readyz",
+        "/openapi.json",
+        "/metrics",
+        "/v1/score",
+        "/nowhere",
+    ):
         assert (
             "evil.example"
             in error_of(ask(app, "GET", path, headers={"host": "evil.example"}), 421)["message"]

@@ -104,7 +104,13 @@ async def test_small_batches_run_in_event_loop(model: Model) -> None:
         assert await batcher.submit(RequestBody("json", 5, INLINE_BYTES + 1)) == 5
         assert await batcher.submit(RequestBody("json", 6, INLINE_BYTES)) == 6
     assert model.batches == [[1, 13, 2, 3], [99], [4], [5], [6]]
-    assert threads == ["MainThread", "score", "MainThread", "score", "MainThread"]
+    assert threads == [
+        "MainThread",
+        "score",
+        "MainThread",
+        "score",
+        "MainThread",
+    ]
 
 
 @_in_loop

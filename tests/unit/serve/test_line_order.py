@@ -38,9 +38,33 @@ CLICKS = Schema(
     label="click", dense=("age", "price"), sparse=("user", "job", "tags"), lists=("tags",)
 )
 ORDERS = {
-    "label first": ("click", "job", "age", "note", "user", "tags", "price"),
-    "label in the middle": ("price", "user", "note", "click", "tags", "age", "job"),
-    "label last": ("user", "age", "tags", "note", "price", "job", "click"),
+    "label first": (
+        "click",
+        "job",
+        "age",
+        "note",
+        "user",
+        "tags",
+        "price",
+    ),
+    "label in the middle": (
+        "price",
+        "user",
+        "note",
+        "click",
+        "tags",
+        "age",
+        "job",
+    ),
+    "label last": (
+        "user",
+        "age",
+        "tags",
+        "note",
+        "price",
+        "job",
+        "click",
+    ),
 }
 JOBS = ["clerk; a", "cook, b", 'the "boss"', "none"]
 
@@ -85,7 +109,13 @@ def json_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def counted(path: Path | str, schema: Schema, out: Path) -> Preprocessor:
-    rayrec.vocabulary(str(path), out=str(out), schema=schema, engine="threads", console=QUIET)
+    rayrec.vocabulary(
+        str(path),
+        out=str(out),
+        schema=schema,
+        engine="threads",
+        console=QUIET,
+    )
     return Preprocessor.load(str(out))
 
 
@@ -342,7 +372,15 @@ def test_preprocessed_data_keeps_order(tmp_path: Path) -> None:
     ("header", "expected"),
     [
         pytest.param(
-            ("user", "click", "unused", "tags", "price", "item", "age"),
+            (
+                "user",
+                "click",
+                "unused",
+                "tags",
+                "price",
+                "item",
+                "age",
+            ),
             "user,unused,tags,price,item,age.",
             id="known",
         ),

@@ -63,7 +63,14 @@ def _refuses(port: int) -> bool:
 
 def _listener(port: int, app: Any = None, *, end_s: float = 5, **limits: float) -> Listener:
     app = app or make_app(make_model())
-    return Listener(app, host="127.0.0.1", port=port, max_body_bytes=10_000, end_s=end_s, **limits)
+    return Listener(
+        app,
+        host="127.0.0.1",
+        port=port,
+        max_body_bytes=10_000,
+        end_s=end_s,
+        **limits,
+    )
 
 
 @pytest.fixture
@@ -266,7 +273,15 @@ MALFORMED += [b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n"]
 
 
 @pytest.mark.parametrize(
-    "malformed", MALFORMED, ids=["length", "negative", "chunk", "tls", "connect"]
+    "malformed",
+    MALFORMED,
+    ids=[
+        "length",
+        "negative",
+        "chunk",
+        "tls",
+        "connect",
+    ],
 )
 def test_malformed_request_is_answered(listen: Callable[..., int], malformed: bytes) -> None:
     assert _answers(listen(), malformed) == [(400, "close")]

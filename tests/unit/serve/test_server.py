@@ -97,7 +97,12 @@ def test_ray_serve_application_is_built() -> None:
     default = ServeConfig(ingress="serve", host="0.0.0.0")
     assert deployment.init_args[0] == default.replace(max_rows=9)
     from_text = build(
-        {"model": "7", "replicas": "2", "cpus_per_replica": "0.5", "token_env": "PATH"}
+        {
+            "model": "7",
+            "replicas": "2",
+            "cpus_per_replica": "0.5",
+            "token_env": "PATH",
+        }
     )._bound_deployment
     assert from_text.num_replicas == 2
     assert from_text.init_args[0] == default.replace(
@@ -163,7 +168,12 @@ def test_cluster_with_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(name, lambda *_: "run")
     monkeypatch.setattr("rayrec.cluster.connection.connect", lambda *_, **__: "10.0.0.1:6379")
     monkeypatch.setattr(server, "find_instance", _instance)
-    context = server.serving("run", config=ServeConfig(), address=None, console=Console(quiet=True))
+    context = server.serving(
+        "run",
+        config=ServeConfig(),
+        address=None,
+        console=Console(quiet=True),
+    )
     rejects(
         "^10.0.0.1:6379: .* already runs .*--swap.*--stop.* --cluster.address 10.0.0.1:6379",
         context.__enter__,
@@ -294,7 +304,11 @@ def test_followed_checkpoint_is_newest_or_best(tmp_path: Path) -> None:
     assert choose(str(tmp_path), "newest") is None
     assert _save(tmp_path, 10, None) == choose(str(tmp_path), "newest")
     assert choose(str(tmp_path), "best") is None
-    best = [_save(tmp_path, 20, 0.75), _save(tmp_path, 30, 0.8), _save(tmp_path, 40, 0.8)][-1]
+    best = [
+        _save(tmp_path, 20, 0.75),
+        _save(tmp_path, 30, 0.8),
+        _save(tmp_path, 40, 0.8),
+    ][-1]
     newest = _save(tmp_path, 50, 0.7)
     assert (choose(str(tmp_path), "best"), choose(str(tmp_path), "newest")) == (best, newest)
     (Path(newest) / "manifest.json").write_text("{")
@@ -311,7 +325,12 @@ def test_following_skips_damaged_checkpoints(
     for step, name in enumerate(("score", "files"), start=20):
         _save(tmp_path, step, 0.9, without=name)
     for step, (name, value) in enumerate(
-        (("files", None), ("score", "0.9"), ("version", 9)), start=22
+        (
+            ("files", None),
+            ("score", "0.9"),
+            ("version", 9),
+        ),
+        start=22,
     ):
         _save(tmp_path, step, **{"score": 0.9, name: value})
     (Path(folder_of(str(tmp_path), 30)) / MANIFEST).mkdir(parents=True)
@@ -438,7 +457,11 @@ def test_following_survives_outages(
     watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     watch = watched.watch
-    for error in (OSError("the store was out for 5 s"), InputError("access denied"), None):
+    for error in (
+        OSError("the store was out for 5 s"),
+        InputError("access denied"),
+        None,
+    ):
         monkeypatch.setattr(server, "choose", raising(error) if error else choose)
         for _ in range(3):
             watched.follow(tmp_path)

@@ -93,7 +93,12 @@ def test_small_data_shrinks_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"), [("constant", 1.0), ("linear", 0.25), ("sqrt", 0.5)]
+    ("policy", "expected"),
+    [
+        ("constant", 1.0),
+        ("linear", 0.25),
+        ("sqrt", 0.5),
+    ],
 )
 def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> None:
     scaling = ScalingConfig(
@@ -163,7 +168,13 @@ def test_click_workload_rejects_unsupported_columns(
     tmp_path: Path, model: ClickModelConfig, message: str
 ) -> None:
     config = recipes.clicks(
-        str(tmp_path), Schema(dense=("age",), sparse=("shop",), tokens="any", delimiter=",")
+        str(tmp_path),
+        Schema(
+            dense=("age",),
+            sparse=("shop",),
+            tokens="any",
+            delimiter=",",
+        ),
     )
     config.workload.check(config)
     refused = config.replace(workload={"model": model})

@@ -135,7 +135,12 @@ def test_one_worker_matches_plain_torch_and_evaluates(
     configuration = data_parallel.config(1)
     torch.manual_seed(configuration.seed)
     model = data_parallel.Net(batch_norm=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=0.02,
+        weight_decay=0.0,
+        fused=True,
+    )
     rows = configuration.workload.open_set(None, None, "train")  # type: ignore[attr-defined]
     losses = []
     epochs = [
@@ -277,7 +282,11 @@ def test_step_seeds_differ_and_seed_generators_equally(monkeypatch: pytest.Monke
     for seed in (torch.manual_seed, lambda number: seed_generators(number, torch.device("cpu"))):
         seed(number)
         draws.append(
-            [torch.rand(5), torch.randperm(20), torch.nn.functional.dropout(torch.ones(50))]
+            [
+                torch.rand(5),
+                torch.randperm(20),
+                torch.nn.functional.dropout(torch.ones(50)),
+            ]
         )
         monkeypatch.setattr(
             "traceback.format_stack", lambda *_: pytest.fail("a stack trace in every step")
@@ -304,7 +313,12 @@ def _open(checkpoint: str, path: str, **changes: Any) -> Scoring:
     }
     never = raising(AssertionError("opening rows needs no data tasks"))
     return context["config"].workload.open_scoring(
-        ScoringContext(checkpoint=checkpoint, path=path, engine=never, **context)
+        ScoringContext(
+            checkpoint=checkpoint,
+            path=path,
+            engine=never,
+            **context,
+        )
     )
 
 
@@ -323,7 +337,13 @@ def _metrics(scoring: Scoring, rows: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("rows", "batch", "blocks"),
-    [(1, None, 1), (10, None, 1), (11, None, 2), (1000, 10, 17), (1000, 3, 42)],
+    [
+        (1, None, 1),
+        (10, None, 1),
+        (11, None, 2),
+        (1000, 10, 17),
+        (1000, 3, 42),
+    ],
 )
 def test_rows_are_predicted_once_in_order(
     saved: Saved, tmp_path: Path, rows: int, batch: int | None, blocks: int

@@ -52,7 +52,13 @@ from rayrec.workloads.language_model import (
 BLOCK = 16
 PART_BYTES = 1024
 TEXT = "the quick brown fox jumps over the lazy dog.\n"
-SMALL = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=BLOCK, dropout=0.0)
+SMALL = GPT2Config(
+    n_layer=2,
+    n_head=2,
+    n_embd=16,
+    n_positions=BLOCK,
+    dropout=0.0,
+)
 Saved = tuple[TrainConfig, str, Any]
 FILES = characters(set(TEXT))
 ROWS = {"train": 20, "validation": 4}
@@ -85,7 +91,12 @@ def folder_of(
 
 
 def small(path: Path | None, **workload: Any) -> TrainConfig:
-    model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": BLOCK}
+    model = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "n_positions": BLOCK,
+    }
     return gpt2_tiny(path and str(path)).replace(
         workload={"model": model, "max_new_tokens": 12, **workload}
     )
@@ -195,14 +206,26 @@ def test_continuation_is_independent_of_padding(temperature: float) -> None:
     model = model_of()
     chances = torch.rand(3, 40, generator=torch.Generator().manual_seed(1))
     rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [2]]
-    together = made(model, *rows, count=40, temperature=temperature, chances=chances)
+    together = made(
+        model,
+        *rows,
+        count=40,
+        temperature=temperature,
+        chances=chances,
+    )
     for number, row in enumerate(rows):
         # The longest has no padding in either; the others go on alike up to where windows end at
         # other tokens.
         count = 40 if number == 1 else 10
         own = chances[number : number + 1, :count]
         assert (
-            made(model, row, count=count, temperature=temperature, chances=own)[0]
+            made(
+                model,
+                row,
+                count=count,
+                temperature=temperature,
+                chances=own,
+            )[0]
             == together[number][:count]
         )
 
@@ -213,14 +236,33 @@ def test_sampling_follows_probabilities_and_prompt_only() -> None:
     rows = 4000
     chances = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0))
     drawn = torch.tensor(
-        made(model, *[[3, 1, 4]] * rows, count=1, temperature=1.0, chances=chances)
+        made(
+            model,
+            *[[3, 1, 4]] * rows,
+            count=1,
+            temperature=1.0,
+            chances=chances,
+        )
     ).flatten()
     assert (torch.bincount(drawn, minlength=30) / rows - probabilities).abs().max() < 0.03
     assert (
-        made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[0.0]]))[0][0] >= 0
+        made(
+            model,
+            [3, 1, 4],
+            count=1,
+            temperature=1.0,
+            chances=torch.tensor([[0.0]]),
+        )[0][0]
+        >= 0
     )
     assert (
-        made(model, [3, 1, 4], count=1, temperature=1.0, chances=torch.tensor([[1 - 2**-24]]))[0][0]
+        made(
+            model,
+            [3, 1, 4],
+            count=1,
+            temperature=1.0,
+            chances=torch.tensor([[1 - 2**-24]]),
+        )[0][0]
         < 30
     )
     model = model_of(TOKENIZER.vocabulary_size, scale=1.0)
@@ -640,7 +682,13 @@ def test_recipes_match_descriptions() -> None:
 
 
 # -- GPT-2 models against HuggingFace, and their oneDNN layers
-WIDE = GPT2Config(n_layer=2, n_head=2, n_embd=64, n_positions=24, dropout=0.0)
+WIDE = GPT2Config(
+    n_layer=2,
+    n_head=2,
+    n_embd=64,
+    n_positions=24,
+    dropout=0.0,
+)
 """Config wide enough for oneDNN, also in the backward pass."""
 
 
@@ -657,7 +705,14 @@ def pair(activation: str = "gelu_new") -> tuple[GPT2LMHeadModel, GPT2LMHeadModel
         "activation_function": activation,
     }
     model = WIDE.build(50, end_of_text=49)
-    other = GPT2LMHeadModel(HuggingFaceConfig(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    other = GPT2LMHeadModel(
+        HuggingFaceConfig(
+            **sizes,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
+    )
     other.load_state_dict(model.state_dict())
     return model, other
 

@@ -132,12 +132,21 @@ def test_dense_adam_matches_under_every_plan(
 
 @pytest.mark.parametrize(
     ("max_gradient_norm", "plan"),
-    [(0.05, "table_wise"), (0.05, "data_parallel"), (100.0, "table_wise")],
+    [
+        (0.05, "table_wise"),
+        (0.05, "data_parallel"),
+        (100.0, "table_wise"),
+    ],
 )
 def test_joint_clipping_covers_all_gradients(
     max_gradient_norm: float, plan: str, tmp_path: Path
 ) -> None:
-    setup = set_up(plan, kind="adam", weight_decay=0.3, max_gradient_norm=max_gradient_norm)
+    setup = set_up(
+        plan,
+        kind="adam",
+        weight_decay=0.3,
+        max_gradient_norm=max_gradient_norm,
+    )
     found = check_against_torch(
         setup, tmp_path / "end", "adam", 0.3, max_gradient_norm=max_gradient_norm
     )

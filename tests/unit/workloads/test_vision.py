@@ -51,7 +51,14 @@ def on_worker(config: TrainConfig) -> WorkerContext:
 
 
 # -- the arithmetic
-@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.5), (0.1307, 0.3081), (0.485, 0.229)])
+@pytest.mark.parametrize(
+    ("mean", "std"),
+    [
+        (0.5, 0.5),
+        (0.1307, 0.3081),
+        (0.485, 0.229),
+    ],
+)
 def test_normalization_is_bit_identical_to_torchvision(mean: float, std: float) -> None:
     images = torch.arange(256, dtype=torch.uint8).reshape(4, 8, 8)
     expected = images.unsqueeze(1).to(torch.float32).div(255)  # ToTensor
@@ -249,7 +256,11 @@ def test_settings_reject_impossible_values() -> None:
         rejects(rf"^VisionWorkload\.{next(iter(fields))}", VisionWorkload, **fields)
     rejects(r"^(VisionWorkload\.|workload)", VisionWorkload, model=ResNetConfig(num_channels=3))
     rejects(r"^AugmentationConfig.max_", AugmentationConfig, max_scale=1.0)
-    for changes in ({"blocks": (2, 2, 0, 2)}, {"num_channels": 0}, {"num_classes": 0}):
+    for changes in (
+        {"blocks": (2, 2, 0, 2)},
+        {"num_channels": 0},
+        {"num_classes": 0},
+    ):
         rejects(r"ResNetConfig\.\w+: .* at least 1", ResNetConfig, **changes)
 
 
@@ -372,7 +383,12 @@ def test_predictions_and_samples_match_softmax(folder: Path) -> None:
         name: workload.open_set(on_worker(config), prepared, name)
         for name in ("validation", "test")
     }
-    samples = workload.samples(model, prepared=prepared, sets=sets, device=torch.device("cpu"))
+    samples = workload.samples(
+        model,
+        prepared=prepared,
+        sets=sets,
+        device=torch.device("cpu"),
+    )
     assert samples == workload.samples(
         model, prepared=prepared, sets=sets, device=torch.device("cpu")
     )
@@ -382,7 +398,11 @@ def test_predictions_and_samples_match_softmax(folder: Path) -> None:
             place for place in range(30) if rows["images"][place].tolist() == sample["pixels"]
         )
         told = (sample["kind"], sample["label"], sample["prediction"])
-        assert told == ("image", str(rows["labels"][place]), str(columns["prediction"][place]))
+        assert told == (
+            "image",
+            str(rows["labels"][place]),
+            str(columns["prediction"][place]),
+        )
         assert sample["probability"] == pytest.approx(columns["probability"][place], abs=1e-5)
 
 
@@ -449,7 +469,12 @@ def of_transformers(model: ResNet) -> ResNetForImageClassification:
         "layer_type": "basic",
     }
     other = ResNetForImageClassification(
-        HuggingFaceConfig(num_channels=1, embedding_size=64, num_labels=10, **sizes)
+        HuggingFaceConfig(
+            num_channels=1,
+            embedding_size=64,
+            num_labels=10,
+            **sizes,
+        )
     )
     other.load_state_dict(state)
     return other

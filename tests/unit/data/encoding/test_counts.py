@@ -47,7 +47,12 @@ from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.host_resources import Memory
 from rayrec.schema import Schema
 
-SCHEMA = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s", "t"))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label=None,
+    dense=("d",),
+    sparse=("s", "t"),
+)
 HERE = LoopEngine()
 Found = dict[int, tuple[int, int | None]]
 """Token -> its count and its first row."""
@@ -137,10 +142,23 @@ def test_counts_exceed_32_bits_and_cover_one_kind_or_no_rows(tmp_path: Path) -> 
     assert counted(whole.tokens[0]) == {7: 3 * (2**32 - 1), 8: 3}
     for schema, text in (
         (
-            Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",)),
+            Schema(
+                tokens="hexadecimal",
+                label=None,
+                dense=(),
+                sparse=("s",),
+            ),
             b"00000001\n00000001\n",
         ),
-        (Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=()), b"1\n1\n"),
+        (
+            Schema(
+                tokens="hexadecimal",
+                label=None,
+                dense=("d",),
+                sparse=(),
+            ),
+            b"1\n1\n",
+        ),
     ):
         counts = count_log(CountingJob(schema), parts_in(tmp_path, schema, text), engine=HERE)
         assert [counted(counter) for counter in counts.tokens] == [{1: 2}] * len(schema.sparse)
@@ -159,7 +177,12 @@ def moments(values: Sequence[float]) -> list[int]:
     fixed = [int(q) for q in np.rint(logs * counting.DENSE_UNITS)]
     squares = [q * q for q in fixed]
     low = sum(q & ((1 << counting.DENSE_LOW_BITS) - 1) for q in squares)
-    return [len(fixed), sum(fixed), sum(q >> counting.DENSE_LOW_BITS for q in squares), low]
+    return [
+        len(fixed),
+        sum(fixed),
+        sum(q >> counting.DENSE_LOW_BITS for q in squares),
+        low,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["hexadecimal", "any"])
@@ -197,7 +220,12 @@ def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
         counts.add_rows(block_of(schema, {"a": values}), 0)
         found.append(counts.dense_moments.tolist())
     assert found[0] == found[1]
-    schema = Schema(tokens="hexadecimal", label="l", dense=("d", "e"), sparse=("s",))
+    schema = Schema(
+        tokens="hexadecimal",
+        label="l",
+        dense=("d", "e"),
+        sparse=("s",),
+    )
     texts = {
         "b.txt": b"1\t5\t3\t\n0\t9\t4\t\n",
         "a.txt": b"1\t5\t\t\n",
@@ -207,7 +235,11 @@ def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text)
     index = open_index(tmp_path, schema)
     for start, least, labels in (
-        (0, {"a.txt": 0, "b.txt": 3, "c.txt": -2}, [2, 4]),
+        (
+            0,
+            {"a.txt": 0, "b.txt": 3, "c.txt": -2},
+            [2, 4],
+        ),
         (4, {"c.txt": 0}, [1, 1]),
     ):
         counts = count_log(CountingJob(schema), list(index.parts(start, 6)), engine=HERE)
@@ -239,7 +271,11 @@ def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     numbers = [i % 3 if i % 4 else 0 for i in range(100)]  # 0 is no category
     assert counted(counts.tokens[0]) == Counter(number + 2**31 for number in numbers if number)
     assert counted(counts.tokens[1]) == dict.fromkeys(range(100), 1)
-    assert counts.missing.tolist() == [[numbers.count(0), 0], [0, NO_ROW], [100, 0]]
+    assert counts.missing.tolist() == [
+        [numbers.count(0), 0],
+        [0, NO_ROW],
+        [100, 0],
+    ]
     assert counts.dense_moments.shape == (0, 4)
     assert counts.file_minimum == {"log.txt": 0}
 
@@ -252,7 +288,13 @@ def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     )
 )
 def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]) -> None:
-    schema = Schema(label="l", dense=("d",), sparse=("s", "t"), lists=("t",), tokens="any")
+    schema = Schema(
+        label="l",
+        dense=("d",),
+        sparse=("s", "t"),
+        lists=("t",),
+        tokens="any",
+    )
     columns = {
         "d": [token for token, _ in rows],
         "s": [token for token, _ in rows],
@@ -319,7 +361,14 @@ def test_many_distinct_tokens_in_little_memory(dtype: Any, tmp_path: Path) -> No
     shift = np.uint64(0 if dtype == np.uint32 else 40)
     spills = (None, Spill(str(tmp_path), 1 << 16))
     whole, spilled = (
-        Counts.empty(0, 1, dtype=dtype, first_rows=True, spill=spill) for spill in spills
+        Counts.empty(
+            0,
+            1,
+            dtype=dtype,
+            first_rows=True,
+            spill=spill,
+        )
+        for spill in spills
     )
     for number in range(4):
         part = Counts.empty(0, 1, dtype=dtype, first_rows=True)
@@ -478,7 +527,13 @@ def test_counting_indexer_passes_on_errors_and_ends_spill(
 
 
 def test_problems_of_counted_rows() -> None:
-    schema = Schema(label="y", dense=("d", "e"), sparse=("s", "t", "l"), lists=("l",), tokens="any")
+    schema = Schema(
+        label="y",
+        dense=("d", "e"),
+        sparse=("s", "t", "l"),
+        lists=("l",),
+        tokens="any",
+    )
     table = pa.table(
         {
             "y": [1, 1],

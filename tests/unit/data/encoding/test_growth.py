@@ -19,7 +19,12 @@ from rayrec.data.encoding.presets import RAYREC
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.schema import Schema
 
-SCHEMA = Schema(label="click", dense=("time", "price"), sparse=("row", "day", "user"), tokens="any")
+SCHEMA = Schema(
+    label="click",
+    dense=("time", "price"),
+    sparse=("row", "day", "user"),
+    tokens="any",
+)
 ROWS = 4000
 
 

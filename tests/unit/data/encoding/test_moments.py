@@ -24,7 +24,12 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.schema import Schema
 
 CHECKED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-NUMBER = Schema(label=None, dense=("x",), sparse=("s",), tokens="any")
+NUMBER = Schema(
+    label=None,
+    dense=("x",),
+    sparse=("s",),
+    tokens="any",
+)
 HOUR = 1.7e9 + np.arange(3600.0)
 
 
@@ -102,7 +107,12 @@ def test_constant_column_is_zero(value: float, rules: dict[str, Any]) -> None:
 
 
 def test_criteo_integers_use_transform_of_preset() -> None:
-    schema = Schema(tokens="hexadecimal", label=None, dense=("x",), sparse=("s",))
+    schema = Schema(
+        tokens="hexadecimal",
+        label=None,
+        dense=("x",),
+        sparse=("s",),
+    )
     values = np.random.default_rng(0).integers(300, 700, 500)
     raw, _ = parse(schema, b"".join(b"%d\t%08x\n" % (value, 1) for value in values))
     for rules in (RULES[0], RULES[2], RULES[5]):
@@ -138,7 +148,12 @@ def test_preprocessor_is_independent_of_tasks(
 
 @given(
     st.lists(
-        st.floats(allow_nan=False, allow_infinity=False, max_value=1e150, min_value=-1e150),
+        st.floats(
+            allow_nan=False,
+            allow_infinity=False,
+            max_value=1e150,
+            min_value=-1e150,
+        ),
         min_size=1,
         max_size=40,
     )

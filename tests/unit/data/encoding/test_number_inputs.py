@@ -89,7 +89,18 @@ def test_all_kinds_of_missing_numbers_are_equal(age: Any) -> None:
 
 def test_absent_json_field_is_missing_number() -> None:
     raw, _ = make_reader(LOG).read(
-        [RequestBody("json", 3, 0, rows=[{"seen": 1.7e9}, {"seen": 1.7e9, "age": None}, {}])]
+        [
+            RequestBody(
+                "json",
+                3,
+                0,
+                rows=[
+                    {"seen": 1.7e9},
+                    {"seen": 1.7e9, "age": None},
+                    {},
+                ],
+            )
+        ]
     )
     dense = trained().encode(raw).dense
     assert dense[:, 1:].tolist() == [[0.0, 1.0]] * 3
@@ -148,7 +159,12 @@ def test_presets_without_standardizing_keep_raw_zero(preset: Preset) -> None:
 
 
 def test_criteo_logs_keep_raw_zero() -> None:
-    schema = Schema(label=None, dense=("n",), sparse=("s",), tokens="hexadecimal")
+    schema = Schema(
+        label=None,
+        dense=("n",),
+        sparse=("s",),
+        tokens="hexadecimal",
+    )
     raw, _ = parse(
         schema,
         b"".join(
@@ -175,7 +191,14 @@ def test_preprocessors_of_earlier_versions_encode_as_before() -> None:
         [9], LOG, dense=(DenseColumn(mean=21.25, scale=1e5, missing_value=-2e6), DenseColumn())
     )
     assert [set(rule) for rule in before.describe()["dense"]] == [
-        {"kind", "shift", "lowest", "mean", "scale", "missing_value"}
+        {
+            "kind",
+            "shift",
+            "lowest",
+            "mean",
+            "scale",
+            "missing_value",
+        }
     ] * 2
     dense = before.encode(block(pa.array([None, 1.7e9]), None)).dense
     expected = [-2e6, np.float32((np.log1p(1.7e9) - 21.25) * 1e5)]
@@ -211,7 +234,14 @@ def test_inputs_stay_in_counted_range() -> None:
     ]
     counted = preprocessor.encode(block(DAY, AGES)).dense[:, 0]
     np.testing.assert_allclose(
-        dense, [counted.min(), counted.max(), counted.min(), counted.max()], atol=3e-6
+        dense,
+        [
+            counted.min(),
+            counted.max(),
+            counted.min(),
+            counted.max(),
+        ],
+        atol=3e-6,
     )
     assert ClipCounter(preprocessor).count(preprocessor.encode(block(DAY, AGES)).dense)[
         0
@@ -235,11 +265,24 @@ def test_bounded_logarithm_is_never_nan() -> None:
 
 
 def test_kernel_bounds_match_rule() -> None:
-    schema = Schema(label=None, dense=("n",), sparse=("s",), tokens="hexadecimal")
+    schema = Schema(
+        label=None,
+        dense=("n",),
+        sparse=("s",),
+        tokens="hexadecimal",
+    )
     values = np.concatenate([np.arange(-3000, 3000), [-(10**17), 10**17]])
     raw, _ = parse(schema, b"".join(b"%d\t%08x\n" % (value, 1) for value in values))
     for kind in ("identity", "log"):
-        rule = DenseColumn(kind, 2.0, mean=3.0, mean_low=1e-3, scale=0.5, lower=-1.5, upper=2.25)
+        rule = DenseColumn(
+            kind,
+            2.0,
+            mean=3.0,
+            mean_low=1e-3,
+            scale=0.5,
+            lower=-1.5,
+            upper=2.25,
+        )
         preprocessor = hashed_preprocessor([9], schema, dense=(rule,))
         for rows in (np.arange(raw.rows), np.arange(100)):  # Few rows are computed one by one
             encoded = preprocessor.encode(raw, rows).dense[:, 0]

@@ -41,7 +41,12 @@ from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.preprocess import vocabulary
 from rayrec.schema import Feature, Schema
 
-SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("A", "B"), sparse=("C", "D"))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("A", "B"),
+    sparse=("C", "D"),
+)
 TOY = b"""1\t5\t0\ta0000001\t05db9164
 0\t\t7\ta0000001\t
 0\t-1\t\tffffffff\t05db9164
@@ -81,7 +86,12 @@ INTEGERS = [[5, 0, -1, 0, 120, 3], [0, 7, 0, -3, 2, 1_000_000]]
 NO_NUMBERS = np.zeros((0, 6))
 ONCE = {"min_count": 1}
 HASHED = [[4054911, 4054911, 21882121, 8124823, 5436790, 4054911], [9, 3, 9, 9, 9, 3]]
-BUCKETS = [[3, 5, 1, 5, 4, 2], [5, 3, 5, 1, 2, 4], [1, 1, 3, 4, 2, 1], [1, 3, 1, 1, 1, 2]]
+BUCKETS = [
+    [3, 5, 1, 5, 4, 2],
+    [5, 3, 5, 1, 2, 4],
+    [1, 1, 3, 4, 2, 1],
+    [1, 3, 1, 1, 1, 2],
+]
 IN_ORDER = [[2, 2, 3, 4, 5, 2], [2, 3, 2, 2, 2, 4]]
 FREQUENT = [[2, 2, 1, 1, 1, 2], [2, 1, 2, 2, 2, 1]]
 EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] = [
@@ -94,8 +104,20 @@ EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] =
         [4 + 1, 3 + 1],
     ),
     (TORCHREC, ONCE, TORCHREC_DENSE, IN_ORDER, [6, 5]),
-    (TORCHREC, {"min_count": 2}, TORCHREC_DENSE, FREQUENT, [3, 3]),
-    (TORCHREC, {"min_count": 3}, TORCHREC_DENSE, FREQUENT, [3, 3]),
+    (
+        TORCHREC,
+        {"min_count": 2},
+        TORCHREC_DENSE,
+        FREQUENT,
+        [3, 3],
+    ),
+    (
+        TORCHREC,
+        {"min_count": 3},
+        TORCHREC_DENSE,
+        FREQUENT,
+        [3, 3],
+    ),
     (
         TORCHREC,
         {**ONCE, "num_embeddings": (4, 3)},
@@ -113,9 +135,27 @@ EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] =
     (presets.TORCHREC_2024, ONCE, LN3, IN_ORDER, [6, 5]),
     (RAY_TEMPLATE, {}, LN3, FREQUENT, [3, 3]),
     # The empty field is a category like others: among those seen once, it comes first.
-    (RAY_TEMPLATE, ONCE, LN3, [[2, 2, 5, 3, 4, 2], IN_ORDER[1]], [6, 5]),
-    (RAY_TEMPLATE, {**ONCE, "ids": "first_seen"}, LN3, IN_ORDER, [6, 5]),
-    (NVT, {"num_embeddings": (40_000_000, 10)}, LN3, HASHED, [40_000_000, 10]),
+    (
+        RAY_TEMPLATE,
+        ONCE,
+        LN3,
+        [[2, 2, 5, 3, 4, 2], IN_ORDER[1]],
+        [6, 5],
+    ),
+    (
+        RAY_TEMPLATE,
+        {**ONCE, "ids": "first_seen"},
+        LN3,
+        IN_ORDER,
+        [6, 5],
+    ),
+    (
+        NVT,
+        {"num_embeddings": (40_000_000, 10)},
+        LN3,
+        HASHED,
+        [40_000_000, 10],
+    ),
     (FUXICTR_X4, ONCE, NO_NUMBERS, BUCKETS, [6, 6, 5, 4]),
     (
         FUXICTR_X4,
@@ -125,11 +165,26 @@ EXPECTED: list[tuple[Preset, dict[str, Any], Any, list[list[int]], list[int]]] =
         [2, 2, 3, 3],
     ),
     (FUXICTR_X4, {"min_count": 10}, NO_NUMBERS, [[1] * 6] * 4, [2] * 4),
-    (FUXICTR_X1, {}, INTEGERS, [[1, 1, 4, 2, 3, 1], [1, 2, 1, 1, 1, 3]], [6, 5]),
+    (
+        FUXICTR_X1,
+        {},
+        INTEGERS,
+        [[1, 1, 4, 2, 3, 1], [1, 2, 1, 1, 1, 3]],
+        [6, 5],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("preset", "changes", "numbers", "ids", "tables"), EXPECTED)
+@pytest.mark.parametrize(
+    (
+        "preset",
+        "changes",
+        "numbers",
+        "ids",
+        "tables",
+    ),
+    EXPECTED,
+)
 def test_rows_of_presets(
     tmp_path: Path, preset: Preset, changes: Any, numbers: Any, ids: Any, tables: list[int]
 ) -> None:
@@ -385,7 +440,12 @@ def test_frequency_buckets_reject_unknown_counts(tmp_path: Path) -> None:
 
 # -- Extended Preprocessors: old categories keep their ids, new ones get further ids
 make_vocabulary = functools.partial(vocabulary, console=Console(quiet=True))
-ONE_NUMBER = Schema(tokens="hexadecimal", label="y", dense=("A",), sparse=("C", "D"))
+ONE_NUMBER = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("A",),
+    sparse=("C", "D"),
+)
 
 
 def lines(*columns: str) -> bytes:

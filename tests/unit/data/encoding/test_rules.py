@@ -314,7 +314,22 @@ DENSE_KINDS: list[tuple[st.SearchStrategy[Any], pa.DataType]] = [
     (st.floats(-(10.0**17), 10.0**17) | st.just(float("nan")), pa.float64()),
     (st.floats(-9, 9, width=32), pa.float32()),
     (st.integers(-(10**17), 10**17), pa.int64()),
-    (st.sampled_from(["1", "-2.5", "1e3", ".5", "7.", "true", "FALSE", "", "+4"]), pa.string()),
+    (
+        st.sampled_from(
+            [
+                "1",
+                "-2.5",
+                "1e3",
+                ".5",
+                "7.",
+                "true",
+                "FALSE",
+                "",
+                "+4",
+            ]
+        ),
+        pa.string(),
+    ),
     (DATES, pa.date32()),
     (
         st.datetimes(datetime.datetime(1960, 1, 1), datetime.datetime(2060, 1, 1)),
@@ -340,7 +355,19 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
     items, kind = draw(st.sampled_from(KINDS[:4]))
     columns["s"] = columns["like"] = column(*draw(st.sampled_from(KINDS)))
     columns["whole"] = column(
-        st.sampled_from(["7", " 07", "+7.0", "-3", "true", "nan", "", "12"]), pa.string()
+        st.sampled_from(
+            [
+                "7",
+                " 07",
+                "+7.0",
+                "-3",
+                "true",
+                "nan",
+                "",
+                "12",
+            ]
+        ),
+        pa.string(),
     )
     columns["lists"] = column(st.lists(items | st.none(), max_size=4), pa.list_(kind))
     columns["split"] = column(TEXTS, pa.string())
@@ -355,7 +382,12 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
         "category_rules": rules,
     }
     settings |= {"lists": ("lists", "split"), "integers": ("whole",), "optional": ("absent",)}
-    schema = Schema(label=None, dense=dense, sparse=sparse, **settings)
+    schema = Schema(
+        label=None,
+        dense=dense,
+        sparse=sparse,
+        **settings,
+    )
     table = pa.table(columns)
     return schema, table.slice(0, NUM_ROWS), table.slice(NUM_ROWS)
 
@@ -411,7 +443,12 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
     sizes: Any,
     bags: Any,
 ) -> None:
-    schema = Schema(label=None, dense=("a", "b"), sparse=("x", "y", "z"), tokens="hexadecimal")
+    schema = Schema(
+        label=None,
+        dense=("a", "b"),
+        sparse=("x", "y", "z"),
+        tokens="hexadecimal",
+    )
     preset = presets.ALL[name].replace(token_modulo=modulo, dense_shift=10.0, **rules)
     num_sparse = len(preset.inputs(schema).sparse)
     preset = preset.replace(
@@ -486,12 +523,24 @@ def test_encode_py_reads_all_preprocessor_settings(encoder_class: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "place", [(), ("schema",), ("sparse", 0), ("dense", 0), ("schema", "features", 0)]
+    "place",
+    [
+        (),
+        ("schema",),
+        ("sparse", 0),
+        ("dense", 0),
+        ("schema", "features", 0),
+    ],
 )
 def test_encode_py_rejects_unknown_settings(
     encoder_class: Any, tmp_path: Path, place: tuple[Any, ...]
 ) -> None:
-    schema = Schema(dense=("a",), sparse=("s",), features=(Feature(name="s"),), tokens="any")
+    schema = Schema(
+        dense=("a",),
+        sparse=("s",),
+        features=(Feature(name="s"),),
+        tokens="any",
+    )
     Preprocessor(
         "test", schema, (DenseColumn(),), (SparseColumn(9, None),), np.zeros(0, np.uint64)
     ).save(str(tmp_path))
@@ -511,7 +560,12 @@ def test_encode_py_rejects_unknown_settings(
 
 
 # -- Preprocessors that are loaded as they were saved or not at all, and limits of their kernels
-SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a", "b"), sparse=("s", "t", "u"))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("a", "b"),
+    sparse=("s", "t", "u"),
+)
 make = functools.partial(click_models.make_preprocessor, SCHEMA, constants={"min_count": 2})
 
 

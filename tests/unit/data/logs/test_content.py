@@ -84,7 +84,12 @@ def test_names_do_not_decide_formats(tmp_path: Path, name: str, content: str) ->
 
 @pytest.mark.parametrize("name", ["day_0", "day_0.txt", "day_0.dat"])
 def test_tables_without_extension_are_recognized(tmp_path: Path, name: str) -> None:
-    schema = Schema(label="click", dense=("price",), sparse=("user",), tokens="hexadecimal")
+    schema = Schema(
+        label="click",
+        dense=("price",),
+        sparse=("user",),
+        tokens="hexadecimal",
+    )
     table = pa.table({"click": [0, 1], "price": [3, 4], "user": ["0000000a", "0000000b"]})
     for content in (parquet_of(table), csv_of(table)):
         (tmp_path / name).write_bytes(content)
@@ -195,5 +200,12 @@ def test_table_tasks_need_no_file_reads() -> None:
         storage.File("b.dat", 100, 0),
         storage.File("c.csv", 9, 0),
     ]
-    tasks = table_tasks(files, [[(0, 50), (50, 100)], [(0, 2), (2, 3)], [(0, 0)]])
+    tasks = table_tasks(
+        files,
+        [
+            [(0, 50), (50, 100)],
+            [(0, 2), (2, 3)],
+            [(0, 0)],
+        ],
+    )
     assert [task.is_row_start for task in tasks] == [True, False, True, True, True]

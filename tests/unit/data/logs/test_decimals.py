@@ -19,7 +19,13 @@ from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.schema import Schema
 
 IDS = Schema(label=None, sparse=("id",), delimiter=",")
-BOTH = Schema(label=None, sparse=("id", "ids"), lists=("ids",), group="id", delimiter=",")
+BOTH = Schema(
+    label=None,
+    sparse=("id", "ids"),
+    lists=("ids",),
+    group="id",
+    delimiter=",",
+)
 LARGE = [
     "9007199254740993",
     "9007199254740995",
@@ -39,7 +45,14 @@ def of_text(values: Sequence[str], schema: Schema = IDS) -> RawBlock:
     columns = tuple(schema.sparse)
     text = "".join(",".join([value] * len(columns)) + "\n" for value in values).encode()
     raw, faults = parse_table(
-        read_csv_text(text, schema, delimiter=",", columns=columns, path=""), schema
+        read_csv_text(
+            text,
+            schema,
+            delimiter=",",
+            columns=columns,
+            path="",
+        ),
+        schema,
     )
     assert faults.total == 0
     return raw

@@ -50,7 +50,15 @@ def expected(tmp_path: Path) -> RawBlock:
 @pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
 @pytest.mark.parametrize("packed", [pytest.param(False, id="plain"), pytest.param(True, id="gzip")])
 @pytest.mark.parametrize(
-    "encoding", ["latin-1", "cp1252", "utf-16", "utf-16-le", "utf-8-sig", "utf8"]
+    "encoding",
+    [
+        "latin-1",
+        "cp1252",
+        "utf-16",
+        "utf-16-le",
+        "utf-8-sig",
+        "utf8",
+    ],
 )
 def test_rows_match_utf8(tmp_path: Path, encoding: str, packed: bool, read_bytes: int) -> None:
     content = TEXT.encode(encoding)
@@ -140,7 +148,14 @@ def test_split_reads_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     out = tmp_path / "out"
     path = tmp_path / "log.csv"
     path.write_text(latin_log(tmp_path).read_text(encoding="latin-1"), encoding="utf-16")
-    rayrec.split(str(path), out=str(out), by="rows", schema=schema, engine="threads", console=QUIET)
+    rayrec.split(
+        str(path),
+        out=str(out),
+        by="rows",
+        schema=schema,
+        engine="threads",
+        console=QUIET,
+    )
     tables = [pq.read_table(file) for file in sorted(out.rglob("*.parquet"))]
     assert sum(table.num_rows for table in tables) == 200
     assert (

@@ -62,7 +62,11 @@ def write(folder: Path, text: str) -> str:
         pytest.param(["user", "0"], [["u1", "7"], ["u2", "0"]], False, id="column 0 of pandas"),
         pytest.param(
             ["user", "item"],
-            [["u1", "i1"], ["user", "item"], ["u2", "i1"]],
+            [
+                ["u1", "i1"],
+                ["user", "item"],
+                ["u2", "i1"],
+            ],
             False,
             id="repeated header",
         ),

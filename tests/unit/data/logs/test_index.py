@@ -33,9 +33,21 @@ from rayrec.schema import Schema
 from rayrec.storage import cache
 from rayrec.storage.cache import is_gzip, unpack
 
-SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("a",), sparse=("b",))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("a",),
+    sparse=("b",),
+)
 LINES = [b"1\t5\tdeadbeef", b"0\t-3\t00000001", b"1\t\t", b"1\t123456789\t12345678"]
-BAD_LINES = [b"", b"junk", b"1\tx\tdeadbeef", b"2\t5\tdeadbeef", b"1\t5\t6\t7", b"\0\xff"]
+BAD_LINES = [
+    b"",
+    b"junk",
+    b"1\tx\tdeadbeef",
+    b"2\t5\tdeadbeef",
+    b"1\t5\t6\t7",
+    b"\0\xff",
+]
 
 
 def write(folder: Path, text: bytes, name: str = "log.txt") -> storage.File:
@@ -130,11 +142,27 @@ def test_odd_files(tmp_path: Path, text: bytes, chunk_bytes: int) -> None:
 
 
 def test_chunks_cover_files_in_order_and_segments_match_request(tmp_path: Path) -> None:
-    files = [storage.File("a", 10, 0), storage.File("empty", 0, 0), storage.File("b", 4, 0)]
+    files = [
+        storage.File("a", 10, 0),
+        storage.File("empty", 0, 0),
+        storage.File("b", 4, 0),
+    ]
     found = [(chunk.path, chunk.start, chunk.stop, chunk.file_size) for chunk in cut(files, 4)]
-    assert found == [("a", 0, 4, 10), ("a", 4, 8, 10), ("a", 8, 10, 10), ("b", 0, 4, 4)]
+    assert found == [
+        ("a", 0, 4, 10),
+        ("a", 4, 8, 10),
+        ("a", 8, 10, 10),
+        ("b", 0, 4, 4),
+    ]
     file = write(tmp_path, b"aa\nbbbb\ncc\n")
-    expected = {0: b"aa\n", 1: b"", 3: b"bbbb\n", 4: b"", 8: b"cc\n", 9: b""}
+    expected = {
+        0: b"aa\n",
+        1: b"",
+        3: b"bbbb\n",
+        4: b"",
+        8: b"cc\n",
+        9: b"",
+    }
     for start, own in expected.items():
         (chunk,) = [c for c in cut([file], 1) if c.start == start]
         text, length, byte = read_lines(chunk)
@@ -159,7 +187,15 @@ def test_index_json_roundtrip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", ["", "{ torn", "[]", "null", '{"paths": []}', '{"paths": [], "segments": [[0, 1]]}']
+    "damaged",
+    [
+        "",
+        "{ torn",
+        "[]",
+        "null",
+        '{"paths": []}',
+        '{"paths": [], "segments": [[0, 1]]}',
+    ],
 )
 def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
     made = index(write(tmp_path, b"\n".join(LINES)), 100, 50)
@@ -175,7 +211,15 @@ def test_damaged_cached_index_is_rebuilt(tmp_path: Path, damaged: str) -> None:
 
 def test_parts_cover_all_row_ranges_and_changed_file_is_rejected(tmp_path: Path) -> None:
     made = LogIndex(
-        numbered([("f", 0, 9, 3), ("f", 9, 9, 0), ("f", 9, 20, 4), ("g", 0, 8, 2)]), Faults()
+        numbered(
+            [
+                ("f", 0, 9, 3),
+                ("f", 9, 9, 0),
+                ("f", 9, 20, 4),
+                ("g", 0, 8, 2),
+            ]
+        ),
+        Faults(),
     )
     assert [(part.segment.first_row, part.start, part.stop) for part in made.parts(0, 9)] == [
         (0, 0, 3),
@@ -264,7 +308,15 @@ ONE, TWO, NO_TEXT = (gzip.compress(text, mtime=0) for text in (b"one\n", b"two\n
         stored_member(1 << 20) + ONE,
         stored_member((1 << 20) - 1) + ONE,
     ],
-    ids=["one", "several", "padded", "padded between", "empty", "read boundary", "across reads"],
+    ids=[
+        "one",
+        "several",
+        "padded",
+        "padded between",
+        "empty",
+        "read boundary",
+        "across reads",
+    ],
 )
 def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     file = write(tmp_path, packed, "day_0.gz")
@@ -334,7 +386,12 @@ def test_rejected_log_reports_likely_cause(tmp_path: Path, text: bytes, cause: s
 
 
 def test_empty_first_file_keeps_log_labelled(tmp_path: Path) -> None:
-    schema = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
+    schema = Schema(
+        label="y",
+        sparse=("s",),
+        tokens="any",
+        delimiter=",",
+    )
     (tmp_path / "a.csv").write_bytes(b"")
     assert LogSource.at(str(tmp_path)).is_labelled(schema)
     (tmp_path / "b.csv").write_bytes(b"y,s\n1,2\n")
@@ -348,7 +405,14 @@ def test_gunzip_bounds_memory() -> None:
     assert len(packed) < 200_000
     largest = total = 0
     tracemalloc.start()
-    for piece in cache.gunzip([packed[:70_000], packed[70_000:], gzip.compress(b"more"), bytes(5)]):
+    for piece in cache.gunzip(
+        [
+            packed[:70_000],
+            packed[70_000:],
+            gzip.compress(b"more"),
+            bytes(5),
+        ]
+    ):
         largest, total = max(largest, len(piece)), total + len(piece)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -383,7 +447,14 @@ def token(text: bytes) -> int:
     """Return the token that the module's docstring specifies."""
     if re.fullmatch(rb"0|-?[1-9][0-9]*", text) and -(2**63) <= int(text) < 2**63:
         return int(text) & MASK
-    if text in (b"true", b"True", b"TRUE", b"false", b"False", b"FALSE"):
+    if text in (
+        b"true",
+        b"True",
+        b"TRUE",
+        b"false",
+        b"False",
+        b"FALSE",
+    ):
         return int(text.lower() == b"true")
     return xxhash.xxh64_intdigest(text)
 
@@ -402,7 +473,11 @@ def check_texts(texts: list[bytes | None]) -> None:
         except UnicodeDecodeError:
             return 0, REJECTED
 
-    for kind in (pa.binary(), pa.large_binary(), pa.binary_view()):
+    for kind in (
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+    ):
         found = tokens_of(text_tokens, pa.array([b"before", *texts], kind).slice(1))
         assert list(zip(*(array.tolist() for array in found), strict=True)) == [
             expected(text) for text in texts
@@ -487,7 +562,14 @@ def test_integer_tokens_match_text(values: list[int | None]) -> None:
     tokens, status = tokens_of(integer_tokens, pa.array(values, pa.uint64()))
     assert tokens.tolist() == text.tolist()
     assert status.tolist() == [EMPTY if v is None else VALUE for v in values]
-    for bits, signed in ((8, False), (8, True), (16, True), (32, False), (32, True), (64, True)):
+    for bits, signed in (
+        (8, False),
+        (8, True),
+        (16, True),
+        (32, False),
+        (32, True),
+        (64, True),
+    ):
         narrow = [
             None if v is None else v % 2**bits - (2 ** (bits - 1) if signed else 0) for v in values
         ]

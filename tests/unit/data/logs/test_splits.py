@@ -45,7 +45,11 @@ def test_sevenths(rows: int) -> None:
 
 
 def test_known_logs_are_split_by_sevenths_files_and_fractions() -> None:
-    ranges = [(0, 39_291_958), (39_291_958, 42_566_288), (42_566_288, 45_840_617)]
+    ranges = [
+        (0, 39_291_958),
+        (39_291_958, 42_566_288),
+        (42_566_288, 45_840_617),
+    ]
     assert [*Split().rows(index_of(45_840_617)).items()] == list(
         zip(("train", "validation", "test"), ranges, strict=True)
     )
@@ -72,9 +76,12 @@ def test_split_rejects_empty_part() -> None:
 def test_fractions_cover_every_row_in_order(
     rows: int, validation: float, test: float, test_first: bool
 ) -> None:
-    ranges = Split(kind="fraction", validation=validation, test=test, test_first=test_first).rows(
-        index_of(rows)
-    )
+    ranges = Split(
+        kind="fraction",
+        validation=validation,
+        test=test,
+        test_first=test_first,
+    ).rows(index_of(rows))
     in_order = sorted(ranges.values())
     assert [start for start, _ in in_order] == [0, *(stop for _, stop in in_order[:-1])]
     assert in_order[-1][1] == rows
@@ -85,7 +92,14 @@ def test_fractions_cover_every_row_in_order(
 
 
 def days_of(
-    *rows: int, names: tuple[str, ...] = ("day_0", "day_1", "day_2", "day_9", "day_10")
+    *rows: int,
+    names: tuple[str, ...] = (
+        "day_0",
+        "day_1",
+        "day_2",
+        "day_9",
+        "day_10",
+    ),
 ) -> LogIndex:
     return LogIndex(
         numbered(
@@ -138,7 +152,18 @@ def test_days_are_named() -> None:
 
 def test_days_are_folders_or_files() -> None:
     folders = days_of(
-        2, 3, 5, 4, 5, names=("l/dt=1/a", "l/dt=1/b", "l/dt=2/a", "l/dt=3/a", "l/dt=3/b")
+        2,
+        3,
+        5,
+        4,
+        5,
+        names=(
+            "l/dt=1/a",
+            "l/dt=1/b",
+            "l/dt=2/a",
+            "l/dt=3/a",
+            "l/dt=3/b",
+        ),
     )
     assert Split(kind="days").rows(folders) == {
         "train": (0, 5),
@@ -187,7 +212,12 @@ def test_split_rejects_invalid_parts() -> None:
 
 
 # -- Line numbers of valid rows, and the values of a column
-SCHEMA = Schema(tokens="hexadecimal", label="y", dense=("i",), sparse=("c",))
+SCHEMA = Schema(
+    tokens="hexadecimal",
+    label="y",
+    dense=("i",),
+    sparse=("c",),
+)
 GOOD = b"1\t3\t0000000a"
 LINES = [GOOD, b"", b"1\t2", b"2\t3\t0000000a", b"1\t3\t0a", b"x" * 5000]
 
@@ -251,7 +281,12 @@ def test_text(tmp_path: Path) -> None:
         "0\t\t123456789012\t0000000b\t00000000",
     ]
     (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
-    expected = [[3, -7, None], [None, 5, 123456789012], [0xA, None, 0xB], [None, 0xFFFFFFFF, 0]]
+    expected = [
+        [3, -7, None],
+        [None, 5, 123456789012],
+        [0xA, None, 0xB],
+        [None, 0xFFFFFFFF, 0],
+    ]
     assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == expected
     assert _values(tmp_path / "log.tsv", HEXADECIMAL, "c", start=1, stop=3) == [[None, 0xB]]
 
@@ -284,7 +319,12 @@ def test_parquet(tmp_path: Path) -> None:
         (pa.array([None, None, None]), [None, None, None]),
     ):
         table = pa.table(
-            {"click": [1, 0, 1], "age": [1, 2, 3], "user": users, "tags": [["a"], [], None]}
+            {
+                "click": [1, 0, 1],
+                "age": [1, 2, 3],
+                "user": users,
+                "tags": [["a"], [], None],
+            }
         )
         pq.write_table(table, tmp_path / "log.parquet")
         assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
@@ -299,7 +339,13 @@ def test_slice_of_names_rows(tmp_path: Path) -> None:
     assert slice_of(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3
     sevenths = Block((SegmentRange(index.segments[1], 1, 3),), None)
     assert slice_of(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
-    assert distinct_names([Slice("a", 0, 1), Slice("b", 1, 2), Slice("a", 2, 3)]) == [
+    assert distinct_names(
+        [
+            Slice("a", 0, 1),
+            Slice("b", 1, 2),
+            Slice("a", 2, 3),
+        ]
+    ) == [
         "a (1)",
         "b",
         "a (2)",

@@ -55,8 +55,21 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.schema import Schema
 
-GENRES = ["Action", "Comedy", "Film-Noir", "Sci-Fi", "Children's", "Ænima", "12"]
-LABELLED = Schema(label="y", sparse=("s",), tokens="any", delimiter=",")
+GENRES = [
+    "Action",
+    "Comedy",
+    "Film-Noir",
+    "Sci-Fi",
+    "Children's",
+    "Ænima",
+    "12",
+]
+LABELLED = Schema(
+    label="y",
+    sparse=("s",),
+    tokens="any",
+    delimiter=",",
+)
 LISTS = ("genres", "tags")
 FILMS = LABELLED.replace(
     label="clicked",
@@ -211,7 +224,13 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     pq.write_table(as_table(rows[:0]).cast(as_table(rows).schema), tmp_path / "none.parquet")
     paths = [
         tmp_path / name
-        for name in ("a.csv", "empty.csv", "header.csv", "b.parquet", "none.parquet")
+        for name in (
+            "a.csv",
+            "empty.csv",
+            "header.csv",
+            "b.parquet",
+            "none.parquet",
+        )
     ]
     index = index_of(paths, FILMS, tmp_path / "cache", 2000)
     check_movies(read_tables(index.segments, FILMS), rows)
@@ -293,7 +312,14 @@ def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
     values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
     table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
     raw, faults = parse_table(
-        table, Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",)), path="p"
+        table,
+        Schema(
+            tokens="hexadecimal",
+            label=None,
+            dense=("d",),
+            sparse=("s",),
+        ),
+        path="p",
     )
     assert (raw.numbers[:, 0].tolist(), raw.missing.tolist()) == ([1, 0, -3, 2**40], [0, 1, 0, 0])
     assert faults.counts == {"not an integer": 4}
@@ -407,7 +433,13 @@ def test_changed_file_is_rejected(tmp_path: Path) -> None:
 
 
 # -- Faults
-GOOD = {"y": "1", "w": "1.5", "d": "2.5", "s": "a", "l": "b|c"}
+GOOD = {
+    "y": "1",
+    "w": "1.5",
+    "d": "2.5",
+    "s": "a",
+    "l": "b|c",
+}
 ANY = Schema(
     label="y",
     weight="w",
@@ -452,7 +484,11 @@ def test_bad_cells(tmp_path: Path, parquet: bool, column: str, kind: str, cell: 
             b"\n".join([b"y,w,d,s,l", *(b",".join(row.values()) for row in rows), b""])
         )
     raw, faults = read([path], ANY, tmp_path, 16)
-    assert (raw.numbers[:, 0].tolist(), raw.lists[0].lengths.tolist(), faults.counts) == (
+    assert (
+        raw.numbers[:, 0].tolist(),
+        raw.lists[0].lengths.tolist(),
+        faults.counts,
+    ) == (
         [2.5] * 3,
         [2] * 3,
         {kind: 1},
@@ -513,7 +549,12 @@ def test_numbers_in_text(cells: list[str]) -> None:
 
 
 def test_hexadecimal_tables_match_text_and_other_column_counts(tmp_path: Path) -> None:
-    schema = Schema(tokens="hexadecimal", label=None, dense=("d",), sparse=("s",))
+    schema = Schema(
+        tokens="hexadecimal",
+        label=None,
+        dense=("d",),
+        sparse=("s",),
+    )
     others = [b for b in range(256) if b not in b"\t\n\r"]
     for name, cells in (
         ("d", [b"1%c2" % b for b in others]),
@@ -581,7 +622,14 @@ def test_first_fault_per_row_is_counted(tmp_path: Path) -> None:
 def one_column(array: pa.Array, role: str, **changes: Any) -> tuple[Any, Faults]:
     return parse_table(
         pa.table({"c": array}),
-        Schema(**{"label": None, "tokens": "any", role: ("c",), **changes}),
+        Schema(
+            **{
+                "label": None,
+                "tokens": "any",
+                role: ("c",),
+                **changes,
+            }
+        ),
         path="p",
     )
 
@@ -589,7 +637,12 @@ def one_column(array: pa.Array, role: str, **changes: Any) -> tuple[Any, Faults]
 NUMBERS = [
     *[
         pa.array([1, None, 0], kind)
-        for kind in (pa.int8(), pa.uint64(), pa.float32(), pa.float16())
+        for kind in (
+            pa.int8(),
+            pa.uint64(),
+            pa.float32(),
+            pa.float16(),
+        )
     ],
     pa.array([True, None, False]),
     pa.array([Decimal("1.00"), None, Decimal("0.00")]),
@@ -606,12 +659,21 @@ NUMBERS = [
 @pytest.mark.parametrize("array", NUMBERS, ids=lambda array: str(array.type))
 def test_types_of_numbers(array: pa.Array) -> None:
     raw, faults = one_column(array, "dense")
-    assert (faults.total, raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == (
+    assert (
+        faults.total,
+        raw.numbers[:, 0].tolist(),
+        raw.missing[:, 0].tolist(),
+    ) == (
         0,
         [1, 0, 0],
         [False, True, False],
     )
-    schema = Schema(label="y", weight="w", dense=("c",), tokens="any")
+    schema = Schema(
+        label="y",
+        weight="w",
+        dense=("c",),
+        tokens="any",
+    )
     raw, faults = parse_table(pa.table({"y": array, "c": [1, 2, 3], "w": [1, 1, 1]}), schema)
     assert (raw.labels["y"].tolist(), faults.counts) == ([1, 0], {"label is missing": 1})
     raw, faults = parse_table(pa.table({"y": [1, 1, 1], "c": [1, 2, 3], "w": array}), schema)
@@ -650,7 +712,13 @@ def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: b
     assert missing_of(raw, 0) == [not text for text in texts]
 
 
-LIST_VALUES = [["a", "b"], None, [], ["", "c", None], ["12"]]
+LIST_VALUES = [
+    ["a", "b"],
+    None,
+    [],
+    ["", "c", None],
+    ["12"],
+]
 
 
 def test_types_of_lists_and_null_columns() -> None:
@@ -678,24 +746,88 @@ def test_types_of_lists_and_null_columns() -> None:
         pa.array([[1, 2], None, [3, None]], pa.list_(pa.int32(), 2)), "sparse", lists=("c",)
     )
     assert (raw.lists[0].lengths.tolist(), tokens_of(raw, 0)) == ([2, 0, 1], [1, 2, 3])
-    for role, lists in (("dense", ()), ("sparse", ()), ("sparse", ("c",))):
+    for role, lists in (
+        ("dense", ()),
+        ("sparse", ()),
+        ("sparse", ("c",)),
+    ):
         raw, faults = one_column(pa.nulls(2), role, lists=lists)
         assert (faults.total, raw.is_missing("c").tolist()) == (0, [True, True])
 
 
 REJECTED = [
-    (pa.array([0], pa.timestamp("us")), "sparse", {}, "text or integers are needed"),
-    (pa.array([0], pa.time32("s")), "dense", {}, "numbers are needed"),
-    (pa.array([0], pa.duration("us")), "dense", {}, "numbers are needed"),
-    (pa.array([0], pa.date32()), "sparse", {"integers": ("c",)}, "text or integers are needed"),
-    (pa.array([{"a": 1}]), "sparse", {}, "text or integers are needed"),
-    (pa.array([{"a": 1}]), "dense", {}, "numbers are needed"),
-    (pa.array([[1]]), "dense", {}, "numbers are needed"),
-    (pa.array([[1]]), "sparse", {}, "name it in the schema's lists"),
-    (pa.array([1]), "sparse", {"lists": ("c",)}, "a list is needed"),
-    (pa.array([[[1]]]), "sparse", {"lists": ("c",)}, "text or integers are needed"),
-    (pa.array([[{"a": 1}]]), "sparse", {"lists": ("c",)}, "text or integers are needed"),
-    (pa.array([1]), "sparse", {"tokens": "hexadecimal"}, "needs 8 hexadecimal digits as text"),
+    (
+        pa.array([0], pa.timestamp("us")),
+        "sparse",
+        {},
+        "text or integers are needed",
+    ),
+    (
+        pa.array([0], pa.time32("s")),
+        "dense",
+        {},
+        "numbers are needed",
+    ),
+    (
+        pa.array([0], pa.duration("us")),
+        "dense",
+        {},
+        "numbers are needed",
+    ),
+    (
+        pa.array([0], pa.date32()),
+        "sparse",
+        {"integers": ("c",)},
+        "text or integers are needed",
+    ),
+    (
+        pa.array([{"a": 1}]),
+        "sparse",
+        {},
+        "text or integers are needed",
+    ),
+    (
+        pa.array([{"a": 1}]),
+        "dense",
+        {},
+        "numbers are needed",
+    ),
+    (
+        pa.array([[1]]),
+        "dense",
+        {},
+        "numbers are needed",
+    ),
+    (
+        pa.array([[1]]),
+        "sparse",
+        {},
+        "name it in the schema's lists",
+    ),
+    (
+        pa.array([1]),
+        "sparse",
+        {"lists": ("c",)},
+        "a list is needed",
+    ),
+    (
+        pa.array([[[1]]]),
+        "sparse",
+        {"lists": ("c",)},
+        "text or integers are needed",
+    ),
+    (
+        pa.array([[{"a": 1}]]),
+        "sparse",
+        {"lists": ("c",)},
+        "text or integers are needed",
+    ),
+    (
+        pa.array([1]),
+        "sparse",
+        {"tokens": "hexadecimal"},
+        "needs 8 hexadecimal digits as text",
+    ),
 ]
 
 
@@ -704,7 +836,14 @@ def test_parse_table_rejects_wrong_types(
     tmp_path: Path, array: pa.Array, role: str, changes: dict[str, Any], why: str
 ) -> None:
     pq.write_table(pa.table({"c": array}), tmp_path / "a.parquet")
-    schema = Schema(**{"label": None, "tokens": "any", role: ("c",), **changes})
+    schema = Schema(
+        **{
+            "label": None,
+            "tokens": "any",
+            role: ("c",),
+            **changes,
+        }
+    )
     rejects(
         rf"a\.parquet: column c is of type .*; {re.escape(why)}",
         index_of,
@@ -718,7 +857,13 @@ SAME_CATEGORIES = [
     # (values, Arrow types that hold them, texts that a CSV file or JSON has for them)
     (
         [7, None, 9],
-        [pa.int8(), pa.uint64(), pa.float64(), pa.float32(), pa.decimal128(28, 2)],
+        [
+            pa.int8(),
+            pa.uint64(),
+            pa.float64(),
+            pa.float32(),
+            pa.decimal128(28, 2),
+        ],
         ["7", "", "9"],
     ),
     (
@@ -726,10 +871,26 @@ SAME_CATEGORIES = [
         [pa.int64(), pa.float64()],
         [str(2**53 - 1), "", str(-(2**53) + 1)],
     ),
-    ([True, None, False], [pa.bool_()], ["True", "", "False"]),
-    ([True, None, False], [pa.bool_()], ["true", "", "FALSE"]),
-    ([1, None, 0], [pa.bool_(), pa.int64(), pa.float64()], ["1", "", "0"]),
-    ([datetime.date(2024, 2, 29), None], [pa.date32(), pa.date64()], ["2024-02-29", ""]),
+    (
+        [True, None, False],
+        [pa.bool_()],
+        ["True", "", "False"],
+    ),
+    (
+        [True, None, False],
+        [pa.bool_()],
+        ["true", "", "FALSE"],
+    ),
+    (
+        [1, None, 0],
+        [pa.bool_(), pa.int64(), pa.float64()],
+        ["1", "", "0"],
+    ),
+    (
+        [datetime.date(2024, 2, 29), None],
+        [pa.date32(), pa.date64()],
+        ["2024-02-29", ""],
+    ),
 ]
 
 
@@ -738,7 +899,13 @@ SAME_CATEGORIES = [
 def test_categories_match_in_formats(
     tmp_path: Path, values: list[Any], kinds: list[Any], texts: list[str], lists: bool
 ) -> None:
-    schema = Schema(label=None, sparse=("c",), lists=("c",) * lists, tokens="any", delimiter=",")
+    schema = Schema(
+        label=None,
+        sparse=("c",),
+        lists=("c",) * lists,
+        tokens="any",
+        delimiter=",",
+    )
     (tmp_path / "a.csv").write_text("c,d\n" + "".join(f" {text}\t,0\n" for text in texts))
     expected, faults = read([tmp_path / "a.csv"], schema, tmp_path)
     assert faults.total == 0
@@ -794,7 +961,12 @@ def test_category_rules_read_floats_texts_and_plain_text(tmp_path: Path) -> None
         "-9223372036854775809",
         "99999999999999999999",
     ]
-    schema = Schema(label=None, sparse=("c",), integers=("c",), tokens="any")
+    schema = Schema(
+        label=None,
+        sparse=("c",),
+        integers=("c",),
+        tokens="any",
+    )
     raw, faults = parse_table(pa.table({"c": texts + bad}), schema)
     assert np.array(tokens_of(raw, 0), np.uint64).view(np.int64).tolist() == [7] * 5 + [
         -7,
@@ -814,7 +986,13 @@ def test_category_rules_read_floats_texts_and_plain_text(tmp_path: Path) -> None
         return int(tokens_in(pa.array([text]), booleans=False)[0])
 
     assert plain("True") != 1
-    schema = Schema(label=None, sparse=("c",), tokens="any", delimiter=",", category_rules=1)
+    schema = Schema(
+        label=None,
+        sparse=("c",),
+        tokens="any",
+        delimiter=",",
+        category_rules=1,
+    )
     raw, _ = read([tmp_path / "a.csv"], schema, tmp_path)
     assert tokens_of(raw, 0) == [plain(" True"), plain("True")]
     raw, _ = read([tmp_path / "a.csv"], schema.replace(category_rules=2), tmp_path)
@@ -825,7 +1003,13 @@ def test_nan_setting_is_applied_and_dates_are_seconds(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"d,e\n1,0\nnan,0\nNaN,0\ninf,0\n")
     arrow = pa.table({"d": pa.array([1, math.nan, math.nan, math.inf], from_pandas=False)})
     for nan, rows, bad in (("fault", [1.0], 3), ("missing", [1.0, 0.0, 0.0], 1)):
-        schema = Schema(label=None, dense=("d",), tokens="any", delimiter=",", nan=nan)
+        schema = Schema(
+            label=None,
+            dense=("d",),
+            tokens="any",
+            delimiter=",",
+            nan=nan,
+        )
         for raw, faults in (
             read([tmp_path / "a.csv"], schema, tmp_path),
             parse_table(arrow, schema),
@@ -918,9 +1102,19 @@ def test_column_names(tmp_path: Path) -> None:
 
 
 def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
-    schema = Schema(label="y", sparse=("user.id", "l"), lists=("l",), tokens="any")
+    schema = Schema(
+        label="y",
+        sparse=("user.id", "l"),
+        lists=("l",),
+        tokens="any",
+    )
     table = pa.table(
-        {"y": [1, 0], "user.id": [5, 6], "l": [[1], [2, 3]], "user": [{"id": 1, "l": 2}] * 2}
+        {
+            "y": [1, 0],
+            "user.id": [5, 6],
+            "l": [[1], [2, 3]],
+            "user": [{"id": 1, "l": 2}] * 2,
+        }
     )
     pq.write_table(table, tmp_path / "a.parquet")
     raw, _ = read([tmp_path / "a.parquet"], schema, tmp_path)
@@ -1117,7 +1311,14 @@ PIECES = [
     ending=st.sampled_from(["\n", "\r\n", "\r"]),
     last=st.booleans(),
     read_bytes=st.sampled_from([1, 2, 3, 7, 16, 64, 1 << 20]),
-    limits=st.sampled_from([(1 << 20, 100), (1 << 20, 2), (8, 100), (30, 1)]),
+    limits=st.sampled_from(
+        [
+            (1 << 20, 100),
+            (1 << 20, 2),
+            (8, 100),
+            (30, 1),
+        ]
+    ),
     rules=st.sampled_from([1, 2]),
     escape=st.sampled_from([None, "\\"]),
 )
@@ -1202,7 +1403,17 @@ def test_shortened_parquet_file_is_rejected(
 
 
 @pytest.mark.parametrize(
-    "span", [(0, 10), (15, 20), (95, 99), (40, 60), (60, 61), (90, 95), (0, 99)], ids=str
+    "span",
+    [
+        (0, 10),
+        (15, 20),
+        (95, 99),
+        (40, 60),
+        (60, 61),
+        (90, 95),
+        (0, 99),
+    ],
+    ids=str,
 )
 def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, int]) -> None:
     path = tmp_path / "log.parquet"

@@ -58,9 +58,30 @@ ROWS: list[dict[str, Any]] = [
         "genres": '["x", "ü, y"]',
         "words": "end, the",
     },
-    {"age": "?", "price": "\\N", "user": "-1", "tags": "?", "genres": "['-1', None]", "words": ""},
-    {"age": "-1", "price": "7", "user": "07", "tags": " a ^ b ", "genres": "[]", "words": "NA"},
-    {"age": "", "price": "-12", "user": "", "tags": "", "genres": "", "words": "the"},
+    {
+        "age": "?",
+        "price": "\\N",
+        "user": "-1",
+        "tags": "?",
+        "genres": "['-1', None]",
+        "words": "",
+    },
+    {
+        "age": "-1",
+        "price": "7",
+        "user": "07",
+        "tags": " a ^ b ",
+        "genres": "[]",
+        "words": "NA",
+    },
+    {
+        "age": "",
+        "price": "-12",
+        "user": "",
+        "tags": "",
+        "genres": "",
+        "words": "the",
+    },
 ]
 PLAIN: list[dict[str, Any]] = [
     {
@@ -79,9 +100,30 @@ PLAIN: list[dict[str, Any]] = [
         "genres": ["x", "ü, y"],
         "words": ["end", "the"],
     },
-    {"age": None, "price": None, "user": None, "tags": [], "genres": [], "words": []},
-    {"age": None, "price": 7, "user": 7, "tags": ["a", "b"], "genres": [], "words": []},
-    {"age": None, "price": -12, "user": None, "tags": [], "genres": [], "words": ["the"]},
+    {
+        "age": None,
+        "price": None,
+        "user": None,
+        "tags": [],
+        "genres": [],
+        "words": [],
+    },
+    {
+        "age": None,
+        "price": 7,
+        "user": 7,
+        "tags": ["a", "b"],
+        "genres": [],
+        "words": [],
+    },
+    {
+        "age": None,
+        "price": -12,
+        "user": None,
+        "tags": [],
+        "genres": [],
+        "words": ["the"],
+    },
 ]
 """The same rows without markers and marks."""
 
@@ -155,8 +197,19 @@ def test_csv_request_matches_plain_rows() -> None:
 
 def test_json_request_matches_plain_rows() -> None:
     marked = [dict(row) for row in PLAIN]
-    marked[1] |= {"age": "NA", "price": -1.0, "user": "NA", "tags": ["NA", "b"]}
-    marked[2] |= {"age": "?", "price": "\\N", "user": -1, "tags": ["?"], "genres": ["-1", -1, None]}
+    marked[1] |= {
+        "age": "NA",
+        "price": -1.0,
+        "user": "NA",
+        "tags": ["NA", "b"],
+    }
+    marked[2] |= {
+        "age": "?",
+        "price": "\\N",
+        "user": -1,
+        "tags": ["?"],
+        "genres": ["-1", -1, None],
+    }
     marked[3] |= {"age": -1, "user": "07", "words": ["NA"]}
     same_block(json_block(marked, SCHEMA), EXPECTED)
 
@@ -222,7 +275,12 @@ RATINGS = ["5", "3", "4.0", "", "x"]
 
 
 def clicks(values: Any, rule: LabelRule, **fields: Any) -> tuple[list[float], dict[str, int]]:
-    schema = Schema(label="y", label_rule=rule, dense=("a",), **fields)
+    schema = Schema(
+        label="y",
+        label_rule=rule,
+        dense=("a",),
+        **fields,
+    )
     raw, faults = parse_table(pa.table({"y": values, "a": np.arange(len(values))}), schema)
     return raw.labels["y"].tolist(), faults.counts
 
@@ -258,7 +316,12 @@ def test_label_markers_are_missing_labels() -> None:
 
 
 def test_further_label_markers_are_missing() -> None:
-    schema = Schema(label="y", labels=(Label(name="bought"),), dense=("a",), missing=("NA", "-1"))
+    schema = Schema(
+        label="y",
+        labels=(Label(name="bought"),),
+        dense=("a",),
+        missing=("NA", "-1"),
+    )
     raw, faults = parse_table(pa.table({"y": [0, 1], "bought": ["NA", "1"], "a": [1, 2]}), schema)
     assert np.isnan(raw.labels["bought"]).tolist() == [True, False]
     assert not faults.total
@@ -271,7 +334,11 @@ def test_request_ignores_label_rule() -> None:
 
 def test_text_outside_brackets_is_fault() -> None:
     table = pa.Table.from_pylist(
-        [*ROWS, {**ROWS[0], "genres": "x, y"}, {**ROWS[0], "genres": "['x'"}]
+        [
+            *ROWS,
+            {**ROWS[0], "genres": "x, y"},
+            {**ROWS[0], "genres": "['x'"},
+        ]
     )
     _, faults = parse_table(table, SCHEMA)
     assert faults.counts == {"not a list in brackets": 2}
@@ -279,7 +346,12 @@ def test_text_outside_brackets_is_fault() -> None:
 
 def test_list_weights_use_mark_of_list() -> None:
     features = (Feature(name="s", weights="w", list_delimiter="^"),)
-    schema = Schema(label=None, sparse=("s",), lists=("s",), features=features)
+    schema = Schema(
+        label=None,
+        sparse=("s",),
+        lists=("s",),
+        features=features,
+    )
     raw, faults = parse_table(pa.table({"s": ["a^b", "a"], "w": ["1^0.5", "2"]}), schema)
     assert raw.lists[0].weights is not None
     assert (raw.lists[0].weights.tolist(), faults.total) == ([1, 0.5, 2], 0)
@@ -293,7 +365,13 @@ def test_list_mark_may_be_delimiter_in_quotes() -> None:
         delimiter=",",
         features=(Feature(name="s", list_delimiter=","),),
     )
-    table = read_csv_text(b'"a,b"\nc\n', schema, delimiter=",", columns=["s"], path="rows")
+    table = read_csv_text(
+        b'"a,b"\nc\n',
+        schema,
+        delimiter=",",
+        columns=["s"],
+        path="rows",
+    )
     assert parse_table(table, schema)[0].lists[0].lengths.tolist() == [2, 1]
 
 
@@ -320,7 +398,11 @@ def test_brackets_read_json_and_python() -> None:
             "".join(rng.choice("aüß😀,'\"\\\n []") for _ in range(rng.randrange(1, 6)))
             for _ in range(rng.randrange(4))
         ]
-        for text in (json.dumps(items), json.dumps(items, ensure_ascii=False), repr(items)):
+        for text in (
+            json.dumps(items),
+            json.dumps(items, ensure_ascii=False),
+            repr(items),
+        ):
             assert [item for item in bracket_items(text) or [] if item] == items
 
 

@@ -187,7 +187,12 @@ def test_any_bytes(schema: Schema, text: bytes) -> None:
 
 
 def test_every_byte_is_checked_in_tokens_labels_and_integers() -> None:
-    schema = Schema(tokens="hexadecimal", label=None, dense=(), sparse=("s",))
+    schema = Schema(
+        tokens="hexadecimal",
+        label=None,
+        dense=(),
+        sparse=("s",),
+    )
     for place in range(8):
         check(
             schema,
@@ -196,7 +201,12 @@ def test_every_byte_is_checked_in_tokens_labels_and_integers() -> None:
                 for b in range(256)
             ),
         )
-    schema = Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=())
+    schema = Schema(
+        tokens="hexadecimal",
+        label="y",
+        dense=("d",),
+        sparse=(),
+    )
     check(schema, b"".join(bytes([b]) + b"\t5\n" for b in range(256)))
     check(schema, b"".join(b"1\t" + bytes([b]) + b"\n" for b in range(256)))
     check(schema, b"".join(b"1\t3" + bytes([b]) + b"4\n" for b in range(256)))
@@ -228,7 +238,15 @@ def test_parse_stops_at_length_appends_rows_and_has_positions() -> None:
         assert [(fault.byte, fault.kind) for fault in faults.first] == [
             f[:2] for f in expected_faults
         ]
-    parser = TextParser(Schema(tokens="hexadecimal", label="y", dense=("d",), sparse=()), 10)
+    parser = TextParser(
+        Schema(
+            tokens="hexadecimal",
+            label="y",
+            dense=("d",),
+            sparse=(),
+        ),
+        10,
+    )
     parser.parse(padded(b"1\t5\n"), 4, path="p", first_byte=0)
     faults = parser.parse(padded(b"0\t6\n1\tx\n"), 8, path="p", first_byte=1000)
     assert rows_of(parser.block()) == [(1, [5], [], 0), (0, [6], [], 0)]

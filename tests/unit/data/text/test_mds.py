@@ -70,7 +70,11 @@ def test_read_returns_rows_in_order(
     written: Path, tmp_path: Path, place: Callable[[Path], str]
 ) -> None:
     rows = TokenRows(place(written), cache_folder=str(tmp_path))
-    assert (len(rows), tuple(rows.chunk_rows), rows.block_size) == (97, SHARDS, BLOCK)
+    assert (
+        len(rows),
+        tuple(rows.chunk_rows),
+        rows.block_size,
+    ) == (97, SHARDS, BLOCK)
     order = np.random.default_rng(1).permutation(97)
     rows.will_read(order[:40])
     found = rows.read(order)["tokens"]
@@ -126,9 +130,20 @@ rows.close()
 @pytest.mark.extended
 def test_node_processes_fetch_shard_once(written: Path, tmp_path: Path) -> None:
     size_bytes = sum(file.stat().st_size for file in written.glob("*.mds"))
-    command = [sys.executable, "-c", READER, url(written), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        READER,
+        url(written),
+        str(tmp_path),
+    ]
     readers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(3)
     ]
     assert [reader.stdout.readline() for reader in readers] == ["ready\n"] * 3
@@ -361,7 +376,19 @@ def test_cache_accepts_any_shard_name(tmp_path: Path) -> None:
 
 # -- Parts of a text hold all of it, once, in order, and begin where lines do
 WORDS = st.lists(
-    st.sampled_from(["a", "é", "日本", "😀", "\n", "\n\n", "\r\n", " "]), max_size=60
+    st.sampled_from(
+        [
+            "a",
+            "é",
+            "日本",
+            "😀",
+            "\n",
+            "\n\n",
+            "\r\n",
+            " ",
+        ]
+    ),
+    max_size=60,
 ).map("".join)
 
 

@@ -90,7 +90,13 @@ def exported(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.mark.parametrize(
-    ("quantization", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 0.03), ("int4", 0.5)]
+    ("quantization", "tolerance"),
+    [
+        ("fp32", 1e-6),
+        ("fp16", 2e-3),
+        ("int8", 0.03),
+        ("int4", 0.5),
+    ],
 )
 def test_export_scores_match_checkpoint(
     saved: Saved, exported: Any, quantization: Quantization, tolerance: float
@@ -107,7 +113,12 @@ def test_export_scores_match_checkpoint(
     assert np.abs(logits - expected).max() <= tolerance
     assert quantization == "fp32" or (logits != expected).any()
     assert np.std(expected) > 10 * np.abs(logits - expected).mean()
-    width = {"fp32": 32, "fp16": 16, "int8": 16, "int4": 8}[quantization]  # bytes of 8 values
+    width = {
+        "fp32": 32,
+        "fp16": 16,
+        "int8": 16,
+        "int4": 8,
+    }[quantization]  # bytes of 8 values
     dense = sum(
         p.nbytes for name, p in saved.model.named_parameters() if "embedding_bags" not in name
     )
@@ -188,8 +199,19 @@ def test_loading_imports_no_ray_and_unpickles_no_file(
         "print(kinds, unneeded & set(sys.modules), flush=True)\n"
         "os._exit(0)\n"  # to take the interpreter apart takes more than a second
     )
-    command = [sys.executable, "-c", code, str(exported("int8")), str(saved.run)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(exported("int8")),
+        str(saved.run),
+    ]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.stdout == "['export', 'checkpoint'] set()\n", run.stderr
 
 
@@ -237,7 +259,13 @@ def test_export_with_different_scores_leaves_no_folder(
     options = {"quantize": "int4"}
     rejects(message, export_of, saved, tmp_path / "out", max_auroc_loss=0.0, **options)
     assert not list(tmp_path.glob("out*"))
-    told = export_of(saved, tmp_path / "out", max_auroc_loss=0.0, ignore_parity=True, **options)
+    told = export_of(
+        saved,
+        tmp_path / "out",
+        max_auroc_loss=0.0,
+        ignore_parity=True,
+        **options,
+    )
     assert "AUROC" in told["parity"]["failure"]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == told["parity"]
     rejects("exists already", export_of, saved, tmp_path / "out")
@@ -461,7 +489,11 @@ def test_changed_manifest_is_rejected(copied: Path) -> None:
         ("model>more", 1, "Preprocessor does not match"),
         *(
             ("model>model", value, "")
-            for value in ([], 5, {"interaction": "cross", "cross_layers": 2**31})
+            for value in (
+                [],
+                5,
+                {"interaction": "cross", "cross_layers": 2**31},
+            )
         ),
         ("model>model>no_field", 1, "not the manifest of an export"),
         ("model>model>top_mlp", [10**9, 1], "network does not match the"),
@@ -585,7 +617,13 @@ def test_damaged_run_is_rejected(saved: Saved, tmp_path: Path, name: str, conten
     [
         *(
             (place, ...)
-            for place in ("files", "score", "version", "tensors", "tensors>*>chunks>0>sha256")
+            for place in (
+                "files",
+                "score",
+                "version",
+                "tensors",
+                "tensors>*>chunks>0>sha256",
+            )
         ),
         *(
             ("score", "high"),
@@ -659,7 +697,12 @@ def _check_strangers(folder: Path, encoder: Any) -> EncodedRows:
 
 def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     """DIN with items and shops in one attention unit. Some rows have no shop for an item."""
-    shops = Feature(name="shops", vocabulary="shop", max_length=3, aligned_with="items")
+    shops = Feature(
+        name="shops",
+        vocabulary="shop",
+        max_length=3,
+        aligned_with="items",
+    )
     features = (Feature(name="items", vocabulary="item", max_length=3), shops)
     sparse = ("item", "shop", "items", "shops")
     lists = ("items", "shops")
@@ -697,7 +740,12 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
     np.testing.assert_allclose(trained, exported, atol=1e-5)
     # drawn lists
     assert compare_encoder(encoder, preprocessor, ParityRows("rows", ()))["failure"] is None
-    ragged = {"item": "i1", "shop": "s1", "items": ["i1", "i2"], "shops": ["s1"]}
+    ragged = {
+        "item": "i1",
+        "shop": "s1",
+        "items": ["i1", "i2"],
+        "shops": ["s1"],
+    }
     fails_with(
         ValueError,
         "row 0: categories of shops are not aligned with items",
@@ -803,7 +851,11 @@ def test_encoder_error_has_row_number(tmp_path: Path) -> None:
             [{}, {"cat_0": "12"}],
             "row 1: cat_0 must be 8 hexadecimal digits",
         ),
-        (click_models.make_preprocessor(), [{"int_0": 1.5}], "row 0: int_0 must be a number"),
+        (
+            click_models.make_preprocessor(),
+            [{"int_0": 1.5}],
+            "row 0: int_0 must be a number",
+        ),
         *((lists, [{}, {"user.id": value}], "row 1: user.id must be") for value in (1.5, 2**64)),
         *((lists, [{}, {"age": value}], "row 1: age must be") for value in ("x", 1e19)),
         (lists, [{"keys": [["a"]]}], "row 0: keys must be"),
@@ -891,7 +943,11 @@ def test_triton_config_fits_schema() -> None:
     }
     fp32 = DATA_TYPES["TYPE_FP32"]
     int64 = DATA_TYPES["TYPE_INT64"]
-    assert result == {("dense", fp32, (13,)), ("ids", int64, (214,)), ("logit", fp32, (1,))}
+    assert result == {
+        ("dense", fp32, (13,)),
+        ("ids", int64, (214,)),
+        ("logit", fp32, (1,)),
+    }
     assert config.HasField("dynamic_batching")
     (parameter,) = config.parameters
     assert (parameter.key, parameter.value.string_value) == ("rayrec_version", "step_1-abc-int8")

@@ -187,9 +187,12 @@ def test_delivery_order_does_not_change_results(config: ClickModelConfig) -> Non
 def test_delivery_order_does_not_change_bits_of_first_order() -> None:
     names = tuple("abcdefghijklmnopqrstuvwxyz")
     order = (*range(13, 26), *range(13))
-    net = DLRMConfig(embedding_dim=4, bottom_mlp=(4,), top_mlp=(1,), first_order=True).build(
-        ModelInputs(2, names)
-    )
+    net = DLRMConfig(
+        embedding_dim=4,
+        bottom_mlp=(4,),
+        top_mlp=(1,),
+        first_order=True,
+    ).build(ModelInputs(2, names))
     dense = torch.randn(99, 2)
     values = torch.randn(99, 26, 8)
     given = net(dense, KeyedEmbeddings(names, 8, lambda: (values.flatten(1), tuple(range(26)))))
@@ -295,8 +298,16 @@ REFUSED: list[tuple[ClickModelConfig, dict[str, object], str]] = [
         {"embedding_dim": 8},
         "embedding_dim: must be at least 0 and at most 0, got 8",
     ),
-    (LinearConfig(), {"number_scale": 0.0}, "number_scale: must be above 0, got 0.0"),
-    (LinearConfig(), {"category_scale": float("nan")}, "category_scale: must be above 0, got nan"),
+    (
+        LinearConfig(),
+        {"number_scale": 0.0},
+        "number_scale: must be above 0, got 0.0",
+    ),
+    (
+        LinearConfig(),
+        {"category_scale": float("nan")},
+        "category_scale: must be above 0, got nan",
+    ),
     (networks.MASKNET, {"mlp": ()}, "mlp: must not be empty"),
     (networks.MASKNET, {"reduction_ratio": 0.0}, "reduction_ratio: must be above 0, got 0.0"),
     (networks.MMOE, {"expert": ()}, r"expert: must have 1 or more values, got \(\)"),
@@ -476,7 +487,11 @@ def build(config: DLRMConfig = SMALL, **settings: object) -> ClickModel:
 
 
 def test_multiply_adds_count_built_layers_and_match_kaggle_dlrm() -> None:
-    for interaction, products in (("dot", 5 * 5 * 8), ("cross", 0), ("projection", 2 * 2 * 8)):
+    for interaction, products in (
+        ("dot", 5 * 5 * 8),
+        ("cross", 0),
+        ("projection", 2 * 2 * 8),
+    ):
         config = SMALL.replace(interaction=interaction)
         model = build(config)
         weights = sum(

@@ -36,7 +36,13 @@ def dropped(net: nn.Module, values: torch.Tensor, share: float) -> torch.Tensor:
 def batch_normalized(values: torch.Tensor, norm: GlobalBatchNorm, eps: float) -> torch.Tensor:
     """Apply torch's batch norm, and keep the running statistics."""
     weights = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    return nn.functional.batch_norm(values, *weights, training=norm.training, momentum=0.0, eps=eps)
+    return nn.functional.batch_norm(
+        values,
+        *weights,
+        training=norm.training,
+        momentum=0.0,
+        eps=eps,
+    )
 
 
 def standardized(values: torch.Tensor, norm: nn.Module) -> torch.Tensor:
@@ -619,7 +625,12 @@ def test_din_matches_formula(features: tuple[str, ...], *, training: bool) -> No
     inputs = ModelInputs(
         2, features, "click", vocabularies=vocabularies, lists=lists, aligned=aligned
     )
-    config = DINConfig(embedding_dim=DIM, attention=(6, 3), mlp=(8, 5), dropout=0.3)
+    config = DINConfig(
+        embedding_dim=DIM,
+        attention=(6, 3),
+        mlp=(8, 5),
+        dropout=0.3,
+    )
     torch.manual_seed(0)
     net = shaken(config.build(inputs)).train(training)
     dense = leaf(ROWS, 2)

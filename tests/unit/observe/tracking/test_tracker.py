@@ -190,7 +190,11 @@ def test_append_file_writes_later_after_full_disk(
         fails_with(OSError, "No space", file.flush)
     assert not os.path.exists(file.path)  # An older file would still exist.
     again = AppendFile(file.path)
-    steps = ((file, b"gh", file.flush), (file, b"i", file.close), (again, b"again", again.close))
+    steps = (
+        (file, b"gh", file.flush),
+        (file, b"i", file.close),
+        (again, b"again", again.close),
+    )
     for (appended, data, end), expected in zip(
         steps, (b"abcdefgh", b"abcdefghi", b"again"), strict=True
     ):
@@ -231,9 +235,14 @@ def test_append_file_uploads_all_and_scalars_match_events(monkeypatch: pytest.Mo
         "exact": True,
     }
     assert scalars(evaluation) == {"validation/auroc": 0.75}
-    assert scalars({"kind": "finish", "time": 1.0, "step": 9, "metrics": {"auroc": 0.8}}) == {
-        "final/auroc": 0.8
-    }
+    assert scalars(
+        {
+            "kind": "finish",
+            "time": 1.0,
+            "step": 9,
+            "metrics": {"auroc": 0.8},
+        }
+    ) == {"final/auroc": 0.8}
     data = {
         "kind": "data",
         "time": 1.0,
@@ -374,7 +383,14 @@ def parse(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="latin-1").splitlines():
         assert line.startswith(":::MLLOG ")
         record = json.loads(line.removeprefix(":::MLLOG "))
-        assert list(record) == ["namespace", "time_ms", "event_type", "key", "value", "metadata"]
+        assert list(record) == [
+            "namespace",
+            "time_ms",
+            "event_type",
+            "key",
+            "value",
+            "metadata",
+        ]
         assert isinstance(record["time_ms"], int)
         assert record["event_type"] in ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
         assert {"file", "lineno"} <= record["metadata"].keys()
@@ -465,7 +481,12 @@ def test_mllog_of_restarted_run_follows_rules(tmp_path: Path) -> None:
         for record in records
         if record["key"] == "eval_accuracy"
     ]
-    assert scores == [(0.5, 0.705), (1.0, 0.71), (1.5, 0.715), (2.0, 0.72)]
+    assert scores == [
+        (0.5, 0.705),
+        (1.0, 0.71),
+        (1.5, 0.715),
+        (2.0, 0.72),
+    ]
     assert [
         record["metadata"]["epoch_num"] for record in records if record["key"] == "epoch_start"
     ] == [0, 1]
@@ -518,7 +539,14 @@ def test_run_stop_reports_whether_target_was_reached(
 def test_mllog_of_stopped_run_is_aborted(tmp_path: Path) -> None:
     events = run(finished=False)
     assert "run_stop" not in [record["key"] for record in write(tmp_path, events)]
-    events.append({"kind": "stop", "time": events[-1]["time"] + 1, "step": 150, "cause": "SIGTERM"})
+    events.append(
+        {
+            "kind": "stop",
+            "time": events[-1]["time"] + 1,
+            "step": 150,
+            "cause": "SIGTERM",
+        }
+    )
     records = write(tmp_path, events)
     check(records)
     assert records[-1]["metadata"]["status"] == "aborted"
@@ -616,10 +644,23 @@ def resized() -> list[dict[str, Any]]:
     rows ends at step 75.
     """
     events = run_events.Events()
-    events.add("run", recipe="x", name="y", config_hash="", versions={})
+    events.add(
+        "run",
+        recipe="x",
+        name="y",
+        config_hash="",
+        versions={},
+    )
     events.add("prepared", seconds=1.0, rows_of_sets={"train": 6400})
     for first, end, workers, rows in ((0, 25, 2, 0), (25, 100, 1, 3200)):
-        events.add("start", step=first, steps=200, rows=rows, world_size=workers, batch_size=64)
+        events.add(
+            "start",
+            step=first,
+            steps=200,
+            rows=rows,
+            world_size=workers,
+            batch_size=64,
+        )
         for step in range(first + 25, end + 1, 25):
             done = rows + (step - first) * 64 * workers
             events.add(
@@ -631,7 +672,13 @@ def resized() -> list[dict[str, Any]]:
                 rows_per_s=1000.0,
                 blocked_fraction=0.0,
             )
-            events.add("evaluate", step=step, set="validation", auroc=0.7, rows=640)
+            events.add(
+                "evaluate",
+                step=step,
+                set="validation",
+                auroc=0.7,
+                rows=640,
+            )
     return events.all
 
 
@@ -652,7 +699,17 @@ def test_epochs_count_rows_after_resize_and_default_to_full_run(tmp_path: Path) 
         "100/100 of epoch 0",
         "25/100 of epoch 1",
     ]
-    run = RunSummary([{"time": 0.0, "kind": "start", "step": 0, "steps": 150, "world_size": 2}])
+    run = RunSummary(
+        [
+            {
+                "time": 0.0,
+                "kind": "start",
+                "step": 0,
+                "steps": 150,
+                "world_size": 2,
+            }
+        ]
+    )
     assert run.epoch_of(16) == (0, 16)
     assert run.steps_per_epoch == 150
     assert run.epoch_of(0) == (0, 1)

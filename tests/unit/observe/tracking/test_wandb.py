@@ -29,7 +29,14 @@ def track(folder: Path, events: list[dict[str, Any]]) -> None:
     from rayrec.observe.tracking.wandb import WandbTracker
 
     run_events.feed(
-        WandbTracker(str(folder), project="rayrec", offline=True, config=CONFIG), events, close=True
+        WandbTracker(
+            str(folder),
+            project="rayrec",
+            offline=True,
+            config=CONFIG,
+        ),
+        events,
+        close=True,
     )
 
 
@@ -124,11 +131,28 @@ def online(run: OnlineRun, monkeypatch: pytest.MonkeyPatch) -> Any:
     from rayrec.observe.tracking.wandb import WandbTracker
 
     monkeypatch.setattr("wandb.init", lambda **settings: run)
-    return WandbTracker("folder", project="rayrec", offline=False, config=CONFIG)
+    return WandbTracker(
+        "folder",
+        project="rayrec",
+        offline=False,
+        config=CONFIG,
+    )
 
 
-STEP_100 = {"kind": "step", "time": 1.0, "step": 100, "steps": 200, "loss": 0.5}
-EVALUATION_100 = {"kind": "evaluate", "time": 2.0, "step": 100, "set": "validation", "loss": 0.6}
+STEP_100 = {
+    "kind": "step",
+    "time": 1.0,
+    "step": 100,
+    "steps": 200,
+    "loss": 0.5,
+}
+EVALUATION_100 = {
+    "kind": "evaluate",
+    "time": 2.0,
+    "step": 100,
+    "set": "validation",
+    "loss": 0.6,
+}
 
 
 def test_unsent_measures_are_sent_later_or_by_resuming_driver(
@@ -154,17 +178,36 @@ def test_unsent_measures_are_sent_later_or_by_resuming_driver(
 def test_exit_code_follows_last_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wandb.teardown", lambda: None)
     begun = {"kind": "run", "time": 3.0, "config_hash": "x"}
-    stopped = [begun, STEP_100, {"kind": "stop", "time": 4.0, "step": 100, "cause": "SIGTERM"}]
+    stopped = [
+        begun,
+        STEP_100,
+        {
+            "kind": "stop",
+            "time": 4.0,
+            "step": 100,
+            "cause": "SIGTERM",
+        },
+    ]
     failed = [
         *stopped,
         begun,
-        {"kind": "failure", "time": 5.0, "cause": "no such log", "last": True},
+        {
+            "kind": "failure",
+            "time": 5.0,
+            "cause": "no such log",
+            "last": True,
+        },
     ]
     finished = [
         *failed,
         begun,
         STEP_100,
-        {"kind": "finish", "time": 6.0, "step": 100, "metrics": {}},
+        {
+            "kind": "finish",
+            "time": 6.0,
+            "step": 100,
+            "metrics": {},
+        },
     ]
     for events, exit_code in ((stopped, 0), (failed, 1), (finished, 0)):
         run = OnlineRun({}, resumed=False)

@@ -69,7 +69,12 @@ def fitted(folder: Path, log: str, name: str, **changes: Any) -> Result:
     config = recipes.clicks(log, SCHEMA).replace(
         min_steps_per_epoch=1, batch_size=128, epochs=3, scaling=threads_of(1), **LEAN
     )
-    return train(config, storage_path=str(folder), name=name, **changes)
+    return train(
+        config,
+        storage_path=str(folder),
+        name=name,
+        **changes,
+    )
 
 
 def metrics_of(result: Result, log: str) -> dict[str, Any]:
@@ -242,7 +247,13 @@ def test_earlier_checkpoint_continues(folder: Path, complete: Result, test_log: 
     """A run without bounds and with raw 0 for missing numbers, as an earlier version wrote it."""
     stored = Preprocessor.load(f"{complete.checkpoint}/preprocessor")
     plain = [
-        dataclasses.replace(rule, lower=None, upper=None, mean_low=0.0, missing_value=-5.0)
+        dataclasses.replace(
+            rule,
+            lower=None,
+            upper=None,
+            mean_low=0.0,
+            missing_value=-5.0,
+        )
         for rule in stored.dense
     ]
     dataclasses.replace(stored, dense=tuple(plain)).save(str(folder / "earlier"))

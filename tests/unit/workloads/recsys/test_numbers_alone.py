@@ -17,7 +17,16 @@ from rayrec.models.base import ModelInputs
 from rayrec.models.sharded_model import build_click_model
 
 CLICK_MODELS = [name for name in models.names("ranking") if name != "din"]
-SHORT = ["--steps", "4", "--batch-size", "64", "--workers", "1", "--trackers.no-tensorboard", "-q"]
+SHORT = [
+    "--steps",
+    "4",
+    "--batch-size",
+    "64",
+    "--workers",
+    "1",
+    "--trackers.no-tensorboard",
+    "-q",
+]
 
 
 @pytest.mark.parametrize("name", CLICK_MODELS)

@@ -229,7 +229,13 @@ def test_plan_waits_for_memory_of_other_processes() -> None:
     workload = recipes.criteo_kaggle().workload
     sizes = [400_000] * 26  # 674 MiB with their state
     model = build_model(workload, sizes, inputs=ModelInputs.of(workload.schema))
-    free = RankResources("a", "cpu", host_bytes=4 * GB, max_host_bytes=4 * GB, device_bytes=None)
+    free = RankResources(
+        "a",
+        "cpu",
+        host_bytes=4 * GB,
+        max_host_bytes=4 * GB,
+        device_bytes=None,
+    )
     full = replace(free, host_bytes=GB)
     small = replace(full, max_host_bytes=GB)
 
@@ -318,7 +324,14 @@ RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)  # each sends th
 
 
 @pytest.mark.parametrize(
-    ("tables", "lookup", "flow", "sent_inside", "sent_between", "received_between"),
+    (
+        "tables",
+        "lookup",
+        "flow",
+        "sent_inside",
+        "sent_between",
+        "received_between",
+    ),
     [
         (
             [table(str(rank), "table_wise", [rank]) for rank in range(4)],
@@ -329,10 +342,34 @@ RING = ([3 * 640, 0, 3 * 640, 0], [3 * 640] * 2, [3 * 640] * 2)  # each sends th
             [2560] * 2,
         ),
         # 8 columns of 10 rows to two workers, and the ids from all workers to both.
-        ([COLUMNS], ONE_ID, "embeddings", [320, 0, 320, 0], [640, 640], [640, 640]),
-        ([COLUMNS], ONE_ID, "ids", [0, 80, 0, 80], [160, 160], [160, 160]),
-        ([BY_ROWS], Lookup(ids=2.0), "embeddings", *RING),
-        ([BY_ROWS], Lookup(ids=2.0), "gradients", *RING),
+        (
+            [COLUMNS],
+            ONE_ID,
+            "embeddings",
+            [320, 0, 320, 0],
+            [640, 640],
+            [640, 640],
+        ),
+        (
+            [COLUMNS],
+            ONE_ID,
+            "ids",
+            [0, 80, 0, 80],
+            [160, 160],
+            [160, 160],
+        ),
+        (
+            [BY_ROWS],
+            Lookup(ids=2.0),
+            "embeddings",
+            *RING,
+        ),
+        (
+            [BY_ROWS],
+            Lookup(ids=2.0),
+            "gradients",
+            *RING,
+        ),
         # To each worker the length of each row, and a fourth of its two ids.
         (
             [BY_ROWS],
@@ -571,7 +608,12 @@ def test_single_worker_step_has_no_device_sync(
         "plan": ShardingPlan({}),
         "data_parallel_wrapper": Unwrapped(),
     }
-    sharded = DistributedModelParallel(model, device=meta, init_parameters=False, **alone)
+    sharded = DistributedModelParallel(
+        model,
+        device=meta,
+        init_parameters=False,
+        **alone,
+    )
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
     # Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory
     # only.
@@ -696,8 +738,21 @@ OLD = SparseColumn(num_embeddings=5, num_tokens=3)
 HASHED = SparseColumn(num_embeddings=100, num_tokens=None)
 SHARED, EXTENDED = (SparseColumn(num_embeddings=4, num_tokens=number) for number in (5, 6))
 """Columns whose categories share rows."""
-LAST = SparseColumn(num_embeddings=4, num_tokens=3, first_id=0, unknown_id=3, missing_id=3)
-GAP = SparseColumn(num_embeddings=6, num_tokens=5, first_id=0, unknown_id=3, missing_id=3, gap=3)
+LAST = SparseColumn(
+    num_embeddings=4,
+    num_tokens=3,
+    first_id=0,
+    unknown_id=3,
+    missing_id=3,
+)
+GAP = SparseColumn(
+    num_embeddings=6,
+    num_tokens=5,
+    first_id=0,
+    unknown_id=3,
+    missing_id=3,
+    gap=3,
+)
 
 
 def test_rows_follow_categories() -> None:
@@ -710,17 +765,40 @@ def test_rows_follow_categories() -> None:
             [0, 1, 2, 3, 4, -1, -1],
         ),
         # The row of unknown categories keeps its number. Counted again, it is the last one.
-        (LAST, GAP, [9, 4, 7], [9, 4, 7, 1, 2], [0, 1, 2, 3, -1, -1]),
-        (GAP, LAST, [9, 4, 7, 1, 2], [2, 7, 5], [5, 2, -1, 3]),
+        (
+            LAST,
+            GAP,
+            [9, 4, 7],
+            [9, 4, 7, 1, 2],
+            [0, 1, 2, 3, -1, -1],
+        ),
+        (
+            GAP,
+            LAST,
+            [9, 4, 7, 1, 2],
+            [2, 7, 5],
+            [5, 2, -1, 3],
+        ),
         (  # A new row of missing values starts from that of the old table.
             SparseColumn(num_embeddings=4, num_tokens=2, missing_id=0),
-            SparseColumn(num_embeddings=5, num_tokens=2, missing_id=3, gap=3),
+            SparseColumn(
+                num_embeddings=5,
+                num_tokens=2,
+                missing_id=3,
+                gap=3,
+            ),
             [9, 4],
             [4, 8],
             [0, 1, 3, 0, -1],
         ),
         (HASHED, HASHED, [], [], list(range(100))),
-        (SHARED, EXTENDED, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [0, 1, 2, 3]),
+        (
+            SHARED,
+            EXTENDED,
+            [1, 2, 3, 4, 5],
+            [1, 2, 3, 4, 5, 6],
+            [0, 1, 2, 3],
+        ),
     ):
         assert (
             joined(old, new, tokens(*old_tokens), tokens(*new_tokens))

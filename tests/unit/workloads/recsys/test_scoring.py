@@ -127,7 +127,12 @@ def test_scoring_rejects_changed_preprocessor(copied: Path, config: TrainConfig)
 
 
 def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfig) -> None:
-    wider = DLRMConfig(interaction="dot", embedding_dim=8, bottom_mlp=(8, 8), top_mlp=(8, 1))
+    wider = DLRMConfig(
+        interaction="dot",
+        embedding_dim=8,
+        bottom_mlp=(8, 8),
+        top_mlp=(8, 1),
+    )
     other = config.replace(workload=config.workload.replace(model=wider))
     rejects(
         r"bottom_mlp\.layers\.1\.bias: shape must be \[8\], got \[4\]",
@@ -135,7 +140,12 @@ def test_scoring_rejects_other_model_or_version(copied: Path, config: TrainConfi
         str(copied),
         config=other,
     )
-    deeper = DLRMConfig(interaction="dot", embedding_dim=4, bottom_mlp=(8, 8, 4), top_mlp=(8, 1))
+    deeper = DLRMConfig(
+        interaction="dot",
+        embedding_dim=4,
+        bottom_mlp=(8, 8, 4),
+        top_mlp=(8, 1),
+    )
     with pytest.raises(InputError, match=r"bottom_mlp.*: shape must be"):
         open_served(
             str(copied), config=config.replace(workload=config.workload.replace(model=deeper))
@@ -149,7 +159,11 @@ def test_loading_never_unpickles(
     copied: Path, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trap = pickle.dumps(Trap())
-    for module, function in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+    for module, function in (
+        (pickle, "load"),
+        (pickle, "loads"),
+        (torch, "load"),
+    ):
         monkeypatch.setattr(module, function, raising(AssertionError("unpickled")))
     names = (
         "model.pt",
@@ -270,7 +284,13 @@ class _OwnConfig(ClickModelConfig):
 
 def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     """Its items are ids 3 and 1: the second token and none. Numbers above 1 are measured."""
-    schema = Schema(label=None, dense=("number",), sparse=("item",), tokens="any", delimiter=",")
+    schema = Schema(
+        label=None,
+        dense=("number",),
+        sparse=("item",),
+        tokens="any",
+        delimiter=",",
+    )
     tokens = np.array([70, 80, 90], np.uint64)
     items = (SparseColumn(num_embeddings=5, num_tokens=3),)
     numbers = (DenseColumn(mean=0.0, scale=1.0, kind="identity"),)
@@ -304,7 +324,13 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
 
 # -- Evaluation reports over batches and reserved ids
 KEYS = ("colour", "size", "hashed")
-ONE_ID = SparseColumn(num_embeddings=10, num_tokens=9, first_id=1, unknown_id=0, missing_id=0)
+ONE_ID = SparseColumn(
+    num_embeddings=10,
+    num_tokens=9,
+    first_id=1,
+    unknown_id=0,
+    missing_id=0,
+)
 COLUMNS = (
     SparseColumn(num_embeddings=10, num_tokens=8),
     ONE_ID,

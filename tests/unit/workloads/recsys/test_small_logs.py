@@ -31,7 +31,15 @@ def small_log(rows: int, *, users: int, items: int) -> pd.DataFrame:
     x = rng.normal(0, 1, rows)
     logits = of_user[user] + of_item[item] + 0.5 * tastes + rng.normal(0, 0.4, 12)[device] + 0.3 * x
     label = (rng.random(rows) < 1 / (1 + np.exp(-logits))).astype(int)
-    return pd.DataFrame({"label": label, "user": user, "item": item, "device": device, "x": x})
+    return pd.DataFrame(
+        {
+            "label": label,
+            "user": user,
+            "item": item,
+            "device": device,
+            "x": x,
+        }
+    )
 
 
 def test_clicks_choose_least_log_loss(tmp_path: Path) -> None:
