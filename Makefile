@@ -25,7 +25,7 @@ FUZZ_S ?= 10
 # A file at a time in each of two processes, the longest first (tests/conftest.py).
 # A process that a test ends is not replaced: its replacement would run into the same test.
 TWO_PROCESSES := -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
-BENCHMARKS ?= ingest vocabulary preprocess train checkpoint recover predict serve observe mnist gpt2
+BENCHMARKS ?= ingest train checkpoint recover predict serve mnist gpt2
 export PYTHONDONTWRITEBYTECODE := # empty: compiled tests and sources are written, or each process compiles them again
 export DATA # the shell, not make, puts it into commands, so that it may hold spaces
 
@@ -142,7 +142,7 @@ $(WHEEL_TOOLS)/.installed: packaging/wheel-tools.txt | setup
 wheel: $(WHEEL_TOOLS)/.installed ## wheel (Linux, Python 3.11 and later), source archive and fbgemm's stand-in in dist/, checked
 	@$(WHEEL_TOOLS)/bin/python tools/wheels.py
 
-bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest vocabulary ...", by default those above
+bench: setup ## benchmarks, one JSON object a row: BENCHMARKS="ingest train ...", by default those above
 	@status=0; for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(RUN)/rayrec benchmark $$name || status=1; done; exit $$status
 
 clean: ## removes the environment and everything made here, the demo's log and runs too

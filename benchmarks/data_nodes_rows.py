@@ -59,7 +59,7 @@ GROUPS = Path("/sys/fs/cgroup/cpu")
 
 def main(*, quick: bool) -> None:
     if lacks := missing() or _missing_groups():
-        raise InputError(f"rayrec benchmark data-nodes: {lacks}")
+        raise InputError(f"data nodes: {lacks}")
     path = synthetic_log(ROWS)
     preprocessor = preprocessor_of(path)
     cases = (0, 1, 2)

@@ -3,8 +3,7 @@ each exported and scored.
 
 `--data PATH` names a log in Criteo's format; without it a synthetic one of 60,000 rows is used. The
 log is rotated: each time another fourteenth of its rows is the test (zoo_benchmark.py). All models
-train by criteo_demo's rules. `--rotations N` limits the rotations, `--models half,quarter` the
-models.
+train by criteo_demo's rules. `--rotations N` limits the rotations.
 """
 
 import math
@@ -94,13 +93,11 @@ class Measured:
 
 def main(*, quick: bool) -> None:
     rotations = int(option("--rotations") or (2 if quick else ROTATIONS))
-    selected = option("--models")
-    names = ["full", *selected.split(",")] if selected else list(CANDIDATES)
     with tempfile.TemporaryDirectory() as folder:
         lines = lines_of(option("--data") or synthetic_log(60_000))
         logs = [rotated([], lines, folder, number, rotations) for number in range(rotations)]
         full: list[Measured] = []
-        for name in names:
+        for name in CANDIDATES:
             with part("light", name):
                 results = [_measured(CANDIDATES[name], log, folder) for log in logs]
                 full = full or results

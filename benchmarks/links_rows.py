@@ -53,7 +53,7 @@ class Trained:
 
 def main(*, quick: bool) -> None:
     if lacks := missing() or missing_tbf():
-        raise InputError(f"rayrec benchmark links: {lacks}")
+        raise InputError(f"links: {lacks}")
     path = synthetic_log(ROWS)
     steps = 40 if quick else STEPS
     cores = os.cpu_count() or 1

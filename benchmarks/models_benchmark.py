@@ -13,7 +13,7 @@ from itertools import cycle
 from typing import Any, Final
 
 from rows import emit, note, part
-from tables_benchmark import SIZES, batches_of, setup_of, times
+from table_steps import SIZES, batches_of, setup_of, times
 
 from rayrec.models.ensemble import build_network
 

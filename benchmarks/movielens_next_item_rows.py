@@ -23,7 +23,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from movielens_benchmark import package_of, recbole_python, run_peer
-from movielens_top_k_benchmark import Ratings, read
+from movielens_top_k_rows import Ratings, read
 from rows import attempt, emit, note
 
 import rayrec

@@ -9,40 +9,25 @@ from pathlib import Path
 # tests/ has helpers that run and kill processes.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
-NAMES = (
-    "start",
-    "ingest",
-    "vocabulary",
-    "preprocess",
-    "train",
-    "busy",
-    "tables",
-    "models",
-    "checkpoint",
-    "recover",
-    "preempt",
-    "mnist",
-    "images",
-    "gpt2",
-    "predict",
-    "ranking",
-    "serve",
-    "observe",
-    "quality",
-    "epoch",
-    "zoo",
-    "light",
-    "scale",
-    "links",
-    "plan",
-    "data-nodes",
-    "warm-start",
-    "synthetic-tasks",
-    "movielens",
-    "tune",
-    "movielens-top-k",
-    "movielens-next-item",
-)
+BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "start": ("start_benchmark",),
+    "ingest": ("ingest_benchmark", "vocabulary_rows", "preprocess_rows"),
+    "train": ("train_benchmark",),
+    "busy": ("busy_benchmark",),
+    "models": ("models_benchmark", "synthetic_tasks_rows"),
+    "checkpoint": ("checkpoint_benchmark",),
+    "recover": ("recover_benchmark", "preempt_rows"),
+    "mnist": ("mnist_benchmark",),
+    "gpt2": ("gpt2_benchmark",),
+    "predict": ("predict_benchmark",),
+    "serve": ("serve_benchmark",),
+    "zoo": ("zoo_benchmark", "quality_rows", "epoch_rows", "light_rows", "warm_start_rows"),
+    "movielens": ("movielens_benchmark", "movielens_top_k_rows", "movielens_next_item_rows"),
+    "scale": ("scale_benchmark",),
+    "plan": ("plan_benchmark", "links_rows", "data_nodes_rows"),
+    "gpu": ("gpu_benchmark",),
+}
+"""Modules of each benchmark."""
 NOT_IN_ALL = ("gpu",)
 """Benchmarks that `all` skips, because they need hardware."""
 
@@ -51,15 +36,14 @@ def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(
             "usage: rayrec benchmark NAME [--quick] [--data PATH]; NAME: "
-            f"{', '.join((*NAMES, *NOT_IN_ALL, 'all'))}"
+            f"{', '.join((*BENCHMARKS, 'all'))}"
         )
         return 0 if arguments else 2
-    selected = NAMES if arguments[0] == "all" else (arguments[0],)
-    available = (*NAMES, *NOT_IN_ALL)
-    if not set(selected) <= set(available):
+    selected = tuple(BENCHMARKS) if arguments[0] == "all" else (arguments[0],)
+    if not set(selected) <= set(BENCHMARKS):
         print(
             f"rayrec benchmark: no benchmark '{arguments[0]}'; there are "
-            f"{', '.join((*available, 'all'))}",
+            f"{', '.join((*BENCHMARKS, 'all'))}",
             file=sys.stderr,
         )
         return 2
@@ -67,12 +51,16 @@ def main(arguments: list[str]) -> int:
 
     from rayrec.config import InputError
 
-    for name in selected:
-        # Of several benchmarks one that lacks a requirement is skipped; alone it ends the command.
-        with part(name, "rows after those above", passing=() if selected[1:] else (InputError,)):
-            importlib.import_module(f"{name.replace('-', '_')}_benchmark").main(
-                quick="--quick" in arguments
-            )
+    modules = [
+        (name, module)
+        for name in selected
+        if arguments[0] != "all" or name not in NOT_IN_ALL
+        for module in BENCHMARKS[name]
+    ]
+    for name, module in modules:
+        # A module that lacks a requirement is skipped; if it is the only one, the command ends.
+        with part(name, "rows after those above", passing=() if modules[1:] else (InputError,)):
+            importlib.import_module(module).main(quick="--quick" in arguments)
     if failed():
         note(f"rayrec benchmark: rows with an error, of {', '.join(failed())}")
     return 1 if failed() else 0

@@ -4,8 +4,6 @@ events.
 
 import itertools
 import json
-import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,91 +25,24 @@ from rayrec.data.synthetic import generate
 from rayrec.observe.console import Console
 from rayrec.optim.config import DenseOptimizerConfig
 
-gpu, measuring, paired, preempt, run, start, subprocesses = (
+gpu, measuring, preempt, run, start, subprocesses = (
     script("benchmarks", name)
     for name in (
         "gpu_benchmark",
         "rows",
-        "paired_timing",
-        "preempt_benchmark",
+        "preempt_rows",
         "run",
         "start_benchmark",
         "subprocesses",
     )
 )
 DryRun = Callable[[str], list[dict[str, Any]]]
-NOISE = 0.05
-DRIFT = 0.3
-COST = 0.01
-"""Standard deviation of the logarithm of a time; by how much all is slower at the end; what one of
-two ways costs.
-"""
 
 
 @pytest.fixture(autouse=True)
 def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(measuring, "_FAILED", [])
-
-
-def noisy(*, seed: int, blocks: int) -> Callable[[float], Callable[[], Any]]:
-    """What makes a way that is slower by so much, on a machine that gets slower as time goes by."""
-    draw = random.Random(seed)
-    done = itertools.count(1)
-
-    def timed(cost: float) -> Any:
-        drift = 1 + DRIFT * next(done) / blocks
-        return paired.Spent(0.5 * drift * (1 + cost) * draw.lognormvariate(0, NOISE), 1.0 + cost)
-
-    return lambda cost: partial(timed, cost)
-
-
-def compared(*, seed: int, quartets: int = 400) -> Any:
-    way = noisy(seed=seed, blocks=4 * quartets)
-    found = paired.compare(
-        way(COST), way(0.0), way(0.0), enough=0.0, max_s=60.0, max_quartets=quartets, seed=seed
-    )
-    assert found.quartets == quartets
-    return found
-
-
-def test_interval_has_stated_coverage_after_few_looks() -> None:
-    runs = [compared(seed=seed) for seed in range(40)]
-    intervals = [paired.median_interval(found.ratios) for found in runs]
-    assert sum(1 / (1 + COST) in interval for interval in intervals) >= 36
-    assert sum(1.0 in paired.median_interval(found.null_ratios) for found in runs) >= 36
-    # an effect of 1 % is seen in a noise of 5 %
-    assert sum(1.0 in interval for interval in intervals) < 20
-    assert statistics.fmean(interval.median for interval in intervals) == pytest.approx(
-        1 / (1 + COST), abs=0.001
-    )
-    assert statistics.fmean(interval.half_width for interval in intervals) < 0.008
-    found = compared(seed=0, quartets=8)
-    assert (len(found.ratios), len(found.null_ratios)) == (6, 2)
-    assert found.cpu_ratios == pytest.approx([1 / (1 + COST)] * 6)
-    assert (len(found.ours), len(found.theirs)) == (12, 12)
-    found = paired.median_interval([float(value) for value in range(1, 101)])
-    assert (found.median, found.low, found.high) == (50.5, 40.0, 61.0)
-    for few in ([1.0], [2.0, 1.0], [3.0, 1.0, 2.0]):
-        found = paired.median_interval(few)
-        assert (found.low, found.high) == (min(few), max(few))
-    way = noisy(seed=1, blocks=1000)
-    found = paired.compare(way(COST), way(0.0), way(0.0), enough=0.02, max_s=60.0)
-    assert found.quartets % paired.CHECK_EVERY == 0
-    assert paired.median_interval(found.ratios).half_width <= 0.02
-    assert paired.compare(way(0.0), way(0.0), way(0.0), enough=0.0, max_s=0.0).quartets == 1
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_quartet_cancels_drift_in_both_orders(seed: int) -> None:
-    times = iter((1.0, 1.1, 1.21, 1.331))  # each block is a tenth slower than the one before
-    ours, theirs = (lambda cpu_s=cpu_s: paired.Spent(next(times), cpu_s) for cpu_s in (1.0, 2.0))
-    wall, cpu, mine, other = paired.quartet(ours, theirs, draw=random.Random(seed))
-    assert (wall, cpu) == pytest.approx((1.0, 2.0))
-    assert {tuple(spent.wall_s for spent in mine), tuple(spent.wall_s for spent in other)} == {
-        (1.0, 1.331),
-        (1.1, 1.21),
-    }
 
 
 # -- What the benchmark of one GPU computes from what it measured, and how it refuses a machine
@@ -523,8 +454,8 @@ def test_failed_part_of_all_benchmarks_is_skipped(
         "fourth": lambda quick: done.append("fourth"),
     }
     for name, main in mains.items():
-        monkeypatch.setitem(sys.modules, f"{name}_benchmark", SimpleNamespace(main=main))
-    monkeypatch.setattr(run, "NAMES", tuple(mains))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(main=main))
+    monkeypatch.setattr(run, "BENCHMARKS", {name: (name,) for name in mains})
     assert (run.main(["all", "--quick"]), done) == (1, ["first", "fourth"])
     captured = capsys.readouterr()
     assert "hidden-word" not in captured.out + captured.err

@@ -1,19 +1,9 @@
-"""Benchmark of training speed by table optimizer: one network on the same batches in memory, in one
-process, in turn.
-"""
+"""Training steps on batches in memory, in one process, with Criteo's number of columns."""
 
-import functools
-import logging
-import os
-import tempfile
 import time
 from collections.abc import Iterator
-from itertools import cycle
 from typing import Any, Final
 
-from rows import emit, in_turn, median_of, part
-
-KINDS: Final = ("rowwise_adagrad", "sparse_adam", "adam")
 SIZES: Final = (
     1_400,
     550,
@@ -112,53 +102,3 @@ def times(setup: Any, source: Iterator[Any], steps: int) -> tuple[float, float]:
         setup.begin_step(step, steps)
         setup.pipeline.progress(source)
     return time.perf_counter() - start, time.process_time() - start_cpu
-
-
-def main(*, quick: bool) -> None:
-    import torch
-
-    from rayrec.native import keep_freed_memory
-
-    keep_freed_memory()
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(os.cpu_count() or 1)
-    folder = tempfile.mkdtemp()
-    repeats = 2 if quick else 4
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=0, world_size=1
-    )
-    for batch_size in (2048, 8192):
-        with part("tables", f"batch {batch_size}"):
-            compare(
-                batch_size=batch_size,
-                steps=(40 if quick else 80) * 2048 // batch_size,
-                repeats=repeats,
-            )
-    torch.distributed.destroy_process_group()
-
-
-def compare(*, batch_size: int, steps: int, repeats: int) -> None:
-    batches = batches_of(batch_size, number=steps)
-    setup = functools.cache(functools.partial(setup_of, batch_size=batch_size))
-    calls = {kind: lambda kind=kind: times(setup(kind), cycle(batches), steps) for kind in KINDS}
-    # The first round warms up.
-    spent = in_turn(repeats + 1, lambda number: calls, shown=lambda seconds: f"{seconds[0]:.2f} s")
-    rows = steps * batch_size
-    by_clock = {
-        kind: rows / median_of(spent[kind][1:], lambda seconds: seconds[0]) for kind in KINDS
-    }
-    by_cpu = {kind: rows / median_of(spent[kind][1:], lambda seconds: seconds[1]) for kind in KINDS}
-    for kind in KINDS[1:]:
-        emit(
-            "tables",
-            peer=f"the same with {KINDS[0]}",
-            workload=(
-                f"criteo_kaggle network, {kind}, {sum(SIZES):,} rows of 16, batch {batch_size}, 1 "
-                "worker, no Ray"
-            ),
-            value=by_clock[kind],
-            ratio=by_clock[kind] / by_clock[KINDS[0]],
-            repeats=repeats,
-            peer_rows_per_s=round(by_clock[KINDS[0]]),
-            ratio_by_cpu_time=round(by_cpu[kind] / by_cpu[KINDS[0]], 4),
-        )
