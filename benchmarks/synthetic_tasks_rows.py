@@ -1,7 +1,7 @@
 """Benchmark of models on synthetic logs that need them, compared with DLRM: AUROC on the last
 fourteenth of the rows.
 
-For drifting categories, see `rayrec benchmark warm-start`.
+For drifting categories, see warm_start_rows.py.
 """
 
 import os
