@@ -2,6 +2,10 @@
  *
  * Raw rows are row-major: integers int64 (rows, num_dense), tokens uint32 (rows, num_sparse), missing uint64 (rows) with
  * bit d for dense column d and bit num_dense + s for sparse column s, labels float32 (rows).
+ *
+ * All structs are mirrored by ctypes structures in Python, field by field and in the same order (`c_fields` of
+ * native/__init__.py). Their memory belongs to the caller: NumPy arrays and tensors that it keeps alive for the call, or as long as a
+ * struct that points into them is used. Kernels allocate nothing that outlives a call, and keep no pointer.
  */
 #ifndef RAYREC_KERNELS_H
 #define RAYREC_KERNELS_H
@@ -22,12 +26,14 @@ enum rayrec_fault_kind {
     FAULT_KINDS
 };
 
+/* Rejected row. The caller provides an array of `max_faults`; later faults are only counted. */
 typedef struct {
     int64_t byte; /* start of the line in the text */
     int32_t kind;
     int32_t column; /* 0-based column of the line, -1 for the full line */
 } rayrec_fault;
 
+/* Columns of a line of text: the label if any, then dense, then sparse columns. */
 typedef struct {
     int32_t has_label;
     int32_t num_dense;
@@ -35,6 +41,7 @@ typedef struct {
     int32_t max_line_bytes;
 } rayrec_layout;
 
+/* Matrices that the parser fills and the encoder reads, see above. Each has room for `capacity` rows. */
 typedef struct {
     int64_t *integers;
     uint32_t *tokens;
@@ -198,7 +205,8 @@ typedef struct {
 /* Kernel that computes items [start, stop) of its arguments. Returns 0, or 1 if out of memory. */
 typedef int32_t rayrec_kernel(const void *arguments, int64_t start, int64_t stop);
 
-/* Work for several threads. */
+/* Work for several threads, which share this struct. Threads take items by adding to `next` and set `failed`, both atomically
+ * and without an order: items are independent, and the end of the parallel region makes all results visible to the caller. */
 typedef struct {
     rayrec_kernel *kernel;
     const void *arguments;
@@ -208,7 +216,8 @@ typedef struct {
     int32_t failed; /* whether the kernel returned 1 */
 } rayrec_work;
 
-/* Threads of a parallel region. */
+/* Threads of a parallel region, which share this struct. Each takes a place by adding to `count` atomically and writes only
+ * there; threads beyond `capacity` write nothing. */
 typedef struct {
     int64_t *ids; /* (capacity): Linux thread ids */
     int64_t capacity;

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* Runs in each thread of OpenMP's pool. Relaxed order is enough: the additions alone hand out disjoint items. */
 void rayrec_take_part(void *arguments) {
     rayrec_work *work = arguments;
     for (;;) {
