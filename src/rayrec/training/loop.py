@@ -2,10 +2,8 @@
 are trained.
 """
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,14 +11,17 @@ from typing import Any
 import torch
 
 from rayrec.collectives import over_workers
-from rayrec.training.progress import (
-    Cut,
-    StopSignal,
-    Training,
-    judge,
-    lower_on_plateau,
-    meet_target,
-    target_fields,
+from rayrec.training.progress import Cut, StopSignal, Training, target_fields
+from rayrec.training.segments import (
+    End,
+    Evaluate,
+    Outcome,
+    Save,
+    Schedule,
+    SegmentPlanner,
+    Train,
+    evaluation_interval,
+    last_step,
 )
 from rayrec.training.step_log import Batches, StepAccounting
 from rayrec.workloads.base import WorkerSetup
@@ -30,44 +31,6 @@ _EVALUATION_POLL_S = 2.0
 """Seconds between two polls for a stop during an evaluation, rounded to full batches."""
 _EVALUATION_GRACE_FRACTION = 0.25
 """Share of `failure.grace_s` after which a running evaluation saves its step."""
-_ROUNDING = 1e-6
-"""Tolerance in steps for floating-point rounding of a share or a multiple of steps."""
-
-
-@dataclass(frozen=True)
-class SegmentEnd:
-    step: int
-    evaluate: bool
-    save: bool
-
-
-def next_segment_end(
-    step: int, end: int, *, evaluate_every: int, save_every: int | None
-) -> SegmentEnd:
-    """Return the segment's end from `step`. Without save interval, each evaluation saves; the run's
-    end does both. Pure.
-    """
-    steps_left = [evaluate_every - step % evaluate_every, end - step]
-    if save_every is not None:
-        steps_left.append(save_every - step % save_every)
-    stop = step + min(steps_left)
-    evaluate = stop % evaluate_every == 0 or stop == end
-    save = (stop % save_every == 0 if save_every is not None else evaluate) or stop == end
-    return SegmentEnd(stop, evaluate, save)
-
-
-def evaluation_interval(steps_per_epoch: int, evaluations_per_epoch: float) -> int:
-    """Return the steps between two evaluations, rounded up. Pure."""
-    return max(1, math.ceil(steps_per_epoch / evaluations_per_epoch - _ROUNDING))
-
-
-def last_step(total: int, fraction: float | None) -> int:
-    """Return the first step at which `fraction` (None: all) of a run's `total` steps is done.
-    Pure.
-    """
-    return (
-        total if fraction is None else min(total, max(1, math.ceil(total * fraction - _ROUNDING)))
-    )
 
 
 def run(training: Training) -> bool:
@@ -104,89 +67,62 @@ def _train(training: Training, account: StepAccounting, stop: int) -> Cut:
 
 
 def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
-    """Evaluate, save and stop early between the segments of any loop. Yields the step to train up
-    to; a segment may end earlier if a save cannot wait. Receives the reason for that. Returns the
-    result of `run`. A stop ends an evaluation between two batches; the next attempt repeats the
-    evaluation. The step to pause at is evaluated and saved. Unless it is a regular evaluation,
-    early stopping and `plateau` ignore it, so that pauses do not change the result of a run.
+    """Evaluate, save and stop early between the segments of any loop, as a `SegmentPlanner`
+    decides. Yields the step to train up to; a segment may end earlier if a save cannot wait.
+    Receives the reason for that. Returns the result of `run`.
     """
-    config = training.config
     setup = training.setup
-    loader = training.loader
     progress = training.progress
-    patience = config.early_stopping.patience
-    progress.set_target(config.early_stopping.target)
-    if 0 < patience <= progress.since_best or progress.target_step is not None:
-        return True  # stopped early in an earlier attempt
-    total = progress.step + loader.steps
-    evaluate_every = config.evaluate_every or evaluation_interval(
-        loader.steps_per_epoch, config.evaluations_per_epoch
-    )
-    end = last_step(total, training.pause_at)
+    progress.target.set(training.config.early_stopping.target)
+    planner = SegmentPlanner(_schedule(training), progress)
     setup.model.train()
-    saved_step = progress.step  # neither the start nor the restored checkpoint needs a save
-
-    def save_now(*, score: float | None = None, needed: bool, complete: bool) -> None:
-        nonlocal saved_step
-        training.save(progress, loader.state(), score=score, needed=needed, complete=complete)
-        saved_step = progress.step
-
-    while True:
-        cut: Cut = "none"
-        save_due = progress.evaluation_due  # at the step where an earlier attempt stopped
-        if not progress.evaluation_due:
-            if progress.step >= end:
-                return end == total
-            boundary = next_segment_end(
-                progress.step,
-                end,
-                evaluate_every=evaluate_every,
-                save_every=config.checkpoint.every,
-            )
-            cut = yield boundary.step
+    action = planner.next()
+    while not isinstance(action, End):
+        outcome = Outcome()
+        if isinstance(action, Train):
+            cut = yield action.stop
             setup.clock.stop()
-            reached = progress.step == boundary.step
-            progress.evaluation_due = boundary.evaluate and reached
-            # A step saved early is saved again only to add its evaluation score.
-            save_due = boundary.save and reached and (cut == "none" or boundary.evaluate)
-        if cut != "none":
-            save_now(needed=True, complete=True)
-        if cut == "stop":
-            return False
-        score = None
-        saved_in_evaluation = False
-        if progress.evaluation_due:
-            watch = EvaluationWatch(
-                training.stop_signal,
-                save=None
-                if saved_step == progress.step
-                else partial(save_now, needed=True, complete=False),
-                save_after_s=_EVALUATION_GRACE_FRACTION * config.failure.grace_s,
-            )
-            is_regular = progress.step != end or end == total or progress.step % evaluate_every == 0
-            score = _evaluate_step(training, watch, is_regular=is_regular)
-            if progress.evaluation_due:  # ended by a stop request; evaluation_due is saved too
-                if saved_step != progress.step:
-                    save_now(needed=True, complete=True)
-                return False
-            saved_in_evaluation = watch.saved
+            outcome = Outcome(cut=cut)
+        elif isinstance(action, Save):
+            _save(training, action)
+        else:
+            outcome = _evaluate_step(training, action)
             setup.model.train()
-        ends = 0 < patience <= progress.since_best or progress.target_step is not None
-        # Early stopping uses the best weights, so these are always saved.
-        best = bool(patience) and progress.best_step == progress.step
-        last = ends or progress.step == end
-        if save_due or last or best:
-            # Needed after a save without a score: the score would be lost if that save is still in
-            # progress.
-            save_now(score=score, needed=last or best or saved_in_evaluation, complete=last)
-        if ends:
-            _log_early_stop(training)
-            return True
+        action = planner.next(outcome)
+    if action.stopped_early:
+        _log_early_stop(training)
+    return action.finished
+
+
+def _schedule(training: Training) -> Schedule:
+    config = training.config
+    total = training.progress.step + training.loader.steps
+    evaluate_every = config.evaluate_every or evaluation_interval(
+        training.loader.steps_per_epoch, config.evaluations_per_epoch
+    )
+    return Schedule(
+        total=total,
+        end=last_step(total, training.pause_at),
+        evaluate_every=evaluate_every,
+        save_every=config.checkpoint.every,
+        patience=config.early_stopping.patience,
+    )
+
+
+def _save(training: Training, save: Save) -> None:
+    training.save(
+        training.progress,
+        training.loader.state(),
+        score=save.score,
+        needed=save.needed,
+        complete=save.complete,
+    )
 
 
 def _log_early_stop(training: Training) -> None:
     progress = training.progress
-    best_fields = {"best_step": progress.best_step, "best_score": progress.best}
+    best = progress.early_stopping
+    best_fields = {"best_step": best.best_step, "best_score": best.best}
     reached = target_fields(progress, training.config.workload)
     training.log("early_stop", {"step": progress.step, **best_fields, **reached})
 
@@ -282,38 +218,51 @@ def evaluate(
             close()
 
 
-def _evaluate_step(training: Training, watch: EvaluationWatch, *, is_regular: bool) -> float | None:
-    """Evaluate the current step and record the result; if regular, for early stopping and
-    `plateau`. Returns the score, None if not regular. Does nothing if `watch` ended the
-    evaluation.
+def _evaluate_step(training: Training, action: Evaluate) -> Outcome:
+    """Evaluate the current step, and log and record the result: if regular, also for early
+    stopping, target and `plateau`.
     """
     config = training.config
     progress = training.progress
+    early_save = action.early_save
+    watch = EvaluationWatch(
+        training.stop_signal,
+        save=None if early_save is None else partial(_save, training, early_save),
+        save_after_s=_EVALUATION_GRACE_FRACTION * config.failure.grace_s,
+    )
     start_s = time.perf_counter()
     metrics = evaluate(training.setup, "validation", watch, max_rows=config.eval_rows)
     if metrics is None:
-        return None
+        return Outcome(interrupted=True, saved=watch.saved)
     _, (seconds,) = over_workers(time.perf_counter() - start_s)
-    progress.evaluation_due, progress.metrics, progress.evaluation_s = (
-        False,
-        metrics,
-        progress.evaluation_s + seconds,
-    )
+    progress.metrics = metrics
+    progress.counters.evaluation_s += seconds
     score = None
     lowered = False
-    if is_regular:
+    early_stopping = progress.early_stopping
+    if action.is_regular:
         score = config.workload.score(metrics)
-        judge(progress, score, min_improvement=config.early_stopping.min_improvement)
-        meet_target(progress, config.workload)
-        lowered = lower_on_plateau(progress, score, config.plateau)
+        early_stopping.update(
+            score,
+            step=progress.step,
+            metrics=metrics,
+            min_improvement=config.early_stopping.min_improvement,
+        )
+        _, value, sign = config.workload.target_value(metrics)
+        progress.target.update(value, sign=sign, counters=progress.counters)
+        lowered = progress.plateau.update(score, config.plateau)
     best: dict[str, Any] = {}
-    if progress.best_step is not None:
-        name, value, _ = config.workload.objective_value(progress.best_metrics)
-        best = {"best": {"step": progress.best_step, name: value}}
-    event = {"step": progress.step, "set": "validation", "counted": is_regular, "seconds": seconds}
+    if early_stopping.best_step is not None:
+        name, value, _ = config.workload.objective_value(early_stopping.best_metrics)
+        best = {"best": {"step": early_stopping.best_step, name: value}}
+    event = {
+        "step": progress.step,
+        "set": "validation",
+        "counted": action.is_regular,
+        "seconds": seconds,
+    }
     training.log("evaluate", {**event, **metrics, **best})
     if lowered:
-        training.log(
-            "plateau", {"step": progress.step, "learning_rate_scale": progress.learning_rate_scale}
-        )
-    return score
+        scale = progress.plateau.learning_rate_scale
+        training.log("plateau", {"step": progress.step, "learning_rate_scale": scale})
+    return Outcome(score=score, saved=watch.saved)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from rayrec.collectives import gathered, over_workers, sum_over_workers
 from rayrec.optim.config import PlateauConfig
@@ -21,11 +20,12 @@ since the attempt began.
 """
 Cut = Literal["none", "save", "stop"]
 """Event in a segment: none, a save that cannot wait, or a request to save and end."""
+_Part = TypeVar("_Part")
 
 
 @dataclass
-class Progress:
-    """Progress of a run; saved with every checkpoint."""
+class Counters:
+    """Steps, rows and seconds of a run so far."""
 
     step: int = 0
     rows: int = 0
@@ -36,32 +36,124 @@ class Progress:
     """Seconds spent waiting for data within `train_s` (mean over workers)."""
     evaluation_s: float = 0.0
     """Seconds in completed evaluations (of the slowest worker)."""
+
+    def update(self, *, rows: int, train_s: float, blocked_s: float) -> None:
+        """Add the rows and seconds of a logged interval, whose steps are counted one by one."""
+        self.rows += rows
+        self.train_s += train_s
+        self.blocked_s += blocked_s
+
+    @property
+    def blocked_fraction(self) -> float:
+        return self.blocked_s / self.train_s if self.train_s else 0.0
+
+
+@dataclass
+class EarlyStopping:
+    """Best evaluation, and evaluations since the last sufficient improvement."""
+
     best: float | None = None
     best_step: int | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
     since_best: int = 0
     """Evaluations since the last one that improved by more than
     `early_stopping.min_improvement`.
     """
     last_improvement: float | None = None
     """Score of that evaluation, the reference for the next ones."""
+
+    def update(
+        self, score: float, *, step: int, metrics: dict[str, float], min_improvement: float
+    ) -> None:
+        """Record an evaluation. As in Keras and Lightning, patience counts from the last evaluation
+        that beat the reference by more than `min_improvement`. Smaller improvements do not move the
+        reference, so several of them add up. The best score is the maximum; of equal scores the
+        latest counts, as in checkpoint retention.
+        """
+        reference = self.best if self.last_improvement is None else self.last_improvement
+        if reference is None or score > reference + min_improvement:
+            self.since_best = 0
+            self.last_improvement = score
+        else:
+            self.since_best += 1
+        if self.best is None or score >= self.best:
+            self.best = score
+            self.best_step = step
+            self.best_metrics = metrics
+
+    def is_exhausted(self, patience: int) -> bool:
+        """Return whether to stop. A patience of 0 never stops."""
+        return 0 < patience <= self.since_best
+
+
+@dataclass
+class Plateau:
+    """Learning rates lowered when evaluations stop improving."""
+
     learning_rate_scale: float = 1.0
-    """Factor of the schedule's learning rates, lowered when evaluations stop improving
-    (`plateau`).
-    """
+    """Factor of the schedule's learning rates."""
     plateau_reference: float | None = None
     """Score of the last evaluation that improved by more than `plateau.min_improvement`."""
     plateau_evaluations: int = 0
     """Evaluations since that one, or since the learning rates were lowered."""
+
+    def update(self, score: float, plateau: PlateauConfig) -> bool:
+        """Record an evaluation score. Returns whether the learning rates were lowered."""
+        if not plateau.patience:
+            return False
+        reference = self.plateau_reference
+        if reference is None or score > reference + plateau.min_improvement:
+            self.plateau_reference = score
+            self.plateau_evaluations = 0
+            return False
+        self.plateau_evaluations += 1
+        if self.plateau_evaluations < plateau.patience:
+            return False
+        self.plateau_evaluations = 0
+        self.learning_rate_scale *= plateau.factor
+        return True
+
+
+@dataclass
+class Target:
+    """Metric value that ends the run, and the first counted evaluation that reached it."""
+
     target: float | None = None
     """`early_stopping.target` of the next fields."""
     target_step: int | None = None
-    """Step of the first counted evaluation that reached the target, None before."""
+    """Step of that evaluation, None before."""
     target_rows: int | None = None
-    """`rows` at that step."""
+    """Rows trained at that step."""
     target_s: float | None = None
-    """`train_s + evaluation_s` after that evaluation."""
+    """Seconds of training and evaluations after that evaluation."""
+
+    def set(self, target: float | None) -> None:
+        """Set the target. No evaluation has reached a new one."""
+        if target != self.target:
+            vars(self).update(vars(Target(target)))
+
+    def update(self, value: float, *, sign: float, counters: Counters) -> None:
+        """Record an evaluation. `sign`: 1 if a higher value is better, -1 if a lower one is. An
+        undefined value does not reach the target.
+        """
+        if self.target is None or self.target_step is not None:
+            return
+        if sign * value >= sign * self.target:
+            self.target_step = counters.step
+            self.target_rows = counters.rows
+            self.target_s = counters.train_s + counters.evaluation_s
+
+
+@dataclass
+class Progress:
+    """Progress of a run; saved with every checkpoint."""
+
+    counters: Counters = field(default_factory=Counters)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    plateau: Plateau = field(default_factory=Plateau)
+    target: Target = field(default_factory=Target)
     metrics: dict[str, float] = field(default_factory=dict)
-    best_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last evaluation."""
     evaluation_due: bool = False
     """Whether this step has yet to be evaluated, because the run was asked to stop here."""
     trained: TrainedRows | None = field(default_factory=TrainedRows)
@@ -69,45 +161,52 @@ class Progress:
     batch did not provide its rows.
     """
 
-    def set_target(self, target: float | None) -> None:
-        """Set the target. No evaluation has reached a new one."""
-        if target == self.target:
-            return
-        self.target = target
-        self.target_step = None
-        self.target_rows = None
-        self.target_s = None
+    @property
+    def step(self) -> int:
+        return self.counters.step
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for a checkpoint, equal on all workers; collective."""
+        """Return JSON values for a checkpoint, equal on all workers; collective. The parts' fields
+        are at one level, as in earlier versions.
+        """
         trained = self.trained_by_all()
-        plain = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name != "trained"
+        return {
+            **vars(self.counters),
+            **vars(self.early_stopping),
+            **vars(self.plateau),
+            **vars(self.target),
+            "metrics": self.metrics,
+            "evaluation_due": self.evaluation_due,
+            "trained": trained and trained.to_dict(),
         }
-        return {**plain, "trained": trained and trained.to_dict()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, rank: int) -> Progress:
-        """Restore the result of `state`. Checkpoints of earlier versions have no `trained`; a NaN
-        metric is stored as null.
+        """Restore the result of `state`. Checkpoints of earlier versions have fewer fields and no
+        `trained`; a NaN metric is stored as null.
         """
-        stored = state.get("trained")
-        trained = (
-            None
-            if stored is None
-            else TrainedRows.from_dict(stored)
-            if rank == 0
-            else TrainedRows()
-        )
-        metrics = {
-            name: {
+        stored = dict(state)
+        for name in ("metrics", "best_metrics"):
+            stored[name] = {
                 metric: math.nan if value is None else value
-                for metric, value in state[name].items()
+                for metric, value in state.get(name, {}).items()
             }
-            for name in ("metrics", "best_metrics")
-            if name in state
-        }
-        return cls(**{**state, **metrics, "trained": trained})
+        if state.get("trained") is None:
+            trained = None
+        elif rank == 0:
+            trained = TrainedRows.from_dict(state["trained"])
+        else:
+            # Only rank 0 continues the record: it is a sum over all workers.
+            trained = TrainedRows()
+        return cls(
+            _part(Counters, stored),
+            _part(EarlyStopping, stored),
+            _part(Plateau, stored),
+            _part(Target, stored),
+            metrics=stored["metrics"],
+            evaluation_due=stored.get("evaluation_due", False),
+            trained=trained,
+        )
 
     def trained_by_all(self) -> TrainedRows | None:
         """Return the rows trained by all workers, or None if a batch did not provide its rows;
@@ -116,6 +215,8 @@ class Progress:
         _, (unknown,) = over_workers(float(self.trained is None))
         if unknown or self.trained is None:
             return None
+        import torch
+
         # Sent as bytes and added here, modulo 2^64.
         checksums = torch.frombuffer(
             bytearray(np.array(self.trained.checksums, "<u8").tobytes()), dtype=torch.uint8
@@ -134,6 +235,12 @@ class Progress:
             self.trained = None
         elif self.trained is not None:
             self.trained.add(rows)
+
+
+def _part(part: type[_Part], stored: Mapping[str, Any]) -> _Part:
+    """Return a part of the progress from the fields that an earlier version may have stored."""
+    names = {each.name for each in fields(part)} & stored.keys()  # type: ignore[arg-type]
+    return part(**{name: stored[name] for name in names})
 
 
 class StopSignal(Protocol):
@@ -188,67 +295,14 @@ class Training:
     """Share of the run's steps after which it pauses. None for all of them."""
 
 
-def judge(progress: Progress, score: float, *, min_improvement: float) -> None:
-    """Record an evaluation score for early stopping. As in Keras and Lightning, patience counts
-    from the last evaluation that beat the reference by more than `min_improvement`. Smaller
-    improvements do not move the reference, so several of them add up. The best score is the
-    maximum; of equal scores the latest counts, as in checkpoint retention.
-    """
-    reference = progress.best if progress.last_improvement is None else progress.last_improvement
-    if reference is None or score > reference + min_improvement:
-        progress.since_best = 0
-        progress.last_improvement = score
-    else:
-        progress.since_best += 1
-    if progress.best is None or score >= progress.best:
-        progress.best = score
-        progress.best_step = progress.step
-        progress.best_metrics = progress.metrics
-
-
-def meet_target(progress: Progress, workload: Workload) -> None:
-    """Record that an evaluation reached the target, if it is the first. An undefined metric does
-    not.
-    """
-    _, value, sign = workload.target_value(progress.metrics)
-    if (
-        progress.target is not None
-        and progress.target_step is None
-        and sign * value >= sign * progress.target
-    ):
-        progress.target_step = progress.step
-        progress.target_rows = progress.rows
-        progress.target_s = progress.train_s + progress.evaluation_s
-
-
 def target_fields(progress: Progress, workload: Workload) -> dict[str, Any]:
     """Return event fields on the target: value, metric, and step, rows and seconds until reached,
     or None. Empty without one.
     """
-    if progress.target is None or not progress.metrics:
+    if progress.target.target is None or not progress.metrics:
         return {}
     metric, *_ = workload.target_value(progress.metrics)
-    reached = {name: getattr(progress, name) for name in ("target_step", "target_rows", "target_s")}
-    return {"target": progress.target, "target_metric": metric, **reached}
-
-
-def lower_on_plateau(progress: Progress, score: float, plateau: PlateauConfig) -> bool:
-    """Record an evaluation score. Returns whether the learning rates were lowered."""
-    if not plateau.patience:
-        return False
-    if (
-        progress.plateau_reference is None
-        or score > progress.plateau_reference + plateau.min_improvement
-    ):
-        progress.plateau_reference = score
-        progress.plateau_evaluations = 0
-        return False
-    progress.plateau_evaluations += 1
-    if progress.plateau_evaluations < plateau.patience:
-        return False
-    progress.plateau_evaluations = 0
-    progress.learning_rate_scale *= plateau.factor
-    return True
+    return {**vars(progress.target), "target_metric": metric}
 
 
 def with_lowered_rates(
@@ -259,10 +313,10 @@ def with_lowered_rates(
 
     def begin(step: int, total: int) -> None:
         begin_step(step, total)
-        if progress.learning_rate_scale != 1.0:
+        if progress.plateau.learning_rate_scale != 1.0:
             for group in setup.optimizer.param_groups:
                 group["lr"] = plateau.learning_rate(
-                    float(group["lr"]), scale=progress.learning_rate_scale
+                    float(group["lr"]), scale=progress.plateau.learning_rate_scale
                 )
 
     return begin

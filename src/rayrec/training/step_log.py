@@ -258,7 +258,7 @@ class StepAccounting:
         self._optimizer = setup.optimizer
         self._data = DataStats(loader) if config.observe.times else None
         self._first_step = progress.step
-        self._rows_before = progress.rows
+        self._rows_before = progress.counters.rows
         self._count_correct = setup.count_correct if config.observe.accuracy else None
         self._correct: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
@@ -296,7 +296,7 @@ class StepAccounting:
         self._losses.append(output.loss)
         if self._count_correct is not None:
             self._correct.append(self._count_correct(output))
-        progress.step += 1
+        progress.counters.step += 1
         due = progress.step % self._config.log_every == 0 or progress.step >= stop
         if not due and (progress.step < self._next_poll_step or not self._poll()):
             return False
@@ -402,21 +402,16 @@ class StepAccounting:
         loss, blocked_s, elapsed_s, num_rows, correct = means[:5]
         elapsed_s = sum(times_s.values()) or elapsed_s
         if progress.trained is None:  # count as the loader reports
-            rows = (
-                self._rows_before
-                + self._loader.rows(progress.step - self._first_step)
-                - progress.rows
-            )
+            trained = self._rows_before + self._loader.rows(progress.step - self._first_step)
+            rows = trained - progress.counters.rows
         else:
             rows = round(num_rows * num_workers())
-        progress.rows += rows
-        progress.train_s += elapsed_s
-        progress.blocked_s += blocked_s
+        progress.counters.update(rows=rows, train_s=elapsed_s, blocked_s=blocked_s)
         fields: dict[str, Any] = {
             "step": progress.step,
             "steps": self.total,
             **self._learned(loss, num_rows, correct),
-            "rows": progress.rows,
+            "rows": progress.counters.rows,
             "rows_per_s": rows / elapsed_s,
             "blocked_fraction": blocked_s / elapsed_s,
             "learning_rate": max(learning_rates(self._optimizer), default=0.0),

@@ -249,7 +249,7 @@ class WorkerRun:
             {
                 "step": progress.step,
                 "steps": progress.step + training.loader.steps,
-                "rows": progress.rows,
+                "rows": progress.counters.rows,
                 "world_size": self._worker.world_size,
                 **node_fields(Communicator.all().all_gather(this_node())),
                 "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
@@ -537,9 +537,10 @@ def finish(
     config = attempt.config
     step = progress.step
     validation = progress.metrics
-    if config.early_stopping.patience and progress.best_step is not None:
-        step = progress.best_step
-        validation = progress.best_metrics
+    best_step = progress.early_stopping.best_step
+    if config.early_stopping.patience and best_step is not None:
+        step = best_step
+        validation = progress.early_stopping.best_metrics
     best = Checkpoint(folder_of(attempt.folder, step))
     if step != progress.step:
         try:
@@ -572,10 +573,10 @@ def finish(
             )
     result = {
         "step": progress.step,
-        "rows": progress.rows,
+        "rows": progress.counters.rows,
         **accounted(progress, expected),
-        "train_s": progress.train_s,
-        "blocked_fraction": progress.blocked_s / progress.train_s if progress.train_s else 0.0,
+        "train_s": progress.counters.train_s,
+        "blocked_fraction": progress.counters.blocked_fraction,
         "chosen_step": step,
         **target_fields(progress, config.workload),
         "checkpoint": best.path,

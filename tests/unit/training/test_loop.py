@@ -32,13 +32,13 @@ from rayrec.optim.config import PlateauConfig
 from rayrec.trained_rows import RowNumbers, TrainedRows
 from rayrec.training import loop, step_log, worker
 from rayrec.training.launchers.base import AttemptContext
-from rayrec.training.loop import SegmentEnd, next_segment_end
 from rayrec.training.progress import (
+    Counters,
+    EarlyStopping,
+    Plateau,
     Progress,
+    Target,
     Training,
-    judge,
-    lower_on_plateau,
-    meet_target,
     target_fields,
     with_lowered_rates,
 )
@@ -59,23 +59,6 @@ from rayrec.training.stop_monitor import (
 from rayrec.training.worker import finish
 from rayrec.workloads.run_config import FailureConfig, ScalingConfig
 from rayrec.workloads.step_timer import HostTimer, StepTimer
-
-
-def test_next_segment_end() -> None:
-    for step, evaluate_every, save_every, expected in (
-        (0, 8, None, SegmentEnd(8, True, True)),
-        (8, 8, None, SegmentEnd(16, True, True)),
-        (16, 8, None, SegmentEnd(20, True, True)),
-        (5, 8, None, SegmentEnd(8, True, True)),
-        (0, 8, 3, SegmentEnd(3, False, True)),
-        (6, 8, 3, SegmentEnd(8, True, False)),
-        (8, 8, 3, SegmentEnd(9, False, True)),
-        (18, 100, 100, SegmentEnd(20, True, True)),
-    ):
-        assert (
-            next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every)
-            == expected
-        )
 
 
 class Pipeline:
@@ -186,7 +169,7 @@ class Run:
         ) -> None:
             # what was pulled was trained
             assert self.loader.numbered or state["next"] == progress.step
-            self.saves.append((progress.step, progress.rows, score, needed, complete))
+            self.saves.append((progress.step, progress.counters.rows, score, needed, complete))
 
         def log(kind: str, fields: dict[str, Any]) -> None:
             self.events.append((kind, fields["step"]))
@@ -222,19 +205,6 @@ def finished(**arguments: Any) -> Run:
     return run
 
 
-def test_last_step_of_fraction() -> None:
-    for share, step in [
-        (None, 54),
-        (1.0, 54),
-        (1 / 27, 2),
-        ((1 / 3) ** 3, 2),
-        (1 / 9, 6),
-        (0.1, 6),
-        (1e-9, 1),
-    ]:
-        assert loop.last_step(54, share) == step
-
-
 def test_pause_evaluates_and_saves_without_changing_run() -> None:
     run = Run(ahead=3)
     assert not run.run(pause_at=0.25)
@@ -242,12 +212,13 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     assert run.events[-1] == ("evaluate", 5)
     # without a score, since this is no evaluation of the run's own
     assert run.saves == [(5, 50, None, True, True)]
-    assert (run.progress.best, run.progress.evaluation_due) == (None, False)
+    assert (run.progress.early_stopping.best, run.progress.evaluation_due) == (None, False)
     again = Run(progress=run.progress)
     assert not again.run(pause_at=0.25)  # nothing is left to train
     assert (again.pipeline.trained, again.saves, again.events) == ([], [], [])
     assert not again.run(pause_at=0.4)  # where the run evaluates in any case
-    assert (again.saves, again.progress.best_step) == ([(8, 80, 0.58, True, True)], 8)
+    assert again.saves == [(8, 80, 0.58, True, True)]
+    assert again.progress.early_stopping.best_step == 8
     last = Run(progress=again.progress)
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
@@ -358,9 +329,9 @@ def test_target_ends_run_and_survives_resume() -> None:
         {"step": 8, "auroc": 0.58},
         {"step": 16, "auroc": 0.66},
     ]
-    assert run.progress.evaluation_s == first["seconds"] + last["seconds"]
+    assert run.progress.counters.evaluation_s == first["seconds"] + last["seconds"]
     reached = {"target": 0.65, "target_metric": "auroc", "target_step": 16, "target_rows": 160}
-    reached["target_s"] = run.progress.train_s + run.progress.evaluation_s
+    reached["target_s"] = run.progress.counters.train_s + run.progress.counters.evaluation_s
     assert run.fields[-1] == {"step": 16, "best_step": 16, "best_score": 0.66, **reached}
     state = json.loads(json.dumps(run.progress.state()))
     again = finished(
@@ -371,17 +342,14 @@ def test_target_ends_run_and_survives_resume() -> None:
     other = finished(
         progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9}
     )
-    assert (other.pipeline.trained, other.told("early_stop"), other.progress.target_step) == (
-        [16, 17, 18, 19],
-        [],
-        None,
-    )
+    assert other.pipeline.trained == [16, 17, 18, 19]
+    assert (other.told("early_stop"), other.progress.target.target_step) == ([], None)
     old = {
         name: value
         for name, value in state.items()
         if not name.startswith(("target", "evaluation_s"))
     }
-    assert Progress.from_state(old, rank=0).target_step is None  # of an earlier version
+    assert Progress.from_state(old, rank=0).target.target_step is None  # of an earlier version
 
 
 class CustomScore(ClickModelConfig):
@@ -411,26 +379,11 @@ def test_target_uses_score_metric() -> None:
             if recipe == "own"
             else config.workload
         )
-        progress = Progress(step=8, target=target, metrics=metrics)
-        meet_target(progress, workload)
-        assert (progress.target_step, target_fields(progress, workload)["target_metric"]) == (
-            8 if reached else None,
-            name,
-        )
-
-
-def test_patience_counts_from_last_sufficient_improvement() -> None:
-    for scores, since_best, best in (
-        ([0.50, 0.60, 0.65, 0.69], 2, 0.69),  # the two last are the best so far, but not by enough
-        ([0.50, 0.60, 0.65, 0.71], 0, 0.71),  # small steps add up
-        ([0.50, 0.55, 0.58, 0.59], 3, 0.59),
-        ([0.50, 0.70, 0.60, 0.75], 2, 0.75),
-    ):
-        progress = Progress()
-        for step, score in enumerate(scores):
-            progress.step = step
-            judge(progress, score, min_improvement=0.0999)
-        assert (progress.since_best, progress.best, progress.best_step) == (since_best, best, 3)
+        progress = Progress(Counters(step=8), target=Target(target), metrics=metrics)
+        _, value, sign = workload.target_value(metrics)
+        progress.target.update(value, sign=sign, counters=progress.counters)
+        assert progress.target.target_step == (8 if reached else None)
+        assert target_fields(progress, workload)["target_metric"] == name
 
 
 def test_rates_fall_without_improvement_and_scale_schedule() -> None:
@@ -438,13 +391,13 @@ def test_rates_fall_without_improvement_and_scale_schedule() -> None:
     progress = Progress()
     lowered = []
     for step, score in enumerate([0.5, 0.505, 0.52, 0.53, 0.51, 0.525, 0.52, 0.6]):
-        if lower_on_plateau(progress, score, plateau):
-            lowered.append((step, progress.learning_rate_scale))
+        if progress.plateau.update(score, plateau):
+            lowered.append((step, progress.plateau.learning_rate_scale))
         progress = Progress.from_state(progress.state(), rank=0)  # as a resumed run
     # 0.53 is better than 0.52 by less than 0.01, and so on; a fall begins the count again.
     assert lowered == [(4, pytest.approx(0.1)), (6, pytest.approx(0.01))]
-    assert (progress.plateau_reference, progress.plateau_evaluations) == (0.6, 0)
-    assert not lower_on_plateau(Progress(plateau_reference=1.0), 0.0, PlateauConfig())
+    assert (progress.plateau.plateau_reference, progress.plateau.plateau_evaluations) == (0.6, 0)
+    assert not Plateau(plateau_reference=1.0).update(0.0, PlateauConfig())
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}, {"lr": 0.0}])
 
     def begin_step(step: int, total: int) -> None:
@@ -459,7 +412,7 @@ def test_rates_fall_without_improvement_and_scale_schedule() -> None:
     )
     begin(0, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1e-5, 1e-7]
-    progress.learning_rate_scale = 0.01
+    progress.plateau.learning_rate_scale = 0.01
     begin(1, 9)
     # The second stops at the floor, and the third was below it.
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0005, 1e-6, 1e-7])
@@ -542,7 +495,7 @@ def test_stop_request_is_seen_between_logs(
     assert run.pipeline.trained == list(range(stopped))
     # what was trained is logged, so that it is accounted for
     assert run.told("step") == sorted({seen_at, stopped})
-    assert run.progress.train_s == pytest.approx(stopped * step_s)
+    assert run.progress.counters.train_s == pytest.approx(stopped * step_s)
 
 
 @pytest.mark.parametrize(("notice", "stopped"), [({}, 16), ({"preempt_at": 4}, 12)])
@@ -558,7 +511,7 @@ def test_preemption_notice_shortens_poll_interval(
 def test_first_step_is_timed_separately(
     slow_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, start: int
 ) -> None:
-    run = slow_run(2.0, progress=Progress(step=start, rows=10 * start))
+    run = slow_run(2.0, progress=Progress(Counters(start, 10 * start)))
     pull = run.loader.__next__
 
     def slow_pull(loader: Loader) -> int:
@@ -649,7 +602,7 @@ def test_long_evaluation_saves_step_before_end(
 def test_saved_step_is_not_saved_again_during_evaluation(slow_run: Callable[..., Run]) -> None:
     run = slow_run(
         10.0,
-        progress=Progress(step=8, rows=80, evaluation_due=True),
+        progress=Progress(Counters(8, 80), evaluation_due=True),
         stop_after_scored=12,
         **EVALUATING,
     )
@@ -688,7 +641,7 @@ def test_rows_count_when_trained(
     run.loader.steps = rows // 10
     assert run.run()
     assert (
-        run.progress.rows,
+        run.progress.counters.rows,
         [fields["rows"] for fields in run.fields if "rows" in fields][-1],
     ) == (rows, rows)
     assert run.progress.trained.lost_and_repeated(tally(10 * batches)) == off
@@ -710,12 +663,48 @@ def test_trained_rows_span_attempts_and_may_be_missing() -> None:
     assert Progress.from_state(state, rank=0).trained is None
 
 
+STORED: dict[str, Any] = {
+    "step": 8,
+    "rows": 80,
+    "train_s": 3.0,
+    "blocked_s": 1.0,
+    "evaluation_s": 2.0,
+    "best": 0.6,
+    "best_step": 4,
+    "since_best": 1,
+    "last_improvement": 0.6,
+    "learning_rate_scale": 0.1,
+    "plateau_reference": 0.5,
+    "plateau_evaluations": 1,
+    "target": 0.6,
+    "target_step": 4,
+    "target_rows": 40,
+    "target_s": 2.5,
+    "metrics": {"auroc": 0.55},
+    "best_metrics": {"auroc": 0.6},
+    "evaluation_due": True,
+    "trained": None,
+}
+"""Progress in the checkpoint of an earlier version."""
+
+
+def test_progress_keeps_fields_of_earlier_checkpoints() -> None:
+    progress = Progress.from_state(STORED, rank=0)
+    assert progress.counters == Counters(8, 80, 3.0, 1.0, 2.0)
+    assert progress.early_stopping == EarlyStopping(0.6, 4, {"auroc": 0.6}, 1, 0.6)
+    assert progress.plateau == Plateau(0.1, 0.5, 1)
+    assert progress.target == Target(0.6, 4, 40, 2.5)
+    assert progress.state() == STORED
+
+
 # -- End of a worker, and its measurements before training
 CPU = torch.device("cpu")
 LAST = {"auroc": 7.0}
 BEST = {"auroc": 4.0}
 STOPPED_EARLY = Progress(
-    step=7, rows=70, best=4.0, best_step=4, since_best=3, metrics=LAST, best_metrics=BEST
+    Counters(step=7, rows=70),
+    EarlyStopping(best=4.0, best_step=4, best_metrics=BEST, since_best=3),
+    metrics=LAST,
 )
 
 
@@ -813,7 +802,8 @@ def test_finish_evaluates_chosen_weights(
 def test_finish_evaluates_all_rows_after_short_evaluations(tmp_path: Path) -> None:
     run = Evaluated(tmp_path, sets=("validation", "test"), patience=0)
     object.__setattr__(run.attempt, "config", run.attempt.config.replace(eval_rows=5))
-    result = run.finish(dataclasses.replace(STOPPED_EARLY, metrics={"auroc": 0.1}, target=0.5))
+    last = dataclasses.replace(STOPPED_EARLY, metrics={"auroc": 0.1}, target=Target(0.5))
+    result = run.finish(last)
     assert run.evaluations == [("validation", 7.0), ("test", 7.0)]  # without a limit
     assert (result["validation"], result["metrics"], result["target_step"]) == (LAST, LAST, None)
     (kind, event), *_ = run.events

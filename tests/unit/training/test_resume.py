@@ -45,7 +45,7 @@ from rayrec.observe.console import Console
 from rayrec.observe.timing import Stopwatch
 from rayrec.schema import Feature, Schema
 from rayrec.training import worker
-from rayrec.training.progress import Progress
+from rayrec.training.progress import Counters, Progress
 from rayrec.training.resume import Change, compare_settings, with_old
 from rayrec.workloads.base import TrainConfig
 
@@ -68,7 +68,7 @@ class Resumed:
         """Number of existing models when each model was built."""
         extra = ExtraFiles({"config.yaml": b"a: 1", **self.files})
         for step in steps:
-            state = {"progress": Progress(step=step).state(), "loader": {"at": step}}
+            state = {"progress": Progress(Counters(step)).state(), "loader": {"at": step}}
             weights = {"model.weight": torch.full((1, 1), float(step))}
             checkpoint.save(
                 folder_of(self.folder, step), weights, state=state, extra_files=extra.write
