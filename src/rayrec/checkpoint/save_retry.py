@@ -104,3 +104,15 @@ def log_cleanup_errors(message: str) -> Iterator[None]:
             yield
     except (OSError, InputError) as error:
         _logger.warning("%s: %s", message, error)
+
+
+@dataclass
+class SaveStats:
+    """Numbers on the saves of one rank. Only the saver's thread writes them; others read them
+    without a lock, because each is a single value.
+    """
+
+    written_bytes: int = 0
+    """Bytes that this rank has written so far, including the current save."""
+    write_s: float = 0.0
+    """Duration of the last save in seconds, from the copy to the manifest."""

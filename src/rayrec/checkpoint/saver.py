@@ -33,7 +33,7 @@ from rayrec.checkpoint.format import (
 )
 from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, make_plan
-from rayrec.checkpoint.save_retry import RetryPolicy, log_cleanup_errors
+from rayrec.checkpoint.save_retry import RetryPolicy, SaveStats, log_cleanup_errors
 from rayrec.checkpoint.writer import ExtraFiles, Source, WrittenFile, commit, write_rank
 from rayrec.config import InputError
 
@@ -79,20 +79,18 @@ class Saver:
         log: Log,
         clean_uncommitted: bool = True,
         damaged: Collection[int] = (),
+        stats: SaveStats | None = None,
     ) -> None:
         """Create a saver and start its thread. `lease` is None on all ranks except 0. `extra_files`
         are stored with the weights, by name: content, or path of a constant file, copied by rank 0.
         The run fails after a storage outage of `max_outage_s` seconds. The thread also calls `log`,
         and removes uncommitted saves of earlier attempts if `clean_uncommitted` is set. `damaged`:
         steps of damaged checkpoints skipped at the start, on rank 0. The first later save removes
-        them.
+        them. The thread updates `stats`.
         """
         self.last: Checkpoint | None = None
         """Newest checkpoint committed by this saver."""
-        self.written_bytes = 0
-        """Bytes that this rank has written so far, including the current save."""
-        self.write_s = 0.0
-        """Duration of the last save in seconds, from the copy to the manifest."""
+        self.stats = stats or SaveStats()
         self._folder = run_folder
         self._lease = lease
         self._retention = retention
@@ -238,12 +236,12 @@ class Saver:
                 storage.remove_file(storage.join(job.folder, data_file(ranks.rank, job.tag)))
             raise failure
         self.last = Checkpoint(job.folder)
-        self.write_s = time.monotonic() - job.start_s
+        self.stats.write_s = time.monotonic() - job.start_s
         if ranks.first:
             self._clean(job, [part.file for part, _, _ in results if part is not None])
 
     def _count(self, size_bytes: int) -> None:
-        self.written_bytes += size_bytes
+        self.stats.written_bytes += size_bytes
 
     def _retry_policy(self, job: _Job, causes: list[str]) -> RetryPolicy:
         def on_failure(cause: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, Final, Protocol, Self, final
 
+from rayrec.checkpoint.save_retry import SaveStats
 from rayrec.data.engine import StopToken
 from rayrec.observe.console import handling_signals
 from rayrec.workloads.run_config import FailureConfig
@@ -170,15 +171,17 @@ class StopMonitor:
         *,
         rank: int,
         stop: StopToken | None = None,
+        saves: SaveStats | None = None,
         preemption: Callable[[], PreemptionInfo | None] = lambda: None,
     ) -> None:
-        """Start polling. `stop` is set after a request, for the worker's readers. `preemption`
-        returns the current preemption notice. Without a channel, no stop can be requested.
+        """Start polling. `stop` is set after a request, for the worker's readers. `saves`: of this
+        worker, to predict the duration of the last one. `preemption` returns the current preemption
+        notice. Without a channel, no stop can be requested.
         """
         self.cause: str | None = None
         self._preemption = preemption
         self._stop = stop or StopToken()
-        self.write_s: Callable[[], float] = lambda: 0.0
+        self._saves = saves or SaveStats()
         self._first = rank == 0
         self.begin()
         self._between_s = 0.0
@@ -217,7 +220,7 @@ class StopMonitor:
             return self.cause is not None, False
         if self._deadline_s is not None and self.cause in (None, MORE_WORKERS):
             last_s = last_save_s(
-                self._deadline_s, write_s=self.write_s(), between_s=self._between_s
+                self._deadline_s, write_s=self._saves.write_s, between_s=self._between_s
             )
             if time.time() >= last_s:
                 self.cause = NODE_PREEMPTED

@@ -1,13 +1,15 @@
 """Training worker, from its process group's start to its last checkpoint."""
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -27,12 +29,12 @@ from rayrec.checkpoint import (
 )
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.format import UnreadableError
-from rayrec.checkpoint.save_retry import log_cleanup_errors, retry_write
+from rayrec.checkpoint.lease import Lease
+from rayrec.checkpoint.save_retry import SaveStats, log_cleanup_errors, retry_write
 from rayrec.checkpoint.state import all_tensors, restore_all, restore_model, start_from
 from rayrec.checkpoint.writer import repair
 from rayrec.collectives import over_workers
 from rayrec.config import InputError
-from rayrec.data.engine import StopToken
 from rayrec.host_resources import node_fields, this_node
 from rayrec.layers.kernel_threads import CpuWatch
 from rayrec.native import keep_freed_memory
@@ -43,7 +45,6 @@ from rayrec.training import loop
 from rayrec.training.launchers.base import AttemptContext
 from rayrec.training.progress import (
     Progress,
-    StopSignal,
     Training,
     target_fields,
     with_lowered_rates,
@@ -85,13 +86,16 @@ def run_worker(
         # Entered in this order, so that an error of any later part ends the threads and files of
         # those before it.
         stack.enter_context(contextlib.closing(CpuWatch(partial(_log_contention, folder, worker))))
-        events = (
-            stack.enter_context(EventWriter(storage.join(folder, "events.jsonl")))
-            if worker.rank == 0
-            else None
-        )
+        events = None
+        if worker.rank == 0:
+            events = stack.enter_context(EventWriter(storage.join(folder, "events.jsonl")))
+        saves = SaveStats()
         monitor = StopMonitor(
-            attempt.channel, rank=worker.rank, stop=stop_token(worker), preemption=preemption
+            attempt.channel,
+            rank=worker.rank,
+            stop=attempt.engine.stop,
+            saves=saves,
+            preemption=preemption,
         )
         stack.enter_context(contextlib.closing(monitor))
 
@@ -99,12 +103,7 @@ def run_worker(
             if events is not None:
                 events.write(kind, **fields, **(object_store() if kind == "data" else {}))
 
-        return WorkerRun(worker, attempt, log, monitor, stopwatch).run()
-
-
-def stop_token(worker: WorkerContext) -> StopToken | None:
-    """Return the token of the worker's data tasks, or None if it reads without an engine."""
-    return getattr(worker.engine, "stop", None)
+        return WorkerRun(worker, attempt, log, monitor, saves, stopwatch).run()
 
 
 def _log_contention(folder: str, worker: WorkerContext, waiting: float) -> None:
@@ -133,6 +132,11 @@ def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
     )
 
 
+# Stages of a worker, all collective:
+#
+# begin    lease, checkpoint or start values, loader, model, saver, profiler
+# train    segments, until the run ends, stops or pauses; then the last save is complete
+# finish   test of the chosen weights and the result, unless the run stopped or paused
 @final
 class WorkerRun:
     """Part of one worker in an attempt: it resumes, trains and tests."""
@@ -143,11 +147,13 @@ class WorkerRun:
         attempt: AttemptContext,
         log: Log,
         monitor: StopMonitor,
+        saves: SaveStats,
         stopwatch: Stopwatch,
     ) -> None:
         self._worker = worker
         self._attempt = attempt
         self._monitor = monitor
+        self._saves = saves
         self._stopwatch = stopwatch
         self._log_event = log
         self._damaged: set[int] = set()
@@ -156,90 +162,99 @@ class WorkerRun:
 
     def run(self) -> dict[str, Any]:
         """Return the driver's input, or {"stopped": cause}; collective."""
-        attempt = self._attempt
-        # ends before the final test: data tasks and saves take its CPUs and memory
+        # Loader, saver and their threads are entered as soon as they exist, so that an error of a
+        # later part ends them. They end before the final test, because data tasks and saves take
+        # its CPUs and memory.
         with contextlib.ExitStack() as stack:
             training = self._begin(stack)
-            with time_collective_waits(training.setup.clock), self._memory_errors(training.setup):
-                is_finished = _loop(attempt.config)(training)
+            described = training.setup.described
+            with (
+                time_collective_waits(training.setup.clock),
+                memory_errors(described, rank=self._worker.rank, device=self._worker.device),
+            ):
+                is_finished = _loop(self._attempt.config)(training)
             self._saver.wait()
-        result = is_finished and finish(
-            attempt,
-            training.setup,
-            training.progress,
-            evaluated_step=self._evaluated_step,
-            expected=training.loader.trained_rows(),
-            log=self._log_event,
-            stop_signal=self._monitor,
-        )
+        result = None
+        if is_finished:
+            result = FinalTest(
+                attempt=self._attempt,
+                training=training,
+                evaluated_step=self._evaluated_step,
+                expected=training.loader.trained_rows(),
+            ).run()
         return result or _stopped(self._monitor.cause, training.progress.step, self._log_event)
 
-    def _memory_errors(self, setup: WorkerSetup) -> contextlib.AbstractContextManager[None]:
-        return memory_errors(setup.described, rank=self._worker.rank, device=self._worker.device)
-
     def _begin(self, stack: contextlib.ExitStack) -> Training:
-        """Restore or start the run, and enter its loader, saver, profiler and reporting thread in
-        `stack`.
-        """
-        config = self._attempt.config
-        folder = self._attempt.folder
-        worker = self._worker
+        """Restore or start the run, and enter its threads in `stack`."""
         attempt = self._attempt
+        config = attempt.config
+        worker = self._worker
         peak = _measured_peak(worker, self._stopwatch) if config.observe.times else 0.0
-        # a start may wait as long as a save
+        stack.enter_context(
+            report_saves(attempt.channel, lambda: self._saves.written_bytes, rank=worker.rank)
+        )
+        # A start may wait for storage as long as a save.
         with storage.retry_timeout(config.failure.max_outage_s):
             check_shared(attempt.storage_token, Communicator.all())
-            # Retries like saves: a full disk may have room again.
-            lease = (
-                retry_write(
-                    partial(acquire_lease, folder),
-                    path=folder,
-                    max_outage_s=config.failure.max_outage_s,
-                )
-                if worker.rank == 0
-                else None
+            lease = self._acquire_lease()
+            resumption = Resumption(
+                worker, attempt, self._log_event, self._damaged, self._stopwatch, stack
             )
-            candidates = _Candidates(attempt, self._log_event, self._damaged)
-            checkpoint, setup, loader, progress = _resume(
-                worker, attempt, candidates, self._stopwatch, stack
-            )
+            resumed = resumption.run()
         self._monitor.begin()
-        if config.observe.times:
-            setup.peak_multiply_adds_per_s = peak_of_all(peak, world_size=worker.world_size)
-        saver = Saver(
-            folder,
-            lease=lease,
-            retention=Retention(
-                config.checkpoint.num_to_keep,
-                config.checkpoint.keep_best,
-                config.checkpoint.keep_every,
-            ),
-            extra_files=_extra_files(attempt) if lease else {},
-            max_outage_s=config.failure.max_outage_s,
-            log=saver_log(folder, self._log_event, grace_s=config.failure.grace_s),
-            damaged=self._damaged,
-        )
-        self._saver = stack.enter_context(contextlib.closing(saver))
-        self._monitor.write_s = lambda: saver.write_s
-        stack.enter_context(
-            report_saves(attempt.channel, lambda: saver.written_bytes, rank=worker.rank)
-        )
-        profiler = make_profiler(worker, folder, attempt.channel, self._log_event)
+        self._saver = stack.enter_context(contextlib.closing(self._make_saver(lease)))
+        profiler = make_profiler(worker, attempt.folder, attempt.channel, self._log_event)
         stack.enter_context(contextlib.closing(profiler))
-        setup.begin_step = profiled(with_lowered_rates(setup, progress, config.plateau), profiler)
+        begin_step = with_lowered_rates(resumed.setup, resumed.progress, config.plateau)
+        setup = dataclasses.replace(
+            resumed.setup,
+            begin_step=profiled(begin_step, profiler),
+            peak_multiply_adds_per_s=peak_of_all(peak, world_size=worker.world_size)
+            if config.observe.times
+            else None,
+        )
         training = Training(
             config=config,
             setup=setup,
-            loader=loader,
-            progress=progress,
+            loader=resumed.loader,
+            progress=resumed.progress,
             log=self._log,
             save=partial(self._save, setup),
             stop_signal=self._monitor,
             first_step=partial(_log_first_step, self._log_event),
             pause_at=attempt.pause_at,
         )
-        self._log_start(training, checkpoint)
+        self._log_start(training, resumed.checkpoint)
         return training
+
+    def _acquire_lease(self) -> Lease | None:
+        """Acquire the run's lease, on rank 0, which alone commits checkpoints."""
+        if self._worker.rank:
+            return None
+        # Retries like saves: a full disk may have room again.
+        folder = self._attempt.folder
+        return retry_write(
+            partial(acquire_lease, folder),
+            path=folder,
+            max_outage_s=self._attempt.config.failure.max_outage_s,
+        )
+
+    def _make_saver(self, lease: Lease | None) -> Saver:
+        config = self._attempt.config
+        folder = self._attempt.folder
+        retention = Retention(
+            config.checkpoint.num_to_keep, config.checkpoint.keep_best, config.checkpoint.keep_every
+        )
+        return Saver(
+            folder,
+            lease=lease,
+            retention=retention,
+            extra_files=_extra_files(self._attempt) if lease else {},
+            max_outage_s=config.failure.max_outage_s,
+            log=SaverLog(folder, self._log_event, grace_s=config.failure.grace_s),
+            damaged=self._damaged,
+            stats=self._saves,
+        )
 
     def _log_start(self, training: Training, checkpoint: Checkpoint | None) -> None:
         setup = training.setup
@@ -320,31 +335,32 @@ def _log_first_step(log: Log, blocked_s: float, elapsed_s: float) -> None:
     )
 
 
-def saver_log(folder: str, log: Log, *, grace_s: float) -> Log:
-    """Return the log of a run's Saver. The first checkpoint of an attempt removes the summary of a
-    finished run that is now trained longer. The first save that takes longer than `grace_s` is
-    reported.
+@final
+class SaverLog:
+    """Log of a run's Saver, called by its thread. The first checkpoint of an attempt removes the
+    summary of a finished run that is now trained longer. The first save that takes longer than
+    `grace_s` is reported.
     """
-    first = True
-    quick = True
 
-    def log_save(kind: str, fields: dict[str, Any]) -> None:
-        nonlocal first, quick
-        log(kind, fields)
+    def __init__(self, folder: str, log: Log, *, grace_s: float) -> None:
+        self._folder = folder
+        self._log = log
+        self._grace_s = grace_s
+        self._is_summary_removed = False
+        self._is_slow_reported = False
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        self._log(kind, fields)
         if kind != "checkpoint":
             return
-        if first:
-            with log_cleanup_errors(f"{folder}: an outdated {SUMMARY} is left"):
-                storage.remove_file(storage.join(folder, SUMMARY))
-                first = False
-        if quick and fields["write_s"] > grace_s:
-            quick = False
-            log(
-                "checkpoint_slow",
-                {"step": fields["step"], "write_s": fields["write_s"], "grace_s": grace_s},
-            )
-
-    return log_save
+        if not self._is_summary_removed:
+            with log_cleanup_errors(f"{self._folder}: an outdated {SUMMARY} is left"):
+                storage.remove_file(storage.join(self._folder, SUMMARY))
+                self._is_summary_removed = True
+        if fields["write_s"] > self._grace_s and not self._is_slow_reported:
+            self._is_slow_reported = True
+            slow = {"step": fields["step"], "write_s": fields["write_s"], "grace_s": self._grace_s}
+            self._log("checkpoint_slow", slow)
 
 
 def peak_of_all(peak: float, *, world_size: int) -> float | None:
@@ -363,102 +379,132 @@ def _loop(config: TrainConfig) -> Callable[[Training], bool]:
     return loop.run
 
 
-class _Candidates:
-    """Checkpoints to resume from, without those found damaged. Rank 0 adds the steps of skipped
-    ones to `damaged`.
+class Resumed(NamedTuple):
+    """Start of a worker's training, from a checkpoint or, if it is None, from start values."""
+
+    checkpoint: Checkpoint | None
+    setup: WorkerSetup
+    loader: TrainLoader
+    progress: Progress
+
+
+# Checkpoints are tried from the latest on, by all ranks alike:
+#
+# Finding                           Next
+# --------------------------------  ----------------------------------------------------------
+# no checkpoint is left             start values or `init_from`; an error if one is unreadable
+# its state is damaged              skip it
+# its tensors are damaged           repair it once from the run's own files, and try it again
+# damaged and cannot be repaired    skip it
+@final
+class Resumption:
+    """Restoration of the latest valid checkpoint of a run, or its start. Rank 0 adds the steps of
+    skipped checkpoints to `damaged`.
     """
 
-    def __init__(self, attempt: AttemptContext, log: Log, damaged: set[int]) -> None:
+    def __init__(
+        self,
+        worker: WorkerContext,
+        attempt: AttemptContext,
+        log: Log,
+        damaged: set[int],
+        stopwatch: Stopwatch,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Create the restoration. `stack` closes the loader."""
+        self._worker = worker
         self._attempt = attempt
         self._log = log
         self._damaged = damaged
+        self._stopwatch = stopwatch
+        self._stack = stack
         self._skipped: dict[str, DamagedError] = {}
+        self._repaired: set[str] = set()
+        self._setup: WorkerSetup | None = None
 
-    def latest(self) -> Checkpoint | None:
-        """Return the latest valid checkpoint; collective. Raises UnreadableError if the only ones
-        left cannot be read.
+    def run(self) -> Resumed:
+        """Restore or start; collective. Raises UnreadableError if the only checkpoints left cannot
+        be read.
         """
+        self._stopwatch.lap("storage")
+        while True:
+            checkpoint = self._latest()
+            state: dict[str, Any] = {}
+            if checkpoint is not None:
+                try:
+                    state = _state_of(checkpoint)
+                except DamagedError as error:
+                    self._skip(checkpoint, error)
+                    continue
+            resumed = self._restore(checkpoint, state)
+            if resumed is not None:
+                return resumed
+
+    def _latest(self) -> Checkpoint | None:
         checkpoint = latest_valid_checkpoint(
             self._attempt.folder,
             log=self._log_damaged,
             exclude=self._skipped.keys(),
-            repair=self.repair,
+            repair=self._repair,
         )
-        unreadable = [
-            error for error in self._skipped.values() if isinstance(error, UnreadableError)
-        ]
-        if checkpoint is None and unreadable:
-            raise unreadable[0].without_another()  # It may be undamaged
+        if checkpoint is None:
+            for error in self._skipped.values():
+                if isinstance(error, UnreadableError):
+                    raise error.without_another()  # It may be undamaged
         return checkpoint
 
-    def skip(self, checkpoint: Checkpoint, error: DamagedError) -> None:
+    def _restore(self, checkpoint: Checkpoint | None, state: dict[str, Any]) -> Resumed | None:
+        """Restore a checkpoint, or start without one. Returns None to try the next one."""
+        workload = self._worker.config.workload
+        prepared = self._attempt.prepared
+        rank = self._worker.rank
+        progress = Progress.from_state(state["progress"], rank=rank) if state else Progress()
+        loader = workload.make_loader(
+            self._worker, prepared, state=state.get("loader"), step=progress.step
+        )
+        opened = self._stack.enter_context(contextlib.ExitStack())
+        opened.callback(loader.close)  # before it starts threads
+        loader.start()  # data tasks run while the model is built
+        self._stopwatch.lap("loader")
+        if checkpoint is None and self._setup is not None:  # partly filled with damaged data
+            self._setup = None
+            gc.collect()  # memory may not suffice for two models
+        if self._setup is None:
+            self._setup = workload.set_up(self._worker, prepared)
+            self._stopwatch.lap("set_up")
+        setup = self._setup
+        if checkpoint is None:
+            if self._worker.config.init_from is not None:
+                _start_warm(self._attempt, setup)
+                self._stopwatch.lap("restore")
+            return Resumed(None, setup, loader, progress)
+        try:
+            restore_all(checkpoint, setup.model, setup.optimizer)
+        except DamagedError as error:
+            opened.close()
+            # On rank 0, which writes; the others learn the result and try the same checkpoint.
+            is_repaired = checkpoint.path not in self._repaired and Communicator.all().run_on_rank0(
+                partial(self._repair, checkpoint)
+            )
+            self._repaired.add(checkpoint.path)
+            if not is_repaired:
+                self._skip(checkpoint, error)
+            return None
+        finally:
+            self._stopwatch.lap("restore")
+        return Resumed(checkpoint, setup, loader, progress)
+
+    def _skip(self, checkpoint: Checkpoint, error: DamagedError) -> None:
         self._log_damaged("checkpoint_damaged", {"path": checkpoint.path, "cause": str(error)})
-        # without the stack frames, which reference the model
+        # Without the stack frames, which reference the model.
         self._skipped[checkpoint.path] = type(error)(str(error))
 
-    def repair(self, checkpoint: Checkpoint) -> bool:
+    def _repair(self, checkpoint: Checkpoint) -> bool:
         return _repaired(checkpoint, self._attempt, self._log)
 
     def _log_damaged(self, kind: str, fields: dict[str, Any]) -> None:
         self._damaged.add(step_of(fields["path"]))
         self._log(kind, fields)
-
-
-def _resume(
-    worker: WorkerContext,
-    attempt: AttemptContext,
-    candidates: _Candidates,
-    stopwatch: Stopwatch,
-    stack: contextlib.ExitStack,
-) -> tuple[Checkpoint | None, WorkerSetup, TrainLoader, Progress]:
-    """Restore the latest valid checkpoint, or start a run; collective. The loader is entered in
-    `stack` before it starts threads.
-    """
-    config = worker.config
-    stopwatch.lap("storage")
-    repaired: set[str] = set()
-    setup: WorkerSetup | None = None
-    while True:
-        checkpoint = candidates.latest()
-        try:
-            state = _state_of(checkpoint) if checkpoint else None
-        except DamagedError as error:
-            assert checkpoint is not None
-            candidates.skip(checkpoint, error)
-            continue
-        progress = Progress.from_state(state["progress"], rank=worker.rank) if state else Progress()
-        loader = config.workload.make_loader(
-            worker, attempt.prepared, state=state["loader"] if state else None, step=progress.step
-        )
-        opened = stack.enter_context(contextlib.ExitStack())
-        opened.callback(loader.close)
-        loader.start()  # data tasks run while the model is built
-        stopwatch.lap("loader")
-        if checkpoint is None and setup is not None:  # partly filled with damaged data
-            setup = None
-            gc.collect()  # memory may not suffice for two models
-        if setup is None:
-            setup = config.workload.set_up(worker, attempt.prepared)
-            stopwatch.lap("set_up")
-        if checkpoint is None:
-            if config.init_from is not None:
-                _start_warm(attempt, setup)
-                stopwatch.lap("restore")
-            return None, setup, loader, progress
-        try:
-            restore_all(checkpoint, setup.model, setup.optimizer)
-        except DamagedError as error:
-            opened.close()
-            is_repaired = checkpoint.path not in repaired and Communicator.all().run_on_rank0(
-                partial(candidates.repair, checkpoint)
-            )
-            repaired.add(checkpoint.path)
-            if not is_repaired:
-                candidates.skip(checkpoint, error)
-            continue
-        finally:
-            stopwatch.lap("restore")
-        return checkpoint, setup, loader, progress
 
 
 def _start_warm(attempt: AttemptContext, setup: WorkerSetup) -> None:
@@ -497,101 +543,119 @@ def _extra_files(attempt: AttemptContext) -> dict[str, bytes | str]:
     }
 
 
-def _restore_best(
-    best: Checkpoint, model: torch.nn.Module, attempt: AttemptContext, log: Log
-) -> None:
-    try:
-        restore_model(best, model)
-    except DamagedError:
-        if not Communicator.all().run_on_rank0(lambda: _repaired(best, attempt, log)):
-            raise
-        restore_model(best, model)
-
-
 def accounted(progress: Progress, expected: TrainedRows) -> dict[str, int | None]:
     """Return `rows_lost` and `rows_repeated`, trained relative to expected rows, or None if they
     were not counted; collective.
     """
     trained = progress.trained_by_all()
-    lost, repeated = (None, None) if trained is None else trained.lost_and_repeated(expected)
+    if trained is None:
+        return {"rows_lost": None, "rows_repeated": None}
+    lost, repeated = trained.lost_and_repeated(expected)
     return {"rows_lost": lost, "rows_repeated": repeated}
 
 
-def finish(
-    attempt: AttemptContext,
-    setup: WorkerSetup,
-    progress: Progress,
-    *,
-    evaluated_step: int | None,
-    expected: TrainedRows,
-    log: Log,
-    stop_signal: StopSignal,
-) -> dict[str, Any] | None:
-    """Run the final test with the weights to use (with early stopping, the best ones) and report
-    the result; collective. Returns None after a stop request during an evaluation: everything is
-    saved by then, and the next attempt starts here. `metrics` are computed on the test rows, or
-    without these, on the validation rows. `evaluated_step`: step of the weights that this process
-    evaluated last, or None. With `eval_rows`, computes `validation` again, on all rows. Raises
-    InputError for damaged weights.
+@final
+@dataclass(frozen=True, kw_only=True)
+class FinalTest:
+    """Test of a finished run's weights (with early stopping, the best ones), and the run's result.
+    `metrics` are computed on the test rows, or without these, on the validation rows. With
+    `eval_rows`, computes `validation` again, on all rows.
     """
-    config = attempt.config
-    step = progress.step
-    validation = progress.metrics
-    best_step = progress.early_stopping.best_step
-    if config.early_stopping.patience and best_step is not None:
-        step = best_step
-        validation = progress.early_stopping.best_metrics
-    best = Checkpoint(folder_of(attempt.folder, step))
-    if step != progress.step:
+
+    attempt: AttemptContext
+    training: Training
+    evaluated_step: int | None
+    """Step of the weights that this process evaluated last, or None."""
+    expected: TrainedRows
+
+    def run(self) -> dict[str, Any] | None:
+        """Test and report the result; collective. Returns None after a stop request during an
+        evaluation: everything is saved by then, and the next attempt starts here. Raises InputError
+        for damaged weights.
+        """
+        progress = self.training.progress
+        config = self.attempt.config
+        step = progress.step
+        validation = progress.metrics
+        early_stopping = progress.early_stopping
+        if config.early_stopping.patience and early_stopping.best_step is not None:
+            step = early_stopping.best_step
+            validation = early_stopping.best_metrics
+        chosen = Checkpoint(folder_of(self.attempt.folder, step))
+        if step != progress.step:
+            self._restore(chosen)
+        tested = self._evaluate(step)
+        if tested is None:
+            return None
+        if config.eval_rows is not None:
+            validation = tested["validation"]
+        result = {
+            "step": progress.step,
+            "rows": progress.counters.rows,
+            **accounted(progress, self.expected),
+            "train_s": progress.counters.train_s,
+            "blocked_fraction": progress.counters.blocked_fraction,
+            "chosen_step": step,
+            **target_fields(progress, config.workload),
+            "checkpoint": chosen.path,
+            "metrics": tested.get("test", validation),
+            "metrics_set": "test" if "test" in tested else "validation",
+            "validation": validation,
+        }
+        # Not collective: reading the files of large tables takes long.
+        if Communicator.all().first:
+            with storage.retry_timeout(config.failure.max_outage_s):
+                result["weights_sha256"] = weights_sha256(chosen)
+        self.training.log("finish", result)
+        self._log_samples()
+        return result
+
+    def _restore(self, best: Checkpoint) -> None:
+        model = self.training.setup.model
         try:
-            _restore_best(best, setup.model, attempt, log)
+            try:
+                restore_model(best, model)
+            except DamagedError:
+                repair = partial(_repaired, best, self.attempt, self.training.log)
+                if not Communicator.all().run_on_rank0(repair):
+                    raise
+                restore_model(best, model)
         except DamagedError as error:
             raise InputError(
                 f"{error}. These were the best weights of the run. Train it again under another "
                 "--name"
             ) from None
-    names = [name for name in setup.eval_batches if name != "validation"]
-    if config.eval_rows is not None:
-        names.insert(0, "validation")
-    elif "test" not in names and evaluated_step != step:
-        names.append("validation")  # only for the samples, which show the last evaluation
-    tested: dict[str, dict[str, float]] = {}
-    for name in names:
-        start_s = time.perf_counter()
-        metrics = loop.evaluate(
-            setup, name, loop.EvaluationWatch(stop_signal, save=None, save_after_s=0.0)
-        )
-        if metrics is None:
-            return None
-        tested[name] = metrics
-        if name == "validation" and config.eval_rows is not None:
-            validation = metrics
-            seconds = time.perf_counter() - start_s
-            log(
-                "evaluate",
-                {"step": step, "set": name, "counted": False, "seconds": seconds, **metrics},
-            )
-    result = {
-        "step": progress.step,
-        "rows": progress.counters.rows,
-        **accounted(progress, expected),
-        "train_s": progress.counters.train_s,
-        "blocked_fraction": progress.counters.blocked_fraction,
-        "chosen_step": step,
-        **target_fields(progress, config.workload),
-        "checkpoint": best.path,
-        "metrics": tested.get("test", validation),
-        "metrics_set": "test" if "test" in tested else "validation",
-        "validation": validation,
-    }
-    if Communicator.all().first:  # not collective: reading the files of large tables takes long
-        with storage.retry_timeout(config.failure.max_outage_s):
-            result["weights_sha256"] = weights_sha256(best)
-    log("finish", result)
-    setup.model.eval()  # without an evaluation above, it is in training mode
-    samples = setup.make_samples()
-    if samples:
-        log("samples", {"samples": samples})
-    for warning in (sample["warning"] for sample in samples if sample.get("warning")):
-        log("data_warning", {"warning": warning})
-    return result
+
+    def _evaluate(self, step: int) -> dict[str, dict[str, float]] | None:
+        """Return the metrics by evaluation set, or None after a stop request."""
+        setup = self.training.setup
+        is_shortened = self.attempt.config.eval_rows is not None
+        names = [name for name in setup.eval_batches if name != "validation"]
+        if is_shortened:
+            names.insert(0, "validation")
+        elif "test" not in names and self.evaluated_step != step:
+            names.append("validation")  # only for the samples, which show the last evaluation
+        tested: dict[str, dict[str, float]] = {}
+        for name in names:
+            start_s = time.perf_counter()
+            stop_signal = self.training.stop_signal
+            watch = loop.EvaluationWatch(stop_signal, save=None, save_after_s=0.0)
+            metrics = loop.evaluate(setup, name, watch)
+            if metrics is None:
+                return None
+            tested[name] = metrics
+            if name == "validation" and is_shortened:
+                event = {"step": step, "set": name, "counted": False}
+                seconds = time.perf_counter() - start_s
+                self.training.log("evaluate", {**event, "seconds": seconds, **metrics})
+        return tested
+
+    def _log_samples(self) -> None:
+        setup = self.training.setup
+        setup.model.eval()  # without an evaluation, it is in training mode
+        samples = setup.make_samples()
+        if samples:
+            self.training.log("samples", {"samples": samples})
+        for sample in samples:
+            if sample.get("warning"):
+                self.training.log("data_warning", {"warning": sample["warning"]})

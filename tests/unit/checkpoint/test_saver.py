@@ -266,12 +266,12 @@ def test_byte_count_grows_during_save_also_of_empty_model(run: Run) -> None:
             1, {"a": torch.zeros(3 * block, dtype=torch.uint8)}, state={}, score=None
         )
         # all were asked for when the gate holds the last one back
-        until(lambda: saver.written_bytes >= 3 * block)
-        assert (saver.written_bytes, saver.write_s) == (3 * block, 0.0)
+        until(lambda: saver.stats.written_bytes >= 3 * block)
+        assert (saver.stats.written_bytes, saver.stats.write_s) == (3 * block, 0.0)
         gate.set()
         saver.wait()
-    assert saver.written_bytes == 3 * block
-    assert saver.write_s > 0
+    assert saver.stats.written_bytes == 3 * block
+    assert saver.stats.write_s > 0
     saved = save(run.saver(), 1, {}, a=1)
     assert os.listdir(saved.path) == ["manifest.json"]
     assert saved.manifest()["state"] == {"a": 1}

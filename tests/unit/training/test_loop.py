@@ -25,6 +25,7 @@ from ray.train import PreemptionInfo
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
+from rayrec.checkpoint.save_retry import SaveStats
 from rayrec.checkpoint.state import model_tensors
 from rayrec.models.base import ClickModelConfig
 from rayrec.observe.timing import PHASES
@@ -56,7 +57,7 @@ from rayrec.training.stop_monitor import (
     StopMonitor,
     last_save_s,
 )
-from rayrec.training.worker import finish
+from rayrec.training.worker import FinalTest
 from rayrec.workloads.run_config import FailureConfig, ScalingConfig
 from rayrec.workloads.step_timer import HostTimer, StepTimer
 
@@ -756,9 +757,19 @@ class Evaluated:
         return iter(())
 
     def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
-        parts: dict[str, Any] = {"expected": self.expected, "stop_signal": self.stop_signal}
-        parts["log"] = lambda kind, fields: self.events.append((kind, fields))
-        return finish(self.attempt, self.setup, progress, evaluated_step=evaluated_step, **parts)
+        parts: dict[str, Any] = {"config": self.attempt.config, "setup": self.setup}
+        parts |= {"loader": None, "save": None, "stop_signal": self.stop_signal}
+        training = Training(
+            progress=progress,
+            log=lambda kind, fields: self.events.append((kind, fields)),
+            **parts,
+        )
+        return FinalTest(
+            attempt=self.attempt,
+            training=training,
+            evaluated_step=evaluated_step,
+            expected=self.expected,
+        ).run()
 
 
 VALIDATION = ("validation",)
@@ -847,7 +858,7 @@ def test_stop_request_ends_final_test(tmp_path: Path) -> None:
 
 def test_first_save_removes_summary_and_slow_save_is_logged_once(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    log = worker.saver_log(
+    log = worker.SaverLog(
         str(tmp_path), lambda kind, fields: events.append((kind, fields)), grace_s=60.0
     )
     summary = tmp_path / "summary.json"
@@ -977,9 +988,10 @@ def test_preemption_notice_saves_and_ends_before_deadline(
     now: dict[str, Any] = {"s": 5000.0, "info": None}
     monkeypatch.setattr(time, "time", lambda: now["s"])
     monkeypatch.setattr(time, "monotonic", lambda: now["s"])
-    watch, other = (StopMonitor(None, rank=1, preemption=lambda: now["info"]) for _ in range(2))
-    watch._first = True  # as rank 0, without the thread that asks the driver
-    watch.write_s = lambda: 10.0
+    saves = SaveStats(write_s=10.0)
+    watch, other = (
+        StopMonitor(None, rank=rank, saves=saves, preemption=lambda: now["info"]) for rank in (0, 1)
+    )
     saves = []
     ended = None
     second = 0

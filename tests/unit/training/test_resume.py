@@ -90,16 +90,16 @@ class Resumed:
         self.models.append(weakref.ref(model))
         return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
 
-    def start(self) -> tuple[Checkpoint | None, Any, Any, Progress]:
+    def start(self) -> worker.Resumed:
         config = SimpleNamespace(workload=self, to_yaml=lambda: "a: 1", init_from=None)
         context: Any = SimpleNamespace(config=config, rank=0)
-        assignment: Any = SimpleNamespace(folder=self.folder, prepared=None, config=config)
+        attempt: Any = SimpleNamespace(folder=self.folder, prepared=None, config=config)
 
         def log(kind: str, fields: dict[str, Any]) -> None:
             self.events.append((kind, checkpoint.step_of(fields["path"])))
 
-        candidates = worker._Candidates(assignment, log, self.damaged)
-        return worker._resume(context, assignment, candidates, Stopwatch(), contextlib.ExitStack())
+        stack = contextlib.ExitStack()
+        return worker.Resumption(context, attempt, log, self.damaged, Stopwatch(), stack).run()
 
 
 def tear(folder: str, step: int, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import ray.train
 import torch
 import yaml
 from builders.digits import write_digits
-from builders.faults import rejects
+from builders.faults import fails_with, raising, rejects
 from builders.runs import LEAN, train
 from ranks import data_parallel
 from ray.train.v2.api.exceptions import WorkerGroupError
@@ -290,6 +291,18 @@ def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> N
     differences = changes_since(str(tmp_path), other)
     message = r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
     rejects(message, finished_summary, str(tmp_path), other, differences, NOTES.append)
+
+
+def test_failed_set_up_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader already reads when the model is built."""
+    config = recipes.criteo_demo("random:2000").replace(
+        storage_path=str(tmp_path), name="run", steps=4, scaling={"num_workers": 1}, **LEAN
+    )
+    monkeypatch.setattr(type(config.workload), "set_up", raising(ValueError("no model")))
+    before = set(threading.enumerate())
+    for _ in range(3):
+        fails_with(ValueError, "no model", train, config)
+    assert set(threading.enumerate()) == before
 
 
 def test_summary_waits_for_store_like_save(
