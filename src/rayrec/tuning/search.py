@@ -41,7 +41,7 @@ from rayrec.observe.events import read_events
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import Section, charts, document, join_parts, paragraph, table
 from rayrec.observe.run_summary import RunSummary
-from rayrec.training.trainer import check_settings, preflight
+from rayrec.training.session import check_settings, preflight
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.trials import (
     InProcessPool,

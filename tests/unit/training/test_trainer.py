@@ -29,12 +29,12 @@ from rayrec.data.numbered_rows import read_part
 from rayrec.observe.console import Console
 from rayrec.observe.events import EventWriter, read_events
 from rayrec.observe.run_summary import RunSummary
-from rayrec.training import trainer
+from rayrec.training import session, trainer
 from rayrec.training.launchers import ray_launcher
 from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.result import CheckpointPath, Result
 from rayrec.training.resume import changes_since, finished_summary, is_longer, run_hash
-from rayrec.training.trainer import summarize
+from rayrec.training.session import summarize
 from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.vision import ResNetConfig
 
@@ -311,7 +311,7 @@ def test_summary_waits_for_store_like_save(
     def waits(*_: Any, **__: Any) -> Any:
         raise InputError(f"waits {storage.outage_s():g} s for a store")
 
-    monkeypatch.setattr(trainer, "summarize", waits)
+    monkeypatch.setattr(session, "summarize", waits)
     failing(InputError("waits 900 s for a store"), finishes=True)
 
 

@@ -28,7 +28,7 @@ from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
 from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, NamedOptimizer
 from rayrec.recipes.mnist import mnist_resnet18
-from rayrec.training.trainer import check_settings
+from rayrec.training.session import check_settings
 from rayrec.workloads.base import ScoringContext
 from rayrec.workloads.data_parallel.scoring import load_model
 from rayrec.workloads.data_parallel.worker import multiply_adds_per_row
