@@ -77,14 +77,13 @@ class Saver:
         extra_files: Mapping[str, Source],
         max_outage_s: float,
         log: Log,
-        clean_uncommitted: bool = True,
         damaged: Collection[int] = (),
         stats: SaveStats | None = None,
     ) -> None:
         """Create a saver and start its thread. `lease` is None on all ranks except 0. `extra_files`
         are stored with the weights, by name: content, or path of a constant file, copied by rank 0.
         The run fails after a storage outage of `max_outage_s` seconds. The thread also calls `log`,
-        and removes uncommitted saves of earlier attempts if `clean_uncommitted` is set. `damaged`:
+        and removes uncommitted saves of earlier attempts. `damaged`:
         steps of damaged checkpoints skipped at the start, on rank 0. The first later save removes
         them. The thread updates `stats`.
         """
@@ -97,7 +96,6 @@ class Saver:
         self._extra_files = ExtraFiles(extra_files)
         self._max_outage_s = max_outage_s
         self._log = log
-        self._clean_uncommitted = clean_uncommitted
         timeout_s = max_outage_s + _PATIENCE_S
         self._caller = Communicator.with_new_group(timeout_s=timeout_s)
         self._thread_ranks = Communicator.with_new_group(timeout_s=timeout_s)
@@ -201,7 +199,7 @@ class Saver:
             self._stall_so_far = (self.stalled_s, None)
 
     def _work(self) -> None:
-        if self._clean_uncommitted and self._lease is not None:
+        if self._lease is not None:
             with log_cleanup_errors(f"Cannot remove uncommitted saves in {self._folder}"):
                 for folder in uncommitted_folders(self._folder):
                     if self._lease.valid():

@@ -6,9 +6,9 @@ import functools
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -114,6 +114,45 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     return json_reply({"entries": entries, "faults": total.to_dict()})
 
 
+Consume = Callable[[pa.Table, Mapping[str, Any], int], None]
+"""Consumer of a task's table, its reply, and the log's row at which the task began."""
+
+
+def index_with(
+    run: Callable[[], Iterable[pa.Table]],
+    files: Sequence[storage.File],
+    schema: Schema,
+    *,
+    segment_bytes: int,
+    context: TaskContext,
+    consume: Consume | None = None,
+) -> LogIndex:
+    """Return the cached index of text files, or merge the tables of the tasks that `run` starts, in
+    the order of the files. Reports if the log was edited since it was last indexed.
+    """
+    cache = CachedIndex.at(
+        context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
+    )
+    if cached := cache.read():
+        return cached
+    entries: list[SegmentEntry] = []
+    faults = Faults()
+    rows = 0
+    done = 0
+    size = sum(file.size_bytes for file in files)
+    for table in run():
+        reply = json_of(table)
+        if consume is not None:
+            consume(table, reply, rows)
+        new = [SegmentEntry(*entry) for entry in reply["entries"]]
+        entries.extend(new)
+        faults.add(Faults.from_dict(reply["faults"]))
+        rows += sum(entry.rows for entry in new)
+        done += sum(entry.stop - entry.start for entry in new)
+        context.progress("index (bytes)", done, size)
+    return cache.keep(LogIndex(numbered(entries), faults), context.note)
+
+
 def index_log(
     files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
 ) -> LogIndex:
@@ -121,32 +160,19 @@ def index_log(
     rows/s per core. With a cache folder, returns a cached index of the same files. Reports if the
     log was edited since it was last indexed.
     """
-    cache = CachedIndex.at(
-        context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
-    )
-    if cached := cache.read():
-        return cached
-    group_bytes = max(CHUNK_BYTES, segment_bytes)
-    chunks = cut(files, group_bytes)
-    groups = grouped(
-        chunks,
-        lambda chunk: chunk.stop - chunk.start,
-        max_bytes=group_bytes,
-        max_items=CHUNKS_PER_TASK,
-    )
-    entries: list[SegmentEntry] = []
-    faults = Faults()
-    done = 0
-    size = sum(file.size_bytes for file in files)
-    function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
-    for table in context.engine.run("index", function, groups, block_bytes=1 << 16):
-        result = json_of(table)
-        new = [SegmentEntry(*entry) for entry in result["entries"]]
-        entries.extend(new)
-        faults.add(Faults.from_dict(result["faults"]))
-        done += sum(entry.stop - entry.start for entry in new)
-        context.progress("index (bytes)", done, size)
-    return cache.keep(LogIndex(numbered(entries), faults), context.note)
+
+    def run() -> Iterable[pa.Table]:
+        group_bytes = max(CHUNK_BYTES, segment_bytes)
+        groups = grouped(
+            cut(files, group_bytes),
+            lambda chunk: chunk.stop - chunk.start,
+            max_bytes=group_bytes,
+            max_items=CHUNKS_PER_TASK,
+        )
+        function = functools.partial(_index_table, schema=schema, segment_bytes=segment_bytes)
+        return context.engine.run("index", function, groups, block_bytes=1 << 16)
+
+    return index_with(run, files, schema, segment_bytes=segment_bytes, context=context)
 
 
 _ORDER_FILES: Final = 64

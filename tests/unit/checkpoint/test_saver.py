@@ -112,10 +112,11 @@ def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
         "data_00007-000000-aaaaaaaa-0001.safetensors",
         "data_00001.safetensors.ab.partial",
     ]
+    saver = run.saver(extra_files={"more/words.txt": b"abc"})
+    save(saver, 0, values())  # after it, the saver removes no uncommitted folder
     folder.mkdir(parents=True)
     for name in (*left, of_a_successor):
         (folder / name).write_bytes(b"abc")
-    saver = run.saver(extra_files={"more/words.txt": b"abc"}, clean_uncommitted=False)
     files = save(saver, 1, values()).manifest()["files"]
     (data,) = (name for name in files if name.startswith("data_00000-000001-"))
     assert files.keys() == {data, "more/words.txt"}
@@ -236,7 +237,6 @@ def test_uncommitted_saves_are_removed(run: Run) -> None:
         run.path(step).mkdir()
         run.path(step, "data_00000.safetensors").touch()
     names = sorted(os.listdir(run.path(1).parent))
-    run.saver(clean_uncommitted=False).close()
     lost = acquire_lease(run.folder)
     acquire_lease(run.folder)
     run.saver(lease=lost).close()

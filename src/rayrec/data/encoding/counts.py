@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, final
@@ -39,9 +39,9 @@ from rayrec.data.encoding.growth import (
 from rayrec.data.encoding.moments import Moments
 from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import Engine, TaskContext
-from rayrec.data.log_source import CHUNK_BYTES
+from rayrec.data.log_source import CHUNK_BYTES, index_with
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, SegmentRange, numbered
+from rayrec.data.logs.index import LogIndex, SegmentEntry, SegmentRange, numbered
 from rayrec.data.logs.reading import read_raw
 from rayrec.data.logs.text_log import Chunk, cut, parsed_segments
 from rayrec.data.raw_block import RawBlock, category_type
@@ -597,13 +597,22 @@ def _index_and_count(
         "faults": total.to_dict(),
         "counted": [min(counted), max(counted)] if counted else None,
     }
-    return table.append_column("index", arrow_texts([json.dumps(result), *[""] * (len(table) - 1)]))
+    return table.append_column("reply", arrow_texts([json.dumps(result), *[""] * (len(table) - 1)]))
 
 
 _MARGIN: Final = 0.03
 """Fraction of a log left uncounted at estimated borders of the chosen rows, which only the index
 determines exactly.
 """
+
+
+@dataclass
+class _PartialCounts:
+    """Counts from the pass that indexed the log."""
+
+    counts: Counts
+    rows: list[int] = field(default_factory=list)
+    """First and last rows, exclusive, of the counted ranges, which together are one range."""
 
 
 @final
@@ -626,8 +635,7 @@ class CountingIndexer:
         self._chosen = rows_of
         self._memory_bytes = memory_bytes
         self._task_bytes = task_bytes
-        self._partial: tuple[Counts, int, int] | None = None
-        """Counts of rows [start, stop) of the log, from the pass that indexed it."""
+        self._partial: _PartialCounts | None = None
 
     def index(
         self,
@@ -640,46 +648,39 @@ class CountingIndexer:
         """Index like `index_log`; counts nothing if the index is cached."""
         assert schema == self._counting.schema
         self.close()
-        cache = CachedIndex.at(
-            context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
-        )
-        if cached := cache.read():
-            return cached
-        range_of = dict(zip([file.path for file in files], self._guess(files), strict=True))
-        chunks = [
-            (chunk, range_of[chunk.path]) for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))
-        ]
-        tasks = tasks_of(
-            chunks, [chunk.stop - chunk.start for chunk, _ in chunks], self._task_bytes
-        )
-        function = functools.partial(
-            _index_and_count, counting=self._counting, segment_bytes=segment_bytes
-        )
-        total = self._counting.total(self._memory_bytes, None)
-        entries: list[SegmentEntry] = []
-        faults = Faults()
-        rows = 0
-        done = 0
-        size = sum(file.size_bytes for file in files)
-        counted: list[int] = []
+
+        def run() -> Iterable[pa.Table]:
+            range_of = dict(zip([file.path for file in files], self._guess(files), strict=True))
+            chunks = [
+                (chunk, range_of[chunk.path])
+                for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))
+            ]
+            tasks = tasks_of(
+                chunks, [chunk.stop - chunk.start for chunk, _ in chunks], self._task_bytes
+            )
+            function = functools.partial(
+                _index_and_count, counting=self._counting, segment_bytes=segment_bytes
+            )
+            self._partial = _PartialCounts(self._counting.total(self._memory_bytes, None))
+            return context.engine.run("index and count", function, tasks)
+
         try:
-            for table in context.engine.run("index and count", function, tasks):
-                total.add(table, first_row=rows)
-                result = json.loads(table.column("index")[0].as_py())
-                new = [SegmentEntry(*entry) for entry in result["entries"]]
-                entries.extend(new)
-                faults.add(Faults.from_dict(result["faults"]))
-                counted += [rows + row for row in result["counted"] or ()]
-                rows += sum(entry.rows for entry in new)
-                done += sum(entry.stop - entry.start for entry in new)
-                context.progress("index (bytes)", done, size)
+            return index_with(
+                run,
+                files,
+                schema,
+                segment_bytes=segment_bytes,
+                context=context,
+                consume=self._consume,
+            )
         except BaseException:
-            total.close()
+            self.close()
             raise
-        start, stop = (min(counted), max(counted)) if counted else (0, 0)
-        assert total.rows == stop - start
-        self._partial = total, start, stop
-        return cache.keep(LogIndex(numbered(entries), faults), context.note)
+
+    def _consume(self, table: pa.Table, reply: Mapping[str, Any], first_row: int) -> None:
+        assert self._partial is not None
+        self._partial.counts.add(table, first_row=first_row)
+        self._partial.rows += [first_row + row for row in reply["counted"] or ()]
 
     def _guess(self, files: Sequence[storage.File]) -> list[tuple[int, int]]:
         """Return the bytes [start, stop) of each file with chosen rows only, assuming equally long
@@ -713,7 +714,10 @@ class CountingIndexer:
         counts = None
         missing = [(start, stop)]
         if self._partial is not None:
-            counts, low, high = self._partial
+            counts = self._partial.counts
+            low = min(self._partial.rows, default=0)
+            high = max(self._partial.rows, default=0)
+            assert counts.rows == high - low
             self._partial = None
             missing = [(start, low), (high, stop)]
             if not start <= low <= high <= stop:  # The guess was wrong
@@ -729,7 +733,7 @@ class CountingIndexer:
     def close(self) -> None:
         """Free unused counts."""
         if self._partial is not None:
-            self._partial[0].close()
+            self._partial.counts.close()
             self._partial = None
 
     def __enter__(self) -> CountingIndexer:
