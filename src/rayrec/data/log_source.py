@@ -127,8 +127,8 @@ def index_with(
     context: TaskContext,
     consume: Consume | None = None,
 ) -> LogIndex:
-    """Return the cached index of text files, or merge the tables of the tasks that `run` starts, in
-    the order of the files. Reports if the log was edited since it was last indexed.
+    """Return the cached index of text files, or merge the tables of the indexing tasks that `run`
+    starts, in order. Reports if the log was edited since it was last indexed.
     """
     cache = CachedIndex.at(
         context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes

@@ -76,7 +76,7 @@ def iterate_segments(training: Training) -> Generator[int, Cut, bool]:
     progress.target.set(training.config.early_stopping.target)
     planner = SegmentPlanner(_schedule(training), progress)
     setup.model.train()
-    action = planner.next()
+    action = planner.first
     while not isinstance(action, End):
         outcome = Outcome()
         if isinstance(action, Train):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -239,7 +239,7 @@ class Progress:
 
 def _part(part: type[_Part], stored: Mapping[str, Any]) -> _Part:
     """Return a part of the progress from the fields that an earlier version may have stored."""
-    names = {each.name for each in fields(part)} & stored.keys()  # type: ignore[arg-type]
+    names = vars(part()).keys() & stored.keys()
     return part(**{name: stored[name] for name in names})
 
 

@@ -123,23 +123,21 @@ class Outcome:
 
 # Actions of a plan, and what follows them:
 #
-# Action                   Outcome                Next
-# -----------------------  ---------------------  ------------------------------------------
-# (start)                  evaluation due         EVALUATE: an earlier attempt stopped there
-#                          stopped early, at end  END
-#                          otherwise              TRAIN to the next save, evaluation or end
-# TRAIN                    cut "stop"             SAVE, END; a due evaluation is left to the
-#                                                 next attempt
-#                          cut "save"             SAVE, then as without cut
-#                          at an evaluation       EVALUATE
-#                          at a save              SAVE
-#                          before its end         TRAIN
-# EVALUATE                 interrupted            SAVE unless saved, END; the next attempt
-#                                                 repeats the evaluation
-#                          best, last or due      SAVE with the score
-# SAVE after an            stopped early          END
-# evaluation or segment    at end                 END
-#                          otherwise              TRAIN
+# Action     Outcome                Next
+# ---------  ---------------------  ----------------------------------------------------------
+# (start)    evaluation due         EVALUATE, because an earlier attempt stopped there.
+#            stopped early, at end  END.
+#            otherwise              TRAIN to the next save, evaluation or end.
+# TRAIN      cut "stop"             SAVE, END. A due evaluation is left to the next attempt.
+#            cut "save"             SAVE, then as without cut.
+#            at an evaluation       EVALUATE.
+#            at a save              SAVE.
+#            before its end         TRAIN.
+# EVALUATE   interrupted            SAVE unless saved, END. The next attempt evaluates again.
+#            best, last or due      SAVE with the score.
+# SAVE       stopped early          END.
+#            at end                 END.
+#            otherwise              TRAIN.
 @final
 class SegmentPlanner:
     """Planner of an attempt. Sets `evaluation_due` of the progress, and reads its other fields."""
@@ -150,14 +148,14 @@ class SegmentPlanner:
         # Neither the start nor the restored checkpoint needs a save.
         self._saved_step = progress.step
         self._actions = self._plan()
+        self.first = next(self._actions)
+        """First action. `End` is the last one."""
 
-    def next(self, outcome: Outcome | None = None) -> Action:
-        """Return the next action, given the outcome of the previous one, None for the first. `End`
-        is the last action.
-        """
+    def next(self, outcome: Outcome) -> Action:
+        """Return the next action, given the outcome of the previous one."""
         return self._actions.send(outcome)
 
-    def _plan(self) -> Generator[Action, Outcome | None, None]:
+    def _plan(self) -> Generator[Action, Outcome, None]:
         schedule = self._schedule
         progress = self._progress
         if self._stops_early():  # in an earlier attempt
@@ -171,15 +169,14 @@ class SegmentPlanner:
                     evaluate_every=schedule.evaluate_every,
                     save_every=schedule.save_every,
                 )
-                trained = yield Train(segment.step)
-                assert trained is not None
+                cut = (yield Train(segment.step)).cut
                 reached = progress.step == segment.step
                 progress.evaluation_due = segment.evaluate and reached
                 # A step saved early is saved again only to add its evaluation score.
-                save_due = segment.save and reached and (trained.cut == "none" or segment.evaluate)
-                if trained.cut != "none":
+                save_due = segment.save and reached and (cut == "none" or segment.evaluate)
+                if cut != "none":
                     yield self._save(needed=True, complete=True)
-                if trained.cut == "stop":
+                if cut == "stop":
                     yield End(finished=False)
             outcome = Outcome()
             if progress.evaluation_due:
@@ -197,7 +194,7 @@ class SegmentPlanner:
                 yield End(finished=True, stopped_early=True)
         yield End(finished=schedule.end == schedule.total)
 
-    def _evaluate(self) -> Generator[Action, Outcome | None, Outcome]:
+    def _evaluate(self) -> Generator[Action, Outcome, Outcome]:
         """Evaluate the current step. Ends the plan after a stop request."""
         schedule = self._schedule
         progress = self._progress
@@ -206,7 +203,6 @@ class SegmentPlanner:
         is_last = step == schedule.end == schedule.total
         is_regular = step != schedule.end or is_last or step % schedule.evaluate_every == 0
         outcome = yield Evaluate(is_regular=is_regular, early_save=early_save)
-        assert outcome is not None
         if outcome.saved:
             self._saved_step = step
         progress.evaluation_due = outcome.interrupted

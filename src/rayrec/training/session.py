@@ -38,13 +38,13 @@ _PATIENCE_S = 5.0
 """Timeout for an unavailable store in the final writes after an error."""
 
 
-# Stage      Does                                                   Ends the session with
-# ---------  -----------------------------------------------------  -------------------------
-# check      settings, given data, changes since an earlier start   a finished run's result
-# connect    launcher, signals, CPUs, folder of the run
-# prepare    data, warm start; events are recorded from here on
-# run        attempts, until the run ends                           None: stopped or paused
-# finish     summary
+# Stage     Does                                                   Ends the session with
+# --------  -----------------------------------------------------  -----------------------------
+# check     Settings, given data, changes since an earlier start.  The result of a finished run.
+# connect   Launcher, signals, CPUs, folder of the run.
+# prepare   Data, warm start. Events are recorded from here on.
+# run       Attempts, until the run ends.                          None if stopped or paused.
+# finish    Summary.                                               The result.
 #
 # After `connect`, the run's events are merged and its report is written, however it ends.
 @final

@@ -134,9 +134,9 @@ def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
 
 # Stages of a worker, all collective:
 #
-# begin    lease, checkpoint or start values, loader, model, saver, profiler
-# train    segments, until the run ends, stops or pauses; then the last save is complete
-# finish   test of the chosen weights and the result, unless the run stopped or paused
+# begin    Lease, checkpoint or start values, loader, model, saver, profiler.
+# train    Segments, until the run ends, stops or pauses. Then the last save is complete.
+# finish   Test of the chosen weights and the result, unless the run stopped or paused.
 @final
 class WorkerRun:
     """Part of one worker in an attempt: it resumes, trains and tests."""
@@ -390,12 +390,12 @@ class Resumed(NamedTuple):
 
 # Checkpoints are tried from the latest on, by all ranks alike:
 #
-# Finding                           Next
-# --------------------------------  ----------------------------------------------------------
-# no checkpoint is left             start values or `init_from`; an error if one is unreadable
-# its state is damaged              skip it
-# its tensors are damaged           repair it once from the run's own files, and try it again
-# damaged and cannot be repaired    skip it
+# Finding                         Next
+# ------------------------------  ------------------------------------------------------------
+# No checkpoint is left.          Start values or `init_from`. An error if one is unreadable.
+# Its state is damaged.           Skip it.
+# Its tensors are damaged.        Repair it once from the run's own files, and try it again.
+# Damaged and not repairable.     Skip it.
 @final
 class Resumption:
     """Restoration of the latest valid checkpoint of a run, or its start. Rank 0 adds the steps of
@@ -548,9 +548,7 @@ def accounted(progress: Progress, expected: TrainedRows) -> dict[str, int | None
     were not counted; collective.
     """
     trained = progress.trained_by_all()
-    if trained is None:
-        return {"rows_lost": None, "rows_repeated": None}
-    lost, repeated = trained.lost_and_repeated(expected)
+    lost, repeated = (None, None) if trained is None else trained.lost_and_repeated(expected)
     return {"rows_lost": lost, "rows_repeated": repeated}
 
 

@@ -112,7 +112,7 @@ def planned(
     plain = {"total": 20, "end": 20, "evaluate_every": 8, "save_every": None, "patience": 0}
     progress = progress or Progress()
     planner = SegmentPlanner(Schedule(**{**plain, **schedule}), progress)
-    actions = [planner.next()]
+    actions = [planner.first]
     pending = iter(outcomes)
     remaining = iter(scores)
     while not isinstance(actions[-1], End):
