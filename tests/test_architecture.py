@@ -27,13 +27,13 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
         "files": (315, 10),
-        "statements": (43_000, 1_500),
+        "statements": (43_200, 1_500),
         "density": (6.2, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
-        "nested": (13, 5),
-        "complex": (46, 5),
-        "long": (31, 5),
+        "nested": (11, 5),
+        "complex": (44, 5),
+        "long": (27, 5),
         "parameters": (0, 0),
         "ignores": (50, 10),
         "crowded": (1, 0),
