@@ -4,7 +4,6 @@ without a cluster.
 
 import signal
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rayrec.bounds import Amount, Limit
 from rayrec.cluster.node_storage import RuntimeEnvConfig
@@ -53,8 +52,8 @@ class AttemptHistory:
 class AttemptResult:
     """Result of one attempt."""
 
-    outcome: Literal["succeeded", "failed", "stopped", "lost"]
-    """Status in Ray Jobs. lost: the head lost its record."""
+    outcome: str
+    """Status in Ray Jobs: succeeded, failed or stopped. lost: the head lost its record."""
     status: int | None = None
     """Exit status of the command in shell convention, or None without one."""
     duration_s: float = 0.0
@@ -107,18 +106,16 @@ def judge(
         return tally, Quit(
             2 if users_error else 1, f"{attempts} {failed}; the last {describe(ending)}"
         )
-    return tally, pause_s(
-        short_lived, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=jitter
-    )
+    return tally, pause_s(short_lived, jitter=jitter)
 
 
-def pause_s(times: int, *, first_s: float, longest_s: float, jitter: float) -> float:
+def pause_s(times: int, *, jitter: float) -> float:
     """Return the seconds to wait after `times` consecutive failures: doubled each time, with 25 %
     jitter. Pure.
     """
     if times == 0:
         return 0.0
-    return min(first_s * 2.0 ** min(times - 1, 30), longest_s) * (0.75 + 0.5 * jitter)
+    return min(FIRST_PAUSE_S * 2.0 ** min(times - 1, 30), LONGEST_PAUSE_S) * (0.75 + 0.5 * jitter)
 
 
 def describe(ending: AttemptResult) -> str:

@@ -6,10 +6,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,9 +15,8 @@ import pytest
 from builders.faults import fails_with, raising, rejects
 
 import rayrec
-from rayrec import recipes
+from rayrec import recipes, storage
 from rayrec.cluster import restart_policy, supervisor
-from rayrec.cluster.jobs import dashboard_url
 from rayrec.cluster.restart_policy import (
     AttemptHistory,
     AttemptResult,
@@ -33,12 +30,16 @@ from rayrec.cluster.supervisor import (
     CONFIG_KEY,
     RUN_KEY,
     Outcome,
-    StateFile,
+    dashboard_url,
     state_path,
     summary_of,
 )
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
+
+
+UNSUBMITTED = {"type": "DRIVER", "entrypoint": "", "submission_id": None, "status": "RUNNING"}
+"""Driver that was started without Ray Jobs."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -51,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             head.busy -= 1
             return self.answer("try again later", status=500)
         if not name:
-            return self.answer([*head.jobs.values(), {"submission_id": None}])
+            return self.answer([*head.jobs.values(), UNSUBMITTED])
         if name.endswith("/logs"):
             return self.answer({"logs": head.logs.get(name.removesuffix("/logs"), "")})
         if name.endswith("/tail") or name not in head.jobs:
@@ -114,6 +115,8 @@ class FakeHead(ThreadingHTTPServer):
         self, submission_id: str, *, run: str = "run", config_hash: str = "c0ffee", **fields: Any
     ) -> None:
         job = {
+            "type": "SUBMISSION",
+            "entrypoint": "exec python",
             "submission_id": submission_id,
             "status": "RUNNING",
             "driver_exit_code": None,
@@ -151,7 +154,11 @@ Supervise = Callable[..., Outcome]
 @pytest.fixture
 def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
     def run(
-        *, policy: Policy | None = None, config_hash: str = "c0ffee", **changes: Any
+        *,
+        policy: Policy | None = None,
+        config_hash: str = "c0ffee",
+        show: Callable[[str], None] | None = None,
+        **changes: Any,
     ) -> Outcome:
         settings = {
             "address": head.url,
@@ -164,7 +171,7 @@ def supervise(head: FakeHead, tmp_path: Path) -> Supervise:
             "name": "run",
             "stop_wait_s": 90.0,
             "note": head.notes.append,
-            "show": None,
+            "show": show,
         }
         return supervisor.supervise(
             arguments, config_hash=config_hash, config=SuperviseConfig(**settings), **fixed
@@ -303,9 +310,7 @@ def test_other_flags_start_new_state(head: FakeHead, supervise: Supervise) -> No
 def test_second_supervisor_is_rejected(
     head: FakeHead, supervise: Supervise, tmp_path: Path
 ) -> None:
-    with closing(
-        StateFile(str(tmp_path / "run.json"), name="run", config_hash="c0ffee", note=print)
-    ):
+    with storage.locked(str(tmp_path / "run.log"), "busy"):
         rejects("another supervisor of run run is running", supervise)
 
 
@@ -357,9 +362,13 @@ def test_interrupted_stop_resubmits_job(
     head: FakeHead, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(supervisor._Supervisor, "_see", raising(KeyboardInterrupt()))
-        # the second, when the job has ended
-        patch.setattr(supervisor._Supervisor, "_end_log", raising(KeyboardInterrupt()))
+
+        def interrupt(_: Any) -> None:
+            # the second, when the job has ended
+            patch.setattr(supervisor._Jobs, "find", raising(KeyboardInterrupt()))
+            raise KeyboardInterrupt
+
+        patch.setattr(supervisor._Supervisor, "_see", interrupt)
         fails_with(KeyboardInterrupt, "", supervise)
     assert head.jobs["run-0001"]["status"] == "STOPPED"
     head.ends = [{"status": "STOPPED"}]
@@ -491,15 +500,12 @@ def test_judge_quits_after_short_attempts_or_with_other_data() -> None:
 
 def test_pauses_double_and_exit_statuses_are_described() -> None:
     def pauses(jitter: float) -> list[float]:
-        return [
-            restart_policy.pause_s(times, first_s=1.0, longest_s=30.0, jitter=jitter)
-            for times in range(9)
-        ]
+        return [restart_policy.pause_s(times, jitter=jitter) for times in range(7)]
 
-    assert pauses(0.5) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    assert (pauses(0.0)[1:3], pauses(1.0)[1:3]) == ([0.75, 1.5], [1.25, 2.5])
+    assert pauses(0.5) == [0.0, 5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+    assert (pauses(0.0)[1:3], pauses(1.0)[1:3]) == ([3.75, 7.5], [6.25, 12.5])
     assert all(before <= after for before, after in itertools.pairwise(pauses(0.3)))
-    assert restart_policy.pause_s(100_000, first_s=1.0, longest_s=30.0, jitter=0.5) == 30.0
+    assert restart_policy.pause_s(100_000, jitter=0.5) == 60.0
     assert [restart_policy.shell_status(status) for status in (None, 0, 2, -9, -15, 143)] == [
         None,
         0,
@@ -517,16 +523,32 @@ def test_pauses_double_and_exit_statuses_are_described() -> None:
         rejects("", Policy, **wrong)
 
 
-@pytest.mark.parametrize(("max_wait_s", "longest_s"), [(86_400.0, 1.25), (0.25, 0.25), (0.0, 0.0)])
+@pytest.mark.parametrize(("max_wait_s", "longest_s"), [(86_400.0, 1.25), (0.25, 0.25)])
 def test_pause_in_outage_is_short_and_within_limit(
-    monkeypatch: pytest.MonkeyPatch, max_wait_s: float, longest_s: float
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch, max_wait_s: float, longest_s: float
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(supervisor.time, "sleep", pauses.append)
-    jobs: Any = SimpleNamespace(url="http://head", probe=lambda: None)
-    supervisor.Outage(jobs, Policy(max_wait_s=max_wait_s), report=lambda text: None).wait("refused")
+
+    def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        raise EOFError
+
+    monkeypatch.setattr(supervisor, "_FIRST_PROBE_S", 1.0)
+    monkeypatch.setattr(supervisor.time, "sleep", sleep)
+    fails_with(
+        EOFError, "", supervise, address="http://127.0.0.1:9", policy=Policy(max_wait_s=max_wait_s)
+    )
     assert len(pauses) == 1
     assert 0.0 <= pauses[0] <= longest_s
+
+
+def test_job_output_is_shown_once(head: FakeHead, supervise: Supervise) -> None:
+    shown: list[str] = []
+    head.logs["run-0001"] = "first job\n"
+    head.logs["run-0002"] = "second job\n"
+    head.ends = [failure(1), SUCCESS]
+    supervise(show=shown.append)
+    assert shown == ["first job\n", "second job\n"]
 
 
 @pytest.mark.parametrize("name", [None, "mine"])
