@@ -1,30 +1,20 @@
-"""Diagnosis of an installation: version conflicts, missing parts, and the commands to fix them."""
+"""Diagnosis of an installation: unfit versions, missing parts, and the commands to fix them."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from rayrec.environment import installation
-from rayrec.environment.installation import (
-    EXTRAS,
-    FBGEMM,
-    PROBED,
-    UNNEEDED,
-    Installed,
-    Machine,
-    Probe,
-)
+from rayrec.environment.installation import EXTRAS, PROBED, Machine, Probe
 
 _RAY_MEMORY_FRACTION = 0.3
 _RAY_SHM_BYTES = 10**10
@@ -32,6 +22,10 @@ _RAY_SHM_BYTES = 10**10
 it warns (ray._private.utils.resolve_object_store_memory).
 """
 _GIB = 1 << 30
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+"""Distributions of the CUDA and CPU build of the module fbgemm_gpu. The first name is also that of
+packaging/fbgemm-gpu-cpu, which only requires the second.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,44 +67,34 @@ class Report:
         """Format a table, followed by the findings."""
         machine = self.machine
         shm = "none" if machine.shm_bytes is None else f"{_gib(machine.shm_bytes)} free"
-        rows = [
-            ("python", f"{machine.python}, {machine.platform}"),
-            ("CPU cores", str(machine.cpu_cores)),
-            ("memory", f"{_gib(machine.free_memory_bytes)} free of {_gib(machine.memory_bytes)}"),
-            ("/dev/shm", f"{shm}; Ray's object store takes {_gib(_object_store_bytes(machine))}"),
-            ("CUDA", ", ".join(machine.cuda_devices) or "no device"),
-            ("kernels", "compiled" if self.kernels is None else f"FAIL: {self.kernels}"),
-        ]
+        rows = {
+            "python": f"{machine.python}, {machine.platform}",
+            "CPU cores": str(machine.cpu_cores),
+            "memory": f"{_gib(machine.free_memory_bytes)} free of {_gib(machine.memory_bytes)}",
+            "/dev/shm": f"{shm}; Ray's object store takes {_gib(_object_store_bytes(machine))}",
+            "CUDA": ", ".join(machine.cuda_devices) or "no device",
+            "kernels": "compiled" if self.kernels is None else f"FAIL: {self.kernels}",
+        }
         for name, probe in self.probes.items():
-            rows.append(
-                (
-                    f"import {name}",
-                    f"works, {probe.import_s:.1f} s" if probe.ok else f"FAILS: {probe.error}",
-                )
-            )
-        rows += list(self.installed.items())
-        rows += [
-            (f"extra {name}", f"not installed: {command}") for name, command in self.extras.items()
-        ]
-        width = max(len(name) for name, _ in rows) + 2
-        lines = [f"{name:{width}}{value}" for name, value in rows]
+            works = f"works, {probe.import_s:.1f} s"
+            rows[f"import {name}"] = works if probe.ok else f"FAILS: {probe.error}"
+        rows |= self.installed
+        for name, command in self.extras.items():
+            rows[f"extra {name}"] = f"not installed: {command}"
+        width = max(map(len, rows)) + 2
+        lines = [f"{name:{width}}{value}" for name, value in rows.items()]
         for finding in self.findings:
-            lines += [
-                "",
-                f"{finding.kind}: {finding.text}",
-                *(f"    {command}" for command in finding.remedy),
-            ]
+            lines += ["", f"{finding.kind}: {finding.text}"]
+            lines += [f"    {command}" for command in finding.remedy]
         count = sum(finding.kind == "problem" for finding in self.findings)
-        return [
-            *lines,
-            "",
-            "all fits together" if self.ok else f"{count} problem{'s' * (count > 1)}",
-        ]
+        problems = f"{count} problem{'s' * (count > 1)}"
+        return [*lines, "", "all fits together" if self.ok else problems]
 
 
 def doctor(
     *,
-    installed: Mapping[str, Installed] | None = None,
+    requirements: Sequence[str] | None = None,
+    versions: Mapping[str, str] | None = None,
     probes: Mapping[str, Probe] | None = None,
     machine: Machine | None = None,
     pip: str | None = None,
@@ -120,91 +104,113 @@ def doctor(
     command for this environment's pip.
     """
     pip = pip or _pip()
-    installed = installation.installed_distributions() if installed is None else installed
+    requirements = installation.requirements() if requirements is None else requirements
+    versions = installation.installed_versions() if versions is None else versions
     probes = installation.probe_all(PROBED) if probes is None else probes
     machine = installation.this_machine() if machine is None else machine
     kernels = installation.kernels_fault()
-    requirements = {_name(each) for each in _requirements(installed)} - {
-        "torch",
-        "torchrec",
-        *FBGEMM,
-    }
-    named = ("rayrec", *sorted(requirements), "torch", "torchrec", *FBGEMM)
+    direct = {each.name for each in _required(requirements)} - {"torch", "torchrec", *_FBGEMM}
+    named = ("rayrec", *sorted(direct), "torch", "torchrec", *_FBGEMM)
+    findings = [
+        *version_findings(requirements, versions, pip=pip),
+        *import_findings(requirements, versions, probes, machine, pip=pip),
+        *machine_findings(machine, versions, kernels=kernels, pip=pip),
+    ]
     return Report(
         machine=machine,
-        installed={
-            name: _version_text(name, installed[name]) for name in named if name in installed
-        },
+        installed={name: versions[name] for name in named if name in versions},
         extras={
-            extra: f"{pip} install 'rayrec[{extra}]'" for extra in extras(installed, present=False)
+            extra: f"{pip} install 'rayrec[{extra}]'"
+            for extra in EXTRAS
+            if _required(requirements, extra) and not _has_extra(extra, requirements, versions)
         },
         probes=dict(probes),
         kernels=kernels,
-        findings=tuple(diagnose(installed, probes, machine, kernels=kernels, pip=pip)),
+        findings=tuple(sorted(findings, key=lambda finding: finding.kind == "note")),
     )
 
 
-def diagnose(
-    installed: Mapping[str, Installed],
-    probes: Mapping[str, Probe],
-    machine: Machine,
-    *,
-    kernels: str | None = None,
-    pip: str = "pip",
-) -> list[Finding]:
-    """Return all findings, problems first. Pure."""
-    findings = [
-        *_rayrec_findings(installed, machine, kernels, pip),
-        *_fbgemm_findings(installed, probes, machine, pip),
-        *_requirement_findings(installed, pip),
-        *_import_findings(installed, probes, machine, pip),
-        *_machine_findings(machine),
-    ]
-    return sorted(findings, key=lambda finding: finding.kind == "note")
-
-
-def closure(
-    roots: Iterable[Requirement], installed: Mapping[str, Installed]
-) -> Iterator[tuple[str, Requirement]]:
-    """Yield every requirement reachable from `roots`, with the distribution that requires it (""
-    for the roots). Pure. Does not follow missing distributions, and skips UNNEEDED ones. Evaluates
-    markers for this interpreter.
-    """
-    waiting = [("", requirement) for requirement in roots]
-    seen = set()
-    while waiting:
-        asker, requirement = waiting.pop()
-        if (asker, str(requirement)) in seen:
-            continue
-        seen.add((asker, str(requirement)))
-        yield asker, requirement
-        name = _name(requirement)
-        for text in installed[name].requires if name in installed else ():
-            inner = Requirement(text)
-            if any(_applies(inner, extra) for extra in ("", *requirement.extras)) and _name(
-                inner
-            ) not in UNNEEDED.get(name, ()):
-                waiting.append((name, inner))
-
-
-def extras(installed: Mapping[str, Installed], *, present: bool) -> list[str]:
-    """Return rayrec's EXTRAS that are installed, or those that are not. Pure. An extra counts as
-    installed if its first distribution is, which rayrec uses for nothing else.
-    """
-    named = {extra: _requirements(installed, extra) for extra in EXTRAS}
-    return [
-        extra for extra, adds in named.items() if adds and (_name(adds[0]) in installed) == present
-    ]
-
-
-def _rayrec_findings(
-    installed: Mapping[str, Installed], machine: Machine, kernels: str | None, pip: str
+def version_findings(
+    requirements: Sequence[str], versions: Mapping[str, str], *, pip: str
 ) -> Iterator[Finding]:
-    install = f"{pip} install --no-deps -e .   # in a checkout"
-    if "rayrec" not in installed:
+    """Check the requirements of rayrec and of its installed extras for presence and version."""
+    if not requirements:
+        install = f"{pip} install --no-deps -e .   # in a checkout"
         yield Finding(
             "problem", "rayrec itself is not installed, only found on the path", (install,)
         )
+    required = _required(requirements)
+    for extra in EXTRAS:
+        if _has_extra(extra, requirements, versions):
+            required += _required(requirements, extra)
+    for each in required:
+        version = versions.get(each.name)
+        if version is None and each.name in _FBGEMM:
+            version = versions.get("fbgemm-gpu-cpu")
+        if version is not None and each.specifier.contains(version, prereleases=True):
+            continue
+        text = f"{each.name}{each.specifier}"
+        # The metadata of TorchRec asks for fbgemm's CUDA build, which needs a CUDA device.
+        options = "--no-deps " if each.name in ("torchrec", *_FBGEMM) else ""
+        yield Finding(
+            "problem",
+            f"{each.name} is {version or 'not installed'}, rayrec needs {text}",
+            (f"{pip} install {options}{shlex.quote(text)}",),
+        )
+
+
+def import_findings(
+    requirements: Sequence[str],
+    versions: Mapping[str, str],
+    probes: Mapping[str, Probe],
+    machine: Machine,
+    *,
+    pip: str,
+) -> Iterator[Finding]:
+    """Report modules that fail to import. torch, fbgemm_gpu and torchrec each need the ones
+    before, so only the first failure of them is reported.
+    """
+    pins = {each.name: f"{each.name}{each.specifier}" for each in _required(requirements)}
+    pin = pins.get("fbgemm-gpu", "fbgemm-gpu")
+    fbgemm = pin if machine.cuda_devices else pin.replace("fbgemm-gpu", "fbgemm-gpu-cpu", 1)
+    reinstall = f"{pip} install --force-reinstall --no-deps"
+    remedies = {
+        "torch": (f"{pip} uninstall -y torch", f"{pip} install {pins.get('torch', 'torch')}"),
+        # The two builds overwrite each other's files.
+        "fbgemm_gpu": (
+            f"{pip} uninstall -y {' '.join(_FBGEMM)}",
+            f"{pip} install --no-deps {fbgemm}",
+        ),
+        "torchrec": (f"{reinstall} torchrec=={versions.get('torchrec')}",),
+        "ray": (f"{reinstall} ray=={versions.get('ray')}",),
+    }
+    failing = [name for name in ("torch", "fbgemm_gpu", "torchrec") if not probes[name].ok][:1]
+    if not probes["ray"].ok:
+        failing.append("ray")
+    for name in failing:
+        if name != "fbgemm_gpu" and name not in versions:
+            continue
+        why = f"{name} does not import: {probes[name].error}"
+        if name == "torch" and not machine.cuda_devices:
+            why += (
+                ". A CUDA build needs CUDA libraries; name PyTorch's CPU wheel index to pip "
+                "(PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder), then"
+            )
+        yield Finding("problem", why, remedies[name])
+    torch = probes["torch"]
+    if torch.ok and machine.cuda_devices and not torch.cuda_devices:
+        build = f"is built for CUDA {torch.cuda_build}" if torch.cuda_build else "is a CPU build"
+        devices = f"this machine's CUDA devices ({len(machine.cuda_devices)})"
+        yield Finding("note", f"torch {build} and sees none of {devices}")
+
+
+def machine_findings(
+    machine: Machine, versions: Mapping[str, str], *, kernels: str | None, pip: str
+) -> Iterator[Finding]:
+    """Check the kernels, the interpreter's path, shared memory, and Java for Spark."""
+    if kernels is not None:
+        install = f"{pip} install --no-deps -e .   # in a checkout"
+        yield Finding("problem", f"the compiled kernels do not load: {kernels}", (install,))
     if shlex.quote(machine.interpreter) != machine.interpreter:
         # ray._private.runtime_env.context passes the path to a shell unquoted.
         why = (
@@ -214,148 +220,8 @@ def _rayrec_findings(
         yield Finding(
             "problem", f"{machine.interpreter}: {why}; make the environment in another folder"
         )
-    if kernels is not None:
-        yield Finding("problem", f"the compiled kernels do not load: {kernels}", (install,))
-
-
-def _fbgemm_findings(
-    installed: Mapping[str, Installed], probes: Mapping[str, Probe], machine: Machine, pip: str
-) -> Iterator[Finding]:
-    """Check TorchRec, and fbgemm, whose two builds provide the same module."""
-    torchrec, cuda, cpu = _tested_versions(installed)
-    has_cuda = bool(machine.cuda_devices)
-    holders = [name for name in FBGEMM if name in installed and installed[name].holds_fbgemm]
-    is_cuda_build = holders == ["fbgemm-gpu"] and not installed["fbgemm-gpu"].version.endswith(
-        "+cpu"
-    )
-    reinstall = (
-        f"{pip} uninstall -y {' '.join(FBGEMM)}",
-        f"{pip} install --no-deps {cuda if has_cuda else cpu}",
-    )
-    missing = [] if "torchrec" in installed else [torchrec]
-    if not holders:
-        missing.append(cuda if has_cuda else cpu)
-    fails = _imports(probes, "torch") and not _imports(probes, "fbgemm_gpu")
-    if len(holders) > 1:
-        both = (
-            "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's "
-            "module fbgemm_gpu"
-        )
-        yield Finding("problem", both, reinstall)
-    elif is_cuda_build and not has_cuda:
-        yield Finding(
-            "problem",
-            "fbgemm-gpu is the CUDA build, which does not import without a CUDA device",
-            reinstall,
-        )
-    elif is_cuda_build and installed.get("torch", Installed("")).version.endswith("+cpu"):
-        mixed = (
-            f"fbgemm-gpu is the CUDA build, torch {installed['torch'].version} a CPU build: they "
-            "do not import together"
-        )
-        yield Finding(
-            "problem",
-            mixed,
-            (f"{pip} uninstall -y torch", f"{pip} install {_torch_pin(installed)}"),
-        )
-    elif holders and fails:
-        yield Finding(
-            "problem", f"fbgemm_gpu does not import: {probes['fbgemm_gpu'].error}", reinstall
-        )
-    elif holders and has_cuda and not is_cuda_build:
-        cpu_only = (
-            f"{holders[0]} is the CPU build: training works, but tables cannot be on this "
-            "machine's CUDA devices"
-        )
-        yield Finding("note", cpu_only, reinstall)
-    if missing:
-        names = " and ".join(text.split("==")[0] for text in missing)
-        in_name_only = [name for name in FBGEMM if name in installed and not holders]
-        first = (f"{pip} uninstall -y {' '.join(in_name_only)}",) if in_name_only else ()
-        yield Finding(
-            "problem",
-            f"not installed: {names}",
-            (*first, f"{pip} install --no-deps {' '.join(missing)}"),
-        )
-    for name, pin in (("torchrec", torchrec), ("fbgemm-gpu", cuda), ("fbgemm-gpu-cpu", cpu)):
-        if (
-            name in installed
-            and len(holders) < 2
-            and not _fits(installed[name].version, pin.removeprefix(name))
-        ):
-            text = f"{name} is {installed[name].version}, rayrec is tested with {pin}"
-            yield Finding("problem", text, (f"{pip} install --no-deps {pin}",))
-
-
-def _requirement_findings(installed: Mapping[str, Installed], pip: str) -> Iterator[Finding]:
-    """Check all other direct and transitive requirements of rayrec and TorchRec for presence and
-    version.
-    """
-    roots = _requirements(installed)
-    for extra in extras(installed, present=True):
-        roots += _requirements(installed, extra)
-    unmet: dict[str, set[tuple[str, str]]] = {}
-    for asker, requirement in closure(roots, installed):
-        name = _name(requirement)
-        specifier = str(requirement.specifier)
-        if (
-            name != "torchrec"
-            and name not in FBGEMM
-            and not (name in installed and _fits(installed[name].version, specifier))
-        ):
-            unmet.setdefault(name, set()).add((asker or "rayrec", specifier))
-    for name, askers in sorted(unmet.items()):
-        have = (
-            f"{name} is {installed[name].version}"
-            if name in installed
-            else f"not installed: {name}"
-        )
-        needs = ", ".join(f"{asker} needs {name}{specifier}" for asker, specifier in sorted(askers))
-        requirement_text = name + ",".join(
-            sorted({specifier for _, specifier in askers if specifier})
-        )
-        yield Finding(
-            "problem", f"{have}; {needs}", (f"{pip} install {shlex.quote(requirement_text)}",)
-        )
-
-
-def _import_findings(
-    installed: Mapping[str, Installed], probes: Mapping[str, Probe], machine: Machine, pip: str
-) -> Iterator[Finding]:
-    """Report installed modules that fail to import although their dependencies import."""
-    torch = probes.get("torch")
-    pin = _torch_pin(installed)
-    if torch is not None and not torch.ok and "torch" in installed:
-        why = f"torch does not import: {torch.error}"
-        if re.search(r"libcu|libnv|libnccl|CUDA", torch.error) and not machine.cuda_devices:
-            why += (
-                ". This is its CUDA build without the CUDA libraries; name PyTorch's CPU wheel "
-                "index to pip"
-            )
-            why += " (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder), then"
-            yield Finding(
-                "problem", why, (f"{pip} uninstall -y torch", f"{pip} install --no-deps {pin}")
-            )
-        else:
-            yield Finding("problem", why, (f"{pip} uninstall -y torch", f"{pip} install {pin}"))
-    elif torch is not None and torch.ok and machine.cuda_devices and not torch.cuda_devices:
-        build = f"is built for CUDA {torch.cuda_build}" if torch.cuda_build else "is a CPU build"
-        yield Finding(
-            "note",
-            f"torch {build} and sees none of this machine's CUDA devices "
-            f"({len(machine.cuda_devices)})",
-        )
-    for name, needs in (("torchrec", ("torch", "fbgemm_gpu")), ("ray", ())):
-        if (
-            name in installed
-            and all(_imports(probes, each) for each in needs)
-            and not _imports(probes, name)
-        ):
-            command = f"{pip} install --force-reinstall --no-deps {name}=={installed[name].version}"
-            yield Finding("problem", f"{name} does not import: {probes[name].error}", (command,))
-
-
-def _machine_findings(machine: Machine) -> Iterator[Finding]:
+    if "pyspark" in versions and not machine.has_java:
+        yield Finding("note", "Spark needs Java 17, got no java on PATH and no JAVA_HOME")
     need_bytes = min(_object_store_bytes(machine), _RAY_SHM_BYTES)
     if machine.shm_bytes is not None and machine.shm_bytes < need_bytes:
         size = f"{need_bytes / _GIB:.1f}g"
@@ -368,41 +234,23 @@ def _machine_findings(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _tested_versions(installed: Mapping[str, Installed]) -> tuple[str, str, str]:
-    """Return `torchrec`, `fbgemm-gpu` and `fbgemm-gpu-cpu` with rayrec's version pins."""
-    pins = {_name(each): str(each.specifier) for each in _requirements(installed)}
-    fbgemm = pins.get("fbgemm-gpu", "")
-    return f"torchrec{pins.get('torchrec', '')}", f"fbgemm-gpu{fbgemm}", f"fbgemm-gpu-cpu{fbgemm}"
+def _required(requirements: Sequence[str], extra: str = "") -> list[Requirement]:
+    """Return rayrec's requirements without extras, or the additional ones of an extra, with
+    normalized names.
+    """
+    parsed = [Requirement(text) for text in requirements]
+    for each in parsed:
+        each.name = canonicalize_name(each.name)
+    if not extra:
+        return [each for each in parsed if each.marker is None]
+    return [each for each in parsed if each.marker and each.marker.evaluate({"extra": extra})]
 
 
-def _torch_pin(installed: Mapping[str, Installed]) -> str:
-    return next((str(each) for each in _requirements(installed) if _name(each) == "torch"), "torch")
-
-
-def _requirements(installed: Mapping[str, Installed], extra: str = "") -> list[Requirement]:
-    """Return rayrec's requirements without extras, or the additional ones of an extra."""
-    texts = installed["rayrec"].requires if "rayrec" in installed else ()
-    return [
-        each
-        for each in map(Requirement, texts)
-        if _applies(each, extra) and not (extra and each.marker is None)
-    ]
-
-
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-def _name(requirement: Requirement) -> str:
-    return canonicalize_name(requirement.name)
-
-
-def _fits(version: str, specifier: str) -> bool:
-    return SpecifierSet(specifier).contains(version, prereleases=True)
-
-
-def _imports(probes: Mapping[str, Probe], module: str) -> bool:
-    return module not in probes or probes[module].ok
+def _has_extra(extra: str, requirements: Sequence[str], versions: Mapping[str, str]) -> bool:
+    """Return whether the first distribution of an extra is installed. rayrec uses it for nothing
+    else.
+    """
+    return any(each.name in versions for each in _required(requirements, extra)[:1])
 
 
 def _object_store_bytes(machine: Machine) -> int:
@@ -413,16 +261,9 @@ def _gib(count: float) -> str:
     return f"{count / _GIB:.1f} GiB"
 
 
-def _version_text(name: str, installed: Installed) -> str:
-    return installed.version + (
-        " (in name only)" if name == "fbgemm-gpu" and not installed.holds_fbgemm else ""
-    )
-
-
 def _pip() -> str:
     """Return the user's command for this interpreter's pip."""
     on_path = shutil.which("pip")
-    is_same_environment = (
-        on_path is not None and Path(on_path).parent == Path(sys.executable).parent
-    )
-    return "pip" if is_same_environment else f"{shlex.quote(sys.executable)} -m pip"
+    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+        return "pip"
+    return f"{shlex.quote(sys.executable)} -m pip"

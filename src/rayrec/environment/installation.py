@@ -16,34 +16,17 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from rayrec import host_resources
-from rayrec.config import packaged_json
 from rayrec.observe.event_json import command_line
 
 PROBED = ("torch", "fbgemm_gpu", "torchrec", "ray")
 """Modules whose import is checked. Each of the first three needs the ones before it."""
-FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
-"""Distributions that provide the module fbgemm_gpu."""
 EXTRAS = ("spark", "language", "mlflow", "wandb", "onnx")
 """Functional extras of rayrec. The first distribution of each indicates whether it is installed."""
-UNNEEDED: dict[str, dict[str, str]] = packaged_json(__package__, "unneeded.json")
-"""Requirements in a distribution's metadata that rayrec does not need, and why. Not in the lock,
-and ignored by the doctor.
-"""
 _PROBE_TIMEOUT_S = 120.0
 """Timeout of one process in seconds. A cold import of TorchRec takes 15 s."""
 
 # Runs in a separate process, because importing an incompatible build may crash.
 _PROBE = resources.files(__package__).joinpath("probe.txt").read_text()
-
-
-@dataclass(frozen=True)
-class Installed:
-    """Distribution, according to its metadata."""
-
-    version: str
-    requires: tuple[str, ...] = ()
-    holds_fbgemm: bool = False
-    """Whether the module fbgemm_gpu is part of it. packaging/fbgemm-gpu-cpu has only the name."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +61,33 @@ class Machine:
     """Free bytes in /dev/shm. None if it does not exist."""
     cuda_devices: tuple[str, ...]
     """Device names from the driver, without torch."""
+    has_java: bool = True
+    """Whether Spark finds Java."""
 
 
-def installed_distributions() -> dict[str, Installed]:
-    """Return the distributions of this interpreter by normalized name. Of duplicates, the
-    importable one.
+def installed_versions() -> dict[str, str]:
+    """Return the versions of this interpreter's distributions by normalized name. Of duplicates,
+    the importable one.
     """
     from packaging.utils import canonicalize_name
 
-    distributions: dict[str, Installed] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         name, *_ = distribution.metadata.get_all("Name") or [None]
         # a partly removed distribution has no name
-        if name is None or canonicalize_name(name) in distributions:
-            continue
-        holds = canonicalize_name(name) in FBGEMM and any(
-            path.parts[0] == "fbgemm_gpu" for path in distribution.files or ()
-        )
-        distributions[canonicalize_name(name)] = Installed(
-            version=distribution.version,
-            requires=tuple(distribution.requires or ()),
-            holds_fbgemm=holds,
-        )
-    return distributions
+        if name is not None:
+            versions.setdefault(canonicalize_name(name), distribution.version)
+    return versions
+
+
+def requirements() -> list[str]:
+    """Return the requirements of the installed rayrec with their markers, or [] if it is only found
+    on the path.
+    """
+    try:
+        return metadata.requires("rayrec") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def probe_all(
@@ -156,6 +143,7 @@ def this_machine() -> Machine:
         free_memory_bytes=memory.available,
         shm_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         cuda_devices=_cuda_devices(),
+        has_java=shutil.which("java") is not None or "JAVA_HOME" in os.environ,
     )
 
 
@@ -176,11 +164,9 @@ def _cuda_devices() -> tuple[str, ...]:
             )
         except (OSError, subprocess.TimeoutExpired):
             return ()
-        return (
-            tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
-            if done.returncode == 0
-            else ()
-        )
+        if done.returncode != 0:
+            return ()
+        return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
     return tuple(str(path) for path in sorted(Path("/dev").glob("nvidia[0-9]*")))
 
 
