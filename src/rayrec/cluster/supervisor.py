@@ -200,18 +200,18 @@ def _read_state(path: str, name: str, config_hash: str) -> _State:
     return stored if (stored.name, stored.config_hash) == (name, config_hash) else new
 
 
+# State file       | jobs of the head        | next action
+# -----------------|-------------------------|-------------------------------------------------
+# no id            | a live job of the run   | follow it, or reject other flags
+# no id            | no live job             | store the next id, submit
+# id, no submitted | no such job, so it was  | submit under the same id
+#                  | lost on its way         |
+# id, submitted    | the job                 | follow it; submit again if it succeeded before
+# id, submitted    | none: the head was lost | count a lost attempt, drop the id
 @dataclass(kw_only=True)
 class _Supervisor:
     """Supervision loop. It writes its state before each action, so that the same command continues
     after the supervisor was killed.
-
-    | stored state | jobs of the head | next action |
-    | --- | --- | --- |
-    | no id | a live job of the run | follow it, or reject other flags |
-    | no id | no live job of the run | store the next id, submit |
-    | id, not `submitted` | no such job: the submission was lost | submit under the same id |
-    | id, `submitted` | the job | follow it; submit again if it had succeeded before |
-    | id, `submitted` | no such job: the head was lost | count a lost attempt, drop the id |
     """
 
     jobs: _Jobs

@@ -185,7 +185,7 @@ def test_torch_without_devices_is_noted(cuda_build: str | None, text: str) -> No
     ],
     ids=["space", "shm", "java"],
 )
-def test_machine_problem_is_found(changes: dict[str, object], kind: str, text: str) -> None:
+def test_machine_findings_name_problem(changes: dict[str, object], kind: str, text: str) -> None:
     versions = {**VERSIONS, "pyspark": "4.3.0"}
     machine = replace(MACHINE, **changes)
     finding = _only(list(machine_findings(machine, versions, kernels=None, pip="pip")))
