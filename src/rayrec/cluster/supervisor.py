@@ -200,14 +200,12 @@ def _read_state(path: str, name: str, config_hash: str) -> _State:
     return stored if (stored.name, stored.config_hash) == (name, config_hash) else new
 
 
-# State file       | jobs of the head        | next action
-# -----------------|-------------------------|-------------------------------------------------
-# no id            | a live job of the run   | follow it, or reject other flags
-# no id            | no live job             | store the next id, submit
-# id, no submitted | no such job, so it was  | submit under the same id
-#                  | lost on its way         |
-# id, submitted    | the job                 | follow it; submit again if it succeeded before
-# id, submitted    | none: the head was lost | count a lost attempt, drop the id
+# Next action, by the state file and the jobs of the head:
+# - No id, and a live job of the run: follow it, or reject other flags.
+# - No id, and no live job: store the next id, then submit.
+# - An id that is not `submitted`, and no such job: submit under the same id.
+# - A `submitted` id, and its job: follow it. Submit again if it had succeeded before.
+# - A `submitted` id, and no such job: the head was lost. Count a lost attempt, drop the id.
 @dataclass(kw_only=True)
 class _Supervisor:
     """Supervision loop. It writes its state before each action, so that the same command continues
