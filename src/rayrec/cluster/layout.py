@@ -131,6 +131,32 @@ class Layout:
         return line
 
 
+def _training_nodes(nodes: list[Node], required: dict[str, float], special: set[str]) -> list[Node]:
+    """Return the nodes with enough special resources for a worker. Raises InputError if none has
+    enough.
+    """
+    training = [
+        node
+        for node in nodes
+        if all(node.resources.get(name, 0) >= required[name] for name in special)
+    ]
+    if training:
+        return training
+    needed = ", ".join(f"{required[name]:g} {name}" for name in sorted(special))
+    have = ", ".join(
+        f"{sum(node.resources.get(name, 0) for node in nodes):g} {name}" for name in sorted(special)
+    )
+    gpus = (
+        "To train on CPUs, omit --gpus and set --scaling.no-use-gpu. `rayrec doctor` shows "
+        "the GPUs that torch sees"
+    )
+    fix = gpus if "GPU" in special else "Change scaling.resources_per_worker"
+    raise InputError(
+        f"scaling: a worker needs {needed} on one machine, and all machines together have "
+        f"{have}. {fix}"
+    )
+
+
 def layout(
     nodes: list[Node],
     *,
@@ -162,26 +188,7 @@ def layout(
             "resources of a worker. Set --scaling.cpus-per-worker, --scaling.use-gpu or "
             "--scaling.resources-per-worker"
         )
-    training = [
-        node
-        for node in nodes
-        if all(node.resources.get(name, 0) >= required[name] for name in special)
-    ]
-    if not training:
-        needed = ", ".join(f"{required[name]:g} {name}" for name in sorted(special))
-        have = ", ".join(
-            f"{sum(node.resources.get(name, 0) for node in nodes):g} {name}"
-            for name in sorted(special)
-        )
-        gpus = (
-            "To train on CPUs, omit --gpus and set --scaling.no-use-gpu. `rayrec doctor` shows "
-            "the GPUs that torch sees"
-        )
-        fix = gpus if "GPU" in special else "Change scaling.resources_per_worker"
-        raise InputError(
-            f"scaling: a worker needs {needed} on one machine, and all machines together have "
-            f"{have}. {fix}"
-        )
+    training = _training_nodes(nodes, required, special)
     other_nodes = [node for node in nodes if node not in training] if special else []
     if data_nodes == "separate" and not _cpus(other_nodes):
         raise InputError(

@@ -84,15 +84,21 @@ def judge(
     """Return the counts after an attempt, and the seconds before the next one or `Quit`. `jitter`:
     random, in [0, 1]. Pure.
     """
-    status = ending.status
     if ending.outcome == "succeeded":
         return tally, Quit(0, "finished")
     if ending.outcome == "stopped" and ending.stop_requested:
         return AttemptHistory(tally.attempts), 0.0
     if ending.outcome == "stopped":
         return tally, Quit(130, "someone stopped the job")
-    if status == 130:
+    if ending.status == 130:
         return tally, Quit(130, "someone interrupted the job")
+    return _judge_failure(policy, tally, ending, jitter=jitter)
+
+
+def _judge_failure(
+    policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitter: float
+) -> tuple[AttemptHistory, float | Quit]:
+    status = ending.status
     users_error = status == 2 or status in _NOT_STARTED
     healthy = ending.duration_s >= policy.healthy_after_s
     if users_error and (ending.run_finished or not (tally.accepted or healthy)):
