@@ -211,7 +211,9 @@ class ClickModelConfig(Config):
         its settings.
         """
         cls = models.config_class(name) or ClickModelConfig._imported_class(str(name))
-        return None if cls is None else self if cls is type(self) else cls.replacing(self)
+        if cls is None:
+            return None
+        return self if cls is type(self) else cls.replacing(self)
 
     @classmethod
     def _imported_class(cls, name: str) -> type[ClickModelConfig] | None:

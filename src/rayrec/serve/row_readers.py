@@ -187,14 +187,14 @@ class HexadecimalReader(RowReader):
         lines = []
         for number, row in enumerate(rows):
             self._check_names(row, number)
-            fields = [
-                ""
-                if value is None
-                else str(value)
-                if type(value) is int
-                else self._integer_text(row, number, value)
-                for value in map(row.get, dense)
-            ]
+            fields = []
+            for value in map(row.get, dense):
+                if value is None:
+                    fields.append("")
+                elif type(value) is int:
+                    fields.append(str(value))
+                else:
+                    fields.append(self._integer_text(row, number, value))
             fields += ["" if value is None else value for value in map(row.get, sparse)]
             try:
                 lines.append("0\t" + "\t".join(fields))

@@ -146,6 +146,25 @@ class TrainConfig(Config):
                 "eval_data.shuffle: must be 'none', as evaluation reads in order, got "
                 f"{self.eval_data.shuffle!r}"
             )
+        self._check_batch_sizes()
+        if self.loop not in self.workload.LOOPS:
+            raise InputError(
+                f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got "
+                f"{self.loop}"
+            )
+        if self.eval_rows is not None and not self.workload.SHORT_EVALUATIONS:
+            raise InputError(
+                f"eval_rows: recipe {self.recipe} can only evaluate all rows, got "
+                f"{self.eval_rows}. Leave it out."
+            )
+        if self.early_stopping.patience and not self.checkpoint.keep_best:
+            raise InputError(
+                "checkpoint.keep_best: must be at least 1, because early stopping uses the best "
+                "weights, got 0"
+            )
+
+    def _check_batch_sizes(self) -> None:
+        """Set the default batch size, and check batch sizes against each other and the workers."""
         if self.batch_size is None and self.global_batch_size is None:
             object.__setattr__(self, "batch_size", _BATCH_SIZE)
         rows = self.global_batch_size
@@ -164,21 +183,6 @@ class TrainConfig(Config):
             raise InputError(
                 "scaling.batch_policy: must be global with global_batch_size, got per_worker. Set "
                 "one of the two."
-            )
-        if self.loop not in self.workload.LOOPS:
-            raise InputError(
-                f"loop: must be {' or '.join(self.workload.LOOPS)} for recipe {self.recipe}, got "
-                f"{self.loop}"
-            )
-        if self.eval_rows is not None and not self.workload.SHORT_EVALUATIONS:
-            raise InputError(
-                f"eval_rows: recipe {self.recipe} can only evaluate all rows, got "
-                f"{self.eval_rows}. Leave it out."
-            )
-        if self.early_stopping.patience and not self.checkpoint.keep_best:
-            raise InputError(
-                "checkpoint.keep_best: must be at least 1, because early stopping uses the best "
-                "weights, got 0"
             )
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
