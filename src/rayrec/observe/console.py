@@ -64,22 +64,11 @@ def console_line(event: Event, *, verbose: bool = False) -> str | None:
     """Return the console line for an event, or None if it is not shown."""
     kind = event["kind"]
     if kind == "evaluate":
-        best = "".join(
-            f"  best {name} {metric_text(event['best'][name])}"
-            for name in event.get("best", ())
-            if name != "step"
-        )
-        at = f" (step {event['best']['step']:,})" if best else ""
-        return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}{best}{at}"
+        return _evaluation_line(event)
     if kind == "early_stop":
         return f"step {event['step']:,}  {early_stop_text(event)}: stopping early"
     if kind == "warm_start":
-        amounts = [
-            f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event
-        ]
-        return f"starting from {event['checkpoint']}" + (
-            f"; categories: {', '.join(amounts)}" if amounts else ""
-        )
+        return _warm_start_line(event)
     if kind == "start" and event["step"]:
         return f"resuming from step {event['step']:,} with {event['world_size']} workers"
     if kind == "start" and event.get("damaged"):
@@ -94,6 +83,22 @@ def console_line(event: Event, *, verbose: bool = False) -> str | None:
     if kind == "checkpoint" and verbose:
         return f"step {event['step']:,}  saved {event['path']} ({size_text(event['bytes'])})"
     return _NOTES[kind].format_map(event) if kind in _NOTES else None
+
+
+def _evaluation_line(event: Event) -> str:
+    best = "".join(
+        f"  best {name} {metric_text(event['best'][name])}"
+        for name in event.get("best", ())
+        if name != "step"
+    )
+    at = f" (step {event['best']['step']:,})" if best else ""
+    return f"step {event['step']:,}  {event['set']}  {metrics_text(event)}{best}{at}"
+
+
+def _warm_start_line(event: Event) -> str:
+    amounts = [f"{event[name]:,} {name}" for name in ("kept", "fresh", "dropped") if name in event]
+    categories = f"; categories: {', '.join(amounts)}" if amounts else ""
+    return f"starting from {event['checkpoint']}{categories}"
 
 
 def figures(run: RunSummary) -> list[tuple[str, str]]:
@@ -155,18 +160,8 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     times_s = run.latest.get("step", {}).get("times_s") or {}
     if any(times_s.values()):
         parts.append(_split(times_s))
-    if full and run.latest.get("data", {}).get("stages"):
-        parts.append(_data(run.latest["data"]))
-    if full and len(nodes := run.nodes()) > 1:
-        parts.append(
-            Text(
-                "   ".join(f"{node}: {', '.join(runs)}" for node, runs in nodes.items()),
-                style="dim",
-            )
-        )
-    diagnosis = diagnose(run) if full else None
-    if diagnosis is not None:
-        parts.append(Text(diagnosis.text, style="bold"))
+    if full:
+        parts += _details(run)
     age_s = (time.time() if now_s is None else now_s) - (run.last_time_s or 0.0)
     status = run.status
     if full and run.last_time_s is not None and age_s > _STALE_S and not run.ended:
@@ -178,6 +173,21 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left"
     )
+
+
+def _details(run: RunSummary) -> list[RenderableType]:
+    """Render the data stages, nodes and bottleneck, if known."""
+    parts: list[RenderableType] = []
+    if run.latest.get("data", {}).get("stages"):
+        parts.append(_data(run.latest["data"]))
+    nodes = run.nodes()
+    if len(nodes) > 1:
+        text = "   ".join(f"{node}: {', '.join(runs)}" for node, runs in nodes.items())
+        parts.append(Text(text, style="dim"))
+    diagnosis = diagnose(run)
+    if diagnosis is not None:
+        parts.append(Text(diagnosis.text, style="bold"))
+    return parts
 
 
 def _split(times_s: Mapping[str, float | None]) -> RenderableType:

@@ -112,11 +112,7 @@ class Attempts:
         elif kind == "start":
             self._start(event)
         elif kind == "failure":
-            if not self._driver_begun and self.all and self.all[-1].end is None:
-                self._change(end=event["cause"])
-            # The failure of a driver comes last. The cause that ended the training before it
-            # counts.
-            self._cause = (event.get("last") and self._cause) or event["cause"]
+            self._fail(event)
         elif kind == "stop":
             self._change(last_step=event["step"], end=f"stopped: {event['cause']}")
             self._cause = self._cause or f"stopped: {event['cause']}"
@@ -129,6 +125,12 @@ class Attempts:
             self._alive_s = self._cause = None
         elif kind in _SIGNS_OF_LIFE:
             self._alive_s = event["time"]
+
+    def _fail(self, event: Event) -> None:
+        if not self._driver_begun and self.all and self.all[-1].end is None:
+            self._change(end=event["cause"])
+        # The failure of a driver comes last. The cause that ended the training before it counts.
+        self._cause = (event.get("last") and self._cause) or event["cause"]
 
     def _start(self, event: Event) -> None:
         if not self.all or self.all[-1].first_step is not None:
@@ -309,13 +311,20 @@ class RunSummary:
         self.latest[kind] = event
         if kind in _BEGINS or kind in _ENDS:
             self._turn = event
-        still_ended = kind == "summary" or (self.ended and kind not in _BEGINS)
-        self.ended = bool(event.get("last")) if kind in ("failure", "stop") else still_ended
+        if kind in ("failure", "stop"):
+            self.ended = bool(event.get("last"))
+        else:
+            self.ended = kind == "summary" or (self.ended and kind not in _BEGINS)
         if "step" in event:
             before = self._seen.get(series(event), -1)
             self.is_repeat = event["step"] <= before
             self._seen[series(event)] = max(before, event["step"])
         self._attempts.update(event)
+        self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        """Call the method for an event's kind."""
+        kind = event["kind"]
         if kind in ("run", "prepared", "attempt", "start_up"):
             self._prepare(event)
         elif kind == "start":
