@@ -105,10 +105,13 @@ def _reads(
         name = item.storage_index.fqn
         offset = item.storage_index.offset
         assert offset is not None
-        entry = manifest["tensors"][name]
-        chunk = next(chunk for chunk in entry["chunks"] if chunk["offsets"] == list(offset))
+        rows = next(
+            rows
+            for rows in _stored_rows(name, manifest["tensors"][name])
+            if rows.chunk.offsets == list(offset)
+        )
         box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
-        yield from _copies(reader, _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk), box, target)
+        yield from _copies(reader, rows, box, target)
 
 
 def metadata_of(manifest: dict[str, Any]) -> Metadata:
@@ -164,7 +167,7 @@ def _memory(part: torch.Tensor, rows: _Rows, box: Sequence[tuple[int, int]]) -> 
     """
     if part.device.type != "cpu" or part.dtype != rows.dtype or not part.is_contiguous():
         return None
-    if list(box[1:]) != [(0, size) for size in rows.chunk["sizes"][1:]]:
+    if list(box[1:]) != [(0, size) for size in rows.chunk.sizes[1:]]:
         return None
     return part.reshape(-1).view(torch.uint8).numpy()
 
@@ -191,16 +194,34 @@ def _run(calls: Iterable[Callable[[], None]]) -> None:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Box of a stored tensor, as the manifest describes it."""
+
+    offsets: list[int]
+    sizes: list[int]
+    file: str
+    start: int
+    """First byte in the file."""
+    bytes: int
+    sha256: list[str]
+    """Checksum of each block."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.sizes[0] if self.sizes else 1
+
+
+@dataclass(frozen=True)
 class _Rows:
     """Rows (dimension 0) of a stored chunk. A scalar is one row."""
 
     name: str
     dtype: torch.dtype
-    chunk: dict[str, Any]
+    chunk: Chunk
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.chunk["sizes"][1:])
+        return self.dtype.itemsize * math.prod(self.chunk.sizes[1:])
 
     def ranges(self, first: int, stop: int, *, range_bytes: int) -> Iterator[tuple[int, int]]:
         """Split rows [first, stop) into ranges of bounded size, aligned to blocks if rows are
@@ -213,6 +234,12 @@ class _Rows:
             end = min(stop, max(first + 1, -(-border // self.row_bytes)))
             yield first, end
             first = end
+
+
+def _stored_rows(name: str, entry: dict[str, Any]) -> Iterator[_Rows]:
+    """Yield the rows of each chunk of a tensor, given its manifest entry."""
+    for chunk in entry["chunks"]:
+        yield _Rows(name, TORCH_DTYPES[entry["dtype"]], Chunk(**chunk))
 
 
 @final
@@ -232,7 +259,7 @@ class _Reader:
         """Return whether these rows of a chunk consist of full checksum blocks."""
         stop = end * rows.row_bytes
         return begin * rows.row_bytes % self._block_bytes == 0 and (
-            stop % self._block_bytes == 0 or stop == rows.chunk["bytes"]
+            stop % self._block_bytes == 0 or stop == rows.chunk.bytes
         )
 
     def read(
@@ -246,7 +273,7 @@ class _Reader:
         first_block = begin * row_bytes // self._block_bytes
         stop_block = -(-end * row_bytes // self._block_bytes)
         start = first_block * self._block_bytes
-        stop = min(stop_block * self._block_bytes, chunk["bytes"])
+        stop = min(stop_block * self._block_bytes, chunk.bytes)
         data = self._buffer(stop - start) if memory is None else memory
         self._fill(data, rows, start)
         for block in range(first_block, stop_block):
@@ -254,17 +281,17 @@ class _Reader:
             self._verify(rows, block, data[offset : offset + self._block_bytes])
         rows_read = torch.from_numpy(data[begin * row_bytes - start : end * row_bytes - start])
         return rows_read.view(rows.dtype).reshape(
-            [end - begin, *chunk["sizes"][1:]] if chunk["sizes"] else []
+            [end - begin, *chunk.sizes[1:]] if chunk.sizes else []
         )
 
     def _verify(self, rows: _Rows, block: int, data: np.ndarray) -> None:
         chunk = rows.chunk
-        key = (chunk["file"], chunk["start"], block)
+        key = (chunk.file, chunk.start, block)
         # A disk usually serves the second read from the page cache, but a URL is transferred again.
-        path = storage.join(self._folder, chunk["file"])
+        path = storage.join(self._folder, chunk.file)
         if key in self._verified and not storage.is_url(path):
             return
-        if hashlib.sha256(data.data).hexdigest() != chunk["sha256"][block]:
+        if hashlib.sha256(data.data).hexdigest() != chunk.sha256[block]:
             raise DamagedError(
                 f"{path}: damaged, the checksum of {rows.name} does not match; use an earlier "
                 "checkpoint"
@@ -272,8 +299,8 @@ class _Reader:
         self._verified.add(key)
 
     def _fill(self, data: np.ndarray, rows: _Rows, start: int) -> None:
-        path = storage.join(self._folder, rows.chunk["file"])
-        first = rows.chunk["start"]
+        path = storage.join(self._folder, rows.chunk.file)
+        first = rows.chunk.start
         with wrap_read_errors(path):
             try:
                 num_read = storage.read_into(path, first + start, data)
@@ -359,10 +386,8 @@ def verified_bytes(checkpoint: Checkpoint, name: str, chunk: dict[str, Any]) -> 
     manifest = checkpoint.manifest()
     reader = _Reader(checkpoint.path, manifest["block_bytes"])
     entry = manifest["tensors"][name]
-    rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], chunk)
-    for begin, end in rows.ranges(
-        0, chunk["sizes"][0] if chunk["sizes"] else 1, range_bytes=reader.range_bytes
-    ):
+    rows = _Rows(name, TORCH_DTYPES[entry["dtype"]], Chunk(**chunk))
+    for begin, end in rows.ranges(0, rows.chunk.num_rows, range_bytes=reader.range_bytes):
         # a copy, because the next read reuses the memory
         yield bytes(_as_bytes(reader.read(rows, begin, end)))
 
@@ -399,12 +424,12 @@ class TableReader:
             ranges[1] = columns
         part = torch.empty([end - begin for begin, end in ranges], dtype=dtype)
         calls: list[Callable[[], None]] = []
-        for chunk in entry["chunks"]:
+        for rows in _stored_rows(name, entry):
             target = part
             box = []
             for dimension, (low, high) in enumerate(ranges):
-                offset = chunk["offsets"][dimension]
-                size = chunk["sizes"][dimension]
+                offset = rows.chunk.offsets[dimension]
+                size = rows.chunk.sizes[dimension]
                 begin = max(low, offset)
                 end = min(high, offset + size)
                 if begin >= end:
@@ -412,7 +437,7 @@ class TableReader:
                 target = target.narrow(dimension, begin - low, end - begin)
                 box.append((begin - offset, end - begin))
             if len(box) == len(ranges):
-                calls += _copies(self._reader, _Rows(name, dtype, chunk), box, target)
+                calls += _copies(self._reader, rows, box, target)
         _run(calls)
         return part
 

@@ -236,6 +236,29 @@ class Status:
     """Reason for that failure."""
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """Model in memory, and the source that it was loaded from."""
+
+    source: ModelSource
+    scorer: BatchScorer
+
+
+@dataclass(frozen=True)
+class LoadFailure:
+    source: ModelSource
+    cause: str
+    at_s: float
+    """Time on the monotonic clock."""
+
+
+# A replica's models, and the changes of their roles:
+#
+# Role      Filled by                                   Emptied by
+# --------  ------------------------------------------  ------------------------------------------
+# serving   `switch`, from standby.                     Never. `switch` makes the former standby.
+# standby   `load` of the next model; `switch`.         `drop`, or a `load` or `switch` of others.
+# shadow    `load` and `switch`, if one is desired.     `close`, or a change of the desired shadow.
 @final
 class ReplicaModels:
     """Models of a replica: serving, standby and shadow. Changes run one at a time and do not block
@@ -248,13 +271,15 @@ class ReplicaModels:
         self._counters = counters
         self.desired: DesiredState | None = None
         """Newest known desired models."""
+        # Held by changes, which take long, so that they run one at a time. `answer` and `status`
+        # do not wait for it: they read each role once, and a role is replaced as one value.
         self._changing = threading.Lock()
-        self._serving: tuple[ModelSource, BatchScorer] | None = None
-        self._standby: tuple[ModelSource, BatchScorer] | None = None
-        """Next or previous model, loaded."""
-        self._shadow: tuple[ModelSource, Shadow] | None = None
-        self._failure: tuple[ModelSource, str, float] | None = None
-        """Last model that could not be loaded, the cause and the time."""
+        self._serving: LoadedModel | None = None
+        self._standby: LoadedModel | None = None
+        """Next or previous model."""
+        self._shadow: Shadow | None = None
+        self._failure: LoadFailure | None = None
+        """Last model that could not be loaded."""
 
     @property
     def ready(self) -> bool:
@@ -267,15 +292,15 @@ class ReplicaModels:
     @property
     def model(self) -> ServedModel:
         assert self._serving is not None, "a model is loaded before anything is asked"
-        return self._serving[1].model
+        return self._serving.scorer.model
 
     def answer(self, bodies: Sequence[RequestBody]) -> list[ScoreResponse | RequestError]:
         """Score bodies, all with the same model. Returns one answer per body, in order."""
         assert self._serving is not None, "a model is loaded before anything is asked"
-        answers, raw, logits = self._serving[1].answer(bodies)
+        answers, raw, logits = self._serving.scorer.answer(bodies)
         shadow = self._shadow
         if shadow is not None and len(logits):
-            shadow[1].offer(raw, logits)
+            shadow.offer(raw, logits)
         return answers
 
     def load(self, desired: DesiredState) -> str:
@@ -302,7 +327,7 @@ class ReplicaModels:
             if not self._serves(desired.model):
                 assert self._standby is not None
                 before, self._serving, self._standby = self._serving, self._standby, self._serving
-                model = self._serving[1].model
+                model = self._serving.scorer.model
                 self._counters.replicas.clear()
                 self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
                 if before:
@@ -315,49 +340,51 @@ class ReplicaModels:
     def drop(self, rejected: DesiredState) -> None:
         """Free the memory of models that were not accepted."""
         with self._changing:
-            if self._standby and self._standby[0] == rejected.model:
+            if self._standby and self._standby.source == rejected.model:
                 self._standby = None
-            if self._shadow and self._shadow[0] == rejected.shadow:
+            if self._shadow and self._shadow.source == rejected.shadow:
                 self.close()
 
     @property
     def incomplete(self) -> bool:
         """Return whether a desired model is missing and has not failed recently."""
-        shadow = self._shadow[0] if self._shadow else None
+        shadow = self._shadow.source if self._shadow else None
         desired = self.desired
         assert desired is not None
         missing = None if self._serves(desired.model) else desired.model
         if missing is None and shadow == desired.shadow:
             return False
-        failed, _, at_s = self._failure or (None, "", 0.0)
-        return failed != (missing or desired.shadow) or time.monotonic() > at_s + RETRY_S
+        failure = self._failure
+        if failure is None or failure.source != (missing or desired.shadow):
+            return True
+        return time.monotonic() > failure.at_s + RETRY_S
 
     def status(self) -> Status:
         serving = self._serving
         shadow = self._shadow
         failure = self._failure
-        model = serving[1].model if serving else None
+        model = serving.scorer.model if serving else None
         return Status(
-            model=serving[0] if serving else None,
+            model=serving.source if serving else None,
             version=model.version if model else "",
             schema=model.preprocessor.schema if model else None,
-            shadow=shadow[0] if shadow else None,
-            shadow_version=shadow[1].version if shadow else "",
-            failed=failure[0] if failure else None,
-            cause=failure[1] if failure else "",
+            shadow=shadow.source if shadow else None,
+            shadow_version=shadow.version if shadow else "",
+            failed=failure.source if failure else None,
+            cause=failure.cause if failure else "",
         )
 
     def close(self) -> None:
         """Stop the shadow model."""
         before, self._shadow = self._shadow, None
         if before:
-            before[1].close()
+            before.close()
 
     def _serves(self, source: ModelSource) -> bool:
-        return self._serving is not None and self._serving[0] == source
+        return self._serving is not None and self._serving.source == source
 
     def _drop_standby(self, *, keep: ModelSource | None) -> None:
-        if self._standby and self._standby[0] != keep:
+        if self._standby and self._standby.source != keep:
             self._standby = None
 
     def _load(self, desired: DesiredState) -> str:
@@ -365,26 +392,26 @@ class ReplicaModels:
             return ""
         self._drop_standby(keep=desired.model)
         if self._standby is None:
-            scorer = self._open(desired.model, desired.schema)
-            if isinstance(scorer, str):
-                return scorer
-            self._standby = (desired.model, scorer)
+            loaded = self._open(desired.model, desired.schema)
+            if isinstance(loaded, LoadFailure):
+                return loaded.cause
+            self._standby = loaded
         return ""
 
     def _load_shadow(self, desired: DesiredState) -> str:
-        if (self._shadow[0] if self._shadow else None) == desired.shadow:
+        if (self._shadow.source if self._shadow else None) == desired.shadow:
             return ""
         self.close()
         if desired.shadow is None:
             return ""
-        scorer = self._open(desired.shadow, desired.schema)
-        if isinstance(scorer, str):
-            return scorer
-        self._shadow = (desired.shadow, Shadow(scorer, self._counters))
+        loaded = self._open(desired.shadow, desired.schema)
+        if isinstance(loaded, LoadFailure):
+            return loaded.cause
+        self._shadow = Shadow(loaded, self._counters)
         return ""
 
-    def _open(self, source: ModelSource, schema: Schema | None) -> BatchScorer | str:
-        """Open a model. Returns the cause of failure if it cannot be served."""
+    def _open(self, source: ModelSource, schema: Schema | None) -> LoadedModel | LoadFailure:
+        """Open a model. Returns the failure if it cannot be served."""
         if schema is None and self._serving:
             schema = self.model.preprocessor.schema
         try:
@@ -397,11 +424,12 @@ class ReplicaModels:
                 _log.exception("Failed to load %s", source.path)
             self._counters.swaps.labels("failed").inc()
             cause = " ".join(f"{error}".split()) or type(error).__name__
-            self._failure = (source, cause, time.monotonic())
-            return cause
-        if self._failure and self._failure[0] == source:
+            failure = LoadFailure(source, cause, time.monotonic())
+            self._failure = failure
+            return failure
+        if self._failure and self._failure.source == source:
             self._failure = None
-        return scorer
+        return LoadedModel(source, scorer)
 
 
 def _require_columns(model: ServedModel, schema: Schema) -> None:
@@ -438,8 +466,9 @@ class Shadow:
     rows when it is too slow.
     """
 
-    def __init__(self, answerer: BatchScorer, counters: Counters) -> None:
-        self._answerer = answerer
+    def __init__(self, loaded: LoadedModel, counters: Counters) -> None:
+        self.source = loaded.source
+        self._answerer = loaded.scorer
         self._counters = counters
         self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(
             _SHADOW_BATCHES

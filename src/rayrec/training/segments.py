@@ -163,21 +163,7 @@ class SegmentPlanner:
         while progress.evaluation_due or progress.step < schedule.end:
             save_due = progress.evaluation_due
             if not progress.evaluation_due:
-                segment = next_segment_end(
-                    progress.step,
-                    schedule.end,
-                    evaluate_every=schedule.evaluate_every,
-                    save_every=schedule.save_every,
-                )
-                cut = (yield Train(segment.step)).cut
-                reached = progress.step == segment.step
-                progress.evaluation_due = segment.evaluate and reached
-                # A step saved early is saved again only to add its evaluation score.
-                save_due = segment.save and reached and (cut == "none" or segment.evaluate)
-                if cut != "none":
-                    yield self._save(needed=True, complete=True)
-                if cut == "stop":
-                    yield End(finished=False)
+                save_due = yield from self._train()
             outcome = Outcome()
             if progress.evaluation_due:
                 outcome = yield from self._evaluate()
@@ -193,6 +179,28 @@ class SegmentPlanner:
             if ends:
                 yield End(finished=True, stopped_early=True)
         yield End(finished=schedule.end == schedule.total)
+
+    def _train(self) -> Generator[Action, Outcome, bool]:
+        """Train to the segment's end. Ends the plan after a stop request. Returns whether a save is
+        due.
+        """
+        schedule = self._schedule
+        progress = self._progress
+        segment = next_segment_end(
+            progress.step,
+            schedule.end,
+            evaluate_every=schedule.evaluate_every,
+            save_every=schedule.save_every,
+        )
+        cut = (yield Train(segment.step)).cut
+        reached = progress.step == segment.step
+        progress.evaluation_due = segment.evaluate and reached
+        if cut != "none":
+            yield self._save(needed=True, complete=True)
+        if cut == "stop":
+            yield End(finished=False)
+        # A step saved early is saved again only to add its evaluation score.
+        return segment.save and reached and (cut == "none" or segment.evaluate)
 
     def _evaluate(self) -> Generator[Action, Outcome, Outcome]:
         """Evaluate the current step. Ends the plan after a stop request."""

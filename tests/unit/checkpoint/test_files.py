@@ -81,7 +81,10 @@ def _read(
     reader.range_bytes = range_bytes
     reader_module._run(
         reader_module._copies(
-            reader, reader_module._Rows("a", torch.float32, chunk), (rows, columns), target
+            reader,
+            reader_module._Rows("a", torch.float32, reader_module.Chunk(**chunk)),
+            (rows, columns),
+            target,
         )
     )
     return target

@@ -826,7 +826,8 @@ def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
     scorer: Any = SimpleNamespace(
         model=SimpleNamespace(version="b"), score=lambda raw: go_on.wait(60) and np.zeros(2)
     )
-    shadow = replica_models.Shadow(scorer, counters)
+    loaded = replica_models.LoadedModel(replica_models.ModelSource(1, "b"), scorer)
+    shadow = replica_models.Shadow(loaded, counters)
     raw: Any = SimpleNamespace(nbytes=40)
     shadow.offer(raw, np.zeros(2))
     until(lambda: not shadow._waiting_bytes)  # being scored
