@@ -32,13 +32,9 @@ def estimate_text(value: float) -> str:
 def value_text(value: Any) -> str:
     if value is None:
         return "-"
-    return (
-        f"{value:.6g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def date_text(time_s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -22,25 +23,27 @@ class JaggedIds:
     weights: np.ndarray | None = None
     """Weight of each id, float32. None: 1 each."""
 
+    @cached_property
     def offsets(self) -> np.ndarray:
-        """Return the first id of each row and the total, int64 [rows + 1]."""
+        """First id of each row and the total, int64 [rows + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
-    def cut(self, start: int, stop: int, offsets: np.ndarray) -> JaggedIds:
-        """Return rows [start, stop) without a copy. `offsets` is the result of `self.offsets()`."""
-        return self._part(slice(offsets[start], offsets[stop]), self.lengths[start:stop])
+    def cut(self, start: int, stop: int) -> JaggedIds:
+        """Return rows [start, stop) without a copy."""
+        ids = slice(self.offsets[start], self.offsets[stop])
+        return self._part(ids, self.lengths[start:stop])
 
     def take(self, rows: np.ndarray) -> JaggedIds:
         """Return the given rows (int64), in that order."""
         lengths = self.lengths[rows]
-        return self._part(expand_ranges(self.offsets()[rows], lengths), lengths)
+        return self._part(expand_ranges(self.offsets[rows], lengths), lengths)
 
     def last(self, length: int) -> JaggedIds:
         """Return the last `length` ids of each row."""
         if not len(self.lengths) or self.lengths.max() <= length:
             return self
         lengths = np.minimum(self.lengths, np.int32(length))
-        return self._part(expand_ranges(self.offsets()[1:] - lengths, lengths), lengths)
+        return self._part(expand_ranges(self.offsets[1:] - lengths, lengths), lengths)
 
     def _part(self, ids: np.ndarray | slice, lengths: np.ndarray) -> JaggedIds:
         return JaggedIds(
@@ -50,11 +53,11 @@ class JaggedIds:
     @classmethod
     def concatenated(cls, parts: Sequence[JaggedIds]) -> JaggedIds:
         """Concatenate the rows of one or more parts, which all have weights or none."""
-        values, lengths = (
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("values", "lengths")
+        return cls(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            concatenate_optional([part.weights for part in parts]),
         )
-        return cls(values, lengths, concatenate_optional([part.weights for part in parts]))
 
 
 def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -142,7 +145,7 @@ def ids_to_arrow(ids: Ids, weights: np.ndarray | None = None) -> pa.Array:
     """
     if isinstance(ids, JaggedIds):
         values = ids.values if weights is None else weights
-        return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets()), arrow_numbers(values))
+        return pa.LargeListArray.from_arrays(arrow_numbers(ids.offsets), arrow_numbers(values))
     return arrow_rows(ids)
 
 

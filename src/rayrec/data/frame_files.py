@@ -88,7 +88,7 @@ def column_names(data: Rows) -> list[str]:
         return list(data.schema().names)
     if isinstance(data, pa.Table):
         return list(data.column_names)
-    return list(map(str, data.columns))  # type: ignore[union-attr]
+    return list(map(str, data.columns))
 
 
 def _selected(names: list[str], schema: Schema | None, name: str) -> list[str]:
@@ -108,7 +108,7 @@ def num_rows(data: Rows) -> int:
     """Return the number of rows. Ray Data may read a lazy Dataset for it."""
     if is_dataset(data):
         return data.count()
-    return len(data)  # type: ignore[arg-type]
+    return len(data)
 
 
 def write_rows(
@@ -171,11 +171,11 @@ def paths_of(data: object, *, name: str, schema: Schema | None, folder: str) -> 
     and unusable types.
     """
     if isinstance(data, str | os.PathLike):
-        yield os.fspath(data)  # type: ignore[misc]
+        yield os.fspath(data)
         return
     if not is_rows(data):
         raise InputError(f"{name}: must be a path, {DATA_TYPES}, got {type(data).__name__}")
-    target = written(data, name=name, schema=schema, folder=folder)  # type: ignore[arg-type]
+    target = written(data, name=name, schema=schema, folder=folder)
     try:
         yield target
     finally:

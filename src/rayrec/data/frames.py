@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypeGuard, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import pyarrow as pa
 
@@ -20,19 +20,20 @@ from rayrec.schema import Schema
 if TYPE_CHECKING:
     import pandas
     import ray.data
+    from typing_extensions import TypeIs
 
 
 DATA_TYPES: Final = "a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset"
 """Accepted types of rows in memory, for messages."""
 
 
-def is_frame(data: object) -> TypeGuard[pandas.DataFrame]:
+def is_frame(data: object) -> TypeIs[pandas.DataFrame]:
     """Return whether the value is a pandas DataFrame, without importing pandas."""
     module = sys.modules.get("pandas")
     return module is not None and isinstance(data, module.DataFrame)
 
 
-def is_dataset(data: object) -> TypeGuard[ray.data.Dataset]:
+def is_dataset(data: object) -> TypeIs[ray.data.Dataset]:
     """Return whether the value is a `ray.data.Dataset`, without importing Ray."""
     module = sys.modules.get("ray.data")
     return module is not None and isinstance(data, module.Dataset)
@@ -52,16 +53,14 @@ def transform(
 
 
 @overload
+def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table) -> pa.Table: ...
+
+
+# Last, because a DataFrame is Any to mypy: pandas has no types.
+@overload
 def transform(
     preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame
 ) -> pandas.DataFrame: ...
-
-
-# To mypy, a DataFrame is Any, because pandas has no types: it holds the next case for unreachable.
-@overload
-def transform(  # type: ignore[overload-cannot-match]
-    preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table
-) -> pa.Table: ...
 
 
 def transform(

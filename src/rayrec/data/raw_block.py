@@ -149,7 +149,7 @@ class RawBlock:
         files = (
             (path, max(low - start, 0), min(high, stop) - start) for path, low, high in self.files
         )
-        lists = tuple(each.cut(start, stop, each.offsets()) for each in self.lists)
+        lists = tuple(each.cut(start, stop) for each in self.lists)
         return self._selected(rows, lists, tuple(run for run in files if run[1] < run[2]))
 
     def _selected(

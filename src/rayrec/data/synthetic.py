@@ -255,8 +255,9 @@ def _block_text(
         size = format_rows(
             rows.labels, dense=rows.dense, tokens=rows.tokens, missing=rows.missing, out=buffer[at:]
         )
-        texts.append((day, memoryview(buffer[at : at + size])))  # type: ignore[arg-type]
-        at, row = at + size, end
+        texts.append((day, buffer[at : at + size].data))
+        at += size
+        row = end
     return texts
 
 

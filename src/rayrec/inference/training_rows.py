@@ -209,7 +209,7 @@ def row_hashes(rows: EncodedRows) -> np.ndarray:
             sums = np.concatenate(
                 [np.zeros(1, np.uint64), np.cumsum(_salted(ids.values, number), dtype=np.uint64)]
             )
-            offsets = ids.offsets()
+            offsets = ids.offsets
             of_rows = sums[offsets[1:]] - sums[offsets[:-1]]
         else:
             of_rows = _salted(ids.reshape(len(rows), -1), number).sum(axis=1, dtype=np.uint64)

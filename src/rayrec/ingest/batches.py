@@ -33,8 +33,8 @@ from rayrec.schema import Schema
 from rayrec.trained_rows import RowNumbers
 
 Plan_contra = TypeVar("Plan_contra", bound=EpochPlan, contravariant=True)
-_Slice = tuple[EncodedRows, Sequence[np.ndarray | None], slice]
-"""Rows, the offsets of each column that has JaggedIds, and the range to take."""
+_Slice = tuple[EncodedRows, slice]
+"""Rows, and the range to take."""
 Targets = Callable[[EncodedRows], np.ndarray]
 """Function that replaces the labels of rows by targets from 0 to 1, float32 [rows]."""
 
@@ -135,7 +135,9 @@ class _WorkerRows:
             sizes = (plan.rows_until(step + 1) - plan.rows_until(step) for step in range(steps))
             for numbers in _split(self._announced(plan.numbers()), sizes):
                 rows = numbers[self.sharding.rank :: self.sharding.world_size]
-                rows = rows if len(rows) else numbers[:1]
+                if not len(rows):
+                    # All workers take part in each step: this one repeats a row, with weight 0.
+                    rows = numbers[:1]
                 for start in range(0, len(rows), self.max_rows):
                     yield rows[start : start + self.max_rows], plan.epoch
 
@@ -257,55 +259,38 @@ class BatchSlicer:
         self._unpooled = [number for number, key in enumerate(self._keys) if key in unpooled]
         self._pooled = [number for number, key in enumerate(self._keys) if key not in unpooled]
         self._current: EncodedRows | None = None
-        self._offsets: list[np.ndarray | None] = []
         self._used = 0
         self._constant: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def take(self, count: int, *, loss_weight: float, epoch: int = 0) -> Batch:
         """Return the next `count` rows, which belong to epoch `epoch`, as a batch."""
         slices: list[_Slice] = []
-        done = 0
-        while done < count:
+        count_left = count
+        while count_left > 0:
             if self._current is None or self._used == len(self._current):
                 self._current = next(self._rows)
                 self._used = 0
-                self._offsets = [
-                    ids.offsets() if isinstance(ids, JaggedIds) else None
-                    for ids in self._current.ids
-                ]
-            size = min(count - done, len(self._current) - self._used)
-            slices.append((self._current, self._offsets, slice(self._used, self._used + size)))
-            done += size
+            size = min(count_left, len(self._current) - self._used)
+            slices.append((self._current, slice(self._used, self._used + size)))
+            count_left -= size
             self._used += size
         dense = np.concatenate(
             [
                 np.empty((0, self._num_dense), np.float32),
-                *(rows.dense[part] for rows, _, part in slices),
+                *(rows.dense[part] for rows, part in slices),
             ]
         )
         if self._watch_dense is not None:
             self._watch_dense(dense)
         ids = self._ids(slices, count)
-
-        def concatenate(
-            values_of: Callable[[EncodedRows], np.ndarray | None], dtype: type
-        ) -> np.ndarray | None:
-            """Concatenate values of all slices. Returns None if the rows have no such values."""
-            parts = [
-                values[part] for rows, _, part in slices if (values := values_of(rows)) is not None
-            ]
-            return (
-                np.concatenate(parts, dtype=dtype) if parts and len(parts) == len(slices) else None
+        labels = {
+            name: np.concatenate(
+                [np.empty(0, np.float32), *(rows.labels[name][part] for rows, part in slices)],
+                dtype=np.float32,
             )
-
-        labels = {}
-        for name in self._labels:
-            values = concatenate(functools.partial(_labels_of, name), np.float32)
-            labels[name] = np.empty(0, np.float32) if values is None else values
-            assert len(labels[name]) == count, "rows without a label are refused before"
-        row_numbers = (
-            concatenate(lambda rows: rows.row_numbers, np.int64) if count else np.empty(0, np.int64)
-        )
+            for name in self._labels
+        }
+        row_numbers = _optional(slices, "row_numbers") if count else np.empty(0, np.int64)
         if self._targets is not None and count:
             # Per batch, because the last digits of a model's outputs depend on the batch, and
             # batches are the same in every run.
@@ -315,9 +300,9 @@ class BatchSlicer:
             loss_weight,
             self._features(ids, self._pooled, count),
             {name: torch.from_numpy(values) for name, values in labels.items()},
-            weights=_tensor(concatenate(lambda rows: rows.weights, np.float32)),
-            groups=_tensor(concatenate(lambda rows: rows.groups, np.int64)),
-            timestamps=_tensor(concatenate(lambda rows: rows.timestamps, np.int64)),
+            weights=_tensor(_optional(slices, "weights")),
+            groups=_tensor(_optional(slices, "groups")),
+            timestamps=_tensor(_optional(slices, "timestamps")),
             sequence_features=self._sequences(ids, count),
             row_numbers=None if row_numbers is None else RowNumbers(epoch, row_numbers),
         )
@@ -367,28 +352,31 @@ class BatchSlicer:
         first = slices[0][0].ids if slices else [np.empty(0, np.int32)] * len(self._keys)
         if any(isinstance(column, JaggedIds) for column in first):
             return [
-                _concatenate([(rows.ids[c], offsets[c], part) for rows, offsets, part in slices])
+                _concatenate([(rows.ids[c], part) for rows, part in slices])
                 for c in range(len(self._keys))
             ]
-        shapes = [(count, *column.shape[1:]) for column in first if isinstance(column, np.ndarray)]
-        sizes = [math.prod(shape) for shape in shapes]
-        dtype = first[0].dtype if len(first) else np.int32  # type: ignore[union-attr]
-        values = np.empty(sum(sizes), dtype)
+        fixed = [column for column in first if isinstance(column, np.ndarray)]
+        shapes = [(count, *column.shape[1:]) for column in fixed]
+        values = np.empty(sum(map(math.prod, shapes)), fixed[0].dtype if fixed else np.int32)
         columns = []
         begin = 0
-        for c, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
-            out = values[begin : begin + size].reshape(shape)
-            done = 0
-            for rows, _, part in slices:
-                out[done : done + part.stop - part.start] = rows.ids[c][part]  # type: ignore[index]
-                done += part.stop - part.start
-            columns.append(out)
-            begin += size
+        for c, shape in enumerate(shapes):
+            end = begin + math.prod(shape)
+            columns.append(values[begin:end].reshape(shape))
+            if slices:
+                parts = [np.asarray(rows.ids[c])[part] for rows, part in slices]
+                np.concatenate(parts, out=columns[c])
+            begin = end
         return SharedBufferColumns(values, columns)
 
 
-def _labels_of(name: str, rows: EncodedRows) -> np.ndarray | None:
-    return rows.labels.get(name)
+def _optional(slices: Sequence[_Slice], name: str) -> np.ndarray | None:
+    """Concatenate a field of all slices. None if the rows have no such values, or there are
+    none.
+    """
+    if not slices or getattr(slices[0][0], name) is None:
+        return None
+    return np.concatenate([getattr(rows, name)[part] for rows, part in slices])
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
@@ -403,16 +391,12 @@ class SharedBufferColumns(list[np.ndarray]):
         self.values = values
 
 
-def _concatenate(parts: Sequence[tuple[Ids, np.ndarray | None, slice]]) -> Ids:
-    """Concatenate slices of one column, given as (ids, offsets of JaggedIds, rows)."""
-    bags = [
-        ids.cut(rows.start, rows.stop, offsets)
-        for ids, offsets, rows in parts
-        if isinstance(ids, JaggedIds) and offsets is not None
-    ]
+def _concatenate(parts: Sequence[tuple[Ids, slice]]) -> Ids:
+    """Concatenate slices of one column, given as (ids, rows)."""
+    bags = [ids.cut(rows.start, rows.stop) for ids, rows in parts if isinstance(ids, JaggedIds)]
     if bags:
         return JaggedIds.concatenated(bags)
-    return np.concatenate([ids[rows] for ids, _, rows in parts if isinstance(ids, np.ndarray)])
+    return np.concatenate([ids[rows] for ids, rows in parts if isinstance(ids, np.ndarray)])
 
 
 def sparse_features(
@@ -426,33 +410,21 @@ def sparse_features(
     """Build a KeyedJaggedTensor of `rows` rows. `constant` caches the lengths and offsets of
     fixed-width columns by row count. `weighted` adds weights, 1 for columns without.
     """
-    sizes = [
-        len(column.values) if isinstance(column, JaggedIds) else column.size for column in columns
+    flat = [
+        column.values if isinstance(column, JaggedIds) else column.reshape(-1) for column in columns
     ]
     if isinstance(columns, SharedBufferColumns):
         values = columns.values
     elif isinstance(columns, np.ndarray):
         values = columns.reshape(-1)
     else:
-        flat = [
-            column.values if isinstance(column, JaggedIds) else column.reshape(-1)
-            for column in columns
-        ]
         values = np.concatenate(flat) if flat else np.empty(0, np.int32)
-    varying = any(isinstance(column, JaggedIds) for column in columns)
-    constant = {} if constant is None or varying else constant
+    if constant is None or any(isinstance(column, JaggedIds) for column in columns):
+        constant = {}
     if rows not in constant:
-        lengths = torch.from_numpy(
-            np.concatenate(
-                [_lengths(column, rows) for column in columns] or [np.empty(0, np.int32)]
-            )
-        )
-        offsets = torch.zeros(
-            len(lengths) + 1, dtype=torch.int32 if len(values) < 2**31 else torch.int64
-        )
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        constant[rows] = lengths, offsets
+        constant[rows] = _lengths_and_offsets(columns, rows, len(values))
     lengths, offsets = constant[rows]
+    sizes = [len(ids) for ids in flat]
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.from_numpy(values),
@@ -474,6 +446,17 @@ def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
             for weights, size in zip(of_columns, sizes, strict=True)
         ]
     )
+
+
+def _lengths_and_offsets(
+    columns: Sequence[Ids], rows: int, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = torch.from_numpy(
+        np.concatenate([np.empty(0, np.int32), *(_lengths(column, rows) for column in columns)])
+    )
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32 if num_ids < 2**31 else torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return lengths, offsets
 
 
 def _lengths(ids: Ids, rows: int) -> np.ndarray:

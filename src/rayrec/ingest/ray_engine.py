@@ -202,6 +202,7 @@ def tasks_dataset(
 
 _used_ids: Final[set[str]] = set()
 _ids_lock: Final = threading.Lock()
+"""Lock for the search of a free id, as streams of several threads start Datasets at once."""
 
 
 @contextmanager
@@ -271,22 +272,21 @@ class RayEngine:
 
         def tables_of(some: Sequence[Any]) -> Tables:
             nonlocal started
-            one, several = (
-                ConcurrencyLimits.of(
+            limits = {
+                size: ConcurrencyLimits.of(
                     self.placement,
                     block_bytes=block_bytes * size,
                     prefetch_blocks=-(-prefetch_blocks // size),
                 )
                 for size in (1, ITEMS_A_TASK)
-            )
+            }
             # The object store may be too small.
-            size = ITEMS_A_TASK if several.tasks == one.tasks else 1
-            first, started = 0 if started else one.tasks, True
-            groups = group_items(some, first=first, size=size)
-            limits = several if size > 1 else one
+            size = ITEMS_A_TASK if limits[ITEMS_A_TASK].tasks == limits[1].tasks else 1
+            groups = group_items(some, first=0 if started else limits[1].tasks, size=size)
+            started = True
             merged = functools.partial(merge_tables, function)
             for table in self._tables(
-                name, merged, groups, block_bytes=block_bytes * size, limits=limits
+                name, merged, groups, block_bytes=block_bytes * size, limits=limits[size]
             ):
                 yield from split_table(table)
 
@@ -302,16 +302,17 @@ class RayEngine:
         limits: ConcurrencyLimits | None = None,
     ) -> Tables:
         with _reserved_id(f"{self.owner}_{name}") as dataset_id:
-            settings: Any = {
-                "placement": self.placement,
-                "environment": self.environment,
-                "dataset_id": dataset_id,
-            }
-            yield from tables(
-                tasks_dataset(
-                    name, function, items, block_bytes=block_bytes, limits=limits, **settings
-                )
+            dataset = tasks_dataset(
+                name,
+                function,
+                items,
+                placement=self.placement,
+                block_bytes=block_bytes,
+                limits=limits,
+                environment=self.environment,
+                dataset_id=dataset_id,
             )
+            yield from tables(dataset)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))
@@ -390,6 +391,11 @@ def _chain_groups(
 
 class _EagerIterator:
     """Iterator whose first value is computed in a daemon thread."""
+
+    # The first value of a Dataset's tables starts its tasks and takes a second, in which the reader
+    # still has tables of the previous Dataset. The thread is a daemon because Ray Data cannot be
+    # interrupted: it may wait for lost nodes when the process ends. It has the caller's context
+    # variables, such as the storage timeout.
 
     def __init__(self, values: Tables, stop: StopToken) -> None:
         self._values = values

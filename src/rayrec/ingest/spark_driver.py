@@ -162,7 +162,9 @@ def reason(error: BaseException) -> str:
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    # The parent's death closes standard input. A thread detects it even while a job runs.
+    # Protocol with the parent: it writes a job per line, {folder, tasks}, to standard input, and
+    # waits for the results as files in that folder. Closing standard input ends the driver, as the
+    # parent's death does. The main thread runs the jobs, so another one has to notice that.
     lines: queue.Queue[str | None] = queue.Queue()
     running = threading.Event()
 

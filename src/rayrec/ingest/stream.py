@@ -48,12 +48,26 @@ seconds.
 """
 
 
+@dataclass(frozen=True)
+class _End:
+    """End of a prefetched generator, behind its last value."""
+
+    error: BaseException
+    """Error of the generator, or its StopIteration."""
+
+
 @final
 class Prefetcher(Generic[T]):
     """Iterator over the values of a generator, of which a daemon thread prefetches at most
     `max_prefetch`. Errors of the generator are raised to the reader in order. The thread owns the
     generator and closes it.
     """
+
+    # Neither side may wait for the other without end: a reader that was told to stop must not wait
+    # for data tasks on lost nodes, and the thread must not wait for a reader that is gone. So both
+    # wait in intervals of _POLL_S, and look at `stop` and `_closed` in between. The thread is a
+    # daemon, since a generator that waits for lost nodes cannot be interrupted at the process's
+    # end. Only the thread may run or close the generator, which Python allows one thread at a time.
 
     def __init__(
         self, values: Generator[T, None, None], *, max_prefetch: int, stop: StopToken | None = None
@@ -64,7 +78,7 @@ class Prefetcher(Generic[T]):
         """
         self._values = values
         self._stop = stop
-        self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(max_prefetch)
+        self._made: queue.Queue[T | _End] = queue.Queue(max_prefetch)
         self._closed = threading.Event()
         self._ended = False
         self.stalled = False
@@ -79,15 +93,15 @@ class Prefetcher(Generic[T]):
         since_s = time.monotonic()
         while not self._ended:
             try:
-                value, error = self._made.get(timeout=_POLL_S)
+                made = self._made.get(timeout=_POLL_S)
             except queue.Empty:
                 if self._is_stopping() and time.monotonic() - since_s >= _STALL_S:
                     self._ended = self.stalled = True
                 continue
-            if error is None:
-                return value  # type: ignore[return-value]  # None comes only with an error.
+            if not isinstance(made, _End):
+                return made
             self._ended = True
-            raise error
+            raise made.error
         raise StopIteration
 
     def close(self) -> None:
@@ -105,16 +119,16 @@ class Prefetcher(Generic[T]):
     def _make(self) -> None:
         try:
             while not self._closed.is_set():
-                self._put(next(self._values), None)
+                self._put(next(self._values))
         except BaseException as error:  # Including StopIteration, which ends the reader in order.
-            self._put(None, error)
+            self._put(_End(error))
         finally:
             self._values.close()
 
-    def _put(self, value: T | None, error: BaseException | None) -> None:
+    def _put(self, made: T | _End) -> None:
         while not self._closed.is_set():
             try:
-                self._made.put((value, error), timeout=_POLL_S)
+                self._made.put(made, timeout=_POLL_S)
             except queue.Full:
                 continue
             return
@@ -235,15 +249,11 @@ class MappedSource:
 
     def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
         if self.in_memory:
-            files = {
-                part.segment.path: dataset_of(part.segment)
-                for block, _ in block_ranges
-                for part in block.parts
-            }
-            if files:  # All of one dataset.
-                next(iter(files.values()))[0].maps.load(
-                    sorted({file for _, file in files.values()})
-                )
+            segments = {part.segment for block, _ in block_ranges for part in block.parts}
+            files = [dataset_of(segment) for segment in segments]
+            if files:
+                dataset, _ = files[0]  # That of all files
+                dataset.maps.load(sorted({file for _, file in files}))
         for block, block_range in block_ranges:
             rows, times = measured(
                 functools.partial(self.make_locally, block, block_range),
@@ -282,6 +292,8 @@ class NumberedSource:
                     rows_of=lambda made: len(made[0][0]),
                 )
             return
+        read = functools.partial(_read_task, rows=self.engine.share(self.rows))
+        # The engine takes items ahead of its results, which come in order.
         pending: deque[np.ndarray] = deque()
 
         def send() -> Iterator[NumberedItem]:
@@ -289,7 +301,6 @@ class NumberedSource:
                 pending.append(item[0])
                 yield item
 
-        read = functools.partial(_read_task, rows=self.engine.share(self.rows))
         for table in self.engine.stream(
             "rows", read, send(), block_bytes=ITEM_BYTES, prefetch_blocks=self.max_prefetch
         ):
@@ -348,5 +359,9 @@ class RowStream(Iterator[Any]):
             if self._account is not None and times is not None:
                 self._account.add(times)
             yield from rows
-        for item in islice(self._items, count, None) if self._prefetcher.stalled else ():
+        if not self._prefetcher.stalled:
+            return
+        # The nodes of the data tasks may be gone. Other workers may have trained their rows of this
+        # step, so make ours here.
+        for item in islice(self._items, count, None):
             yield from self._source.make_locally(*item)

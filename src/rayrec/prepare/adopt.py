@@ -162,21 +162,7 @@ def adopt(
         "an option for MDS shards, not for arrays of TorchRec's scripts",
         but=array_options,
     )
-    folders = [path, *([config.sparse_path] if config.sparse_path else [])]
-    for folder in folders:
-        if storage.is_url(folder):
-            raise InputError(
-                f"{folder}: contains no MDS shards ({INDEX}, also in train/), and arrays must be "
-                "on a file system, to be mapped into memory. Copy them to one"
-            )
-        if not os.path.isdir(folder):
-            raise InputError(f"{folder}: folder not found. Use the folder of the arrays")
-    if out is None:
-        _check_new(path)
-    if config.sparse_path and out is None:
-        raise InputError(
-            "sparse_path: must be used with --out DIR, a new folder with links to both folders"
-        )
+    folders = _folders(path, out, config)
     existing = Preprocessor.load(config.preprocessor) if config.preprocessor else None
     days = torchrec_arrays.find_days(
         folders, ids=None if config.ids == "auto" else config.ids, names=config.files
@@ -185,33 +171,10 @@ def adopt(
     runs = PreparationConfig(engine=config.engine, address=config.address)
     with console.preparing(), engine(runs, console, paths=folders) as running:
         scanned = _scan(days, running, console)
-    preprocessor = existing or torchrec_arrays.preprocessor_of(
-        days[0].matrices[0].columns,
-        days[0].hotness,
-        config.num_embeddings_per_feature or _sizes(scanned, path),
-    )
-    if existing is None and not config.num_embeddings_per_feature:
-        _note_hashes(preprocessor, sum(day.rows for day in days), console)
-    modulo = [
-        number
-        for number, rows in enumerate(preprocessor.num_embeddings)
-        if scanned.min_ids[number] < 0 or scanned.max_ids[number] >= rows
-    ]
-    for number in modulo:
-        console.note(
-            f"{preprocessor.inputs.sparse[number]}: IDs from {scanned.min_ids[number]:,} to "
-            f"{scanned.max_ids[number]:,} are taken modulo {preprocessor.num_embeddings[number]:,}"
-        )
+    preprocessor = existing or _new_preprocessor(days, scanned, config, path, console)
+    modulo = _modulo(scanned, preprocessor, console)
     with _target(path, out, days) as (folder, final_path):
-        index = _index(folder, days, scanned, config.rows_per_segment)
-        index.check(config.max_bad_fraction, path)
-        if index.faults.total > MAX_FAULTY_ROWS:
-            raise InputError(
-                f"{path}: {index.faults.describe()}; at most {MAX_FAULTY_ROWS:,} can be skipped. "
-                "Fix the arrays"
-            )
-        if index.faults.total:
-            console.note(f"{path}: {index.faults.describe()}; they are left out")
+        index = _valid_rows(folder, path, days, scanned, config, console)
         split = config.split_of(days)
         sets = split.rows(index) if split and scanned.labelled else {}
         manifest = _write(folder, days, scanned, index, preprocessor, modulo, sets)
@@ -232,6 +195,63 @@ def adopt(
         "seconds": seconds,
         "rows_per_s": index.rows / seconds,
     }
+
+
+def _folders(path: str, out: str | None, config: AdoptionConfig) -> list[str]:
+    """Return the folders of the arrays. Raises InputError if they cannot be adopted into `out`."""
+    folders = [path, *([config.sparse_path] if config.sparse_path else [])]
+    for folder in folders:
+        if storage.is_url(folder):
+            raise InputError(
+                f"{folder}: contains no MDS shards ({INDEX}, also in train/), and arrays must be "
+                "on a file system, to be mapped into memory. Copy them to one"
+            )
+        if not os.path.isdir(folder):
+            raise InputError(f"{folder}: folder not found. Use the folder of the arrays")
+    if out is None:
+        _check_new(path)
+        if config.sparse_path:
+            raise InputError(
+                "sparse_path: must be used with --out DIR, a new folder with links to both folders"
+            )
+    return folders
+
+
+def _modulo(scanned: ScanResult, preprocessor: Preprocessor, console: Console) -> list[int]:
+    """Return the sparse columns with ids outside their tables, and note them."""
+    modulo = []
+    for number, rows in enumerate(preprocessor.num_embeddings):
+        low = scanned.min_ids[number]
+        high = scanned.max_ids[number]
+        if low < 0 or high >= rows:
+            modulo.append(number)
+            console.note(
+                f"{preprocessor.inputs.sparse[number]}: IDs from {low:,} to {high:,} are taken "
+                f"modulo {rows:,}"
+            )
+    return modulo
+
+
+def _valid_rows(
+    folder: str,
+    path: str,
+    days: Sequence[Day],
+    scanned: ScanResult,
+    config: AdoptionConfig,
+    console: Console,
+) -> LogIndex:
+    """Return the index without invalid rows, and note these. Raises InputError for too many."""
+    index = _index(folder, days, scanned, config.rows_per_segment)
+    index.check(config.max_bad_fraction, path)
+    faults = index.faults
+    if faults.total > MAX_FAULTY_ROWS:
+        raise InputError(
+            f"{path}: {faults.describe()}; at most {MAX_FAULTY_ROWS:,} can be skipped. Fix the "
+            "arrays"
+        )
+    if faults.total:
+        console.note(f"{path}: {faults.describe()}; they are left out")
+    return index
 
 
 def _check_new(path: str) -> None:
@@ -300,6 +320,19 @@ def _sizes(scanned: ScanResult, path: str) -> list[int]:
             "fewer rows"
         )
     return (scanned.max_ids + 1).tolist()
+
+
+def _new_preprocessor(
+    days: Sequence[Day], scanned: ScanResult, config: AdoptionConfig, path: str, console: Console
+) -> Preprocessor:
+    """Return a Preprocessor for tables of the configured sizes, else for all ids."""
+    sizes = config.num_embeddings_per_feature or _sizes(scanned, path)
+    preprocessor = torchrec_arrays.preprocessor_of(
+        days[0].matrices[0].columns, days[0].hotness, sizes
+    )
+    if not config.num_embeddings_per_feature:
+        _note_hashes(preprocessor, sum(day.rows for day in days), console)
+    return preprocessor
 
 
 def _note_hashes(preprocessor: Preprocessor, rows: int, console: Console) -> None:
@@ -440,24 +473,7 @@ def adopt_tokens(
             "DIR"
         )
     path = storage.absolute(path).rstrip("/")
-    sets = sets_of_shards(path)
-    if not sets:
-        raise InputError(
-            f"{path}: MDS shards not found, no {INDEX} there or in train/. Check the path, or "
-            "remove --tokenizer"
-        )
-    if out is None and storage.exists(storage.join(path, text_blocks.MANIFEST)):
-        raise InputError(
-            f"{path}: already has a {text_blocks.MANIFEST}, so that runs can read it. Remove it "
-            "to adopt it again"
-        )
-    if out is None and storage.exists(storage.join(path, "tokenizer")):
-        raise InputError(f"{path}: already has a folder tokenizer. Use --out DIR")
-    if out is not None and storage.is_url(out) and not storage.is_url(path):
-        raise InputError(
-            f"out: {out} cannot refer to local shards, {path}. Copy them to the store, or use a "
-            "local --out"
-        )
+    sets = _sets(path, out)
     files = read_tokenizer(os.path.expanduser(config.tokenizer))
     tokenizer = TextTokenizer(files, config.tokenizer)
     described = {}
@@ -488,20 +504,8 @@ def adopt_tokens(
         "source": [],
         "hash": hash_of_tokens([tokenizer.hash, shards]),
     }
-    if out is None:
-        _write_tokens(path, manifest, files)
-    else:
-        with storage.writing_folder(out) as target:
-            for info in described.values():
-                shard_folder = _inside(path, info["folder"])
-                if not storage.is_url(shard_folder):
-                    link = info["folder"] or "train"
-                    os.symlink(shard_folder, storage.join(target, link))
-                    shard_folder = link
-                info["folder"] = shard_folder
-            _write_tokens(target, manifest, files)
+    final_path = _write_tokens(path, out, manifest, files)
     names = ("format", "block_size", "vocabulary_size", "tokenizer", "end_token", "sets", "hash")
-    final_path = path if out is None else storage.absolute(out).rstrip("/")
     return {
         "out": final_path,
         **{name: manifest[name] for name in names},
@@ -509,19 +513,66 @@ def adopt_tokens(
     }
 
 
+def _sets(path: str, out: str | None) -> dict[str, str]:
+    """Return the sets of shards in a folder. Raises InputError if they cannot be adopted into
+    `out`.
+    """
+    sets = sets_of_shards(path)
+    if not sets:
+        raise InputError(
+            f"{path}: MDS shards not found, no {INDEX} there or in train/. Check the path, or "
+            "remove --tokenizer"
+        )
+    if out is None:
+        if storage.exists(storage.join(path, text_blocks.MANIFEST)):
+            raise InputError(
+                f"{path}: already has a {text_blocks.MANIFEST}, so that runs can read it. Remove "
+                "it to adopt it again"
+            )
+        if storage.exists(storage.join(path, "tokenizer")):
+            raise InputError(f"{path}: already has a folder tokenizer. Use --out DIR")
+    elif storage.is_url(out) and not storage.is_url(path):
+        raise InputError(
+            f"out: {out} cannot refer to local shards, {path}. Copy them to the store, or use a "
+            "local --out"
+        )
+    return sets
+
+
 def _inside(path: str, folder: str) -> str:
     return storage.join(path, folder) if folder else path
 
 
-def _write_tokens(folder: str, manifest: dict[str, Any], files: Mapping[str, bytes]) -> None:
-    try:
-        write_tokenizer(files, storage.join(folder, "tokenizer"))
-        storage.write_json(storage.join(folder, text_blocks.MANIFEST), manifest)
-    except PermissionError as error:
-        raise InputError(
-            f"{folder}: cannot be written to ({error.strerror}). Use --out DIR, a new folder with "
-            "links to the shards"
-        ) from None
+def _write_tokens(
+    path: str, out: str | None, manifest: dict[str, Any], files: Mapping[str, bytes]
+) -> str:
+    """Write the tokenizer and the manifest next to the shards, or into the new folder `out` with
+    links to them. Return that folder.
+    """
+    if out is None:
+        try:
+            _write_metadata(path, manifest, files)
+        except PermissionError as error:
+            raise InputError(
+                f"{path}: cannot be written to ({error.strerror}). Use --out DIR, a new folder "
+                "with links to the shards"
+            ) from None
+        return path
+    with storage.writing_folder(out) as target:
+        for info in manifest["sets"].values():
+            shard_folder = _inside(path, info["folder"])
+            if not storage.is_url(shard_folder):
+                link = info["folder"] or "train"
+                os.symlink(shard_folder, storage.join(target, link))
+                shard_folder = link
+            info["folder"] = shard_folder
+        _write_metadata(target, manifest, files)
+    return storage.absolute(out).rstrip("/")
+
+
+def _write_metadata(folder: str, manifest: dict[str, Any], files: Mapping[str, bytes]) -> None:
+    write_tokenizer(files, storage.join(folder, "tokenizer"))
+    storage.write_json(storage.join(folder, text_blocks.MANIFEST), manifest)
 
 
 def _scan_shards(
@@ -548,20 +599,19 @@ def _scan_shards(
         index.shards, running.run("adopt", scan, index.shards, block_bytes=1 << 16), strict=True
     ):
         report = json_of(reply)
+        shard_path = storage.join(folder, shard.name)
         size = report["block_size"]
         dtype = report["dtype"]
         if not done:
             column = replace(column, dtype=dtype, block_size=size)
         if (dtype, size) != (column.dtype, column.block_size):
-            raise mds.different_rows(
-                storage.join(folder, shard.name), column.block_size, column.dtype
-            )
+            raise mds.different_rows(shard_path, column.block_size, column.dtype)
         if report["min"] < 0 or report["max"] >= tokenizer.vocabulary_size:
+            other = ", or another --token-dtype" if encoding == "bytes" else ""
             raise InputError(
-                f"{storage.join(folder, shard.name)}: tokens must be below "
-                f"{tokenizer.vocabulary_size:,}, the size of the "
-                f"tokenizer, got {report['min']:,} to {report['max']:,}. Use the tokenizer that "
-                "created them" + (", or another --token-dtype" if encoding == "bytes" else "")
+                f"{shard_path}: tokens must be below {tokenizer.vocabulary_size:,}, the size of "
+                f"the tokenizer, got {report['min']:,} to {report['max']:,}. Use the tokenizer "
+                f"that created them{other}"
             )
         blocks.append(report["blocks"])
         counts += Counter(

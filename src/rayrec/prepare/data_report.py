@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console as RichConsole
@@ -384,68 +384,23 @@ def warnings_of(content: dict[str, Any]) -> Iterator[str]:
 def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
     """Return the failed gates of `content`, as in Report, each with its worst value."""
     path = content["path"]
-    label = content["label"]
-    files = [] if content["slices_by"] == "seventh" else content["slices"]
-    rates: list[_Value] = (
-        [(label["rate"], path, None), *((row["label_rate"], row["name"], None) for row in files)]
-        if label
-        else []
-    )
-    missing: list[_Value] = [
-        (column["missing_rate"], path, name) for name, column in _columns(content).items()
-    ]
-    missing += [
-        (rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()
-    ]
-    unknown: list[_Value] = [
-        (column.get("unknown_rate"), path, name) for name, column in _columns(content).items()
-    ]
-    drift: list[_Value] = [
-        (rate, row["name"], name)
-        for row in content["slices"]
-        for name, rate in row["drift"].items()
-    ]
+    values = _limited(content)
     first = content["faults"]["first"]
     example = f" (first: {Fault(**first[0])})" if first else ""
     wrong_labels = Faults(
         content["faults"]["by_kind"], labels=content["faults"].get("labels", {})
     ).wrong_labels()
-    faulty = (content["bad_fraction"], path, None)
-    repeated = (content["duplicates"]["rate"], path, None)
-    checks: list[tuple[str, list[_Value], str, str]] = [
-        (
-            "max_bad_fraction",
-            [faulty],
+    texts = {
+        **_GATE_TEXTS,
+        "max_bad_fraction": (
             f"{{:.3%}} of the rows are faulty{example}",
             wrong_labels or "fix the log",
         ),
-        ("min_rows", [(content["rows"], path, None)], "{:,} good rows", "give more data"),
-        ("min_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
-        ("max_label_rate", rates, "{:.3%} of the labels are clicks", "see how the log was sampled"),
-        (
-            "max_missing_rate",
-            missing,
-            "{:.3%} of the rows lack a value",
-            "fix the source, leave the column out",
-        ),
-        (
-            "max_unknown_rate",
-            unknown,
-            "{:.3%} of the values are unknown",
-            "make the vocabulary from newer rows",
-        ),
-        (
-            "max_drift",
-            drift,
-            "{:.4f} in total variation from the first slice",
-            "see what changed, train on newer rows",
-        ),
-        ("max_duplicate_rate", [repeated], "{:.3%} of the rows repeat an earlier one", "drop them"),
-    ]
+    }
     failures = [
         failure
-        for gate, values, text, fix in checks
-        if (failure := _check(gate, getattr(gates, gate), values, text, fix))
+        for gate, (text, fix) in texts.items()
+        if (failure := _check(gate, getattr(gates, gate), values[gate], text, fix))
     ]
     constant = constant_columns(content)
     if constant and not gates.allow_constant_columns:
@@ -458,6 +413,62 @@ def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
             Failure("allow_constant_columns", path, constant[0], len(constant), 0, message)
         )
     return failures
+
+
+_GATE_TEXTS: Final[dict[str, tuple[str, str]]] = {
+    "max_bad_fraction": ("", ""),  # With an example of the log
+    "min_rows": ("{:,} good rows", "give more data"),
+    "min_label_rate": ("{:.3%} of the labels are clicks", "see how the log was sampled"),
+    "max_label_rate": ("{:.3%} of the labels are clicks", "see how the log was sampled"),
+    "max_missing_rate": (
+        "{:.3%} of the rows lack a value",
+        "fix the source, leave the column out",
+    ),
+    "max_unknown_rate": (
+        "{:.3%} of the values are unknown",
+        "make the vocabulary from newer rows",
+    ),
+    "max_drift": (
+        "{:.4f} in total variation from the first slice",
+        "see what changed, train on newer rows",
+    ),
+    "max_duplicate_rate": ("{:.3%} of the rows repeat an earlier one", "drop them"),
+}
+"""What a value of each gate is, and the fix, in the order of reports."""
+
+
+def _limited(content: dict[str, Any]) -> dict[str, list[_Value]]:
+    """Return the values that each gate limits."""
+    path = content["path"]
+    label = content["label"]
+    files = [] if content["slices_by"] == "seventh" else content["slices"]
+    columns = _columns(content)
+    rates: list[_Value] = []
+    if label:
+        rates = [(label["rate"], path, None)]
+        rates += [(row["label_rate"], row["name"], None) for row in files]
+    missing: list[_Value] = [
+        (column["missing_rate"], path, name) for name, column in columns.items()
+    ]
+    missing += [
+        (rate, row["name"], name) for row in files for name, rate in row["missing_rate"].items()
+    ]
+    return {
+        "max_bad_fraction": [(content["bad_fraction"], path, None)],
+        "min_rows": [(content["rows"], path, None)],
+        "min_label_rate": rates,
+        "max_label_rate": rates,
+        "max_missing_rate": missing,
+        "max_unknown_rate": [
+            (column.get("unknown_rate"), path, name) for name, column in columns.items()
+        ],
+        "max_drift": [
+            (rate, row["name"], name)
+            for row in content["slices"]
+            for name, rate in row["drift"].items()
+        ],
+        "max_duplicate_rate": [(content["duplicates"]["rate"], path, None)],
+    }
 
 
 def _check(
@@ -575,13 +586,9 @@ def _format_value(value: float | None, name: str = "") -> str:
         return "-"
     if name.endswith("_rate"):
         return f"{value:.2%}"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.3f}"
-        if abs(value) < 1e4
-        else f"{value:.4g}"
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
 def _slice_row(row: dict[str, Any]) -> list[str]:

@@ -530,8 +530,9 @@ def _reason(column: Column) -> str:
 # -- Text of the draft
 def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> str:
     name = label.column.name
+    of_label: Any = {"name": name, **label.rule} if label.rule else name
     fields: dict[str, Any] = {
-        "label": None if label.is_number else {"name": name, **label.rule} if label.rule else name,
+        "label": None if label.is_number else of_label,
         "labels": [{"name": name, "kind": "number", "missing": "fault"}] if label.is_number else [],
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),
@@ -578,30 +579,41 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
             f"The file is not UTF-8 and was read as {head.encoding}. Name its encoding if letters "
             "are wrong."
         )
-    notes += [label.note] if label.note else []
-    amounts = [name for name in plan.dense if columns[name].kind == "integer"]
-    codes = [name for name in plan.sparse if columns[name].kind == "integer"]
-    if amounts or codes:
-        shown = [f"as numbers {', '.join(amounts)}"] if amounts else []
-        shown += [f"as categories {', '.join(codes)}"] if codes else []
-        notes.append(f"Integers: {'; '.join(shown)}. Move amounts to dense, codes to sparse.")
+    if label.note:
+        notes.append(label.note)
+    notes += _integer_notes(columns, plan)
     if plan.timestamp:
-        notes.append(f"{plan.timestamp} is the row's time, no input of the model.")
-    if plan.timestamp in plan.dense:
-        notes[-1] = f"{plan.timestamp} is the row's time, and the only input of the model."
+        use = "and the only" if plan.timestamp in plan.dense else "no"
+        notes.append(f"{plan.timestamp} is the row's time, {use} input of the model.")
     times = [name for name in plan.dense if columns[name].kind == "time" and name != plan.timestamp]
-    notes += [f"Times as numbers of seconds: {', '.join(times)}."] if times else []
+    notes += _listed("Times as numbers of seconds:", times)
     joined = [
         f"{name} at {columns[name].detail!r}"
         for name in plan.lists
         if columns[name].detail not in ("", BRACKETS)
     ]
-    notes += [f"Lists, split: {', '.join(joined)}."] if joined else []
+    notes += _listed("Lists, split:", joined)
     notes += _marker_notes(columns)
     reasons = {**dict(head.unnamed), **plan.left_out}
     left_out = [f"{name or repr(name)} ({reason})" for name, reason in reasons.items()]
-    notes += [f"Left out: {', '.join(left_out)}."] if left_out else []
-    return notes
+    return notes + _listed("Left out:", left_out)
+
+
+def _listed(head: str, items: Sequence[str]) -> list[str]:
+    """Return a sentence that lists the items. None without any."""
+    return [f"{head} {', '.join(items)}."] if items else []
+
+
+def _integer_notes(columns: Mapping[str, Column], plan: _Plan) -> list[str]:
+    kinds = {"as numbers": plan.dense, "as categories": plan.sparse}
+    integers = {
+        kind: ", ".join(name for name in names if columns[name].kind == "integer")
+        for kind, names in kinds.items()
+    }
+    shown = [f"{kind} {names}" for kind, names in integers.items() if names]
+    if not shown:
+        return []
+    return [f"Integers: {'; '.join(shown)}. Move amounts to dense, codes to sparse."]
 
 
 def _marker_notes(columns: Mapping[str, Column]) -> list[str]:
@@ -614,9 +626,8 @@ def _marker_notes(columns: Mapping[str, Column]) -> list[str]:
         "columns."
     ]
     uncertain = [marker for marker in markers if marker in (NEGATIVE_MARKER, "unknown")]
-    notes += (
-        [f"Remove {' and '.join(uncertain)} from missing if they are values."] if uncertain else []
-    )
+    if uncertain:
+        notes.append(f"Remove {' and '.join(uncertain)} from missing if they are values.")
     return notes
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Final, final
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,17 @@ BPE_SAMPLE_BYTES = 256 << 20
 """Maximum training text for learning a BPE, spread over all of it. Its distinct words are kept in
 memory.
 """
+_RESULTS: Final = (
+    "format",
+    "block_size",
+    "vocabulary_size",
+    "tokenizer",
+    "end_token",
+    "sets",
+    "tokens_left_out",
+    "hash",
+)
+"""Entries of the manifest that a call returns."""
 DEFAULT_VOCABULARY_SIZE = 1024
 """Default BPE size: few IDs, for small texts and models."""
 
@@ -84,9 +95,9 @@ def preprocess_text(
     start_s = time.perf_counter()
     require("streaming", "tokenizers", extra="language")
     out = storage.absolute(out).rstrip("/")
-    existing_files = (
-        None if text.tokenizer in ("bytes_bpe", "characters") else _load_tokenizer(text.tokenizer)
-    )
+    existing_files = None
+    if text.tokenizer not in ("bytes_bpe", "characters"):
+        existing_files = _load_tokenizer(text.tokenizer)
     if text_blocks.sets_of_shards(path):
         raise InputError(
             f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} "
@@ -95,15 +106,12 @@ def preprocess_text(
         )
     files = storage.list_files(path, names=config.files)
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
-    options = {
-        **text.to_dict(),
-        "tokenizer": hash_of(existing_files) if existing_files else text.tokenizer,
-    }
     job_inputs = {
         "version": text_blocks.VERSION,
         "format": text_blocks.FORMAT,
         "text": hash_of(identity),
-        **options,
+        **text.to_dict(),
+        "tokenizer": hash_of(existing_files) if existing_files else text.tokenizer,
     }
     with (
         resumable_job(out, job_inputs, last_file=text_blocks.MANIFEST) as running,
@@ -119,23 +127,11 @@ def preprocess_text(
         ]
         work = _Work(text, existing_files, sources, running, data_engine, console)
         manifest = work.finish(files, work.write_shards(work.tokenize()))
-    size_bytes = sum(described["bytes"] for described in manifest["sets"].values())
-    names = (
-        "format",
-        "block_size",
-        "vocabulary_size",
-        "tokenizer",
-        "end_token",
-        "sets",
-        "tokens_left_out",
-        "hash",
-    )
-    seconds = time.perf_counter() - start_s
     return {
         "out": out,
-        **{name: manifest[name] for name in names},
-        "bytes": size_bytes,
-        "seconds": seconds,
+        **{name: manifest[name] for name in _RESULTS},
+        "bytes": sum(described["bytes"] for described in manifest["sets"].values()),
+        "seconds": time.perf_counter() - start_s,
     }
 
 

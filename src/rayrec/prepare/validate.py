@@ -258,6 +258,15 @@ def _count_stats(
     return total, np.concatenate(hashes)
 
 
+def _faults_of(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, Any]:
+    return {
+        "by_kind": dict(sorted(index.faults.counts.items())),
+        "by_column": _columns_at_fault(index, schema, engine),
+        "first": index.faults.to_dict()["first"],
+        "labels": index.faults.labels,
+    }
+
+
 def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, dict[str, int]]:
     """Count rejected lines by kind and column. For tables only the first few, because their index
     has no more.
@@ -314,6 +323,14 @@ def validate(
         )
 
 
+def _hash_shift(rows: int, memory_bytes: int | None) -> int:
+    """Return the shift for which one in 2^shift row hashes, stored twice while they are collected,
+    fits the memory.
+    """
+    most = (memory_bytes or _HASH_BYTES) // 16
+    return max(0, (-(-rows // most) - 1).bit_length()) if rows else 0
+
+
 def examine(
     index: LogIndex,
     *,
@@ -329,34 +346,26 @@ def examine(
     """
     if gates.max_bad_fraction is None:
         gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
+    schema = config.schema
     slices_by, slices = slices_of(index)
     categories = examine_categories(
         index, slices, config=config, preprocessor=preprocessor, engine=engine, progress=progress
     )
     first = next((slice_ for slice_ in slices if slice_.stop > slice_.start), Slice("", 0, 0))
-    # One in 2^shift row hashes, stored twice while they are collected, fits the memory.
-    shift = (
-        max(0, (-(-index.rows // ((config.memory_bytes or _HASH_BYTES) // 16)) - 1).bit_length())
-        if index.rows
-        else 0
-    )
-    edges = _edges(index, first, config.schema, engine)
-    rules = () if preprocessor is None else preprocessor.dense
     job = StatsJob(
-        config.schema,
+        schema,
         num_slices=len(slices),
-        edges=edges,
+        edges=_edges(index, first, schema, engine),
         top=categories.top,
-        hash_shift=shift,
-        rules=rules,
+        hash_shift=_hash_shift(index.rows, config.memory_bytes),
+        rules=() if preprocessor is None else preprocessor.dense,
         num_rows=index.rows,
     )
     stats, hashes = _count_stats(
         index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows)
     )
-    schema = config.schema
     drift = data_report.drift_of(stats, schema)
-    dense = data_report.dense_columns(stats, schema, drift, rules)
+    dense = data_report.dense_columns(stats, schema, drift, job.rules)
     for name, rate in categories.dense_unknown.items():
         dense[name]["unknown_rate"] = rate
     content = {
@@ -364,12 +373,7 @@ def examine(
         "rows": index.rows,
         "bad_rows": index.faults.total,
         "bad_fraction": index.bad_fraction,
-        "faults": {
-            "by_kind": dict(sorted(index.faults.counts.items())),
-            "by_column": _columns_at_fault(index, config.schema, engine),
-            "first": index.faults.to_dict()["first"],
-            "labels": index.faults.labels,
-        },
+        "faults": _faults_of(index, schema, engine),
         "label": data_report.label_of(stats, schema.label) if schema.label else None,
         "weight": data_report.weight_of(stats) if schema.weight else None,
         "slices": data_report.slices_of(stats, schema, [slice_.name for slice_ in slices], drift),

@@ -60,16 +60,27 @@ def load_config(
     for field in values:
         if not isinstance(field, str):
             raise InputError(f"{source}: field names must be strings, got {field!r}")
-    defaults = [custom() for custom in ([recipe] if callable(recipe) else recipe or ())]
-    default = next((config for config in defaults if config.recipe == values["recipe"]), None)
-    if default is None and defaults and (callable(recipe) or str(values["recipe"]) not in ALL):
-        names = ", ".join(repr(config.recipe) for config in defaults)
-        raise InputError(f"{source}: belongs to recipe {values['recipe']!r}, got recipe {names}")
-    default = default or _built_in(values["recipe"], where=f"{source}: ")()
+    default = _defaults(values["recipe"], recipe, source)
     try:
         return default.updated(values)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
+
+
+def _defaults(name: object, recipe: Recipe | Sequence[Recipe] | None, source: str) -> TrainConfig:
+    """Return the configuration of the recipe with a name: one of those given, else a built-in one.
+    Raises InputError.
+    """
+    is_single = callable(recipe)
+    defaults = [custom() for custom in ([recipe] if is_single else recipe or ())]
+    for config in defaults:
+        if config.recipe == name:
+            return config
+    # A single recipe must be the one; of several, the text may name a built-in one instead.
+    if defaults and (is_single or str(name) not in ALL):
+        names = ", ".join(repr(config.recipe) for config in defaults)
+        raise InputError(f"{source}: belongs to recipe {name!r}, got recipe {names}")
+    return _built_in(name, where=f"{source}: ")()
 
 
 def find(name: str) -> Recipe:

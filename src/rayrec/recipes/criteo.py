@@ -32,12 +32,14 @@ from rayrec.workloads.run_config import DataConfig, EarlyStoppingConfig, Scaling
 def criteo_demo(path: str | None = None) -> TrainConfig:
     """Train a small DLRM on any log in Criteo's format: a laptop, a minute or two."""
     model = DLRMConfig(
-        interaction="dot", embedding_dim=16, bottom_mlp=(128, 64, 16), top_mlp=(128, 64, 1)
+        interaction="dot",
+        embedding_dim=16,
+        bottom_mlp=(128, 64, 16),
+        top_mlp=(128, 64, 1),
+        embedding_penalty=3e-4,
+        first_order=True,
     )
-    model, preset = (
-        model.replace(embedding_penalty=3e-4, first_order=True),
-        RAYREC.replace(split=KAGGLE_SPLIT, min_count=2),
-    )
+    preset = RAYREC.replace(split=KAGGLE_SPLIT, min_count=2)
     # With a small eps, rare categories memorize their rows, because their first updates have the
     # full learning rate. This eps damps updates of categories with fewer than a few hundred rows.
     tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005)

@@ -217,18 +217,14 @@ def estimate_communication(
     flows: dict[Exchange, ExchangeBytes] = {
         name: ExchangeBytes(num_workers, workers_per_node) for name in _NAMES
     }
-    ids = flows["ids"]
-    forward = flows["embeddings"]
-    backward = flows["gradients"]
-    shared = flows["all_reduce"]
     ring_factor = 2 * (num_workers - 1) / num_workers
+    shared = flows["all_reduce"]
     shared.add_ring(ring_factor * dense_weights * FLOAT_BYTES)
     for table in tables:
-        features = lookups[table.table]
-        dim = table.embedding_dim * exchange_bytes * batch_size
         if table.sharding_type == "data_parallel":
             shared.add_ring(ring_factor * table.gradient_bytes)
             continue
+        features = lookups[table.table]
         ranks = sorted(table.bytes_of_rank)
         # Parts of a row's ids
         parts = len(ranks) if table.sharding_type in ("row_wise", "table_row_wise") else 1
@@ -237,34 +233,44 @@ def estimate_communication(
             _LENGTH_BYTES + one.ids / parts * (id_bytes + FLOAT_BYTES * one.weighted)
             for one in features
         )
-        ids.add_all_to_all(
+        flows["ids"].add_all_to_all(
             _of_ranks(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)),
             to_owner=True,
         )
+        dim = table.embedding_dim * exchange_bytes * batch_size
         pooled = sum(one.pooled for one in features) * dim
         vectors = pooled + sum(one.ids for one in features if not one.pooled) * dim
-        if table.sharding_type == "row_wise" and pooled:
-            for flow in (forward, backward):  # Reduce-scatter and all-gather of sums
-                flow.add_ring((num_workers - 1) * pooled)
-            vectors -= pooled
-        # Sums inside the node, then each worker sends its share to other nodes
-        if table.sharding_type == "table_row_wise":
-            for flow in (forward, backward):
-                flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
-        vector_bytes = _of_ranks(
-            num_workers,
-            {
-                rank: vectors * size / table.total_bytes
-                for rank, size in table.bytes_of_rank.items()
-            },
-        )
-        forward.add_all_to_all(
-            vector_bytes, to_owner=False, inside=table.sharding_type != "table_row_wise"
-        )
-        backward.add_all_to_all(
-            vector_bytes, to_owner=True, inside=table.sharding_type != "table_row_wise"
-        )
+        _add_vectors(flows["embeddings"], table, pooled, vectors, num_workers, to_owner=False)
+        _add_vectors(flows["gradients"], table, pooled, vectors, num_workers, to_owner=True)
     return CommunicationVolume(num_workers * batch_size, flows)
+
+
+def _add_vectors(
+    flow: ExchangeBytes,
+    table: TablePlacement,
+    pooled: float,
+    vectors: float,
+    num_workers: int,
+    *,
+    to_owner: bool,
+) -> None:
+    """Add the exchange of a table's embeddings, or of their gradients with `to_owner`. `pooled`:
+    bytes of the sums; `vectors`: of these and of the single embeddings.
+    """
+    ranks = sorted(table.bytes_of_rank)
+    if table.sharding_type == "row_wise" and pooled:
+        flow.add_ring((num_workers - 1) * pooled)  # Reduce-scatter and all-gather of sums
+        vectors -= pooled
+    # Sums inside the node, then each worker sends its share to other nodes
+    is_within_node = table.sharding_type == "table_row_wise"
+    if is_within_node:
+        flow.add_rings_inside((len(ranks) - 1) * num_workers / len(ranks) * pooled, ranks)
+    vector_bytes = {
+        rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()
+    }
+    flow.add_all_to_all(
+        _of_ranks(num_workers, vector_bytes), to_owner=to_owner, inside=not is_within_node
+    )
 
 
 def _of_ranks(num_workers: int, sizes: Mapping[int, float]) -> list[float]:

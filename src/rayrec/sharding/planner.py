@@ -23,6 +23,8 @@ from rayrec.sharding.placement import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torchrec.distributed.planner import ParameterConstraints, Topology
+    from torchrec.distributed.planner.types import PlannerError
     from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs, ShardingPlan
 
 ShardingType = Literal[
@@ -146,71 +148,28 @@ def plan_sharding(
     optimizer does not update `data_parallel_tables`. Raises InputError if the tables do not fit, or
     if no allowed sharding type works with these workers.
     """
-    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-    from torchrec.distributed.planner.types import (
-        KernelConfig,
-        PlannerError,
-        TopologyFactory,
-        TrainerConfig,
-    )
-    from torchrec.distributed.types import CacheParams
-    from torchrec.modules.embedding_modules import EmbeddingCollection
+    from torchrec.distributed.planner.types import PlannerError
 
-    config, device = config or ShardingConfig(), site.device
+    config = config or ShardingConfig()
+    device = site.device
     per_node = workers_per_node(site.nodes or [""] * site.world_size)
     allowed = _allowed_types(config, device=device, per_node=per_node)
     tables = tables_of(model)
-    unpooled = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
-    one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
-    if one_by_one and not _OF_SEQUENCES & set(allowed):
-        raise InputError(
-            "ShardingConfig.sharding_types: must have a type for sequences "
-            f"({', '.join(sorted(one_by_one))}) on {device}, got "
-            f"{', '.join(config.sharding_types)}. Add table_wise."
-        )
     cached = config.uvm_caching and device == "cuda"
+    constraints = _constraints(model, config, allowed, device=device, cached=cached)
     limit = _table_memory_limit(config, site)
-    host_limit = _host_memory_limit(config, site.host_memory_bytes) if cached else None
-    sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
-    total_limit = (
-        limit
-        if host_limit is None
-        else _MemoryLimit(limit.size_bytes + host_limit.size_bytes, f"{limit}, and {host_limit}")
-    )
-    _check_table_memory(tables, sizes, allowed, world_size=site.world_size, limit=total_limit)
-    kernels = [EmbeddingComputeKernel.FUSED.value]
+    host_bytes = site.host_memory_bytes or site.memory_bytes
+    total_limit = limit
     if cached:
-        kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
-    if "data_parallel" in allowed:
-        # TorchRec offers it only for this sharding type
-        kernels.append(EmbeddingComputeKernel.DENSE.value)
-    constraints = {
-        name: ParameterConstraints(
-            sharding_types=[
-                kind for kind in allowed if name not in one_by_one or kind in _OF_SEQUENCES
-            ],
-            compute_kernels=kernels,
-            min_partition=min(config.min_column_width, dim),
-            cache_params=CacheParams(load_factor=config.uvm_cache_fraction) if cached else None,
-        )
-        for name, (_, dim) in tables.items()
-    }
-    host_bytes = (
-        host_limit.size_bytes if host_limit else site.host_memory_bytes or site.memory_bytes
-    )
-    on_gpu = {"hbm_cap_bytes": limit.size_bytes, "ddr_cap_bytes": host_bytes}
-    capacity = {"ddr_cap_bytes": limit.size_bytes} if device == "cpu" else on_gpu
+        host_limit = _host_memory_limit(config, site.host_memory_bytes)
+        host_bytes = host_limit.size_bytes
+        total_limit = _MemoryLimit(limit.size_bytes + host_bytes, f"{limit}, and {host_limit}")
+    sizes = {name: table_bytes(rows, dim, state_bytes) for name, (rows, dim) in tables.items()}
+    _check_table_memory(tables, sizes, allowed, world_size=site.world_size, limit=total_limit)
     planner = EmbeddingShardingPlanner(
-        topology=TopologyFactory.create_topology(
-            # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only
-            # estimates traffic with it.
-            trainer_config=TrainerConfig(
-                world_size=site.world_size, local_world_size=math.gcd(*per_node), **capacity
-            ),
-            kernel_config=KernelConfig(compute_device=device),
-        ),
+        topology=_topology(site, per_node, limit.size_bytes, host_bytes),
         batch_size=batch_size,
         # Reserved above, also for host memory
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
@@ -221,25 +180,89 @@ def plan_sharding(
     try:
         plan = planner.plan(model, embedding_sharders(config, device=device))
     except PlannerError as error:
-        need = readable(sum(sizes.values()))
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
-        raise InputError(
-            f"sharding: no plan found for {len(tables)} tables ({need}) on {site.world_size} "
-            f"workers with {total_limit} each for tables, in addition to batches of {batch_size} "
-            f"rows ({reason}). Use more workers or memory, a smaller batch_size or embedding_dim, "
-            "or a higher min_count."
-        ) from error
+        raise _no_plan(error, sizes, site, total_limit, batch_size) from error
     rows = placements(plan, model, state_bytes=state_bytes)
     _check_gradient_memory(rows, device=device, limit=limit)
     if cached and site.host_memory_bytes is not None:
-        _check_host_memory(
-            rows, host_bytes=int(site.host_memory_bytes * (1 - config.reserved_fraction))
-        )
+        usable_bytes = int(site.host_memory_bytes * (1 - config.reserved_fraction))
+        _check_host_memory(rows, host_bytes=usable_bytes)
     if site.devices is not None:
         _set_devices(plan, site.devices)
     return plan
+
+
+def _no_plan(
+    error: PlannerError,
+    sizes: dict[str, int],
+    site: Site,
+    limit: _MemoryLimit,
+    batch_size: int,
+) -> InputError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0] if lines else type(error).__name__
+    return InputError(
+        f"sharding: no plan found for {len(sizes)} tables ({readable(sum(sizes.values()))}) on "
+        f"{site.world_size} workers with {limit} each for tables, in addition to batches of "
+        f"{batch_size} rows ({reason}). Use more workers or memory, a smaller batch_size or "
+        "embedding_dim, or a higher min_count."
+    )
+
+
+def _topology(site: Site, per_node: Sequence[int], limit_bytes: int, host_bytes: int) -> Topology:
+    from torchrec.distributed.planner.types import KernelConfig, TopologyFactory, TrainerConfig
+
+    on_gpu = {"hbm_cap_bytes": limit_bytes, "ddr_cap_bytes": host_bytes}
+    capacity = {"ddr_cap_bytes": limit_bytes} if site.device == "cpu" else on_gpu
+    return TopologyFactory.create_topology(
+        # With unequal nodes, the greatest common divisor: TorchRec takes one number, and only
+        # estimates traffic with it.
+        trainer_config=TrainerConfig(
+            world_size=site.world_size, local_world_size=math.gcd(*per_node), **capacity
+        ),
+        kernel_config=KernelConfig(compute_device=site.device),
+    )
+
+
+def _constraints(
+    model: nn.Module,
+    config: ShardingConfig,
+    allowed: Sequence[ShardingType],
+    *,
+    device: str,
+    cached: bool,
+) -> dict[str, ParameterConstraints]:
+    """Return the layouts and kernels that the planner may choose from, for each table of `model`.
+    Raises InputError without one for a table of sequences.
+    """
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+    from torchrec.distributed.planner import ParameterConstraints
+    from torchrec.distributed.types import CacheParams
+    from torchrec.modules.embedding_modules import EmbeddingCollection
+
+    unpooled = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
+    one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
+    of_sequences = [kind for kind in allowed if kind in _OF_SEQUENCES]
+    if one_by_one and not of_sequences:
+        raise InputError(
+            "ShardingConfig.sharding_types: must have a type for sequences "
+            f"({', '.join(sorted(one_by_one))}) on {device}, got "
+            f"{', '.join(config.sharding_types)}. Add table_wise."
+        )
+    kernels = [EmbeddingComputeKernel.FUSED.value]
+    if cached:
+        kernels.append(EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+    if "data_parallel" in allowed:
+        # TorchRec offers it only for this sharding type
+        kernels.append(EmbeddingComputeKernel.DENSE.value)
+    return {
+        name: ParameterConstraints(
+            sharding_types=list(of_sequences if name in one_by_one else allowed),
+            compute_kernels=kernels,
+            min_partition=min(config.min_column_width, dim),
+            cache_params=CacheParams(load_factor=config.uvm_cache_fraction) if cached else None,
+        )
+        for name, (_, dim) in tables_of(model).items()
+    }
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,6 @@ def count_columns(
     done = 0
     if not counters:
         return
-    assert tokens.flags.c_contiguous
     assert all(tokens.itemsize <= counter.dtype.itemsize for counter in counters)
     while True:
         pointers = (ctypes.c_void_p * len(counters))(

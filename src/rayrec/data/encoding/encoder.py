@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -244,9 +244,6 @@ def build_slots(categories: np.ndarray, ids: np.ndarray, out: np.ndarray) -> boo
     assert len(categories) == len(ids)
     assert len(out) > len(categories)
     assert len(out) & (len(out) - 1) == 0
-    assert categories.flags.c_contiguous
-    assert ids.flags.c_contiguous
-    assert out.flags.c_contiguous
     item_bytes = ctypes.c_int32(categories.itemsize)
     sizes = (len(categories), out, len(out))
     return not call(
@@ -258,7 +255,6 @@ def find_ids(categories: np.ndarray, slots: np.ndarray, unknown_id: int) -> np.n
     """Return the id of each category in a table of `build_slots`, unknown_id if absent, int32
     [categories].
     """
-    assert slots.flags.c_contiguous
     assert slots.dtype == np.uint64
     assert categories.dtype == (np.uint64 if slots.ndim == 2 else np.uint32)
     categories = np.ascontiguousarray(categories)
@@ -340,7 +336,7 @@ class Encoder:
         num_dense = block.numbers.shape[1]
         num_sparse = block.categories.shape[1]
         dense = np.empty((rows, len(self._numbers)), np.float32)
-        ids = np.empty((len(self._categories), rows), self._id_type)
+        ids: Any = np.empty((len(self._categories), rows), self._id_type)  # A sequence of rows
         matrices = (block.numbers, block.categories, block.missing)
         assert all(matrix.flags.c_contiguous for matrix in matrices)
         raw = CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)
@@ -359,7 +355,7 @@ class Encoder:
             ids.itemsize,
             rows,
         )
-        return dense, ids  # type: ignore[return-value]  # A matrix is a sequence of its rows
+        return dense, ids
 
     @cached_property
     def _c_columns(self) -> tuple[ctypes.Array[CDenseColumn], ctypes.Array[CSparseColumn]]:

@@ -83,18 +83,15 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
             vocabulary = np.concatenate([vocabulary, added])
         sparse.append(column)
         tokens.append(vocabulary)
-    owners = {
-        name: inputs.sparse[owner]
-        for name, owner in zip(inputs.sparse, inputs.vocabulary_owners, strict=True)
-    }
+    ends = old.constants.get(ENDS, {})
     constants = {
         **old.constants,
         "rows": old.constants.get("rows", 0) + counts.rows,
         # Appended categories may be more frequent than earlier ids.
         ENDS: {
-            name: ends
-            for name, ends in old.constants.get(ENDS, {}).items()
-            if not appended.get(owners[name])
+            name: ends[name]
+            for name, owner in zip(inputs.sparse, inputs.vocabulary_owners, strict=True)
+            if name in ends and not appended.get(inputs.sparse[owner])
         },
         "extends": old.hash(),
     }
@@ -138,32 +135,18 @@ def _extended(
     fresh = ~np.isin(new.tokens, vocabulary)
     added = new.tokens[fresh]
     num_old = len(vocabulary)
-    gap = old.gap
-    missing_id = old.missing_id
-    if preset.missing == "token" and new.gap is not None and missing_id == old.unknown_id:
-        # The empty field became frequent enough to be a separate category.
-        if gap is not None:
-            raise _gap_error(name)
-        gap = missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: new.gap]))
-    if (
-        old.has_unique_ids
-        and old.unknown_id == old.first_id + num_old + (old.gap is not None)
-        and len(added)
-    ):
-        # The row of unknown categories followed the vocabulary; it keeps its place, now in the
-        # middle.
-        if gap is not None:
-            raise _gap_error(name)
-        gap = old.unknown_id
+    gap, missing_id = _reserved_ids(preset, old, new, fresh, num_old, name)
     fixed = preset.num_embeddings[number] if preset.num_embeddings else None
     limit = fixed or preset.max_num_embeddings
     left_out = 0
     end = old.first_id + num_old + (gap is not None)
     if limit is not None and fixed is None and preset.beyond_limit == "hash":
         available = max(0, limit - end)
-        left_out, added = max(0, len(added) - available), added[:available]
+        left_out = max(0, len(added) - available)
+        added = added[:available]
     rows = max(old.num_embeddings, end + len(added))
-    rows = rows if limit is None else min(rows, limit)
+    if limit is not None:
+        rows = min(rows, limit)
     column = replace(
         old,
         num_embeddings=rows,
@@ -171,20 +154,43 @@ def _extended(
         gap=gap,
         missing_id=missing_id % rows,
     )
-    if (
-        preset.missing == "zero"
-        and old.missing_id == old.unknown_id
-        and len(zero := np.flatnonzero(added == 0))
-    ):
-        column = replace(column, missing_id=int(column.ids()[num_old + int(zero[0])]))
+    if preset.missing == "zero" and old.missing_id == old.unknown_id:
+        # Category 0, which means an empty field, has an id now.
+        for position in np.flatnonzero(added == 0).tolist():
+            column = replace(column, missing_id=int(column.ids()[num_old + position]))
     return column, added, left_out
 
 
-def _gap_error(name: str) -> InputError:
-    return InputError(
-        f"column {name}: its rows of empty fields and of unknown categories would both be in the "
-        "middle of the vocabulary; count all days again with a preset whose unknown_id is a number"
-    )
+def _reserved_ids(
+    preset: Preset,
+    old: SparseColumn,
+    new: VocabularyColumn,
+    fresh: np.ndarray,
+    num_old: int,
+    name: str,
+) -> tuple[int | None, int]:
+    """Return the id in the middle of an extended vocabulary that no category has, and that of empty
+    fields. `fresh` marks the tokens of `new` that are appended to `num_old` others. Raises
+    InputError for more than one id in the middle.
+    """
+    gaps = [] if old.gap is None else [old.gap]
+    missing_id = old.missing_id
+    if preset.missing == "token" and new.gap is not None and missing_id == old.unknown_id:
+        # The empty field became frequent enough to be a separate category.
+        missing_id = old.first_id + num_old + int(np.count_nonzero(fresh[: new.gap]))
+        gaps.append(missing_id)
+    follows = old.first_id + num_old + (old.gap is not None)
+    if old.has_unique_ids and old.unknown_id == follows and fresh.any():
+        # The row of unknown categories followed the vocabulary; it keeps its place, now in the
+        # middle.
+        gaps.append(old.unknown_id)
+    if len(gaps) > 1:
+        raise InputError(
+            f"column {name}: its rows of empty fields and of unknown categories would both be in "
+            "the middle of the vocabulary; count all days again with a preset whose unknown_id is "
+            "a number"
+        )
+    return (gaps[0] if gaps else None), missing_id
 
 
 _MAX_ID = 2**31 - 2
@@ -240,19 +246,7 @@ def _column_of(path: str, names: list[str]) -> str:
 def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[SparseColumn, np.ndarray]:
     """Return the rule and the vocabulary of a column's table."""
     values, ids = _read(path)
-    integers = (name,) if name in schema.integers else ()
-    alone = Schema(
-        label=None,
-        sparse=(name,),
-        tokens=schema.tokens,
-        integers=integers,
-        category_rules=schema.category_rules,
-    )
-    block, faults = parse_table(pa.table({name: values}), alone, path=path)
-    if faults.total:
-        raise InputError(f"{path}: {faults.describe()}")
-    tokens = block.categories[:, 0]
-    missing = block.is_missing(name)
+    tokens, missing = _tokens_of(values, schema, name, path)
     if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_ID:
         raise InputError(
             f"{path}: IDs must be from 0 to {_MAX_ID:,}, got {ids.min():,} to {ids.max():,}. "
@@ -262,18 +256,62 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
         raise InputError(f"{path}: a value has several IDs. Give each value one row")
     separate = ~missing & (ids != rules.unknown_id)
     order = np.argsort(ids[separate])
-    tokens, ordered = tokens[separate][order], ids[separate][order]
+    tokens = tokens[separate][order]
+    ordered = ids[separate][order]
+    missing_id = int(ids[missing][0]) if missing.any() else None
+    first, stop, gap = _id_range(ordered, missing_id, rules, path)
+    unknown_id = rules.unknown_id
+    if unknown_id is None:
+        unknown_id = max(stop, (missing_id or 0) + 1)
+    if missing_id is None:
+        zero = np.flatnonzero(tokens == 0).tolist() if rules.missing == "zero" else []
+        if zero:
+            missing_id = first + zero[0]
+        else:
+            missing_id = rules.missing if isinstance(rules.missing, int) else unknown_id
+            if first <= missing_id < stop:
+                raise InputError(
+                    f"{path}: ID {missing_id} of empty fields ({rules.name}) is a value's. Add an "
+                    "empty value"
+                )
+    rows = max(stop, unknown_id + 1, missing_id + 1)
+    return SparseColumn(rows, len(tokens), first, unknown_id, missing_id, gap), tokens
+
+
+def _tokens_of(
+    values: pa.Array, schema: Schema, name: str, path: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a table's values, and which are empty fields. Raises InputError for
+    values that cannot be in the column.
+    """
+    alone = Schema(
+        label=None,
+        sparse=(name,),
+        tokens=schema.tokens,
+        integers=(name,) if name in schema.integers else (),
+        category_rules=schema.category_rules,
+    )
+    block, faults = parse_table(pa.table({name: values}), alone, path=path)
+    if faults.total:
+        raise InputError(f"{path}: {faults.describe()}")
+    return block.categories[:, 0], block.is_missing(name)
+
+
+def _id_range(
+    ordered: np.ndarray, missing_id: int | None, rules: Preset, path: str
+) -> tuple[int, int, int | None]:
+    """Return the range [first, stop) of ascending ids, and the empty field's id if it is within.
+    Raises InputError for repeated ids and gaps.
+    """
+    if not len(ordered):
+        return rules.first_id, rules.first_id, None
     if len(repeated := ordered[1:][ordered[1:] == ordered[:-1]]):
         raise InputError(
             f"{path}: ID {repeated[0]:,} belongs to several values. Give each value an ID of its "
             "own"
         )
-    first, stop = (
-        (int(ordered[0]), int(ordered[-1]) + 1)
-        if len(ordered)
-        else (rules.first_id, rules.first_id)
-    )
-    missing_id = int(ids[missing][0]) if missing.any() else None
+    first = int(ordered[0])
+    stop = int(ordered[-1]) + 1
     gap = missing_id if missing_id is not None and first <= missing_id < stop else None
     unused = np.setdiff1d(np.arange(first, min(stop, first + len(ordered) + 1)), ordered)
     if len(unused := unused[unused != gap]):
@@ -281,23 +319,7 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
             f"{path}: IDs must have no gaps, but no value has ID {unused[0]:,}. Number the values "
             "consecutively"
         )
-    unknown_id = max(stop, (missing_id or 0) + 1) if rules.unknown_id is None else rules.unknown_id
-    if missing_id is None:
-        zero = np.flatnonzero(tokens == 0) if rules.missing == "zero" else tokens[:0]
-        missing_id = (
-            first + int(zero[0])
-            if len(zero)
-            else rules.missing
-            if isinstance(rules.missing, int)
-            else unknown_id
-        )
-        if not len(zero) and first <= missing_id < stop:
-            raise InputError(
-                f"{path}: ID {missing_id} of empty fields ({rules.name}) is a value's. Add an "
-                "empty value"
-            )
-    rows = max(stop, unknown_id + 1, missing_id + 1)
-    return SparseColumn(rows, len(tokens), first, unknown_id, missing_id, gap), tokens
+    return first, stop, gap
 
 
 def _read(path: str) -> tuple[pa.Array, np.ndarray]:

@@ -1,7 +1,7 @@
 """Row ranges of a log: training, validation, test, and days."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -209,7 +209,7 @@ class Split(SplitParts):
             "test": self.test_names,
         }
         days = _days(index)
-        part_of: list[str | None] = []
+        chosen = []
         for day in days:
             named = [
                 name
@@ -221,35 +221,49 @@ class Split(SplitParts):
                     f"split named_days: {day.name} is named for {' and '.join(named)}; name it "
                     "for one of them"
                 )
-            part_of.append(named[0] if named else (None if self.train_names else "train"))
-        for name, texts in patterns.items():
-            for pattern in texts:
-                if not any(_matches(day.name, pattern) for day in days):
-                    shown = ", ".join(day.name for day in days[:8]) + (
-                        f" and {len(days) - 8} more" if days[8:] else ""
-                    )
-                    raise InputError(
-                        f"split named_days: {name}_names: no day is named {pattern}; the log has "
-                        f"{shown}"
-                    )
-        split: dict[str, tuple[int, int]] = {}
-        for day, part in zip(days, part_of, strict=True):
-            if part is None:
-                continue
-            start, stop = split.get(part, (day.start, day.start))
-            if stop != day.start:
-                raise InputError(
-                    f"split named_days: the days of {part} are not adjacent at {day.name}; name "
-                    "adjacent days, or reorder them with --train-data.files"
-                )
-            split[part] = (start, day.stop)
+            # Without named training days, they are all that are not held out.
+            if named or not self.train_names:
+                chosen.append((named[0] if named else "train", day))
+        _check_days_exist(patterns, days)
+        split = _joined(
+            chosen,
+            "split named_days: the days",
+            "name adjacent days, or reorder them with --train-data.files",
+        )
         named = [name for name in NAMES if name == "train" or patterns[name]]
         empty = [name for name in named if name not in split or split[name][0] == split[name][1]]
         if empty:
             raise InputError(
                 f"split named_days: no rows for {' and '.join(empty)}; name other days"
             )
-        return {name: split[name] for name in NAMES if name in split}
+        return split
+
+
+def _check_days_exist(patterns: Mapping[str, Sequence[str]], days: Sequence[Slice]) -> None:
+    """Check that each named day of a part is one of the log. Raises InputError."""
+    for name, texts in patterns.items():
+        for pattern in texts:
+            if any(_matches(day.name, pattern) for day in days):
+                continue
+            shown = ", ".join(day.name for day in days[:8])
+            more = f" and {len(days) - 8} more" if days[8:] else ""
+            raise InputError(
+                f"split named_days: {name}_names: no day is named {pattern}; the log has "
+                f"{shown}{more}"
+            )
+
+
+def _joined(chosen: Iterable[tuple[str, Slice]], what: str, fix: str) -> dict[str, tuple[int, int]]:
+    """Return the row range of each part of a split, from its slices in log order. Raises InputError
+    if those of a part are not adjacent.
+    """
+    split: dict[str, tuple[int, int]] = {}
+    for part, piece in chosen:
+        start, stop = split.get(part, (piece.start, piece.start))
+        if stop != piece.start:
+            raise InputError(f"{what} of {part} are not adjacent at {piece.name}; {fix}")
+        split[part] = (start, piece.stop)
+    return {name: split[name] for name in NAMES if name in split}
 
 
 def _matches(day: str, pattern: str) -> bool:
@@ -297,7 +311,7 @@ def _partition(path: str) -> str:
 
 
 def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
-    split: dict[str, tuple[int, int]] = {}
+    chosen = []
     for segment in index.segments:
         base = source_of(segment.path)[1].rpartition("/")[2].lower()
         name = next((name for name in NAMES if base.startswith(name[:5])), None)
@@ -305,19 +319,15 @@ def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
             raise InputError(
                 f"split named_files: {segment.path} must begin with train, valid or test; rename it"
             )
-        start, stop = split.get(name, (segment.first_row, segment.first_row))
-        if stop != segment.first_row:
-            raise InputError(
-                f"split named_files: the files of {name} are not adjacent at {segment.path}; join "
-                "them"
-            )
-        split[name] = (start, segment.first_row + segment.rows)
+        stop = segment.first_row + segment.rows
+        chosen.append((name, Slice(segment.path, segment.first_row, stop)))
+    split = _joined(chosen, "split named_files: the files", "join them")
     missing = [name for name in NAMES[:2] if name not in split]
     if missing:
         raise InputError(
             f"split named_files: no file begins with {' or '.join(name[:5] for name in missing)}"
         )
-    return {name: split[name] for name in NAMES if name in split}
+    return split
 
 
 MAX_SLICES = 64

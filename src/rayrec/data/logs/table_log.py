@@ -76,6 +76,40 @@ def index_tables(
     )
     if cached := cache.read():
         return cached
+    parts = _prepared_parts(files, schema, segment_bytes, context)
+    total = sum(part.rows for part in parts)
+    chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
+    sized = grouped(
+        chunks,
+        lambda chunk: chunk[1],
+        max_bytes=_TASK_SEGMENTS * segment_bytes,
+        max_items=_TASK_FILES,
+    )
+    tasks = [[chunk for chunk, _ in task] for task in sized]
+    entries: list[SegmentEntry] = []
+    faults = Faults()
+    done = 0
+    results = context.engine.run(
+        "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
+    )
+    for task, result in zip(tasks, map(json_of, results), strict=True):
+        ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
+        results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
+        entries.extend(
+            SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges
+        )
+        faults.add(Faults.from_dict(result["faults"]))
+        done += sum(stop - start for _, start, stop in ranges)
+        context.progress("index (rows)", done, total)
+    return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
+
+
+def _prepared_parts(
+    files: Sequence[storage.File], schema: Schema, segment_bytes: int, context: TaskContext
+) -> list[ParquetPart]:
+    """Return the Parquet files with all rows of the log, after rewriting what cannot be shuffled.
+    Notes what is rewritten.
+    """
     assert context.cache_folder is not None
     folder = storage.absolute(storage.join(context.cache_folder, "tables"))
     unnamed = [file for file in files if not file.path.lower().endswith(".parquet")]
@@ -111,30 +145,7 @@ def index_tables(
         remove_older(
             folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten}
         )
-    chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
-    sized = grouped(
-        chunks,
-        lambda chunk: chunk[1],
-        max_bytes=_TASK_SEGMENTS * segment_bytes,
-        max_items=_TASK_FILES,
-    )
-    tasks = [[chunk for chunk, _ in task] for task in sized]
-    entries: list[SegmentEntry] = []
-    faults = Faults()
-    done = 0
-    results = context.engine.run(
-        "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
-    )
-    for task, result in zip(tasks, map(json_of, results), strict=True):
-        ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
-        results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
-        entries.extend(
-            SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges
-        )
-        faults.add(Faults.from_dict(result["faults"]))
-        done += sum(stop - start for _, start, stop in ranges)
-        context.progress("index (rows)", done, total)
-    return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
+    return parts
 
 
 def _prepare_task(

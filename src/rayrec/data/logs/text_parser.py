@@ -23,6 +23,8 @@ MAX_LINE_BYTES = 4096
 PADDING_BYTES = 64  # RAYREC_TEXT_PADDING
 
 
+# The structs of native/kernels.h, field by field. They point into arrays of this process, which
+# must outlive the call.
 class CLayout(ctypes.Structure):
     _fields_ = c_fields("int32 has_label num_dense num_sparse max_line_bytes")
 
@@ -82,8 +84,8 @@ class TextParser:
         line, at `first_byte` of file `path`. `labelled` is whether lines begin with a label. None:
         if the schema has one.
         """
+        # The kernel reads up to PADDING_BYTES beyond the text.
         assert text.dtype == np.uint8
-        assert text.flags.c_contiguous
         assert len(text) >= length + PADDING_BYTES
         schema = self.schema
         before = self.rows
@@ -103,33 +105,23 @@ class TextParser:
         rows = call("rayrec_parse", text, length, ctypes.byref(layout), ctypes.byref(out), *parsed)
         assert rows >= 0, "capacity is derived from the shortest possible row"
         self.rows += rows
-        if not np.count_nonzero(counts):
+        if not counts.any():
             return Faults()
         names = (*([schema.label or ""] * labelled), *schema.dense, *schema.sparse, "")
         located = [
             (start, FAULT_KINDS[kind], names[column])
             for start, kind, column in details[: num_details.value].tolist()
         ]
-        wrong = [
-            text[start : start + LABEL_LETTERS]
-            .tobytes()
-            .partition(b"\t")[0]
-            .decode("utf-8", "replace")
-            for start, kind, _ in located
-            if kind == LABEL_FAULT
-        ]
-        good = (
-            (str(int(label)) for label in np.unique(self._labels[before : self.rows]).tolist())
-            if wrong
-            else ()
+        by_kind = zip(FAULT_KINDS, counts.tolist(), strict=True)
+        faults = Faults(
+            {kind: count for kind, count in by_kind if count},
+            [Fault(path, first_byte + start, kind, name) for start, kind, name in located],
         )
-        return Faults(
-            labels={names[0]: distinct_labels([*wrong, *good])} if wrong else {},
-            counts={
-                kind: int(count) for kind, count in zip(FAULT_KINDS, counts, strict=True) if count
-            },
-            first=[Fault(path, first_byte + start, kind, name) for start, kind, name in located],
-        )
+        wrong = [_label_at(text, start) for start, kind, _ in located if kind == LABEL_FAULT]
+        if wrong:
+            good = np.unique(self._labels[before : self.rows]).astype(np.int64).astype(str)
+            faults.labels[names[0]] = distinct_labels([*wrong, *good.tolist()])
+        return faults
 
     def drop_after(self, row: int) -> None:
         """Drop the rows from number `row` on."""
@@ -151,6 +143,12 @@ class TextParser:
                 (path, start, stop) for (path, start), stop in zip(self._files, stops, strict=True)
             ),
         )
+
+
+def _label_at(text: np.ndarray, start: int) -> str:
+    """Return the text of the label at the start of a line, at most LABEL_LETTERS."""
+    line = text[start : start + LABEL_LETTERS].tobytes()
+    return line.partition(b"\t")[0].decode("utf-8", "replace")
 
 
 def parse(schema: Schema, text: bytes, *, path: str = "") -> tuple[RawBlock, Faults]:

@@ -412,7 +412,7 @@ def find_invalid_id(
             continue
         index = int(np.argmax(unsigned.reshape(-1) >= size))
         if isinstance(ids, JaggedIds):
-            row = int(np.searchsorted(ids.offsets(), index, side="right")) - 1
+            row = int(np.searchsorted(ids.offsets, index, side="right")) - 1
         else:
             row = index // (values.size // len(rows))
         return row, column, int(values.reshape(-1)[index])

@@ -181,19 +181,18 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
         raise InputError(f"format: must be one of {', '.join(WRITABLE_FORMATS)}, got {format!r}")
     if format == "parquet":
         return
-    schema = preprocessor.schema
-    hotness = preprocessor.hotness
-    if labelled and schema.weight:
+    schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
+    if schema.weight:
         raise InputError(
             f"format {format} cannot store the weights of column {schema.weight}. Use --format "
             "parquet."
         )
-    if labelled and (schema.labels or schema.timestamp):
-        names = ", ".join(
-            (*(label.name for label in schema.labels), *filter(None, [schema.timestamp]))
+    others = [*(label.name for label in schema.labels), *filter(None, [schema.timestamp])]
+    if others:
+        raise InputError(
+            f"format {format} cannot store columns {', '.join(others)}. Use --format parquet."
         )
-        raise InputError(f"format {format} cannot store columns {names}. Use --format parquet.")
-    for name, size in zip(preprocessor.inputs.sparse, hotness, strict=True):
+    for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:
             raise InputError(
                 f"format {format} cannot store the lists of column {name}. Use --format parquet."
@@ -203,9 +202,13 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
                 f"format {format} stores one id per column, {name} has {size}. Use --format "
                 "parquet."
             )
-    if format != "binary":
-        return
-    if schema.tokens != "hexadecimal":
+    if format == "binary":
+        _check_binary(preprocessor)
+
+
+def _check_binary(preprocessor: Preprocessor) -> None:
+    """Check that rows of 32-bit integers can store the Preprocessor's output. Raises InputError."""
+    if preprocessor.schema.tokens != "hexadecimal":
         raise InputError(
             "format binary stores integers, but tokens: any allows other numbers. Use --format "
             "npy or parquet."
@@ -370,6 +373,8 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     return EncodedRows(dense, ids, labels, weights, timestamps=timestamps)
 
 
+# Pointers to the addresses and the first positions of some runs of rows, as in native/kernels.h.
+# The arrays behind them must live as long as the call.
 class _CRuns(ctypes.Structure):
     _fields_ = c_fields("void* rows starts; int64 count")
 

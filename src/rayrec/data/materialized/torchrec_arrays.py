@@ -14,6 +14,7 @@ import re
 import struct
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Literal
@@ -95,7 +96,7 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
             f"{kinds[0]}."
         )
     kind = ids or kinds[0]
-    days = []
+    days: list[Day] = []
     for name in names or sorted(files_by_stem, key=_natural_key):
         files = files_by_stem.get(name, {})
         missing = [part for part in ("dense", "labels", kind) if part not in files]
@@ -106,18 +107,22 @@ def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[st
                 "days with --files."
             )
         days.append(_day(name, [files["dense"], files["labels"], files[kind]]))
-    for day in days[1:]:
-        for one, first in zip(day.matrices, days[0].matrices, strict=False):
-            if one.columns != first.columns:
-                raise InputError(
-                    f"{one.file}: array {one.name} must have {first.columns} columns as in "
-                    f"{first.file}, got {one.columns}"
-                )
-        if len(day.matrices) != len(days[0].matrices):
-            raise InputError(
-                f"{day.plans[2].name}: columns do not match those of {days[0].plans[2].name}"
-            )
+        _check_same_columns(days[-1], days[0])
     return days
+
+
+def _check_same_columns(day: Day, first_day: Day) -> None:
+    """Check that a day has the columns of the first one. Raises InputError."""
+    for one, first in zip(day.matrices, first_day.matrices, strict=False):
+        if one.columns != first.columns:
+            raise InputError(
+                f"{one.file}: array {one.name} must have {first.columns} columns as in "
+                f"{first.file}, got {one.columns}"
+            )
+    if len(day.matrices) != len(first_day.matrices):
+        raise InputError(
+            f"{day.plans[2].name}: columns do not match those of {first_day.plans[2].name}"
+        )
 
 
 def _named_files(folders: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -344,9 +349,7 @@ class ScanResult:
             np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min)
         )
         merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
-        unlabelled = [0] * len(days)
-        faulty: list[dict[str, list[int]]] = [{_NOT_FINITE: [], LABEL_FAULT: []} for _ in days]
-        counts: list[dict[str, int]] = [{_NOT_FINITE: 0, LABEL_FAULT: 0} for _ in days]
+        of_days = [_DayFaults() for _ in days]
         for row_range, reply in zip(row_ranges(days), results, strict=True):
             np.minimum(self.min_ids, reply["lowest"], out=self.min_ids)
             np.maximum(self.max_ids, reply["highest"], out=self.max_ids)
@@ -358,16 +361,15 @@ class ScanResult:
                     before + length,
                     combine(of_before, checksum, length),
                 )
-            unlabelled[row_range.day] += reply["unlabelled"]
             if reply["labels"]:
                 self.faults.add(Faults(labels={"labels": reply["labels"]}))
-            for kind, rows in reply["faulty"].items():
-                counts[row_range.day][kind] += reply["faults"][kind]
-                faulty[row_range.day][kind] += rows[
-                    : MAX_FAULTY_ROWS + 1 - len(faulty[row_range.day][kind])
-                ]
+            of_days[row_range.day].add(reply)
         self.ranges = list(merged.values())
-        bare = [day.name for day, count in zip(days, unlabelled, strict=True) if count == day.rows]
+        bare = [
+            day.name
+            for day, of_day in zip(days, of_days, strict=True)
+            if of_day.unlabelled == day.rows
+        ]
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
             labelled_days = " ".join(day.name for day in days if day.name not in bare)
@@ -375,21 +377,43 @@ class ScanResult:
                 f"{bare[0]}: all labels are {UNLABELLED}, so unlabelled. Exclude it with --files "
                 f"{labelled_days}."
             )
-        for day, of_day, count_of in zip(days, faulty, counts, strict=True):
+        for day, of_day in zip(days, of_days, strict=True):
             if not self.labelled:
-                del of_day[LABEL_FAULT], count_of[LABEL_FAULT]
-            files = {_NOT_FINITE: day.paths[0], LABEL_FAULT: day.paths[1]}
-            faults = [
-                Fault(files[kind], None, kind, "", row)
-                for kind in of_day
-                for row in of_day[kind][: Faults.keep]
-            ]
-            kinds = {kind: count for kind, count in count_of.items() if count}
-            self.faults.add(Faults(kinds, sorted(faults, key=lambda fault: fault.row or 0)))
-            self.faulty_rows.append(
-                np.unique(np.array([row for rows in of_day.values() for row in rows], np.int64))
-            )
+                of_day.rows.pop(LABEL_FAULT, None)
+                del of_day.counts[LABEL_FAULT]
+            self.faults.add(of_day.faults(day))
+            rows = [np.empty(0, np.int64), *map(np.array, of_day.rows.values())]
+            self.faulty_rows.append(np.unique(np.concatenate(rows).astype(np.int64)))
         return self
+
+
+@dataclass
+class _DayFaults:
+    """Invalid rows of one day."""
+
+    unlabelled: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Number of invalid rows by kind."""
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    """First invalid rows by kind, at most one more than can be stored."""
+
+    def add(self, reply: dict[str, Any]) -> None:
+        """Add the rows of one result of `scan`."""
+        self.unlabelled += reply["unlabelled"]
+        self.counts += Counter(reply["faults"])
+        for kind, rows in reply["faulty"].items():
+            known = self.rows.setdefault(kind, [])
+            known += rows[: MAX_FAULTY_ROWS + 1 - len(known)]
+
+    def faults(self, day: Day) -> Faults:
+        """Return the counts, and the first rows of each kind in row order."""
+        files = {_NOT_FINITE: day.paths[0], LABEL_FAULT: day.paths[1]}
+        first = [
+            Fault(files[kind], None, kind, "", row)
+            for kind, rows in self.rows.items()
+            for row in rows[: Faults.keep]
+        ]
+        return Faults(dict(self.counts), sorted(first, key=lambda fault: fault.row or 0))
 
 
 def preprocessor_of(

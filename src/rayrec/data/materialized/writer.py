@@ -65,7 +65,8 @@ def preprocess(
     existing `out`, an unfinished job with other inputs, or a small disk.
     """
     start_s = time.perf_counter()
-    out, output = storage.absolute(out).rstrip("/"), Output(**settings)
+    out = storage.absolute(out).rstrip("/")
+    output = Output(**settings)
     _check_target(index, out, output)
     check(output.format, preprocessor, labelled=output.labelled)
     layout = lay_out(index, preprocessor, output)
@@ -79,67 +80,84 @@ def preprocess(
         "shuffle": output.shuffle,
         "seed": output.seed if output.shuffle == "full" else None,
     }
-    job_inputs = {
-        **identity,
-        "log": _identity(index, sources),
-        "segments_per_task": output.segments_per_task,
-    }
-    schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
-    with resumable_job(out, job_inputs, last_file=MANIFEST) as running:
-        folder = running.folder
-        saved = storage.join(running.folder.path, "preprocessor")
-        if not storage.is_url(out):
-            _check_disk(folder.path, layout, preprocessor, index.rows, output)
-        if not running.resumed:
-            with folder.disk_errors():
-                create_files(folder.path, layout.all_plans)
-                preprocessor.save(saved)
-        # Spark's tasks load it.
-        shared = (
-            put_preprocessor(preprocessor, engine) if isinstance(engine, StreamEngine) else saved
-        )
-        job = Job(folder, output.format, schema, shared)
+    log = {"log": _identity(index, sources), "segments_per_task": output.segments_per_task}
+    with resumable_job(out, {**identity, **log}, last_file=MANIFEST) as running:
+        job = _started(running, index, layout, preprocessor, engine, output)
         replies = running.finished("write", layout.tasks)
         done = before = sum(of_task["rows"] for of_task in replies.values())
         if running.resumed:
-            note(f"Resuming {folder.path}, {done:,} of {index.rows:,} rows done")
+            note(f"Resuming {running.folder.path}, {done:,} of {index.rows:,} rows done")
         for of_task in _run(running, engine, job, layout, set(replies), output):
             replies[of_task["number"]] = of_task
             done += of_task["rows"]
             progress(done)
         results = [replies[task.number] for task in layout.tasks]
-        if layout.plans:
-            files = finish_files(
-                folder.path,
-                layout.all_plans,
-                (range_ for of_task in results for range_ in of_task["ranges"]),
-            )
-        else:
-            files = [of_task["file"] for of_task in results]
-        manifest = {
-            **identity,
-            "preset": preprocessor.preset,
-            "schema": preprocessor.schema.to_dict(),
-            "rows": index.rows,
-            "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],
-            "faults": index.faults.to_dict(),
-            **layout.manifest(index),
-            "hash": hash_of(files),
-            "files": files,
-            "parquet": [of_task["parquet"] for of_task in results if "parquet" in of_task],
-        }
-        write_manifest(folder.path, manifest)
+        schema = preprocessor.schema.to_dict()
+        described = {**identity, "preset": preprocessor.preset, "schema": schema}
+        manifest = _manifest(running.folder.path, described, index, sources, layout, results)
+        write_manifest(running.folder.path, manifest)
     seconds = time.perf_counter() - start_s
-    size_bytes = sum(file["bytes"] for file in files)
-    speed = (index.rows - before) / seconds
-    result = {
+    size_bytes = sum(file["bytes"] for file in manifest["files"])
+    return {
         "rows": index.rows,
         "out": out,
         "format": output.format,
         "hash": manifest["hash"],
         "bytes": size_bytes,
+        "seconds": seconds,
+        "rows_per_s": (index.rows - before) / seconds,
     }
-    return {**result, "seconds": seconds, "rows_per_s": speed}
+
+
+def _started(
+    running: ResumableJob,
+    index: LogIndex,
+    layout: Layout,
+    preprocessor: Preprocessor,
+    engine: Engine,
+    output: Output,
+) -> Job:
+    """Write what precedes the tasks, unless an earlier call did, and return the tasks' settings.
+    Raises InputError for a small disk.
+    """
+    folder = running.folder
+    saved = storage.join(folder.path, "preprocessor")
+    if not storage.is_url(folder.path):
+        _check_disk(folder.path, layout, preprocessor, index.rows, output)
+    if not running.resumed:
+        with folder.disk_errors():
+            create_files(folder.path, layout.all_plans)
+            preprocessor.save(saved)
+    # Spark's tasks load it.
+    shared = put_preprocessor(preprocessor, engine) if isinstance(engine, StreamEngine) else saved
+    schema = preprocessor.schema if output.labelled else preprocessor.schema.unlabelled()
+    return Job(folder, output.format, schema, shared)
+
+
+def _manifest(
+    folder: str,
+    described: dict[str, Any],
+    index: LogIndex,
+    sources: Sequence[storage.File],
+    layout: Layout,
+    results: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return the manifest of the complete files in a folder. `described` are its first entries."""
+    if layout.plans:
+        ranges = (range_ for of_task in results for range_ in of_task["ranges"])
+        files = finish_files(folder, layout.all_plans, ranges)
+    else:
+        files = [of_task["file"] for of_task in results]
+    return {
+        **described,
+        "rows": index.rows,
+        "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],
+        "faults": index.faults.to_dict(),
+        **layout.manifest(index),
+        "hash": hash_of(files),
+        "files": files,
+        "parquet": [of_task["parquet"] for of_task in results if "parquet" in of_task],
+    }
 
 
 def _check_target(index: LogIndex, out: str, output: Output) -> None:

@@ -187,10 +187,9 @@ class Index:
         Raises InputError without one.
         """
         encodings = {column: encoding for column, encoding, _ in self.columns}
-        guesses = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
-        selected = name or (
-            guesses[0] if guesses else next(iter(encodings)) if len(encodings) == 1 else None
-        )
+        usual = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
+        only = list(encodings) if len(encodings) == 1 else []
+        selected = name or next(iter([*usual, *only]), None)
         described = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
         if selected not in encodings:
             hint = f", {name} not found" if name else ""

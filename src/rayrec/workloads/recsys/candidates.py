@@ -154,7 +154,7 @@ def count_targets(ids: np.ndarray | JaggedIds, candidates: CandidateRows) -> tup
     if not isinstance(ids, JaggedIds):
         return len(ids), int(candidates.contains(ids).sum()), int(len(ids) > 0)
     is_target = np.ones(len(ids.values), bool)
-    is_target[ids.offsets()[:-1][ids.lengths > 0]] = False
+    is_target[ids.offsets[:-1][ids.lengths > 0]] = False
     return (
         int(is_target.sum()),
         int((is_target & candidates.contains(ids.values)).sum()),

@@ -282,7 +282,7 @@ def _lookup(ids: Ids) -> Lookup:
     if not isinstance(ids, JaggedIds):
         return Lookup(np.ascontiguousarray(ids))
     weights = None if ids.weights is None else np.ascontiguousarray(ids.weights)
-    return Lookup(np.ascontiguousarray(ids.values), ids.offsets(), weights)
+    return Lookup(np.ascontiguousarray(ids.values), ids.offsets, weights)
 
 
 def _as_bags(ids: Ids) -> JaggedIds:
