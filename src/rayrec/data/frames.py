@@ -53,14 +53,16 @@ def transform(
 
 
 @overload
-def transform(preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table) -> pa.Table: ...
-
-
-# Last, because a DataFrame is Any to mypy: pandas has no types.
-@overload
 def transform(
     preprocessor: Preprocessor | str | os.PathLike[str], data: pandas.DataFrame
 ) -> pandas.DataFrame: ...
+
+
+# To mypy, a DataFrame is Any, because pandas has no types: it holds the next case for unreachable.
+@overload
+def transform(  # type: ignore[overload-cannot-match]
+    preprocessor: Preprocessor | str | os.PathLike[str], data: pa.Table
+) -> pa.Table: ...
 
 
 def transform(

@@ -71,13 +71,12 @@ def _defaults(name: object, recipe: Recipe | Sequence[Recipe] | None, source: st
     """Return the configuration of the recipe with a name: one of those given, else a built-in one.
     Raises InputError.
     """
-    is_single = callable(recipe)
-    defaults = [custom() for custom in ([recipe] if is_single else recipe or ())]
+    defaults = [custom() for custom in ([recipe] if callable(recipe) else recipe or ())]
     for config in defaults:
         if config.recipe == name:
             return config
     # A single recipe must be the one; of several, the text may name a built-in one instead.
-    if defaults and (is_single or str(name) not in ALL):
+    if defaults and (callable(recipe) or str(name) not in ALL):
         names = ", ".join(repr(config.recipe) for config in defaults)
         raise InputError(f"{source}: belongs to recipe {name!r}, got recipe {names}")
     return _built_in(name, where=f"{source}: ")()
