@@ -63,8 +63,8 @@ class Prefetcher(Generic[T]):
     generator and closes it.
     """
 
-    # Neither side may wait for the other without end: a reader that was told to stop must not wait
-    # for data tasks on lost nodes, and the thread must not wait for a reader that is gone. So both
+    # Neither side may wait for the other without end. A reader that must stop must not wait for
+    # data tasks on lost nodes, and the thread must not wait for a reader that is gone. So both
     # wait in intervals of _POLL_S, and look at `stop` and `_closed` in between. The thread is a
     # daemon, since a generator that waits for lost nodes cannot be interrupted at the process's
     # end. Only the thread may run or close the generator, which Python allows one thread at a time.

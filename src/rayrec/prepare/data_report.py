@@ -434,7 +434,7 @@ _GATE_TEXTS: Final[dict[str, tuple[str, str]]] = {
     ),
     "max_duplicate_rate": ("{:.3%} of the rows repeat an earlier one", "drop them"),
 }
-"""What a value of each gate is, and the fix, in the order of reports."""
+"""Meaning of each gate's value, and the fix, in report order."""
 
 
 def _limited(content: dict[str, Any]) -> dict[str, list[_Value]]:

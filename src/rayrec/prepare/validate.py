@@ -327,8 +327,8 @@ def _hash_shift(rows: int, memory_bytes: int | None) -> int:
     """Return the shift for which one in 2^shift row hashes, stored twice while they are collected,
     fits the memory.
     """
-    most = (memory_bytes or _HASH_BYTES) // 16
-    return max(0, (-(-rows // most) - 1).bit_length()) if rows else 0
+    max_rows = (memory_bytes or _HASH_BYTES) // 16
+    return max(0, (-(-rows // max_rows) - 1).bit_length()) if rows else 0
 
 
 def examine(

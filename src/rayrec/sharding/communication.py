@@ -255,7 +255,7 @@ def _add_vectors(
     to_owner: bool,
 ) -> None:
     """Add the exchange of a table's embeddings, or of their gradients with `to_owner`. `pooled`:
-    bytes of the sums; `vectors`: of these and of the single embeddings.
+    bytes of the sums. `vectors`: bytes of the sums and the single embeddings.
     """
     ranks = sorted(table.bytes_of_rank)
     if table.sharding_type == "row_wise" and pooled:

@@ -253,16 +253,18 @@ def _check_days_exist(patterns: Mapping[str, Sequence[str]], days: Sequence[Slic
             )
 
 
-def _joined(chosen: Iterable[tuple[str, Slice]], what: str, fix: str) -> dict[str, tuple[int, int]]:
+def _joined(
+    chosen: Iterable[tuple[str, Slice]], names: str, fix: str
+) -> dict[str, tuple[int, int]]:
     """Return the row range of each part of a split, from its slices in log order. Raises InputError
     if those of a part are not adjacent.
     """
     split: dict[str, tuple[int, int]] = {}
-    for part, piece in chosen:
-        start, stop = split.get(part, (piece.start, piece.start))
-        if stop != piece.start:
-            raise InputError(f"{what} of {part} are not adjacent at {piece.name}; {fix}")
-        split[part] = (start, piece.stop)
+    for part, rows in chosen:
+        start, stop = split.get(part, (rows.start, rows.start))
+        if stop != rows.start:
+            raise InputError(f"{names} of {part} are not adjacent at {rows.name}; {fix}")
+        split[part] = (start, rows.stop)
     return {name: split[name] for name in NAMES if name in split}
 
 

@@ -187,10 +187,10 @@ def check(format: str, preprocessor: Preprocessor, *, labelled: bool) -> None:
             f"format {format} cannot store the weights of column {schema.weight}. Use --format "
             "parquet."
         )
-    others = [*(label.name for label in schema.labels), *filter(None, [schema.timestamp])]
-    if others:
+    unsupported = [*(label.name for label in schema.labels), *filter(None, [schema.timestamp])]
+    if unsupported:
         raise InputError(
-            f"format {format} cannot store columns {', '.join(others)}. Use --format parquet."
+            f"format {format} cannot store columns {', '.join(unsupported)}. Use --format parquet."
         )
     for name, size in zip(preprocessor.inputs.sparse, preprocessor.hotness, strict=True):
         if size is None:

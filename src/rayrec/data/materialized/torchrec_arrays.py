@@ -402,8 +402,8 @@ class _DayFaults:
         self.unlabelled += reply["unlabelled"]
         self.counts += Counter(reply["faults"])
         for kind, rows in reply["faulty"].items():
-            known = self.rows.setdefault(kind, [])
-            known += rows[: MAX_FAULTY_ROWS + 1 - len(known)]
+            stored = self.rows.setdefault(kind, [])
+            stored += rows[: MAX_FAULTY_ROWS + 1 - len(stored)]
 
     def faults(self, day: Day) -> Faults:
         """Return the counts, and the first rows of each kind in row order."""
