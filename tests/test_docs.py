@@ -43,8 +43,8 @@ from hosts.browser import SCHEMES, WIDTHS, chromium, opened
 
 import rayrec
 from rayrec import models, recipes
-from rayrec.cli.flags import SWITCHES, recipe_flags
-from rayrec.cli.parser import command_flags, flag_names
+from rayrec.cli.flags import SWITCHES, Flag, recipe_flags
+from rayrec.cli.parser import command_flags
 from rayrec.commands import COMMANDS
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import FULL_DAYS, KAGGLE_FILES, SMALL_DAYS
@@ -884,6 +884,10 @@ def test_every_kind_of_event_is_described() -> None:
     assert {kind for kind, _ in script("tools", "reference").logged_events()} | {
         INCOMPLETE_LINE
     } == set(KINDS)
+
+
+def flag_names(flags: list[Flag]) -> list[str]:
+    return [name for flag in flags for name in (*flag.names, *flag.negative_names)]
 
 
 @pytest.fixture(scope="module")

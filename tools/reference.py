@@ -21,12 +21,12 @@ from typing import Any
 
 import rayrec
 from rayrec import models
-from rayrec.cli.flags import MISSING, SWITCHES, Flag, flag_name, metavar_of
+from rayrec.cli.flags import MISSING, SWITCHES, Flag, field_docs, flag_name, metavar_of
 from rayrec.cli.help import STATUSES, usage
 from rayrec.cli.parser import command_flags
 from rayrec.commands import COMMANDS
 from rayrec.commands.settings import ALIASES
-from rayrec.config import Config, field_docs
+from rayrec.config import Config
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.models.heads import label_heads
 from rayrec.observe.events import KINDS
@@ -115,8 +115,8 @@ def commands_page() -> str:
 
 
 def _flag(flag: Flag) -> tuple[object, ...]:
-    names = [flag.name, *([flag.negative] if flag.pair else [])]
-    name = ", ".join(f"`--{name}`" for name in names) if flag.name else f"`{flag.metavar}`"
+    names = [*flag.names[:1], *flag.negative_names] or [flag.metavar]
+    name = ", ".join(f"`{name}`" for name in names)
     value = (
         "none"
         if flag.type is bool

@@ -4,14 +4,10 @@ YAML, and hashed.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import hashlib
-import inspect
-import itertools
 import json
-import textwrap
 import typing
 import warnings
 from collections.abc import Mapping
@@ -362,25 +358,6 @@ def _merged(before: Any, value: Any) -> Any:
             **{name: _merged(earlier.get(name), inner) for name, inner in value.items()},
         }
     return {**earlier, TEXT: value} if isinstance(before, dict) else value
-
-
-@lru_cache(maxsize=1024)
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a class and its bases."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        if base is Config:
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for line, after in itertools.pairwise(definition.body):
-            if (
-                isinstance(line, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                docs[ast.unparse(line.target)] = str(after.value.value)
-    return docs
 
 
 def line_of(error: BaseException) -> str:

@@ -1,16 +1,15 @@
-"""Flags of commands, from arguments and configuration fields, and the selection of a recipe's help.
-Imports no parser.
-"""
+"""Flags of commands, from arguments and configuration fields, and the main ones of a recipe."""
 
 import dataclasses
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from rayrec.commands.settings import ALIASES, COMPANIONS, resolve_alias, text_metavar
-from rayrec.config import Config, InputError, default_of, field_docs, field_types, packaged_json
+from rayrec.config import Config, InputError, default_of, field_types, packaged_json
 
 SWITCHES = {
     "--json": "print JSON instead of tables (default into a pipe)",
@@ -20,6 +19,19 @@ SWITCHES = {
 """Flags of all commands, parsed before the others."""
 
 MISSING = dataclasses.MISSING
+
+
+@lru_cache(maxsize=1024)
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a class and its bases."""
+    from docstring_parser import parse_from_object
+
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base) and base is not Config:
+            fields = parse_from_object(base).params
+            docs.update({field.arg_name: field.description or "" for field in fields})
+    return docs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,31 +55,38 @@ class Flag:
     read: Callable[[str, str], Any] | None = None
     pair: bool = False
     """Whether the flag has a negative form: --name and --no-name."""
+    group: str = ""
+    """Heading in the help."""
 
     @property
     def text(self) -> str:
         """Help text, by default from the docstring of the field."""
         if self.owner is None:
             return self.help
-        docs = field_docs(self.owner)  # type: ignore[arg-type]
+        docs = field_docs(self.owner)
         return self.help or " ".join(docs.get(self.path.rpartition(".")[2], "").split())
 
     @property
-    def negative(self) -> str:
-        owner, dot, name = self.name.rpartition(".")
-        return f"{owner}{dot}no-{name}"
+    def is_unset(self) -> bool:
+        """Whether the default is None, False or empty, which the help does not show."""
+        return self.value is None or self.value is False or self.value == ()
+
+    @property
+    def names(self) -> list[str]:
+        """Names with dashes."""
+        return [f"--{name}" for name in (self.name, *self.aliases) if name]
+
+    @property
+    def negative_names(self) -> list[str]:
+        """Negative form of the name, if any."""
+        owner, dot, last = self.name.rpartition(".")
+        return [f"--{owner}{dot}no-{last}"] if self.pair else []
 
     @property
     def shown(self) -> str:
-        """Flag and metavar, for the help."""
-        if self.type is bool:
-            return f"--{self.name}, --{self.negative}" if self.pair else f"--{self.name}"
+        """Flag and metavar, for usage and errors."""
         metavar = self.metavar or metavar_of(self.type)
-        return (
-            " ".join([*(f"--{name}" for name in (self.name, *self.aliases[:1]) if name), metavar])
-            if self.name
-            else metavar
-        )
+        return " ".join(word for word in (*self.names[:1], metavar) if word)
 
 
 def flag_name(path: str) -> str:
@@ -133,68 +152,47 @@ def metavar_of(kind: Any) -> str:
         elif origin is tuple and Ellipsis not in inner:
             metavars.append(" ".join(map(metavar_of, inner)))
         elif origin is not None and inner and origin is not type(None) and takes_many(member):
-            metavars.append(f"{metavar_of(inner[0])} ...")
+            metavars.append(f"{metavar_of(inner[0])} ...".strip())
         elif member in _NAMES:
             metavars.append(_NAMES[member])
     return " | ".join(metavars)
 
 
-def value_of(flag: Flag, words: list[str]) -> Any:
-    """Parse the words given for a flag. Raises InputError if they do not match its type."""
-    label = f"--{flag.name}" if flag.name else flag.metavar or flag.path
-    if flag.read is not None and len(words) == 1:
-        return flag.read(label, words[0])
-    for member in members(flag.type):
+def value_of(flag: Flag, words: list[str] | bool) -> Any:
+    """Convert the words given for a flag to its type. Raises InputError."""
+    import pydantic
+
+    if isinstance(words, bool):
+        return words
+    if not takes_many(flag.type):
+        words = words[-1:]  # Of a flag set several times, the last one counts.
+    label = flag.names[0] if flag.name else flag.shown
+    if flag.read is not None:
+        return flag.read(label, ",".join(words))
+    adapter = pydantic.TypeAdapter(flag.type)
+    errors = []
+    for candidate in _candidates(flag.type, words):
         try:
-            return _read(member, words)
-        except (ValueError, KeyError):
-            continue
-    expected = " or ".join(
-        dict.fromkeys(
-            map(_expected, (each for each in members(flag.type) if each is not type(None)))
-        )
-    )
-    raise InputError(f"{label}: must be {expected}, got {' '.join(words)!r}")
+            return adapter.validate_python(candidate)
+        except pydantic.ValidationError as error:
+            errors.append(error)
+    messages = dict.fromkeys(detail["msg"] for detail in errors[0].errors())
+    expected = " or ".join(messages).replace("Input should", "must")
+    raise InputError(f"{label}: {expected}, got {' '.join(words)!r}")
 
 
-def _read(kind: Any, words: list[str]) -> Any:
-    origin = typing.get_origin(kind)
-    inner = typing.get_args(kind)
-    if origin is dict:
-        return {
-            _read(inner[0], [name]): _read(inner[1], [value])
-            for name, value in zip(words[::2], words[1::2], strict=True)
-        }
-    if origin is tuple and Ellipsis not in inner:
-        return tuple(_read(each, [word]) for each, word in zip(inner, words, strict=True))
-    if origin in (tuple, _SEQUENCE):
-        return tuple(_read(inner[0], [word]) for word in words)
-    (word,) = words
-    if origin is Literal:
-        return {str(value): value for value in inner}[word]
-    if kind is type(None):
-        return {"None": None}[word]
-    if kind in (int, float, str):
-        return kind(word)
-    raise ValueError
-
-
-def _expected(kind: Any, many: bool = False) -> str:
-    origin = typing.get_origin(kind)
-    inner = typing.get_args(kind)
-    if origin is Literal:
-        return f"{'any of ' if many else ''}{' or '.join(map(str, inner))}"
-    if origin is dict:
-        return "names, each followed by a number"
-    if origin is tuple and Ellipsis not in inner:
-        return f"{len(inner)} {_expected(inner[0], True)}"
-    if origin in (tuple, _SEQUENCE):
-        return _expected(inner[0], True)
-    singular, plural = {
-        int: ("a whole number", "whole numbers"),
-        float: ("a number", "numbers"),
-    }.get(kind, ("text", "texts"))
-    return plural if many else singular
+def _candidates(kind: Any, words: list[str]) -> Iterator[Any]:
+    """Yield the values that words may stand for, first the usual one."""
+    has_names = any(typing.get_origin(member) is dict for member in members(kind))
+    if has_names and len(words) % 2 == 0:
+        yield dict(zip(words[::2], words[1::2], strict=True))
+    if len(words) != 1 or takes_many(kind):
+        yield words
+    if len(words) == 1:
+        yield words[0]
+        # A Literal of numbers and None accept no text.
+        yield {"None": None}.get(words[0], words[0])
+        yield int(words[0]) if words[0].isdecimal() else words[0]
 
 
 class Short(NamedTuple):
@@ -221,23 +219,18 @@ def recipe_flags(config: Config) -> list[Flag]:
     short = {
         resolve_alias(config, name): flag_name(name) for name in ALIASES if name not in COMPANIONS
     }
-    rate, gpus = (
-        [
-            Flag(
-                name,
-                kind,
-                None,
-                name=flag_name(name),
-                help=SHORT[name].help,
-                metavar=SHORT[name].metavar,
-            )
-        ]
-        if resolve_alias(config, name)
-        else []
-        for name, kind in (("learning_rate", float), ("gpus", int))
-    )
     settings = [
         replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag
         for flag in flags_of(config)
     ]
-    return [*rate, *settings, *gpus]
+    rate = _companion_flags(config, "learning_rate", float)
+    return [*rate, *settings, *_companion_flags(config, "gpus", int)]
+
+
+def _companion_flags(config: Config, name: str, kind: type) -> list[Flag]:
+    """Return the flag for several settings of a recipe, if it has them."""
+    if not resolve_alias(config, name):
+        return []
+    short = SHORT[name]
+    named = flag_name(name)
+    return [Flag(name, kind, None, help=short.help, metavar=short.metavar, name=named)]

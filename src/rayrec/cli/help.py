@@ -1,14 +1,12 @@
 """Help texts: the overview, and the arguments and flags of a command."""
 
-import shutil
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from rayrec.cli.flag_parser import listed
 from rayrec.cli.flags import MISSING, SHORT, SWITCHES, Flag, recipe_flags, takes_many
-from rayrec.commands.declaration import COMMANDS, Command, Group
-from rayrec.config import Config
+from rayrec.commands.declaration import COMMANDS, Command, Group, summary_of
 from rayrec.schema import PlaceholderSchema
 
 STATUSES = {
@@ -51,9 +49,8 @@ def usage(command: Command, flags: Sequence[Flag], recipe: str = "") -> str:
     job = {"": "", "first": recipe or "RECIPE", "after --": ""}[command.recipe]
     required = [_syntax(flag) for flag in flags if flag.value is MISSING or not flag.name]
     tail = "-- train RECIPE [flags]" if command.recipe == "after --" else ""
-    return " ".join(
-        word for word in ("rayrec", command.name, job, *required, "[flags]", tail) if word
-    )
+    words = ("rayrec", command.name, job, *required, "[flags]", tail)
+    return " ".join(word for word in words if word)
 
 
 def _syntax(flag: Flag) -> str:
@@ -69,19 +66,14 @@ def command_help(command: Command, *, everything: bool = False) -> str:
 
     flags = command_flags(command)
     shown = [
-        flag
+        replace(flag, group=_heading(flag))
         for flag in flags
         if everything or "." not in flag.name.removeprefix("gates.") or not flag.owner
     ]
-    lines = [
-        f"usage: {usage(command, flags)}",
-        command.summary + ".",
-        *(f"  {example}" for example in command.examples),
-    ]
-    lines += _groups(
-        [("Arguments" if not flag.name else "Flags", flag) for flag in shown if not flag.owner]
-    )
-    lines += _groups([(_title(flag.owner), flag) for flag in shown if flag.owner])
+    # Settings follow the arguments and flags of the function itself.
+    shown.sort(key=lambda flag: flag.owner is not None)
+    lines = _introduction(command, usage(command, flags), command.summary)
+    lines += [listed(shown)] if shown else []
     if command.recipe == "first":
         from rayrec import recipes
 
@@ -90,12 +82,9 @@ def command_help(command: Command, *, everything: bool = False) -> str:
             "run."
         )
         lines.append(f"rayrec {command.name} RECIPE --help shows the flags of a recipe.")
-    return "\n".join(
-        [
-            *lines,
-            *([f"{len(flags) - len(shown)} more: --help-all."] if len(flags) > len(shown) else []),
-        ]
-    )
+    if len(flags) > len(shown):
+        lines.append(f"{len(flags) - len(shown)} more: --help-all.")
+    return "\n".join(lines)
 
 
 def recipe_help(command: Command, config: Any, *, everything: bool = False) -> str:
@@ -103,79 +92,52 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     from rayrec import recipes
     from rayrec.cli.parser import command_flags
 
-    flags = command_flags(command)
+    flags = [replace(flag, group=command.name.capitalize()) for flag in command_flags(command)]
     settings = recipe_flags(config)
     needs_schema = isinstance(getattr(config.workload, "schema", None), PlaceholderSchema)
-    schema = " --schema FILE" if needs_schema else ""
-    data = (
-        " --data PATH"
-        if config.train_data.path is None and command.name in ("train", "tune")
-        else ""
+    needs_data = config.train_data.path is None and command.name in ("train", "tune")
+    recipe = f"{config.recipe}{' --schema FILE' if needs_schema else ''}"
+    lines = _introduction(
+        command,
+        usage(command, flags, f"{recipe}{' --data PATH' if needs_data else ''}"),
+        summary_of(recipes.ALL.get(config.recipe, command.function)),
+        recipe=recipe.replace("FILE", "schema.yaml"),
     )
-    recipe = recipes.ALL.get(config.recipe)
-    summary = (
-        (recipe.__doc__ if recipe and recipe.__doc__ else f"{command.summary}.")
-        .strip()
-        .splitlines()[0]
-    )
-    shortest = f"{config.recipe}{schema.replace('FILE', 'schema.yaml')}"
-    examples = [f"  {example.replace('criteo_demo', shortest)}" for example in command.examples]
-    lines = [f"usage: {usage(command, flags, config.recipe + schema + data)}", summary, *examples]
-    lines += _groups([(command.name.capitalize(), flag) for flag in flags])
     if everything:
-        return "\n".join(
-            [*lines, *_groups([(_title(flag.owner), flag) for flag in settings if flag.owner])]
-        )
-    by_path = {flag.path: flag for flag in settings}
-    shown = []
-    for path, short in SHORT.items():
-        if flag := by_path.get(path):
-            name = short.name or flag.name
-            text = (
-                "YAML file with the columns of the log [required]"
-                if schema and name == "schema"
-                else short.help
-            )
-            shown.append(
-                (
-                    short.group,
-                    replace(flag, name=name, aliases=(), help=text, metavar=short.metavar),
-                )
-            )
-    lines += _groups(shown)
-    more = f"rayrec config {shortest} > my.yaml, then rayrec train my.yaml"
-    return "\n".join([*lines, f"{len(settings) - len(shown)} more: --help-all. As a file: {more}"])
+        described = [replace(flag, group=_heading(flag)) for flag in settings if flag.owner]
+        return "\n".join([*lines, listed([*flags, *described])])
+    main = {flag.path: flag for flag in settings if flag.path in SHORT}
+    shown = [_short(main[path], needs_schema) for path in SHORT if path in main]
+    more = f"rayrec config {recipe.replace('FILE', 'schema.yaml')} > my.yaml"
+    return "\n".join(
+        [
+            *lines,
+            listed([*flags, *shown]),
+            f"{len(settings) - len(shown)} more: --help-all. As a file: {more}, then rayrec train "
+            "my.yaml",
+        ]
+    )
 
 
-def _title(owner: type[Config] | None) -> str:
-    return (owner.__doc__ or owner.__name__).strip().split("\n")[0] if owner else ""
+def _short(flag: Flag, needs_schema: bool) -> Flag:
+    """Return a main setting with its short name and text."""
+    short = SHORT[flag.path]
+    text = short.help
+    if needs_schema and short.name == "schema":
+        text = "YAML file with the columns of the log [required]"
+    name = short.name or flag.name
+    return replace(flag, name=name, aliases=(), help=text, metavar=short.metavar, group=short.group)
 
 
-def _groups(flags: Sequence[tuple[str, Flag]]) -> Iterator[str]:
-    """Yield the lines for flags, grouped below titles."""
-    width = max(100, min(shutil.get_terminal_size().columns, 160))
-    column = min(36, max((len(_syntax(flag)) for _, flag in flags), default=0)) + 4
-    title = ""
-    for group, flag in flags:
-        if group != title:
-            title = group
-            yield title
-        text = " ".join(part for part in (flag.text, _default(flag)) if part)
-        syntax = f"  {_syntax(flag)}"
-        wrapped = textwrap.wrap(text, width - column) or [""]
-        if len(syntax) + 1 > column:
-            yield syntax
-        else:
-            yield (syntax.ljust(column) + wrapped.pop(0)).rstrip()
-        yield from (" " * column + line for line in wrapped)
+def _introduction(command: Command, usage: str, summary: str, *, recipe: str = "") -> list[str]:
+    """Return the lines above the flags: usage, summary and examples, of a recipe if given."""
+    examples = [
+        example.replace("criteo_demo", recipe or "criteo_demo") for example in command.examples
+    ]
+    return [f"usage: {usage}", f"{summary}.", *(f"  {example}" for example in examples)]
 
 
-def _default(flag: Flag) -> str:
-    if flag.value is MISSING:
-        return "(required)" if flag.name else ""
-    if flag.value is None or flag.value is False or flag.value == ():
-        unset = SHORT[flag.path].unset if flag.path in SHORT else ""
-        return f"[{unset}]" if unset else ""
-    if isinstance(flag.value, tuple):
-        return f"[{' '.join(map(str, flag.value))}]"
-    return f"[{'on' if flag.value is True else flag.value}]"
+def _heading(flag: Flag) -> str:
+    if flag.owner:
+        return summary_of(flag.owner).partition(". ")[0]
+    return "Flags" if flag.name else "Arguments"

@@ -1,8 +1,5 @@
-"""Command-line parser: from the words of a command to a function call. The only module that
-parses.
-"""
+"""Command-line parser: from the words of a command to a function call."""
 
-import argparse
 import difflib
 import inspect
 import re
@@ -11,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
+from rayrec.cli.flag_parser import assign
 from rayrec.cli.flags import (
     MISSING,
     SWITCHES,
@@ -21,7 +19,7 @@ from rayrec.cli.flags import (
     takes_many,
     value_of,
 )
-from rayrec.commands.declaration import COMMANDS, Command, table_sizes
+from rayrec.commands.declaration import COMMANDS, Argument, Command, table_sizes
 from rayrec.commands.settings import named_configuration, settings_of, updated
 from rayrec.config import InputError, nest, renamed
 
@@ -42,38 +40,42 @@ def command_flags(command: Command) -> list[Flag]:
     """Return the arguments and flags of a command without its recipe's flags."""
     flags: dict[str, Flag] = {}
     for parameter, kind, argument in command.parameters():
-        is_flag = parameter.kind is parameter.KEYWORD_ONLY
-        value = (
-            MISSING
-            if argument.required or parameter.default is parameter.empty
-            else parameter.default
-        )
-        name = (argument.flag or flag_name(parameter.name)) if is_flag else ""
-        metavar = argument.metavar or ("" if is_flag else parameter.name.upper())
-        flags[parameter.name] = Flag(
-            parameter.name,
-            kind,
-            value,
-            help=argument.help,
-            metavar=metavar,
-            name=name,
-            read=argument.read,
-        )
+        flags[parameter.name] = _argument_flag(parameter, kind, argument)
     for prefix, cls in command.settings():
-        inner = "" if prefix == "supervision" else f"{prefix}." if prefix else ""
         for flag in flags_of(cls):
-            name = f"{inner}{flag.path.removeprefix('policy.')}"
-            name = name if command.underscores else flag_name(name)
-            old = f"{inner}{flag.old}" if flag.old else ""
-            pair = flag.pair and not command.underscores
             path = f"{prefix}.{flag.path}" if prefix else flag.path
-            flags.setdefault(
-                path,
-                replace(
-                    flag, path=path, name=name, old=old, pair=pair, read=_READERS.get(flag.path)
-                ),
-            )
+            flags.setdefault(path, _setting_flag(flag, path, command.underscores))
     return list(flags.values())
+
+
+def _argument_flag(parameter: inspect.Parameter, kind: Any, argument: Argument) -> Flag:
+    """Return the flag of a parameter, or the argument if it may be positional."""
+    is_flag = parameter.kind is parameter.KEYWORD_ONLY
+    is_required = argument.required or parameter.default is parameter.empty
+    return Flag(
+        parameter.name,
+        kind,
+        MISSING if is_required else parameter.default,
+        help=argument.help,
+        metavar=argument.metavar or ("" if is_flag else parameter.name.upper()),
+        name=(argument.flag or flag_name(parameter.name)) if is_flag else "",
+        read=argument.read,
+    )
+
+
+def _setting_flag(flag: Flag, path: str, underscores: bool) -> Flag:
+    """Return the flag for a setting of a command, which `path` names with its configuration."""
+    owner = path.removesuffix(flag.path)
+    prefix = "" if owner == "supervision." else owner
+    name = f"{prefix}{flag.path.removeprefix('policy.')}"
+    return replace(
+        flag,
+        path=path,
+        name=name if underscores else flag_name(name),
+        old=f"{prefix}{flag.old}" if flag.old else "",
+        pair=flag.pair and not underscores,
+        read=_READERS.get(flag.path),
+    )
 
 
 def parse(command: Command, words: Sequence[str]) -> Call:
@@ -112,7 +114,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     from rayrec import recipes, storage
 
     text = words[0] if words and not words[0].startswith("-") else None
-    (file,), rest = take(words[text is not None :], "--config")
+    (file,), rest = take(words[text is not None :], "config")
     if file is not None:
         config = recipes.load_config(
             storage.read_text(file), recipe=recipes.find(text) if text else None, source=file
@@ -125,7 +127,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
             f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of "
             f"{choices}."
         )
-    (schema, model), rest = take(rest, "--schema", "--model")
+    (schema, model), rest = take(rest, "schema", "model")
     settings = {
         name: text for name, text in (("schema", schema), ("model", model)) if text is not None
     }
@@ -134,60 +136,29 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]]:
     """Take single flags out of the words. Return their values and the other words."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument(name, action="append", default=[])
-    parsed, rest = parser.parse_known_args(list(words))
-    values = [getattr(parsed, name.lstrip("-")) for name in names]
-    for name, texts in zip(names, values, strict=True):
-        if texts[1:]:
-            raise InputError(f"{name}: must be set once, got {len(texts)} values")
-        if texts == [""]:
-            raise InputError(f"{name}: requires a value")
-    return [texts[0] if texts else None for texts in values], rest
+    assigned, rest = assign([Flag(name, str, None, name=name) for name in names], words)
+    for name, values in assigned.items():
+        if values[1:]:
+            raise InputError(f"--{name}: must be set once, got {len(values)} values")
+        if values == [""]:
+            raise InputError(f"--{name}: requires a value")
+    return [assigned.get(name, [None])[0] for name in names], rest
 
 
-def read(prog: str, flags: Sequence[Flag], words: Iterable[str]) -> dict[str, Any]:
+def read(prog: str, flags: Sequence[Flag], words: Sequence[str]) -> dict[str, Any]:
     """Parse the words and return the values of flags and arguments by path."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for flag in flags:
-        names = [f"--{name}" for name in (flag.name, *flag.aliases)]
-        if not flag.name:
-            continue
-        if flag.type is bool:
-            parser.add_argument(
-                *names, dest=flag.path, action="store_true", default=argparse.SUPPRESS
-            )
-            if flag.pair:
-                parser.add_argument(
-                    f"--{flag.negative}",
-                    dest=flag.path,
-                    action="store_false",
-                    default=argparse.SUPPRESS,
-                )
-        else:
-            many: dict[str, Any] = (
-                {"nargs": "*", "action": "extend"} if takes_many(flag.type) else {}
-            )
-            parser.add_argument(*names, dest=flag.path, default=argparse.SUPPRESS, **many)
-    parsed, rest = parser.parse_known_args(_with_new_names(flags, words))
-    texts = vars(parsed)
-    unknown = [word for word in rest if word.startswith("-") and word != "-"]
-    if unknown:
+    assigned, rest = assign(flags, _with_new_names(flags, words))
+    if unknown := [word for word in rest if word.startswith("-") and word != "-"]:
         _reject_unknown(prog, flags, unknown[0])
-    texts.update(_assign_arguments(prog, [flag for flag in flags if not flag.name], rest))
-    missing = [flag.shown for flag in flags if flag.value is MISSING and not texts.get(flag.path)]
+    assigned |= _assign_arguments(prog, [flag for flag in flags if not flag.name], rest)
+    missing = [
+        flag.shown for flag in flags if flag.value is MISSING and not assigned.get(flag.path)
+    ]
     if missing:
         raise InputError(f"missing {', '.join(missing)}. See `{prog} --help`.")
-    return {flag.path: _value(flag, texts[flag.path]) for flag in flags if flag.path in texts}
-
-
-def _value(flag: Flag, value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, bool)
-        else value_of(flag, value if isinstance(value, list) else [value])
-    )
+    return {
+        flag.path: value_of(flag, assigned[flag.path]) for flag in flags if flag.path in assigned
+    }
 
 
 def _assign_arguments(
@@ -227,18 +198,10 @@ def _call(command: Command, first: list[Any], values: dict[str, Any]) -> Call:
     return Call(first, keywords)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise an InputError instead of printing the usage and exiting."""
-        raise InputError(
-            re.sub(r"^argument ([^:/]+)\S*: expected .*", r"\1: requires a value", message)
-        )
-
-
 def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     """Replace deprecated flags by their new names, with a notice on standard error."""
-    new = {f"--{flag.old}": f"--{flag.name}" for flag in flags if flag.old}
-    names = set(flag_names(flags))
+    new = {f"--{flag.old}": flag.names[0] for flag in flags if flag.old}
+    names = {name for flag in flags for name in (*flag.names, *flag.negative_names)}
     result = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -251,19 +214,9 @@ def _with_new_names(flags: Iterable[Flag], words: Iterable[str]) -> list[str]:
     return result
 
 
-def flag_names(flags: Iterable[Flag]) -> list[str]:
-    """Return all flag names with dashes."""
-    names = [
-        name
-        for flag in flags
-        for name in (flag.name, *flag.aliases, flag.negative if flag.pair else "")
-    ]
-    return [f"--{name}" for name in names if name]
-
-
 def _reject_unknown(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
     unknown = word.partition("=")[0].replace("_", "-")
-    names = flag_names(flags)
+    names = [name for flag in flags for name in (*flag.names, *flag.negative_names)]
     suggestions = [
         flag
         for flag in difflib.get_close_matches(unknown, names, cutoff=0.7)

@@ -1,7 +1,5 @@
 """Data commands: generate, fetch, schema, validate, split, vocabulary, preprocess, adopt."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -50,7 +48,7 @@ def generate(
         str | None,
         Argument("write one folder per day, dt=2026-01-31/train.txt, from this date on", "DATE"),
     ] = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> dict[str, Any]:
     """Write a synthetic click log with known best AUROC and logloss.
 
@@ -81,7 +79,7 @@ def fetch(
     *,
     out: Annotated[str, Argument("output folder", "DIR")],
     verify: Annotated[bool, Argument("also check the checksums of existing files")] = False,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> list[dict[str, Any]]:
     """Download a published data set. Resumes partial downloads and checks each file.
 
@@ -111,7 +109,7 @@ def schema(
     label: Annotated[
         str | None, Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN")
     ] = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> str | None:
     """Draft the schema of your own log from its first rows, for `rayrec train clicks --schema`.
 
@@ -133,7 +131,7 @@ def schema(
     return None
 
 
-def _show_report(report: Report) -> Shown:
+def _show_report(report: "Report") -> Shown:
     more = f" (and {len(report.failures) - 1} more)" if report.failures[1:] else ""
     return Shown(
         report.to_dict(),
@@ -157,10 +155,10 @@ def validate(
     preprocessor: Annotated[
         str | None, Argument("Preprocessor folder, to count unknown categories", "DIR")
     ] = None,
-    gates: Gates | None = None,
-    console: Console | None = None,
+    gates: "Gates | None" = None,
+    console: "Console | None" = None,
     **options: Any,
-) -> Report:
+) -> "Report":
     """Report faults, missing values, label rate, categories and drift of a log. Exit status 2 if a
     gate fails.
 
@@ -190,14 +188,14 @@ def split(
     *,
     out: NewFolder,
     by: Annotated[
-        By,
+        "By",
         Argument(
             "rows (random), group (random values of a column), time, or last-out (the last rows "
             "of each user)",
             type="rayrec.prepare.split_tasks:By",
         ),
     ],
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Split a log into training, validation and test files, for split kind named_files.
@@ -251,7 +249,7 @@ def vocabulary(
         ),
     ] = None,
     recipe: RecipeOptions = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Count the categories of a log in one pass and write the Preprocessor (schema, constants,
@@ -291,7 +289,7 @@ def preprocess(
     *,
     out: NewFolder,
     format: Annotated[
-        Format,
+        "Format",
         Argument(
             "parquet; npy (TorchRec's three arrays per file); binary (int32 rows); mds (text as "
             "token rows)",
@@ -306,7 +304,7 @@ def preprocess(
     ] = "none",
     seed: Annotated[int, Argument("seed of the shuffle")] = 0,
     recipe: RecipeOptions = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Write a log as Parquet, npy or binary files, or text as token rows.
@@ -353,7 +351,7 @@ def adopt(
         str | None,
         Argument("new folder that refers to the data; default: the folder of the data", "DIR"),
     ] = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Make TorchRec's arrays or MDS shards trainable without copying them, or DLRM weights a
@@ -412,13 +410,13 @@ def _split_options(options: dict[str, Any], kind: type) -> tuple[dict[str, Any],
     return matching, {name: value for name, value in options.items() if name not in fields}
 
 
-def _console(console: Console | None) -> Console:
+def _console(console: "Console | None") -> "Console":
     from rayrec.observe.console import Console
 
     return console or Console()
 
 
-def _preparation(options: dict[str, Any], recipe: str | None = None) -> PreparationConfig:
+def _preparation(options: dict[str, Any], recipe: str | None = None) -> "PreparationConfig":
     from rayrec.prepare.config import PreparationConfig, RecipePreparation
 
     if recipe is None:

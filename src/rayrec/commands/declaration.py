@@ -2,13 +2,11 @@
 nothing heavy.
 """
 
-import builtins
 import importlib
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from rayrec.config import Config, InputError
 from rayrec.process_state import preserved_process
@@ -96,9 +94,6 @@ ClusterAddress = Annotated[
     ),
 ]
 
-NOT_FLAGS = frozenset({"console", "show", "started", "stopwatch"})
-"""Parameters without flags, which the command line sets itself."""
-
 
 @dataclass(frozen=True)
 class Shown:
@@ -141,7 +136,6 @@ class Command:
     """MODULE:FUNCTION that runs the command, from before its words are parsed: it gets a function
     that runs it and returns its exit status, and returns the status.
     """
-    not_flags: frozenset[str] = NOT_FLAGS
 
     @property
     def name(self) -> str:
@@ -149,35 +143,17 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """First line of the docstring."""
-        described = inspect.getdoc(self.function) or ""
-        return described.partition("\n")[0].rstrip(".")
+        return summary_of(self.function)
 
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
         """Yield (parameter, type, declaration) for each argument and flag."""
-        # Names imported only for type checkers are Any (see `Argument.type`).
-        module = getattr(inspect.unwrap(self.function), "__globals__", {})
-        names: defaultdict[str, Any] = defaultdict(lambda: Any, vars(builtins) | module)
-        named = list(inspect.signature(self.function).parameters.values())[
-            {"": 0, "first": 1, "after --": 2}[self.recipe] :
-        ]
-        objects = {prefix for prefix, _ in self.options}
-        for parameter in named:
-            if (
-                parameter.name in self.not_flags | objects
-                or parameter.kind is parameter.VAR_KEYWORD
-            ):
-                continue
-            annotation = parameter.annotation
-            if isinstance(annotation, str):
-                annotation = eval(annotation, {}, names)
-            arguments = [part for part in get_args(annotation) if isinstance(part, Argument)]
-            argument = arguments[0] if arguments else Argument("")
-            kind = get_args(annotation)[0] if arguments else annotation
-            kind = load(argument.type) if argument.type else kind
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                kind = Sequence[kind]  # type: ignore[valid-type]
-            yield parameter, kind, argument
+        for parameter in inspect.signature(self.function).parameters.values():
+            # Other parameters have no declaration: the command line passes them itself.
+            for argument in getattr(parameter.annotation, "__metadata__", ()):
+                kind = load(argument.type) if argument.type else parameter.annotation.__origin__
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    kind = tuple[kind, ...]  # type: ignore[valid-type]
+                yield parameter, kind, argument
 
     def run(self, call: Callable[[], int]) -> int:
         """Return the exit status of a function that runs the command."""
@@ -186,6 +162,12 @@ class Command:
     def settings(self) -> list[tuple[str, type[Config]]]:
         """Return (prefix, class) of the configurations with flags."""
         return [(prefix, load(path)) for prefix, path in self.options]
+
+
+def summary_of(documented: Any) -> str:
+    """Return the first paragraph of a docstring as one line without its full stop."""
+    paragraph = (inspect.getdoc(documented) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).rstrip(".")
 
 
 COMMANDS: dict[str, Command] = {}

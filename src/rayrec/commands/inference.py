@@ -1,7 +1,5 @@
 """Commands on trained models: evaluate, compare, predict, ensemble, export."""
 
-from __future__ import annotations
-
 import atexit
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,7 +52,7 @@ def evaluate(
     *,
     recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Compute the metrics of a model on labelled rows, each scored exactly once.
@@ -106,9 +104,9 @@ def compare(
     path: OptionalInputRows = None,
     *,
     recipe: CustomRecipes = None,
-    gates: ComparisonGates | None = None,
+    gates: "ComparisonGates | None" = None,
     cluster_address: ClusterAddress = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Compare several click models on the same labelled rows, with p-values. Exit status 2 if a
@@ -168,7 +166,7 @@ def predict(
     ] = None,
     recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> Any:
     """Write scores of rows as Parquet, in their order.
@@ -256,7 +254,7 @@ def _is_model(path: str) -> bool:
 
 @contextmanager
 def _input_path(
-    path: Any, checkpoint: str, config: TrainConfig, *, labelled: bool = True
+    path: Any, checkpoint: str, config: "TrainConfig", *, labelled: bool = True
 ) -> Iterator[str | None]:
     """Yield a path unchanged, else that of a folder with the given rows, which is removed
     afterwards. Raises InputError.
@@ -272,7 +270,7 @@ def _input_path(
         yield located
 
 
-def _persistent_path(path: Any, checkpoint: str, config: TrainConfig) -> str:
+def _persistent_path(path: Any, checkpoint: str, config: "TrainConfig") -> str:
     """Return a path unchanged, else that of a folder with the given rows, which exists as long as
     this process, because a lazy Dataset reads it. Raises InputError.
     """
@@ -289,7 +287,7 @@ def _persistent_path(path: Any, checkpoint: str, config: TrainConfig) -> str:
 
 
 def _destination(
-    path: Any, checkpoint: str, config: TrainConfig, *, labelled: bool
+    path: Any, checkpoint: str, config: "TrainConfig", *, labelled: bool
 ) -> dict[str, Any]:
     """Return the schema of the columns to write, and a folder that all scoring processes can read.
     Raises InputError.
@@ -310,7 +308,7 @@ def _destination(
     return {"schema": schema, "folder": cache_folder(open_checkpoint(checkpoint).path)}
 
 
-def _config_of(checkpoint: str, recipe: Any) -> TrainConfig:
+def _config_of(checkpoint: str, recipe: Any) -> "TrainConfig":
     from rayrec import storage
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import find, load_config
@@ -327,9 +325,9 @@ def _scoring_config(
     checkpoint: str,
     recipe: Any,
     cluster_address: str | None,
-    settings: ScoringConfig,
+    settings: "ScoringConfig",
     group: str | None = None,
-) -> TrainConfig:
+) -> "TrainConfig":
     """Return a checkpoint's configuration with the settings of scoring, and another group column if
     given.
     """

@@ -1,7 +1,5 @@
 """Commands on runs: top, report, profile, benchmark, doctor."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path
@@ -77,7 +75,7 @@ def profile(
     *,
     steps: Annotated[int, Argument("number of steps to record, at most 200")] = 10,
     timeout_s: Annotated[float, Argument("maximum seconds to wait for the profile")] = 300.0,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> dict[str, Any]:
     """Record steps of a run in progress with torch.profiler, on all workers.
 
@@ -120,7 +118,7 @@ def benchmark(
         report.to_dict(), "\n".join(report.lines()), status=0 if report.ok else 2, as_text=True
     ),
 )
-def doctor() -> Report:
+def doctor() -> "Report":
     """Check the installation and report problems with their fixes."""
     from rayrec.environment.doctor import doctor as examine
 

@@ -1,7 +1,5 @@
 """Serving commands: serve, and the function serving."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +10,10 @@ from rayrec.config import InputError
 
 if TYPE_CHECKING:
     from rayrec.observe.console import Console
+    from rayrec.serve.config import ServerConfig
     from rayrec.serve.server import Server
+
+_MISSING_MODEL = "missing model. Set the folder of a checkpoint, a run or an export."
 
 
 @command(
@@ -50,7 +51,7 @@ def serve(
         ),
     ] = None,
     started: Callable[[dict[str, Any]], None] | None = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> None:
     """Score rows over HTTP until Ctrl-C or SIGTERM, or change a running server.
@@ -63,45 +64,60 @@ def serve(
     Calls `started` with a description of the served models. Raises InputError for an unusable model
     or address.
     """
-    from rayrec.serve import control, server
+    from rayrec.serve import server
     from rayrec.serve.config import ServerConfig
 
-    address = cluster_address
     report = started or (lambda served: None)
     config = ServerConfig().updated(options)
     actions = {"swap": swap, "rollback": rollback, "no_shadow": no_shadow, "stop": stop}
     requested = [name for name, is_set in actions.items() if is_set]
-    if len(requested) > 1:
+    if model is None and config.shadow and not requested:
+        requested = ["shadow"]
+    if requested:
+        report(_change_server(requested, model, config, cluster_address))
+    elif model is None:
+        raise InputError(_MISSING_MODEL)
+    else:
+        server.serve_forever(
+            model,
+            config=config,
+            address=cluster_address,
+            console=_console(console),
+            started=report,
+        )
+
+
+def _change_server(
+    requested: list[str], model: str | None, config: "ServerConfig", address: str | None
+) -> dict[str, Any]:
+    """Change the running server and return its description. Raises InputError for several actions,
+    and for a model or options that the action does not use.
+    """
+    from rayrec.serve import control
+
+    if requested[1:]:
         raise InputError(
             "swap, rollback, no_shadow and stop: must be set one at a time, got "
             f"{' and '.join(requested)}"
         )
-    if requested or (model is None and config.shadow):
-        changed = [
-            name for name, value in vars(ServerConfig()).items() if getattr(config, name) != value
-        ]
-        if unused := [name for name in changed if requested or name != "shadow"]:
-            raise InputError(
-                f"{(requested or ['shadow'])[0]}: changes a running server. Omit "
-                f"{', '.join(unused)}."
-            )
-    if model is None:
-        if rollback:
-            report(control.roll_back(address=address))
-        elif stop:
-            report(control.stop(address=address))
-        elif no_shadow or config.shadow:
-            report(control.set_shadow(None if no_shadow else config.shadow, address=address))
-        else:
-            raise InputError("missing model. Set the folder of a checkpoint, a run or an export.")
-    elif rollback or no_shadow or stop:
+    (action,) = requested
+    default = vars(type(config)())
+    unused = [name for name, value in default.items() if getattr(config, name) != value]
+    unused = [name for name in unused if name != action]
+    if unused:
+        raise InputError(f"{action}: changes a running server. Omit {', '.join(unused)}.")
+    if model is not None and action != "swap":
         raise InputError(f"{model}: rollback, no_shadow and stop take no model. Omit it.")
-    elif swap:
-        report(control.swap(model, address=address))
-    else:
-        server.serve_forever(
-            model, config=config, address=address, console=_console(console), started=report
-        )
+    if action == "swap":
+        if model is None:
+            raise InputError(_MISSING_MODEL)
+        return control.swap(model, address=address)
+    if action == "rollback":
+        return control.roll_back(address=address)
+    if action == "stop":
+        return control.stop(address=address)
+    # With `no_shadow`, the configuration has none, which removes the server's.
+    return control.set_shadow(config.shadow, address=address)
 
 
 def serving(
@@ -109,9 +125,9 @@ def serving(
     *,
     shadow: str | None = None,
     cluster_address: str | None = None,
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
-) -> AbstractContextManager[Server]:
+) -> "AbstractContextManager[Server]":
     """Run a server in a context: `with rayrec.serving("runs/demo", port=8123) as server: ...`.
 
     The server's `url` accepts requests. `options` are fields of `rayrec.serve.config.ServeConfig`.

@@ -1,7 +1,5 @@
 """Recipe commands: recipes, config, plan, train, tune, supervise."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -10,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayrec.commands.data import _console
-from rayrec.commands.declaration import NOT_FLAGS, Argument, Shown, command, table_sizes
+from rayrec.commands.declaration import Argument, Shown, command, summary_of, table_sizes
 from rayrec.commands.settings import named_configuration, settings_of, updated
 from rayrec.config import InputError
 
@@ -37,10 +35,7 @@ def recipes() -> str:
     """List the recipes, one per line."""
     from rayrec.recipes import ALL
 
-    return "\n".join(
-        f"{name:24} {(recipe.__doc__ or '').strip().splitlines()[0]}"
-        for name, recipe in ALL.items()
-    )
+    return "\n".join(f"{name:24} {summary_of(recipe)}." for name, recipe in ALL.items())
 
 
 @command(
@@ -48,7 +43,7 @@ def recipes() -> str:
     recipe="first",
     examples=("rayrec config criteo_demo > my.yaml", "rayrec train my.yaml"),
 )
-def config(recipe: TrainConfig | Recipe | str, **settings: Any) -> str:
+def config(recipe: "TrainConfig | Recipe | str", **settings: Any) -> str:
     """Print the configuration of a recipe as YAML."""
     return configuration(recipe, settings).to_yaml().rstrip("\n")
 
@@ -59,7 +54,7 @@ def config(recipe: TrainConfig | Recipe | str, **settings: Any) -> str:
     examples=("rayrec plan criteo_kaggle --tables mlperf --cluster cpus=16,gpus=8",),
 )
 def plan(
-    config: TrainConfig | Recipe | str,
+    config: "TrainConfig | Recipe | str",
     *,
     cluster: Annotated[
         str | None,
@@ -102,7 +97,7 @@ def plan(
     return forecast(resolved, shape).text()
 
 
-def _show_run(result: Result) -> Shown:
+def _show_run(result: "Result") -> Shown:
     from rayrec.training.result import summary_rows
 
     rows = summary_rows(result.summary, folder=result.folder)
@@ -120,7 +115,6 @@ def _show_run(result: Result) -> Shown:
     "Train",
     recipe="first",
     show=_show_run,
-    not_flags=NOT_FLAGS | {"data", "eval_data", "stop"},
     examples=(
         "rayrec train criteo_demo --data log/train.txt",
         "rayrec train criteo_demo --data s3://bucket/log --name day-2026-05-04 --workers 8",
@@ -128,15 +122,15 @@ def _show_run(result: Result) -> Shown:
     ),
 )
 def train(
-    config: TrainConfig | Recipe | str,
+    config: "TrainConfig | Recipe | str",
     *,
-    data: pandas.DataFrame | ray.data.Dataset | str | None = None,
-    eval_data: pandas.DataFrame | ray.data.Dataset | None = None,
-    console: Console | None = None,
-    stopwatch: Stopwatch | None = None,
+    data: "pandas.DataFrame | ray.data.Dataset | str | None" = None,
+    eval_data: "pandas.DataFrame | ray.data.Dataset | None" = None,
+    console: "Console | None" = None,
+    stopwatch: "Stopwatch | None" = None,
     stop: threading.Event | None = None,
     **settings: Any,
-) -> Result:
+) -> "Result":
     """Train a recipe. An existing name resumes its run (also: rayrec resume RUN).
 
     `config` is a configuration, a recipe, or a text: a recipe's name, FILE.py:FUNCTION, FILE.yaml,
@@ -168,8 +162,8 @@ def train(
     ),
 )
 def dlrm(
-    *, console: Console | None = None, stopwatch: Stopwatch | None = None, **flags: Any
-) -> Result:
+    *, console: "Console | None" = None, stopwatch: "Stopwatch | None" = None, **flags: Any
+) -> "Result":
     """Train with the flags of TorchRec's dlrm_main.py, and print the `rayrec train` command.
 
     `flags` are the fields of `rayrec.commands.dlrm.DLRMFlags`. `print_sharding_plan` also prints
@@ -200,7 +194,7 @@ def dlrm(
     ),
 )
 def tune(
-    config: TrainConfig | Recipe | str,
+    config: "TrainConfig | Recipe | str",
     *,
     search: Annotated[
         Mapping[str, Any] | str,
@@ -210,7 +204,7 @@ def tune(
             type="builtins:str",
         ),
     ],
-    console: Console | None = None,
+    console: "Console | None" = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Search for the best settings of a recipe.
@@ -236,7 +230,7 @@ def tune(
     )
 
 
-def _show_outcome(outcome: Outcome) -> Shown:
+def _show_outcome(outcome: "Outcome") -> Shown:
     if outcome.status == 2:
         return Shown(None, error=outcome.cause)
     done = outcome.summary or {
@@ -258,13 +252,13 @@ def _show_outcome(outcome: Outcome) -> Shown:
     ),
 )
 def supervise(
-    config: TrainConfig,
+    config: "TrainConfig",
     arguments: Sequence[str],
     *,
-    supervision: SuperviseConfig | None = None,
+    supervision: "SuperviseConfig | None" = None,
     show: Callable[[str], None] | None = None,
-    console: Console | None = None,
-) -> Outcome:
+    console: "Console | None" = None,
+) -> "Outcome":
     """Train as a cluster job that survives the loss of the head node.
 
     Submits `rayrec train ARGUMENTS` through Ray Jobs until it finishes. See
@@ -299,19 +293,18 @@ def supervise(
     )
 
 
-def configuration(recipe: TrainConfig | Recipe | str, settings: Mapping[str, Any]) -> TrainConfig:
+def configuration(
+    recipe: "TrainConfig | Recipe | str", settings: Mapping[str, Any]
+) -> "TrainConfig":
     """Return a recipe's configuration with settings applied. See `train`."""
-    config = (
-        named_configuration(recipe)
-        if isinstance(recipe, str)
-        else recipe()
-        if callable(recipe)
-        else recipe
-    )
+    if isinstance(recipe, str):
+        config = named_configuration(recipe)
+    else:
+        config = recipe() if callable(recipe) else recipe
     return updated(config, settings_of(config, settings)) if settings else config
 
 
-def require_files(config: TrainConfig, *, note: Callable[[str], None]) -> None:
+def require_files(config: "TrainConfig", *, note: Callable[[str], None]) -> None:
     """Check that the folder of a published data set is complete. Raises InputError with missing
     files. Logs unlikely sizes.
     """
