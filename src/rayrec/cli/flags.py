@@ -68,7 +68,7 @@ class Flag:
 
     @property
     def is_unset(self) -> bool:
-        """Whether the default is None, False or empty, which the help does not show."""
+        """True if the default is None, False or empty, which the help does not show."""
         return self.value is None or self.value is False or self.value == ()
 
     @property
