@@ -299,7 +299,7 @@ def row_bytes(*, sizes: dict[str, Any], on: str, multi_hot: bool) -> dict[str, f
     from rayrec.models.cost import network_cost
 
     workload = config_of(Sizes(**sizes), on=on, precision="fp32", multi_hot=multi_hot).workload
-    inputs = ModelInputs.of(SCHEMA)
+    inputs = ModelInputs.from_schema(SCHEMA)
     cost = network_cost(build_network(workload.model, inputs), inputs, workload.model)
     ids = sum(MLPERF_SIZES) if multi_hot else len(SCHEMA.sparse)
     state_values = workload.sparse_optimizer.state_bytes(1, workload.model.table_width) // 4

@@ -159,7 +159,7 @@ def without_position(order: BlockOrder, preprocessor: Shared[Preprocessor]) -> f
         size = ITEMS_A_TASK
         block_bytes = size * 4 * len(inputs.columns) * max(rows for _, _, rows in items)
         placement = TaskPlacement()
-        limits = ConcurrencyLimits.of(placement, block_bytes=block_bytes, prefetch_blocks=1)
+        limits = ConcurrencyLimits.compute(placement, block_bytes=block_bytes, prefetch_blocks=1)
         tasks = group_items(items, first=limits.tasks, size=size)
         dataset = tasks_dataset(
             "ingest", task, tasks, placement=placement, block_bytes=block_bytes, limits=limits

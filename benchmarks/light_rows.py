@@ -156,7 +156,7 @@ def _measured(candidate: Candidate, log: Log, folder: str) -> Measured:
     (labels,) = raw.labels.values()
     metrics = binary_metrics(served.score(served.preprocessor.encode(raw)), labels)
     model: Any = config.workload
-    network = model.model.build(inputs := ModelInputs.of(served.preprocessor.inputs))
+    network = model.model.build(inputs := ModelInputs.from_schema(served.preprocessor.inputs))
     adds = network_multiply_adds(network, inputs, model.model) or math.nan
     return Measured(
         metrics["auroc"],

@@ -53,7 +53,7 @@ def main(*, quick: bool) -> None:
     )
     rounds, steps = (2, 5) if quick else (3, 10)
     batches = batches_of(BATCH, number=steps)
-    inputs = ModelInputs.of(SCHEMA)
+    inputs = ModelInputs.from_schema(SCHEMA)
     workload: Any = criteo_kaggle("").workload
     for name in MODELS:
         with part("models", name):

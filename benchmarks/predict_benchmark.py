@@ -38,7 +38,7 @@ def checkpoint_of(path: str) -> str:
         preprocessor = Preprocessor.load(preprocessor_of(path))
         model = build_click_model(
             config.workload.model,  # type: ignore[attr-defined]
-            ModelInputs.of(preprocessor.inputs),
+            ModelInputs.from_schema(preprocessor.inputs),
             num_embeddings=preprocessor.num_embeddings,
             embedding_device="cpu",
         )

@@ -71,8 +71,8 @@ def parse_attempts(stamps: str) -> list[AttemptSteps]:
     """
     lines = [line.split() for line in stamps.splitlines(keepends=True) if line.endswith("\n")]
     attempts = []
-    for _, of_process in groupby(lines, key=lambda line: line[0]):
-        (_, first, first_s), *_ = entries = list(of_process)
+    for _, since_process_start in groupby(lines, key=lambda line: line[0]):
+        (_, first, first_s), *_ = entries = list(since_process_start)
         _, last, last_s = entries[-1]
         attempts.append(AttemptSteps(int(first), int(last) + 1, float(first_s), float(last_s)))
     return attempts

@@ -256,7 +256,7 @@ def _config(
     if model == "dlrm":
         workload = workload.replace(model=workload.model.replace(first_order=False))
     elif model in MODELS[2:]:
-        workload = workload.replace(model=workload.model.of_class(model))
+        workload = workload.replace(model=workload.model.with_class(model))
     if "category_scale" in settings:
         workload = workload.replace(model=workload.model.replace(**settings))
     elif settings:

@@ -81,8 +81,8 @@ def _violation(error: pydantic.ValidationError, annotation: Any) -> str:
 
 def _config_type(annotation: Any) -> type | None:
     """Return the Config class of an annotation (also inside `X | None`), or None."""
-    of_union = () if typing.get_origin(annotation) is tuple else typing.get_args(annotation)
-    for candidate in (annotation, *of_union):
+    union_types = () if typing.get_origin(annotation) is tuple else typing.get_args(annotation)
+    for candidate in (annotation, *union_types):
         if isinstance(candidate, type) and issubclass(candidate, Config):
             return candidate
     return None
@@ -186,7 +186,7 @@ class Config:
             else f"{cls.__module__}.{cls.__qualname__}"
         )
 
-    def of_class(self, name: object) -> Any:
+    def with_class(self, name: object) -> Any:
         """Return a configuration of another class that can replace this one, given its stored
         `class`, or None if unknown.
         """
@@ -210,7 +210,7 @@ class Config:
 
     def updated(self, changes: Mapping[str, Any], *, where: str = "") -> Self:
         """Return a copy updated with `changes`. Nested mappings update nested configurations. A
-        `class` changes the class, if `of_class` allows it. Raises InputError, with the closest
+        `class` changes the class, if `with_class` allows it. Raises InputError, with the closest
         match, for an unknown name, and a `class` not allowed.
         """
         stored = changes.get(CLASS)
@@ -218,7 +218,7 @@ class Config:
             changes = {name: value for name, value in changes.items() if name != CLASS}
             class_name = type(self)._custom_class()
             if class_name is None or not same_class(stored, class_name):
-                other = self.of_class(stored)
+                other = self.with_class(stored)
                 if other is None:
                     raise InputError(
                         f"{where}{CLASS}: does not match the recipe, got {stored}, and the recipe "

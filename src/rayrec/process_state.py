@@ -134,14 +134,14 @@ def _save_torch() -> Callable[[], None] | None:
         return None
     generator = torch.get_rng_state()
     num_threads = torch.get_num_threads()
-    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     flags = [(part, _tf32(part)) for part in (torch.backends.cuda.matmul, torch.backends.cudnn)]
 
     def restore() -> None:
         torch.set_rng_state(generator)
         torch.set_num_threads(num_threads)
-        if of_devices is not None:
-            torch.cuda.set_rng_state_all(of_devices)
+        if device_states is not None:
+            torch.cuda.set_rng_state_all(device_states)
         for part, is_allowed in flags:
             if is_allowed is not None and _tf32(part) != is_allowed:
                 part.allow_tf32 = is_allowed

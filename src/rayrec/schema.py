@@ -292,8 +292,8 @@ class Schema(Config):
         for feature in self.features:
             if feature.name not in self.sparse:
                 raise InputError(f"schema: features names {feature.name}, which must be in sparse")
-            of_lists = feature.max_length or feature.weights or feature.list_delimiter
-            if of_lists and feature.name not in self.lists:
+            list_option = feature.max_length or feature.weights or feature.list_delimiter
+            if list_option and feature.name not in self.lists:
                 raise InputError(
                     f"schema: feature {feature.name} has max_length, weights or list_delimiter, "
                     "which need a column of lists"

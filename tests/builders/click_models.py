@@ -188,7 +188,7 @@ def save_clicks(
     given = preprocessor or hashed_preprocessor(range(5, 5 + 7 * 26, 7))
     config = recipes.criteo_demo().replace(name="small", **changes)
     config = config.replace(workload=config.workload.replace(model=model, schema=given.schema))
-    inputs = ModelInputs.of(given.inputs)
+    inputs = ModelInputs.from_schema(given.inputs)
     built = whole_model(
         model, given.num_embeddings, inputs=inputs, precision=config.precision, seed=seed
     ).eval()

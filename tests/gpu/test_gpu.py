@@ -67,7 +67,7 @@ def clicks(log: str, folder: Path, name: str = "run", **changes: Any) -> dict[st
 @pytest.mark.parametrize("name", ["dlrm", "finalnet", "dcnv2"])
 def test_losses_match_cpu(log: str, tmp_path: Path, name: str) -> None:
     model: Any = criteo_demo().workload.model  # type: ignore[attr-defined]
-    workload = {"model": model if name == "dlrm" else model.of_class(name)}
+    workload = {"model": model if name == "dlrm" else model.with_class(name)}
     for gpu in (False, True):
         clicks(log, tmp_path, str(gpu), gpu=gpu, workload=workload)
     cpu = losses(tmp_path / "False")

@@ -142,7 +142,7 @@ class CheckpointWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = [result.storage_data for of_rank in results for result in of_rank]
+        files = [result.storage_data for rank_results in results for result in rank_results]
         commit(
             self._path,
             [file for file in files if isinstance(file, WrittenFile)],

@@ -123,7 +123,7 @@ class SyncCheckpoints(TrainerCallback):
         local_names = sorted(listed[ranks.rank].difference(*listed[: ranks.rank]))
         ranks.run_on_rank0(lambda: self._prepare(target))
         uploaded = ranks.each(lambda: _copied(local, target, local_names))
-        files = {file: entry for of_rank in uploaded for file, entry in of_rank.items()}
+        files = {file: entry for rank_files in uploaded for file, entry in rank_files.items()}
         best = (
             os.path.basename(state.best_model_checkpoint) if state.best_model_checkpoint else None
         )

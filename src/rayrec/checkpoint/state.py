@@ -54,7 +54,7 @@ class RowMap:
     same row, if it exists.
     """
 
-    def of(self, first: int, stop: int) -> np.ndarray:
+    def sources_between(self, first: int, stop: int) -> np.ndarray:
         """Return the stored row of each of the rows [first, stop), -1 if it has no source, int64
         [stop - first].
         """
@@ -366,7 +366,7 @@ def _fill_all(
                 reader,
                 name,
                 part.detach(),
-                row_map.of(first_row, first_row + len(part)),
+                row_map.sources_between(first_row, first_row + len(part)),
                 first_column,
             )
 

@@ -143,7 +143,7 @@ def _run(command: Command, words: list[str]) -> int:
     if "stopwatch" in parameters:
         from rayrec.observe.timing import Stopwatch
 
-        keywords["stopwatch"] = Stopwatch.of_process()
+        keywords["stopwatch"] = Stopwatch.since_process_start()
     if "started" in parameters:
         keywords["started"] = lambda served: print_json(served, out)
     if "show" in parameters:

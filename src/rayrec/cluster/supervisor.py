@@ -281,12 +281,12 @@ class _Supervisor:
         """
         state = self.state
         jobs = {job.submission_id or "": job for job in self.jobs.list_jobs()}
-        of_run = {
+        run_jobs = {
             submission_id: job
             for submission_id, job in jobs.items()
             if (job.metadata or {}).get(RUN_KEY) == state.name
         }
-        stored = of_run.get(self._id)
+        stored = run_jobs.get(self._id)
         if stored is None and state.submitted:
             return None
         if (
@@ -300,7 +300,7 @@ class _Supervisor:
             self._forget_job(AttemptHistory(state.tally.attempts))
         elif stored is not None:
             return self._follow(stored)
-        live = [job for job in of_run.values() if not job.status.is_terminal()]
+        live = [job for job in run_jobs.values() if not job.status.is_terminal()]
         return self._follow(live[0]) if live else self._submit(set(jobs))
 
     def _follow(self, job: JobDetails) -> JobDetails:

@@ -209,12 +209,12 @@ def split(
     from rayrec.prepare.split import RowSplit
     from rayrec.prepare.split import split as run
 
-    of_rows, rest = _split_options(options, RowSplit)
+    row_options, rest = _split_options(options, RowSplit)
     path = _path_text(path)
     return run(
         path,
         out=out,
-        rows=RowSplit(by=by).updated(of_rows),
+        rows=RowSplit(by=by).updated(row_options),
         config=_preparation(rest),
         console=_console(console),
     )
@@ -317,7 +317,7 @@ def preprocess(
     from rayrec.prepare.preprocess import preprocess as run
     from rayrec.prepare.text import TextConfig
 
-    of_text, rest = _split_options(options, TextConfig)
+    text_options, rest = _split_options(options, TextConfig)
     if recipe is not None and format == "mds":
         raise InputError("--recipe: an option for click logs, not for --format mds. Remove it")
     path = _path_text(path)
@@ -326,7 +326,7 @@ def preprocess(
         out=out,
         rows=RowOutput(format=format, preprocessor=preprocessor, shuffle=shuffle, seed=seed),
         config=_preparation(rest, recipe),
-        text=TextConfig().updated(of_text),
+        text=TextConfig().updated(text_options),
         console=_console(console),
     )
 
@@ -431,7 +431,7 @@ def _preparation(options: dict[str, Any], recipe: str | None = None) -> "Prepara
     named = {name: getattr(data, name) for name in ("files", "block_bytes", "segments_per_block")}
     memory_bytes = workload.vocabulary_memory_bytes
     return updated(
-        RecipePreparation.of(
+        RecipePreparation.from_preset(
             workload.preset, schema=workload.schema, memory_bytes=memory_bytes, **named
         ),
         options,

@@ -209,7 +209,7 @@ def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[st
         "schedule.decay_start_step": flags.lr_decay_start,
         "schedule.decay_steps": flags.lr_decay_steps,
     }
-    recipe, data = _of_data(flags) if flags.data else _of_random_data(flags, workers)
+    recipe, data = _data_options(flags) if flags.data else _random_data_options(flags, workers)
     eval_batch_size = flags.test_batch_size or flags.batch_size
     settings = {
         **data,
@@ -236,7 +236,7 @@ def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[st
     }
 
 
-def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
+def _data_options(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
     """Return the recipe and the settings of preprocessed data. Raises InputError if its tables have
     other sizes.
     """
@@ -273,7 +273,7 @@ def _of_data(flags: DLRMFlags) -> tuple[str, dict[str, Any]]:
     return "mlperf_dlrm", {"train_data.path": path, "steps": flags.limit_train_batches}
 
 
-def _of_random_data(flags: DLRMFlags, workers: int) -> tuple[str, dict[str, Any]]:
+def _random_data_options(flags: DLRMFlags, workers: int) -> tuple[str, dict[str, Any]]:
     """Return the recipe and the settings of random rows for all batches."""
     size = flags.test_batch_size or flags.batch_size
     train = (flags.limit_train_batches or _RANDOM_BATCHES) * flags.batch_size * workers

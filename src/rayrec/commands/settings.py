@@ -138,7 +138,7 @@ def _model(current: Any, names: str) -> Config:
             )
         kinds.append(kind)
     model: Config = (
-        EnsembleConfig.of_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
+        EnsembleConfig.from_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})
     )
     return model
 

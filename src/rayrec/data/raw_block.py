@@ -88,14 +88,14 @@ class RawBlock:
     @property
     def nbytes(self) -> int:
         """Total size of all arrays."""
-        of_lists = [
+        list_arrays = [
             array for each in self.lists for array in (each.values, each.lengths, each.weights)
         ]
         arrays = (
             self.numbers,
             self.categories,
             self.missing,
-            *of_lists,
+            *list_arrays,
             *self.labels.values(),
             self.weights,
             self.times,

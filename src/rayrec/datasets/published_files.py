@@ -65,12 +65,16 @@ def _published() -> dict[str, tuple[RemoteFile, ...]]:
     """
     stored = packaged_json(__package__, "published_files.json")
     files: dict[str, tuple[RemoteFile, ...]] = {}
-    for dataset, of in stored.items():
-        archive = RemoteFile(**of["archive"]) if "archive" in of else None
-        common = {"archive": archive, "page": of.get("page", ""), "terms": of.get("terms", "")}
-        url = f"{of['folder']}/{{}}" if "folder" in of else ""
+    for dataset, entry in stored.items():
+        archive = RemoteFile(**entry["archive"]) if "archive" in entry else None
+        common = {
+            "archive": archive,
+            "page": entry.get("page", ""),
+            "terms": entry.get("terms", ""),
+        }
+        url = f"{entry['folder']}/{{}}" if "folder" in entry else ""
         files[dataset] = tuple(
-            RemoteFile(**file, **common, url=url.format(file["name"])) for file in of["files"]
+            RemoteFile(**file, **common, url=url.format(file["name"])) for file in entry["files"]
         )
     days = files["criteo_full"]
     return {"criteo_kaggle": files["criteo_kaggle"], "criteo_small": (*days[:4], days[23]), **files}

@@ -186,11 +186,11 @@ def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) 
     """
     keys = {name: name.removesuffix(".weight").rpartition(".")[2] for name in rows}
     for prefix in ("t_", ""):
-        of_columns = {
+        column_numbers = {
             prefix + feature: number for number, feature in enumerate(columns.inputs.sparse)
         }
-        if set(keys.values()) == set(of_columns):
-            return sorted(rows, key=lambda name: of_columns[keys[name]])
+        if set(keys.values()) == set(column_numbers):
+            return sorted(rows, key=lambda name: column_numbers[keys[name]])
     numbers = {name: re.search(r"^(.*?)(\d+)$", key) for name, key in keys.items()}
     prefixes = {match and match[1] for match in numbers.values()}
     if len(prefixes) == 1 and None not in prefixes:

@@ -132,7 +132,7 @@ def evaluate(
         for by in options.slice_by:
             slices = result.setdefault("slices", {}).setdefault(by, [])
             for row_slice in slices_of(by, scored.key(by), max_values=options.slice_top):
-                slices.append({"value": row_slice.name, **measured.of(row_slice.rows).report()})
+                slices.append({"value": row_slice.name, **measured.select(row_slice.rows).report()})
                 done += len(row_slice.rows)
                 console.progress("slices (rows)", done, total)
     return json_values(result)
@@ -221,7 +221,7 @@ class _Measured:
     groups: np.ndarray | None
     options: EvaluationConfig
 
-    def of(self, rows: np.ndarray) -> _Measured:
+    def select(self, rows: np.ndarray) -> _Measured:
         other_logits = None if self.other_logits is None else self.other_logits[rows]
         groups = None if self.groups is None else self.groups[rows]
         return _Measured(self.logits[rows], other_logits, self.labels[rows], groups, self.options)
@@ -279,10 +279,10 @@ class ScoredRows:
         for key, chunks in self._keys.items():
             chunks += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
-        of_rows, of_labels = self.checksums
+        row_checksum, label_checksum = self.checksums
         self.checksums = (
-            zlib.crc32(numpy_of(table.column("row")).data, of_rows),
-            zlib.crc32(labels.data, of_labels),
+            zlib.crc32(numpy_of(table.column("row")).data, row_checksum),
+            zlib.crc32(labels.data, label_checksum),
         )
 
     @property
@@ -526,7 +526,7 @@ def model_cost(checkpoint: Checkpoint, config: TrainConfig) -> dict[str, Any]:
         # Skips index buffers
         if tensor.startswith(PREFIX) and entry["dtype"].startswith(("F", "BF"))
     )
-    inputs = ModelInputs.of(load_preprocessor(checkpoint.path).inputs)
+    inputs = ModelInputs.from_schema(load_preprocessor(checkpoint.path).inputs)
     with torch.random.fork_rng(devices=[]):
         network = config.workload.model.build(inputs, precision=config.precision).eval()
     return {
@@ -582,10 +582,10 @@ def _result(
 ) -> dict[str, Any]:
     compared = compare_models([logits for logits, _ in models], labels, options.resampling)
     described = []
-    for (logits, model), of_model in zip(models, compared.intervals, strict=True):
+    for (logits, model), model_intervals in zip(models, compared.intervals, strict=True):
         ranking = {} if groups is None else gauc(groups, logits, labels)
         described.append(
-            {**model, **binary_metrics(logits, labels), **ranking, "intervals": of_model}
+            {**model, **binary_metrics(logits, labels), **ranking, "intervals": model_intervals}
         )
     names = [model["name"] for model in described]
     gains = {  # 0 - x instead of -x avoids -0
@@ -596,9 +596,9 @@ def _result(
                 low=0 - difference.high,
                 high=0 - difference.low,
             )
-            for name, difference in of_pair.items()
+            for name, difference in pair_differences.items()
         }
-        for pair, of_pair in compared.differences.items()
+        for pair, pair_differences in compared.differences.items()
     }
     return {
         "rows": len(labels),

@@ -210,11 +210,11 @@ def row_hashes(rows: EncodedRows) -> np.ndarray:
                 [np.zeros(1, np.uint64), np.cumsum(_salted(ids.values, number), dtype=np.uint64)]
             )
             offsets = ids.offsets
-            of_rows = sums[offsets[1:]] - sums[offsets[:-1]]
+            column_hashes = sums[offsets[1:]] - sums[offsets[:-1]]
         else:
-            of_rows = _salted(ids.reshape(len(rows), -1), number).sum(axis=1, dtype=np.uint64)
+            column_hashes = _salted(ids.reshape(len(rows), -1), number).sum(axis=1, dtype=np.uint64)
         # Alike, because one format has bags of equal sizes as arrays, another as lists
-        total += mix64(of_rows)
+        total += mix64(column_hashes)
     return total
 
 

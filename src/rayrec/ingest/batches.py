@@ -94,8 +94,8 @@ class ArrayBatches:
     ) -> Iterator[Batch]:
         for plan, steps in plans():
             for step in range(steps):
-                of_all = plan.rows_until(step + 1) - plan.rows_until(step)
-                count = len(range(sharding.rank, of_all, sharding.world_size))
+                step_rows = plan.rows_until(step + 1) - plan.rows_until(step)
+                count = len(range(sharding.rank, step_rows, sharding.world_size))
                 parts = list(itertools.islice(rows, max(1, -(-count // max_rows))))
                 numbers = np.concatenate([numbers for numbers, _ in parts])
                 arrays = {
@@ -105,7 +105,7 @@ class ArrayBatches:
                 if isinstance(self._reader.rows, EpochRows):
                     self._reader.rows.check(numbers, plan.epoch, arrays)
                 # A worker without rows repeats one, with weight 0.
-                weight = sharding.world_size / of_all if count else 0.0
+                weight = sharding.world_size / step_rows if count else 0.0
                 counted = RowNumbers(plan.epoch, numbers[:count])
                 yield Batch(
                     {name: torch.from_numpy(array) for name, array in arrays.items()},
@@ -318,10 +318,10 @@ class BatchSlicer:
         columns: list[Ids] = [ids[number] for number in self._unpooled]
         if not count:
             columns = [JaggedIds(np.empty(0, np.int32), np.zeros(1, np.int32)) for _ in columns]
-        for of_table in self._tables.values():
+        for table_ids in self._tables.values():
             lengths = np.zeros(max(count, 1), np.int32)
-            lengths[0] = len(of_table)
-            columns.append(JaggedIds(of_table, lengths))
+            lengths[0] = len(table_ids)
+            columns.append(JaggedIds(table_ids, lengths))
         keys = [*(self._keys[number] for number in self._unpooled), *self._tables]
         return sparse_features(keys, columns, max(count, 1))
 
@@ -439,11 +439,13 @@ def sparse_features(
 
 def _weights(columns: Sequence[Ids], sizes: Sequence[int]) -> np.ndarray:
     """Concatenate the weights of all columns, float32 [ids]."""
-    of_columns = [column.weights if isinstance(column, JaggedIds) else None for column in columns]
+    column_weights = [
+        column.weights if isinstance(column, JaggedIds) else None for column in columns
+    ]
     return np.concatenate(
         [
             np.ones(size, np.float32) if weights is None else weights
-            for weights, size in zip(of_columns, sizes, strict=True)
+            for weights, size in zip(column_weights, sizes, strict=True)
         ]
     )
 

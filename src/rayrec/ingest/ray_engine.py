@@ -107,7 +107,7 @@ class ConcurrencyLimits:
     """Maximum number of blocks in progress or waiting for the reader."""
 
     @classmethod
-    def of(
+    def compute(
         cls, placement: TaskPlacement, *, block_bytes: int, prefetch_blocks: int
     ) -> ConcurrencyLimits:
         """Compute limits for a placement. Allows twice as many tasks as run at once, because the
@@ -273,7 +273,7 @@ class RayEngine:
         def tables_of(some: Sequence[Any]) -> Tables:
             nonlocal started
             limits = {
-                size: ConcurrencyLimits.of(
+                size: ConcurrencyLimits.compute(
                     self.placement,
                     block_bytes=block_bytes * size,
                     prefetch_blocks=-(-prefetch_blocks // size),
@@ -340,7 +340,7 @@ def merge_tables(function: Task, items: Sequence[Any]) -> pa.Table:
         for table in results
     )
     entries = json.dumps(
-        [(table.num_rows, of_table) for table, of_table in zip(results, metadata, strict=True)]
+        [(table.num_rows, values) for table, values in zip(results, metadata, strict=True)]
     )
     return pa.concat_tables(
         [table.replace_schema_metadata(None) for table in results]

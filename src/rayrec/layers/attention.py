@@ -55,14 +55,16 @@ class AttentionPooling(nn.Module):
         per row.
         """
         assert isinstance(layer, UninitializedLinear)
-        of_target, of_value, of_difference, of_product = layer.weight.chunk(4, dim=1)
+        target_weight, value_weight, difference_weight, product_weight = layer.weight.chunk(
+            4, dim=1
+        )
         dtype = self._dtype
         values = sequences.values
         by_row = functional.linear(
-            target.to(dtype), (of_target + of_difference).to(dtype), layer.bias.to(dtype)
+            target.to(dtype), (target_weight + difference_weight).to(dtype), layer.bias.to(dtype)
         )
         inputs = torch.cat([values, sequences.spread(target) * values], dim=1)
-        weights = torch.cat([of_value - of_difference, of_product], dim=1)
+        weights = torch.cat([value_weight - difference_weight, product_weight], dim=1)
         return functional.linear(inputs.to(dtype), weights.to(dtype)) + sequences.spread(by_row)
 
 

@@ -84,14 +84,16 @@ class CrossMixture(nn.Module):
 
         def matrices(rows: int, columns: int) -> nn.ParameterList:
             """Return stacked matrices of the experts of each layer, each drawn separately."""
-            matrices_of_layers = [
+            matrices_by_layer = [
                 [
                     init_values(torch.empty(rows, columns), nn.init.xavier_normal_)
                     for _ in range(experts)
                 ]
                 for _ in range(layers)
             ]
-            return nn.ParameterList(torch.stack(of_layer) for of_layer in matrices_of_layers)
+            return nn.ParameterList(
+                torch.stack(layer_matrices) for layer_matrices in matrices_by_layer
+            )
 
         self.down = matrices(low_rank, width)
         self.core = matrices(low_rank, low_rank)

@@ -54,15 +54,15 @@ class JaggedEmbeddings:
         numbers = torch.arange(self.lengths.shape[0], device=self.lengths.device)
         return torch.repeat_interleave(numbers, self.lengths, output_size=self.values.shape[0])
 
-    def spread(self, of_rows: torch.Tensor) -> torch.Tensor:
+    def spread(self, row_values: torch.Tensor) -> torch.Tensor:
         """Repeat the value of each row for its ids, [rows, ...] to [ids, ...]."""
-        return of_rows.index_select(0, self.rows)
+        return row_values.index_select(0, self.rows)
 
-    def sum(self, of_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def sum(self, id_values: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over the ids of each row, 0 without ids, [rows, width]. Default: the sum
         of `values`.
         """
-        summed = self.values if of_ids is None else of_ids
+        summed = self.values if id_values is None else id_values
         return summed.new_zeros(self.lengths.shape[0], summed.shape[1]).index_add(
             0, self.rows, summed
         )

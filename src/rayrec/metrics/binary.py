@@ -205,10 +205,10 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
     )
 
 
-def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
+def _metrics(rank_sums: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
     """Return the metrics from the `_sums` of each rank."""
-    rows_of_ranks, positives, correct, losses, probabilities, *gaps = zip(*of_ranks, strict=True)
-    rows = int(sum(rows_of_ranks))
+    rank_rows, positives, correct, losses, probabilities, *gaps = zip(*rank_sums, strict=True)
+    rows = int(sum(rank_rows))
     num_positives = int(sum(positives))
     rate = num_positives / rows if rows else math.nan
     mean_loss = math.fsum(losses) / rows if rows else math.nan
@@ -220,7 +220,8 @@ def _metrics(of_ranks: Sequence[Sequence[float]], twice_u: int) -> dict[str, flo
         "logloss": mean_loss,
         "normalized_entropy": mean_loss / entropy,
         "calibration": math.fsum(probabilities) / num_positives if num_positives else math.nan,
-        "expected_calibration_error": math.fsum(abs(math.fsum(of_bin)) for of_bin in gaps) / rows
+        "expected_calibration_error": math.fsum(abs(math.fsum(bin_gaps)) for bin_gaps in gaps)
+        / rows
         if rows
         else math.nan,
         "accuracy": sum(correct) / rows if rows else math.nan,
@@ -260,14 +261,14 @@ def distributed_binary_metrics(
             f"cannot compute metrics: invalid rows on rank {', '.join(failed)}. See its message."
         )
 
-    of_ranks = [sums for _, *sums in gathered]
-    rank_rows = [int(rows) for rows, *_ in of_ranks]
+    rank_sums = [sums for _, *sums in gathered]
+    rank_rows = [int(rows) for rows, *_ in rank_sums]
     twice_u = 0
-    if 0 < sum(positives for _, positives, *_ in of_ranks) < sum(rank_rows):
+    if 0 < sum(positives for _, positives, *_ in rank_sums) < sum(rank_rows):
         keys = _sorted_keys(checked_logits, checked_labels)
         del checked_logits, checked_labels
         twice_u = _distributed_twice_u(keys, group=group, rank_rows=rank_rows)
-    return _metrics(of_ranks, twice_u)
+    return _metrics(rank_sums, twice_u)
 
 
 def _distributed_twice_u(

@@ -46,15 +46,15 @@ class LabelsAccumulator:
 
     def __init__(
         self,
-        of_labels: Mapping[str, Accumulator],
+        by_label: Mapping[str, Accumulator],
         *,
         grouped: bool = False,
         ks: Sequence[int] = DEFAULT_KS,
     ) -> None:
-        """`of_labels`: accumulators by label name, the main one first. `ks`: ranks k of the metrics
+        """`by_label`: accumulators by label name, the main one first. `ks`: ranks k of the metrics
         at k, with `grouped`.
         """
-        (self._main_name, self._main), *other_labels = of_labels.items()
+        (self._main_name, self._main), *other_labels = by_label.items()
         self._ranking = RankingAccumulator(ks) if grouped else None
         self._others = dict(other_labels)
 
@@ -109,8 +109,8 @@ class SumsAccumulator(ABC):
         """Return the metrics, NaN without rows, and `rows`. Collective if distributed. Raises
         InputError on every rank for a NaN.
         """
-        of_ranks = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
-        rows, *sums = (math.fsum(values) for values in zip(*of_ranks, strict=True))
+        rank_sums = Collectives(process_group).gather_floats([self.rows, *self._sums.tolist()])
+        rows, *sums = (math.fsum(values) for values in zip(*rank_sums, strict=True))
         reject_nan(int(math.isnan(sums[0])), int(rows))
         return {**self._metrics(rows or math.nan, *sums), "rows": rows}
 
@@ -184,15 +184,15 @@ class RowMetrics:
         names = sorted(self._sums)
         if not names:  # On every worker
             return self._finish({})
-        of_all = (
+        results = (
             torch.stack(gathered(torch.stack([self._sums[name] for name in names])))
             .sum(dim=0)
             .tolist()
         )
         return self._finish(
             {
-                name: _result(name in self._counts, *of_name)
-                for name, of_name in zip(names, of_all, strict=True)
+                name: _result(name in self._counts, *result)
+                for name, result in zip(names, results, strict=True)
             }
         )
 

@@ -135,7 +135,7 @@ class _Sums:
         self._ks = np.array(ks, np.int64)
         ranks = np.arange(1, max(ks, default=0) + 1)
         self._discounts = np.concatenate([[0.0], np.cumsum(1 / np.log2(ranks + 1))])
-        self._of_rounds: list[list[float]] = []
+        self._round_sums: list[list[float]] = []
 
     def add(self, rows: Rows) -> None:
         """Add rows of new groups."""
@@ -158,7 +158,7 @@ class _Sums:
         turns = [range(first, len(starts) - 1, num_threads) for first in range(num_threads)]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
             for values in pool.map(lambda turn: self._summed(ranked, starts, turn), turns):
-                self._of_rounds += values
+                self._round_sums += values
 
     def _summed(
         self, ranked: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], turn: range
@@ -168,12 +168,12 @@ class _Sums:
         """
         sizes = np.diff(starts)
         buffer = np.empty((int(sizes[turn.start :: turn.step].max(initial=0)), 2), np.uint64)
-        of_ks = np.empty(2 * len(self._ks))
+        at_ks = np.empty(2 * len(self._ks))
         results = []
         for number in turn:
             sums = np.zeros(4 + 6 * len(self._ks))
             counts = np.zeros(3, np.int64)
-            arrays = (self._ks, self._discounts, of_ks, sums, counts)
+            arrays = (self._ks, self._discounts, at_ks, sums, counts)
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
             call(
                 "rayrec_rank_rows",
@@ -190,11 +190,14 @@ class _Sums:
     def values(self) -> list[float]:
         """Return the counts, then the sums. Results of several ranks are added."""
         size = 3 + 2 + 3 * len(self._ks)
-        return [math.fsum(of_each) for of_each in zip([0.0] * size, *self._of_rounds, strict=True)]
+        return [
+            math.fsum(round_values)
+            for round_values in zip([0.0] * size, *self._round_sums, strict=True)
+        ]
 
     def metrics(self, values: Sequence[float] | None = None) -> dict[str, float]:
         """Return the metrics for added `values`. Default: the sums of this object."""
-        rows, groups, ranked, weighted, reciprocals, *of_ks = (
+        rows, groups, ranked, weighted, reciprocals, *at_ks = (
             self.values() if values is None else values
         )
         gauc = weighted / rows if rows else math.nan
@@ -205,7 +208,7 @@ class _Sums:
         }
         for index, k in enumerate(self._ks.tolist()):
             for name, total in zip(
-                ("ndcg", "recall", "hit_rate"), of_ks[3 * index : 3 * index + 3], strict=True
+                ("ndcg", "recall", "hit_rate"), at_ks[3 * index : 3 * index + 3], strict=True
             ):
                 results[f"{name}_at_{k}"] = total / ranked if ranked else math.nan
         return {
@@ -301,14 +304,14 @@ class RankingAccumulator:
         """
         sums = _Sums(self._ks)
         ranks = Collectives(process_group)
-        of_ranks = ranks.gather_floats(
+        rank_counts = ranks.gather_floats(
             [float(self._missing), float(self._total), float(self._file is not None)]
         )
-        missing, total, spilled = zip(*of_ranks, strict=True)
+        missing, total, spilled = zip(*rank_counts, strict=True)
         reject_nan(int(sum(missing)), int(sum(total)))
         for rows in self._in_rounds(by_bucket=any(spilled)):
-            for of_round in _rounds(_exchanged(rows, ranks) if ranks.num_ranks > 1 else rows):
-                sums.add(of_round)
+            for round_rows in _rounds(_exchanged(rows, ranks) if ranks.num_ranks > 1 else rows):
+                sums.add(round_rows)
         return sums.metrics(
             [math.fsum(values) for values in zip(*ranks.gather_floats(sums.values()), strict=True)]
         )
@@ -379,21 +382,21 @@ def rank_measures(
     if not logits.shape[1]:
         logits = logits.new_full((len(logits), 1), -math.inf)
     unknown = target < 0
-    of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1))
-    above = (~(logits <= of_target)).sum(1)
-    tied = (logits == of_target).sum(1)  # 0 if the target's score is NaN: then all are above
+    target_logit = logits.gather(1, target.clamp(min=0).unsqueeze(1))
+    above = (~(logits <= target_logit)).sum(1)
+    tied = (logits == target_logit).sum(1)  # 0 if the target's score is NaN: then all are above
     first = above.clamp(max=k)
     last = (above + tied).clamp(max=k)
     ranks = torch.arange(1, k + 1, dtype=torch.float64, device=logits.device)
     discounts = functional.pad((1 / (ranks + 1).log2()).cumsum(0), (1, 0))
     orders = tied.clamp(min=1)
-    of_rows = {
+    row_metrics = {
         f"ndcg_at_{k}": (discounts[last] - discounts[first]) / orders,
         f"recall_at_{k}": (last - first).double() / orders,
     }
     counted = torch.ones_like(unknown) if has_target is None else has_target
     measures = {
         name: values.masked_fill(unknown, 0.0).masked_fill(~counted, math.nan).float()
-        for name, values in of_rows.items()
+        for name, values in row_metrics.items()
     }
     return {**measures, "targets": counted.long(), "unknown_targets": (counted & unknown).long()}

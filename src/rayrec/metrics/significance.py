@@ -136,19 +136,21 @@ def compare_models(models: Sequence[Any], labels: Any, resampling: Resampling) -
                 pair[name] = _delong(placements[one], placements[other], resampling.confidence)
                 continue
             difference = float(observed[one][number] - observed[other][number])
-            of_resamples = resampled[:, one, number] - resampled[:, other, number]
-            low, high = _percentiles(of_resamples, resampling.confidence)
+            resampled_difference = resampled[:, one, number] - resampled[:, other, number]
+            low, high = _percentiles(resampled_difference, resampling.confidence)
             method: Method = "delong" if name == "auroc" else "bootstrap"
-            pair[name] = Difference(difference, low, high, _bootstrap_p_value(of_resamples), method)
+            pair[name] = Difference(
+                difference, low, high, _bootstrap_p_value(resampled_difference), method
+            )
         differences[one, other] = pair
-    of_models = [
+    model_intervals = [
         {
             name: _percentiles(resampled[:, index, number], resampling.confidence)
             for number, name in enumerate(METRICS)
         }
         for index in range(len(sorted_models))
     ]
-    return Comparison(of_models, differences)
+    return Comparison(model_intervals, differences)
 
 
 def _too_few(labels: Labels) -> tuple[str, ...]:
@@ -197,12 +199,14 @@ class _Model:
         positives above. Ties count one half.
         """
         sorted_negatives, sorted_positives = self._sorted
-        of_positives = _unsorted(
+        positive_placements = _unsorted(
             self.positives, (self.below + self.upto) / (2 * max(1, len(self.negatives)))
         )
         below, upto = _count_below(sorted_positives, sorted_negatives)
         num_positives = max(1, len(self.positives))
-        return of_positives, _unsorted(self.negatives, 1 - (below + upto) / (2 * num_positives))
+        return positive_placements, _unsorted(
+            self.negatives, 1 - (below + upto) / (2 * num_positives)
+        )
 
 
 def _product(first: Array, second: Array) -> np.float64:
@@ -297,7 +301,9 @@ def _row_variance(placements: Placements) -> float:
     """Return DeLong's variance. NaN with too few rows."""
     if min(map(len, placements)) < MIN_CLASS_ROWS or sum(map(len, placements)) < MIN_ROWS:
         return math.nan
-    return float(sum(np.var(of_class, ddof=1) / len(of_class) for of_class in placements))
+    return float(
+        sum(np.var(class_values, ddof=1) / len(class_values) for class_values in placements)
+    )
 
 
 @dataclass(frozen=True)
@@ -314,7 +320,7 @@ class SeededScores:
     """Mean over the seeds of the AUROC's variance over rows."""
 
     @classmethod
-    def of(cls, seeds: Iterable[tuple[Any, Any]]) -> Self:
+    def from_seeds(cls, seeds: Iterable[tuple[Any, Any]]) -> Self:
         """Return the scores for the logits and labels of each seed, read in turn. Memory: 8 bytes
         per row and seed.
         """
@@ -326,7 +332,7 @@ class SeededScores:
             placements.append(model.placements())
         aurocs, loglosses, *_ = np.stack(metrics, axis=1)
         positives, negatives = (
-            np.mean(of_class, axis=0) for of_class in zip(*placements, strict=True)
+            np.mean(class_values, axis=0) for class_values in zip(*placements, strict=True)
         )
         return cls(
             aurocs,
@@ -350,16 +356,16 @@ def compare_seeds(first: SeededScores, second: SeededScores, *, confidence: floa
 
     if min(len(first.aurocs), len(second.aurocs)) < 2:
         return Difference(math.nan, math.nan, math.nan, math.nan, "seeds")
-    of_rows = _row_variance(
+    row_variance = _row_variance(
         (first.placements[0] - second.placements[0], first.placements[1] - second.placements[1])
     )
     variance = spread = 0.0
     for scores in (first, second):
         degrees = len(scores.aurocs) - 1
-        of_seeds = float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs)
-        of_rows -= (scores.row_variance - _row_variance(scores.placements)) / degrees
-        variance, spread = variance + of_seeds, spread + of_seeds**2 / degrees
-    variance += float(np.maximum(0, of_rows))  # NaN stays
+        seed_variance = float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs)
+        row_variance -= (scores.row_variance - _row_variance(scores.placements)) / degrees
+        variance, spread = variance + seed_variance, spread + seed_variance**2 / degrees
+    variance += float(np.maximum(0, row_variance))  # NaN stays
     difference = float(np.mean(first.aurocs) - np.mean(second.aurocs))
     student = stats.t(variance**2 / spread if spread else math.inf, scale=math.sqrt(variance))
     low, high = difference + student.ppf([(1 - confidence) / 2, (1 + confidence) / 2])

@@ -110,7 +110,7 @@ class ModelInputs:
     """
 
     @classmethod
-    def of(
+    def from_schema(
         cls, schema: Schema, candidates: tuple[tuple[str, CandidateRows], ...] = ()
     ) -> ModelInputs:
         """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`), whose
@@ -206,7 +206,7 @@ class ClickModelConfig(Config):
             )
         return model_class().updated(values, where=where)
 
-    def of_class(self, name: object) -> ClickModelConfig | None:
+    def with_class(self, name: object) -> ClickModelConfig | None:
         """Return the defaults of rayrec's model, or of an imported user class. The same class keeps
         its settings.
         """

@@ -85,8 +85,8 @@ def _random_rows(
     dense = torch.rand(rows, inputs.num_dense, device=device)
     pooled = random(rows, (len(inputs.features) - len(sequences)) * config.table_width)
     ids = {
-        name: of_rows.rows.new_full((len(of_rows.values),), _any_id(inputs, name))
-        for name, of_rows in sequences.items()
+        name: embeddings.rows.new_full((len(embeddings.values),), _any_id(inputs, name))
+        for name, embeddings in sequences.items()
     }
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
     tables = {

@@ -48,18 +48,18 @@ class Ensemble(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         """Return the mean logits by label, and all outputs of the members for the loss."""
-        of_members = [
+        member_outputs = [
             named_outputs(
                 network(dense, embedded.columns(columns)), self._heads, where=type(network).__name__
             )
             for network, columns in zip(self.members, self._columns, strict=True)
         ]
         outputs = {
-            head.name: torch.stack([values[head.name] for values in of_members]).mean(0)
+            head.name: torch.stack([values[head.name] for values in member_outputs]).mean(0)
             for head in self._heads
         }
-        for number, of_member in enumerate(of_members):
-            outputs |= {_name(number, name): values for name, values in of_member.items()}
+        for number, member in enumerate(member_outputs):
+            outputs |= {_name(number, name): values for name, values in member.items()}
         return outputs
 
     def loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -69,15 +69,13 @@ class Ensemble(nn.Module):
         losses = []
         for number, member_loss in enumerate(self._losses):
             prefix = _name(number, "")
-            of_member = {
+            member = {
                 name.removeprefix(prefix): values
                 for name, values in outputs.items()
                 if name.startswith(prefix)
             }
             losses.append(
-                member_loss(of_member, batch)
-                if member_loss
-                else self._loss_of_labels(of_member, batch)
+                member_loss(member, batch) if member_loss else self._loss_of_labels(member, batch)
             )
         total = torch.stack(losses).sum(0)
         return total - total.detach() * (1 - 1 / len(losses))

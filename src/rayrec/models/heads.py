@@ -57,13 +57,14 @@ class Head(ABC):
         only after training.
         """
         shape = (rows, *self.shape)
-        noun, of = self.called
+        noun, owner = self.called
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             values = outputs.get(name)
             if values is None:
                 names = ", ".join(outputs) or "nothing"
                 raise InputError(
-                    f"{where}: outputs must have {noun} named after the {of}, {name}, got {names}."
+                    f"{where}: outputs must have {noun} named after the {owner}, {name}, got "
+                    f"{names}."
                 )
             if values.shape != shape or str(values.dtype) != f"torch.{dtype}":
                 raise InputError(
@@ -90,7 +91,7 @@ class LabelHead(Head):
     """Prediction of a label of the log, in a tensor with its name, float32 [rows]."""
 
     called = ("logits", "label")
-    of_logits: ClassVar[str] = "What the network gives."
+    logit_description: ClassVar[str] = "What the network gives."
 
     main: bool = False
     """Whether this is the main label, which every row has."""
@@ -139,7 +140,7 @@ class LabelHead(Head):
 
     def json_schema(self) -> dict[str, Any]:
         scores = self._scores_schema()
-        logits = many({"type": "number"}, self.of_logits)
+        logits = many({"type": "number"}, self.logit_description)
         return (
             {"scores": scores, "logits": logits} if self.main else {f"score{self.suffix}": scores}
         )
@@ -153,7 +154,7 @@ class BinaryHead(LabelHead):
     """Logit of a label that is 1 or 0."""
 
     kind = "binary"
-    of_logits = "Logit of the score."
+    logit_description = "Logit of the score."
 
     def _losses(
         self, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
@@ -270,9 +271,9 @@ class ItemsHead(Head):
         }
 
 
-def many(of: dict[str, Any], description: str) -> dict[str, Any]:
+def many(items: dict[str, Any], description: str) -> dict[str, Any]:
     """Return the JSON schema of an array."""
-    return {"type": "array", "items": of, "description": description}
+    return {"type": "array", "items": items, "description": description}
 
 
 def label_heads(
@@ -291,8 +292,8 @@ def labels_accumulator(
     """Return the metrics of all label heads, or None. `grouped` and `ks` are for the main label
     (`LabelsAccumulator`).
     """
-    of_labels = {head.name: head.accumulator() for head in heads if isinstance(head, LabelHead)}
-    return LabelsAccumulator(of_labels, grouped=grouped, ks=ks) if of_labels else None
+    accumulators = {head.name: head.accumulator() for head in heads if isinstance(head, LabelHead)}
+    return LabelsAccumulator(accumulators, grouped=grouped, ks=ks) if accumulators else None
 
 
 def named_outputs(outputs: object, heads: Sequence[Head], *, where: str) -> Outputs:

@@ -152,7 +152,7 @@ def build_embeddings(
     settings = _table_settings(
         num_embeddings, names, embedding_dim=embedding_dim, seed=seed, start=start
     )
-    tables = [EmbeddingBagConfig(**of_table) for of_table in settings]
+    tables = [EmbeddingBagConfig(**table_settings) for table_settings in settings]
     return EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
 
 
@@ -476,29 +476,31 @@ def build_click_model(
     unpooled = unpooled_features(config, inputs)
     rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
     table_of = inputs.table_of
-    of_bags = {feature: table_of[feature] for feature in inputs.features if feature not in unpooled}
-    of_sequences = {feature: table_of[feature] for feature in unpooled}
+    pooled_tables = {
+        feature: table_of[feature] for feature in inputs.features if feature not in unpooled
+    }
+    unpooled_tables = {feature: table_of[feature] for feature in unpooled}
     for feature in config.full_tables(inputs):
         key = table_key(feature)
-        of_sequences[key] = table_of[feature]
+        unpooled_tables[key] = table_of[feature]
         rows_of[key] = rows_of[feature]
     shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "start": start}
     with torch.random.fork_rng(devices=[]):
         # Inside, because building tables on "cpu" also draws from the global generator before our
         # values replace theirs.
         embeddings = sequences = None
-        if of_bags:
-            sizes = [rows_of[feature] for feature in of_bags]
+        if pooled_tables:
+            sizes = [rows_of[feature] for feature in pooled_tables]
             bags: dict[str, Any] = {
-                "table_of": of_bags,
+                "table_of": pooled_tables,
                 "device": embedding_device,
                 "weighted": inputs.weighted,
             }
             embeddings = build_embeddings(sizes, **bags, **shared)
-        if of_sequences:
-            sizes = [rows_of[feature] for feature in of_sequences]
-            settings = _table_settings(sizes, of_sequences, **shared)
-            tables = [EmbeddingConfig(**of_table) for of_table in settings]
+        if unpooled_tables:
+            sizes = [rows_of[feature] for feature in unpooled_tables]
+            settings = _table_settings(sizes, unpooled_tables, **shared)
+            tables = [EmbeddingConfig(**table_settings) for table_settings in settings]
             sequences = EmbeddingCollection(tables=tables, device=torch.device(embedding_device))
         torch.manual_seed(seed)
         network = build_network(config, inputs, precision=precision)

@@ -407,8 +407,8 @@ class Console:
             left = (
                 f", {(total - done) / rate:.0f} s left" if total and rate and done < total else ""
             )
-            of_total = f" of {number_text(total)}" if total else ""
-            self.note(f"{label}: {number_text(done)}{of_total}, {note}{left}")
+            total_text = f" of {number_text(total)}" if total else ""
+            self.note(f"{label}: {number_text(done)}{total_text}, {note}{left}")
 
     @contextmanager
     def training(

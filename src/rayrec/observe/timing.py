@@ -116,7 +116,7 @@ class Stopwatch:
     """Seconds by stage."""
 
     @classmethod
-    def of_process(cls) -> Self:
+    def since_process_start(cls) -> Self:
         """Return a stopwatch that runs since the start of this process, or since this call if the
         system does not report it.
         """

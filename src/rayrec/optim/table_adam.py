@@ -90,7 +90,7 @@ class Lookups:
     """Number of bags per feature."""
     pooled: bool
 
-    def of_tables(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
+    def table_gradients(self, tables: Sequence[TableFeatures]) -> list[RowGradients]:
         """Return the gradient of each table. On CPU, sums are in lookup order."""
         first_features = [table.first for table in tables] + [tables[-1].first + tables[-1].number]
         # One device sync for all tables.
@@ -102,8 +102,8 @@ class Lookups:
             for size, table in zip([stop - start for start, stop in ranges], tables, strict=True)
         ]
         pointers = [
-            None if of is None else of.data_ptr()
-            for of in (self.ids, self.offsets, self.weights, self.gradient)
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (self.ids, self.offsets, self.weights, self.gradient)
         ]
         lookups = _CLookups(*pointers, self.bags, self.gradient.shape[1], self.pooled)
         gathered = (_CGathered * len(tables))()
@@ -124,9 +124,9 @@ class Lookups:
     def with_torch_ops(
         self, tables: Sequence[TableFeatures], ranges: Sequence[tuple[int, int]]
     ) -> list[RowGradients]:
-        """Compute `of_tables` with torch operators, for any device. `ranges`: start and end of each
-        table in `ids`. Groups tables by width, so that the host waits for a GPU twice per width,
-        not per table.
+        """Compute `table_gradients` with torch operators, for any device. `ranges`: start and end
+        of each table in `ids`. Groups tables by width, so that the host waits for a GPU twice
+        per width, not per table.
         """
         results: dict[int, RowGradients] = {}
         for columns in dict.fromkeys(table.columns for table in tables):
@@ -159,9 +159,9 @@ class Lookups:
         offsets = self.offsets[first : first + num_features * self.bags + 1]
         if self.pooled:
             end = column + num_features * columns
-            of_bags = self.gradient[:, column:end].reshape(self.bags, num_features, columns)
-            of_bags = of_bags.transpose(0, 1).reshape(-1, columns)
-            values = of_bags.repeat_interleave(offsets.diff(), dim=0, output_size=stop - start)
+            bag_values = self.gradient[:, column:end].reshape(self.bags, num_features, columns)
+            bag_values = bag_values.transpose(0, 1).reshape(-1, columns)
+            values = bag_values.repeat_interleave(offsets.diff(), dim=0, output_size=stop - start)
         else:
             values = self.gradient[start:stop, :columns]
         return values if self.weights is None else values * self.weights[start:stop].unsqueeze(1)
@@ -224,7 +224,7 @@ class RowGradientCollector:
             self._pooled,
         )
         for collected, gradients in zip(
-            self._collected, lookups.of_tables(self._tables), strict=True
+            self._collected, lookups.table_gradients(self._tables), strict=True
         ):
             collected.append(gradients)
 
@@ -372,18 +372,18 @@ class TablePart:
         ids = gradients.ids
         values = gradients.values
         tensors = (self.weights, self.exp_avg, self.exp_avg_sq)
-        of_batch = [tensor[ids] for tensor in tensors]
+        batch_rows = [tensor[ids] for tensor in tensors]
         if step.every_row:  # As if no row had a gradient. The batch's rows are overwritten below.
             for start, stop in _ranges(
                 len(self.weights), max(1, _VALUES_OF_OPERATORS // self.weights.shape[1])
             ):
                 weights, mean, square = (tensor[start:stop] for tensor in tensors)
                 self._update(weights, mean, square, weights * step.l2, step)
-        weights, mean, square = of_batch
+        weights, mean, square = batch_rows
         self._update(weights, mean, square, values * step.gradient_scale + weights * step.l2, step)
         # Chosen on the device: otherwise the host waits for the number of nonzero gradients.
         touched = None if step.every_row else values.any(dim=1, keepdim=True)
-        for tensor, rows in zip(tensors, of_batch, strict=True):
+        for tensor, rows in zip(tensors, batch_rows, strict=True):
             tensor[ids] = rows if touched is None else torch.where(touched, rows, tensor[ids])
 
     @staticmethod
@@ -463,11 +463,11 @@ class TableAdam(KeyedOptimizer):
                 parts[key] = TablePart(weights, partial(collector.gradients, number))
         tables: dict[str, tuple[Any, list[TablePart]]] = {}
         for name, table in sharded.fused_optimizer.params.items():
-            of_table = [
+            table_keys = [
                 (name.split(".")[-2], *shard.metadata.shard_offsets)
                 for shard in table.local_shards()
             ]
-            tables[name] = table, [parts[key] for key in of_table]
+            tables[name] = table, [parts[key] for key in table_keys]
         optimizer = cls(config, tables)
         optimizer._clear = clear
         return optimizer
@@ -499,8 +499,10 @@ class TableAdam(KeyedOptimizer):
         self._gradients = self._gathered()
         return sum(
             part.squared_norm(gradients, l2=self._l2)
-            for (_, parts), of_parts in zip(self._tables.values(), self._gradients, strict=True)
-            for part, gradients in zip(parts, of_parts, strict=True)
+            for (_, parts), part_gradients in zip(
+                self._tables.values(), self._gradients, strict=True
+            )
+            for part, gradients in zip(parts, part_gradients, strict=True)
         )
 
     def _gathered(self) -> list[list[RowGradients]]:
@@ -517,11 +519,11 @@ class TableAdam(KeyedOptimizer):
         gradients_of_tables, self._gradients = self._gradients or self._gathered(), None
         rules: dict[int, _CRule] = {}
         rows: list[_CRows] = []
-        for number, (_, parts), of_parts in zip(
+        for number, (_, parts), part_gradients in zip(
             self._counted(), self._tables.values(), gradients_of_tables, strict=True
         ):
             step = self._adam_step(number, float(group["lr"]))
-            for part, gradients in zip(parts, of_parts, strict=True):
+            for part, gradients in zip(parts, part_gradients, strict=True):
                 if part.weights.is_cuda:
                     part.update_with_torch_ops(step, gradients)
                 else:

@@ -86,9 +86,11 @@ class Lars(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 norm = parameter.norm()
-                of_gradient = parameter.grad.norm()
+                gradient_norm = parameter.grad.norm()
                 factor = torch.where(
-                    of_gradient > 0, _ratio(group["trust"] * norm, of_gradient + decay * norm), 1.0
+                    gradient_norm > 0,
+                    _ratio(group["trust"] * norm, gradient_norm + decay * norm),
+                    1.0,
                 )
                 update = parameter.grad.add(parameter, alpha=decay).mul_(factor * group["lr"])
                 state = self.state[parameter]
@@ -97,6 +99,6 @@ class Lars(torch.optim.Optimizer):
                 parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(update))
 
 
-def _ratio(norm: torch.Tensor, of_update: torch.Tensor) -> torch.Tensor:
-    """Return norm / of_update, or 1 if one of them is 0. Stays on the device."""
-    return torch.where((norm > 0) & (of_update > 0), norm / of_update, 1.0)
+def _ratio(norm: torch.Tensor, update_norm: torch.Tensor) -> torch.Tensor:
+    """Return norm / update_norm, or 1 if one of them is 0. Stays on the device."""
+    return torch.where((norm > 0) & (update_norm > 0), norm / update_norm, 1.0)

@@ -301,7 +301,7 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
             console.progress("adopt (rows)", done, total)
             yield summary
 
-    return ScanResult.of(days, results())
+    return ScanResult.merge(days, results())
 
 
 def _sizes(scanned: ScanResult, path: str) -> list[int]:

@@ -125,7 +125,7 @@ class RecipePreparation(PreparationConfig):
     """Preset of the recipe."""
 
     @classmethod
-    def of(cls, preset: Preset, **options: Any) -> Self:
+    def from_preset(cls, preset: Preset, **options: Any) -> Self:
         """Return the options for the preset of a recipe and its split."""
         split = preset.split
         parts = SplitParts(

@@ -102,7 +102,7 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
     if not name.strip():
         return Column(name, array, "unusable", "has no name")
     if values.is_list(kind) or types.is_null(kind):
-        return _of_lists(name, array)
+        return _describe_lists(name, array)
     array, markers = _without_markers(array, name, make_error)
     try:
         numbers, status = values.numbers_of(array, name, make_error, times=True)
@@ -118,7 +118,7 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
             values.is_text(kind)
             and (values.numbers_of(array, name, make_error)[1] == values.REJECTED).any()
         )
-        return _of_numbers(
+        return _describe_numbers(
             column, numbers[present], is_time=is_text_time or types.is_temporal(kind)
         )
     times = values.times_of(array)[1]
@@ -140,7 +140,7 @@ def is_utf8(array: pa.Array) -> bool:
     return True
 
 
-def _of_lists(name: str, array: pa.Array) -> Column:
+def _describe_lists(name: str, array: pa.Array) -> Column:
     if types.is_null(array.type):
         return Column(name, array, "constant")
     item = array.type.value_type
@@ -160,7 +160,7 @@ def _distinct(array: pa.Array) -> int:
     return pc.count_distinct(array).as_py()
 
 
-def _of_numbers(column: Column, numbers: np.ndarray, *, is_time: bool) -> Column:
+def _describe_numbers(column: Column, numbers: np.ndarray, *, is_time: bool) -> Column:
     """Return the kind of a column of numbers or times."""
     array = column.array
     has_nan = bool(np.isnan(numbers).any())

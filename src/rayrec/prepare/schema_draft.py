@@ -116,7 +116,7 @@ def draft(path: str, *, label: str | None = None) -> str:
     columns = {name: replace(column, is_named=not head.header) for name, column in columns.items()}
     chosen = _choose_label(columns, label, path)
     columns = _without_negative(columns, chosen.column.name)
-    plan = _Plan.of(columns, chosen)
+    plan = _Plan.from_columns(columns, chosen)
     notes = _notes(head, columns, chosen, plan)
     text = "".join(f"# {_one_line(note)}\n" for note in notes) + _yaml(head, columns, chosen, plan)
     _check(text, head, path)
@@ -478,7 +478,7 @@ class _Plan:
     """Reason for each column that is left out."""
 
     @classmethod
-    def of(cls, columns: Mapping[str, Column], label: _Label) -> "_Plan":
+    def from_columns(cls, columns: Mapping[str, Column], label: _Label) -> "_Plan":
         features = [column for column in columns.values() if column.name != label.column.name]
         left_out: dict[str, str] = {}
         times = sorted(
@@ -530,9 +530,9 @@ def _reason(column: Column) -> str:
 # -- Text of the draft
 def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> str:
     name = label.column.name
-    of_label: Any = {"name": name, **label.rule} if label.rule else name
+    label_rule: Any = {"name": name, **label.rule} if label.rule else name
     fields: dict[str, Any] = {
-        "label": None if label.is_number else of_label,
+        "label": None if label.is_number else label_rule,
         "labels": [{"name": name, "kind": "number", "missing": "fault"}] if label.is_number else [],
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),

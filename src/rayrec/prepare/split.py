@@ -240,11 +240,12 @@ class _Work:
         faults = Faults()
         first = dict.fromkeys((file.path for file in self.files), 0)
         for task, marker in zip(tasks, markers, strict=True):
-            of_task = Faults.from_dict(marker["faults"])
-            of_task.first = [
-                replace(fault, row=(fault.row or 0) + first[task.file]) for fault in of_task.first
+            task_faults = Faults.from_dict(marker["faults"])
+            task_faults.first = [
+                replace(fault, row=(fault.row or 0) + first[task.file])
+                for fault in task_faults.first
             ]
-            faults.add(of_task)
+            faults.add(task_faults)
             first[task.file] += marker["lines"]
         entries = [
             (task.file, 0, 0, marker["rows"]) for task, marker in zip(tasks, markers, strict=True)
@@ -279,9 +280,9 @@ class _Work:
             split_tasks.cut_files, task_bytes=self.task_bytes, schema=self.config.schema
         )
         cuts = [
-            of_file
+            file_tasks
             for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16)
-            for of_file in json_of(table)
+            for file_tasks in json_of(table)
         ]
         with self.running.folder.disk_errors():
             storage.write_json(path, cuts)
@@ -313,9 +314,9 @@ class _Work:
         for task, chunks in zip(tasks, sizes, strict=True):
             begin = 0
             for chunk in chunks:
-                for of_partition, count in zip(events, chunk, strict=True):
+                for partition_events, count in zip(events, chunk, strict=True):
                     if count:
-                        of_partition.append(
+                        partition_events.append(
                             (
                                 key_path(self.job.folder, "keys", task.number),
                                 begin,
@@ -330,7 +331,10 @@ class _Work:
         )
         edges = [marker["edges"] for marker in markers]
         return [
-            replace(task, marks=tuple((of[index], of[index + 1] - of[index]) for of in edges))
+            replace(
+                task,
+                marks=tuple((entry[index], entry[index + 1] - entry[index]) for entry in edges),
+            )
             for index, task in enumerate(tasks)
         ]
 
@@ -376,9 +380,9 @@ class _Work:
                 "times", split_tasks.count_digits, items, block_bytes=len(positions) << 19
             ):
                 counts += numpy_of(table.column("counts")).reshape(counts.shape)
-            for number, of_prefix in enumerate(np.cumsum(counts, axis=1)):
-                digit = int(np.searchsorted(of_prefix, remaining[number], side="right"))
-                remaining[number] -= int(of_prefix[digit - 1]) if digit else 0
+            for number, prefix_counts in enumerate(np.cumsum(counts, axis=1)):
+                digit = int(np.searchsorted(prefix_counts, remaining[number], side="right"))
+                remaining[number] -= int(prefix_counts[digit - 1]) if digit else 0
                 prefixes[number] = prefixes[number] << 16 | digit
         return [prefix - (1 << 63) for prefix in prefixes]
 

@@ -133,13 +133,13 @@ def count_digits(task: DigitTask) -> pa.Table:
     for start in range(0, task.rows, CHUNK_ROWS):
         times = read_array(task.path, np.dtype(np.int64), start, min(CHUNK_ROWS, task.rows - start))
         bits = times.view(np.uint64) ^ np.uint64(1 << 63)  # preserves the order of the times
-        for of_prefix, prefix in zip(counts, task.prefixes, strict=True):
+        for prefix_counts, prefix in zip(counts, task.prefixes, strict=True):
             selected = (
                 bits
                 if task.shift == 48
                 else bits[bits >> np.uint64(task.shift + 16) == np.uint64(prefix)]
             )
-            of_prefix += np.bincount(
+            prefix_counts += np.bincount(
                 (selected >> np.uint64(task.shift)).astype(np.int64) & 0xFFFF, minlength=1 << 16
             )
     return pa.table({"counts": counts.reshape(-1)})
@@ -262,10 +262,10 @@ class Tables:
         """Start of the first row after a range of a CSV file, in bytes. Set after reading."""
 
     def __iter__(self) -> Iterator[pa.Table]:
-        for table in self._of_parquet() if is_parquet(self._task.file) else self._of_csv():
+        for table in self._parquet_tables() if is_parquet(self._task.file) else self._csv_tables():
             yield with_partitions(table, self._task.file, self._schema)
 
-    def _of_parquet(self) -> Iterator[pa.Table]:
+    def _parquet_tables(self) -> Iterator[pa.Table]:
         task = self._task
         schema = self._schema
         with open_parquet(task.file) as parquet:
@@ -281,7 +281,7 @@ class Tables:
             ):
                 yield pa.Table.from_batches([batch])
 
-    def _of_csv(self) -> Iterator[pa.Table]:
+    def _csv_tables(self) -> Iterator[pa.Table]:
         task = self._task
         schema = self._schema
         stored = csv_columns(task.file, schema)

@@ -197,8 +197,8 @@ class _Work:
             "tokenize", functools.partial(tokenize, job=self.job), self.parts, self.engine, report
         )
         return {
-            part.number: of_part["tokens"]
-            for part, of_part in zip(self.parts, results, strict=True)
+            part.number: part_result["tokens"]
+            for part, part_result in zip(self.parts, results, strict=True)
         }
 
     def write_shards(self, tokens_of: dict[int, int]) -> dict[str, dict[str, Any]]:

@@ -245,9 +245,11 @@ def _count_stats(
     sized = functools.partial(
         grouped, size_of=lambda part: part.rows, max_bytes=min(limit, _READ_ROWS), max_items=limit
     )
-    of_slices = [list(index.parts(slice_.start, slice_.stop)) for slice_ in slices]
+    parts_by_slice = [list(index.parts(slice_.start, slice_.stop)) for slice_ in slices]
     batches: list[Batch] = [
-        (n, tuple(parts)) for n, of_slice in enumerate(of_slices) for parts in sized(of_slice)
+        (n, tuple(parts))
+        for n, slice_parts in enumerate(parts_by_slice)
+        for parts in sized(slice_parts)
     ]
     tasks = filled(batches, [sum(part.rows for part in parts) for _, parts in batches], limit)
     total = ColumnStats.empty(job)

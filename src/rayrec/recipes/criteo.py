@@ -143,7 +143,7 @@ def mlperf_dlrm(path: str | None = None) -> TrainConfig:
     preset = MLPERF_V1.replace(
         split=TERABYTE_SPLIT.replace(test_first=True), token_modulo=40_000_000
     )
-    return _of_full_network("mlperf_dlrm", path, preset, "dot", "sgd", 1.0).replace(
+    return _full_network_recipe("mlperf_dlrm", path, preset, "dot", "sgd", 1.0).replace(
         batch_size=256, evaluate_every=102_400
     )
 
@@ -155,7 +155,7 @@ def mlperf_dcnv2(path: str | None = None) -> TrainConfig:
     preset = TORCHREC_2024.replace(
         split=TERABYTE_SPLIT, min_count=1, max_num_embeddings=40_000_000, multi_hot=MultiHot()
     )
-    config = _of_full_network("mlperf_dcnv2", path, preset, "cross", "adagrad", 0.005)
+    config = _full_network_recipe("mlperf_dcnv2", path, preset, "cross", "adagrad", 0.005)
     return config.replace(batch_size=8192, evaluate_every=3_200)
 
 
@@ -163,7 +163,7 @@ def ray_dlrm(path: str | None = None) -> TrainConfig:
     """Train the DLRM of Ray's notebook (its RecsysConfig): ray-template preset, dimension 128,
     cross, Adagrad 0.005, 8 GPUs.
     """
-    config = _of_full_network(
+    config = _full_network_recipe(
         "ray_dlrm", path, RAY_TEMPLATE.replace(split=TERABYTE_SPLIT), "cross", "adagrad", 0.005
     )
     return config.replace(
@@ -205,13 +205,13 @@ def _torchrec(
 ) -> TrainConfig:
     rows = tuple(min(rows, max_rows or rows) for rows in TERABYTE_CATEGORIES)
     preset = MLPERF_V1.replace(split=TERABYTE_SPLIT, token_modulo=max_rows, num_embeddings=rows)
-    config = _of_full_network(recipe, path, preset, "dot", "sgd", 5.0)
+    config = _full_network_recipe(recipe, path, preset, "dot", "sgd", 5.0)
     return config.replace(
         batch_size=batch_size, evaluations_per_epoch=1, scaling={"num_workers": num_workers}
     )
 
 
-def _of_full_network(
+def _full_network_recipe(
     recipe: str,
     path: str | None,
     preset: Preset,
@@ -248,7 +248,9 @@ def criteo_ensemble(path: str | None = None) -> TrainConfig:
 
     demo = criteo_demo(path)
     assert isinstance(demo.workload, ClickWorkload)
-    model = EnsembleConfig.of_kinds((DLRMConfig, FinalNetConfig, LinearConfig), demo.workload.model)
+    model = EnsembleConfig.from_kinds(
+        (DLRMConfig, FinalNetConfig, LinearConfig), demo.workload.model
+    )
     return demo.replace(recipe="criteo_ensemble", workload={"model": model})
 
 

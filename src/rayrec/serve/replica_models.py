@@ -143,9 +143,9 @@ class BatchScorer:
         self._counters.rows.labels(self.model.version).inc(rows)
         self._counters.batch_rows.observe(rows)
         self._counters.forward_seconds.observe(seconds)
-        of_columns = unknown.sum(axis=0)
-        for column in np.flatnonzero(of_columns).tolist():
-            self._counters.unknown.labels(self._columns[column]).inc(int(of_columns[column]))
+        unknown_counts = unknown.sum(axis=0)
+        for column in np.flatnonzero(unknown_counts).tolist():
+            self._counters.unknown.labels(self._columns[column]).inc(int(unknown_counts[column]))
         for (all_values, all_clipped), (values, clipped) in zip(
             self._clip_counters, numbers.tolist(), strict=True
         ):

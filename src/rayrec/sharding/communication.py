@@ -66,11 +66,11 @@ class ExchangeBytes:
         """
         workers = len(self._nodes)
         total = sum(rank_bytes)
-        of_node = [0.0] * len(self._sizes)
+        bytes_by_node = [0.0] * len(self._sizes)
         for node, size in zip(self._nodes, rank_bytes, strict=True):
-            of_node[node] += size
+            bytes_by_node[node] += size
         outward, inward = (self.sent_between, self.received_between)[:: -1 if to_owner else 1]
-        for node, (size, node_bytes) in enumerate(zip(self._sizes, of_node, strict=True)):
+        for node, (size, node_bytes) in enumerate(zip(self._sizes, bytes_by_node, strict=True)):
             outward[node] += node_bytes * (workers - size)
             inward[node] += (total - node_bytes) * size
         if not inside:
@@ -78,7 +78,7 @@ class ExchangeBytes:
         outward, inward = (self.sent_inside, self.received_inside)[:: -1 if to_owner else 1]
         for rank, node in enumerate(self._nodes):
             outward[rank] += rank_bytes[rank] * (self._sizes[node] - 1)
-            inward[rank] += of_node[node] - rank_bytes[rank]
+            inward[rank] += bytes_by_node[node] - rank_bytes[rank]
 
     def add_ring(self, size: float) -> None:
         """Add an exchange in which each worker sends `size` bytes to the next one, and the last one
@@ -234,7 +234,7 @@ def estimate_communication(
             for one in features
         )
         flows["ids"].add_all_to_all(
-            _of_ranks(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)),
+            _values_by_rank(num_workers, dict.fromkeys(ranks, id_bytes_of_row * batch_size)),
             to_owner=True,
         )
         dim = table.embedding_dim * exchange_bytes * batch_size
@@ -269,9 +269,9 @@ def _add_vectors(
         rank: vectors * size / table.total_bytes for rank, size in table.bytes_of_rank.items()
     }
     flow.add_all_to_all(
-        _of_ranks(num_workers, vector_bytes), to_owner=to_owner, inside=not is_within_node
+        _values_by_rank(num_workers, vector_bytes), to_owner=to_owner, inside=not is_within_node
     )
 
 
-def _of_ranks(num_workers: int, sizes: Mapping[int, float]) -> list[float]:
+def _values_by_rank(num_workers: int, sizes: Mapping[int, float]) -> list[float]:
     return [sizes.get(rank, 0.0) for rank in range(num_workers)]

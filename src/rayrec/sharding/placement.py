@@ -131,9 +131,9 @@ def describe(plan: ShardingPlan, model: nn.Module, *, state_bytes: StateBytes) -
         for rank, size in row.bytes_of_rank.items():
             sizes[rank].append(size)
     workers = [
-        f"worker {rank}: {len(of_rank)} table{'s' if len(of_rank) > 1 else ''}, "
-        f"{readable(sum(of_rank))}"
-        for rank, of_rank in sorted(sizes.items())
+        f"worker {rank}: {len(rank_tables)} table{'s' if len(rank_tables) > 1 else ''}, "
+        f"{readable(sum(rank_tables))}"
+        for rank, rank_tables in sorted(sizes.items())
     ]
     weight_bytes = sum(row.num_embeddings * row.embedding_dim for row in rows) * FLOAT_BYTES
     total_size = (

@@ -35,7 +35,7 @@ _CPU_SHARDING_TYPES = {"table_wise", "column_wise", "table_column_wise", "data_p
 _UNSPLIT = {"table_wise", "data_parallel"}  # On one worker, always in full
 _BY_ROWS = {"row_wise", "table_row_wise"}
 # Unsupported by TorchRec, or wrong (data_parallel): all others
-_OF_SEQUENCES = {"table_wise", "column_wise", "row_wise"}
+_SEQUENCE_TYPES = {"table_wise", "column_wise", "row_wise"}
 _WITHIN_NODES = {"table_row_wise"}  # TorchRec builds one process group per node, all of equal size
 _UNKNOWN_BYTES = 2**50  # More than any tables need
 
@@ -241,8 +241,8 @@ def _constraints(
 
     unpooled = [module for module in model.modules() if isinstance(module, EmbeddingCollection)]
     one_by_one = {table.name for module in unpooled for table in module.embedding_configs()}
-    of_sequences = [kind for kind in allowed if kind in _OF_SEQUENCES]
-    if one_by_one and not of_sequences:
+    sequence_types = [kind for kind in allowed if kind in _SEQUENCE_TYPES]
+    if one_by_one and not sequence_types:
         raise InputError(
             "ShardingConfig.sharding_types: must have a type for sequences "
             f"({', '.join(sorted(one_by_one))}) on {device}, got "
@@ -256,7 +256,7 @@ def _constraints(
         kernels.append(EmbeddingComputeKernel.DENSE.value)
     return {
         name: ParameterConstraints(
-            sharding_types=list(of_sequences if name in one_by_one else allowed),
+            sharding_types=list(sequence_types if name in one_by_one else allowed),
             compute_kernels=kernels,
             min_partition=min(config.min_column_width, dim),
             cache_params=CacheParams(load_factor=config.uvm_cache_fraction) if cached else None,

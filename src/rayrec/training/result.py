@@ -131,17 +131,18 @@ class Result:
         """
         import ray.train
 
-        def of_ray(checkpoint: CheckpointPath) -> ray.train.Checkpoint:
+        def ray_checkpoint(checkpoint: CheckpointPath) -> ray.train.Checkpoint:
             return ray.train.Checkpoint(checkpoint.path, checkpoint.filesystem)
 
         return ray.train.Result(
             metrics=dict(self.metrics),
-            checkpoint=of_ray(self.checkpoint),
+            checkpoint=ray_checkpoint(self.checkpoint),
             error=self.error,
             path=self.path,
             metrics_dataframe=self.metrics_dataframe,
             best_checkpoints=[
-                (of_ray(checkpoint), metrics) for checkpoint, metrics in self.best_checkpoints
+                (ray_checkpoint(checkpoint), metrics)
+                for checkpoint, metrics in self.best_checkpoints
             ],
             _storage_filesystem=self.filesystem,
         )

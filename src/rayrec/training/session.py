@@ -350,8 +350,8 @@ def summarize(
     """
     run = RunSummary(_events(storage.join(folder, "events.jsonl"), note=note), curves=False)
     diagnosis = diagnose(run)
-    of_workload = config.workload.summarize(prepared, finish["metrics"])
-    train_rows = of_workload.get("rows_of_sets", {}).get("train")
+    workload_summary = config.workload.summarize(prepared, finish["metrics"])
+    train_rows = workload_summary.get("rows_of_sets", {}).get("train")
     summary = {
         "recipe": config.recipe,
         "name": config.name,
@@ -376,7 +376,7 @@ def summarize(
         "bottleneck": diagnosis and diagnosis.bottleneck,
         "weights_sha256": finish["weights_sha256"],
         "data": data or {},
-        **of_workload,
+        **workload_summary,
         "versions": versions(),
     }
     if summary["rows_lost"] or summary["rows_repeated"]:

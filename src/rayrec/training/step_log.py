@@ -144,7 +144,7 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if device.type == "cuda":
-        return _of_cuda(device, dtype)
+        return _measure_cuda(device, dtype)
     rows = 1024
     inner = 512
     columns = 512
@@ -183,7 +183,7 @@ def _shortest_s(product: Callable[[], torch.Tensor]) -> float:
     return shortest_s
 
 
-def _of_cuda(device: torch.device, dtype: torch.dtype) -> float:
+def _measure_cuda(device: torch.device, dtype: torch.dtype) -> float:
     size = 4096
     repeats = 10
     left = torch.ones(size, size, device=device, dtype=dtype)

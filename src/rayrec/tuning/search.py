@@ -402,7 +402,7 @@ def _groups(
         ]
         labels = rows[0].labels
         checkpoint = open_checkpoint(str(finished[0].checkpoint))
-        scores.append(SeededScores.of((scored.logits, scored.labels) for scored in rows))
+        scores.append(SeededScores.from_seeds((scored.logits, scored.labels) for scored in rows))
         name = ", ".join(
             _value(value) for field, value in finished[0].values.items() if field != "seed"
         )
@@ -426,7 +426,7 @@ def _groups(
             test_rows = baselines.rows(path, *open_preprocessed(path).sets["test"])
             logits, described = score_baseline(kind, baselines, test_rows, labels, console)
             # Another seed would yield the same model.
-            scores.append(SeededScores.of([(logits, labels)] * 2))
+            scores.append(SeededScores.from_seeds([(logits, labels)] * 2))
             groups.append(described)
     for group, of_group in zip(groups, scores, strict=True):
         seeds = group.get("seeds", 1)  # A baseline was trained once, whatever its copies above

@@ -225,7 +225,7 @@ def test_restore_rows_matches_full_table_under_any_plan(
     monkeypatch.setattr(reader_module, "_WINDOW_BYTES", window_bytes)
     saved, table = stored(tmp_path)
     start = -torch.arange(1, ROWS * COLUMNS + 1, dtype=torch.float32).view(ROWS, COLUMNS)
-    sources = row_map.of(0, ROWS)
+    sources = row_map.sources_between(0, ROWS)
     expected = start.clone()
     expected[sources >= 0] = table[sources[sources >= 0]]
     whole = start.clone()
@@ -239,7 +239,7 @@ def test_restore_rows_matches_full_table_under_any_plan(
         [(0, 17), (17, 34), (34, ROWS)], [(0, 12), (0, 8), (8, 12)]
     ):
         part = start[slice(*rows), slice(*columns)].clone()
-        state_module._fill(reader, "model.a", part, row_map.of(*rows), columns[0])
+        state_module._fill(reader, "model.a", part, row_map.sources_between(*rows), columns[0])
         assert torch.equal(part, expected[slice(*rows), slice(*columns)])
 
 

@@ -162,7 +162,7 @@ def test_aligned_lists_match_positions_and_keep_last_items() -> None:
         "schema.yaml",
     )
     assert Schema.described(schema.describe()) == schema
-    assert ModelInputs.of(schema).aligned == (("shops", "items"),)
+    assert ModelInputs.from_schema(schema).aligned == (("shops", "items"),)
     items = [
         ["1", "2", "3"],
         [],
@@ -258,13 +258,13 @@ def test_count_label_can_be_main_and_rejects_negative() -> None:
         [3.0, 0.0],
         {"not a number of 0 or more": 1},
     )
-    inputs = ModelInputs.of(schema)
+    inputs = ModelInputs.from_schema(schema)
     assert (inputs.label, inputs.label_kind, inputs.label_names) == (
         "views",
         "count",
         schema.label_names,
     )
-    assert ModelInputs.of(schema.unlabelled()).label_kind == "binary"
+    assert ModelInputs.from_schema(schema.unlabelled()).label_kind == "binary"
 
 
 def test_times_in_text() -> None:

@@ -131,7 +131,7 @@ def test_ensemble_keeps_list_inputs(tmp_path: Path) -> None:
     )
     preprocessor = hashed_preprocessor([30, 30], schema)
     din = DINConfig(embedding_dim=4, attention=(8,), mlp=(8,))
-    inputs = ModelInputs.of(preprocessor.inputs)
+    inputs = ModelInputs.from_schema(preprocessor.inputs)
     assert EnsembleConfig(models=(FINAL.replace(embedding_penalty=0.0), din)).sequences(inputs) == (
         "seen",
     )
@@ -409,7 +409,7 @@ def test_costs_match_checkpoints_and_gates_compare_models(
             parameter.numel() for parameter in saved.model.parameters()
         )
         model = saved.config.workload.model  # type: ignore[attr-defined]
-        inputs = ModelInputs.of(saved.preprocessor.inputs)
+        inputs = ModelInputs.from_schema(saved.preprocessor.inputs)
         assert report["multiply_adds"] == network_multiply_adds(
             saved.model.head.network, inputs, model
         )

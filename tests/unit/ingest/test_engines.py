@@ -99,7 +99,7 @@ def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:
     ):
         monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
         assert (
-            ConcurrencyLimits.of(
+            ConcurrencyLimits.compute(
                 TaskPlacement(**changes), block_bytes=1_000, prefetch_blocks=prefetch_blocks
             )
             == limits

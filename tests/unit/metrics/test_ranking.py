@@ -514,7 +514,7 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
     student = stats.t(
         variance**2 / (of_seeds[0] ** 2 / 2 + of_seeds[1] ** 2), scale=math.sqrt(variance)
     )
-    scores = [SeededScores.of((row, labels) for row in each) for each in logits]
+    scores = [SeededScores.from_seeds((row, labels) for row in each) for each in logits]
     found = significance.compare_seeds(*scores, confidence=0.9)
     difference = aurocs[:3].mean() - aurocs[3:].mean()
     expected = (
@@ -526,13 +526,13 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
     assert (found.difference, found.p_value, found.low, found.high) == pytest.approx(
         expected, rel=1e-9
     )
-    fixed = [SeededScores.of([(each[0], labels)] * 2) for each in logits]
+    fixed = [SeededScores.from_seeds([(each[0], labels)] * 2) for each in logits]
     alone = vars(compare(logits[0][0], logits[1][0], labels, FEW)["auroc"])
     assert vars(significance.compare_seeds(*fixed, confidence=0.95)) == pytest.approx(
         {**alone, "method": "seeds"}
     )
-    few = SeededScores.of((row[:29], labels[:29]) for row in logits[0])
-    for unknown in (few, SeededScores.of([(logits[1][0], labels)])):
+    few = SeededScores.from_seeds((row[:29], labels[:29]) for row in logits[0])
+    for unknown in (few, SeededScores.from_seeds([(logits[1][0], labels)])):
         assert math.isnan(significance.compare_seeds(unknown, unknown, confidence=0.95).p_value)
 
 
@@ -551,7 +551,7 @@ def test_equal_settings_have_uniform_p_values_over_seeds(noise: tuple[float, flo
     for _ in range(150):
         labels = (rng.random(300) < 0.3).astype(np.uint8)
         scores = [
-            SeededScores.of((row, labels) for row in seeded(rng, labels, 3, *noise))
+            SeededScores.from_seeds((row, labels) for row in seeded(rng, labels, 3, *noise))
             for _ in range(2)
         ]
         found.append(significance.compare_seeds(*scores, confidence=0.95).p_value)

@@ -99,7 +99,7 @@ def test_hashed_rows_are_candidates_from_first_id() -> None:
             ("item", CandidateRows(first, column.num_embeddings)),
         )
     assert model_inputs(preprocessor).candidates_of("item") == CandidateRows(0, 4)
-    assert ModelInputs.of(schema).candidates_of("item") == CandidateRows()
+    assert ModelInputs.from_schema(schema).candidates_of("item") == CandidateRows()
     assert CandidateRows().numbers(np.arange(3)).tolist() == [0, 1, 2]
 
 

@@ -449,7 +449,7 @@ def test_process_age_counts_from_start(tmp_path: Path) -> None:
     assert process_age_s(tmp_path / "nothing") is None
     age_s = process_age_s()
     assert age_s is not None
-    assert Stopwatch.of_process().last_s == pytest.approx(time.time() - age_s, abs=1.0)
+    assert Stopwatch.since_process_start().last_s == pytest.approx(time.time() - age_s, abs=1.0)
 
 
 # -- Diagnosis of runs with planted bottlenecks

@@ -224,7 +224,9 @@ def test_row_gradients_match_autograd(
         (ends[1], ends[3]),
         (ends[3], ends[4]),
     ]
-    of_tables = lookups.of_tables(features) if threads else lookups.with_torch_ops(features, ranges)
+    of_tables = (
+        lookups.table_gradients(features) if threads else lookups.with_torch_ops(features, ranges)
+    )
     for table, found in zip(tables, of_tables, strict=True):
         assert len(found.ids) == len(found.ids.unique())
         assert found.values.is_contiguous()

@@ -275,7 +275,7 @@ def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:
         workload: Any = recipe().workload
         if hasattr(workload, "preset"):
             assert (
-                RecipePreparation.of(workload.preset, schema=workload.schema).rules
+                RecipePreparation.from_preset(workload.preset, schema=workload.schema).rules
                 == workload.preset
             )
     ready = {

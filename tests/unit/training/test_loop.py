@@ -891,7 +891,9 @@ def test_failed_matrix_product_is_skipped_or_returns_zero(
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     fails_with(NotImplementedError, "no such operation", multiply_adds_per_s, CPU, precision="fp32")
     assert whole > 0
-    monkeypatch.setattr(step_log, "_of_cuda", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    monkeypatch.setattr(
+        step_log, "_measure_cuda", raising(torch.OutOfMemoryError("CUDA out of memory"))
+    )
     with caplog.at_level(logging.WARNING):
         assert multiply_adds_per_s_or_zero(torch.device("cuda"), precision="bf16") == 0.0
     assert "Cannot measure the peak of cuda (CUDA out of memory)" in caplog.text

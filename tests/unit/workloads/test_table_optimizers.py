@@ -83,7 +83,7 @@ def by_torch(
     workload = click.workload(TABLES)
     model = build_click_model(
         workload.model,
-        ModelInputs.of(workload.schema),
+        ModelInputs.from_schema(workload.schema),
         num_embeddings=TABLES,
         embedding_device="cpu",
     )

@@ -44,7 +44,7 @@ class Text:
     """Mask of null values, bool [values]. None if all are present."""
 
     @classmethod
-    def of(cls, array: pa.Array) -> Text:
+    def from_array(cls, array: pa.Array) -> Text:
         """Wrap an Arrow array of strings or bytes of any kind, sharing its memory."""
         array = pc.cast(array, pa.large_binary())
         _, offsets, data = array.buffers()
@@ -74,7 +74,7 @@ def text_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> n
     status, uint8 [values]. Invalid UTF-8 is REJECTED. Without `booleans`, true and false are plain
     text. About 20 ns per value.
     """
-    return Text.of(array).call(
+    return Text.from_array(array).call(
         "rayrec_text_tokens" if booleans else "rayrec_plain_text_tokens", out
     )
 
@@ -110,7 +110,7 @@ class Markers:
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, markers: tuple[str, ...]) -> Markers:
+    def from_texts(cls, markers: tuple[str, ...]) -> Markers:
         texts = pa.array([marker.encode() for marker in markers], pa.large_binary())
         values, status = _text_numbers(texts)
         numbers = values[(status == VALUE) & ~np.isnan(values)]
@@ -119,13 +119,13 @@ class Markers:
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of_labels(cls, markers: tuple[str, ...], positive: tuple[str, ...]) -> Markers:
+    def from_label(cls, markers: tuple[str, ...], positive: tuple[str, ...]) -> Markers:
         """Return the markers in a label column: none that are numbers or count as 1, since -1 may
         be a label.
         """
         texts = [marker.encode() for marker in markers if marker not in positive]
         _, status = _text_numbers(pa.array(texts, pa.large_binary()))
-        return cls.of(
+        return cls.from_texts(
             tuple(text.decode() for text, kind in zip(texts, status, strict=True) if kind != VALUE)
         )
 
@@ -287,7 +287,7 @@ def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.n
     8601 date or time. `formats` also allows other common forms. Times without a zone are UTC.
     """
     binary = pc.cast(array, pa.large_binary())
-    status = Text.of(binary).call("rayrec_check_numbers")
+    status = Text.from_array(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
     seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
     seconds = epoch_seconds(seconds)
@@ -380,7 +380,7 @@ def _empty(array: pa.Array) -> np.ndarray:
 def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (float64, status): decimal numbers, `true` and `false` as 1 and 0, and NaN."""
     array = pc.cast(array, pa.large_binary())
-    status = Text.of(array).call("rayrec_check_numbers")
+    status = Text.from_array(array).call("rayrec_check_numbers")
     text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
     values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(
         zero_copy_only=False
@@ -452,7 +452,7 @@ def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.n
     """
     if is_text(array.type):
         values = np.empty(len(array), np.int64)
-        return values, Text.of(array).call("rayrec_text_integers", values)
+        return values, Text.from_array(array).call("rayrec_text_integers", values)
     if types.is_integer(array.type):
         status = _empty(array)
         values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
@@ -490,7 +490,9 @@ def decimal_tokens(array: pa.Array, out: np.ndarray, *, is_int64: bool = False) 
     int64.
     """
     text, integral = _decimal_digits(array)
-    status = Text.of(text).call("rayrec_text_whole", out) if is_int64 else text_tokens(text, out)
+    status = (
+        Text.from_array(text).call("rayrec_text_whole", out) if is_int64 else text_tokens(text, out)
+    )
     out[~integral] = 0
     return np.where(integral, status, REJECTED).astype(np.uint8)
 

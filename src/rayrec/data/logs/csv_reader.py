@@ -116,7 +116,7 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
         text = _head(stream, path, read_bytes, schema)
         if not text.strip(b"\r\n"):
             return
-        splitter = _Splitter.of_file(path, text, schema)
+        splitter = _Splitter.from_file(path, text, schema)
         while True:
             more = stream.read(read_bytes)
             tables, text = splitter.split(text + more, final=not more)
@@ -144,7 +144,7 @@ class CsvRange:
         at = self._start
         text = b""
         with _opened(path, self._schema) as stream:
-            splitter = _Splitter.of_file(
+            splitter = _Splitter.from_file(
                 path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema
             )
         if at:
@@ -316,7 +316,7 @@ class _Splitter:
         self.escape = -1 if schema.escape is None else ord(schema.escape)
 
     @classmethod
-    def of_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
+    def from_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
         """Create a splitter for the file that begins with `head`. Raises InputError if its header
         lacks a column.
         """

@@ -178,7 +178,7 @@ def _write_parts(
     """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their
     paths and row groups.
     """
-    sized = _of_size(tables, segment_bytes)
+    sized = _regroup(tables, segment_bytes)
     rows = next(sized, None)
     number = 0
     while rows is not None:
@@ -197,7 +197,7 @@ def _write_parts(
         number += 1
 
 
-def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
+def _regroup(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
     """Yield the same rows in tables of about the given size, with one chunk per column."""
     waiting: list[pa.Table] = []
     waiting_bytes = 0
@@ -208,13 +208,13 @@ def _of_size(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
         waiting_bytes += table.nbytes
         if waiting_bytes < size_bytes:
             continue
-        table_of_waiting = pa.concat_tables(waiting)
+        merged = pa.concat_tables(waiting)
         count = max(1, waiting_bytes // size_bytes)
-        rows = -(-len(table_of_waiting) // count)
+        rows = -(-len(merged) // count)
         waiting = []
         waiting_bytes = 0
-        for start in range(0, len(table_of_waiting), rows):
-            yield table_of_waiting.slice(start, rows)
+        for start in range(0, len(merged), rows):
+            yield merged.slice(start, rows)
     if waiting:
         yield pa.concat_tables(waiting)
 

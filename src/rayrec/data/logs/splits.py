@@ -194,12 +194,12 @@ class Split(SplitParts):
                 "leave none for training; add files or hold out fewer"
             )
         rows = [day.stop - day.start for day in days]
-        of_second = sum(rows[len(rows) - second :])
-        of_first = sum(rows[len(rows) - second - first : len(rows) - second])
+        second_rows = sum(rows[len(rows) - second :])
+        first_rows = sum(rows[len(rows) - second - first : len(rows) - second])
         return (
-            {"test": of_first, "validation": of_second}
+            {"test": first_rows, "validation": second_rows}
             if self.test_first
-            else {"validation": of_first, "test": of_second}
+            else {"validation": first_rows, "test": second_rows}
         )
 
     def _by_named_days(self, index: LogIndex) -> dict[str, tuple[int, int]]:

@@ -93,7 +93,7 @@ def index_tables(
         "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
     )
     for task, result in zip(tasks, map(json_of, results), strict=True):
-        ranges = [(part.path, *range_) for part, of_part in task for range_ in of_part]
+        ranges = [(part.path, *range_) for part, part_ranges in task for range_ in part_ranges]
         results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
         entries.extend(
             SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges
@@ -186,13 +186,13 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     rows = []
     sums = []
     faults = Faults()
-    ranges_of_parts = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
+    ranges_by_part = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
 
     def read(part_range: tuple[ParquetPart, int, int]) -> tuple[pa.Table, int]:
         return read_rows(part_range[0].path, *part_range[1:], schema)
 
-    tables = storage.in_parallel(read, ranges_of_parts, of=ranges_of_parts[0][0].path)
-    for (part, start, _), (table, sum_) in zip(ranges_of_parts, tables, strict=True):
+    tables = storage.in_parallel(read, ranges_by_part, of=ranges_by_part[0][0].path)
+    for (part, start, _), (table, sum_) in zip(ranges_by_part, tables, strict=True):
         raw, new_faults = parse_table(
             table, schema, path=part.source, first_row=part.first_row + start
         )

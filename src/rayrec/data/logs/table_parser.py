@@ -106,9 +106,9 @@ class _TableParser:
         self.schema = schema
         self.path = path
         self.type_error = type_error(table.schema, path)
-        self.markers = Markers.of(schema.missing)
+        self.markers = Markers.from_texts(schema.missing)
         rule = schema.label_rule
-        self.label_markers = Markers.of_labels(
+        self.label_markers = Markers.from_label(
             schema.missing, rule.positive if rule is not None else ()
         )
         self.fault_kinds = np.full(table.num_rows, -1, np.int8)
@@ -252,7 +252,7 @@ class _TableParser:
         if rule.at_least is not None:
             self._reject((status == REJECTED) | ~np.isfinite(values), NOT_FINITE, name)
             return ((status == VALUE) & (values >= rule.at_least)).astype(np.float32)
-        positive = Markers.of(rule.positive)
+        positive = Markers.from_texts(rule.positive)
         is_positive = (status == VALUE) & np.isin(values, positive.numbers)
         if is_text(array.type):
             texts = pc.is_in(pc.cast(array, pa.large_binary()), value_set=positive.texts)
@@ -355,7 +355,7 @@ class _TableParser:
                     "categories",
                 )
             values = np.empty(len(array), np.uint32)
-            status = Text.of(array).call("rayrec_text_hexadecimal", values)
+            status = Text.from_array(array).call("rayrec_text_hexadecimal", values)
             out[:] = values
             return status, NOT_HEXADECIMAL
         if types.is_date(array.type) and name not in schema.integers:
@@ -364,7 +364,7 @@ class _TableParser:
             if name in schema.integers:
                 # 64-bit integers in any form: 7, 07, +7, 7.0, between blanks, true and false as 1
                 # and 0, `nan` if missing.
-                return Text.of(array).call("rayrec_text_whole", out), NOT_INTEGRAL
+                return Text.from_array(array).call("rayrec_text_whole", out), NOT_INTEGRAL
             return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
         if types.is_integer(array.type) or types.is_boolean(array.type):
             return integer_tokens(array, out), NOT_INTEGRAL

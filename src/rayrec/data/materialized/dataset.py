@@ -308,9 +308,9 @@ def _read_parquet(
             bounds.append(bounds[-1] + int(starts[group + 1] - starts[group]))
         assert row == end
     edges = np.array(bounds)
-    of_row = np.searchsorted(edges, order, "right") - 1
+    group_numbers = np.searchsorted(edges, order, "right") - 1
     is_read = np.zeros(len(groups), bool)
-    is_read[of_row] = True
+    is_read[group_numbers] = True
     is_read[0] |= not len(order)  # For the schema.
     rows_read = np.cumsum(np.where(is_read, np.diff(edges), 0))
     before = edges[1:] - rows_read  # Rows of preceding groups that are not read.
@@ -335,7 +335,7 @@ def _read_parquet(
     finally:
         for reader in opened.values():
             reader.close()
-    table = pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[of_row]))
+    table = pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[group_numbers]))
     return from_named_columns(table, preprocessor.inputs)
 
 

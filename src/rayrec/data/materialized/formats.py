@@ -157,18 +157,18 @@ def finish_files(
     """Return [{name, bytes, crc32}] of the complete files. Combines each file's checksum from its
     header and `row_ranges` (file, start, length, CRC-32), without reading rows again.
     """
-    of_file: dict[str, list[tuple[int, int, int]]] = {}
-    for name, start, length, of_range in row_ranges:
-        of_file.setdefault(name, []).append((start, length, of_range))
+    file_ranges: dict[str, list[tuple[int, int, int]]] = {}
+    for name, start, length, range_checksum in row_ranges:
+        file_ranges.setdefault(name, []).append((start, length, range_checksum))
     files = []
     for plan in plans:
-        ranges = sorted(of_file.get(plan.name, []))
+        ranges = sorted(file_ranges.get(plan.name, []))
         with open(storage.join(folder, plan.name), "rb") as file:
             checksum = done = 0
-            for start, length, of_range in [*ranges, (plan.size_bytes, 0, 0)]:
+            for start, length, range_checksum in [*ranges, (plan.size_bytes, 0, 0)]:
                 file.seek(done)
                 checksum = zlib.crc32(file.read(start - done), checksum)
-                checksum = combine(checksum, of_range, length) if length else checksum
+                checksum = combine(checksum, range_checksum, length) if length else checksum
                 done = start + length
             assert os.fstat(file.fileno()).st_size == done
         files.append({"name": plan.name, "bytes": plan.size_bytes, "crc32": f"{checksum:08x}"})
@@ -537,12 +537,12 @@ class MappedRows:
         shape = (matrix.columns, len(order)) if transposed else (len(order), matrix.columns)
         if len(set(dtypes)) > 1:
             out = np.empty(shape, np.result_type(*dtypes))
-            of_run = np.searchsorted([run.start for run in runs], order, "right") - 1
+            run_numbers = np.searchsorted([run.start for run in runs], order, "right") - 1
             for dtype in set(dtypes):
                 same_dtype = [
                     run for run, other in zip(runs, dtypes, strict=True) if other == dtype
                 ]
-                mask = np.isin(of_run, [runs.index(run) for run in same_dtype])
+                mask = np.isin(run_numbers, [runs.index(run) for run in same_dtype])
                 out[(..., mask) if transposed else mask] = self._gather(
                     name, same_dtype, order[mask], transposed=transposed
                 )

@@ -340,7 +340,7 @@ class ScanResult:
     """Tuples (file, first byte, byte count, CRC-32), one per array."""
 
     @classmethod
-    def of(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> ScanResult:
+    def merge(cls, days: Sequence[Day], results: Iterator[dict[str, Any]]) -> ScanResult:
         """Merge the results of `scan` for `row_ranges(days)`, in order. Raises InputError if only
         some days have labels.
         """
@@ -349,26 +349,26 @@ class ScanResult:
             np.full(columns, np.iinfo(np.int64).max), np.full(columns, np.iinfo(np.int64).min)
         )
         merged: dict[tuple[str, str], tuple[str, int, int, int]] = {}
-        of_days = [_DayFaults() for _ in days]
+        by_day = [_DayFaults() for _ in days]
         for row_range, reply in zip(row_ranges(days), results, strict=True):
             np.minimum(self.min_ids, reply["lowest"], out=self.min_ids)
             np.maximum(self.max_ids, reply["highest"], out=self.max_ids)
             for file, array, start, length, checksum in reply["ranges"]:
-                _, first, before, of_before = merged.get((file, array), (file, start, 0, 0))
+                _, first, before, crc_before = merged.get((file, array), (file, start, 0, 0))
                 merged[file, array] = (
                     file,
                     first,
                     before + length,
-                    combine(of_before, checksum, length),
+                    combine(crc_before, checksum, length),
                 )
             if reply["labels"]:
                 self.faults.add(Faults(labels={"labels": reply["labels"]}))
-            of_days[row_range.day].add(reply)
+            by_day[row_range.day].add(reply)
         self.ranges = list(merged.values())
         bare = [
             day.name
-            for day, of_day in zip(days, of_days, strict=True)
-            if of_day.unlabelled == day.rows
+            for day, day_faults in zip(days, by_day, strict=True)
+            if day_faults.unlabelled == day.rows
         ]
         self.labelled = len(bare) < len(days)
         if bare and self.labelled:
@@ -377,12 +377,12 @@ class ScanResult:
                 f"{bare[0]}: all labels are {UNLABELLED}, so unlabelled. Exclude it with --files "
                 f"{labelled_days}."
             )
-        for day, of_day in zip(days, of_days, strict=True):
+        for day, day_faults in zip(days, by_day, strict=True):
             if not self.labelled:
-                of_day.rows.pop(LABEL_FAULT, None)
-                del of_day.counts[LABEL_FAULT]
-            self.faults.add(of_day.faults(day))
-            rows = [np.empty(0, np.int64), *map(np.array, of_day.rows.values())]
+                day_faults.rows.pop(LABEL_FAULT, None)
+                del day_faults.counts[LABEL_FAULT]
+            self.faults.add(day_faults.faults(day))
+            rows = [np.empty(0, np.int64), *map(np.array, day_faults.rows.values())]
             self.faulty_rows.append(np.unique(np.concatenate(rows).astype(np.int64)))
         return self
 

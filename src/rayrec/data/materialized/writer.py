@@ -84,12 +84,12 @@ def preprocess(
     with resumable_job(out, {**identity, **log}, last_file=MANIFEST) as running:
         job = _started(running, index, layout, preprocessor, engine, output)
         replies = running.finished("write", layout.tasks)
-        done = before = sum(of_task["rows"] for of_task in replies.values())
+        done = before = sum(reply["rows"] for reply in replies.values())
         if running.resumed:
             note(f"Resuming {running.folder.path}, {done:,} of {index.rows:,} rows done")
-        for of_task in _run(running, engine, job, layout, set(replies), output):
-            replies[of_task["number"]] = of_task
-            done += of_task["rows"]
+        for reply in _run(running, engine, job, layout, set(replies), output):
+            replies[reply["number"]] = reply
+            done += reply["rows"]
             progress(done)
         results = [replies[task.number] for task in layout.tasks]
         schema = preprocessor.schema.to_dict()
@@ -144,10 +144,10 @@ def _manifest(
 ) -> dict[str, Any]:
     """Return the manifest of the complete files in a folder. `described` are its first entries."""
     if layout.plans:
-        ranges = (range_ for of_task in results for range_ in of_task["ranges"])
+        ranges = (range_ for reply in results for range_ in reply["ranges"])
         files = finish_files(folder, layout.all_plans, ranges)
     else:
-        files = [of_task["file"] for of_task in results]
+        files = [reply["file"] for reply in results]
     return {
         **described,
         "rows": index.rows,
@@ -156,7 +156,7 @@ def _manifest(
         **layout.manifest(index),
         "hash": hash_of(files),
         "files": files,
-        "parquet": [of_task["parquet"] for of_task in results if "parquet" in of_task],
+        "parquet": [reply["parquet"] for reply in results if "parquet" in reply],
     }
 
 
@@ -266,7 +266,7 @@ class Layout:
 
     @property
     def all_plans(self) -> list[FilePlan]:
-        return [plan for of_file in self.plans for plan in of_file]
+        return [plan for file_plans in self.plans for plan in file_plans]
 
     @property
     def shuffled(self) -> list[Task]:
@@ -357,7 +357,9 @@ def _tasks(
     index: LogIndex, raw_files: Sequence[str], plans: Sequence[Sequence[FilePlan]], output: Output
 ) -> list[Task]:
     number_of = {path: number for number, path in enumerate(raw_files)}
-    matrices = [tuple(matrix for plan in of_file for matrix in plan.matrices) for of_file in plans]
+    matrices = [
+        tuple(matrix for plan in file_plans for matrix in plan.matrices) for file_plans in plans
+    ]
     first_rows: dict[str, int] = {}
     for segment in index.segments:
         first_rows.setdefault(segment.path, segment.first_row)
@@ -374,6 +376,6 @@ def _tasks(
                 for part in task_parts
                 for path in [part.segment.path]
             )
-            of_files = {number: matrices[number] for number, _ in file_rows if matrices}
-            tasks.append(Task(len(tasks), name, task_parts, file_rows, of_files))
+            file_matrices = {number: matrices[number] for number, _ in file_rows if matrices}
+            tasks.append(Task(len(tasks), name, task_parts, file_rows, file_matrices))
     return tasks

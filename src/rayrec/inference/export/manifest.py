@@ -115,14 +115,14 @@ class ExportedModel:
         if inputs.vocabularies != inputs.sparse:  # Features share tables
             stored["tables"] = list(inputs.vocabularies)
         # Features without pooled embeddings
-        if sequences := self.model.sequences(ModelInputs.of(inputs)):
+        if sequences := self.model.sequences(ModelInputs.from_schema(inputs)):
             stored["sequences"] = list(sequences)
         if self.model.table_width != self.model.embedding_dim:
             stored["width"] = self.model.table_width
         return stored
 
     @classmethod
-    def of(
+    def from_dict(
         cls,
         path: str,
         stored: Mapping[str, Any],
@@ -228,7 +228,7 @@ def open_export(
             if sha256_of(file_path) != files[name]["sha256"]:
                 raise InputError(f"{file_path}: damaged, checksum does not match; {FIX}")
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
-    exported = ExportedModel.of(path, manifest["model"], preprocessor, own=own)
+    exported = ExportedModel.from_dict(path, manifest["model"], preprocessor, own=own)
     stored_bytes = files[DENSE]["bytes"] if DENSE in files else 0
     model = empty_model(
         exported.model,
@@ -247,8 +247,10 @@ def open_export(
         {name: weight.clone() for name, weight in weights.items()}, assign=True
     )
     tables = read_tensors(path, TABLES, files, exported.tables())
-    of_features = [tables[vocabulary] for vocabulary in preprocessor.inputs.vocabularies]
-    return exported, make_scorer(model, of_features, row_format=exported.row_format, device=device)
+    feature_tables = [tables[vocabulary] for vocabulary in preprocessor.inputs.vocabularies]
+    return exported, make_scorer(
+        model, feature_tables, row_format=exported.row_format, device=device
+    )
 
 
 def _checked_path(path: str, name: str, files: Mapping[str, Mapping[str, Any]]) -> str:

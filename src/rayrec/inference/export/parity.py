@@ -106,7 +106,7 @@ def parity_rows(
         )
         return _read(index, (0, index.rows), preprocessor, settings, origin=f"rows of {path}")
     try:
-        return _of_the_run(config, preprocessor, settings, cache)
+        return _run_rows(config, preprocessor, settings, cache)
     except (InputError, OSError) as error:  # The log may be moved, removed or unavailable
         path = config.eval_data.path or config.train_data.path or "none"
         fault = (
@@ -121,7 +121,7 @@ def parity_rows(
         return replace(random_rows(preprocessor, rows=settings.parity_rows), fault=fault)
 
 
-def _of_the_run(
+def _run_rows(
     config: TrainConfig, preprocessor: Preprocessor, settings: ExportConfig, cache: str
 ) -> ParityRows:
     assert isinstance(config.workload, ClickWorkload)

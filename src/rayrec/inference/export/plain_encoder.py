@@ -314,10 +314,11 @@ class Encoder:
                     )
             max_length = self._features.get(name, {}).get("max_length") or 0
             present = [
-                [token for token in of_row if token is not None][-max_length:] for of_row in lists
+                [token for token in row_list if token is not None][-max_length:]
+                for row_list in lists
             ]
-            lengths = np.array([max(1, len(of_row)) for of_row in present], np.int64)
-            tokens = [token for of_row in present for token in of_row or (None,)]
+            lengths = np.array([max(1, len(row_list)) for row_list in present], np.int64)
+            tokens = [token for row_list in present for token in row_list or (None,)]
         else:
             tokens = [self._token(value, name, row) for row, value in enumerate(values)]
         missing = np.array([token is None for token in tokens], bool)

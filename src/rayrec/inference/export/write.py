@@ -255,7 +255,7 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     width = (len(inputs.features) - len(model.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
     examples = [torch.zeros(BATCH_ROWS, inputs.num_dense), torch.zeros(BATCH_ROWS, width)]
-    of_sequences: list[dict[int, Any]] = []
+    sequence_shapes: list[dict[int, Any]] = []
     first = dict(inputs.aligned)
     # Aligned lists share the number of ids
     lists = [first.get(name, name) for name in model.sequences]
@@ -264,17 +264,19 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
             torch.zeros(2 * BATCH_ROWS, dim),
             torch.full((BATCH_ROWS,), 2, dtype=torch.int64),
         ]
-        of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
+        sequence_shapes += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
     if not isinstance(model.heads[0], LabelHead):
         rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
         tables = model.tables if model.predicts_by_tables else ()
         examples += [torch.zeros(2 * BATCH_ROWS, dtype=torch.int64) for _ in lists]
         examples += [torch.zeros(rows_of[name], dim) for name in tables]
-        of_sequences += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)} for name in lists]
-        of_sequences += [{} for _ in tables]
+        sequence_shapes += [
+            {0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)} for name in lists
+        ]
+        sequence_shapes += [{} for _ in tables]
     shapes: tuple[Any, ...] = ({0: rows}, {0: rows})
-    if of_sequences:
-        shapes = (*shapes, tuple(of_sequences))
+    if sequence_shapes:
+        shapes = (*shapes, tuple(sequence_shapes))
     torch.export.save(torch.export.export(model, tuple(examples), dynamic_shapes=shapes), path)
 
 

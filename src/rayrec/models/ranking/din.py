@@ -86,7 +86,7 @@ class DIN(nn.Module):
         for unit, attention in zip(self._units, self.attention, strict=True):
             lists = [embedded.sequences(name) for name in unit]
             items = JaggedEmbeddings(
-                torch.cat([of_list.values for of_list in lists], dim=1), lists[0].lengths
+                torch.cat([embeddings.values for embeddings in lists], dim=1), lists[0].lengths
             )
             target = torch.cat([embedded[self._targets[name]] for name in unit], dim=1)
             interests |= zip(unit, attention(target, items).split(self._dim, dim=1), strict=True)

@@ -58,10 +58,10 @@ class EnsembleConfig(ClickModelConfig):
     def replacing(cls, other: ClickModelConfig) -> Self:
         """Return an ensemble of the replaced model and one of another kind."""
         beside = next(type(model) for model in cls().models if type(model) is not type(other))
-        return cls.of_kinds((type(other), beside), other)
+        return cls.from_kinds((type(other), beside), other)
 
     @classmethod
-    def of_kinds(cls, kinds: Sequence[type[ClickModelConfig]], other: ClickModelConfig) -> Self:
+    def from_kinds(cls, kinds: Sequence[type[ClickModelConfig]], other: ClickModelConfig) -> Self:
         """Return a model of each kind to replace one model of a recipe. A model of the same kind
         keeps its settings.
         """

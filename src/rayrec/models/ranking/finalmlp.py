@@ -113,14 +113,14 @@ class FinalMLP(nn.Module):
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
         vectors = fields(dense, self.number_vectors, embedded)
-        of_first = of_second = vectors.flatten(1)
+        first_input = second_input = vectors.flatten(1)
         if self.first_gate is not None and self.second_gate is not None:
-            of_first, of_second = (
-                of_first * self.first_gate(vectors),
-                of_second * self.second_gate(vectors),
+            first_input, second_input = (
+                first_input * self.first_gate(vectors),
+                second_input * self.second_gate(vectors),
             )
-        first = self.first(of_first).float()
-        second = self.second(of_second).float()
+        first = self.first(first_input).float()
+        second = self.second(second_input).float()
         logits = (self.first_logit(first) + self.second_logit(second)).squeeze(1)
         heads = self._heads
         first_heads = first.unflatten(1, (heads, first.shape[1] // heads)).transpose(0, 1)

@@ -98,8 +98,8 @@ class _Level(nn.Module):
         by_label = [experts(state) for experts, state in zip(self.own, states[:-1], strict=True)]
         shared = self.shared(states[-1])
         mixed = [
-            gate(state, torch.cat([of_label, shared], dim=1))
-            for gate, state, of_label in zip(self.gates, states[:-1], by_label, strict=True)
+            gate(state, torch.cat([label_outputs, shared], dim=1))
+            for gate, state, label_outputs in zip(self.gates, states[:-1], by_label, strict=True)
         ]
         if self.shared_gate is not None:
             mixed.append(self.shared_gate(states[-1], torch.cat([*by_label, shared], dim=1)))

@@ -73,7 +73,7 @@ class AttemptContext(PreparedRun):
     """Start of the attempt, in seconds since 1970."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         run: PreparedRun,
         engine: StreamEngine,

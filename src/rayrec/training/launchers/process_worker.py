@@ -196,7 +196,7 @@ def train_first(
     env = rendezvous.env
     config = run.config
     threads = env.cpus if env.is_torchrun else max(1, int(run.layout.per_worker.max_cpus or 1))
-    attempt = AttemptContext.of(
+    attempt = AttemptContext.create(
         run, _engine(config, threads), StoreControlChannel(rendezvous), pause_at=pause_at
     )
     if env.world_size > 1:

@@ -192,7 +192,7 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
     layout = run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
     engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
-    attempt = AttemptContext.of(run, engine, request.channel)
+    attempt = AttemptContext.create(run, engine, request.channel)
     growth = _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared)
     data_nodes = _DataNodes(config, layout)
 

@@ -170,7 +170,7 @@ class _Rates:
     prior: float
 
     @classmethod
-    def of(cls, ids: np.ndarray, labels: np.ndarray, num_embeddings: int) -> _Rates:
+    def from_rows(cls, ids: np.ndarray, labels: np.ndarray, num_embeddings: int) -> _Rates:
         clicks = np.bincount(ids, weights=labels, minlength=num_embeddings)
         return cls(
             np.bincount(ids, minlength=num_embeddings).astype(np.float64),
@@ -229,11 +229,11 @@ class _Trees:
         for number, ids in enumerate(rows.ids):
             if isinstance(ids, JaggedIds) or ids.ndim != 1:
                 continue
-            full_rates = rates[number] = _Rates.of(ids, labels, num_embeddings[number])
+            full_rates = rates[number] = _Rates.from_rows(ids, labels, num_embeddings[number])
             encoded_ids = np.empty((len(rows), 2), np.float32)
             for fold_number in range(_FOLDS):
                 inside = fold == fold_number
-                without = full_rates - _Rates.of(
+                without = full_rates - _Rates.from_rows(
                     ids[inside], labels[inside], num_embeddings[number]
                 )
                 encoded_ids[inside] = without.features(ids[inside])
@@ -265,8 +265,8 @@ class _Trees:
     def _features(self, rows: EncodedRows) -> np.ndarray:
         # Of columns with one category, because `fit` skips lists
         ids = {number: cast(np.ndarray, rows.ids[number]) for number in self._rates}
-        of_ids = [rates.features(ids[number]) for number, rates in self._rates.items()]
-        return np.concatenate([rows.dense, *of_ids], axis=1)
+        id_features = [rates.features(ids[number]) for number, rates in self._rates.items()]
+        return np.concatenate([rows.dense, *id_features], axis=1)
 
     @property
     def parameters(self) -> int:

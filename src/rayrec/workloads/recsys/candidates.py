@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def model_inputs(preprocessor: Preprocessor) -> ModelInputs:
     """Return the inputs of a model for a Preprocessor's columns and tables."""
-    return ModelInputs.of(preprocessor.inputs, candidate_rows(preprocessor))
+    return ModelInputs.from_schema(preprocessor.inputs, candidate_rows(preprocessor))
 
 
 def candidate_rows(preprocessor: Preprocessor) -> tuple[tuple[str, CandidateRows], ...]:

@@ -213,8 +213,8 @@ class ClickMetrics:
         self._measures.update(output)
 
     def compute(self) -> dict[str, float]:
-        of_labels = {} if self._labels is None else self._labels.compute()
-        return {**of_labels, **self._measures.compute()}
+        label_metrics = {} if self._labels is None else self._labels.compute()
+        return {**label_metrics, **self._measures.compute()}
 
 
 def _is_unambiguous(column: SparseColumn, reserved_id: int) -> bool:

@@ -217,8 +217,8 @@ def tables_of(
     """
     from rayrec.models.cost import network_cost, sequence_lengths
 
-    of_model = ModelInputs.of(inputs)
-    model = build_model(workload, num_embeddings, inputs=of_model)
+    model_inputs = ModelInputs.from_schema(inputs)
+    model = build_model(workload, num_embeddings, inputs=model_inputs)
     workers = target.num_workers
     device: Literal["cpu", "cuda"] = "cuda" if config.scaling.use_gpu else "cpu"
     state_bytes = workload.sparse_optimizer.state_bytes
@@ -234,11 +234,13 @@ def tables_of(
         model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes
     )
     placed = placements(sharding_plan, model, state_bytes=state_bytes)
-    cost = network_cost(model.head.network, of_model, workload.model, num_embeddings=num_embeddings)
-    lengths = sequence_lengths(workload.model, of_model).values()
+    cost = network_cost(
+        model.head.network, model_inputs, workload.model, num_embeddings=num_embeddings
+    )
+    lengths = sequence_lengths(workload.model, model_inputs).values()
     vectors = len(inputs.sparse) - len(lengths) + sum(lengths)
-    rows_of = dict(zip(of_model.features, num_embeddings, strict=True))
-    full_tables = {name: rows_of[name] for name in workload.model.full_tables(of_model)}
+    table_rows = dict(zip(model_inputs.features, num_embeddings, strict=True))
+    full_tables = {name: table_rows[name] for name in workload.model.full_tables(model_inputs)}
     memories = worker_memories(
         placed,
         dense_weights=cost.weights,
@@ -272,7 +274,7 @@ def tables_of(
         placed,
         lookups_of(
             workload,
-            of_model,
+            model_inputs,
             hotness,
             tables=full_tables if workload.model.TRAINS_ON_TABLES else {},
             rows=batch_size,
@@ -301,9 +303,9 @@ def batch_bytes(
     """
     # plus gradients by row
     copies = _COPIES_OF_EMBEDDINGS + workload.sparse_optimizer.has_custom_update
-    of_row = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
+    row_bytes = copies * values * FLOAT_BYTES + _COPIES_OF_ACTIVATIONS * cost.saved_bytes_per_row
     return (
-        int(max(config.worker_batch_size, config.eval_batch_size // 2) * of_row)
+        int(max(config.worker_batch_size, config.eval_batch_size // 2) * row_bytes)
         + copies * constant_values * FLOAT_BYTES
     )
 

@@ -260,14 +260,14 @@ class _ClickTotals:
         return self._kept.rows
 
     def update(self, table: pa.Table) -> None:
-        def of_labels(column: str) -> dict[str, np.ndarray]:
+        def label_values(column: str) -> dict[str, np.ndarray]:
             return {
                 head.name: numpy_of(table.column(f"{column}{head.suffix}")) for head in self._heads
             }
 
         self._kept.update(
-            of_labels("logit"),
-            of_labels("label"),
+            label_values("logit"),
+            label_values("label"),
             numpy_of(table.column(GROUP)) if self._grouped else None,
         )
 

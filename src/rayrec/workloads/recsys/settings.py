@@ -231,7 +231,9 @@ class ClickSettings(Workload):
     @property
     def predicts_clicks(self) -> bool:
         """Whether the main output is the logit of a binary label."""
-        return isinstance(self.model.output_heads(ModelInputs.of(self.schema))[0], BinaryHead)
+        return isinstance(
+            self.model.output_heads(ModelInputs.from_schema(self.schema))[0], BinaryHead
+        )
 
     @property
     def table_schema(self) -> Schema:
@@ -262,7 +264,7 @@ class ClickSettings(Workload):
 
     def unpooled(self, inputs: Schema) -> tuple[str, ...]:
         """Return the columns with unpooled embedding lookups in training."""
-        return unpooled_features(self.model, ModelInputs.of(inputs))
+        return unpooled_features(self.model, ModelInputs.from_schema(inputs))
 
 
 def check_grouped(schema: Schema, path: str | None) -> None:

@@ -95,9 +95,11 @@ def warm_start(
         weight: by_owner[owner].row_map
         for weight, owner in zip(empty.table_weights().values(), owners, strict=True)
     }
-    counts = {new.inputs.sparse[owner]: of_table.counts() for owner, of_table in by_owner.items()}
+    counts = {
+        new.inputs.sparse[owner]: table_counts.counts() for owner, table_counts in by_owner.items()
+    }
     totals = {
-        name: sum(of_table[name] for of_table in counts.values())
+        name: sum(table_counts[name] for table_counts in counts.values())
         for name in ("kept", "fresh", "dropped")
     }
     return WarmStart(

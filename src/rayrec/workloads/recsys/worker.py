@@ -174,19 +174,19 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     config = context.config
     inputs = prepared.inputs
     preprocessor = prepared.preprocessor.get()
-    of_model = ModelInputs.of(inputs, candidate_rows(preprocessor))
+    model_inputs = ModelInputs.from_schema(inputs, candidate_rows(preprocessor))
     batch_size = config.effective_batch_size(
         rows=prepared.sets["train"].rows, world_size=context.world_size
     )
     model = build_model(
         workload,
         prepared.num_embeddings,
-        inputs=of_model,
+        inputs=model_inputs,
         precision=config.precision,
         seed=config.seed,
     )
     cost = network_multiply_adds(
-        model.head.network, of_model, workload.model, num_embeddings=prepared.num_embeddings
+        model.head.network, model_inputs, workload.model, num_embeddings=prepared.num_embeddings
     )
     plan = shared_plan(workload, context, model, batch_size=batch_size)
     state_bytes = workload.sparse_optimizer.state_bytes
@@ -227,7 +227,7 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     )
     counts = EvaluationCounts(
         columns,
-        workload.model.output_heads(of_model),
+        workload.model.output_heads(model_inputs),
         grouped=inputs.group is not None,
         clips=ClipSum(preprocessor),
         training_clips=prepared.training_clips,
@@ -354,7 +354,7 @@ def _loader(
 
 def _full_tables(workload: ClickSettings, prepared: Prepared, *, learns: bool) -> dict[str, int]:
     """Return the rows that a step reads from each full table, by lookup key."""
-    inputs = ModelInputs.of(prepared.inputs)
+    inputs = ModelInputs.from_schema(prepared.inputs)
     is_read = workload.model.TRAINS_ON_TABLES or not learns
     rows_of = dict(zip(inputs.features, prepared.num_embeddings, strict=True))
     return {table_key(name): rows_of[name] * is_read for name in workload.model.full_tables(inputs)}

@@ -224,8 +224,8 @@ class ClickWorkload(ClickSettings):
         """Return the Preprocessor of preprocessed data, teacher or configuration, or None. Raises
         InputError if they differ.
         """
-        of_data = LogSource.at(path).preprocessor()
-        folders = {} if of_data is None else {path: of_data}
+        data_preprocessor = LogSource.at(path).preprocessor()
+        folders = {} if data_preprocessor is None else {path: data_preprocessor}
         if teacher is not None:
             folders[teacher.checkpoint] = storage.join(teacher.checkpoint, PREPROCESSOR_FOLDER)
         if self.preprocessor is not None:

@@ -228,7 +228,7 @@ def test_memory_excludes_object_store_and_is_shared_by_workers(
 def test_plan_waits_for_memory_of_other_processes() -> None:
     workload = recipes.criteo_kaggle().workload
     sizes = [400_000] * 26  # 674 MiB with their state
-    model = build_model(workload, sizes, inputs=ModelInputs.of(workload.schema))
+    model = build_model(workload, sizes, inputs=ModelInputs.from_schema(workload.schema))
     free = RankResources(
         "a",
         "cpu",
@@ -802,7 +802,7 @@ def test_rows_follow_categories() -> None:
     ):
         assert (
             joined(old, new, tokens(*old_tokens), tokens(*new_tokens))
-            .row_map.of(0, len(rows))
+            .row_map.sources_between(0, len(rows))
             .tolist()
             == rows
         )

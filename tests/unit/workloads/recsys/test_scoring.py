@@ -319,7 +319,7 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     assert predicted.column_names == ["row", "best", "scores", "user"]
     assert predicted["best"].to_pylist() == [[80, -1]] * 4
     heads = open_served(str(saved.checkpoint), config=saved.config).scorer.heads
-    assert heads == model.output_heads(ModelInputs.of(preprocessor.inputs))
+    assert heads == model.output_heads(ModelInputs.from_schema(preprocessor.inputs))
 
 
 # -- Evaluation reports over batches and reserved ids
