@@ -351,33 +351,34 @@ class Position:
     """
 
     epoch: int = 0
-    step_in_deal: int = 0
+    steps_since_sharding: int = 0
     """Number of steps since the rows were sharded."""
     world_size: int = 0
     """Number of workers over which the rows were sharded. 0 before sharding."""
     batch_size: int = 0
     """Rows per worker and step."""
-    pieces: tuple[BlockRange, ...] | None = None
+    block_ranges: tuple[BlockRange, ...] | None = None
     """Sharded block ranges. None means the full epoch."""
     order: str | None = None
     """`identity` of the order. None at the start, and in old checkpoints."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the state under the keys of checkpoints, which never change."""
+        values = dict(vars(self))
+        steps = values.pop("steps_since_sharding")
+        ranges = values.pop("block_ranges")
         pieces = (
-            None
-            if self.pieces is None
-            else [[part.block, part.start, part.stop] for part in self.pieces]
+            None if ranges is None else [[part.block, part.start, part.stop] for part in ranges]
         )
-        return {**vars(self), "pieces": pieces}
+        return {**values, "step_in_deal": steps, "pieces": pieces}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Position:
-        pieces = (
-            None
-            if stored["pieces"] is None
-            else tuple(BlockRange(*numbers) for numbers in stored["pieces"])
-        )
-        return cls(**{**stored, "pieces": pieces})
+        values = dict(stored)
+        steps = values.pop("step_in_deal")
+        pieces = values.pop("pieces")
+        ranges = None if pieces is None else tuple(BlockRange(*numbers) for numbers in pieces)
+        return cls(**values, steps_since_sharding=steps, block_ranges=ranges)
 
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:
         """Return this position for a number of workers and a batch size. If both are unchanged,
@@ -386,19 +387,19 @@ class Position:
         """
         if self.world_size == world_size and self.batch_size == batch_size:
             return self
-        pieces = self.pieces
+        block_ranges = self.block_ranges
         if self.world_size:
-            pieces = tuple(
+            block_ranges = tuple(
                 sorted(
                     self.remaining(blocks),
                     key=lambda block_range: (block_range.block, block_range.start),
                 )
             )
-        return Position(self.epoch, 0, world_size, batch_size, pieces, self.order)
+        return Position(self.epoch, 0, world_size, batch_size, block_ranges, self.order)
 
     def remaining(self, blocks: Sequence[Block]) -> list[BlockRange]:
         """Return the unused block ranges of all shards."""
-        used = self.step_in_deal * self.batch_size
+        used = self.steps_since_sharding * self.batch_size
         return [
             block_range for shard in self.shards(blocks) for block_range in skip_rows(shard, used)
         ]
@@ -406,7 +407,7 @@ class Position:
     def shards(self, blocks: Sequence[Block]) -> list[list[BlockRange]]:
         """Return the shard of each worker, including rows already used."""
         return shard_block_ranges(
-            full_epoch(blocks) if self.pieces is None else self.pieces, self.world_size
+            full_epoch(blocks) if self.block_ranges is None else self.block_ranges, self.world_size
         )
 
 
@@ -428,7 +429,7 @@ class BlockPlan:
     @cached_property
     def steps(self) -> int:
         largest = -(-self._rows // self.start.world_size)
-        return -(-largest // self.start.batch_size) - self.start.step_in_deal
+        return -(-largest // self.start.batch_size) - self.start.steps_since_sharding
 
     def worker_rows(self, step: int) -> int:
         """Return the row count of this worker in a step."""
@@ -438,7 +439,7 @@ class BlockPlan:
         return self._sharded_rows(step) - self._sharded_rows(0)
 
     def position_at(self, step: int) -> Position:
-        return replace(self.start, step_in_deal=self.start.step_in_deal + step)
+        return replace(self.start, steps_since_sharding=self.start.steps_since_sharding + step)
 
     def block_ranges(self, steps: int) -> Iterator[tuple[Block, BlockRange]]:
         """Yield the block ranges to read for the first steps."""
@@ -455,7 +456,7 @@ class BlockPlan:
     @cached_property
     def _rows(self) -> int:
         """Number of sharded rows of all workers, including steps before the start."""
-        block_ranges = self.start.pieces
+        block_ranges = self.start.block_ranges
         return (
             self.order.rows
             if block_ranges is None
@@ -465,12 +466,12 @@ class BlockPlan:
     def _worker_rows_until(self, step: int) -> int:
         min_rows, larger = divmod(self._rows, self.start.world_size)
         return min(
-            (self.start.step_in_deal + step) * self.start.batch_size,
+            (self.start.steps_since_sharding + step) * self.start.batch_size,
             min_rows + (self.rank < larger),
         )
 
     def _sharded_rows(self, step: int) -> int:
         workers = self.start.world_size
-        until = (self.start.step_in_deal + step) * self.start.batch_size
+        until = (self.start.steps_since_sharding + step) * self.start.batch_size
         min_rows, larger = divmod(self._rows, workers)
         return larger * min(until, min_rows + 1) + (workers - larger) * min(until, min_rows)

@@ -435,14 +435,18 @@ def test_every_row_once_across_reshards(
         position = Position.from_dict(json.loads(json.dumps(position.to_dict())))
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)
         left = [
-            skip_rows(shard, position.step_in_deal * batch_size)
+            skip_rows(shard, position.steps_since_sharding * batch_size)
             for shard in position.shards(blocks)
         ]
         steps = min(wanted, -(-max(len(rows_of(shard)) for shard in left) // batch_size))
         for shard in left:
             used += rows_of(shard)[: steps * batch_size]
         position = Position(
-            position.epoch, position.step_in_deal + steps, world_size, batch_size, position.pieces
+            position.epoch,
+            position.steps_since_sharding + steps,
+            world_size,
+            batch_size,
+            position.block_ranges,
         )
     assert sorted(used) == rows_of(full_epoch(blocks))
 
@@ -476,13 +480,13 @@ def test_same_world_size_keeps_shards_and_files_stay_together() -> None:
     position = Position(0, 3, 2, 4, None)
     assert position.for_workers(blocks, world_size=2, batch_size=4) is position
     smaller = position.for_workers(blocks, world_size=1, batch_size=4)
-    assert (smaller.step_in_deal, smaller.world_size) == (0, 1)
-    assert sum(block_range.rows for block_range in smaller.pieces or ()) == 60 - 2 * 3 * 4
+    assert (smaller.steps_since_sharding, smaller.world_size) == (0, 1)
+    assert sum(block_range.rows for block_range in smaller.block_ranges or ()) == 60 - 2 * 3 * 4
     other_batch = position.for_workers(blocks, world_size=2, batch_size=5)
-    assert sum(block_range.rows for block_range in other_batch.pieces or ()) == 60 - 2 * 3 * 4
+    assert sum(block_range.rows for block_range in other_batch.block_ranges or ()) == 60 - 2 * 3 * 4
     blocks = make_order([10], "none").blocks(0)
     done = Position(0, 5, 1, 2, None).for_workers(blocks, world_size=3, batch_size=2)
-    assert done.pieces == ()
+    assert done.block_ranges == ()
     assert done.shards(blocks) == [[], [], []]
     order = make_order([3] * 12, "files", files=4)
     seen = set()

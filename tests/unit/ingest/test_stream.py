@@ -307,7 +307,7 @@ def test_plan_matches_worker_rows(prepared: Prepared, world_size: int, used: int
     options = {
         "batch_size": size,
         "world_size": world_size,
-        "position": dataclasses.replace(start, step_in_deal=used),
+        "position": dataclasses.replace(start, steps_since_sharding=used),
     }
     totals = [ROWS // world_size + (rank < ROWS % world_size) for rank in range(world_size)]
     steps = np.arange(used, -(-totals[0] // size))
