@@ -126,8 +126,8 @@ def _gathered_rows() -> type[torch.autograd.Function]:
             distributed.all_to_all_single(
                 received, sent, [rows] * len(counts), counts, group=ctx.group
             )
-            total, *others = received.split(rows) if rows else [received]
-            for other in others:  # In rank order, so that the sum does not depend on timing
+            total, *summands = received.split(rows) if rows else [received]
+            for other in summands:  # In rank order, so that the sum does not depend on timing
                 total = total + other
             return total.to(gradient.device), None, None
 

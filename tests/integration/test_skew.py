@@ -108,7 +108,7 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     options |= {
         "key_columns": (),
         "frequency_columns": (),
-        "stretches": (),
+        "day_slices": (),
         "counts_clipped": False,
     }
     process = _ScoringTask(

@@ -398,19 +398,21 @@ def index_images(
         ranges = np.array(
             [(row, 0, files[name].size_bytes) for row, name in enumerate(names)], np.int64
         )
-        of_images = [name.partition("/")[0] if folder and "/" in name else "" for name in names]
-        classes = classes or sorted(set(of_images) - {""})
+        image_folders = [name.partition("/")[0] if folder and "/" in name else "" for name in names]
+        classes = classes or sorted(set(image_folders) - {""})
         number = {name: label for label, name in enumerate(classes)}
         unknown = next(
             (
                 name
-                for name, of_image in zip(names, of_images, strict=True)
-                if of_image not in number
+                for name, class_folder in zip(names, image_folders, strict=True)
+                if class_folder not in number
             ),
             None,
         )
         labels = (
-            None if unknown else np.array([number[of_image] for of_image in of_images], np.int64)
+            None
+            if unknown
+            else np.array([number[class_folder] for class_folder in image_folders], np.int64)
         )
         problem = (
             f"{path}: {unknown} is not in a subfolder named after a class of the training images"
@@ -435,12 +437,12 @@ def _scan_shards(
         storage.write_bytes(
             cached[path], numpy_rows(table.column("images").combine_chunks()).tobytes()
         )
-    of_shards = [
+    shard_samples = [
         np.frombuffer(storage.read_bytes(index), np.int64).reshape(-1, 3)
         for index in cached.values()
     ]
-    starts, sizes, labels = np.concatenate(of_shards).T
-    numbers = np.repeat(np.arange(len(files)), [len(of_shard) for of_shard in of_shards])
+    starts, sizes, labels = np.concatenate(shard_samples).T
+    numbers = np.repeat(np.arange(len(files)), [len(samples) for samples in shard_samples])
     return np.stack([numbers, starts, sizes], axis=1), None if (labels < 0).all() else labels.copy()
 
 

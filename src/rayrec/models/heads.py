@@ -277,13 +277,16 @@ def many(items: dict[str, Any], description: str) -> dict[str, Any]:
 
 
 def label_heads(
-    main: str, others: Sequence[Label] = (), *, kind: str = "binary"
+    main: str, more_labels: Sequence[Label] = (), *, kind: str = "binary"
 ) -> tuple[LabelHead, ...]:
     """Return the head of each label, the main one first. `kind` is for the main label."""
     classes: dict[str, type[LabelHead]] = {
         head.kind: head for head in (BinaryHead, NumberHead, CountHead)
     }
-    return (classes[kind](main, main=True), *(classes[label.kind](label.name) for label in others))
+    return (
+        classes[kind](main, main=True),
+        *(classes[label.kind](label.name) for label in more_labels),
+    )
 
 
 def labels_accumulator(

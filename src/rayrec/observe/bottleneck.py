@@ -10,7 +10,7 @@ from rayrec.observe.run_summary import RunSummary, Saves
 from rayrec.observe.timing import PHASES, WORDS, TimeBreakdown
 
 Bottleneck = Literal["data", "collectives", "host_to_device", "checkpoint", "evaluation", "model"]
-_WORTH_TELLING: Final = 0.10
+_MIN_WAITING: Final = 0.10
 """Minimum share of time spent waiting to name it as the bottleneck. Below it, the model is the
 bottleneck.
 """
@@ -68,7 +68,7 @@ def diagnose(run: RunSummary) -> Diagnosis | None:
     )
     worst = max(avoidable, key=lambda name: fractions[name])
     fraction = fractions[worst]
-    if fraction < _WORTH_TELLING:
+    if fraction < _MIN_WAITING:
         return _model(run, split)
     if worst == "data":
         return _data(run.data.side(), split)
@@ -246,7 +246,7 @@ def _model(run: RunSummary, split: TimeBreakdown) -> Diagnosis:
         f"The model computes {_percent(computing)} of the time ({parts}){peak}, and waits for "
         f"data {_percent(fractions['data'])}."
     )
-    if fractions["other"] >= _WORTH_TELLING:
+    if fractions["other"] >= _MIN_WAITING:
         text += f" The other {_percent(fractions['other'])} is Python between the steps."
     side = run.data.side()
     capacity = (

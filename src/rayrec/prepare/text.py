@@ -307,12 +307,12 @@ class ShardTask:
     number: int
     set: str
     file: str
-    pieces: tuple[tuple[int, int, int], ...]
+    token_ranges: tuple[tuple[int, int, int], ...]
     """Tuples of (part, first token in it, token count), in order. Together they fill rows."""
 
     @property
     def tokens(self) -> int:
-        return sum(count for _, _, count in self.pieces)
+        return sum(count for _, _, count in self.token_ranges)
 
 
 @lru_cache(maxsize=1)
@@ -380,7 +380,7 @@ def write_shard(shard: ShardTask, *, job: TextJob) -> pa.Table:
     dtype = job.tokenizer.dtype
     tokens = np.empty(shard.tokens, dtype)
     done = 0
-    for part, start, count in shard.pieces:
+    for part, start, count in shard.token_ranges:
         target = tokens[done : done + count].view(np.uint8)
         read_bytes = storage.read_into(job.tokens(part), start * dtype.itemsize, target)
         assert read_bytes == len(target), job.tokens(part)

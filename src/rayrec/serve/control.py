@@ -46,7 +46,7 @@ class Register:
     def __init__(self, started_serve: bool = False) -> None:
         """`started_serve` is whether Ray Serve was started for this server and ends with it."""
         self._started_serve = started_serve
-        self._wanted: DesiredState | None = None
+        self._desired: DesiredState | None = None
         self._statuses: dict[str, Status] = {}
         self._seen_s: dict[str, float] = {}
         self._snapshots: dict[str, Snapshot] = {}
@@ -71,7 +71,7 @@ class Register:
         self._statuses[replica] = status
         self._seen_s[replica] = time.monotonic()
         self._forget()
-        desired = self._wanted
+        desired = self._desired
         if (
             desired is None
             or newest.rank > desired.rank
@@ -86,7 +86,7 @@ class Register:
                 desired = replace(desired, shadow=None)
         elif all(one.model == desired.model for one in self._statuses.values()):
             self._failures.pop(str(desired.model.serial), None)
-        self._wanted = desired
+        self._desired = desired
         leads = configured not in (None, desired.configured) and self._leader in ("", replica)
         if leads:
             self._leader = replica
@@ -94,15 +94,15 @@ class Register:
 
     def desired(self) -> DesiredState | None:
         """Return the accepted models, None until a replica reports that it serves one."""
-        return self._wanted if self._wanted and self._wanted.schema else None
+        return self._desired if self._desired and self._desired.schema else None
 
     def accept(self, new: DesiredState, before: int) -> bool:
         """Accept a change based on the one with the serial `before`. Returns False if another
         change came since then.
         """
-        if self._wanted is None or self._wanted.serial not in (before, new.serial):
+        if self._desired is None or self._desired.serial not in (before, new.serial):
             return False
-        self._wanted = new
+        self._desired = new
         self._leader = ""
         return True
 
@@ -132,7 +132,7 @@ class Register:
         else an empty string.
         """
         self._forget()
-        if self._wanted and self._wanted.serial > new.serial:  # A later change replaced this one
+        if self._desired and self._desired.serial > new.serial:  # A later change replaced this one
             return [], ""
         missing = [
             (name, status)
@@ -156,7 +156,7 @@ class Register:
         change.
         """
         self._forget()
-        desired = self._wanted
+        desired = self._desired
         return {
             "model": desired.model.path if desired else None,
             "previous": desired.previous.path if desired and desired.previous else None,
@@ -453,7 +453,7 @@ def _reached(address: str | None) -> Iterator[Control]:
             "printed."
         )
     if not was_connected:
-        quieten()
+        silence_serve_logs()
     connection.connect(address)
     try:
         if APPLICATION not in serve.status().applications:
@@ -464,7 +464,7 @@ def _reached(address: str | None) -> Iterator[Control]:
             ray.shutdown()
 
 
-def quieten() -> None:
+def silence_serve_logs() -> None:
     """Send Ray Serve's logs to its files only. Call it before Ray starts, whose processes inherit
     the setting.
     """

@@ -24,7 +24,7 @@ from rayrec.config import InputError
 from rayrec.inference.model import source_of
 from rayrec.observe.console import Console, handling_signals
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
-from rayrec.serve.control import APPLICATION, Control, announce, end, quieten, swap_model
+from rayrec.serve.control import APPLICATION, Control, announce, end, silence_serve_logs, swap_model
 from rayrec.serve.deployment import custom_network_class, make_application
 from rayrec.serve.listener import lock_port
 from rayrec.serve.shutdown import StopRequest, command_end
@@ -97,7 +97,7 @@ def serving(
             f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file "
             "or --token-env."
         )
-    quieten()
+    silence_serve_logs()
     import ray
     from ray import serve
 
@@ -169,7 +169,7 @@ def _connected(address: str | None, console: Console, *, ends_with_process: bool
 
     was_connected = ray.is_initialized()
     reached = connection.connect(address, log_to_driver=console.verbose)
-    quieten()  # Ray has reset its loggers
+    silence_serve_logs()  # Ray has reset its loggers
     try:
         yield reached
     finally:
@@ -205,7 +205,7 @@ def _deploy(config: ServeConfig, make: Callable[[], Application], control: Contr
         )
     finally:
         logging.disable(logging.NOTSET)
-    quieten()
+    silence_serve_logs()
     try:
         serve.run(make(), name=APPLICATION, route_prefix=None if direct else "/")
     except RuntimeError as error:

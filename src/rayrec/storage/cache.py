@@ -28,15 +28,19 @@ GUNZIP_BYTES = 8 << 20
 """Maximum bytes from one decompression step."""
 
 
-def folder(of_run: str | None = None) -> str:
+def folder(run_folder: str | None = None) -> str:
     """Return the cache folder: $RAYREC_CACHE, else a run's if it exists and is writable, else
     ~/.cache/rayrec. Raises InputError without a home directory.
     """
     path = os.environ.get("RAYREC_CACHE")
     if path:
         return path
-    if of_run and storage.exists(of_run) and (storage.is_url(of_run) or os.access(of_run, os.W_OK)):
-        return of_run
+    if (
+        run_folder
+        and storage.exists(run_folder)
+        and (storage.is_url(run_folder) or os.access(run_folder, os.W_OK))
+    ):
+        return run_folder
     return os.path.join(storage.home(), ".cache", "rayrec")
 
 

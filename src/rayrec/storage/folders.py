@@ -123,7 +123,9 @@ def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
     infos = []
     folders = [path]
     while folders:
-        level = [info for of_folder in in_parallel(_infos, folders, of=path) for info in of_folder]
+        level = [
+            info for folder_infos in in_parallel(_infos, folders, of=path) for info in folder_infos
+        ]
         infos += level
         folders = [
             url_of(info.path, path) for info in level if info.type == arrow_fs.FileType.Directory
@@ -141,7 +143,7 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
         if not any(map(_is_data, infos)):
             folders = [info.path for info in infos if _is_partition(info)]
             inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, of=path)
-            infos = [info for of_folder in inside for info in of_folder]
+            infos = [info for folder_infos in inside for info in folder_infos]
     else:
         raise missing(path, "no such file or folder")
     files = [_file(info, path) for info in infos if _is_data(info)]
@@ -210,8 +212,8 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
         listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
         infos = [
             info
-            for of_folder in listed
-            for info in of_folder
+            for folder_infos in listed
+            for info in folder_infos
             if _matches([info.base_name], [names[number]])
         ]
         folders = [info.path for info in infos if info.type == arrow_fs.FileType.Directory]

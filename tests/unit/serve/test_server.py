@@ -163,7 +163,7 @@ def test_cluster_with_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in (
         "ray.is_initialized",
         "rayrec.serve.server.source_of",
-        "rayrec.serve.server.quieten",
+        "rayrec.serve.server.silence_serve_logs",
     ):
         monkeypatch.setattr(name, lambda *_: "run")
     monkeypatch.setattr("rayrec.cluster.connection.connect", lambda *_, **__: "10.0.0.1:6379")
@@ -216,7 +216,7 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InputError(f"inherited: {set(os.environ.values())}")
 
     monkeypatch.setattr(server, "source_of", lambda path: path)
-    monkeypatch.setattr(server, "quieten", lambda: None)
+    monkeypatch.setattr(server, "silence_serve_logs", lambda: None)
     monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")
     config = ServerConfig(token_env="SERVE_TOKEN")
@@ -258,7 +258,7 @@ def test_address_must_be_of_running_cluster(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else it is set by who finds a token
     if message.startswith("asked for"):
-        monkeypatch.setattr(control, "quieten", lambda: None)
+        monkeypatch.setattr(control, "silence_serve_logs", lambda: None)
         monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     rejects(
         message, control.roll_back, address=address and address.replace("PORT", str(free_ports(1)))

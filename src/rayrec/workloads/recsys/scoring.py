@@ -95,7 +95,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         batch_rows=context.batch_rows or _BATCH_ROWS,
         key_columns=columns,
         frequency_columns=frequencies,
-        stretches=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
+        day_slices=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
         counts_clipped=context.counts_clipped,
     )
     assert sum(scored.block.rows for scored in blocks) == stop_row - first_row
@@ -306,7 +306,7 @@ class _ScoringTask:
     """Columns whose values are returned for slicing."""
     frequency_columns: tuple[str, ...]
     """Columns whose category frequencies are returned for slicing."""
-    stretches: tuple[Slice, ...]
+    day_slices: tuple[Slice, ...]
     """Time slices of the log, if used for slicing."""
     counts_clipped: bool
     """Flag to return which numbers are beyond their bounds."""
@@ -396,8 +396,8 @@ class _LogBlock:
                 columns[name] = arrow_numbers(scored[name].astype(np.float32, copy=False))
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
-        if task.stretches:
-            columns[KEY + DAY] = slice_of(block, task.stretches)
+        if task.day_slices:
+            columns[KEY + DAY] = slice_of(block, task.day_slices)
         columns |= {
             name: arrow_flags(values) for name, values in scored.items() if name.startswith(COLUMN)
         }
