@@ -5,9 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayrec.humanize import aligned
+from rayrec.metrics.registry import BINARY_METRICS
 
 _TEXT = ("set", "path", "checkpoint", "preprocessor")
-_COLUMNS = ("rows", "label_rate", "auroc", "logloss", "normalized_entropy", "calibration")
+_COLUMNS = (
+    "rows",
+    "label_rate",
+    *(metric.name for metric in BINARY_METRICS if metric.has_interval),
+)
 """Metrics of slices."""
 _COMPARED = ("other", "difference", "its interval", "p")
 _COSTS = (

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from rayrec.collectives import Collectives, num_workers
 from rayrec.config import InputError
+from rayrec.metrics.registry import BINARY_METRICS, Rows, Totals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,21 +51,8 @@ def sigmoid(logits: npt.NDArray[Any]) -> Floats:
 
 
 def binary_metrics(logits: Any, labels: Any) -> dict[str, float]:
-    """Return the metrics of these rows. Without rows, all except `rows` are NaN. Arguments as in
-    `auroc`.
-
-    - auroc: see `auroc`, NaN with only one class
-    - logloss: mean binary cross entropy in nats, from float32 logits without overflow, in float64
-    - normalized_entropy: log loss divided by the entropy of the label rate, so that below 1 is
-      better than always predicting the rate. NaN with only one class, whose entropy is 0 (He et al.
-      2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", section 3)
-    - calibration: sum of probabilities divided by sum of labels, 1 if calibrated, NaN without
-      positives (He et al. 2014)
-    - expected_calibration_error: row mean of |mean probability - label rate| of the row's bin,
-      among CALIBRATION_BINS bins of equal width, 0 if calibrated (Naeini et al. 2015)
-    - accuracy: share of rows whose label the threshold 0.5 of the probability predicts; 0.5 itself
-      predicts 0
-    - rows and label_rate
+    """Return BINARY_METRICS of these rows, then `rows` and `label_rate`. Without rows, all except
+    `rows` are NaN. Arguments as in `auroc`.
     """
     checked_logits, checked_labels = checked(logits, labels)
     return _metrics(
@@ -137,29 +125,28 @@ def is_correct(logits: Any, labels: Any) -> Any:
     return (logits > 0) == (labels > 0.5)
 
 
+_SUMMED: Final = tuple(metric for metric in BINARY_METRICS if metric.row_values)
+
+
 def _sums(logits: Floats, labels: Labels) -> list[float]:
-    """Return the counts of rows, positives and correct rows, and the float64 sums of log loss,
-    probability, and probability - label in bins.
+    """Return row count and positives, then float64 sums: the row values of each metric, and
+    probability - label in each bin.
     """
-    losses = []
-    probabilities = []
+    sums: list[list[float]] = [[] for _ in _SUMMED]
     gaps = []
     bins = CALIBRATION_BINS
     for start in range(0, len(logits), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         loss, probability = row_losses(logits[block], labels[block])
-        losses.append(float(np.sum(loss)))
-        probabilities.append(float(np.sum(probability)))
+        rows = Rows(logits[block], labels[block], loss, probability)
+        for metric, block_sums in zip(_SUMMED, sums, strict=True):
+            assert metric.row_values
+            block_sums.append(float(np.sum(metric.row_values(rows))))
         # A probability of 1 is in the last one
         bin_numbers = np.minimum((probability * bins).astype(np.int64), bins - 1)
         gaps.append(np.bincount(bin_numbers, probability - labels[block], minlength=bins).tolist())
-    sums = map(math.fsum, (losses, probabilities, *zip([0.0] * bins, *gaps, strict=True)))
-    return [
-        len(labels),
-        int(np.count_nonzero(labels)),
-        int(np.count_nonzero(is_correct(logits, labels))),
-        *sums,
-    ]
+    totals = map(math.fsum, (*sums, *zip([0.0] * bins, *gaps, strict=True)))
+    return [len(labels), int(np.count_nonzero(labels)), *totals]
 
 
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
@@ -207,27 +194,24 @@ def _area(twice_u: int, *, num_positives: int, num_negatives: int) -> float:
 
 def _metrics(rank_sums: Sequence[Sequence[float]], twice_u: int) -> dict[str, float]:
     """Return the metrics from the `_sums` of each rank."""
-    rank_rows, positives, correct, losses, probabilities, *gaps = zip(*rank_sums, strict=True)
-    rows = int(sum(rank_rows))
+    counts, positives, *sums_by_rank = zip(*rank_sums, strict=True)
+    sums = [math.fsum(values) for values in sums_by_rank]
+    rows = int(sum(counts))
     num_positives = int(sum(positives))
     rate = num_positives / rows if rows else math.nan
-    mean_loss = math.fsum(losses) / rows if rows else math.nan
     entropy = (
         -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
     )
-    return {
-        "auroc": _area(twice_u, num_positives=num_positives, num_negatives=rows - num_positives),
-        "logloss": mean_loss,
-        "normalized_entropy": mean_loss / entropy,
-        "calibration": math.fsum(probabilities) / num_positives if num_positives else math.nan,
-        "expected_calibration_error": math.fsum(abs(math.fsum(bin_gaps)) for bin_gaps in gaps)
-        / rows
-        if rows
-        else math.nan,
-        "accuracy": sum(correct) / rows if rows else math.nan,
-        "rows": rows,
-        "label_rate": rate,
-    }
+    totals = Totals(
+        rows=rows or math.nan,
+        positives=num_positives or math.nan,
+        auroc=_area(twice_u, num_positives=num_positives, num_negatives=rows - num_positives),
+        entropy=entropy,
+        sums={metric.name: value for metric, value in zip(_SUMMED, sums, strict=False)},
+        bin_gaps=math.fsum(map(abs, sums[len(_SUMMED) :])),
+    )
+    metrics = {metric.name: float(metric.compute(totals)) for metric in BINARY_METRICS}
+    return {**metrics, "rows": rows, "label_rate": rate}
 
 
 def distributed_binary_metrics(

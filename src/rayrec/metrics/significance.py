@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from rayrec.config import InputError
 from rayrec.metrics.binary import Floats, Labels, checked, row_losses
+from rayrec.metrics.registry import BINARY_METRICS, Rows, Totals
 
-METRICS = ("auroc", "logloss", "normalized_entropy", "calibration")
-"""Metrics with intervals, in this order."""
+_METRICS = tuple(metric for metric in BINARY_METRICS if metric.has_interval)
+METRICS = tuple(metric.name for metric in _METRICS)
+"""Names of the metrics with intervals, in this order."""
 
 Array = npt.NDArray[np.float64]
 Placements = tuple[Array, Array]
@@ -32,7 +34,7 @@ MIN_ROWS: Final = 30
 underestimates the variation.
 """
 MIN_CLASS_ROWS: Final = 5
-"""Minimum row count of each class for intervals, except of the logloss."""
+"""Minimum row count of each class for the intervals of metrics that need both classes."""
 
 _ROW_BYTES: Final = 32
 """Working memory of a resample per row, in bytes."""
@@ -159,7 +161,7 @@ def _too_few(labels: Labels) -> tuple[str, ...]:
     if len(labels) < MIN_ROWS:
         return METRICS
     too_few = min(positives, len(labels) - positives) < MIN_CLASS_ROWS
-    return ("auroc", "normalized_entropy", "calibration") if too_few else ()
+    return tuple(metric.name for metric in _METRICS if metric.needs_both_classes and too_few)
 
 
 @final
@@ -167,7 +169,13 @@ class _Model:
     """Rows of one model, sorted once for all resamples."""
 
     def __init__(self, logits: Floats, labels: Labels) -> None:
-        self.losses, self.probabilities = row_losses(logits, labels)
+        self.rows = len(labels)
+        rows = Rows(logits, labels, *row_losses(logits, labels))
+        self._row_values = {
+            metric.name: metric.row_values(rows).astype(np.float64, copy=False)
+            for metric in _METRICS
+            if metric.row_values
+        }
         is_positive = labels.astype(bool)
         self.positives, sorted_positives = _sorted_rows(logits, np.flatnonzero(is_positive))
         self.negatives, sorted_negatives = _sorted_rows(logits, np.flatnonzero(~is_positive))
@@ -188,11 +196,17 @@ class _Model:
             auroc = _product(positives, ranks) / (2 * np.float64(num_positives) * num_negatives)
             all_weights = weights.astype(np.float64)
             rows = np.float64(num_positives + num_negatives)
-            logloss = _product(all_weights, self.losses) / rows
             rate = num_positives / rows
-            entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-            calibration = _product(all_weights, self.probabilities) / np.float64(num_positives)
-            return np.array([auroc, logloss, logloss / entropy, calibration])
+            totals = Totals(
+                rows=rows,
+                positives=np.float64(num_positives),
+                auroc=auroc,
+                entropy=-(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)),
+                sums={
+                    name: _product(all_weights, values) for name, values in self._row_values.items()
+                },
+            )
+            return np.array([metric.compute(totals) for metric in _METRICS])
 
     def placements(self) -> Placements:
         """Return the placements in row order: for positives the negatives below, for negatives the
@@ -250,7 +264,7 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
     models, metrics].
     """
     table = _poisson_table()
-    rows = len(models[0].losses)
+    rows = models[0].rows
 
     def resample(number: int) -> Array:
         generator = np.random.Generator(np.random.PCG64([resampling.seed, number]))
@@ -328,15 +342,15 @@ class SeededScores:
         placements = []
         for logits, labels in seeds:
             model = _Model(*checked(logits, labels))
-            metrics.append(model.metrics(np.ones(len(model.losses), np.uint8)))
+            metrics.append(model.metrics(np.ones(model.rows, np.uint8)))
             placements.append(model.placements())
-        aurocs, loglosses, *_ = np.stack(metrics, axis=1)
+        by_name = dict(zip(METRICS, np.stack(metrics, axis=1), strict=True))
         positives, negatives = (
             np.mean(class_values, axis=0) for class_values in zip(*placements, strict=True)
         )
         return cls(
-            aurocs,
-            loglosses,
+            by_name["auroc"],
+            by_name["logloss"],
             (positives, negatives),
             float(np.mean([_row_variance(each) for each in placements])),
         )

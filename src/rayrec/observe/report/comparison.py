@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from rayrec.config import InputError
 from rayrec.humanize import durations_text, number_text, value_text
+from rayrec.metrics.registry import BINARY_METRICS
 from rayrec.observe.report.charts import NUM_SERIES, Line, line_chart
 from rayrec.observe.report.page import (
     BEST,
@@ -28,8 +29,12 @@ from rayrec.observe.report.training import plotted_metrics, points
 from rayrec.observe.run_summary import VALIDATION, Cost, Price
 
 _BETTER: dict[str, Callable[[Iterable[float]], float]] = {
-    **dict.fromkeys(("auroc", "accuracy"), max),
-    **dict.fromkeys(("loss", "logloss", "normalized_entropy", "perplexity"), min),
+    **{
+        metric.name: max if metric.better == "higher" else min
+        for metric in BINARY_METRICS
+        if metric.better
+    },
+    **dict.fromkeys(("loss", "perplexity"), min),
 }
 """Function that selects the better of two values, by metric."""
 
