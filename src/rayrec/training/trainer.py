@@ -122,7 +122,7 @@ def trains_in_process(config: TrainConfig) -> bool:
     """
     requires_ray = {
         f"scaling.num_workers {config.scaling.max_workers}": config.scaling.max_workers > 1,
-        "scaling.resources_per_worker": bool(config.scaling.resources_per_worker),
+        **config.scaling.ray_only,
         **config.cluster.ray_only,
     }
     reasons = [reason for reason, is_set in requires_ray.items() if is_set]

@@ -105,6 +105,11 @@ class ScalingConfig(Config):
             )
 
     @property
+    def ray_only(self) -> dict[str, bool]:
+        """Settings without effect outside Ray, and whether they are set."""
+        return {"scaling.resources_per_worker": bool(self.resources_per_worker)}
+
+    @property
     def min_workers(self) -> int:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 

@@ -34,7 +34,7 @@ def fitted(config: TrainConfig, torchrun: TorchrunEnv) -> TrainConfig:
     scaling = config.scaling
     requires_ray = {
         f"cluster.address {config.cluster.address}": not is_in_process(config.cluster.address),
-        "scaling.resources_per_worker": bool(scaling.resources_per_worker),
+        **scaling.ray_only,
         **config.cluster.ray_only,
     }
     for reason, is_set in requires_ray.items():

@@ -44,7 +44,7 @@ from rayrec.training.launchers.ray_control_channel import StopRequest
 from rayrec.training.profiling import watched_requests, worker_variables
 from rayrec.training.stop_monitor import MORE_WORKERS, NO_DATA_NODES, Signals, unsaved_cause
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.run_config import FailureConfig
+from rayrec.workloads.run_config import FailureConfig, ScalingConfig
 
 _DATA_NODES_POLL_S = 5.0
 _DATA_NODES_S = 20.0
@@ -277,9 +277,18 @@ class RayrecTrainer(data_parallel_trainer.DataParallelTrainer):
         ]
 
 
+def worker_group(scaling: ScalingConfig, layout: Layout) -> ray.train.ScalingConfig:
+    """Return Ray Train's options for the workers of an attempt. Pure."""
+    return ray.train.ScalingConfig(
+        num_workers=layout.num_workers,
+        use_gpu=scaling.use_gpu,
+        resources_per_worker=layout.worker_resources,
+        placement_strategy=scaling.placement_strategy,
+    )
+
+
 def _fit(attempt: AttemptContext) -> dict[str, Any]:
     config = attempt.config
-    layout = attempt.layout
     # By reference: otherwise the controller would unpickle it, and import torch, before it starts a
     # worker.
     reference = ray.put(attempt)
@@ -288,12 +297,7 @@ def _fit(attempt: AttemptContext) -> dict[str, Any]:
             train_worker,  # type: ignore[arg-type]  # its value is returned
             train_loop_config={"attempt": reference},
             backend_config=process_group(config),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=layout.num_workers,
-                use_gpu=config.scaling.use_gpu,
-                resources_per_worker=layout.worker_resources,
-                placement_strategy=config.scaling.placement_strategy,
-            ),
+            scaling_config=worker_group(config.scaling, attempt.layout),
             run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as Train V1's
                 name=config.name,
                 storage_path=scratch,
