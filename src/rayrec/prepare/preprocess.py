@@ -18,7 +18,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource, index_log
-from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.index import LogIndex, WritableFormat
 from rayrec.data.materialized import writer as writing
 from rayrec.observe.console import Console
 from rayrec.prepare.config import (
@@ -207,7 +207,7 @@ def _counted(
         yield counts
 
 
-Format = Literal["parquet", "npy", "binary", "mds"]
+Format = Literal[WritableFormat, "mds"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,9 @@ from rayrec.storage.cache import head_of
 _MAX_INDICES = 64
 """Maximum number of indices per folder."""
 
-Format = Literal["text", "table", "random", "binary", "npy", "npz", "parquet"]
+WritableFormat = Literal["parquet", "npy", "binary"]
+"""Preprocessed format that rayrec writes. Only other programs write npz."""
+Format = Literal["text", "table", "random", "npz", WritableFormat]
 """File format. text: lines; table: Parquet or CSV; random: rows without a file; others:
 preprocessed data (data/materialized).
 """

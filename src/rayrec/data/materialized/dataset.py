@@ -260,9 +260,9 @@ def _locate_row(
         file = files[bisect_right([file["first_row"] for file in files], number) - 1]
         return file["name"], number - file["first_row"]
     run = next(run for run in _runs(segments) if row < run.stop)
-    name = {"binary": "rows", "npy": "sparse"}.get(dataset.format, str(column))
+    names = {"rows", "sparse", str(column)}  # Of all columns, or of this one
     file_name = next(
-        stored[1] for stored in dataset.manifest["matrices"][run.file] if stored[0] == name
+        stored[1] for stored in dataset.manifest["matrices"][run.file] if stored[0] in names
     )
     return file_name, run.first + row - run.start
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +22,12 @@ from rayrec.data.arrow import arrow_numbers, numpy_of
 from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, ids_from_arrow, ids_to_arrow
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.logs.index import WritableFormat
 from rayrec.data.raw_block import RawBlock
 from rayrec.native import c_fields, call
 from rayrec.schema import Schema
 
-WRITABLE_FORMATS = ("binary", "npy", "parquet")
-"""Formats written by `rayrec preprocess`. Only other programs write npz."""
+WRITABLE_FORMATS = tuple(sorted(get_args(WritableFormat)))
 _READ_BYTES = 16 << 20
 
 
@@ -451,7 +451,7 @@ class MappedRows:
                 self._gather("labels", runs, order).reshape(-1).astype(np.float32)
             )
         dense = self._gather("dense", runs, order)
-        if format == "npy":
+        if format != "npz":
             columns: Any = self._gather("sparse", runs, order, transposed=True)
             for number in self.manifest.get("modulo", ()):
                 columns[number] %= preprocessor.num_embeddings[number]
