@@ -24,7 +24,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
         "files": (315, 10),
-        "statements": (43_200, 1_500),
+        "statements": (43_250, 1_500),
         "density": (6.2, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
@@ -37,7 +37,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
         "circles": (0, 0),
     },
     "tests": {
-        "statements": (34_900, 1_500),
+        "statements": (34_970, 1_500),
         "density": (7.8, 0.3),
         "wide": (0, 0),
         "parallel": (26, 5),
