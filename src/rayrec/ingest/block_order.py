@@ -367,17 +367,21 @@ class Position:
         values = dict(vars(self))
         steps = values.pop("steps_since_sharding")
         ranges = values.pop("block_ranges")
-        pieces = (
+        stored_ranges = (
             None if ranges is None else [[part.block, part.start, part.stop] for part in ranges]
         )
-        return {**values, "step_in_deal": steps, "pieces": pieces}
+        return {**values, "step_in_deal": steps, "pieces": stored_ranges}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Position:
         values = dict(stored)
         steps = values.pop("step_in_deal")
-        pieces = values.pop("pieces")
-        ranges = None if pieces is None else tuple(BlockRange(*numbers) for numbers in pieces)
+        stored_ranges = values.pop("pieces")
+        ranges = (
+            None
+            if stored_ranges is None
+            else tuple(BlockRange(*numbers) for numbers in stored_ranges)
+        )
         return cls(**values, steps_since_sharding=steps, block_ranges=ranges)
 
     def for_workers(self, blocks: Sequence[Block], *, world_size: int, batch_size: int) -> Position:

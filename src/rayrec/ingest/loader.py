@@ -49,7 +49,7 @@ class Loader(Generic[PositionT, Plan]):
             to_end = self._first.steps + (epochs - self._first.epoch - 1) * self.steps_per_epoch
             self.steps = max(0, to_end if max_steps is None else min(to_end, max_steps))
         self._batches: Iterator[Batch] | None = None
-        self._handed_out = 0
+        self._num_delivered = 0
 
     @property
     def stages(self) -> StageTimes:
@@ -65,10 +65,10 @@ class Loader(Generic[PositionT, Plan]):
 
     def __next__(self) -> Batch:
         self.start()
-        if self._batches is None or self._handed_out == self.steps:
+        if self._batches is None or self._num_delivered == self.steps:
             raise StopIteration
         batch = next(self._batches)
-        self._handed_out += 1
+        self._num_delivered += 1
         return batch
 
     def rows(self, batches: int) -> int:
@@ -98,7 +98,7 @@ class Loader(Generic[PositionT, Plan]):
         self._reader.close()
 
     def _position(self) -> PositionT:
-        plan, step = self._at(self._handed_out)
+        plan, step = self._at(self._num_delivered)
         position: PositionT = plan.position_at(step)
         return position
 

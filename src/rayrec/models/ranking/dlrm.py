@@ -84,11 +84,11 @@ class DLRMConfig(ClickModelConfig):
         """Update the settings. A new embedding_dim also sets the bottom MLP's last width, unless it
         is given.
         """
-        own_path = str(self._custom_class())
+        class_name = str(self._custom_class())
         if (
             "embedding_dim" in changes
             and "bottom_mlp" not in changes
-            and same_class(changes.get(CLASS, own_path), own_path)
+            and same_class(changes.get(CLASS, class_name), class_name)
         ):
             changes = {**changes, "bottom_mlp": (*self.bottom_mlp[:-1], changes["embedding_dim"])}
         return super().updated(changes, where=where)
