@@ -118,8 +118,8 @@ def torchrec_epoch(*, path: str, preprocessor: str, sets: dict[str, int]) -> dic
     logits = []
     labels = []
     for _ in range(-(-sets["test"] // BATCH)):
-        _, of_rows, clicks = pipeline.progress(source)
-        logits.append(of_rows.float().numpy())
+        _, row_logits, clicks = pipeline.progress(source)
+        logits.append(row_logits.float().numpy())
         labels.append(clicks.float().numpy())
     metrics = binary_metrics(np.concatenate(logits), np.concatenate(labels))
     return {"auroc": metrics["auroc"], "logloss": metrics["logloss"], "seconds": seconds}

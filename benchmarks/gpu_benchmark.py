@@ -234,7 +234,7 @@ def synthetic_log_of(config: Any) -> str:
     return path
 
 
-def of_kind(events: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
+def select_kind(events: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [dict(event) for event in events if event["kind"] == kind]
 
 
@@ -251,8 +251,8 @@ def speed(*, sizes: dict[str, Any], on: str, precision: str, **how: Any) -> dict
             config_of(measured, on=on, precision=precision, **how), storage
         )
     return {
-        **warm_speed(of_kind(events, "step"), warm_steps=measured.warm_steps),
-        "multiply_adds_per_row": of_kind(events, "start")[-1]["multiply_adds_per_row"],
+        **warm_speed(select_kind(events, "step"), warm_steps=measured.warm_steps),
+        "multiply_adds_per_row": select_kind(events, "start")[-1]["multiply_adds_per_row"],
         "config_hash": summary["config_hash"],
     }
 
@@ -340,7 +340,7 @@ def stalls(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as storage:
         config = config_of(measured, on=on, precision=usual(on), ready=True, large=True, **saving)
         _, summary, events = trained(config, storage)
-    saves = of_kind(events, "checkpoint")
+    saves = select_kind(events, "checkpoint")
     return {
         "stall_fraction": summary["checkpoint_stall_fraction"],
         "stall_s": [round(event["stall_s"], 3) for event in saves],
@@ -370,7 +370,7 @@ def memories(*, sizes: dict[str, Any], on: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as storage:
         _, summary, events = trained(config, storage)
     field = "device_memory_bytes" if on == "cuda" else "memory_bytes"
-    peak = max(event[field] for event in of_kind(events, "step"))
+    peak = max(event[field] for event in select_kind(events, "step"))
     if on == "cuda":
         peak = max(peak, torch.cuda.max_memory_allocated())
     forecast = planned.memories[0]

@@ -312,7 +312,7 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
         arrow=lambda: rows / timed(lambda: pyarrow.csv.read_csv(path))[1],
     )
     workload = f"any tokens, Parquet -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
-    for ours, peer, of_ours, peer_text in (
+    for ours, peer, our_workload, peer_text in (
         ("ours", "kernels", workload, "the same kernels in two threads"),
         (
             "threads",
@@ -330,7 +330,7 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
         emit(
             "ingest",
             peer=peer_text,
-            workload=of_ours,
+            workload=our_workload,
             value=rates[ours],
             ratio=rates[ours] / rates[peer],
             repeats=repeats,

@@ -94,8 +94,8 @@ def write_logs(ratings: Ratings, folder: str) -> None:
     window = LENGTH + 1
     stride = LENGTH // 2
     windows = []
-    for of_user in films:
-        history = of_user[:-2]
+    for user_films in films:
+        history = user_films[:-2]
         stops = range(len(history), min(window, len(history)) - 1, -stride)
         windows += [history[max(stop - window, 0) : stop] for stop in stops]
         if stops and stops[-1] > window:
@@ -103,8 +103,8 @@ def write_logs(ratings: Ratings, folder: str) -> None:
     shuffled = np.random.default_rng(0).permutation(len(windows))
     parts = {
         "train": [windows[number] for number in shuffled],
-        "valid": [of_user[:-1][-window:] for of_user in films],
-        "test": [of_user[-window:] for of_user in films],
+        "valid": [user_films[:-1][-window:] for user_films in films],
+        "test": [user_films[-window:] for user_films in films],
     }
     for name, lists in parts.items():
         os.makedirs(os.path.join(folder, name))

@@ -161,21 +161,32 @@ def _write_logs(ratings: Ratings, folder: str) -> None:
     for name, rated_parts in (("train", ("train",)), ("valid", ("train", "valid"))):
         rows = ratings.part(name)
         rated = ratings.rated(*rated_parts)
-        of = np.repeat(rows, 1 + NEGATIVES)
-        item = draw.integers(0, len(ratings.items), len(of))
-        while (is_rated := rated[ratings.user[of], item]).any():
+        row_numbers = np.repeat(rows, 1 + NEGATIVES)
+        item = draw.integers(0, len(ratings.items), len(row_numbers))
+        while (is_rated := rated[ratings.user[row_numbers], item]).any():
             item[is_rated] = draw.integers(0, len(ratings.items), int(is_rated.sum()))
-        positive = np.arange(len(of)) % (1 + NEGATIVES) == 0
+        positive = np.arange(len(row_numbers)) % (1 + NEGATIVES) == 0
         item[positive] = ratings.item[rows]
-        order = draw.permutation(len(of)) if name == "train" else np.arange(len(of))
-        of, item, positive = of[order], item[order], positive[order]
-        _write(ratings.table(positive, ratings.user[of], item, ratings.before[of]), folder, name)
+        order = (
+            draw.permutation(len(row_numbers)) if name == "train" else np.arange(len(row_numbers))
+        )
+        row_numbers, item, positive = row_numbers[order], item[order], positive[order]
+        _write(
+            ratings.table(positive, ratings.user[row_numbers], item, ratings.before[row_numbers]),
+            folder,
+            name,
+        )
     test = ratings.part("test")
     rated = ratings.rated("train", "valid")
     index, item = np.nonzero(~rated[ratings.user[test]])
-    of = test[index]
+    row_numbers = test[index]
     _write(
-        ratings.table(item == ratings.item[of], ratings.user[of], item, ratings.before[of]),
+        ratings.table(
+            item == ratings.item[row_numbers],
+            ratings.user[row_numbers],
+            item,
+            ratings.before[row_numbers],
+        ),
         folder,
         "test",
     )

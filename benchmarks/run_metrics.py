@@ -57,7 +57,7 @@ def warm_speed(events: list[dict[str, Any]], *, warm_steps: int) -> dict[str, fl
     # Each event has the speed since the previous event.
     seconds = [(event["rows"] - rows) / event["rows_per_s"] for rows, event in late]
     blocked_s = sum(
-        event["blocked_fraction"] * of for (_, event), of in zip(late, seconds, strict=True)
+        event["blocked_fraction"] * weight for (_, event), weight in zip(late, seconds, strict=True)
     )
     rows = late[-1][1]["rows"] - late[0][0]
     return {"rows_per_s": rows / sum(seconds), "blocked_fraction": blocked_s / sum(seconds)}

@@ -81,7 +81,7 @@ def interests(
     begins = np.searchsorted(topic, np.arange(topics + 1))
     naming = rng.permutation(items)  # so that the number of an item says nothing
 
-    def of(topic_ids: np.ndarray) -> np.ndarray:
+    def draw_item(topic_ids: np.ndarray) -> np.ndarray:
         """Draw an item of each wanted topic."""
         return begins[topic_ids] + (
             rng.random(topic_ids.shape) * (begins[topic_ids + 1] - begins[topic_ids])
@@ -90,10 +90,12 @@ def interests(
     likes = rng.integers(0, topics, (users, 3))
     user = _popular(rng, users, (rows,), 0.5)
     row_likes = likes[user]
-    item = np.where(rng.random(rows) < 0.3, of(row_likes[:, 0]), _popular(rng, items, (rows,), 0.8))
+    item = np.where(
+        rng.random(rows) < 0.3, draw_item(row_likes[:, 0]), _popular(rng, items, (rows,), 0.8)
+    )
     history = _popular(rng, items, (rows, length), 0.8)
     liked = np.take_along_axis(row_likes, rng.integers(0, 3, (rows, length)), axis=1)
-    history = np.where(rng.random((rows, length)) < 0.25, of(liked), history)
+    history = np.where(rng.random((rows, length)) < 0.25, draw_item(liked), history)
     lengths = rng.integers(length // 2, length + 1, rows)
     is_present = np.arange(length) < lengths[:, None]
     match = ((topic[history] == topic[item][:, None]) & is_present).any(axis=1)

@@ -256,13 +256,13 @@ def logged_events() -> Iterator[tuple[str, set[str]]]:
                 module, _, name = ast.unparse(first).rpartition(".")
                 kind = constants.get(module or path.stem) if name == "KIND" else None
             if writes and isinstance(kind, str) and kind.isidentifier():
-                of_dict = [
+                keys_in_code = [
                     key
                     for argument in node.args[1:]
                     if isinstance(argument, ast.Dict)
                     for key in argument.keys
                 ]
-                keys = {key.value for key in of_dict if isinstance(key, ast.Constant)}
+                keys = {key.value for key in keys_in_code if isinstance(key, ast.Constant)}
                 yield kind, keys | {keyword.arg for keyword in node.keywords if keyword.arg}
 
 
@@ -299,11 +299,11 @@ def metrics_page() -> str:
         )
         for family in Counters().snapshot().families
     ]
-    of_runs = "The metrics of a run on Ray, exported by Ray's endpoint on the driver's node."
-    of_servers = "`/metrics` of `rayrec serve`: the sum over all replicas."
+    run_text = "The metrics of a run on Ray, exported by Ray's endpoint on the driver's node."
+    server_text = "`/metrics` of `rayrec serve`: the sum over all replicas."
     return (
-        f"## Training\n\n{of_runs}\n\n{table(('metric', 'kind', 'meaning', 'labels'), training)}\n"
-        f"## Serving\n\n{of_servers}\n\n{table(('metric', 'kind', 'meaning'), serving)}"
+        f"## Training\n\n{run_text}\n\n{table(('metric', 'kind', 'meaning', 'labels'), training)}\n"
+        f"## Serving\n\n{server_text}\n\n{table(('metric', 'kind', 'meaning'), serving)}"
     )
 
 

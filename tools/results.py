@@ -216,13 +216,13 @@ def table() -> str:
         peer = row[f"peer_{per_s}"]
         limit = ""
         if measured.limit:
-            of = find(measured.name, measured.workload, measured.limit)[1][f"peer_{per_s}"]
-            limit = f"{measured.limit_text}: {ours / of:.2f}"
+            bound = find(measured.name, measured.workload, measured.limit)[1][f"peer_{per_s}"]
+            limit = f"{measured.limit_text}: {ours / bound:.2f}"
         ratio = f"{ours / peer:.2f}" if ours / peer < 20 else f"{ours / peer:.0f}"
         speed = f"{ours:,.0f} {measured.unit}/s"
-        of_peer = f"{measured.peer_text}: {peer:,.0f}"
+        peer_cell = f"{measured.peer_text}: {peer:,.0f}"
         lines.append(
-            f"| {measured.job} | {speed} | {of_peer} | {ratio} | {limit} | {date} | "
+            f"| {measured.job} | {speed} | {peer_cell} | {ratio} | {limit} | {date} | "
             f"`{MERGED.get(measured.name, measured.name)}` |"
         )
     return "\n".join(lines) + "\n"
