@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
@@ -135,7 +143,6 @@ def _before(tokens: list[int], end_token: int | None) -> list[int]:
     return tokens[: tokens.index(end_token)] if end_token in tokens else tokens
 
 
-@torch.no_grad()
 def generate(
     model: torch.nn.Module,
     prompts: torch.Tensor,
@@ -148,50 +155,58 @@ def generate(
 ) -> torch.Tensor:
     """Generate the tokens after each prompt, padded with `end_token` after it, int64 [rows, new].
     `chances`, float [rows, max_new_tokens], has random numbers in [0, 1). The model sees at most
-    `window` tokens: when a text outgrows it, generation continues from the latter half. Past
-    positions are cached, so each token computes one position.
+    `window` tokens: when a text outgrows it, generation continues from the latter half.
     """
-    accepted = inspect.signature(getattr(model, "module", model).forward).parameters
+    network: Any = getattr(model, "module", model)  # of DDP
+    # Not as an argument, which transformers completes with the end token of the model's config.
+    network.generation_config = GenerationConfig()
+    sampler = _InverseSampler(chances, temperature, end_token)
     tokens = prompts[:, -window:]
     mask = torch.arange(tokens.shape[1], 0, -1, device=tokens.device) <= lengths[:, None]
-    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    new_tokens: list[torch.Tensor] = []
-    cache = None
-    for chance in chances.unbind(dim=1):
+    new_tokens = tokens[:, :0]
+    while new_tokens.shape[1] < chances.shape[1] and not bool(sampler.ended.all()):
         if tokens.shape[1] > window:
             num_recent = max(1, window // 2)
-            tokens, mask, cache = tokens[:, -num_recent:], mask[:, -num_recent:], None
-        fresh = tokens if cache is None else tokens[:, -1:]
-        position_ids = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
-        optional = {"position_ids": position_ids, "logits_to_keep": 1}
-        output = model(
-            input_ids=fresh,
+            tokens = tokens[:, -num_recent:]
+            mask = mask[:, -num_recent:]
+        given = tokens.shape[1]
+        tokens = network.generate(
+            tokens,
             attention_mask=mask.long(),
-            past_key_values=cache,
-            use_cache=True,
-            **{name: value for name, value in optional.items() if name in accepted},
+            max_new_tokens=min(window + 1 - given, chances.shape[1] - new_tokens.shape[1]),
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([lambda *_: sampler.ended]),
         )
-        cache = output.past_key_values
-        following = _pick(output.logits[:, -1].float(), chance, temperature)
-        if end_token is not None:
-            following = torch.where(ended, end_token, following)
-            ended |= following == end_token
-        new_tokens.append(following)
-        if end_token is not None and bool(ended.all()):  # device sync
-            break
-        tokens = torch.cat([tokens, following[:, None]], dim=1)
-        mask = functional.pad(mask, (0, 1), value=True)
-    return torch.stack(new_tokens, dim=1)
+        mask = functional.pad(mask, (0, tokens.shape[1] - given), value=True)
+        new_tokens = torch.cat([new_tokens, tokens[:, given:]], dim=1)
+    return new_tokens
 
 
-def _pick(logits: torch.Tensor, chance: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Sample by inverse transform: return the token whose cumulative probability exceeds the row's
-    chance, int64 [rows].
-    """
-    if temperature == 0:
-        return logits.argmax(dim=1)
-    reached = (logits / temperature).softmax(dim=1).cumsum(dim=1)
-    return (reached <= chance[:, None] * reached[:, -1:]).sum(dim=1).clamp(max=logits.shape[1] - 1)
+@final
+class _InverseSampler(LogitsProcessor):
+    """Choice of next tokens by random numbers, one per row, for transformers' greedy search."""
+
+    def __init__(self, chances: torch.Tensor, temperature: float, end_token: int | None) -> None:
+        self.ended = torch.zeros(len(chances), dtype=torch.bool, device=chances.device)
+        """Whether each row has its end token, bool [rows]."""
+        self._chances = iter(chances.unbind(dim=1))
+        self._temperature = temperature
+        self._end_token = -1 if end_token is None else end_token
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return scores [rows, tokens], 1 for the chosen token of each row: the first whose
+        cumulative probability exceeds the row's chance (inverse transform sampling).
+        """
+        chance = next(self._chances)
+        if self._temperature == 0:
+            chosen = scores.argmax(dim=1)
+        else:
+            reached = (scores / self._temperature).softmax(dim=1).cumsum(dim=1)
+            below = reached <= chance[:, None] * reached[:, -1:]
+            chosen = below.sum(dim=1).clamp(max=scores.shape[1] - 1)
+        chosen = torch.where(self.ended, self._end_token, chosen)
+        self.ended |= chosen == self._end_token
+        return torch.zeros_like(scores).scatter_(1, chosen[:, None], 1.0)
 
 
 def read_prompts(path: str, tokenizer: TextTokenizer, *, window: int) -> ArrayRows:
