@@ -590,7 +590,7 @@ def _scan_shards(
         )
     end_token = tokenizer.end_token if config.rows == "pack" else None
     column = TokenColumn(name, config.token_dtype, config.block_size or 0, config.rows, end_token)
-    scan = partial(mds.scan_shard, folder=folder, index=replace(index, shards=()), column=column)
+    scan = partial(mds.scan_shard, folder=folder, column=column)
     rows = sum(shard.rows for shard in index.shards)
     done = 0
     counts: Counter[str] = Counter()

@@ -1,12 +1,10 @@
-"""Token blocks in MDS shards: written by MosaicML streaming, which only this file imports, and read
-without it. `storage.cache.ShardCache` keeps fetched shards: the processes of a node share files.
-The first one to need a shard fetches it under a lock, which is released if it dies. Rows have a
-fixed size and are copied from mapped files without decoding.
+"""Token blocks in MDS shards, written and decoded by MosaicML streaming, which only this file
+imports. `storage.cache.ShardCache` keeps fetched shards: the processes of a node share files.
+The first one to need a shard fetches it under a lock, which is released if it dies.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import logging
@@ -20,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, Final, Literal, final
@@ -31,6 +29,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
+from rayrec.humanize import one_line
 from rayrec.imports import require
 from rayrec.storage import cache
 from rayrec.storage.cache import MIN_FILES, ShardCache, in_use
@@ -46,43 +45,48 @@ _HASHES: Final = ("xxh3_64", "xxh64", "sha1", "sha256", "md5")
 """Checksum algorithms in order of preference. Shards are checked with the first one in their
 index.
 """
-_ENCODING: Final = re.compile(r"ndarray(?::(uint8|uint16|uint32|int32|int64)(?::(\d+))?)?")
-_DTYPES: Final = {8: "uint8", 16: "uint16", 32: "uint32", 33: "int32", 65: "int64"}
-"""Token dtypes by the type code that streaming writes before an array if the encoding has no
-dtype.
-"""
 _OPEN_SHARDS: Final = 256
 """Maximum number of mapped shards. Each uses a file descriptor."""
 _NUM_DOWNLOADS: Final = 4
 """Maximum number of concurrent prefetches."""
-_PACKED: Final = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
-"""Arrow codec names by streaming compression name."""
 _TRIES: Final = 4
 """Maximum attempts to open a shard. A full cache may evict it between download and opening."""
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Compressed file of a shard."""
+class ShardFile:
+    """File of a shard, as its index describes it."""
 
     name: str
-    algorithm: str
-    """Streaming compression name: zstd, gz, br, snappy or bz2, optionally with a level."""
-    size_bytes: int
-    checksum: tuple[str, str] | None
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Shard file of rows."""
-
-    name: str
-    rows: int
     size_bytes: int
     checksum: tuple[str, str] | None
     """Pair (algorithm, hexadecimal digits). None if the index has no checksum."""
-    packed: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Shard(ShardFile):
+    """Shard of rows in a plain file."""
+
+    rows: int
+    entry: Mapping[str, Any]
+    """Entry of the index, from which streaming makes a reader."""
+    packed: ShardFile | None = None
     """Compressed file that replaces the plain one. None if not compressed."""
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> Shard:
+        """Parse an entry of the index. Raises ValueError, KeyError or TypeError."""
+        packed = _file(entry["zip_data"]) if entry["compression"] is not None else None
+        if packed is not None and os.path.basename(packed.name) != packed.name:
+            raise ValueError(packed.name)
+        plain = _file(entry["raw_data"])
+        return cls(**vars(plain), rows=int(entry["samples"]), entry=entry, packed=packed)
+
+
+def _file(info: Mapping[str, Any]) -> ShardFile:
+    hashes = info["hashes"]
+    checksum = next(((name, hashes[name]) for name in _HASHES if name in hashes), None)
+    return ShardFile(str(info["basename"]), int(info["bytes"]), checksum)
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,8 @@ class Index:
     """Shards and row layout of a set."""
 
     shards: tuple[Shard, ...]
-    columns: tuple[tuple[str, str, int | None], ...]
-    """Tuples (name, encoding, value size in bytes, or None if it varies), in row order."""
+    encodings: Mapping[str, str]
+    """Streaming's encodings by column, in row order."""
 
     @classmethod
     def parse(cls, content: bytes, path: str) -> Index:
@@ -138,16 +142,9 @@ class Index:
         """
         try:
             index = json.loads(content)
-            shards = tuple(map(_shard, index["shards"])) if index["version"] == 2 else ()
+            shards = tuple(map(Shard.parse, index["shards"])) if index["version"] == 2 else ()
             layouts = {
-                tuple(
-                    zip(
-                        shard["column_names"],
-                        shard["column_encodings"],
-                        shard["column_sizes"],
-                        strict=True,
-                    )
-                )
+                tuple(zip(shard["column_names"], shard["column_encodings"], strict=True))
                 for shard in index["shards"]
             }
             formats = {shard["format"] for shard in index["shards"]}
@@ -166,191 +163,111 @@ class Index:
                 f"{path}: its shards must all have format mds and the same columns. Write them "
                 "again."
             )
-        return cls(shards, layouts.pop())
+        return cls(shards, dict(layouts.pop()))
 
     def default_column(self, path: str) -> TokenColumn:
         """Return the token column of a set written by rayrec. Raises InputError for a set of
         another program.
         """
-        (name, encoding, _), *extra = self.columns
-        match = _ENCODING.fullmatch(encoding)
-        if name != COLUMN or extra or match is None or match[2] is None:
-            described = ", ".join(f"{column} ({kind})" for column, kind, _ in self.columns)
+        match = re.fullmatch(r"ndarray:(uint16|uint32):(\d+)", self.encodings.get(COLUMN, ""))
+        if len(self.encodings) > 1 or match is None:
             raise InputError(
-                f"{path}: its shards have {described}, but rayrec writes '{COLUMN}' of fixed "
-                "length. Make a folder of another program usable with `rayrec adopt`."
+                f"{path}: its shards have {self._describe()}, but rayrec writes '{COLUMN}' of "
+                "fixed length. Make a folder of another program usable with `rayrec adopt`."
             )
         return TokenColumn(COLUMN, np.dtype(match[1]).newbyteorder("<").str, int(match[2]))
+
+    def _describe(self) -> str:
+        return ", ".join(f"{column} ({encoding})" for column, encoding in self.encodings.items())
 
     def find_column(self, name: str | None, path: str) -> tuple[str, str]:
         """Find (name, encoding) of the token column: `name`, tokens, input_ids, or the only one.
         Raises InputError without one.
         """
-        encodings = {column: encoding for column, encoding, _ in self.columns}
-        usual = [guess for guess in (COLUMN, "input_ids") if guess in encodings]
-        only = list(encodings) if len(encodings) == 1 else []
+        usual = [guess for guess in (COLUMN, "input_ids") if guess in self.encodings]
+        only = list(self.encodings) if len(self.encodings) == 1 else []
         selected = name or next(iter([*usual, *only]), None)
-        described = ", ".join(f"{column} ({encoding})" for column, encoding in encodings.items())
-        if selected not in encodings:
+        if selected not in self.encodings:
             hint = f", {name} not found" if name else ""
             raise InputError(
-                f"{path}: its rows have {described}. Name the token column with --column{hint}."
+                f"{path}: its rows have {self._describe()}. Name the token column with "
+                f"--column{hint}."
             )
-        encoding = encodings[selected]
+        encoding = self.encodings[selected]
         if encoding == "str":
             raise InputError(
                 f"{path}: column {selected} is text, not tokens. Write the text into a file, one "
                 "document per line, and run `rayrec preprocess FILE --format mds`."
             )
-        if encoding != "bytes" and _ENCODING.fullmatch(encoding) is None:
+        if encoding.partition(":")[0] not in ("bytes", "ndarray"):
             raise InputError(
                 f"{path}: column {selected}: token type must be ndarray of integers or bytes, got "
                 f"{encoding}"
             )
         return selected, encoding
 
-    def measure(self, content: mmap.mmap, name: str, bytes_dtype: str, path: str) -> TokenColumn:
-        """Infer the token column from the first row of a shard. `bytes_dtype` is the token dtype of
-        a bytes column.
-        """
-        start, _ = np.frombuffer(content, "<u4", 2, 4).tolist()
-        _, size, _, dtype = self._locate_tokens(content, start, name, bytes_dtype, path)
-        if not size or size % dtype.itemsize:
-            raise InputError(
-                f"{path}: column {name}: {size} bytes are not a row of {dtype}. Set --token-dtype."
-            )
-        return TokenColumn(name, dtype.newbyteorder("<").str, size // dtype.itemsize)
-
-    def rows(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> np.ndarray:
-        """Return the tokens [rows, block_size] of a mapped shard as a view. Raises InputError if
-        damaged or with unequal rows.
-        """
-        starts = _starts(content, shard, path)
-        dtype = np.dtype(column.dtype)
-        first, size, head, stored_dtype = self._locate_tokens(
-            content, int(starts[0]), column.name, column.dtype, path
-        )
-        row_bytes = int(starts[1] - starts[0])
-        same = (
-            stored_dtype == dtype
-            and size == column.block_size * dtype.itemsize
-            and not (np.diff(starts) != row_bytes).any()
-        )
-        if same and head:
-            heads = np.ndarray(
-                (shard.rows, first), np.uint8, content, int(starts[0]), (row_bytes, 1)
-            )
-            same = all(not (heads[:, low:high] != heads[0, low:high]).any() for low, high in head)
-        if not same:
-            raise different_rows(path, column.block_size, column.dtype)
-        return np.ndarray(
-            (shard.rows, column.block_size),
-            dtype,
-            content,
-            int(starts[0]) + first,
-            (row_bytes, dtype.itemsize),
-        )
-
-    def unequal_rows(
-        self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str
-    ) -> list[np.ndarray]:
-        """Return the tokens of each row of a mapped shard, int64. Raises InputError if damaged."""
-        rows = []
-        for start in _starts(content, shard, path)[:-1].tolist():
-            first, size, _, dtype = self._locate_tokens(
-                content, start, column.name, column.dtype, path
-            )
-            if size % dtype.itemsize or start + first + size > shard.size_bytes:
-                raise damaged(path, f"column {column.name}: {size} bytes are not a row of {dtype}")
-            rows.append(
-                np.frombuffer(content, dtype, size // dtype.itemsize, start + first).astype(
-                    np.int64
-                )
-            )
-        return rows
-
-    def _locate_tokens(
-        self, content: mmap.mmap, start: int, name: str, bytes_dtype: str, path: str
-    ) -> tuple[int, int, list[tuple[int, int]], np.dtype[Any]]:
-        """Locate the tokens of the row at byte `start`: (offset in the row, byte count, ranges of
-        the layout header, dtype).
-        """
-        variable = sum(not size for _, _, size in self.columns)
-        sizes = iter(np.frombuffer(content, "<u4", variable, start).tolist())
-        at = 4 * variable
-        head = [(0, at)] if variable else []
-        for column, encoding, fixed in self.columns:
-            size = fixed or next(sizes)
-            if column != name:
-                at += size
-                continue
-            if encoding == "bytes":
-                return at, size, head, np.dtype(bytes_dtype)
-            match = _ENCODING.fullmatch(encoding)
-            assert match is not None
-            prefix = at
-            dtype = match[1]
-            if dtype is None:
-                dtype = _DTYPES.get(content[start + prefix])
-                prefix += 1
-            if match[2] is None:
-                shape = content[start + prefix]
-                prefix += 1 + (shape >> 2) * (1 << (shape & 3))
-            if dtype is None:
-                raise InputError(f"{path}: column {name}: tokens must be arrays of integers")
-            return (
-                prefix,
-                size - (prefix - at),
-                [*head, *([(at, prefix)] if prefix > at else [])],
-                np.dtype(dtype),
-            )
-        raise AssertionError(name)
-
 
 def different_rows(path: str, block_size: int, dtype: str) -> InputError:
     return InputError(
-        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)} at the same offset. "
-        "Adopt them with --rows pack or --rows pad."
+        f"{path}: all rows must have {block_size} tokens of {np.dtype(dtype)}. Adopt them with "
+        "--rows pack or --rows pad."
     )
-
-
-def _starts(content: mmap.mmap, shard: Shard, path: str) -> np.ndarray:
-    """Return the offset of each row of a mapped shard, and its size, int64 [rows + 1]. Raises
-    InputError if damaged.
-    """
-    count = int(np.frombuffer(content, "<u4", 1)[0])
-    starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
-    if (
-        count != shard.rows
-        or starts[-1] != shard.size_bytes
-        or starts[0] <= 0
-        or (np.diff(starts) <= 0).any()
-    ):
-        raise damaged(path, f"does not have {shard.rows:,} rows")
-    return starts
 
 
 def damaged(path: str, how: str) -> InputError:
     return InputError(f"{path}: damaged: {how}. Copy it again or prepare the text again.")
 
 
-def _shard(info: Mapping[str, Any]) -> Shard:
-    raw = info["raw_data"]
-    packed = None
-    if info["compression"] is not None:
-        file = info["zip_data"]
-        packed = Packed(
-            str(file["basename"]), str(info["compression"]), int(file["bytes"]), _checksum(file)
+@final
+class ShardRows:
+    """Rows of a mapped shard, each decoded by streaming when read."""
+
+    def __init__(self, content: mmap.mmap, shard: Shard, column: TokenColumn, path: str) -> None:
+        """Check the offsets of the rows. Raises InputError if damaged."""
+        self._starts = np.frombuffer(content, "<u4", shard.rows + 1, 4).astype(np.int64)
+        if (
+            int(np.frombuffer(content, "<u4", 1)[0]) != shard.rows
+            or self._starts[-1] != shard.size_bytes
+            or (np.diff(self._starts, prepend=0) <= 0).any()
+        ):
+            raise damaged(path, f"does not have {shard.rows:,} rows")
+        self._content = content
+        self._column = column
+        self._path = path
+        # Only tokens are decoded. Other columns may be large, or pickles, which contain code.
+        columns = zip(shard.entry["column_names"], shard.entry["column_encodings"], strict=True)
+        encodings = [encoding if name == column.name else "bytes" for name, encoding in columns]
+        self._reader = load_streaming().base.format.reader_from_json(
+            "", None, {**shard.entry, "column_encodings": encodings}
         )
-        if os.path.basename(packed.name) != packed.name:
-            raise ValueError(packed.name)
-    return Shard(
-        str(raw["basename"]), int(info["samples"]), int(raw["bytes"]), _checksum(raw), packed
-    )
 
+    def read_all(self) -> list[np.ndarray]:
+        """Return the tokens of each row."""
+        return [self.tokens(row) for row in range(len(self._starts) - 1)]
 
-def _checksum(file: Mapping[str, Any]) -> tuple[str, str] | None:
-    return next(((name, file["hashes"][name]) for name in _HASHES if name in file["hashes"]), None)
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        """Return the tokens of rows, [rows, block_size]. Raises InputError for another length."""
+        tokens = [self.tokens(row) for row in rows.tolist()]
+        if any(len(row) != self._column.block_size for row in tokens):
+            raise different_rows(self._path, self._column.block_size, self._column.dtype)
+        return np.stack(tokens)
+
+    def tokens(self, row: int) -> np.ndarray:
+        """Return the tokens of a row. Raises InputError if they cannot be decoded."""
+        name = self._column.name
+        start, stop = self._starts[row : row + 2].tolist()
+        try:
+            tokens = self._reader.decode_sample(self._content[start:stop])[name]
+            if isinstance(tokens, bytes):
+                tokens = np.frombuffer(tokens, self._column.dtype)
+        except (ValueError, KeyError, IndexError) as error:
+            raise InputError(
+                f"{self._path}: column {name}: row {row:,} cannot be decoded ({error}). Set "
+                "--token-dtype, or copy the file again."
+            ) from None
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InputError(f"{self._path}: column {name}: tokens must be arrays of integers")
+        return tokens
 
 
 _import_lock: Final = threading.Lock()
@@ -442,7 +359,7 @@ class TokenRows:
         if column.layout != "equal":
             self._width = column.block_size + (column.layout == "pad")
             self._shards = tuple(
-                Shard(shard.name, blocks, 4 * blocks * self._width, None)
+                Shard(shard.name, 4 * blocks * self._width, None, blocks, {})
                 for shard, blocks in zip(index.shards, column.blocks, strict=True)
             )
             content += repr(column).encode()
@@ -471,7 +388,7 @@ class TokenRows:
             self._folder = self._cache.folder
             self._ahead = ThreadPoolExecutor(_NUM_DOWNLOADS, thread_name_prefix="shards")
         self._bounds = np.cumsum([0, *self.chunk_rows])
-        self._mapped: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._mapped: OrderedDict[int, np.ndarray | ShardRows] = OrderedDict()
         self._checked: set[int] = set()
         self._pending: dict[int, Future[None]] = {}
 
@@ -517,8 +434,8 @@ class TokenRows:
     def _shards_of(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
-    def _rows_of(self, number: int) -> np.ndarray:
-        """Return the mapped rows [rows, block_size] of a shard."""
+    def _rows_of(self, number: int) -> np.ndarray | ShardRows:
+        """Return the mapped rows of a shard."""
         if number not in self._mapped:
             self._mapped[number] = self._open(number)
             if len(self._mapped) > self._max_open:
@@ -526,7 +443,7 @@ class TokenRows:
         self._mapped.move_to_end(number)
         return self._mapped[number]
 
-    def _open(self, number: int) -> np.ndarray:
+    def _open(self, number: int) -> np.ndarray | ShardRows:
         for _ in range(_TRIES):
             try:
                 return self._map(number)
@@ -542,7 +459,7 @@ class TokenRows:
             f"{self._folder}: shards are evicted as fast as they arrive. Increase cache_bytes."
         )
 
-    def _map(self, number: int) -> np.ndarray:
+    def _map(self, number: int) -> np.ndarray | ShardRows:
         """Map a shard. Raises FileNotFoundError if it has not been fetched."""
         shard = self._shards[number]
         path = os.path.join(self._folder, shard.name)
@@ -555,7 +472,7 @@ class TokenRows:
             self._checked.add(number)
         if self._column.layout != "equal":
             return np.frombuffer(content, "<i4").reshape(shard.rows, self._width)
-        return self._index.rows(content, shard, self._column, path)
+        return ShardRows(content, shard, self._column, path)
 
     def _fetch(self, number: int) -> None:
         """Fetch a shard into the folder unless present. Waits if another thread or process is
@@ -572,9 +489,8 @@ class TokenRows:
 
         def blocks() -> Iterator[bytes]:
             with opened_shard(self._path, shard) as (content, path):
-                yield self._column.blocks_of(
-                    self._index.unequal_rows(content, shard, self._column, path)
-                ).tobytes()
+                rows = ShardRows(content, shard, self._column, path).read_all()
+                yield self._column.blocks_of(rows).tobytes()
 
         read = (
             blocks if self._column.layout != "equal" else partial(shard_content, self._path, shard)
@@ -599,16 +515,10 @@ def shard_content(folder: str, shard: Shard) -> Iterator[bytes]:
             path, f"size must be {packed.size_bytes:,} bytes by its index, got {len(content):,}"
         )
     _check_bytes(content, packed.checksum, path)
-    algorithm = packed.algorithm.partition(":")[0]  # Without the level.
-    if algorithm not in _PACKED:
-        raise InputError(f"{path}: unknown compression {packed.algorithm}")
     try:
-        if algorithm == "snappy":  # Not in Arrow's framing format.
-            plain = pa.Codec("snappy").decompress(content, shard.size_bytes, asbytes=True)
-        else:
-            plain = pa.CompressedInputStream(pa.BufferReader(content), _PACKED[algorithm]).read()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise damaged(path, f"cannot be unpacked ({' '.join(str(error).split())[:100]})") from None
+        plain = load_streaming().base.compression.decompress(shard.entry["compression"], content)
+    except Exception as error:  # Each library has its own.
+        raise damaged(path, f"cannot be unpacked ({one_line(error)[:100]})") from None
     yield plain
 
 
@@ -628,31 +538,32 @@ def opened_shard(folder: str, shard: Shard) -> Iterator[tuple[mmap.mmap, str]]:
         yield map_shard(local, shard, path), path
 
 
-def scan_shard(shard: Shard, *, folder: str, index: Index, column: TokenColumn) -> pa.Table:
+def scan_shard(shard: Shard, *, folder: str, column: TokenColumn) -> pa.Table:
     """Check a shard in a data task. The reply has `dtype` and `block_size` (measured for equal
     rows), the smallest and largest token, and the numbers of `blocks`, their `tokens`, and tokens
     `left_out`. Raises InputError for an unsuitable shard.
     """
     with opened_shard(folder, shard) as (content, path):
+        rows = ShardRows(content, shard, column, path).read_all()
+        tokens = np.concatenate(rows)
+        num_tokens = tokens.size
         if column.layout == "equal":
-            column = index.measure(content, column.name, column.dtype, path)
-            tokens = blocks = index.rows(content, shard, column, path)
-            num_tokens = tokens.size
+            dtype = rows[0].dtype.newbyteorder("<").str
+            column = replace(column, dtype=dtype, block_size=len(rows[0]))
+            if any(len(row) != column.block_size for row in rows):
+                raise different_rows(path, column.block_size, column.dtype)
+            num_blocks = shard.rows
         else:
-            rows = index.unequal_rows(content, shard, column, path)
-            tokens = np.concatenate(rows)
             blocks = column.blocks_of(rows)
+            num_blocks = len(blocks)
             num_tokens = int(blocks[:, 0].sum()) if column.layout == "pad" else blocks.size
-        reply = {
-            "dtype": column.dtype,
-            "block_size": column.block_size,
-            "min": int(tokens.min(initial=0)),
-        }
-        reply["max"] = int(tokens.max(initial=0))
         return json_reply(
             {
-                **reply,
-                "blocks": len(blocks),
+                "dtype": column.dtype,
+                "block_size": column.block_size,
+                "min": int(tokens.min(initial=0)),
+                "max": int(tokens.max(initial=0)),
+                "blocks": num_blocks,
                 "tokens": num_tokens,
                 "left_out": max(0, tokens.size - num_tokens),
             }
@@ -679,9 +590,5 @@ def _mapped(descriptor: int, shard: Shard, path: str) -> mmap.mmap:
 def _check_bytes(content: bytes | mmap.mmap, checksum: tuple[str, str] | None, path: str) -> None:
     if checksum is not None:
         algorithm, digits = checksum
-        hashes: Any = hashlib
-        if algorithm.startswith("xxh"):
-            require("xxhash", extra="language")
-            hashes = importlib.import_module("xxhash")
-        if getattr(hashes, algorithm)(content).hexdigest() != digits:
+        if load_streaming().base.hashing.get_hash(algorithm, content) != digits:
             raise damaged(path, f"{algorithm} must be {digits} by its index")
