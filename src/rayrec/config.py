@@ -10,7 +10,7 @@ import hashlib
 import json
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -23,6 +23,12 @@ class InputError(ValueError):
     """Invalid user input. The one-line message says what, where and how to fix it (exit status
     2).
     """
+
+
+def suggest(name: str, names: Iterable[str], *, otherwise: str) -> str:
+    """Return a question with the nearest of the names, else the text `otherwise`."""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean '{matches[0]}'?" if matches else otherwise
 
 
 _BOUNDS: Final = {
@@ -277,13 +283,8 @@ class Config:
     def _check_field(cls, name: str, where: str) -> None:
         names = [field.name for field in dataclasses.fields(cls)]
         if name not in names:
-            close_matches = difflib.get_close_matches(name, names, n=1)
-            hint = (
-                f"; did you mean '{close_matches[0]}'?"
-                if close_matches
-                else f"; it has {', '.join(names)}"
-            )
-            raise InputError(f"{where}{name}: {cls.__name__} has no such field{hint}")
+            hint = suggest(name, names, otherwise=f"it has {', '.join(names)}")
+            raise InputError(f"{where}{name}: {cls.__name__} has no such field; {hint}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists and scalars for JSON or YAML, with `class` for a class defined

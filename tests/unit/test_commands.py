@@ -327,11 +327,11 @@ def test_old_flag_sets_field_and_model_flag_selects_model() -> None:
     for words, match in (
         (
             "criteo_kaggle --model finalnett",
-            r"^model: unknown model finalnett, did you mean finalnet\?$",
+            r"^model: unknown model finalnett, did you mean 'finalnet'\?$",
         ),
         (
             "criteo_kaggle --model=tree",
-            r"^model: unknown model tree\. Use one of .*dlrm, .*finalnet.*, or .* custom model\.$",
+            r"^model: unknown model tree, use one of .*dlrm, .*finalnet.*, or .* custom model\.$",
         ),
         ("mnist_resnet18 --model dlrm", r"^model: must be settings of ResNetConfig, got 'dlrm'"),
         (flags.replace("tower", "towe"), r"did you mean --workload\.model\.first-tower"),

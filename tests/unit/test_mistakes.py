@@ -73,7 +73,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "no recipe": (command("train"), "missing recipe"),
     "no run": (command("resume"), "missing run. Usage: rayrec resume RUN"),
     "unknown flag": (train("--num-workers 2"), "did you mean --scaling.num-workers?"),
-    "unknown model": (train("--model deepFM"), "model: unknown model deepFM, did you mean deepfm?"),
+    "unknown model": (
+        train("--model deepFM"),
+        "model: unknown model deepFM, did you mean 'deepfm'?",
+    ),
     "epochs in words": (train("--epochs ten"), "--epochs: must be a valid integer"),
     "log as recipe": (
         command("train FOLDER/train.txt", train__txt=CRITEO),

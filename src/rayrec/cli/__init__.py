@@ -1,7 +1,6 @@
 """The command line `rayrec`. Imports nothing heavy before the command is known."""
 
 import contextlib
-import difflib
 import functools
 import gc
 import inspect
@@ -14,7 +13,7 @@ from rayrec.cli import help
 from rayrec.cli.flags import SWITCHES
 from rayrec.commands import COMMANDS
 from rayrec.commands.declaration import Command, Shown
-from rayrec.config import InputError
+from rayrec.config import InputError, suggest
 
 _COLLECT_EVERY = 5000
 """Allocations between garbage collections. Python's 700 slows imports of torch and TorchRec by a
@@ -85,9 +84,8 @@ def run(arguments: list[str]) -> int:
         ]
     command = COMMANDS.get("train" if name == "resume" else name)
     if command is None:
-        suggestions = difflib.get_close_matches(name, [*COMMANDS, "resume"], n=1)
-        hint = f", did you mean '{suggestions[0]}'?" if suggestions else ". See rayrec --help."
-        return _fail(f"rayrec: unknown command '{name}'{hint}")
+        hint = suggest(name, [*COMMANDS, "resume"], otherwise="see rayrec --help.")
+        return _fail(f"rayrec: unknown command '{name}', {hint}")
     return command.run(functools.partial(_status, command, name, words))
 
 

@@ -4,13 +4,12 @@ names.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayrec.config import CLASS, TEXT, Config, InputError, nest, packaged_json
+from rayrec.config import CLASS, TEXT, Config, InputError, nest, packaged_json, suggest
 
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
@@ -128,14 +127,9 @@ def _model(current: Any, names: str) -> Config:
     for name in names.split("+"):
         kind = models.config_class(name) if name in models.names() else None
         if kind is None:
-            suggestions = difflib.get_close_matches(name, models.names(), n=1)
-            available = (
-                f". Use one of {', '.join(models.names())}, or a recipe with a custom model."
-            )
-            raise InputError(
-                f"model: unknown model {name}"
-                + (f", did you mean {suggestions[0]}?" if suggestions else available)
-            )
+            available = f"use one of {', '.join(models.names())}, or a recipe with a custom model."
+            hint = suggest(name, models.names(), otherwise=available)
+            raise InputError(f"model: unknown model {name}, {hint}")
         kinds.append(kind)
     model: Config = (
         EnsembleConfig.from_kinds(kinds, current) if kinds[1:] else current.updated({CLASS: names})

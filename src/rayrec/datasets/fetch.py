@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import lzma
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, suggest
 from rayrec.datasets.download import (
     CHUNK_BYTES,
     Digests,
@@ -229,8 +228,7 @@ def files_of(name: str) -> tuple[RemoteFile, ...]:
     match.
     """
     if name not in PUBLISHED:
-        matches = difflib.get_close_matches(name, PUBLISHED, n=1)
-        hint = f"did you mean '{matches[0]}'?" if matches else f"there are {', '.join(PUBLISHED)}"
+        hint = suggest(name, PUBLISHED, otherwise=f"there are {', '.join(PUBLISHED)}")
         raise InputError(f"dataset '{name}' not found, {hint}")
     return PUBLISHED[name]
 

@@ -1,13 +1,12 @@
 """Presets: rules for missing values, integers and categories that follow published pipelines."""
 
-import difflib
 import math
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
 
-from rayrec.config import Config, InputError, packaged_json
+from rayrec.config import Config, InputError, packaged_json, suggest
 from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
 from rayrec.data.encoding.encoder import Derivation, MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
@@ -417,9 +416,6 @@ def by_name(name: str) -> Preset:
     one.
     """
     if name not in ALL:
-        matches = difflib.get_close_matches(name, ALL, n=1)
-        raise InputError(
-            f"preset '{name}' not found; "
-            + (f"did you mean '{matches[0]}'?" if matches else f"choose from {', '.join(ALL)}")
-        )
+        hint = suggest(name, ALL, otherwise=f"choose from {', '.join(ALL)}")
+        raise InputError(f"preset '{name}' not found; {hint}")
     return ALL[name]

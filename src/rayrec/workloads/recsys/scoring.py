@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import host_resources, storage
-from rayrec.config import InputError
+from rayrec.config import InputError, suggest
 from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
@@ -130,12 +129,8 @@ def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
                 f"slice_by: column {name} contains lists. Choose a column with one value per row."
             )
         if name not in columns_in_log:
-            close_matches = difflib.get_close_matches(name, [DAY, *columns_in_log], n=1)
-            hint = (
-                f"did you mean '{close_matches[0]}'?"
-                if close_matches
-                else f"there are {DAY}, {', '.join(columns_in_log)}"
-            )
+            names = [DAY, *columns_in_log]
+            hint = suggest(name, names, otherwise=f"there are {', '.join(names)}")
             raise InputError(f"slice_by: the log has no column '{name}'; {hint}")
     return tuple(columns)
 
