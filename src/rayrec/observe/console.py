@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayrec import storage
+from rayrec.background import in_background
 from rayrec.config import InputError, packaged_json
 from rayrec.humanize import duration_text, number_text, size_text
 from rayrec.observe.bottleneck import diagnose
@@ -417,11 +418,10 @@ class Console:
         """Show the events of a run while it trains: a live panel on a terminal, else occasional
         lines.
         """
-        stop = threading.Event()
         since = time.time()
         run = RunSummary(curves=False)
 
-        def show() -> None:
+        def show(stop: threading.Event) -> None:
             try:
                 for event in follow(stop):
                     run.update(event)
@@ -431,14 +431,11 @@ class Console:
                 self.note(f"Stopping the display of this run: {error}")
 
         shown = Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4)
-        with shown if self._out.is_terminal and not self._out.quiet else nullcontext():
-            thread = threading.Thread(target=show, daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                stop.set()
-                thread.join(timeout=5)
+        with (
+            shown if self._out.is_terminal and not self._out.quiet else nullcontext(),
+            in_background(show, name="events"),
+        ):
+            yield
 
     def _show(self, event: dict[str, Any], run: RunSummary) -> None:
         if event["kind"] == "step" and not self._out.is_terminal:

@@ -9,11 +9,13 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 from rayrec import storage
+from rayrec.background import in_background
 from rayrec.config import InputError
 from rayrec.observe.events import follow
 from rayrec.training.stop_monitor import ControlChannel
@@ -30,8 +32,6 @@ step.
 """
 _WRITING_S: Final = 10.0
 """Seconds for workers to write their recordings after the attempt has ended."""
-_JOIN_S: Final = 5.0
-"""Maximum wait for a closed thread, in seconds, which may be in a call to unavailable storage."""
 _KINETO: Final = "KINETO_"
 
 _ENDS: Final = {
@@ -80,19 +80,11 @@ def worker_variables(
 # -- Driver
 
 
-@contextlib.contextmanager
-def watched_requests(folder: str, channel: ControlChannel) -> Iterator[None]:
+def watched_requests(
+    folder: str, channel: ControlChannel
+) -> contextlib.AbstractContextManager[None]:
     """Pass profile requests from the run's folder to `channel` within the context."""
-    ended = threading.Event()
-    thread = threading.Thread(
-        target=_watch, args=(folder, channel, ended), name="profile-requests", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(_JOIN_S)
+    return in_background(partial(_watch, folder, channel), name="profile-requests")
 
 
 def _watch(folder: str, channel: ControlChannel, ended: threading.Event) -> None:
@@ -160,29 +152,20 @@ def request_profile(
     target = storage.join(profile_folder(folder), window.name)
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
-    ended = threading.Event()
     failures = list[str]()
-    arguments = folder, window.name, events[-1]["time"], failures, ended
-    thread = threading.Thread(target=_watch_failures, args=arguments, daemon=True)
-    thread.start()
+    watch = partial(_watch_failures, folder, window.name, events[-1]["time"], failures)
     try:
-        while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
-            if failures:
-                raise InputError(f"{folder}: no profile. {failures[0]}")
-            if time.monotonic() > deadline_s:
-                heard = not _is_pending(request, window)
-                raise InputError(
-                    f"{folder}: no profile after {timeout_s:.0f} s. "
-                    + (
-                        "Training is slow, or has ended; see its events"
-                        if heard
-                        else "The run has no running driver"
-                    )
-                )
-            time.sleep(_POLL_S)
+        with in_background(watch, name="profile-failures"):
+            while not all(storage.exists(storage.join(rank, TRACE)) for rank in ranks):
+                if failures:
+                    raise InputError(f"{folder}: no profile. {failures[0]}")
+                if time.monotonic() > deadline_s:
+                    why = "Training is slow, or has ended; see its events"
+                    if _is_pending(request, window):
+                        why = "The run has no running driver"
+                    raise InputError(f"{folder}: no profile after {timeout_s:.0f} s. {why}")
+                time.sleep(_POLL_S)
     finally:
-        ended.set()
-        thread.join(_JOIN_S)
         if _is_pending(request, window):
             storage.remove_file(request)
     return {"profile": target, "first_step": first, "steps": steps, "ranks": len(ranks)}

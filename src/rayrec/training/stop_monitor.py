@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, Final, Protocol, Self, final
 
+from rayrec.background import in_background
 from rayrec.checkpoint.save_retry import SaveStats
 from rayrec.data.engine import StopToken
 from rayrec.observe.console import handling_signals
@@ -246,16 +247,14 @@ class StopMonitor:
             self._thread.join(_JOIN_S)
 
 
-@contextlib.contextmanager
 def report_saves(
     channel: ControlChannel, saved_bytes: Callable[[], int], *, rank: int
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Report the growing number of bytes written by a worker's saves, in a thread, within the
     context.
     """
-    closed = threading.Event()
 
-    def report() -> None:
+    def report(closed: threading.Event) -> None:
         before = 0
         while not closed.wait(POLL_S):
             if (now := saved_bytes()) > before:
@@ -263,10 +262,4 @@ def report_saves(
                 with contextlib.suppress(OSError):  # the run has ended
                     channel.report_saved_bytes(rank, now)
 
-    thread = threading.Thread(target=report, name="save-reporter", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closed.set()
-        thread.join(_JOIN_S)
+    return in_background(report, name="save-reporter")

@@ -193,7 +193,7 @@ class _InverseSampler(LogitsProcessor):
         self._temperature = temperature
         self._end_token = -1 if end_token is None else end_token
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [rows, tokens], 1 for the chosen token of each row: the first whose
         cumulative probability exceeds the row's chance (inverse transform sampling).
         """

@@ -186,7 +186,7 @@ class Index:
         """
         usual = [guess for guess in (COLUMN, "input_ids") if guess in self.encodings]
         only = list(self.encodings) if len(self.encodings) == 1 else []
-        selected = name or next(iter([*usual, *only]), None)
+        selected = name or next(iter([*usual, *only]), "")
         if selected not in self.encodings:
             hint = f", {name} not found" if name else ""
             raise InputError(
