@@ -5,6 +5,7 @@ cluster.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -193,14 +194,22 @@ class ThreadEngine:
 
 
 def grouped(
-    items: Iterable[_Item], size_of: Callable[[_Item], int], *, max_bytes: int, max_items: int
+    items: Iterable[_Item],
+    size_of: Callable[[_Item], int],
+    *,
+    max_bytes: int,
+    max_items: int = sys.maxsize,
+    overflows: bool = False,
 ) -> list[list[_Item]]:
-    """Combine consecutive items into groups of up to `max_items` items and `max_bytes` in total."""
+    """Combine consecutive items into groups of up to `max_items` items and `max_bytes` in total. If
+    `overflows`, the last item of a group may exceed `max_bytes`.
+    """
     groups: list[list[_Item]] = []
     remaining = 0
     for item in items:
         size = size_of(item)
-        if not groups or size > remaining or len(groups[-1]) == max_items:
+        is_full = remaining <= 0 if overflows else size > remaining
+        if not groups or is_full or len(groups[-1]) == max_items:
             groups.append([])
             remaining = max_bytes
         groups[-1].append(item)

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
-from rayrec.data.encoding.counts import filled
+from rayrec.data.engine import grouped
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.content import is_parquet
 from rayrec.data.logs.csv_reader import (
@@ -536,7 +536,12 @@ def time_of(text: str, name: str) -> int:
 
 def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     """Group adjacent text segments into tasks of about `task_bytes`."""
-    groups = filled(segments, [segment.stop - segment.start for segment in segments], task_bytes)
+    groups = grouped(
+        segments,
+        lambda segment: segment.stop - segment.start,
+        max_bytes=task_bytes,
+        overflows=True,
+    )
     return [
         SplitTask(
             number,
@@ -565,7 +570,8 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
                 parquet.metadata.row_group(i).total_byte_size
                 for i in range(parquet.metadata.num_row_groups)
             ]
-        return list(pairwise(accumulate(map(len, filled(sizes, sizes, task_bytes)), initial=0)))
+        groups = grouped(sizes, int, max_bytes=task_bytes, overflows=True)
+        return list(pairwise(accumulate(map(len, groups), initial=0)))
 
     return json_reply(list(storage.in_parallel(cut, files, of=files[0].path)))
 

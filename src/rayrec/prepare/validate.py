@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
-from rayrec.data.encoding.counts import Counts, count_log, filled
+from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.encoder import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, merged
@@ -251,7 +251,12 @@ def _count_stats(
         for n, slice_parts in enumerate(parts_by_slice)
         for parts in sized(slice_parts)
     ]
-    tasks = filled(batches, [sum(part.rows for part in parts) for _, parts in batches], limit)
+    tasks = grouped(
+        batches,
+        lambda batch: sum(part.rows for part in batch[1]),
+        max_bytes=limit,
+        overflows=True,
+    )
     total = ColumnStats.empty(job)
     hashes = [np.zeros(0, np.uint64)]
     for table in engine.run("examine", functools.partial(_stats_task, job=job), tasks):

@@ -23,7 +23,7 @@ from builders.faults import at_first, fails_with, raising, rejects, until
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data import stage_times
-from rayrec.data.engine import Engine, StreamEngine, ThreadEngine
+from rayrec.data.engine import Engine, StreamEngine, ThreadEngine, grouped
 from rayrec.data.job import COMPLETE, JobFolder, resumable_job
 from rayrec.data.stage_times import (
     STAGES,
@@ -529,3 +529,19 @@ def test_stage_times_sum_until_taken() -> None:
         "cpus": 1.5,
     }
     assert len(STAGES) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "expected"),
+    [
+        pytest.param([3, 3, 3], {"max_bytes": 6}, [[3, 3], [3]], id="full"),
+        pytest.param([9, 1, 2], {"max_bytes": 6}, [[9], [1, 2]], id="larger item"),
+        pytest.param([0, 0, 0], {"max_bytes": 6, "max_items": 2}, [[0, 0], [0]], id="items"),
+        pytest.param([4, 4, 4], {"max_bytes": 6, "overflows": True}, [[4, 4], [4]], id="overflow"),
+        pytest.param([], {"max_bytes": 6}, [], id="empty"),
+    ],
+)
+def test_grouped_keeps_order_and_limits(
+    sizes: list[int], limits: dict[str, Any], expected: list[list[int]]
+) -> None:
+    assert grouped(sizes, int, **limits) == expected

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,7 @@ from rayrec.data.encoding.growth import (
 )
 from rayrec.data.encoding.moments import Moments
 from rayrec.data.encoding.rules import DenseColumn
-from rayrec.data.engine import Engine, TaskContext
+from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.log_source import CHUNK_BYTES, index_with
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, SegmentEntry, SegmentRange, numbered
@@ -48,6 +48,7 @@ from rayrec.data.raw_block import RawBlock, category_type
 from rayrec.native import call, keep_freed_memory
 from rayrec.schema import Schema
 
+_Item = TypeVar("_Item")
 DENSE_UNITS = 1 << 20
 """Units of the fixed-point numbers whose exact sums yield mean and variance. See
 Counts.dense_moments.
@@ -528,11 +529,12 @@ def count_log(
     free that file. Raises InputError if rows are missing, or if the disk is full.
     """
     total = counting.total(memory_bytes, spill_folder) if into is None else into
-    segments = [part.segment for part in parts]
-    sizes = [
-        (each.stop - each.start) * (1 if each.format == "text" else _ROW_BYTES) for each in segments
-    ]
-    tasks = tasks_of(parts, sizes, task_bytes)
+
+    def size_of(part: SegmentRange) -> int:
+        size = part.segment.stop - part.segment.start
+        return size if part.segment.format == "text" else size * _ROW_BYTES
+
+    tasks = tasks_of(parts, size_of, task_bytes)
     try:
         for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
             total.add(table)
@@ -553,22 +555,12 @@ costs about 25 ms.
 """
 
 
-def tasks_of(items: Sequence[Any], sizes: Sequence[int], task_bytes: int) -> list[list[Any]]:
-    """Combine neighbouring items of the given sizes into tasks."""
-    return filled(items, sizes, min(max(sum(sizes) // _MIN_TASKS, _MIN_TASK_BYTES), task_bytes))
-
-
-def filled(items: Sequence[Any], sizes: Sequence[int], limit: int) -> list[list[Any]]:
-    """Combine neighbouring items until they reach the limit."""
-    tasks: list[list[Any]] = []
-    remaining = 0
-    for item, size in zip(items, sizes, strict=True):
-        if remaining <= 0:
-            tasks.append([])
-            remaining = limit
-        tasks[-1].append(item)
-        remaining -= size
-    return tasks
+def tasks_of(
+    items: Sequence[_Item], size_of: Callable[[_Item], int], task_bytes: int
+) -> list[list[_Item]]:
+    """Combine neighbouring items into tasks."""
+    balanced_bytes = max(sum(map(size_of, items)) // _MIN_TASKS, _MIN_TASK_BYTES)
+    return grouped(items, size_of, max_bytes=min(balanced_bytes, task_bytes), overflows=True)
 
 
 def _index_and_count(
@@ -656,7 +648,7 @@ class CountingIndexer:
                 for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))
             ]
             tasks = tasks_of(
-                chunks, [chunk.stop - chunk.start for chunk, _ in chunks], self._task_bytes
+                chunks, lambda ranged: ranged[0].stop - ranged[0].start, self._task_bytes
             )
             function = functools.partial(
                 _index_and_count, counting=self._counting, segment_bytes=segment_bytes
