@@ -169,16 +169,16 @@ def generate(
             num_recent = max(1, window // 2)
             tokens = tokens[:, -num_recent:]
             mask = mask[:, -num_recent:]
-        given = tokens.shape[1]
+        num_inputs = tokens.shape[1]
         tokens = network.generate(
             tokens,
             attention_mask=mask.long(),
-            max_new_tokens=min(window + 1 - given, chances.shape[1] - new_tokens.shape[1]),
+            max_new_tokens=min(window + 1 - num_inputs, chances.shape[1] - new_tokens.shape[1]),
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([lambda *_: sampler.ended]),
         )
-        mask = functional.pad(mask, (0, tokens.shape[1] - given), value=True)
-        new_tokens = torch.cat([new_tokens, tokens[:, given:]], dim=1)
+        mask = functional.pad(mask, (0, tokens.shape[1] - num_inputs), value=True)
+        new_tokens = torch.cat([new_tokens, tokens[:, num_inputs:]], dim=1)
     return new_tokens
 
 
