@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-from contextlib import closing
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +54,20 @@ def test_ray_search_matches_in_process_search(
 def jobs(folder: Path, count: int) -> list[Job]:
     config = recipes.criteo_demo("log").replace(storage_path=str(folder))
     return [
-        Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc")
+        Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc", ())
         for number in range(count)
     ]
 
 
 def pool_of(
     train: Any, signals: Signals | None = None, *, concurrent: int = 1, max_failures: int = 1
-) -> closing[RayPool]:
-    signals = signals or Signals()
-    return closing(
-        RayPool(
-            TuneConfig(concurrent=concurrent),
-            signals,
-            max_failures=max_failures,
-            note=QUIET.note,
-            train=train,
-        )
-    )
+) -> RayPool:
+    options = TuneConfig(concurrent=concurrent)
+    return RayPool(options, signals or Signals(), max_failures=max_failures, train=train)
 
 
-def dies(job: Job, *, stop: threading.Event) -> None:
-    """Kill this process for trial 0, and once for trial 1. Trial 3 waits to be stopped, the others
+def dies(job: Job) -> TrialState:
+    """Kill this process for trial 0, and once for trial 1. Trial 3 waits for Ctrl-C, the others
     finish.
     """
     folder = Path(folder_of(job.config))
@@ -83,22 +76,26 @@ def dies(job: Job, *, stop: threading.Event) -> None:
     if job.number == 0 or (job.number == 1 and len(list(folder.iterdir())) == 1):
         os.kill(os.getpid(), signal.SIGKILL)
     if job.number == 3:
-        assert stop.wait(60)
-        (folder / "stopped").touch()
-        raise SystemExit(143)
-    TrialState("finished", (0.5,)).save(str(folder))
+        with Signals() as signals, signals.deferred():
+            until(lambda: signals.cause == "SIGINT")
+            (folder / "stopped").touch()
+            signals.throw()
+    return TrialState("finished", (0.5,))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.05)
 
 
 def test_killed_trial_resumes_in_new_process(local_ray: None, tmp_path: Path) -> None:
-    first = jobs(tmp_path, 3)
-    with pool_of(dies, concurrent=2) as pool:
-        for job in first:
-            pool.submit(job)
-        assert sorted(pool.next().number for _ in first) == [0, 1, 2]
-    killed, *others = (TrialState.of(folder_of(job.config)) for job in first)
-    assert [state.state for state in (killed, *others)] == ["failed", "finished", "finished"]
-    assert (killed.error or "").startswith("process killed 2 times")
-    assert killed.can_retry
+    pool = pool_of(dies, concurrent=2)
+    for job in jobs(tmp_path, 3):
+        pool.submit(job)
+    states = {job.number: state for job, state in (pool.next() for _ in range(3))}
+    assert [states[number].state for number in range(3)] == ["failed", "finished", "finished"]
+    assert (states[0].error or "").startswith("process killed 2 times")
+    assert states[0].can_retry
 
 
 class Unreadable:
@@ -110,31 +107,38 @@ class Unreadable:
         return (exec, ("raise ImportError('no module of this name')",))
 
 
-def test_search_raises_if_processes_never_start(local_ray: None, tmp_path: Path) -> None:
-    with pool_of(Unreadable(), concurrent=2, max_failures=-1) as pool:
-        pool.submit(jobs(tmp_path, 1)[0])
-        with pytest.raises(
-            InputError, match=r"^tune: \d+ trial processes in a row failed to start \([^\n]+$"
-        ):
-            pool.next()
+def test_task_that_cannot_start_fails_its_trial(local_ray: None, tmp_path: Path) -> None:
+    unreadable = Unreadable()
+
+    def train(job: Job) -> TrialState:
+        return TrialState("finished", (float(unreadable is None),))
+
+    pool = pool_of(train, max_failures=-1)
+    pool.submit(jobs(tmp_path, 1)[0])
+    _, state = pool.next()
+    assert (state.state, state.can_retry) == ("failed", True)
+    assert "no module of this name" in (state.error or "")
 
 
 def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
-    from builders.faults import until
-
     asked = threading.Event()
     folder = tmp_path / "trial_3"
-    with pool_of(dies, Signals(asked)) as pool:
-        pool.submit(jobs(tmp_path, 4)[3])
-        threading.Thread(target=lambda: until(folder.exists) and asked.set()).start()
-        with pytest.raises(SystemExit):
-            pool.next()
+    pool = pool_of(dies, Signals(asked))
+    pool.submit(jobs(tmp_path, 4)[3])
+
+    def ask() -> None:
+        until(folder.exists)
+        time.sleep(0.5)  # Until the trial handles signals
+        asked.set()
+
+    threading.Thread(target=ask).start()
+    with pytest.raises(SystemExit):
+        pool.next()
     assert (folder / "stopped").exists()
-    assert TrialState.of(str(folder)).state == "new"
 
 
 def test_pool_rejects_trial_larger_than_nodes(local_ray: None) -> None:
     with pytest.raises(
         InputError, match=r"no node has 1000 CPUs and 0 GPUs for a trial. Lower --tune"
     ):
-        RayPool(TuneConfig(cpus_per_trial=1000), Signals(), max_failures=0, note=QUIET.note)
+        RayPool(TuneConfig(cpus_per_trial=1000), Signals(), max_failures=0)

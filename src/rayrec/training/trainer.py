@@ -85,7 +85,6 @@ def train_until(
     fraction: float,
     *,
     console: Console | None = None,
-    stop: threading.Event | None = None,
 ) -> Result | None:
     """Train a run in this process as `train` does, but only until `fraction`, in (0, 1], of its
     steps are done. Returns None if it paused there, after an evaluation and a save; the next call
@@ -100,7 +99,7 @@ def train_until(
             tables={},
             console=console or Console(),
             stopwatch=Stopwatch(),
-            stop=stop,
+            stop=None,
         ).drive()
 
 

@@ -11,12 +11,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, final
 
 from rayrec import host_resources, storage
 from rayrec.checkpoint import open_checkpoint
 from rayrec.cluster import connection
-from rayrec.config import InputError
+from rayrec.config import InputError, line_of
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.materialized.dataset import open_preprocessed
@@ -43,13 +43,14 @@ from rayrec.observe.report.page import Section, charts, document, join_parts, pa
 from rayrec.observe.run_summary import RunSummary
 from rayrec.training.session import check_settings, preflight
 from rayrec.tuning.space import Space, TuneConfig, with_values
+from rayrec.tuning.study import Study
 from rayrec.tuning.trials import (
     InProcessPool,
     Pool,
     TrialState,
-    cost,
+    Waves,
     folder_of,
-    run_waves,
+    groups_of,
     validations_in,
     wave_fractions,
 )
@@ -61,6 +62,8 @@ from rayrec.workloads.run_config import ClusterConfig
 
 SEARCH: Final = "search.json"
 """File in the search folder with the search's settings."""
+JOURNAL: Final = "journal.log"
+"""File in the search folder with the trials' values and states, in Optuna's format."""
 _DATA = "data"
 _TRIALS = "trials"
 _PREPARED = "prepared"
@@ -133,6 +136,11 @@ def tune(
         raise InputError(
             "tune.baselines: require several seeds, got tune.seeds 1. Add --tune.seeds 3."
         )
+    if options.algorithm == "tpe" and options.seeds > 1:
+        raise InputError(
+            "tune.seeds: compare settings that do not depend on results, got tune.algorithm tpe. "
+            "Use --tune.algorithm random or grid."
+        )
     if options.seeds > 1:
         require("scipy", *(PACKAGES[kind] for kind in options.baselines), extra="baselines")
     folder = storage.join(storage.absolute(config.storage_path), str(config.name))
@@ -141,89 +149,146 @@ def tune(
     preflight(
         config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS})
     )
-    all_values = space.seeded_trials(config, options)
-    for values in all_values:
-        check_settings(with_values(config, values))
     if not connection.is_in_process(config.cluster.address):
         connection.require_direct(config.cluster.address)
-    _check_same(folder, config, space, options)
+    search = _Search(config, space, options, folder)
+    search.begin()
     prepared, data = _prepare(config, folder, console)
     if options.seeds > 1 and "test" not in prepared.sets:
         raise InputError(
             "tune.seeds: settings are compared on test rows, and the split has none. Choose "
             "another split."
         )
-    configs = [
-        with_values(config, values).replace(
-            name=f"trial_{number:04d}",
-            storage_path=storage.join(folder, _TRIALS),
-            train_data={"path": data, "files": ()},
-            # Preprocessed rows contain no raw values to group by.
-            workload={"schema": {"group": None}},
-            scaling={"num_workers": 1, "use_gpu": options.gpus_per_trial > 0},
-            cluster=ClusterConfig(address=connection.IN_PROCESS, num_cpus=options.cpus_per_trial),
-        )
-        for number, values in enumerate(all_values)
-    ]
-    states = _train(configs, config.cluster, options, console)
+    configs, states = search.train(data, console)
     trials = [
-        _trial(number, all_values[number], configs[number], states[number], options)
-        for number in states
+        _trial(number, search.values(number), configs[number], states[number], options)
+        for number in range(len(configs))
     ]
     return _conclude(
         config, configs, trials, prepared, folder=folder, options=options, console=console
     )
 
 
-def _train(
-    configs: Sequence[TrainConfig], cluster: ClusterConfig, options: TuneConfig, console: Console
-) -> dict[int, TrialState]:
-    with contextlib.ExitStack() as stack:
+@final
+class _Search:
+    """Trials of a search: their values, configurations and training, in groups."""
 
-        @functools.cache
-        def pool() -> Pool:
-            console.note(
-                f"Training {cost(len(configs), options):.1%} of all steps of {len(configs)} trials"
-            )
-            if cluster.address == connection.IN_PROCESS:
-                return InProcessPool()
-            from rayrec.tuning.ray_pool import ray_pool
+    def __init__(self, config: TrainConfig, space: Space, options: TuneConfig, folder: str) -> None:
+        self._config = config
+        self._space = space
+        self._options = options
+        self._folder = folder
+        self._settings = space.settings(config, options)
+        num_trials = len(self._settings) * options.seeds
+        self._groups = groups_of(range(1, num_trials), options)
+        _check_same(folder, self._plain())
+        self._study = Study(storage.join(folder, JOURNAL), space, options)
 
-            for config in configs:
-                connection.ship_code(config)
-            return stack.enter_context(ray_pool(cluster, options, configs[0], console=console))
+    def begin(self) -> None:
+        """Check the settings of the first group, then create the folder. Raises InputError."""
+        self._ask(self._groups[0])
+        for number in range(len(self._study)):
+            check_settings(with_values(self._config, self.values(number)))
+        storage.make_folder(self._folder)
+        storage.write_json(storage.join(self._folder, SEARCH), self._plain())
+        self._study.save()
 
-        return run_waves(configs, pool, options, note=console.note)
+    def values(self, number: int) -> dict[str, Any]:
+        """Return the values of a trial. With several seeds, `seed` is one of them."""
+        values = self._study.values(number)
+        if self._options.seeds > 1:
+            seed = with_values(self._config, values).seed
+            values["seed"] = seed + number % self._options.seeds
+        return values
+
+    def train(self, data: str, console: Console) -> tuple[list[TrainConfig], dict[int, TrialState]]:
+        """Train all trials on preprocessed rows. Returns their configurations and states."""
+        configs: list[TrainConfig] = []
+        with contextlib.ExitStack() as stack:
+
+            @functools.cache
+            def pool() -> Pool:
+                cluster = self._config.cluster
+                if cluster.address == connection.IN_PROCESS:
+                    return InProcessPool()
+                from rayrec.tuning.ray_pool import ray_pool
+
+                return stack.enter_context(
+                    ray_pool(cluster, self._options, configs[0], console=console)
+                )
+
+            waves = Waves(pool, self._options, record=self._study.record, note=console.note)
+            for group in self._groups:
+                self._ask(group)
+                self._study.save()
+                for number in range(len(configs), len(self._study)):
+                    configs.append(self._add(number, data, waves))
+                waves.start(0)
+                waves.train(group)
+                self._study.tell(group)
+            waves.wait([0])
+        return configs, waves.states
+
+    def _ask(self, group: Sequence[int]) -> None:
+        """Ask for the trials up to the group's last one that the journal lacks."""
+        for number in range(len(self._study), max(group) + 1):
+            setting = number // self._options.seeds
+            self._study.ask(setting, self._settings[setting])
+
+    def _add(self, number: int, data: str, waves: Waves) -> TrainConfig:
+        """Add a trial to the waves and return its configuration. A later group may draw values that
+        do not fit together, which is a failed trial.
+        """
+        state = self._study.state(number)
+        config = self._config
+        try:
+            config = with_values(config, self.values(number))
+            check_settings(config)
+        except InputError as error:
+            state = TrialState("failed", error=line_of(error))
+            self._study.record(number, state)
+        config = config.replace(
+            name=f"trial_{number:04d}",
+            storage_path=storage.join(self._folder, _TRIALS),
+            train_data={"path": data, "files": ()},
+            # Preprocessed rows contain no raw values to group by.
+            workload={"schema": {"group": None}},
+            scaling={"num_workers": 1, "use_gpu": self._options.gpus_per_trial > 0},
+            cluster=ClusterConfig(
+                address=connection.IN_PROCESS, num_cpus=self._options.cpus_per_trial
+            ),
+        )
+        waves.add(number, config, state)
+        return config
+
+    def _plain(self) -> dict[str, Any]:
+        """Return the settings that the searches of a folder share."""
+        options = self._options.to_dict()
+        del options["concurrent"], options["baselines"]
+        return {
+            "config": self._config.replace(cluster=ClusterConfig()).to_dict(),
+            "space": self._space.plain(),
+            "options": options,
+            "waves": wave_fractions(self._options),
+        }
 
 
-def _check_same(folder: str, config: TrainConfig, space: Space, options: TuneConfig) -> None:
+def _check_same(folder: str, searched: Mapping[str, Any]) -> None:
     """Check that the folder contains no other search. Raises InputError."""
-    searched = {
-        "config": config.replace(cluster=ClusterConfig()).to_dict(),
-        "space": space.plain(),
-        "options": {
-            name: value
-            for name, value in options.to_dict().items()
-            if name not in ("concurrent", "baselines")
-        },
-        "waves": wave_fractions(options),
-    }
     path = storage.join(folder, SEARCH)
-    if storage.exists(path):
-        before = storage.read_json(path)
-        changed = [
-            name
-            for name in searched
-            if before.get(name) != json.loads(storage.json_text(searched[name]))
-        ]
-        if changed:
-            raise InputError(
-                f"{folder}: has a search with a different {' and '.join(changed)}. Use the same, "
-                "or another --name."
-            )
+    if not storage.exists(path):
         return
-    storage.make_folder(folder)
-    storage.write_json(path, searched)
+    before = storage.read_json(path)
+    changed = [
+        name
+        for name in searched
+        if before.get(name) != json.loads(storage.json_text(searched[name]))
+    ]
+    if changed:
+        raise InputError(
+            f"{folder}: has a search with a different {' and '.join(changed)}. Use the same, "
+            "or another --name."
+        )
 
 
 def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepared, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,16 +33,13 @@ class Domain:
     values: tuple[Any, ...]
     """All values for grid and choice, otherwise minimum and maximum."""
 
-    def draw(self, rng: random.Random) -> Any:
-        """Draw a random value. Not for grids."""
-        if self.kind == "choice":
-            return rng.choice(self.values)
-        low, high = self.values
-        if self.kind == "integers":
-            return rng.randint(low, high)
-        if self.kind == "uniform":
-            return rng.uniform(low, high)
-        return math.exp(rng.uniform(math.log(low), math.log(high)))
+    @property
+    def is_list(self) -> bool:
+        return self.kind in _LISTS
+
+    def value(self, drawn: Any) -> Any:
+        """Return the value for a drawn one, which for lists is a position."""
+        return self.values[drawn] if self.is_list else drawn
 
 
 @dataclass(frozen=True)
@@ -90,46 +86,34 @@ class Space:
             for value in domain.values:
                 with_values(config, {domain.field: value})
 
-    def trials(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """Return the values of each trial by field; the first is empty, for the recipe's own
-        settings. Combines each grid point with as many draws of the other fields as `count` allows,
-        at least one. Without these, uses each grid point once. Pure.
+    def settings(self, config: TrainConfig, options: TuneConfig) -> list[dict[str, int]]:
+        """Return the fixed fields of each setting, as positions in their lists. The first setting
+        is the recipe's own. Combines each grid point with as many draws of the other fields as
+        `options.trials` allows, at least one. Without these, uses each grid point once; with
+        several seeds, the recipe's own settings occur once. Pure.
         """
-        grids = [domain for domain in self.domains if domain.kind == "grid"]
-        random_domains = [domain for domain in self.domains if domain.kind != "grid"]
-        combinations = [
-            dict(zip((grid.field for grid in grids), values, strict=True))
-            for values in itertools.product(*(grid.values for grid in grids))
-        ]
-        draws = max(1, (count - 1) // len(combinations)) if random_domains else 1
-        rng = random.Random(seed)
-        trials: list[dict[str, Any]] = [{}]
-        for _ in range(draws):
-            for combination in combinations:
-                sample = {domain.field: domain.draw(rng) for domain in random_domains}
-                trials.append(
-                    {
-                        domain.field: {**combination, **sample}[domain.field]
-                        for domain in self.domains
-                    }
+        tries_choices = options.algorithm == "grid"
+        grids = [domain for domain in self.domains if domain.kind == "grid" or tries_choices]
+        for domain in grids:
+            if not domain.is_list:
+                raise InputError(
+                    f"search: {domain.field}: {domain.kind} has no list of values, required by "
+                    "tune.algorithm grid. Use grid or choice, or --tune.algorithm random."
                 )
-        return trials
-
-    def seeded_trials(self, config: TrainConfig, options: TuneConfig) -> list[dict[str, Any]]:
-        """Return the values of `trials`. With several seeds, each has all of them, and the recipe's
-        own settings occur once.
-        """
-        trials = self.trials(options.trials, options.seed)
-        if options.seeds == 1:
-            return trials
-        same = [values for values in trials if with_values(config, values) == config]
-        settings = [same[-1], *(values for values in trials if values not in same)]
-        seeds = range(options.seeds)
-        return [
-            {**values, "seed": with_values(config, values).seed + seed}
-            for values in settings
-            for seed in seeds
+        combinations = [
+            dict(zip((grid.field for grid in grids), positions, strict=True))
+            for positions in itertools.product(*(range(len(grid.values)) for grid in grids))
         ]
+        if len(grids) < len(self.domains):
+            num_draws = max(1, (options.trials - 1) // len(combinations))
+            return [{}, *combinations * num_draws]
+        recipe: dict[str, int] = {}
+        if options.seeds > 1:
+            for positions in combinations:
+                values = {grid.field: grid.value(positions[grid.field]) for grid in grids}
+                if with_values(config, values) == config:
+                    recipe = positions
+        return [recipe, *(positions for positions in combinations if positions != recipe)]
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -183,10 +167,14 @@ class TuneConfig(Config):
     """Number of seeds to train each setting with. Several train all trials to the end, and compare
     settings on test rows.
     """
+    algorithm: Literal["random", "grid", "tpe"] = "random"
+    """How to choose values: at random, every combination of the listed ones (choice counts as
+    grid), or by a tree-structured Parzen estimator from the trials before (Optuna's TPE).
+    """
     metric: Literal["auroc", "logloss"] = "auroc"
     """Validation metric that selects the best trial."""
     seed: int = 0
-    """Seed of the drawn values."""
+    """Seed of the drawn values. The same seed repeats a search."""
     stop_early: bool = True
     """Whether to stop weak trials early (successive halving): train all for a few steps and only
     the best for longer. The recipe's own settings are always trained to the end.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from rayrec.training.trainer import train_until
 from rayrec.tuning.space import TuneConfig
 from rayrec.workloads.base import TrainConfig
 
-STATE_FILE: Final = "trial.json"
-"""File in a trial's folder with its state."""
 State = Literal["new", "paused", "finished", "failed"]
 
 
@@ -43,18 +40,10 @@ class TrialState:
     error.
     """
 
-    def save(self, folder: str) -> None:
-        storage.write_json(storage.join(folder, STATE_FILE), vars(self))
-
     @classmethod
-    def of(cls, folder: str) -> TrialState:
-        path = storage.join(folder, STATE_FILE)
-        if not storage.exists(path):
-            return cls("new")
-        stored = storage.read_json(path)
-        return cls(
-            stored["state"], tuple(stored["values"]), stored["error"], stored.get("can_retry", True)
-        )
+    def from_dict(cls, stored: Mapping[str, Any]) -> TrialState:
+        """Return the state whose `vars` were stored as JSON."""
+        return cls(**{**stored, "values": tuple(stored["values"])})
 
     def reopened(self) -> TrialState:
         """Return the state to resume from in a new search."""
@@ -85,6 +74,12 @@ class Job:
     fraction: float
     """Share of the trial's steps after which it pauses. 1 trains to the end."""
     metric: str
+    before: tuple[float | None, ...]
+    """Metric after each earlier wave."""
+
+    def failed(self, error: str, *, can_retry: bool) -> TrialState:
+        """Return the state of the trial after an error, which this search does not train again."""
+        return TrialState("failed", self.before, error, can_retry)
 
 
 def folder_of(config: TrainConfig) -> str:
@@ -92,36 +87,22 @@ def folder_of(config: TrainConfig) -> str:
     return storage.join(config.storage_path, str(config.name))
 
 
-def train_part(job: Job, *, stop: threading.Event | None = None) -> None:
-    """Train a part of a trial in this process and save its state. Errors are saved as a failed
-    trial. `stop` and signals act as in `rayrec.training.trainer.train` and save no state.
+def train_part(job: Job) -> TrialState:
+    """Train a part of a trial in this process and return its state. Errors become a failed trial.
+    Signals act as in `rayrec.training.trainer.train`.
     """
-    folder = folder_of(job.config)
-    before = TrialState.of(folder).values[: job.wave]
     try:
-        result = train_until(job.config, job.fraction, console=Console(quiet=True), stop=stop)
+        result = train_until(job.config, job.fraction, console=Console(quiet=True))
     except Exception as error:
-        failed(
-            job,
-            line_of(error),
-            can_retry=not isinstance(error, InputError) or isinstance(error.__cause__, OSError),
-        )
-        return
+        can_retry = not isinstance(error, InputError) or isinstance(error.__cause__, OSError)
+        return job.failed(line_of(error), can_retry=can_retry)
     if result is None:
-        value = selected_metric(
-            validations_in(read_events(storage.join(folder, "events.jsonl"))),
-            job.config,
-            job.metric,
-        )
-    else:
-        value = _finite(result.summary["validation"][job.metric])
-    TrialState("paused" if result is None else "finished", (*before, value)).save(folder)
-
-
-def failed(job: Job, error: str, *, can_retry: bool) -> None:
-    """Save the state of a failed trial, which this search does not train again."""
-    folder = folder_of(job.config)
-    TrialState("failed", TrialState.of(folder).values, error, can_retry).save(folder)
+        path = storage.join(folder_of(job.config), "events.jsonl")
+        validations = validations_in(read_events(path))
+        value = selected_metric(validations, job.config, job.metric)
+        return TrialState("paused", (*job.before, value))
+    value = _finite(result.summary["validation"][job.metric])
+    return TrialState("finished", (*job.before, value))
 
 
 def validations_in(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -172,10 +153,9 @@ class InProcessPool:
     def submit(self, job: Job) -> None:
         self._queue.append(job)
 
-    def next(self) -> Job:
+    def next(self) -> tuple[Job, TrialState]:
         job = self._queue.popleft()
-        train_part(job)
-        return job
+        return job, train_part(job)
 
 
 _MAX_COST: Final = 1 / 6
@@ -183,6 +163,10 @@ _MAX_COST: Final = 1 / 6
 own settings.
 """
 _ROUNDING: Final = 1e-9
+_TPE_GROUPS: Final = 5
+"""Number of groups of a TPE search. More would learn from more results, but train fewer trials at
+once.
+"""
 
 
 class Pool(Protocol):
@@ -190,9 +174,9 @@ class Pool(Protocol):
 
     def submit(self, job: Job) -> None: ...
 
-    def next(self) -> Job:
-        """Wait for a job to end or fail and return it. On a signal, raises KeyboardInterrupt or
-        SystemExit after all saved.
+    def next(self) -> tuple[Job, TrialState]:
+        """Wait for a job to end or fail and return it with the trial's state. On a signal, raises
+        KeyboardInterrupt or SystemExit after all saved.
         """
 
 
@@ -223,82 +207,94 @@ def rank_best(values: Mapping[int, float | None], keep: float, *, sign: float) -
     ]
 
 
-def cost(trials: int, options: TuneConfig) -> float:
-    """Return the share of all steps trained in a search of `trials` trials, including the recipe's
-    own settings. Pure.
+def groups_of(numbers: Sequence[int], options: TuneConfig) -> list[list[int]]:
+    """Split trials into the groups that train and are compared in turn, each in its start order.
+    One group, shuffled to sample a grid evenly, unless the values of a group depend on the results
+    of those before. Pure.
     """
-    total = 1.0
-    group = trials - 1
-    before = 0.0
-    for fraction in wave_fractions(options):
-        total += group * (fraction - before)
-        group, before = num_continued(group, options.keep_fraction) if group else 0, fraction
-    return total / trials
+    size = max(1, len(numbers))
+    if options.algorithm == "tpe":
+        size = math.ceil(size / _TPE_GROUPS)
+    groups = [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+    for group in groups:
+        random.Random(options.seed).shuffle(group)
+    return groups
 
 
-def order_of_trials(count: int, seed: int) -> list[int]:
-    """Return the start order: trial 0, which trains to its end, then the others shuffled, to sample
-    a grid evenly. Pure.
+@final
+class Waves:
+    """Waves of the groups of a search, and the states of their trials. `pool` creates the pool and
+    is not called if nothing is left to train. `record` saves a trial's new state.
     """
-    order = list(range(1, count))
-    random.Random(seed).shuffle(order)
-    return [0, *order]
 
+    def __init__(
+        self,
+        pool: Callable[[], Pool],
+        options: TuneConfig,
+        *,
+        record: Callable[[int, TrialState], None],
+        note: Callable[[str], Any],
+    ) -> None:
+        self.states: dict[int, TrialState] = {}
+        self._pool = pool
+        self._options = options
+        self._record = record
+        self._note = note
+        self._fractions = wave_fractions(options)
+        self._last = len(self._fractions) - 1
+        self._configs: dict[int, TrainConfig] = {}
+        self._submitted: set[int] = set()
 
-def run_waves(
-    configs: Sequence[TrainConfig],
-    pool: Callable[[], Pool],
-    options: TuneConfig,
-    *,
-    note: Callable[[str], Any],
-) -> dict[int, TrialState]:
-    """Train the trials and return their states. Skips parts that are already trained. Trial 0 has
-    the recipe's own settings and trains to its end. `pool` creates the pool and is not called if
-    nothing is left to train.
-    """
-    fractions = wave_fractions(options)
-    sign = 1.0 if options.metric == "auroc" else -1.0
-    first, *group = order_of_trials(len(configs), options.seed)
-    states = {
-        number: TrialState.of(folder_of(config)).reopened() for number, config in enumerate(configs)
-    }
-    last = len(fractions) - 1
+    def add(self, number: int, config: TrainConfig, state: TrialState) -> None:
+        """Add a trial with its state in the journal."""
+        self._configs[number] = config
+        self.states[number] = state.reopened()
 
-    def submit(number: int, wave: int) -> bool:
-        if states[number].has_ended(wave):
-            return False
-        pool().submit(Job(number, configs[number], wave, fractions[wave], options.metric))
-        return True
+    def start(self, number: int) -> None:
+        """Start a trial that trains to its end, beside the groups."""
+        self._submit(number, self._last)
 
-    def take() -> int:
-        job = pool().next()
-        stored = states[job.number] = TrialState.of(folder_of(job.config))
-        value = stored.value(job.wave)
-        metric_text = "" if value is None else f", {options.metric} {value:.5f}"
-        state = stored.error or (
-            stored.state if job.wave == last else f"{fractions[job.wave]:.1%} of its steps"
+    def train(self, group: Sequence[int]) -> None:
+        """Train a group in waves. Skips parts that are already trained."""
+        sign = 1.0 if self._options.metric == "auroc" else -1.0
+        for wave, fraction in enumerate(self._fractions):
+            for number in group:
+                self._submit(number, wave)
+            # All must have paused before the best are chosen, so that timing does not matter.
+            self.wait(group)
+            if wave < self._last and group:
+                values = {number: self.states[number].value(wave) for number in group}
+                best = rank_best(values, self._options.keep_fraction, sign=sign)
+                self._note(
+                    f"Continuing {len(best)} of {len(group)} trials after {fraction:.1%} of their "
+                    "steps"
+                )
+                group = best
+
+    def wait(self, numbers: Iterable[int]) -> None:
+        """Wait until none of these trials is training."""
+        while not self._submitted.isdisjoint(numbers):
+            job, state = self._pool().next()
+            self._submitted.discard(job.number)
+            self.states[job.number] = state
+            self._record(job.number, state)
+            value = state.value(job.wave)
+            metric = "" if value is None else f", {self._options.metric} {value:.5f}"
+            share = f"{job.fraction:.1%} of its steps"
+            outcome = state.error or (state.state if job.wave == self._last else share)
+            self._note(f"trial {job.number}: {outcome}{metric}")
+
+    def _submit(self, number: int, wave: int) -> None:
+        state = self.states[number]
+        if state.has_ended(wave):
+            return
+        job = Job(
+            number,
+            self._configs[number],
+            wave,
+            self._fractions[wave],
+            self._options.metric,
+            state.values[:wave],
         )
-        note(f"trial {job.number}: {state}{metric_text}")
-        return job.number
-
-    is_baseline_pending = submit(first, last)
-    for wave in range(len(fractions)):
-        waiting = {number for number in group if submit(number, wave)}
-        while waiting:
-            number = take()
-            waiting.discard(number)
-            is_baseline_pending = is_baseline_pending and number != first
-        if wave < last and group:
-            candidates = rank_best(
-                {number: states[number].value(wave) for number in group},
-                options.keep_fraction,
-                sign=sign,
-            )
-            note(
-                f"Continuing {len(candidates)} of {len(group)} trials after {fractions[wave]:.1%} "
-                "of their steps"
-            )
-            group = candidates
-    if is_baseline_pending:
-        take()
-    return states
+        self._pool().submit(job)
+        self._submitted.add(number)

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.faults import fails_with, raising, rejects
 from builders.own_click_model import OwnConfig
 from builders.runs import QUIET
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from pyarrow import csv
 
 import rayrec
@@ -32,6 +35,7 @@ from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
 from rayrec.tuning import trials
 from rayrec.tuning.space import Space, TuneConfig, with_values
+from rayrec.tuning.study import Study
 from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"
@@ -263,6 +267,45 @@ def test_seeds_score_test_rows_alone(test_first: bool, config: TrainConfig, tmp_
             )
 
 
+def test_tpe_search_resumes_and_trains_each_group(config: TrainConfig) -> None:
+    searched = config.replace(name="tpe", steps=9)
+    options = {"algorithm": "tpe", "trials": 3, "console": QUIET}
+    space = {RATE: {"loguniform": [1e-4, 0.03]}}
+    result = rayrec.tune(searched, search=space, **options)
+    rates = {trial["values"][RATE] for trial in result["trials"] if trial["number"]}
+    assert len(rates) == 2
+    # Each group trains its best trial to the end.
+    assert {trial["state"] for trial in result["trials"]} == {"finished"}
+    assert rayrec.tune(searched, search=space, **options) == result
+
+
+def test_tpe_rejects_several_seeds(config: TrainConfig) -> None:
+    rejects(
+        r"^tune\.seeds: .* got tune\.algorithm tpe\. Use --tune\.algorithm random or grid",
+        rayrec.tune,
+        config,
+        search=SEARCH,
+        algorithm="tpe",
+        seeds=2,
+        console=QUIET,
+    )
+
+
+def test_tpe_fails_trial_with_incompatible_values(config: TrainConfig) -> None:
+    """In a group after the first one, when the search has begun."""
+    dim = config.workload.model.embedding_dim  # type: ignore[attr-defined]
+    mlp = config.workload.model.bottom_mlp  # type: ignore[attr-defined]
+    space = {
+        "workload.model.embedding_dim": {"grid": [dim, 2 * dim]},
+        "workload.model.bottom_mlp": {"grid": [list(mlp)]},
+    }
+    searched = config.replace(name="incompatible", steps=9)
+    result = rayrec.tune(searched, search=space, algorithm="tpe", stop_early=False, console=QUIET)
+    trials = sorted(result["trials"], key=lambda trial: trial["number"])
+    assert [trial["state"] for trial in trials] == ["finished", "finished", "failed"]
+    assert "bottom_mlp" in trials[2]["error"]
+
+
 ONE_LABEL = Schema(
     label="click",
     dense=("price",),
@@ -399,20 +442,23 @@ def test_search_in_s3_resumes_and_matches_local_search(
 THIRDS = TuneConfig()
 
 
-def test_trial_order_wave_fractions_and_cost() -> None:
-    order = trials.order_of_trials(50, seed=0)
-    assert (order[0], sorted(order)) == (0, list(range(50)))
-    assert order == trials.order_of_trials(50, seed=0) != trials.order_of_trials(50, seed=1)
+def test_random_search_has_one_shuffled_group() -> None:
+    numbers = range(1, 50)
+    (order,) = trials.groups_of(numbers, TuneConfig())
+    assert sorted(order) == list(numbers)
+    assert [order] == trials.groups_of(numbers, TuneConfig())
+    assert [order] != trials.groups_of(numbers, TuneConfig(seed=1))
+
+
+def test_tpe_search_has_groups_in_turn() -> None:
+    groups = trials.groups_of(range(1, 12), TuneConfig(algorithm="tpe"))
+    assert [sorted(group) for group in groups] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]]
+
+
+def test_wave_fractions_bound_the_cost() -> None:
     assert trials.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
     assert trials.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
     assert trials.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
-    # 48 trials in addition to the recipe's own, of which 16, 6 and 2 continue.
-    assert trials.cost(49, THIRDS) == pytest.approx((27 + 48 + 16 * 2 + 6 * 6 + 2 * 18) / (27 * 49))
-    assert trials.cost(1, THIRDS) == 1.0
-    assert trials.cost(10, TuneConfig(stop_early=False)) == pytest.approx(1.0)
-    for keep in (0.05, 0.1, 0.2, 0.25, 1 / 3, 0.4, 0.5):
-        for num_trials in (60, 100, 1000):
-            assert trials.cost(num_trials, TuneConfig(keep_fraction=keep)) < 0.2
 
 
 def test_rank_best_excludes_failed_trials() -> None:
@@ -439,30 +485,24 @@ class Pool:
     def submit(self, job: trials.Job) -> None:
         self._waiting.append(job)
 
-    def next(self) -> trials.Job:
+    def next(self) -> tuple[trials.Job, trials.TrialState]:
         if len(self.trained) == self._killed_after:
             raise KeyboardInterrupt
         job = self._waiting.pop(self._chance.randrange(len(self._waiting)))
         self.trained.append((job.number, job.wave))
-        folder = trials.folder_of(job.config)
-        before = trials.TrialState.of(folder)
-        assert job.number == 0 or len(before.values) == job.wave
+        assert job.number == 0 or len(job.before) == job.wave
+        return job, self._outcome(job)
+
+    def _outcome(self, job: trials.Job) -> trials.TrialState:
         if job.number == 5 or (job.number, job.wave) == (17, 1):
-            trials.TrialState("failed", before.values, "it is wrong").save(folder)
-        elif self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
-            trials.TrialState("failed", before.values, "no space left", can_retry=True).save(folder)
-        elif job.number == 9:  # Stops early.
-            trials.TrialState("finished", (0.645,)).save(folder)
-        else:
-            value = (
-                None
-                if job.number == 6
-                else (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-            )
-            trials.TrialState(
-                "finished" if job.fraction == 1 else "paused", (*before.values, value)
-            ).save(folder)
-        return job
+            return job.failed("it is wrong", can_retry=False)
+        if self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
+            return job.failed("no space left", can_retry=True)
+        if job.number == 9:  # Stops early.
+            return trials.TrialState("finished", (0.645,))
+        value = (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
+        state: trials.State = "finished" if job.fraction == 1 else "paused"
+        return trials.TrialState(state, (*job.before, None if job.number == 6 else value))
 
 
 def configs(folder: Path, count: int) -> list[TrainConfig]:
@@ -470,8 +510,26 @@ def configs(folder: Path, count: int) -> list[TrainConfig]:
     return [config.replace(name=f"trial_{number:04d}") for number in range(count)]
 
 
-def searched(folder: Path, pool: Pool) -> dict[int, trials.TrialState]:
-    return trials.run_waves(configs(folder, 19), lambda: pool, THIRDS, note=lambda text: None)
+def searched(folder: Path, pool: Pool | None) -> dict[int, trials.TrialState]:
+    """Train 19 trials with the journal in this folder."""
+    space = Space.of({"seed": {"integers": [0, 1000]}}, source="s")
+    journal = Study(str(folder / "journal.log"), space, THIRDS)
+
+    def opened() -> Pool:
+        assert pool is not None, "nothing is left to train"
+        return pool
+
+    waves = trials.Waves(opened, THIRDS, record=journal.record, note=lambda text: None)
+    for number, config in enumerate(configs(folder, 19)):
+        if number == len(journal):
+            journal.ask(number, {})
+        waves.add(number, config, journal.state(number))
+    waves.start(0)
+    (group,) = trials.groups_of(range(1, 19), THIRDS)
+    waves.train(group)
+    journal.tell(group)
+    waves.wait([0])
+    return waves.states
 
 
 def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
@@ -498,11 +556,7 @@ def test_killed_waves_resume_without_repeating(tmp_path: Path, killed_after: int
     fails_with(KeyboardInterrupt, "", searched, tmp_path / "killed", first)
     assert searched(tmp_path / "killed", second) == expected
     assert sorted(first.trained + second.trained) == sorted(whole.trained)
-    nothing = raising(AssertionError("nothing is left to train"))
-    assert (
-        trials.run_waves(configs(tmp_path / "killed", 19), nothing, THIRDS, note=lambda text: None)
-        == expected
-    )
+    assert searched(tmp_path / "killed", None) == expected
 
 
 def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
@@ -540,8 +594,7 @@ def test_failed_trial_records_retry(
     error.__cause__ = cause
     monkeypatch.setattr(trials, "train_until", raising(error))
     (config,) = configs(tmp_path, 1)
-    trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
-    result = trials.TrialState.of(trials.folder_of(config))
+    result = trials.train_part(trials.Job(0, config, 0, 1.0, "auroc", ()))
     assert (result.state, result.error, result.can_retry) == ("failed", line_of(error), can_retry)
 
 
@@ -591,16 +644,26 @@ TEXT = f"""
 """
 
 
+def values_of(space: Space, **options: Any) -> list[dict[str, Any]]:
+    """Return the values of all trials before any result."""
+    tuned = TuneConfig(**options)
+    study = Study("unused", space, tuned)
+    config = recipes.criteo_demo("log")
+    for setting, fixed in enumerate(space.settings(config, tuned)):
+        study.ask(setting, fixed)
+    return [study.values(number) for number in range(len(study))]
+
+
 def test_space_file_defines_trials() -> None:
     space = Space.read(TEXT, source="space.yaml")
     space.check(recipes.criteo_demo("log"))
-    trials = space.trials(9, seed=0)
+    trials = values_of(space, trials=9)
     assert (trials[0], len(trials)) == ({}, 9)
     assert [trial[BATCH] for trial in trials[1:]] == [256, 512] * 4
     assert all(1e-4 <= trial[RATE] <= 1e-2 for trial in trials[1:])
     assert {tuple(trial[TOWER]) for trial in trials[1:]} == {(64, 1), (32, 1)}
     assert all(list(trial) == [RATE, TOWER, BATCH] for trial in trials[1:])
-    assert space.trials(9, seed=0) == trials != space.trials(9, seed=1)
+    assert values_of(space, trials=9) == trials != values_of(space, trials=9, seed=1)
     config = with_values(recipes.criteo_demo("log"), trials[1])
     tower = config.workload.model.top_mlp  # type: ignore[attr-defined]
     assert (config.batch_size, tower) == (256, tuple(trials[1][TOWER]))
@@ -614,9 +677,7 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(
     config = recipe("log")
     space = Space.of({"workload.model.embedding_dim": {"grid": [8, 32]}}, source="s")
     space.check(config)
-    workloads = [
-        with_values(config, values).workload.to_dict() for values in space.trials(3, seed=0)
-    ]
+    workloads = [with_values(config, values).workload.to_dict() for values in values_of(space)]
     own = config.workload.to_dict()["model"]
     expected = [
         {**own, "embedding_dim": dim, "bottom_mlp": [*own["bottom_mlp"][:-1], dim]}
@@ -625,20 +686,92 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(
     assert [workload["model"] for workload in workloads] == [own, *expected]
 
 
-def test_grids_are_tried_once_and_draws_cover_ranges() -> None:
+def test_grids_are_tried_once() -> None:
     space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
-    assert space.trials(100, seed=0) == [
+    assert values_of(space, trials=100) == [
         {},
         *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1)),
     ]
+
+
+def test_grid_algorithm_tries_all_choices() -> None:
+    space = Space.of(
+        {"batch_size": {"grid": [1, 2]}, TOWER: {"choice": [[8, 1], [4, 1]]}}, source="s"
+    )
+    expected = [{"batch_size": size, TOWER: tower} for size in (1, 2) for tower in ([8, 1], [4, 1])]
+    assert values_of(space, algorithm="grid") == [{}, *expected]
+
+
+def test_grid_algorithm_rejects_ranges() -> None:
+    space = Space.of({"seed": {"integers": [0, 9]}}, source="s")
+    rejects(
+        "search: seed: integers has no list of values, required by tune.algorithm grid",
+        values_of,
+        space,
+        algorithm="grid",
+    )
+
+
+def test_draws_cover_ranges() -> None:
     space = Space.of(
         {"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}},
         source="s",
     )
-    trials = space.trials(2001, seed=3)[1:]
-    assert sum(math.log10(trial["a"]) for trial in trials) / 2000 == pytest.approx(-3, abs=0.15)
+    trials = values_of(space, trials=501, seed=3)[1:]
+    assert sum(math.log10(trial["a"]) for trial in trials) / 500 == pytest.approx(-3, abs=0.25)
     assert {trial["b"] for trial in trials} == {1, 2, 3}
-    assert sum(trial["c"] for trial in trials) / 2000 == pytest.approx(3, abs=0.05)
+    assert sum(trial["c"] for trial in trials) / 500 == pytest.approx(3, abs=0.1)
+
+
+# -- Values that depend on results
+def best_of_tpe(folder: Path, *, seed: int = 0, stops_after: int = 30) -> list[dict[str, Any]]:
+    """Search the minimum of (a - 0.3)**2 by TPE and return the values of all trials."""
+    space = Space.of({"a": {"uniform": [0, 1]}, "b": {"choice": [[1], [2]]}}, source="s")
+    options = TuneConfig(algorithm="tpe", metric="logloss", seed=seed, trials=30)
+    study = Study(str(folder / "journal.log"), space, options)
+    for group in trials.groups_of(range(30), options):
+        for number in range(len(study), max(group) + 1):
+            study.ask(number + 1, {})
+        study.save()
+        if max(group) >= stops_after:
+            break
+        for number in group:
+            if study.state(number).state == "new":
+                loss = (study.values(number)["a"] - 0.3) ** 2
+                study.record(number, trials.TrialState("finished", (loss,)))
+        study.tell(group)
+    return [study.values(number) for number in range(len(study))]
+
+
+def test_tpe_draws_near_the_best_trials(tmp_path: Path) -> None:
+    values = [trial["a"] for trial in best_of_tpe(tmp_path)]
+    first, *_, last = (values[start : start + 6] for start in range(0, 30, 6))
+    distances = [statistics.mean(abs(value - 0.3) for value in group) for group in (first, last)]
+    assert distances[1] < 0.5 * distances[0]
+
+
+def test_tpe_repeats_with_one_seed(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "again", "other")]
+    for folder in folders:
+        folder.mkdir()
+    one = best_of_tpe(folders[0])
+    assert best_of_tpe(folders[1]) == one
+    assert best_of_tpe(folders[2], seed=1) != one
+
+
+def test_stopped_tpe_resumes_from_its_journal(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    expected = best_of_tpe(tmp_path / "whole")
+    assert len(best_of_tpe(tmp_path, stops_after=15)) == 18
+    assert best_of_tpe(tmp_path) == expected
+
+
+def test_journal_has_the_format_of_optuna(tmp_path: Path) -> None:
+    best_of_tpe(tmp_path)
+    backend = JournalFileBackend(str(tmp_path / "journal.log"))
+    study = optuna.load_study(study_name="search", storage=JournalStorage(backend))
+    assert len(study.trials) == 30
+    assert study.best_params["a"] == pytest.approx(0.3, abs=0.1)
 
 
 def test_space_rejects_invalid_files() -> None:
