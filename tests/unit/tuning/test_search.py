@@ -455,7 +455,7 @@ def test_tpe_search_has_groups_in_turn() -> None:
     assert [sorted(group) for group in groups] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]]
 
 
-def test_wave_fractions_bound_the_cost() -> None:
+def test_wave_fractions_follow_keep_fraction() -> None:
     assert trials.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
     assert trials.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
     assert trials.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
@@ -743,7 +743,7 @@ def best_of_tpe(folder: Path, *, seed: int = 0, stops_after: int = 30) -> list[d
     return [study.values(number) for number in range(len(study))]
 
 
-def test_tpe_draws_near_the_best_trials(tmp_path: Path) -> None:
+def test_tpe_draws_near_best_trials(tmp_path: Path) -> None:
     values = [trial["a"] for trial in best_of_tpe(tmp_path)]
     first, *_, last = (values[start : start + 6] for start in range(0, 30, 6))
     distances = [statistics.mean(abs(value - 0.3) for value in group) for group in (first, last)]
@@ -759,14 +759,14 @@ def test_tpe_repeats_with_one_seed(tmp_path: Path) -> None:
     assert best_of_tpe(folders[2], seed=1) != one
 
 
-def test_stopped_tpe_resumes_from_its_journal(tmp_path: Path) -> None:
+def test_stopped_tpe_search_resumes(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     expected = best_of_tpe(tmp_path / "whole")
     assert len(best_of_tpe(tmp_path, stops_after=15)) == 18
     assert best_of_tpe(tmp_path) == expected
 
 
-def test_journal_has_the_format_of_optuna(tmp_path: Path) -> None:
+def test_optuna_reads_journal(tmp_path: Path) -> None:
     best_of_tpe(tmp_path)
     backend = JournalFileBackend(str(tmp_path / "journal.log"))
     study = optuna.load_study(study_name="search", storage=JournalStorage(backend))
