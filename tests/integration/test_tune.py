@@ -107,7 +107,7 @@ class Unreadable:
         return (exec, ("raise ImportError('no module of this name')",))
 
 
-def test_task_that_cannot_start_fails_its_trial(local_ray: None, tmp_path: Path) -> None:
+def test_unstartable_task_fails_trial(local_ray: None, tmp_path: Path) -> None:
     unreadable = Unreadable()
 
     def train(job: Job) -> TrialState:

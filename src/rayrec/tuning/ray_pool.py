@@ -116,8 +116,9 @@ class RayPool:
             self._num_kills[job.number] += 1
             count = self._num_kills[job.number]
             if 0 <= self._max_failures < count:
-                killed = f"process killed {count} times ({type(error).__name__})"
-                return job, job.failed(killed, can_retry=True)
+                return job, job.failed(
+                    f"process killed {count} times ({type(error).__name__})", can_retry=True
+                )
             self._queue.appendleft(job)
             return None
         except ray.exceptions.RayError as error:  # The task cannot start anywhere.

@@ -175,30 +175,40 @@ class _Search:
 
     def __init__(self, config: TrainConfig, space: Space, options: TuneConfig, folder: str) -> None:
         self._config = config
-        self._space = space
         self._options = options
         self._folder = folder
         self._settings = space.settings(config, options)
         num_trials = len(self._settings) * options.seeds
         self._groups = groups_of(range(1, num_trials), options)
-        _check_same(folder, self._plain())
+        # The settings that all searches of a folder share.
+        self._shared = {
+            "config": config.replace(cluster=ClusterConfig()).to_dict(),
+            "space": space.plain(),
+            "options": {
+                name: value
+                for name, value in options.to_dict().items()
+                if name not in ("concurrent", "baselines")
+            },
+            "waves": wave_fractions(options),
+        }
+        _check_same(folder, self._shared)
         self._study = Study(storage.join(folder, JOURNAL), space, options)
 
     def begin(self) -> None:
         """Check the settings of the first group, then create the folder. Raises InputError."""
-        self._ask(self._groups[0])
+        self._create_trials(self._groups[0])
         for number in range(len(self._study)):
             check_settings(with_values(self._config, self.values(number)))
         storage.make_folder(self._folder)
-        storage.write_json(storage.join(self._folder, SEARCH), self._plain())
+        storage.write_json(storage.join(self._folder, SEARCH), self._shared)
         self._study.save()
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the values of a trial. With several seeds, `seed` is one of them."""
         values = self._study.values(number)
         if self._options.seeds > 1:
-            seed = with_values(self._config, values).seed
-            values["seed"] = seed + number % self._options.seeds
+            offset = number % self._options.seeds
+            return {**values, "seed": with_values(self._config, values).seed + offset}
         return values
 
     def train(self, data: str, console: Console) -> tuple[list[TrainConfig], dict[int, TrialState]]:
@@ -219,21 +229,21 @@ class _Search:
 
             waves = Waves(pool, self._options, record=self._study.record, note=console.note)
             for group in self._groups:
-                self._ask(group)
+                self._create_trials(group)
                 self._study.save()
                 for number in range(len(configs), len(self._study)):
                     configs.append(self._add(number, data, waves))
                 waves.start(0)
                 waves.train(group)
-                self._study.tell(group)
+                self._study.finish(group)
             waves.wait([0])
         return configs, waves.states
 
-    def _ask(self, group: Sequence[int]) -> None:
-        """Ask for the trials up to the group's last one that the journal lacks."""
+    def _create_trials(self, group: Sequence[int]) -> None:
+        """Create the trials up to the group's last one that the journal lacks."""
         for number in range(len(self._study), max(group) + 1):
             setting = number // self._options.seeds
-            self._study.ask(setting, self._settings[setting])
+            self._study.create_trial(setting, self._settings[setting])
 
     def _add(self, number: int, data: str, waves: Waves) -> TrainConfig:
         """Add a trial to the waves and return its configuration. A later group may draw values that
@@ -260,17 +270,6 @@ class _Search:
         )
         waves.add(number, config, state)
         return config
-
-    def _plain(self) -> dict[str, Any]:
-        """Return the settings that the searches of a folder share."""
-        options = self._options.to_dict()
-        del options["concurrent"], options["baselines"]
-        return {
-            "config": self._config.replace(cluster=ClusterConfig()).to_dict(),
-            "space": self._space.plain(),
-            "options": options,
-            "waves": wave_fractions(self._options),
-        }
 
 
 def _check_same(folder: str, searched: Mapping[str, Any]) -> None:

@@ -16,8 +16,9 @@ from rayrec.config import Config, InputError, nest, packaged_json
 from rayrec.workloads.base import TrainConfig
 
 Kind = Literal["grid", "choice", "uniform", "loguniform", "integers"]
-_LISTS: Final = ("grid", "choice")
-_KINDS: Final = (*_LISTS, "uniform", "loguniform", "integers")
+LISTS: Final = ("grid", "choice")
+"""Kinds with a list of values."""
+_KINDS: Final = (*LISTS, "uniform", "loguniform", "integers")
 _EXPONENT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _SHARED: Final[dict[str, str]] = packaged_json(__package__, "shared_fields.json")
 """Fields shared by all trials, and the reasons."""
@@ -32,14 +33,6 @@ class Domain:
     kind: Kind
     values: tuple[Any, ...]
     """All values for grid and choice, otherwise minimum and maximum."""
-
-    @property
-    def is_list(self) -> bool:
-        return self.kind in _LISTS
-
-    def value(self, drawn: Any) -> Any:
-        """Return the value for a drawn one, which for lists is a position."""
-        return self.values[drawn] if self.is_list else drawn
 
 
 @dataclass(frozen=True)
@@ -86,16 +79,25 @@ class Space:
             for value in domain.values:
                 with_values(config, {domain.field: value})
 
+    def values(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values for a sample of the fields: numbers, or for lists positions."""
+        return {
+            domain.field: domain.values[sample[domain.field]]
+            if domain.kind in LISTS
+            else sample[domain.field]
+            for domain in self.domains
+            if domain.field in sample
+        }
+
     def settings(self, config: TrainConfig, options: TuneConfig) -> list[dict[str, int]]:
         """Return the fixed fields of each setting, as positions in their lists. The first setting
         is the recipe's own. Combines each grid point with as many draws of the other fields as
         `options.trials` allows, at least one. Without these, uses each grid point once; with
         several seeds, the recipe's own settings occur once. Pure.
         """
-        tries_choices = options.algorithm == "grid"
-        grids = [domain for domain in self.domains if domain.kind == "grid" or tries_choices]
+        grids = [domain for domain in self.domains if "grid" in (domain.kind, options.algorithm)]
         for domain in grids:
-            if not domain.is_list:
+            if domain.kind not in LISTS:
                 raise InputError(
                     f"search: {domain.field}: {domain.kind} has no list of values, required by "
                     "tune.algorithm grid. Use grid or choice, or --tune.algorithm random."
@@ -107,12 +109,12 @@ class Space:
         if len(grids) < len(self.domains):
             num_draws = max(1, (options.trials - 1) // len(combinations))
             return [{}, *combinations * num_draws]
-        recipe: dict[str, int] = {}
-        if options.seeds > 1:
-            for positions in combinations:
-                values = {grid.field: grid.value(positions[grid.field]) for grid in grids}
-                if with_values(config, values) == config:
-                    recipe = positions
+        equal = (
+            positions
+            for positions in combinations
+            if options.seeds > 1 and with_values(config, self.values(positions)) == config
+        )
+        recipe = next(equal, {})
         return [recipe, *(positions for positions in combinations if positions != recipe)]
 
 
@@ -131,7 +133,7 @@ def _domain(field: str, spec: object, source: str) -> Domain:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise InputError(f"{label}.{kind}: must be a list of values")
     values = _numbers(values)
-    if kind not in _LISTS:
+    if kind not in LISTS:
         _check_range(f"{label}.{kind}", kind, values)
     return Domain(field, kind, tuple(values))
 

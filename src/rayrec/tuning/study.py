@@ -18,7 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
 
 from rayrec import storage
-from rayrec.tuning.space import Domain, Space, TuneConfig
+from rayrec.tuning.space import LISTS, Domain, Space, TuneConfig
 from rayrec.tuning.trials import TrialState
 
 _NAME: Final = "search"
@@ -49,15 +49,16 @@ class Study:
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the values of a trial by field."""
-        values: dict[str, Any] = self._trial(number).user_attrs["values"]
-        return dict(values)
+        return dict(self._study.get_trials(deepcopy=False)[number].user_attrs["values"])
 
     def state(self, number: int) -> TrialState:
         """Return the state of a trial, as last recorded."""
         stored = self._storage.get_study_user_attrs(self._study_id).get(f"trial {number}")
-        return TrialState("new") if stored is None else TrialState.from_dict(stored)
+        if stored is None:
+            return TrialState("new")
+        return TrialState(**{**stored, "values": tuple(stored["values"])})
 
-    def ask(self, setting: int, fixed: Mapping[str, int]) -> None:
+    def create_trial(self, setting: int, fixed: Mapping[str, int]) -> None:
         """Create the next trial. Setting 0 has only the fixed values, given as positions in their
         lists. Each further setting has the same drawn values in all its trials.
         """
@@ -72,13 +73,7 @@ class Study:
         else:
             self._study.sampler = optuna.samplers.RandomSampler(seed=seed)
         trial = self._study.ask({domain.field: _distribution(domain) for domain in domains})
-        positions = {**fixed, **trial.params}
-        values = {
-            domain.field: domain.value(positions[domain.field])
-            for domain in self._space.domains
-            if domain.field in positions
-        }
-        trial.set_user_attr("values", values)
+        trial.set_user_attr("values", self._space.values({**fixed, **trial.params}))
 
     def record(self, number: int, state: TrialState) -> None:
         """Save the state of a trial. It belongs to the study, because a trial that Optuna has been
@@ -87,13 +82,14 @@ class Study:
         self._study.set_user_attr(f"trial {number}", vars(state))
         self.save()
 
-    def tell(self, numbers: Iterable[int]) -> None:
+    def finish(self, numbers: Iterable[int]) -> None:
         """Return the final states of trials to the sampler. A trial that the next search retries
         stays open.
         """
         for number in numbers:
             state = self.state(number)
-            if self._trial(number).state.is_finished() or state.can_retry:
+            trial = self._study.get_trials(deepcopy=False)[number]
+            if trial.state.is_finished() or state.can_retry:
                 continue
             trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
             for wave, value in enumerate(state.values):
@@ -101,21 +97,18 @@ class Study:
                     self._storage.set_trial_intermediate_value(trial_id, wave, value)
             if state.state == "finished" and state.values[-1] is not None:
                 self._study.tell(number, state.values[-1])
+            elif state.state == "paused":
+                self._study.tell(number, state=optuna.trial.TrialState.PRUNED)
             else:
-                is_stopped = state.state == "paused"
-                outcome = optuna.trial.TrialState
-                self._study.tell(number, state=outcome.PRUNED if is_stopped else outcome.FAIL)
+                self._study.tell(number, state=optuna.trial.TrialState.FAIL)
         self.save()
 
     def save(self) -> None:
         self._journal.save()
 
-    def _trial(self, number: int) -> optuna.trial.FrozenTrial:
-        return self._study.get_trials(deepcopy=False)[number]
-
 
 def _distribution(domain: Domain) -> BaseDistribution:
-    if domain.is_list:
+    if domain.kind in LISTS:
         # Positions, because Optuna's journal stores only plain values, and these may be lists.
         return CategoricalDistribution(range(len(domain.values)))
     low, high = domain.values
@@ -131,9 +124,7 @@ class _Journal(BaseJournalBackend):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lines: list[str] = []
-        if storage.exists(path):
-            self._lines = storage.read_text(path).splitlines()
+        self._lines = storage.read_text(path).splitlines() if storage.exists(path) else []
 
     def read_logs(self, log_number_from: int) -> Sequence[dict[str, Any]]:
         return [json.loads(line) for line in self._lines[log_number_from:]]

@@ -40,11 +40,6 @@ class TrialState:
     error.
     """
 
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> TrialState:
-        """Return the state whose `vars` were stored as JSON."""
-        return cls(**{**stored, "values": tuple(stored["values"])})
-
     def reopened(self) -> TrialState:
         """Return the state to resume from in a new search."""
         return (
@@ -192,19 +187,13 @@ def wave_fractions(options: TuneConfig) -> tuple[float, ...]:
     return tuple(keep**power for power in range(waves, -1, -1))
 
 
-def num_continued(count: int, keep: float) -> int:
-    """Return how many of `count` trials continue, at least one. Pure."""
-    return max(1, math.ceil(count * keep - _ROUNDING))
-
-
 def rank_best(values: Mapping[int, float | None], keep: float, *, sign: float) -> list[int]:
-    """Return the trials to continue, the best first, given each trial's metric (None if it failed).
-    Ties go to the lower number. `sign` is 1 if more is better, else -1. Pure.
+    """Return the trials to continue, at least one, the best first, given each trial's metric (None
+    if it failed). Ties go to the lower number. `sign` is 1 if more is better, else -1. Pure.
     """
+    count = max(1, math.ceil(len(values) * keep - _ROUNDING))
     scored = {number: value for number, value in values.items() if value is not None}
-    return sorted(scored, key=lambda number: (-sign * scored[number], number))[
-        : num_continued(len(values), keep)
-    ]
+    return sorted(scored, key=lambda number: (-sign * scored[number], number))[:count]
 
 
 def groups_of(numbers: Sequence[int], options: TuneConfig) -> list[list[int]]:
@@ -280,8 +269,8 @@ class Waves:
             self._record(job.number, state)
             value = state.value(job.wave)
             metric = "" if value is None else f", {self._options.metric} {value:.5f}"
-            share = f"{job.fraction:.1%} of its steps"
-            outcome = state.error or (state.state if job.wave == self._last else share)
+            progress = f"{job.fraction:.1%} of its steps"
+            outcome = state.error or (state.state if job.wave == self._last else progress)
             self._note(f"trial {job.number}: {outcome}{metric}")
 
     def _submit(self, number: int, wave: int) -> None:

@@ -522,12 +522,12 @@ def searched(folder: Path, pool: Pool | None) -> dict[int, trials.TrialState]:
     waves = trials.Waves(opened, THIRDS, record=journal.record, note=lambda text: None)
     for number, config in enumerate(configs(folder, 19)):
         if number == len(journal):
-            journal.ask(number, {})
+            journal.create_trial(number, {})
         waves.add(number, config, journal.state(number))
     waves.start(0)
     (group,) = trials.groups_of(range(1, 19), THIRDS)
     waves.train(group)
-    journal.tell(group)
+    journal.finish(group)
     waves.wait([0])
     return waves.states
 
@@ -650,7 +650,7 @@ def values_of(space: Space, **options: Any) -> list[dict[str, Any]]:
     study = Study("unused", space, tuned)
     config = recipes.criteo_demo("log")
     for setting, fixed in enumerate(space.settings(config, tuned)):
-        study.ask(setting, fixed)
+        study.create_trial(setting, fixed)
     return [study.values(number) for number in range(len(study))]
 
 
@@ -731,7 +731,7 @@ def best_of_tpe(folder: Path, *, seed: int = 0, stops_after: int = 30) -> list[d
     study = Study(str(folder / "journal.log"), space, options)
     for group in trials.groups_of(range(30), options):
         for number in range(len(study), max(group) + 1):
-            study.ask(number + 1, {})
+            study.create_trial(number + 1, {})
         study.save()
         if max(group) >= stops_after:
             break
@@ -739,11 +739,11 @@ def best_of_tpe(folder: Path, *, seed: int = 0, stops_after: int = 30) -> list[d
             if study.state(number).state == "new":
                 loss = (study.values(number)["a"] - 0.3) ** 2
                 study.record(number, trials.TrialState("finished", (loss,)))
-        study.tell(group)
+        study.finish(group)
     return [study.values(number) for number in range(len(study))]
 
 
-def test_tpe_draws_near_best_trials(tmp_path: Path) -> None:
+def test_tpe_values_approach_best_trial(tmp_path: Path) -> None:
     values = [trial["a"] for trial in best_of_tpe(tmp_path)]
     first, *_, last = (values[start : start + 6] for start in range(0, 30, 6))
     distances = [statistics.mean(abs(value - 0.3) for value in group) for group in (first, last)]
