@@ -17,7 +17,7 @@ from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.ray_pool import RayPool
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import Job, TrialState, folder_of
+from rayrec.tuning.trials import Job, PartResult, folder_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
@@ -54,7 +54,7 @@ def test_ray_search_matches_in_process_search(
 def jobs(folder: Path, count: int) -> list[Job]:
     config = recipes.criteo_demo("log").replace(storage_path=str(folder))
     return [
-        Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc", ())
+        Job(number, config.replace(name=f"trial_{number}"), 0, 1.0, "auroc")
         for number in range(count)
     ]
 
@@ -66,7 +66,7 @@ def pool_of(
     return RayPool(options, signals or Signals(), max_failures=max_failures, train=train)
 
 
-def dies(job: Job) -> TrialState:
+def dies(job: Job) -> PartResult:
     """Kill this process for trial 0, and once for trial 1. Trial 3 waits for Ctrl-C, the others
     finish.
     """
@@ -80,7 +80,7 @@ def dies(job: Job) -> TrialState:
             until(lambda: signals.cause == "SIGINT")
             (folder / "stopped").touch()
             signals.throw()
-    return TrialState("finished", (0.5,))
+    return PartResult(0.5, finished=True)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -90,12 +90,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_killed_trial_resumes_in_new_process(local_ray: None, tmp_path: Path) -> None:
     pool = pool_of(dies, concurrent=2)
-    for job in jobs(tmp_path, 3):
-        pool.submit(job)
-    states = {job.number: state for job, state in (pool.next() for _ in range(3))}
-    assert [states[number].state for number in range(3)] == ["failed", "finished", "finished"]
-    assert (states[0].error or "").startswith("process killed 2 times")
-    assert states[0].can_retry
+    results = {job.number: result for job, result in pool.run(jobs(tmp_path, 3))}
+    assert [results[number].finished for number in range(3)] == [False, True, True]
+    assert (results[0].error or "").startswith("process killed 2 times")
+    assert results[0].can_retry
 
 
 class Unreadable:
@@ -110,21 +108,19 @@ class Unreadable:
 def test_unstartable_task_fails_trial(local_ray: None, tmp_path: Path) -> None:
     unreadable = Unreadable()
 
-    def train(job: Job) -> TrialState:
-        return TrialState("finished", (float(unreadable is None),))
+    def train(job: Job) -> PartResult:
+        return PartResult(float(unreadable is None), finished=True)
 
     pool = pool_of(train, max_failures=-1)
-    pool.submit(jobs(tmp_path, 1)[0])
-    _, state = pool.next()
-    assert (state.state, state.can_retry) == ("failed", True)
-    assert "no module of this name" in (state.error or "")
+    ((_, result),) = pool.run(jobs(tmp_path, 1))
+    assert result.can_retry
+    assert "no module of this name" in (result.error or "")
 
 
 def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
     asked = threading.Event()
     folder = tmp_path / "trial_3"
     pool = pool_of(dies, Signals(asked))
-    pool.submit(jobs(tmp_path, 4)[3])
 
     def ask() -> None:
         until(folder.exists)
@@ -133,7 +129,7 @@ def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
 
     threading.Thread(target=ask).start()
     with pytest.raises(SystemExit):
-        pool.next()
+        list(pool.run(jobs(tmp_path, 4)[3:]))
     assert (folder / "stopped").exists()
 
 

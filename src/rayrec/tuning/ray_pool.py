@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import ray
@@ -15,7 +15,7 @@ from rayrec.config import InputError, line_of
 from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import Job, TrialState, train_part
+from rayrec.tuning.trials import Job, PartResult, train_part
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import ClusterConfig
 
@@ -49,9 +49,8 @@ def ray_pool(
 
 @final
 class RayPool:
-    """Trial pool (see `rayrec.tuning.trials.Pool`) with as many tasks as Ray has room for. If a
-    task's process is killed (out of memory, node loss), its trial resumes in another, up to
-    `max_failures` times (-1: any).
+    """Pool with as many tasks as Ray has room for. If a task's process is killed (out of memory,
+    node loss), its trial resumes in another, up to `max_failures` times (-1: any).
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class RayPool:
         signals: Signals,
         *,
         max_failures: int,
-        train: Callable[[Job], TrialState] = train_part,
+        train: Callable[[Job], PartResult] = train_part,
     ) -> None:
         if not _num_fitting(options):
             raise InputError(
@@ -74,29 +73,32 @@ class RayPool:
         self._task = ray.remote(train).options(
             num_cpus=options.cpus_per_trial, num_gpus=options.gpus_per_trial, max_retries=0
         )
-        self._queue: deque[Job] = deque()
         self._running: dict[Any, Job] = {}
         """Jobs by the reference of their task's result."""
         self._num_kills: Counter[int] = Counter()
 
-    def submit(self, job: Job) -> None:
-        connection.ship_code(job.config)
-        self._queue.append(job)
-
-    def next(self) -> tuple[Job, TrialState]:
-        while True:
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, PartResult]]:
+        """Train parts concurrently and return each when it ends. On a signal, raises
+        KeyboardInterrupt or SystemExit after all saved.
+        """
+        waiting = deque(jobs)
+        while waiting or self._running:
             # Ray itself waits for resources, so that all jobs are sent without a limit.
-            while self._queue and len(self._running) < (self._options.concurrent or math.inf):
-                job = self._queue.popleft()
+            while waiting and len(self._running) < (self._options.concurrent or math.inf):
+                job = waiting.popleft()
+                connection.ship_code(job.config)
                 self._running[self._task.remote(job)] = job
             done, _ = ray.wait([*self._running], timeout=_POLL_S)
             if self._signals.cause is not None:
                 self.stop()
                 self._signals.throw()
             for reference in done:
-                ended = self._take(reference)
-                if ended is not None:
-                    return ended
+                job = self._running.pop(reference)
+                result = self._result(job, reference)
+                if result is None:
+                    waiting.appendleft(job)
+                else:
+                    yield job, result
 
     def stop(self) -> None:
         """Interrupt all tasks and wait until their trials have saved, which takes at most
@@ -107,22 +109,20 @@ class RayPool:
         if self._running:
             ray.wait([*self._running], num_returns=len(self._running))
 
-    def _take(self, reference: Any) -> tuple[Job, TrialState] | None:
-        """Return the job and the trial's state of a completed task, or None if it runs again."""
-        job = self._running.pop(reference)
+    def _result(self, job: Job, reference: Any) -> PartResult | None:
+        """Return the result of a completed task, or None if its job is to run again."""
         try:
-            return job, ray.get(reference)
+            result: PartResult = ray.get(reference)
+            return result
         except _LOST as error:
             self._num_kills[job.number] += 1
             count = self._num_kills[job.number]
             if 0 <= self._max_failures < count:
-                return job, job.failed(
-                    f"process killed {count} times ({type(error).__name__})", can_retry=True
-                )
-            self._queue.appendleft(job)
+                text = f"process killed {count} times ({type(error).__name__})"
+                return PartResult(error=text, can_retry=True)
             return None
         except ray.exceptions.RayError as error:  # The task cannot start anywhere.
-            return job, job.failed(line_of(error), can_retry=True)
+            return PartResult(error=line_of(error), can_retry=True)
 
 
 def _num_fitting(options: TuneConfig, *, free: bool = False) -> int:

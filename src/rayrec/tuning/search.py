@@ -44,16 +44,8 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.training.session import check_settings, preflight
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.study import Study
-from rayrec.tuning.trials import (
-    InProcessPool,
-    Pool,
-    TrialState,
-    Waves,
-    folder_of,
-    groups_of,
-    validations_in,
-    wave_fractions,
-)
+from rayrec.tuning.trials import PartResult, folder_of, train_parts, validations_in
+from rayrec.tuning.waves import TrainParts, groups_of, train_waves, wave_fractions
 from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.recsys.baselines import PACKAGES, open_baselines
 from rayrec.workloads.recsys.settings import Prepared
@@ -104,7 +96,7 @@ def tune(
 
     The log is indexed, counted and preprocessed once, into `FOLDER/data`. Each trial trains on that
     in one Ray process, or with `cluster.address` none sequentially in this process.
-    `rayrec.tuning.trials` selects the trials to continue. FOLDER is storage_path/name. The same
+    `rayrec.tuning.waves` selects the trials to continue. FOLDER is storage_path/name. The same
     call again resumes the search. The result does not depend on timing. Raises InputError before
     anything starts, for an invalid recipe, space or data; later, if no trial finished.
 
@@ -121,6 +113,32 @@ def tune(
     config = config.replace(
         name=config.name or f"tune-{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
+    _check_request(config, options)
+    folder = storage.join(storage.absolute(config.storage_path), str(config.name))
+    space.check(config)
+    check_settings(config)
+    preflight(
+        config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS})
+    )
+    if not connection.is_in_process(config.cluster.address):
+        connection.require_direct(config.cluster.address)
+    search = _Search(config, space, options, folder)
+    search.begin()
+    prepared, data = _prepare(config, folder, console)
+    if options.seeds > 1 and "test" not in prepared.sets:
+        raise InputError(
+            "tune.seeds: settings are compared on test rows, and the split has none. Choose "
+            "another split."
+        )
+    search.train(data, console)
+    trials = [search.trial(number) for number in range(len(search.configs))]
+    return _conclude(
+        config, search.configs, trials, prepared, folder=folder, options=options, console=console
+    )
+
+
+def _check_request(config: TrainConfig, options: TuneConfig) -> None:
+    """Check the model, the data and the options before anything is created. Raises InputError."""
     workload = config.workload
     if not isinstance(workload, ClickWorkload) or not workload.predicts_clicks:
         raise InputError(f"tune: requires a click model, and recipe {config.recipe} is not one")
@@ -143,30 +161,6 @@ def tune(
         )
     if options.seeds > 1:
         require("scipy", *(PACKAGES[kind] for kind in options.baselines), extra="baselines")
-    folder = storage.join(storage.absolute(config.storage_path), str(config.name))
-    space.check(config)
-    check_settings(config)
-    preflight(
-        config.replace(scaling={"num_workers": 1}, cluster={"address": connection.IN_PROCESS})
-    )
-    if not connection.is_in_process(config.cluster.address):
-        connection.require_direct(config.cluster.address)
-    search = _Search(config, space, options, folder)
-    search.begin()
-    prepared, data = _prepare(config, folder, console)
-    if options.seeds > 1 and "test" not in prepared.sets:
-        raise InputError(
-            "tune.seeds: settings are compared on test rows, and the split has none. Choose "
-            "another split."
-        )
-    configs, states = search.train(data, console)
-    trials = [
-        _trial(number, search.values(number), configs[number], states[number], options)
-        for number in range(len(configs))
-    ]
-    return _conclude(
-        config, configs, trials, prepared, folder=folder, options=options, console=console
-    )
 
 
 @final
@@ -178,8 +172,9 @@ class _Search:
         self._options = options
         self._folder = folder
         self._settings = space.settings(config, options)
-        num_trials = len(self._settings) * options.seeds
-        self._groups = groups_of(range(1, num_trials), options)
+        self._groups = groups_of(len(self._settings) * options.seeds, options)
+        self.configs: list[TrainConfig] = []
+        """Configurations of the trials."""
         # The settings that all searches of a folder share.
         self._shared = {
             "config": config.replace(cluster=ClusterConfig()).to_dict(),
@@ -197,7 +192,8 @@ class _Search:
     def begin(self) -> None:
         """Check the settings of the first group, then create the folder. Raises InputError."""
         self._create_trials(self._groups[0])
-        for number in range(len(self._study)):
+        # Trials of later groups, in the journal of a resumed search, may have failed.
+        for number in range(max(self._groups[0]) + 1):
             check_settings(with_values(self._config, self.values(number)))
         storage.make_folder(self._folder)
         storage.write_json(storage.join(self._folder, SEARCH), self._shared)
@@ -211,33 +207,55 @@ class _Search:
             return {**values, "seed": with_values(self._config, values).seed + offset}
         return values
 
-    def train(self, data: str, console: Console) -> tuple[list[TrainConfig], dict[int, TrialState]]:
-        """Train all trials on preprocessed rows. Returns their configurations and states."""
-        configs: list[TrainConfig] = []
+    def train(self, data: str, console: Console) -> None:
+        """Train all trials on preprocessed rows."""
         with contextlib.ExitStack() as stack:
 
             @functools.cache
-            def pool() -> Pool:
+            def pool() -> TrainParts:
+                # Ray is connected only if there is something to train.
                 cluster = self._config.cluster
                 if cluster.address == connection.IN_PROCESS:
-                    return InProcessPool()
+                    return train_parts
                 from rayrec.tuning.ray_pool import ray_pool
 
-                return stack.enter_context(
-                    ray_pool(cluster, self._options, configs[0], console=console)
-                )
+                opened = ray_pool(cluster, self._options, self.configs[0], console=console)
+                return stack.enter_context(opened).run
 
-            waves = Waves(pool, self._options, record=self._study.record, note=console.note)
             for group in self._groups:
                 self._create_trials(group)
                 self._study.save()
-                for number in range(len(configs), len(self._study)):
-                    configs.append(self._add(number, data, waves))
-                waves.start(0)
-                waves.train(group)
-                self._study.finish(group)
-            waves.wait([0])
-        return configs, waves.states
+                for number in range(len(self.configs), len(self._study)):
+                    self.configs.append(self._trial_config(number, data))
+                train_waves(
+                    group, self.configs, self._study, pool, options=self._options, note=console.note
+                )
+                self._study.stop_paused(group)
+
+    def trial(self, number: int) -> Trial:
+        """Return the results of a trial, from the study and the trial's folder."""
+        folder = folder_of(self.configs[number])
+        path = storage.join(folder, "events.jsonl")
+        summary = storage.join(folder, "summary.json")
+        events = read_events(path) if storage.exists(path) else []
+        validations = validations_in(events)
+        run = RunSummary(events, curves=False)
+        last = run.latest.get("step")
+        return Trial(
+            number,
+            self.values(number),
+            self._study.outcome(number),
+            self._study.error(number),
+            step=validations[-1]["step"] if validations else 0,
+            rows=last["rows"] if last else 0,
+            seconds=run.working_s,
+            share=last["step"] / last["steps"] if last else 0.0,
+            curve=tuple((event["step"], event[self._options.metric]) for event in validations),
+            best=self._study.last_metric(number),
+            checkpoint=(
+                storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None
+            ),
+        )
 
     def _create_trials(self, group: Sequence[int]) -> None:
         """Create the trials up to the group's last one that the journal lacks."""
@@ -245,19 +263,18 @@ class _Search:
             setting = number // self._options.seeds
             self._study.create_trial(setting, self._settings[setting])
 
-    def _add(self, number: int, data: str, waves: Waves) -> TrainConfig:
-        """Add a trial to the waves and return its configuration. A later group may draw values that
-        do not fit together, which is a failed trial.
+    def _trial_config(self, number: int, data: str) -> TrainConfig:
+        """Return the configuration of a trial. A later group may draw values that do not fit
+        together, which is a failed trial.
         """
-        state = self._study.state(number)
         config = self._config
         try:
             config = with_values(config, self.values(number))
             check_settings(config)
         except InputError as error:
-            state = TrialState("failed", error=line_of(error))
-            self._study.record(number, state)
-        config = config.replace(
+            if not self._study.has_ended(number, 0):
+                self._study.record(number, 0, PartResult(error=line_of(error)))
+        return config.replace(
             name=f"trial_{number:04d}",
             storage_path=storage.join(self._folder, _TRIALS),
             train_data={"path": data, "files": ()},
@@ -268,8 +285,6 @@ class _Search:
                 address=connection.IN_PROCESS, num_cpus=self._options.cpus_per_trial
             ),
         )
-        waves.add(number, config, state)
-        return config
 
 
 def _check_same(folder: str, searched: Mapping[str, Any]) -> None:
@@ -326,36 +341,6 @@ def _prepare(config: TrainConfig, folder: str, console: Console) -> tuple[Prepar
     return prepared, data
 
 
-def _trial(
-    number: int,
-    values: Mapping[str, Any],
-    config: TrainConfig,
-    trial_state: TrialState,
-    options: TuneConfig,
-) -> Trial:
-    """Read the results of a trial from its folder."""
-    folder = folder_of(config)
-    path = storage.join(folder, "events.jsonl")
-    summary = storage.join(folder, "summary.json")
-    events = read_events(path) if storage.exists(path) else []
-    validations = validations_in(events)
-    run = RunSummary(events, curves=False)
-    last = run.latest.get("step")
-    return Trial(
-        number,
-        values,
-        "stopped" if trial_state.state == "paused" else trial_state.state,
-        trial_state.error,
-        step=validations[-1]["step"] if validations else 0,
-        rows=last["rows"] if last else 0,
-        seconds=run.working_s,
-        share=last["step"] / last["steps"] if last else 0.0,
-        curve=tuple((event["step"], event[options.metric]) for event in validations),
-        best=trial_state.values[-1] if trial_state.values else None,
-        checkpoint=storage.read_json(summary)["checkpoint"] if storage.exists(summary) else None,
-    )
-
-
 def _conclude(
     config: TrainConfig,
     configs: Sequence[TrainConfig],
@@ -371,27 +356,11 @@ def _conclude(
     """
     sign = -1.0 if options.metric == "auroc" else 1.0
     ranked = sorted(trials, key=lambda trial: math.inf if trial.best is None else sign * trial.best)
-    finished = [
-        trial for trial in ranked if trial.checkpoint is not None and trial.best is not None
-    ]
-    if not finished:
-        errors = [f"trial {trial.number}: {trial.error}" for trial in trials if trial.error]
-        raise InputError(
-            f"tune: no trial finished ({errors[0] if errors else 'all were interrupted'})"
-        )
-    best = finished[0]
-    baseline = trials[0]
-    compared = None
+    best = _best_finished(ranked)
     groups = _groups(configs, trials, options, console) if options.seeds > 1 else []
-    if not groups and best.number and baseline.checkpoint is not None and "test" in prepared.sets:
-        scored = [
-            _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
-            for trial in (best, baseline)
-        ]
-        differences = compare_models(
-            [rows.logits for rows in scored], scored[0].labels, Resampling()
-        ).differences[0, 1]
-        compared = {metric: vars(differences[metric]) for metric in METRICS}
+    compared = None
+    if not groups and best.number and "test" in prepared.sets:
+        compared = _compare(best, trials[0], configs, console)
     started = [trial for trial in trials if trial.share]
     full_rows = sum(trial.rows / trial.share for trial in started)
     winner = with_values(config, best.values).replace(name=None)
@@ -432,6 +401,36 @@ def _conclude(
     return {**plain, "report": page}
 
 
+def _best_finished(ranked: Sequence[Trial]) -> Trial:
+    """Return the first trial with a metric and a checkpoint. Raises InputError if there is none."""
+    for trial in ranked:
+        if trial.checkpoint is not None and trial.best is not None:
+            return trial
+    errors = sorted((trial.number, trial.error) for trial in ranked if trial.error)
+    reason = "all were interrupted"
+    if errors:
+        reason = "trial {}: {}".format(*errors[0])
+    raise InputError(f"tune: no trial finished ({reason})")
+
+
+def _compare(
+    best: Trial, recipe: Trial, configs: Sequence[TrainConfig], console: Console
+) -> dict[str, Any] | None:
+    """Return the differences between the best trial and the recipe's own settings on the test rows,
+    or None if the latter did not finish.
+    """
+    if recipe.checkpoint is None:
+        return None
+    scored = [
+        _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
+        for trial in (best, recipe)
+    ]
+    differences = compare_models(
+        [rows.logits for rows in scored], scored[0].labels, Resampling()
+    ).differences[0, 1]
+    return {metric: vars(differences[metric]) for metric in METRICS}
+
+
 def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> ScoredRows:
     """Score the test rows, which are contiguous in the log."""
     path = str(config.train_data.path)
@@ -458,54 +457,62 @@ def _groups(
         finished = [
             trial for trial in trials[start : start + options.seeds] if trial.checkpoint is not None
         ]
-        if not finished:
-            continue
-        rows = [
-            _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
-            for trial in finished
-        ]
-        labels = rows[0].labels
-        checkpoint = open_checkpoint(str(finished[0].checkpoint))
-        scores.append(SeededScores.from_seeds((scored.logits, scored.labels) for scored in rows))
-        name = ", ".join(
-            _value(value) for field, value in finished[0].values.items() if field != "seed"
-        )
-        group: dict[str, Any] = {
-            "name": name or "recipe",
-            "trials": [trial.number for trial in finished],
-            "seeds": len(finished),
-        }
-        group |= {"seconds": statistics.fmean(trial.seconds for trial in finished)}
-        group |= _spread(
-            "validation", [math.nan if trial.best is None else trial.best for trial in finished]
-        )
-        groups.append(group | model_cost(checkpoint, configs[start]))
+        if finished:
+            rows = [
+                _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
+                for trial in finished
+            ]
+            scores.append(SeededScores.from_seeds((scored.logits, scored.labels) for scored in rows))
+            checkpoint = open_checkpoint(str(finished[0].checkpoint))
+            groups.append(_setting(finished) | model_cost(checkpoint, configs[start]))
     if options.baselines:
         path = str(configs[0].train_data.path)
-        max_rows = ComparisonConfig.baseline_rows
         baselines = open_baselines(
-            configs[0], checkpoint.path, max_rows=max_rows, kinds=options.baselines
+            configs[0],
+            checkpoint.path,
+            max_rows=ComparisonConfig.baseline_rows,
+            kinds=options.baselines,
         )
         for kind in options.baselines:
             test_rows = baselines.rows(path, *open_preprocessed(path).sets["test"])
-            logits, described = score_baseline(kind, baselines, test_rows, labels, console)
+            logits, described = score_baseline(kind, baselines, test_rows, rows[0].labels, console)
             # Another seed would yield the same model.
-            scores.append(SeededScores.from_seeds([(logits, labels)] * 2))
+            scores.append(SeededScores.from_seeds([(logits, rows[0].labels)] * 2))
             groups.append(described)
+    _add_differences(groups, scores)
+    return groups
+
+
+def _setting(finished: Sequence[Trial]) -> dict[str, Any]:
+    """Describe a setting by its finished trials, one for each seed."""
+    name = ", ".join(
+        _value(value) for field, value in finished[0].values.items() if field != "seed"
+    )
+    metrics = [math.nan if trial.best is None else trial.best for trial in finished]
+    return {
+        "name": name or "recipe",
+        "trials": [trial.number for trial in finished],
+        "seeds": len(finished),
+        "seconds": statistics.fmean(trial.seconds for trial in finished),
+        **_spread("validation", metrics),
+    }
+
+
+def _add_differences(groups: Sequence[dict[str, Any]], scores: Sequence[SeededScores]) -> None:
+    """Add to the groups their metrics on the test rows, and to all but the first the differences
+    from it.
+    """
     for group, of_group in zip(groups, scores, strict=True):
         seeds = group.get("seeds", 1)  # A baseline was trained once, whatever its copies above
-        group |= _spread("auroc", of_group.aurocs.tolist()[:seeds]) | _spread(
-            "logloss", of_group.loglosses.tolist()[:seeds]
-        )
+        group |= _spread("auroc", of_group.aurocs.tolist()[:seeds])
+        group |= _spread("logloss", of_group.loglosses.tolist()[:seeds])
     tests = [
         compare_seeds(of_group, scores[0], confidence=Resampling.confidence)
         for of_group in scores[1:]
     ]
-    for group, test, p_value in zip(
-        groups[1:], tests, holm([test.p_value for test in tests]), strict=True
-    ):
+    corrected = holm([test.p_value for test in tests])
+    for group, test, p_value in zip(groups[1:], tests, corrected, strict=True):
         group |= {**vars(test), "corrected_p_value": p_value}
-    return groups
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""Optuna study of a search: the values of its trials, and the journal for resuming."""
+"""Optuna study of a search: the values and results of its trials, and the journal for resuming."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import optuna
@@ -16,14 +17,25 @@ from optuna.distributions import (
 )
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
+from optuna.trial import FrozenTrial, TrialState
 
 from rayrec import storage
 from rayrec.tuning.space import LISTS, Domain, Space, TuneConfig
-from rayrec.tuning.trials import TrialState
+from rayrec.tuning.trials import PartResult
 
 _NAME: Final = "search"
+_ERROR: Final = "error"
+"""User attribute with the error of a failed trial."""
 
 
+# States of a trial, which are Optuna's. An intermediate value is the metric after a wave.
+#
+# | state    | meaning                                                          |
+# | -------- | ---------------------------------------------------------------- |
+# | RUNNING  | new, paused after a wave, or to be trained again after a failure |
+# | PRUNED   | stopped after a wave, because others were better                 |
+# | COMPLETE | trained to its end                                               |
+# | FAIL     | failed because of its settings                                   |
 @final
 class Study:
     """Trials of a search in the order of their numbers. `save` writes changes to the journal, which
@@ -43,27 +55,17 @@ class Study:
             direction="maximize" if options.metric == "auroc" else "minimize",
         )
         self._study_id = self._storage.get_study_id_from_name(_NAME)
+        self._outside_errors: dict[int, str] = {}
+        """Errors of trials that the next search trains again, which the journal does not keep."""
 
     def __len__(self) -> int:
         return len(self._study.get_trials(deepcopy=False))
-
-    def values(self, number: int) -> dict[str, Any]:
-        """Return the values of a trial by field."""
-        return dict(self._study.get_trials(deepcopy=False)[number].user_attrs["values"])
-
-    def state(self, number: int) -> TrialState:
-        """Return the state of a trial, as last recorded."""
-        stored = self._storage.get_study_user_attrs(self._study_id).get(f"trial {number}")
-        if stored is None:
-            return TrialState("new")
-        return TrialState(**{**stored, "values": tuple(stored["values"])})
 
     def create_trial(self, setting: int, fixed: Mapping[str, int]) -> None:
         """Create the next trial. Setting 0 has only the fixed values, given as positions in their
         lists. Each further setting has the same drawn values in all its trials.
         """
-        domains = self._space.domains if setting else ()
-        if domains and fixed:
+        if fixed:
             self._study.enqueue_trial(dict(fixed))
         # Seeded for each setting, because the state of a sampler is not in the journal: a resumed
         # search must draw the same values.
@@ -72,39 +74,83 @@ class Study:
             self._study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=1)
         else:
             self._study.sampler = optuna.samplers.RandomSampler(seed=seed)
-        trial = self._study.ask({domain.field: _distribution(domain) for domain in domains})
-        trial.set_user_attr("values", self._space.values({**fixed, **trial.params}))
+        self._study.ask(
+            {
+                domain.field: _distribution(domain)
+                for domain in self._space.domains
+                if setting or domain.field in fixed
+            }
+        )
 
-    def record(self, number: int, state: TrialState) -> None:
-        """Save the state of a trial. It belongs to the study, because a trial that Optuna has been
-        told about cannot change, but may continue after a trial that failed is trained again.
-        """
-        self._study.set_user_attr(f"trial {number}", vars(state))
+    def values(self, number: int) -> dict[str, Any]:
+        """Return the values of a trial by field."""
+        return self._space.values(self._trial(number).params)
+
+    def record(self, number: int, wave: int, result: PartResult) -> None:
+        """Save the result of training a trial in a wave."""
+        if result.error is not None and result.can_retry:
+            self._outside_errors[number] = result.error
+            return
+        trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+        if result.error is not None:
+            self._storage.set_trial_user_attr(trial_id, _ERROR, result.error)
+            self._study.tell(number, state=TrialState.FAIL)
+        else:
+            value = math.nan if result.value is None else result.value
+            self._storage.set_trial_intermediate_value(trial_id, wave, value)
+            if result.finished:
+                self._study.tell(number, value)
         self.save()
 
-    def finish(self, numbers: Iterable[int]) -> None:
-        """Return the final states of trials to the sampler. A trial that the next search retries
-        stays open.
+    def stop_paused(self, group: Sequence[int]) -> None:
+        """Stop the paused trials of a group, so that the sampler learns from them. If one failed
+        for an outside reason, its next attempt may change which trials continue, so none is.
         """
-        for number in numbers:
-            state = self.state(number)
-            trial = self._study.get_trials(deepcopy=False)[number]
-            if trial.state.is_finished() or state.can_retry:
-                continue
-            trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
-            for wave, value in enumerate(state.values):
-                if value is not None:
-                    self._storage.set_trial_intermediate_value(trial_id, wave, value)
-            if state.state == "finished" and state.values[-1] is not None:
-                self._study.tell(number, state.values[-1])
-            elif state.state == "paused":
-                self._study.tell(number, state=optuna.trial.TrialState.PRUNED)
-            else:
-                self._study.tell(number, state=optuna.trial.TrialState.FAIL)
-        self.save()
+        if self._outside_errors.keys().isdisjoint(group):
+            for number in group:
+                self._study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
+            self.save()
+
+    def has_ended(self, number: int, wave: int) -> bool:
+        """Return whether nothing is left to train of a trial in this wave."""
+        trial = self._trial(number)
+        return (
+            trial.state.is_finished()
+            or wave in trial.intermediate_values
+            or number in self._outside_errors
+        )
+
+    def metric(self, number: int, wave: int) -> float | None:
+        """Return the metric after a wave, or of the selected weights if the trial had finished by
+        then. None without metric, or if the trial failed before.
+        """
+        trial = self._trial(number)
+        return _finite(trial.intermediate_values.get(wave, trial.value))
+
+    def last_metric(self, number: int) -> float | None:
+        """Return the metric after the last wave that the trial was trained in, None before one."""
+        values = self._trial(number).intermediate_values
+        return _finite(values[max(values)]) if values else None
+
+    def error(self, number: int) -> str | None:
+        """Return the error of a failed trial, None for others."""
+        return self._outside_errors.get(number) or self._trial(number).user_attrs.get(_ERROR)
+
+    def outcome(self, number: int) -> str:
+        """Return whether the trial is finished, failed or stopped."""
+        if self.error(number) is not None:
+            return "failed"
+        return "finished" if self._trial(number).state == TrialState.COMPLETE else "stopped"
 
     def save(self) -> None:
         self._journal.save()
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self._study.get_trials(deepcopy=False)[number]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _distribution(domain: Domain) -> BaseDistribution:

@@ -8,7 +8,7 @@ import math
 import random
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,10 @@ from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
 from rayrec.tuning import search as of_searches
-from rayrec.tuning import trials
+from rayrec.tuning import trials, waves
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.study import Study
+from rayrec.tuning.trials import PartResult
 from rayrec.workloads.base import TrainConfig
 
 RATE = "workload.dense_optimizer.learning_rate"
@@ -79,7 +80,7 @@ def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: Tr
     # Two of four continue after step 2, one after step 6.
     assert [by_number[number]["step"] for number in range(5)] == [54, 54, 0, 6, 2]
     assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
-    assert [step for step, _ in own["curve"]] == [18, 36, 54]
+    assert [step for step, _ in own["curve"]] == [2, 6, 18, 36, 54]
     assert result["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
     assert result["best"] == {
         "number": 1,
@@ -112,7 +113,7 @@ def test_repeated_tune_call_trains_nothing(
         for number in range(5)
     ]
     before = [place.read_bytes() for place in events]
-    monkeypatch.setattr(of_searches, "InProcessPool", None)
+    monkeypatch.setattr(of_searches, "train_parts", None)
     assert rayrec.tune(config, search=SEARCH, console=QUIET) == result
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
@@ -154,7 +155,19 @@ def test_killed_search_matches_uninterrupted_one(
     fails_with(KeyboardInterrupt, "", rayrec.tune, searched, search=SEARCH, console=QUIET)
     away.rename(log)
     again = rayrec.tune(searched, search=SEARCH, console=QUIET)
-    assert sorted(set(parts)) == [(0, 54), (1, 2), (1, 6), (1, 18), (1, 54), (3, 2), (3, 6), (4, 2)]
+    assert sorted(set(parts)) == [
+        (0, 2),
+        (0, 6),
+        (0, 18),
+        (0, 54),
+        (1, 2),
+        (1, 6),
+        (1, 18),
+        (1, 54),
+        (3, 2),
+        (3, 6),
+        (4, 2),
+    ]
     assert len(parts) == len(set(parts)) + 1
     assert outcomes(again) == outcomes(result)
     assert again["compared"] == result["compared"]
@@ -304,6 +317,8 @@ def test_tpe_fails_trial_with_incompatible_values(config: TrainConfig) -> None:
     trials = sorted(result["trials"], key=lambda trial: trial["number"])
     assert [trial["state"] for trial in trials] == ["finished", "finished", "failed"]
     assert "bottom_mlp" in trials[2]["error"]
+    again = rayrec.tune(searched, search=space, algorithm="tpe", stop_early=False, console=QUIET)
+    assert again == result
 
 
 ONE_LABEL = Schema(
@@ -443,29 +458,29 @@ THIRDS = TuneConfig()
 
 
 def test_random_search_has_one_shuffled_group() -> None:
-    numbers = range(1, 50)
-    (order,) = trials.groups_of(numbers, TuneConfig())
-    assert sorted(order) == list(numbers)
-    assert [order] == trials.groups_of(numbers, TuneConfig())
-    assert [order] != trials.groups_of(numbers, TuneConfig(seed=1))
+    (order,) = waves.groups_of(50, TuneConfig())
+    assert order[0] == 0
+    assert sorted(order) == list(range(50))
+    assert [order] == waves.groups_of(50, TuneConfig())
+    assert [order] != waves.groups_of(50, TuneConfig(seed=1))
 
 
 def test_tpe_search_has_groups_in_turn() -> None:
-    groups = trials.groups_of(range(1, 12), TuneConfig(algorithm="tpe"))
-    assert [sorted(group) for group in groups] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]]
+    groups = waves.groups_of(12, TuneConfig(algorithm="tpe"))
+    assert [sorted(group) for group in groups] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]]
 
 
 def test_wave_fractions_follow_keep_fraction() -> None:
-    assert trials.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
-    assert trials.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
-    assert trials.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
+    assert waves.wave_fractions(THIRDS) == pytest.approx((1 / 27, 1 / 9, 1 / 3, 1))
+    assert waves.wave_fractions(TuneConfig(stop_early=False)) == (1.0,)
+    assert waves.wave_fractions(TuneConfig(keep_fraction=0.5))[0] == 1 / 32
 
 
 def test_rank_best_excludes_failed_trials() -> None:
     values = {1: 0.7, 2: 0.9, 3: None, 4: 0.9, 5: 0.8, 6: None}
-    assert trials.rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
-    assert trials.rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
-    assert trials.rank_best({1: None, 2: None}, 0.5, sign=1.0) == []
+    assert waves.rank_best(values, 0.5, sign=1.0) == [2, 4, 5]
+    assert waves.rank_best(values, 0.5, sign=-1.0) == [1, 5, 2]
+    assert waves.rank_best({1: None, 2: None}, 0.5, sign=1.0) == []
 
 
 class Pool:
@@ -477,32 +492,30 @@ class Pool:
         self, seed: int, *, killed_after: int | None = None, disk_is_full: bool = False
     ) -> None:
         self.trained: list[tuple[int, int]] = []
-        self._waiting: list[trials.Job] = []
         self._chance = random.Random(seed)
         self._killed_after = killed_after
         self._disk_is_full = disk_is_full
 
-    def submit(self, job: trials.Job) -> None:
-        self._waiting.append(job)
+    def __call__(self, jobs: Sequence[trials.Job]) -> Iterator[tuple[trials.Job, PartResult]]:
+        waiting = list(jobs)
+        while waiting:
+            if len(self.trained) == self._killed_after:
+                raise KeyboardInterrupt
+            job = waiting.pop(self._chance.randrange(len(waiting)))
+            self.trained.append((job.number, job.wave))
+            yield job, self._result(job)
 
-    def next(self) -> tuple[trials.Job, trials.TrialState]:
-        if len(self.trained) == self._killed_after:
-            raise KeyboardInterrupt
-        job = self._waiting.pop(self._chance.randrange(len(self._waiting)))
-        self.trained.append((job.number, job.wave))
-        assert job.number == 0 or len(job.before) == job.wave
-        return job, self._outcome(job)
-
-    def _outcome(self, job: trials.Job) -> trials.TrialState:
+    def _result(self, job: trials.Job) -> PartResult:
         if job.number == 5 or (job.number, job.wave) == (17, 1):
-            return job.failed("it is wrong", can_retry=False)
+            return PartResult(error="it is wrong")
         if self._disk_is_full and (job.number, job.wave) in [(0, 3), (16, 1), (18, 0)]:
-            return job.failed("no space left", can_retry=True)
+            return PartResult(error="no space left", can_retry=True)
         if job.number == 9:  # Stops early.
-            return trials.TrialState("finished", (0.645,))
+            return PartResult(0.645, finished=True)
+        if job.number == 6:
+            return PartResult(None)
         value = (0.5, 0.7, 0.7, 0.7)[job.wave] + job.number / 100 * (-1) ** (job.wave == 1)
-        state: trials.State = "finished" if job.fraction == 1 else "paused"
-        return trials.TrialState(state, (*job.before, None if job.number == 6 else value))
+        return PartResult(value, finished=job.fraction == 1)
 
 
 def configs(folder: Path, count: int) -> list[TrainConfig]:
@@ -510,26 +523,31 @@ def configs(folder: Path, count: int) -> list[TrainConfig]:
     return [config.replace(name=f"trial_{number:04d}") for number in range(count)]
 
 
-def searched(folder: Path, pool: Pool | None) -> dict[int, trials.TrialState]:
-    """Train 19 trials with the journal in this folder."""
+def searched(folder: Path, pool: Pool | None) -> dict[int, tuple[str, str | None, float | None]]:
+    """Train 19 trials with the journal in this folder, and return their outcomes."""
     space = Space.of({"seed": {"integers": [0, 1000]}}, source="s")
-    journal = Study(str(folder / "journal.log"), space, THIRDS)
+    study = Study(str(folder / "journal.log"), space, THIRDS)
 
     def opened() -> Pool:
         assert pool is not None, "nothing is left to train"
         return pool
 
-    waves = trials.Waves(opened, THIRDS, record=journal.record, note=lambda text: None)
-    for number, config in enumerate(configs(folder, 19)):
-        if number == len(journal):
-            journal.create_trial(number, {})
-        waves.add(number, config, journal.state(number))
-    waves.start(0)
-    (group,) = trials.groups_of(range(1, 19), THIRDS)
-    waves.train(group)
-    journal.finish(group)
-    waves.wait([0])
-    return waves.states
+    for number in range(len(study), 19):
+        study.create_trial(number, {})
+    study.save()
+    (group,) = waves.groups_of(19, THIRDS)
+    waves.train_waves(
+        group, configs(folder, 19), study, opened, options=THIRDS, note=lambda text: None
+    )
+    study.stop_paused(group)
+    return {
+        number: (study.outcome(number), study.error(number), study.last_metric(number))
+        for number in range(19)
+    }
+
+
+def numbers_of(outcomes: dict[int, tuple[str, str | None, float | None]], state: str) -> set[int]:
+    return {number for number, outcome in outcomes.items() if outcome[0] == state}
 
 
 def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
@@ -539,12 +557,11 @@ def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
     assert all(sorted(pool.trained) == sorted(pools[0].trained) for pool in pools)
     # Of 18, six continue after the first wave. Number 9 has finished by then. Number 17 fails in
     # the second wave.
-    waves = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
-    assert waves == [set(range(1, 19)), {18, 17, 16, 15, 14}, {14}, {0, 14}]
-    states = {number: standing.state for number, standing in result[0].items()}
-    assert {number for number, state in states.items() if state == "finished"} == {0, 9, 14}
-    assert {number for number, state in states.items() if state == "failed"} == {5, 17}
-    assert result[0][6].values == (None,)
+    trained = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
+    assert trained == [set(range(19)), {0, 18, 17, 16, 15, 14}, {0, 14}, {0, 14}]
+    assert numbers_of(result[0], "finished") == {0, 9, 14}
+    assert numbers_of(result[0], "failed") == {5, 17}
+    assert result[0][6] == ("stopped", None, None)
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 7, 18, 19, 22, 25])
@@ -564,13 +581,7 @@ def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
     first = Pool(1, disk_is_full=True)
     second = Pool(2)
     before = searched(tmp_path / "full", first)
-    assert {number for number, standing in before.items() if standing.state == "failed"} == {
-        0,
-        5,
-        16,
-        17,
-        18,
-    }
+    assert numbers_of(before, "failed") == {0, 5, 16, 17, 18}
     assert searched(tmp_path / "full", second) == expected | {13: before[13]}  # 13 replaced 18.
     assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
     assert not {5, 17} & {number for number, _ in second.trained}
@@ -594,8 +605,8 @@ def test_failed_trial_records_retry(
     error.__cause__ = cause
     monkeypatch.setattr(trials, "train_until", raising(error))
     (config,) = configs(tmp_path, 1)
-    result = trials.train_part(trials.Job(0, config, 0, 1.0, "auroc", ()))
-    assert (result.state, result.error, result.can_retry) == ("failed", line_of(error), can_retry)
+    result = trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
+    assert result == PartResult(error=line_of(error), can_retry=can_retry)
 
 
 def test_selected_metric_skips_earlier_pauses() -> None:
@@ -724,53 +735,52 @@ def test_draws_cover_ranges() -> None:
 
 
 # -- Values that depend on results
-def best_of_tpe(folder: Path, *, seed: int = 0, stops_after: int = 30) -> list[dict[str, Any]]:
-    """Search the minimum of (a - 0.3)**2 by TPE and return the values of all trials."""
+def values_tried(
+    folder: Path, *, algorithm: Any = "tpe", seed: int = 0, stops_after: int = 31
+) -> list[dict[str, Any]]:
+    """Search the minimum of (a - 0.3)**2 and return the values of all trials."""
+    folder.mkdir(exist_ok=True)
     space = Space.of({"a": {"uniform": [0, 1]}, "b": {"choice": [[1], [2]]}}, source="s")
-    options = TuneConfig(algorithm="tpe", metric="logloss", seed=seed, trials=30)
+    options = TuneConfig(algorithm=algorithm, metric="logloss", seed=seed, trials=31)
     study = Study(str(folder / "journal.log"), space, options)
-    for group in trials.groups_of(range(30), options):
+    for group in waves.groups_of(31, options):
         for number in range(len(study), max(group) + 1):
-            study.create_trial(number + 1, {})
+            study.create_trial(number, {})
         study.save()
         if max(group) >= stops_after:
             break
         for number in group:
-            if study.state(number).state == "new":
-                loss = (study.values(number)["a"] - 0.3) ** 2
-                study.record(number, trials.TrialState("finished", (loss,)))
-        study.finish(group)
-    return [study.values(number) for number in range(len(study))]
+            if not study.has_ended(number, 0):
+                loss = (study.values(number).get("a", 0.0) - 0.3) ** 2
+                study.record(number, 0, PartResult(loss, finished=True))
+    return [study.values(number) for number in range(1, len(study))]
 
 
 def test_tpe_values_approach_best_trial(tmp_path: Path) -> None:
-    values = [trial["a"] for trial in best_of_tpe(tmp_path)]
+    values = [trial["a"] for trial in values_tried(tmp_path)]
     first, *_, last = (values[start : start + 6] for start in range(0, 30, 6))
     distances = [statistics.mean(abs(value - 0.3) for value in group) for group in (first, last)]
     assert distances[1] < 0.5 * distances[0]
 
 
-def test_tpe_repeats_with_one_seed(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "again", "other")]
-    for folder in folders:
-        folder.mkdir()
-    one = best_of_tpe(folders[0])
-    assert best_of_tpe(folders[1]) == one
-    assert best_of_tpe(folders[2], seed=1) != one
+@pytest.mark.parametrize("algorithm", ["random", "tpe"])
+def test_search_repeats_with_one_seed(tmp_path: Path, algorithm: str) -> None:
+    one = values_tried(tmp_path / "one", algorithm=algorithm)
+    assert values_tried(tmp_path / "again", algorithm=algorithm) == one
+    assert values_tried(tmp_path / "other", algorithm=algorithm, seed=1) != one
 
 
 def test_stopped_tpe_search_resumes(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    expected = best_of_tpe(tmp_path / "whole")
-    assert len(best_of_tpe(tmp_path, stops_after=15)) == 18
-    assert best_of_tpe(tmp_path) == expected
+    expected = values_tried(tmp_path / "whole")
+    assert len(values_tried(tmp_path, stops_after=15)) == 18
+    assert values_tried(tmp_path) == expected
 
 
 def test_optuna_reads_journal(tmp_path: Path) -> None:
-    best_of_tpe(tmp_path)
+    values_tried(tmp_path)
     backend = JournalFileBackend(str(tmp_path / "journal.log"))
     study = optuna.load_study(study_name="search", storage=JournalStorage(backend))
-    assert len(study.trials) == 30
+    assert len(study.trials) == 31
     assert study.best_params["a"] == pytest.approx(0.3, abs=0.1)
 
 
