@@ -118,16 +118,16 @@ def test_unstartable_task_fails_trial(local_ray: None, tmp_path: Path) -> None:
 
 
 def test_signal_stops_running_trials(local_ray: None, tmp_path: Path) -> None:
-    asked = threading.Event()
+    stop_event = threading.Event()
     folder = tmp_path / "trial_3"
-    pool = pool_of(dies, Signals(asked))
+    pool = pool_of(dies, Signals(stop_event))
 
-    def ask() -> None:
+    def request_stop() -> None:
         until(folder.exists)
         time.sleep(0.5)  # Until the trial handles signals
-        asked.set()
+        stop_event.set()
 
-    threading.Thread(target=ask).start()
+    threading.Thread(target=request_stop).start()
     with pytest.raises(SystemExit):
         list(pool.run(jobs(tmp_path, 4)[3:]))
     assert (folder / "stopped").exists()

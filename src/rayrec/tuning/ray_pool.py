@@ -1,4 +1,4 @@
-"""Pool of Ray tasks, each of which trains a part of a trial."""
+"""Pool of Ray tasks that train parts of trials."""
 
 from __future__ import annotations
 

@@ -462,7 +462,9 @@ def _groups(
                 _score_test_rows(configs[trial.number], str(trial.checkpoint), console)
                 for trial in finished
             ]
-            scores.append(SeededScores.from_seeds((scored.logits, scored.labels) for scored in rows))
+            scores.append(
+                SeededScores.from_seeds((scored.logits, scored.labels) for scored in rows)
+            )
             checkpoint = open_checkpoint(str(finished[0].checkpoint))
             groups.append(_setting(finished) | model_cost(checkpoint, configs[start]))
     if options.baselines:

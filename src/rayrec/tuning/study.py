@@ -28,14 +28,12 @@ _ERROR: Final = "error"
 """User attribute with the error of a failed trial."""
 
 
-# States of a trial, which are Optuna's. An intermediate value is the metric after a wave.
+# States of a trial, as Optuna names them. An intermediate value is the metric after a wave.
 #
-# | state    | meaning                                                          |
-# | -------- | ---------------------------------------------------------------- |
-# | RUNNING  | new, paused after a wave, or to be trained again after a failure |
-# | PRUNED   | stopped after a wave, because others were better                 |
-# | COMPLETE | trained to its end                                               |
-# | FAIL     | failed because of its settings                                   |
+# RUNNING:  New, paused after a wave, or to be trained again after a failure.
+# PRUNED:   Stopped after a wave, because others were better.
+# COMPLETE: Trained to its end.
+# FAIL:     Failed because of its settings.
 @final
 class Study:
     """Trials of a search in the order of their numbers. `save` writes changes to the journal, which

@@ -305,7 +305,7 @@ def test_tpe_rejects_several_seeds(config: TrainConfig) -> None:
 
 
 def test_tpe_fails_trial_with_incompatible_values(config: TrainConfig) -> None:
-    """In a group after the first one, when the search has begun."""
+    """The trial is drawn when the search has begun, in a later group."""
     dim = config.workload.model.embedding_dim  # type: ignore[attr-defined]
     mlp = config.workload.model.bottom_mlp  # type: ignore[attr-defined]
     space = {
