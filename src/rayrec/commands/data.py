@@ -81,7 +81,7 @@ def fetch(
     verify: Annotated[bool, Argument("also check the checksums of existing files")] = False,
     console: "Console | None" = None,
 ) -> list[dict[str, Any]]:
-    """Download a published data set. Resumes partial downloads and checks each file.
+    """Download a published data set and check each file. Skips files that are complete.
 
     See rayrec.datasets.fetch.
     """

@@ -11,24 +11,14 @@ import shutil
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from rayrec import storage
 from rayrec.config import InputError, suggest
-from rayrec.datasets.download import (
-    CHUNK_BYTES,
-    Digests,
-    Download,
-    Failed,
-    Partial,
-    RetryConfig,
-    Stopped,
-    Version,
-    writing_to,
-)
+from rayrec.datasets.download import CHUNK_BYTES, Digests, Download, Failed, Offer, Stopped
 from rayrec.datasets.published_files import PUBLISHED, RemoteFile
 from rayrec.humanize import one_line, size_text
 
@@ -43,23 +33,34 @@ UNCHECKED = {
 }
 
 
-def check_offer(file: RemoteFile, version: Version) -> None:
-    """Check before fetching that the offered version can be the published file. Raises Failed."""
-    size = version.size_bytes
+@contextlib.contextmanager
+def writing_to(path: str) -> Iterator[None]:
+    """Convert disk errors to InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be written ({error.strerror}). Free space, allow writing or change "
+            "--out."
+        ) from None
+
+
+def check_offer(file: RemoteFile, offer: Offer) -> None:
+    """Check before fetching that the offer can be the published file. Raises Failed."""
+    size = offer.size_bytes
     about = file.expected_bytes
     if size is not None and about is not None:
         slack = 0.0 if file.size_bytes is not None else LENGTH_TOLERANCE * about
         if abs(size - about) > slack:
             raise Failed(
                 f"size must be {'about ' if slack else ''}{about:,} bytes as published, got "
-                f"{size:,}",
-                final=True,
+                f"{size:,}"
             )
-    if version.md5 and file.md5 and version.md5 != file.md5:
-        raise Failed(f"md5 must be {file.md5} as published, got {version.md5}", final=True)
+    if offer.md5 and file.md5 and offer.md5 != file.md5:
+        raise Failed(f"md5 must be {file.md5} as published, got {offer.md5}")
 
 
-def check_bytes(file: RemoteFile, digests: Digests, version: Version | None) -> str:
+def check_bytes(file: RemoteFile, digests: Digests, offer: Offer) -> str:
     """Check a complete file with the best information available, and return its kind. Raises Failed
     on a mismatch.
     """
@@ -69,15 +70,13 @@ def check_bytes(file: RemoteFile, digests: Digests, version: Version | None) -> 
     for name, expected, actual, source, kind in (
         ("sha256", file.sha256, digests.sha256, "as published", "published sha256"),
         ("md5", file.md5, digests.md5, "as published", "published md5"),
-        ("md5", version and version.md5, digests.md5, "by the server", "md5 the server gives"),
+        ("md5", offer.md5, digests.md5, "by the server", "md5 the server gives"),
     ):
         if expected and actual != expected:
             raise Failed(f"{name} must be {expected} {source}, got {actual}")
         if expected:
             return kind
-    has_length = file.size_bytes is not None or (
-        version is not None and version.size_bytes is not None
-    )
+    has_length = file.size_bytes is not None or offer.size_bytes is not None
     return "length" if has_length else "nothing"
 
 
@@ -108,8 +107,7 @@ def check_present(
     if record and not verify:
         return {**record, "status": "present"}
     note(f"Checking {file.name}")
-    digests = Digests()
-    digests.add_file(path)
+    digests = Digests.from_file(path)
     if record:
         if digests.sha256 != record["sha256"]:
             raise InputError(
@@ -117,7 +115,7 @@ def check_present(
             )
         return {**record, "status": "present"}
     try:
-        verified = check_bytes(file, digests, None)
+        verified = check_bytes(file, digests, Offer(None))
     except Failed as error:
         raise InputError(f"{path}: {error}. {fix}") from None
     if verified in UNCHECKED:
@@ -133,9 +131,9 @@ def result_of(
     return {**fields, "url": url, "status": status, "verified": verified}
 
 
-def require_space(folder: str, name: str, needed_bytes: int, *, freed_bytes: int = 0) -> None:
+def require_space(folder: str, name: str, needed_bytes: int) -> None:
     """Check the free space of a folder's disk. Raises InputError."""
-    free = shutil.disk_usage(folder).free + freed_bytes
+    free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise InputError(
             f"{folder}: {name} needs {size_text(needed_bytes)}, {size_text(free)} are free. "
@@ -148,10 +146,21 @@ class _Call:
     """State shared by all transfers of a `fetch` call."""
 
     folder: str
-    retries: RetryConfig
+    attempts: int
     reported: _Progress
     note: Callable[[str], None]
     stop: threading.Event = field(default_factory=threading.Event)
+
+    def scratch_path(self, name: str) -> str:
+        """Return the path of an incomplete file. Readers of the folder skip hidden names."""
+        return os.path.join(self.folder, _SCRATCH, name)
+
+    def publish(self, name: str) -> None:
+        """Move a complete file to its name."""
+        target = os.path.join(self.folder, name)
+        with writing_to(target):
+            storage.sync(self.scratch_path(name))
+            os.replace(self.scratch_path(name), target)
 
 
 def _extract(
@@ -192,34 +201,28 @@ def _extract(
 def _extract_member(
     tar: tarfile.TarFile, member: tarfile.TarInfo, file: RemoteFile, call: _Call, url: str
 ) -> dict[str, Any]:
-    target = os.path.join(call.folder, file.name)
+    path = call.scratch_path(file.name)
     require_space(call.folder, file.name, member.size)
     digests = Digests()
     source = tar.extractfile(member)
     assert source is not None
-    with writing_to(target):
+    with writing_to(path):
         # Closed below: errors of reading are not those of writing.
-        output = open(f"{target}.partial", "wb")  # noqa: SIM115
+        output = open(path, "wb")  # noqa: SIM115
+    with output:
+        while chunk := source.read(CHUNK_BYTES):
+            with writing_to(path):
+                output.write(chunk)
+            digests.add(chunk)
+            if call.stop.is_set():
+                raise Stopped
     try:
-        with output:
-            while chunk := source.read(CHUNK_BYTES):
-                with writing_to(target):
-                    output.write(chunk)
-                digests.add(chunk)
-                if call.stop.is_set():
-                    raise Stopped
-        try:
-            verified = check_bytes(file, digests, Version(url, None, member.size, None))
-        except Failed as error:
-            raise InputError(
-                f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by "
-                "hand."
-            ) from None
-        with writing_to(target):
-            os.replace(f"{target}.partial", target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(f"{target}.partial")
+        verified = check_bytes(file, digests, Offer(member.size))
+    except Failed as error:
+        raise InputError(
+            f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by hand."
+        ) from None
+    call.publish(file.name)
     return result_of(file.name, digests, url, "fetched", verified)
 
 
@@ -237,6 +240,8 @@ RECORD = "fetched.json"
 """Record in the folder: bytes, sha256, url and kind of check of each file. Data readers skip .json
 files.
 """
+_SCRATCH = ".fetch"
+"""Folder in the folder for incomplete files. Removed at the end, or by the next call."""
 
 
 def fetch(
@@ -245,7 +250,7 @@ def fetch(
     *,
     verify: bool = False,
     parallelism: int = 2,
-    retries: RetryConfig | None = None,
+    attempts: int = 4,
     progress: Callable[[str, int, int | None], None] = lambda name, done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
@@ -254,14 +259,14 @@ def fetch(
 
     A file gets its name only when it is complete and checked: by the published sha256 or md5, else
     by the server's checksum, else by its length alone, with a note. After an interruption, the next
-    call resumes NAME.partial.
+    call keeps the complete files and starts over with the others.
 
     Args:
         files: Files to fetch.
         folder: Local target folder.
         verify: Whether to compare checksums, not only sizes, of files that are present.
         parallelism: Number of concurrent transfers.
-        retries: Retry policy.
+        attempts: Maximum number of attempts for each file.
         progress: Called with a name, the bytes done and the total bytes, or None if unknown.
         note: Called with messages for the user.
 
@@ -274,13 +279,7 @@ def fetch(
             "there."
         )
     folder = storage.absolute(folder)
-    lock_path = os.path.join(folder, ".fetch.lock")
-    busy = "another fetch is writing there. Wait for it or choose another --out."
-    with contextlib.ExitStack() as locked:
-        with writing_to(folder):
-            os.makedirs(folder, exist_ok=True)
-            # Two processes must not append to one partial file.
-            locked.enter_context(storage.locked(lock_path, f"{folder}: {busy}"))
+    with _locked(folder):
         records = _Records(folder)
         results = {}
         for file in files:
@@ -289,30 +288,40 @@ def fetch(
             ):
                 records.write(result)
                 results[file.name] = result
-        requested: dict[str, list[RemoteFile]] = {}
-        transfers: dict[str, RemoteFile] = {}
+        requested: dict[RemoteFile, list[RemoteFile]] = {}
         for file in files:
             if file.name not in results:
-                transfer = file.archive or file
-                transfers[transfer.name] = transfer
-                requested.setdefault(transfer.name, []).append(file)
-        partials = {name: Partial(os.path.join(folder, name)) for name in transfers}
-        _check_space(folder, list(transfers.values()), partials, requested)
-        for terms in dict.fromkeys(file.terms for file in transfers.values() if file.terms):
+                requested.setdefault(file.archive or file, []).append(file)
+        _check_space(folder, requested)
+        for terms in dict.fromkeys(file.terms for file in requested if file.terms):
             note(terms)
-        call = _Call(
-            folder, retries or RetryConfig(), _Progress(list(transfers.values()), progress), note
-        )
+        call = _Call(folder, attempts, _Progress(list(requested), progress), note)
 
         def run(transfer: RemoteFile) -> None:
-            for result in _transfer(
-                transfer, requested[transfer.name], partials[transfer.name], call
-            ):
+            for result in _transfer(transfer, requested[transfer], call):
                 records.write(result)
                 results[result["name"]] = result
 
-        _in_parallel(run, list(transfers.values()), parallelism, call.stop)
+        _in_parallel(run, list(requested), parallelism, call.stop)
     return [results[file.name] for file in files]
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Create a folder, with another one for incomplete files, which is removed at the end. Raises
+    InputError if another process has opened it.
+    """
+    scratch = os.path.join(folder, _SCRATCH)
+    busy = f"{folder}: another fetch is writing there. Wait for it or choose another --out."
+    with contextlib.ExitStack() as stack:
+        with writing_to(folder):
+            os.makedirs(folder, exist_ok=True)
+            # Two processes must not write to one folder for incomplete files.
+            stack.enter_context(storage.locked(os.path.join(folder, ".fetch.lock"), busy))
+            shutil.rmtree(scratch, ignore_errors=True)  # A killed call left it.
+            os.makedirs(scratch)
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        yield
 
 
 def _in_parallel(
@@ -321,7 +330,7 @@ def _in_parallel(
     parallelism: int,
     stop: threading.Event,
 ) -> None:
-    """Run all transfers. A failure or interrupt stops the others, whose partial files stay."""
+    """Run all transfers. A failure or interrupt stops the others."""
 
     def run_unless_stopped(file: RemoteFile) -> None:
         if stop.is_set():
@@ -337,85 +346,55 @@ def _in_parallel(
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-    errors = [
-        error for future in futures if not future.cancelled() and (error := future.exception())
-    ]
+            stop.set()  # Also after Ctrl-C, which only this thread gets.
+    errors = [error for future in futures if (error := future.exception())]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
 
 
-def _transfer(
-    file: RemoteFile, members: Sequence[RemoteFile], partial: Partial, call: _Call
-) -> list[dict[str, Any]]:
-    """Fetch a file, or an archive whose wanted members are extracted before it is removed."""
-    folder = call.folder
-    reported = call.reported
+def _transfer(file: RemoteFile, members: Sequence[RemoteFile], call: _Call) -> list[dict[str, Any]]:
+    """Fetch a file, or an archive whose wanted members are extracted."""
     url = file.url
-    path = os.path.join(folder, file.name)
-    if file not in members and check_present(file, folder, None, verify=True, note=call.note):
+    path = os.path.join(call.folder, file.name)
+    if file not in members and check_present(file, call.folder, None, verify=True, note=call.note):
         return _extract(path, members, call, url=path)  # The user's archive is kept.
-    verified = ""
-    reported.advance(file, partial.size_bytes)
 
-    def accept(version: Version) -> None:
-        check_offer(file, version)
-        reported.total(file, version.size_bytes)
-        require_space(folder, file.name, version.size_bytes or 0, freed_bytes=partial.size_bytes)
+    def accept(offer: Offer) -> None:
+        check_offer(file, offer)
+        call.reported.total(file, offer.size_bytes)
+        require_space(call.folder, file.name, offer.size_bytes or 0)
 
-    def check() -> None:
-        nonlocal verified
-        assert partial.version is not None
-        verified = check_bytes(file, partial.digests, partial.version)
-
+    advance = functools.partial(call.reported.advance, file)
+    download = Download(url, accept=accept, advance=advance, stop=call.stop)
+    scratch = call.scratch_path(file.name)
     try:
-        Download(
-            url,
-            partial,
-            call.retries,
-            accept,
-            check,
-            functools.partial(reported.advance, file),
-            call.stop,
-        ).run()
+        with writing_to(path):
+            download.run(scratch, attempts=call.attempts)
+        digests = Digests.from_file(scratch)
+        verified = check_bytes(file, digests, download.offer)
     except Failed as error:
         hint = f" from {file.page}" if file.page else ""
         raise InputError(
             f"{file.name}: cannot be fetched ({url}: {error}). Try again later, or put it into "
-            f"{folder} by hand{hint}."
+            f"{call.folder} by hand{hint}."
         ) from None
     how = f"; {UNCHECKED[verified]}" if verified in UNCHECKED else f", checked by the {verified}"
-    call.note(f"Fetched {file.name}, {size_text(partial.size_bytes)}{how}")
-    if file in members:
-        partial.finish(path)
-        return [result_of(file.name, partial.digests, url, "fetched", verified)]
-    results = _extract(partial.path, members, call, url=url)
-    partial.finish(None)
-    return results
+    call.note(f"Fetched {file.name}, {size_text(digests.size_bytes)}{how}")
+    if file not in members:
+        return _extract(scratch, members, call, url=url)
+    call.publish(file.name)
+    return [result_of(file.name, digests, url, "fetched", verified)]
 
 
-def _check_space(
-    folder: str,
-    transfers: Sequence[RemoteFile],
-    partials: dict[str, Partial],
-    members: dict[str, list[RemoteFile]],
-) -> None:
-    """Check the disk space for all known sizes. Unknown ones are checked when a server reports
-    them.
+def _check_space(folder: str, requested: Mapping[RemoteFile, Sequence[RemoteFile]]) -> None:
+    """Check the disk space for all known sizes of transfers and their members. Unknown ones are
+    checked when a server reports them.
     """
-    needed = 0
-    for file in transfers:
-        needed += max((file.expected_bytes or 0) - partials[file.name].size_bytes, 0)
-        needed += sum(
-            member.expected_bytes or 0 for member in members[file.name] if member is not file
-        )
-    names = (
-        " and ".join(file.name for file in transfers)
-        if len(transfers) < 3
-        else f"the {len(transfers)} files"
-    )
-    require_space(folder, names, needed)
+    files = {*requested, *(member for members in requested.values() for member in members)}
+    names = f"the {len(requested)} files"
+    if len(requested) < 3:
+        names = " and ".join(file.name for file in requested)
+    require_space(folder, names, sum(file.expected_bytes or 0 for file in files))
 
 
 class _Progress:

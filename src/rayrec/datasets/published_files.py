@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -113,15 +113,23 @@ def require_files(
             " and ".join(storage.name_of(file.path) for file in present) for present in repeated
         )
         raise InputError(f"{path}: found the same rows more than once ({same}). Keep one of each.")
-    for file, (present,) in present_files.items():
+    files = {file: present for file, (present,) in present_files.items()}
+    if note:
+        _note_unlikely_sizes(files, note)
+    return [present.path for present in files.values()]
+
+
+def _note_unlikely_sizes(
+    files: Mapping[RemoteFile, storage.File], note: Callable[[str], None]
+) -> None:
+    for file, present in files.items():
         sizes = {file.plain_name: file.unpacked_about_bytes, file.name: file.expected_bytes}
         expected = sizes.get(storage.name_of(present.path))
-        if note and expected and not 0.75 < present.size_bytes / expected < 1.25:
+        if expected and not 0.75 < present.size_bytes / expected < 1.25:
             note(
                 f"{present.path}: {size_text(present.size_bytes)}, but {size_text(expected)} are "
                 "published"
             )
-    return [present.path for (present,) in present_files.values()]
 
 
 def missing_text(files: Sequence[RemoteFile]) -> str:
