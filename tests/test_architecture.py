@@ -23,14 +23,14 @@ from packaging.utils import canonicalize_name
 HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
-        "files": (315, 10),
-        "statements": (43_250, 1_500),
+        "files": (316, 10),
+        "statements": (43_200, 1_500),
         "density": (6.2, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
-        "nested": (3, 5),
-        "complex": (21, 5),
-        "long": (14, 5),
+        "nested": (1, 5),
+        "complex": (13, 5),
+        "long": (10, 5),
         "parameters": (0, 0),
         "ignores": (40, 10),
         "crowded": (1, 0),
