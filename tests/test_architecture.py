@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
-        "files": (316, 10),
+        "files": (317, 10),
         "statements": (43_200, 1_500),
         "density": (6.2, 0.3),
         "wide": (0, 0),
@@ -37,7 +37,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
         "circles": (0, 0),
     },
     "tests": {
-        "statements": (35_020, 1_500),
+        "statements": (35_040, 1_500),
         "density": (7.8, 0.3),
         "wide": (0, 0),
         "parallel": (26, 5),
