@@ -10,7 +10,7 @@ import hashlib
 import json
 import typing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -29,6 +29,12 @@ def suggest(name: str, names: Iterable[str], *, otherwise: str) -> str:
     """Return a question with the nearest of the names, else the text `otherwise`."""
     matches = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean '{matches[0]}'?" if matches else otherwise
+
+
+def first_of(names: Sequence[str], limit: int) -> str:
+    """Return the first names, separated by commas, and the number of the others."""
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
 
 
 _BOUNDS: Final = {

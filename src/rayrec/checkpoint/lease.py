@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from rayrec import storage
 from rayrec.checkpoint.save_retry import log_cleanup_errors, retry_write
-from rayrec.config import InputError
+from rayrec.config import InputError, first_of
 
 if TYPE_CHECKING:
     from rayrec.checkpoint.communicator import Communicator
@@ -121,12 +121,11 @@ def check_shared(token: str, ranks: Communicator) -> None:
             storage.remove_file(token)
     blind = [f"{rank} on {host}" for rank, (host, seen) in enumerate(visible) if not seen]
     if blind:
-        shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
         folder = token.rpartition("/")[0]
         raise InputError(
-            f"storage_path: {folder} must be shared by all nodes, but worker {shown} does not see "
-            "the driver's files there. Use a URL such as s3://bucket/runs, or a folder that every "
-            "node mounts"
+            f"storage_path: {folder} must be shared by all nodes, but worker "
+            f"{first_of(blind, 4)} does not see the driver's files there. Use a URL such as "
+            "s3://bucket/runs, or a folder that every node mounts"
         )
 
 

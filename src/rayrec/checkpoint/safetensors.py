@@ -3,11 +3,12 @@
 import io
 import itertools
 import json
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -50,50 +51,18 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     below key state_dict or model, by path or URL. Executes nothing in it. Raises InputError if it
     is missing, damaged or has anything but named tensors.
     """
-    data = bytearray(storage.read_bytes(path))
-    return (
-        _safetensors(data, path)
-        if storage.name_of(path).endswith(".safetensors")
-        else _state_dict(data, path)
-    )
-
-
-def _safetensors(data: bytearray, path: str) -> dict[str, torch.Tensor]:
-    damaged = InputError(
-        f"{path}: damaged, must be a complete safetensors file. Download or export it again"
-    )
-    head_bytes = int.from_bytes(data[:8], "little")
-    if len(data) < 8 + head_bytes:
-        raise damaged
+    data = storage.read_bytes(path)
+    if not storage.name_of(path).endswith(".safetensors"):
+        return _state_dict(data, path)
     try:
-        table = json.loads(data[8 : 8 + head_bytes])
-        tensors = {}
-        for name, entry in table.items():
-            if name == "__metadata__":
-                continue
-            dtype = TORCH_DTYPES[entry["dtype"]]
-            shape = entry["shape"]
-            start, stop = entry["data_offsets"]
-            count = math.prod(shape)
-            if (
-                not 0 <= start <= stop <= len(data) - 8 - head_bytes
-                or stop - start != count * dtype.itemsize
-            ):
-                raise damaged
-            flat = (
-                torch.frombuffer(data, dtype=dtype, count=count, offset=8 + head_bytes + start)
-                if count
-                else None
-            )
-            tensors[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.reshape(shape)
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise damaged from None
-    return tensors
+        return load(data)
+    except SafetensorError:
+        raise InputError(
+            f"{path}: damaged, must be a complete safetensors file. Download or export it again"
+        ) from None
 
 
-def _state_dict(data: bytearray, path: str) -> dict[str, torch.Tensor]:
+def _state_dict(data: bytes, path: str) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # UnpicklingError is also raised for code

@@ -37,12 +37,15 @@ def table_sizes(option: str, text: str) -> tuple[int, ...]:
 
     if text == "mlperf":
         return MLPERF_NUM_EMBEDDINGS
-    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
-    if min(sizes) < 1:
-        raise InputError(
-            f"{option}: must be mlperf or row counts of at least 1, such as 1000,200, got {text!r}"
-        )
-    return sizes
+    return parse_counts(option, text, "mlperf or row counts of at least 1, such as 1000,200")
+
+
+def parse_counts(option: str, text: str, expected: str) -> tuple[int, ...]:
+    """Parse numbers of at least 1, separated by commas. Raises InputError with what is expected."""
+    numbers = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if min(numbers) < 1:
+        raise InputError(f"{option}: must be {expected}, got {text!r}")
+    return numbers
 
 
 Checkpoint = Annotated[

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rayrec import storage
 from rayrec.bounds import Count, Finite, Natural
+from rayrec.commands.declaration import parse_counts
 from rayrec.commands.settings import named_configuration, value_at
 from rayrec.config import Config, InputError
 
@@ -170,14 +171,8 @@ class DLRMFlags(Config):
 
     def sizes(self, name: str) -> tuple[int, ...]:
         """Parse numbers separated by commas. Raises InputError."""
-        text = getattr(self, name)
-        sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
-        if min(sizes) < 1:
-            raise InputError(
-                f"--{name}: must be numbers of at least 1 separated by commas, such as 512,256, "
-                f"got {text!r}"
-            )
-        return sizes
+        expected = "numbers of at least 1 separated by commas, such as 512,256"
+        return parse_counts(f"--{name}", getattr(self, name), expected)
 
 
 def train_settings(flags: DLRMFlags, *, workers: int, use_gpu: bool) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
@@ -68,9 +68,7 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
     unpacked = storage.find_files(list(targets.values()))
     new = [file for file in packed if targets[file] not in unpacked]
     if new:
-        names = ", ".join(file.path for file in new[:3]) + (
-            f" and {len(new) - 3} more" if len(new) > 3 else ""
-        )
+        names = first_of([file.path for file in new], 3)
         context.note(f"Unpacking {names} to {folder} (once, because gzip cannot be split)")
         for _ in context.engine.run("unpack", functools.partial(_unpack_task, folder=folder), new):
             pass

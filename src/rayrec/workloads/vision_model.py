@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rayrec.config import InputError
+from rayrec.config import InputError, first_of
 
 STAGE_WIDTHS = (64, 128, 256, 512)
 """Number of channels of each stage. Each stage except the first halves the image."""
@@ -166,11 +166,10 @@ def load_weights(model: ResNet, weights: Mapping[str, torch.Tensor], *, where: s
         blocks = tuple(
             len(stage) for stage in (model.layer1, model.layer2, model.layer3, model.layer4)
         )
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise InputError(
             f"{where}: must match a ResNet with blocks {blocks}, got "
-            f"{'unknown' if unknown else 'no'} {', '.join(names[:3])}"
-            f"{more}. Choose weights of torchvision's network of that depth."
+            f"{'unknown' if unknown else 'no'} {first_of(names, 3)}. Choose weights of "
+            "torchvision's network of that depth."
         )
     for name, tensor in tensors.items():
         if tensor.shape != parameters[name].shape:

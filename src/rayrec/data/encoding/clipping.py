@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rayrec.config import first_of
 from rayrec.data.arrow import arrow_numbers
 from rayrec.data.encoding.preprocessor import Preprocessor
 
@@ -149,11 +150,10 @@ def clipping_warning(counts: Mapping[str, Sequence[int]]) -> str:
     }
     if not fractions:
         return ""
-    worst = sorted(fractions, key=lambda name: -fractions[name])[:8]
-    listed = ", ".join(f"{name} ({fractions[name]:.1%} of its values)" for name in worst)
-    more = f" and {len(fractions) - 8} more" if len(fractions) > 8 else ""
+    worst = sorted(fractions, key=lambda name: -fractions[name])
+    shown = first_of([f"{name} ({fractions[name]:.1%} of its values)" for name in worst], 8)
     return (
-        f"beyond the range of the training rows, and used as its end: {listed}{more}. Train again "
+        f"beyond the range of the training rows, and used as its end: {shown}. Train again "
         "on newer rows; declare a time as `timestamp`, and leave numbers that only grow out of the "
         "schema."
     )

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import host_resources, storage
-from rayrec.config import InputError
+from rayrec.config import InputError, first_of
 from rayrec.data.arrow import arrow_bytes, arrow_texts
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.encoding.category_counter import (
@@ -440,10 +440,9 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
         if not values
     ]
     if counts.rows and empty:
-        shown = ", ".join(empty[:8]) + (f" and {len(empty) - 8} more" if len(empty) > 8 else "")
         problems.append(
-            f"no training row has a value in {shown}; check these columns, or leave them out of "
-            "the schema"
+            f"no training row has a value in {first_of(empty, 8)}; check these columns, or "
+            "leave them out of the schema"
         )
     return problems
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, first_of
 from rayrec.data.logs.header import Header, read_header
 from rayrec.data.logs.partitions import columns_of
 from rayrec.native import call
@@ -67,8 +67,6 @@ def check_columns(
             plain = [
                 name if name.strip() == name and name else repr(name) for name in map(str, names)
             ]
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            shown = ", ".join(plain[:_SHOWN_NAMES]) + more
             problem = "no column" if not count else f"{count} columns"
             nearest = [] if count else _nearest(name, plain)
             meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
@@ -77,7 +75,8 @@ def check_columns(
                 "--schema`"
             )
             raise InputError(
-                f"{path}: has {problem} named {name}{meant}; it has {shown or 'none'}{hint}; {fix}"
+                f"{path}: has {problem} named {name}{meant}; it has "
+                f"{first_of(plain, _SHOWN_NAMES) or 'none'}{hint}; {fix}"
             )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from rayrec.config import Config, InputError
+from rayrec.config import Config, InputError, first_of
 from rayrec.data.logs.index import LogIndex, source_of
 
 NAMES = ("train", "validation", "test")
@@ -245,11 +245,9 @@ def _check_days_exist(patterns: Mapping[str, Sequence[str]], days: Sequence[Slic
         for pattern in texts:
             if any(_matches(day.name, pattern) for day in days):
                 continue
-            shown = ", ".join(day.name for day in days[:8])
-            more = f" and {len(days) - 8} more" if days[8:] else ""
             raise InputError(
                 f"split named_days: {name}_names: no day is named {pattern}; the log has "
-                f"{shown}{more}"
+                f"{first_of([day.name for day in days], 8)}"
             )
 
 
