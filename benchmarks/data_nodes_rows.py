@@ -22,14 +22,14 @@ from pathlib import Path
 import paced_clicks
 from hosts.nodes import Network, Node, missing
 from hosts.processes import events_so_far
-from logs import preprocessor_of, synthetic_log
+from logs import build_preprocessor, synthetic_log
 from rows import emit, in_turn, median_of, part
 from run_metrics import warm_speed
 
 from rayrec import recipes
 from rayrec.config import InputError
 from rayrec.training.forecast import ClusterShape, Forecast, extrapolate, forecast
-from rayrec.training.launchers.base import layout_of
+from rayrec.training.launchers.base import compute_layout
 from rayrec.workloads.base import MeasuredSpeed, TrainConfig
 
 ROWS = 1_500_000
@@ -61,7 +61,7 @@ def main(*, quick: bool) -> None:
     if lacks := missing() or _missing_groups():
         raise InputError(f"data nodes: {lacks}")
     path = synthetic_log(ROWS)
-    preprocessor = preprocessor_of(path)
+    preprocessor = build_preprocessor(path)
     cases = (0, 1, 2)
     runs = in_turn(
         1 if quick else REPEATS,
@@ -149,7 +149,9 @@ def _run(path: str, preprocessor: str, more: int) -> _Run:
     )
     shape = _shape(more)
     config = _config(path, preprocessor).replace(scaling={"use_gpu": True})
-    planned = extrapolate(slower, shape, layout_of(config, shape.resources()), threads_per_worker=1)
+    planned = extrapolate(
+        slower, shape, compute_layout(config, shape.resources()), threads_per_worker=1
+    )
     return _Run(speed["rows_per_s"], speed["blocked_fraction"], planned)
 
 

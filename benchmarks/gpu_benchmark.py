@@ -134,7 +134,7 @@ def table_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(min(rows, max_rows) for rows in MLPERF_NUM_EMBEDDINGS)
 
 
-def preprocessor_of(path: str, *, table_rows: int, multi_hot: bool) -> str:
+def build_preprocessor(path: str, *, table_rows: int, multi_hot: bool) -> str:
     """Create a Preprocessor with tables of these rows and return its folder. Its ids are hashes, so
     that tables are larger than with a vocabulary of the log.
     """
@@ -182,7 +182,7 @@ def config_of(
 
     path = synthetic_log(sizes.log_rows)
     rows = sizes.large_table_rows if large else sizes.table_rows
-    preprocessor = preprocessor_of(path, table_rows=rows, multi_hot=multi_hot)
+    preprocessor = build_preprocessor(path, table_rows=rows, multi_hot=multi_hot)
     recipe = mlperf_dcnv2 if multi_hot else mlperf_dlrm
     config = recipe(preprocessed(path, preprocessor, multi_hot=multi_hot) if ready else path)
     workload: Any = config.workload

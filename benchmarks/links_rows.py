@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hosts.nodes import Network, missing, missing_tbf
-from logs import preprocessor_of, synthetic_log
+from logs import build_preprocessor, synthetic_log
 from rows import attempt, emit, interleaved, note, part
 from run_metrics import warm_speed
 from subprocesses import check_ended
@@ -58,7 +58,7 @@ def main(*, quick: bool) -> None:
     steps = 40 if quick else STEPS
     cores = os.cpu_count() or 1
     repeats = 1 if quick else REPEATS
-    preprocessor = preprocessor_of(path)
+    preprocessor = build_preprocessor(path)
     with tempfile.TemporaryDirectory() as folder:
         data = os.path.join(folder, "data")
         rayrec.preprocess(path, out=data, format="binary", preprocessor=preprocessor)

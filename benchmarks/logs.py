@@ -72,7 +72,7 @@ def any_log(rows: int, suffix: str) -> str:
     return path
 
 
-def preprocessor_of(path: str) -> str:
+def build_preprocessor(path: str) -> str:
     """Create a Kaggle-format log's Preprocessor once and return its folder. All candidates have the
     same tables and ids.
     """

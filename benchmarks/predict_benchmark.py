@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from logs import preprocessor_of, synthetic_log
+from logs import build_preprocessor, synthetic_log
 from memory import watched
 from rows import emit, interleaved, note
 from subprocesses import child, run_task
@@ -35,7 +35,7 @@ def checkpoint_of(path: str) -> str:
     folder = checkpoints.folder_of(run, STEP)
     if not os.path.exists(folder):
         config = recipes.criteo_kaggle(path)
-        preprocessor = Preprocessor.load(preprocessor_of(path))
+        preprocessor = Preprocessor.load(build_preprocessor(path))
         model = build_click_model(
             config.workload.model,  # type: ignore[attr-defined]
             ModelInputs.from_schema(preprocessor.inputs),
@@ -45,7 +45,7 @@ def checkpoint_of(path: str) -> str:
 
         def extra_files(target: str) -> None:
             Path(target, "config.yaml").write_text(config.to_yaml())
-            storage.copy_files(preprocessor_of(path), f"{target}/preprocessor")
+            storage.copy_files(build_preprocessor(path), f"{target}/preprocessor")
 
         weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         checkpoints.save(folder, weights, state={}, extra_files=extra_files)

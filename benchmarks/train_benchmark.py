@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from logs import preprocessor_of, synthetic_log
+from logs import build_preprocessor, synthetic_log
 from rows import emit, interleaved, note
 from run_metrics import matrix_peak as peak_of
 from subprocesses import child, run_task
@@ -36,7 +36,7 @@ def recipe(
         storage_path=storage,
         scaling={"num_workers": workers},
         cluster={"num_cpus": 2},
-        workload={"preprocessor": preprocessor_of(path)},
+        workload={"preprocessor": build_preprocessor(path)},
     )
 
 
@@ -50,7 +50,11 @@ def from_binary(**arguments: Any) -> float:
     folder = os.path.join(os.path.dirname(path), "binary")
     if not os.path.exists(folder):
         preprocess(
-            path, out=folder, format="binary", preprocessor=preprocessor_of(path), split="sevenths"
+            path,
+            out=folder,
+            format="binary",
+            preprocessor=build_preprocessor(path),
+            split="sevenths",
         )
     return from_raw(**{**arguments, "path": folder, "log": path})
 
@@ -101,7 +105,7 @@ def _ready_batches(path: str, batch_size: int, number: int) -> tuple[list[int], 
     from rayrec.datasets.criteo import SCHEMA
     from rayrec.ingest.batches import sparse_features
 
-    preprocessor = Preprocessor.load(preprocessor_of(path))
+    preprocessor = Preprocessor.load(build_preprocessor(path))
     with open(path, "rb") as file:
         text = file.read(300 * batch_size * number)
     text = text[: text.rindex(b"\n") + 1]
@@ -168,7 +172,7 @@ def from_ready(*, path: str, precision: str, batch_size: int, steps: int) -> flo
     )
     sizes, batches = _ready_batches(path, batch_size, number=steps * 6 // 5 + 20)
     order = BlockOrder((SegmentRange(Segment("", 0, 1, 0, 10**9), 0, 10**9),), "none", 0, 1)
-    preprocessor = InProcess(Preprocessor.load(preprocessor_of(path)))
+    preprocessor = InProcess(Preprocessor.load(build_preprocessor(path)))
     prepared = Prepared(preprocessor, "", SCHEMA, sizes, {"train": order}, 0, "", None)
     setup = config.workload.set_up(
         WorkerContext(config, 0, 1, torch.device("cpu"), ThreadEngine(1)), prepared

@@ -21,7 +21,7 @@ from typing import Any
 
 import rayrec
 from rayrec import models
-from rayrec.cli.flags import MISSING, SWITCHES, Flag, field_docs, flag_name, metavar_of
+from rayrec.cli.flags import MISSING, SWITCHES, Flag, field_docs, flag_name, type_metavar
 from rayrec.cli.help import STATUSES, usage
 from rayrec.cli.parser import command_flags
 from rayrec.commands import COMMANDS
@@ -120,7 +120,7 @@ def _flag(flag: Flag) -> tuple[object, ...]:
     value = (
         "none"
         if flag.type is bool
-        else f"`{flag.metavar or metavar_of(flag.type)}`"
+        else f"`{flag.metavar or type_metavar(flag.type)}`"
         if flag.name
         else ""
     )

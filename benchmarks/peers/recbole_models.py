@@ -103,7 +103,7 @@ NEXT_ITEM = {
 }
 
 
-def settings_of(task: str) -> dict[str, Any]:
+def nest_settings(task: str) -> dict[str, Any]:
     kind, *numbers = task.split()
     if kind != "next-item":
         return CLICKS if kind == "clicks" else TOP_K
@@ -123,7 +123,7 @@ def main(model: str, folder: str, task: str) -> None:
     torch.autograd.set_detect_anomaly(False)  # importing RecBole's SINE turns it on for all models
     settings = {
         **SHARED,
-        **settings_of(task),
+        **nest_settings(task),
         "data_path": folder,
         "checkpoint_dir": f"{folder}/checkpoints",
     }

@@ -10,7 +10,7 @@ from builders.click_models import Saved
 from builders.golden_inputs import criteo_lines
 from builders.logs import unlabelled
 
-from rayrec.checkpoint.format import seal, sha256_of
+from rayrec.checkpoint.format import compute_sha256, seal
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export.write import LOADER, export
 
@@ -67,6 +67,6 @@ def reseal(
     """Change a manifest like an attacker, with valid checksums, also of an export's files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, file in manifest["files"].items() if files else ():
-        file.update(bytes=(folder / name).stat().st_size, sha256=sha256_of(str(folder / name)))
+        file.update(bytes=(folder / name).stat().st_size, sha256=compute_sha256(str(folder / name)))
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(seal(manifest)))

@@ -11,7 +11,7 @@ from torch import distributed
 
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import gathered_rows, group_arguments, group_device
-from rayrec.training.launchers.process_worker import device_of
+from rayrec.training.launchers.process_worker import select_device
 
 
 def test_nccl_group_and_process_use_gpu_of_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,13 +31,13 @@ def test_nccl_group_and_process_use_gpu_of_local_rank(monkeypatch: pytest.Monkey
         local_world_size=8,
         restarts=0,
     )
-    assert device_of(last, use_gpu=True) == torch.device("cuda", 7)
-    assert device_of(last, use_gpu=False) == torch.device("cpu")
+    assert select_device(last, use_gpu=True) == torch.device("cuda", 7)
+    assert select_device(last, use_gpu=False) == torch.device("cpu")
     # Slurm has bound one GPU to each process
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rejects(
         r"LOCAL_RANK=7 on .*: this process sees 1 GPUs\. .*--gpu-bind=none",
-        device_of,
+        select_device,
         last,
         use_gpu=True,
     )

@@ -159,7 +159,9 @@ def test_results_exclude_library_output(
         print("a warning of Ray")
         return {"auroc": 0.5}
 
-    monkeypatch.setattr("rayrec.commands.inference._config_of", lambda *_: recipes.criteo_demo())
+    monkeypatch.setattr(
+        "rayrec.commands.inference._recipe_config", lambda *_: recipes.criteo_demo()
+    )
     monkeypatch.setattr("rayrec.inference.evaluate.evaluate", score)
     monkeypatch.setattr("rayrec.inference.predict.predict_to", score)
     assert cli.run([verb, "run", "log", *(["--out", "scores"] if verb == "predict" else [])]) == 0

@@ -43,13 +43,13 @@ SMALL = (
 BAGS = "3,2,1,2,6,1,1,1,1,7,3,8,1,6,9,5,1,1,1,12,100,27,10,3,1,1"
 
 
-def flags_of(words: str) -> DLRMFlags:
+def config_flags(words: str) -> DLRMFlags:
     return DLRMFlags().updated(parse(COMMANDS["dlrm"], shlex.split(words)).keywords)
 
 
 def config_of(words: str, workers: int = 2) -> TrainConfig:
     """Return the configuration, which the printed command has too."""
-    recipe, settings = train_settings(flags_of(words), workers=workers, use_gpu=False)
+    recipe, settings = train_settings(config_flags(words), workers=workers, use_gpu=False)
     config = configuration(recipe, settings)
     assert parse(COMMANDS["train"], shlex.split(command_line(recipe, settings))[2:]).arguments == [
         config
@@ -144,7 +144,7 @@ def test_unsupported_flags_raise(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(InputError) as raised:
-            train_settings(flags_of(words), workers=1, use_gpu=False)
+            train_settings(config_flags(words), workers=1, use_gpu=False)
         assert [fix for fix in fixes if fix not in str(raised.value)] == []
 
 
@@ -211,7 +211,7 @@ def test_trains_on_random_rows_and_adopted_arrays(
         COMMANDS["dlrm"],
         [*data, *SMALL.split(), "--num_embeddings", "40", "--limit_train_batches", "2"],
     )
-    limited = flags_of(f"{shlex.join(data)} --num_embeddings 40 --limit_val_batches 3")
+    limited = config_flags(f"{shlex.join(data)} --num_embeddings 40 --limit_val_batches 3")
     assert train_settings(limited, workers=2, use_gpu=False)[1]["eval_rows"] == 3 * 32 * 2
     recipe, settings = COMMANDS["dlrm"].function(**call.keywords, console=QUIET)
     assert recipe == ("mlperf_dlrm",)
@@ -223,4 +223,4 @@ def test_trains_on_random_rows_and_adopted_arrays(
     with pytest.raises(
         InputError, match=r"tables have 40,40,.* rows\. Pass them as --num_embeddings_per_feature"
     ):
-        train_settings(flags_of(shlex.join(data)), workers=1, use_gpu=False)
+        train_settings(config_flags(shlex.join(data)), workers=1, use_gpu=False)

@@ -60,7 +60,7 @@ def quoted_names(text: str) -> Iterator[str]:
             yield name
 
 
-def words_of(tree: ast.AST) -> set[str]:
+def split_words(tree: ast.AST) -> set[str]:
     """Return all identifiers in code, and words of short texts without blanks, such as keys."""
     words: set[str] = set()
     for node in ast.walk(tree):
@@ -99,7 +99,7 @@ def definitions(tree: ast.Module) -> Iterator[str]:
                 yield key
     for statement in tree.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
-            yield from words_of(statement)
+            yield from split_words(statement)
 
 
 @cache
@@ -128,7 +128,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", trees(), ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_docstrings_quote_existing_names(path: Path) -> None:
     tree = trees()[path]
-    defined = defined_names() | words_of(tree)
+    defined = defined_names() | split_words(tree)
     assert [
         f"{line}: {name}"
         for line, text in docstrings(tree)
@@ -212,4 +212,4 @@ def test_back_quotes_contain_names(text: str, names: list[str]) -> None:
 def test_old_parameter_name_is_unknown() -> None:
     tree = ast.parse('def f(max_ticks):\n    """Return at most `most`."""\n')
     (quoted,) = (name for _, text in docstrings(tree) for name in quoted_names(text))
-    assert quoted not in defined_names() | words_of(tree)
+    assert quoted not in defined_names() | split_words(tree)

@@ -27,7 +27,7 @@ from rayrec.storage import cache, files, filesystems, retry
 from rayrec.storage.files import Scratch
 from rayrec.storage.stores import AzureLocation, GcsLocation, S3Location
 from rayrec.training.launchers.process_launcher import ProcessLauncher
-from rayrec.training.trainer import launcher_of
+from rayrec.training.trainer import choose_launcher
 
 
 def found_in(*place: Any, **options: Any) -> list[str]:
@@ -738,9 +738,9 @@ def test_cache_folder_is_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("homeless")
 def test_ray_without_home_directory_is_rejected() -> None:
     config = recipes.clicks()
-    assert isinstance(launcher_of(config), ProcessLauncher)
+    assert isinstance(choose_launcher(config), ProcessLauncher)
     two = config.replace(scaling={"num_workers": 2})
-    rejects("HOME: not set, and the system has no home directory", launcher_of, two)
+    rejects("HOME: not set, and the system has no home directory", choose_launcher, two)
 
 
 @pytest.mark.parametrize("name", ["home", "home/work", "", "link"])

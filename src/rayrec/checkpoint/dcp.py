@@ -27,7 +27,7 @@ from rayrec import storage
 from rayrec.checkpoint.discovery import Checkpoint
 from rayrec.checkpoint.format import MANIFEST
 from rayrec.checkpoint.plan import HostCopy, Part, Plan, lay_out
-from rayrec.checkpoint.reader import metadata_of, read_items
+from rayrec.checkpoint.reader import make_metadata, read_items
 from rayrec.checkpoint.writer import WrittenFile, commit, write_rank
 from rayrec.config import InputError
 
@@ -50,7 +50,7 @@ class CheckpointReader(StorageReader):
             self._path = os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return metadata_of(Checkpoint(self._path).manifest())
+        return make_metadata(Checkpoint(self._path).manifest())
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

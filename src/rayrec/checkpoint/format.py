@@ -74,7 +74,7 @@ def is_data_file(name: str) -> bool:
     return re.match(r"data_\d{5,}[-.]", name) is not None
 
 
-def sha256_of(path: str) -> str:
+def compute_sha256(path: str) -> str:
     """Return the SHA-256 of a file. Raises InputError if it is missing, OSError if storage is
     unavailable.
     """

@@ -18,7 +18,7 @@ from torch import distributed
 from rayrec import storage
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.checkpoint.discovery import Checkpoint
-from rayrec.checkpoint.format import DamagedError, sha256_of, wrap_read_errors
+from rayrec.checkpoint.format import DamagedError, compute_sha256, wrap_read_errors
 from rayrec.checkpoint.safetensors import TORCH_DTYPES, write_weights
 from rayrec.collectives import group_device
 from rayrec.config import InputError
@@ -79,7 +79,7 @@ def _restore_local(
                 f"{stored[name]['shape']}"
             )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, metadata_of(manifest))
+    planner.set_up_planner(tensors, make_metadata(manifest))
     items = [
         (item, planner.resolve_tensor(item).detach()) for item in planner.create_local_plan().items
     ]
@@ -114,7 +114,7 @@ def _reads(
         yield from _copies(reader, rows, box, target)
 
 
-def metadata_of(manifest: dict[str, Any]) -> Metadata:
+def make_metadata(manifest: dict[str, Any]) -> Metadata:
     """Return the checkpoint metadata for torch.distributed.checkpoint planners."""
     from torch.distributed.checkpoint import Metadata
     from torch.distributed.checkpoint.metadata import (
@@ -339,7 +339,7 @@ def _extra_checks(folder: str, manifest: dict[str, Any]) -> Iterator[Callable[[]
 def _check_extra_file(path: str, sha256: str) -> None:
     if not storage.exists(path):
         raise DamagedError(f"{path}: missing; use an earlier checkpoint")
-    if sha256_of(path) != sha256:
+    if compute_sha256(path) != sha256:
         raise DamagedError(
             f"{path}: damaged, its checksum does not match; use an earlier checkpoint"
         )

@@ -128,7 +128,8 @@ def start_from(
     by_rows = {
         name: (tensor, row_map)
         for name, tensor in targets.tensors.items()
-        if len(tensor.size()) and (row_map := row_maps.get(_weight_of(name, row_maps))) is not None
+        if len(tensor.size())
+        and (row_map := row_maps.get(_match_weight(name, row_maps))) is not None
     }
     restore(
         checkpoint,
@@ -140,7 +141,7 @@ def start_from(
     forget_cached_rows(model)
 
 
-def _weight_of(name: str, weights: Collection[str]) -> str:
+def _match_weight(name: str, weights: Collection[str]) -> str:
     """Return the one of `weights` that a tensor of `all_tensors` is, or is the state of, or ""."""
     kind, _, rest = name.partition(".")
     if kind == "model":

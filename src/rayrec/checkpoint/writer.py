@@ -18,11 +18,11 @@ from rayrec.checkpoint.format import (
     MANIFEST,
     VERSION,
     UnreadableError,
+    compute_sha256,
     data_file,
     is_data_file,
     read_manifest,
     seal,
-    sha256_of,
 )
 from rayrec.checkpoint.lease import Lease
 from rayrec.checkpoint.plan import HostCopy, LocalTensors, Shapes, check_covered, make_plan
@@ -128,7 +128,7 @@ def _recorded(folder: str) -> Described:
 
 def _is(path: str, file: Mapping[str, Any]) -> bool:
     try:
-        return storage.size_of(path) == file["bytes"] and sha256_of(path) == file["sha256"]
+        return storage.size_of(path) == file["bytes"] and compute_sha256(path) == file["sha256"]
     except UnreadableError:
         return False
 
@@ -157,7 +157,7 @@ def _threaded(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]
 def _describe(source: Source) -> dict[str, Any]:
     if isinstance(source, bytes):
         return {"bytes": len(source), "sha256": hashlib.sha256(source).hexdigest()}
-    return {"bytes": storage.size_of(source), "sha256": sha256_of(source)}
+    return {"bytes": storage.size_of(source), "sha256": compute_sha256(source)}
 
 
 def describe_output(function: Callable[[str], None]) -> Callable[[str], Described]:
@@ -172,7 +172,7 @@ def describe_output(function: Callable[[str], None]) -> Callable[[str], Describe
             for name, size_bytes in sorted(file_sizes(folder).items())
             if name != MANIFEST and not is_data_file(name) and not name.endswith(".partial")
         }
-        sums = _threaded(sha256_of, [storage.join(folder, name) for name in sizes])
+        sums = _threaded(compute_sha256, [storage.join(folder, name) for name in sizes])
         return {
             name: {"bytes": sizes[name], "sha256": sha256}
             for name, sha256 in zip(sizes, sums, strict=True)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rayrec.cli.flags import MISSING, SHORT, Flag, metavar_of, takes_many
+from rayrec.cli.flags import MISSING, SHORT, Flag, takes_many, type_metavar
 from rayrec.config import InputError
 
 
@@ -52,7 +52,7 @@ def _parser(flags: Sequence[Flag], *, is_help: bool = False) -> argparse.Argumen
     names = dict.fromkeys(flag.group for flag in flags)
     groups = {name: parser.add_argument_group(name) for name in names}
     for flag in flags:
-        options: dict[str, Any] = {"metavar": flag.metavar or metavar_of(flag.type)}
+        options: dict[str, Any] = {"metavar": flag.metavar or type_metavar(flag.type)}
         if flag.type is bool:
             options = {"action": _Switch, "nargs": 0, "const": flag.negative_names}
         elif flag.name:

@@ -85,7 +85,7 @@ class Flag:
     @property
     def shown(self) -> str:
         """Flag and metavar, for usage and errors."""
-        metavar = self.metavar or metavar_of(self.type)
+        metavar = self.metavar or type_metavar(self.type)
         return " ".join(word for word in (*self.names[:1], metavar) if word)
 
 
@@ -93,7 +93,7 @@ def flag_name(path: str) -> str:
     return path.replace("_", "-")
 
 
-def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> Iterator[Flag]:
+def config_flags(config: Config | type[Config], prefix: str = "", old: str = "") -> Iterator[Flag]:
     """Yield a flag for each field of a configuration, or of a class with its defaults."""
     cls = config if isinstance(config, type) else type(config)
     kinds = field_types(cls)  # type: ignore[arg-type]
@@ -110,10 +110,10 @@ def flags_of(config: Config | type[Config], prefix: str = "", old: str = "") -> 
             metavar = text_metavar(type(value))
             if metavar:
                 yield Flag(path, str, None, cls, metavar=metavar, name=flag_name(path))
-            yield from flags_of(value, f"{path}.", f"{old_path}." if old_path else "")
+            yield from config_flags(value, f"{path}.", f"{old_path}." if old_path else "")
         elif isinstance(value, tuple) and value and isinstance(value[0], Config):
             for number, item in enumerate(value):
-                yield from flags_of(item, f"{path}.{number}.")
+                yield from config_flags(item, f"{path}.{number}.")
         else:
             kind = kinds[field.name]
             name = flag_name(path)
@@ -139,7 +139,7 @@ _SEQUENCE = typing.get_origin(Sequence[str])
 _NAMES = {int: "N", float: "X", str: "TEXT"}
 
 
-def metavar_of(kind: Any) -> str:
+def type_metavar(kind: Any) -> str:
     """Return the metavar of a type."""
     metavars = []
     for member in members(kind):
@@ -150,9 +150,9 @@ def metavar_of(kind: Any) -> str:
         elif origin is dict:
             metavars.append("NAME X ...")
         elif origin is tuple and Ellipsis not in inner:
-            metavars.append(" ".join(map(metavar_of, inner)))
+            metavars.append(" ".join(map(type_metavar, inner)))
         elif origin is not None and inner and origin is not type(None) and takes_many(member):
-            metavars.append(f"{metavar_of(inner[0])} ...".strip())
+            metavars.append(f"{type_metavar(inner[0])} ...".strip())
         elif member in _NAMES:
             metavars.append(_NAMES[member])
     return " | ".join(metavars)
@@ -221,7 +221,7 @@ def recipe_flags(config: Config) -> list[Flag]:
     }
     settings = [
         replace(flag, aliases=(short[flag.path],)) if flag.path in short else flag
-        for flag in flags_of(config)
+        for flag in config_flags(config)
     ]
     rate = _companion_flags(config, "learning_rate", float)
     return [*rate, *settings, *_companion_flags(config, "gpus", int)]

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from rayrec.cli.flag_parser import listed
 from rayrec.cli.flags import MISSING, SHORT, SWITCHES, Flag, recipe_flags, takes_many
-from rayrec.commands.declaration import COMMANDS, Command, Group, summary_of
+from rayrec.commands.declaration import COMMANDS, Command, Group, find_summary
 from rayrec.schema import PlaceholderSchema
 
 STATUSES = {
@@ -100,7 +100,7 @@ def recipe_help(command: Command, config: Any, *, everything: bool = False) -> s
     lines = _introduction(
         command,
         usage(command, flags, f"{recipe}{' --data PATH' if needs_data else ''}"),
-        summary_of(recipes.ALL.get(config.recipe, command.function)),
+        find_summary(recipes.ALL.get(config.recipe, command.function)),
         recipe=recipe.replace("FILE", "schema.yaml"),
     )
     if everything:
@@ -139,5 +139,5 @@ def _introduction(command: Command, usage: str, summary: str, *, recipe: str = "
 
 def _heading(flag: Flag) -> str:
     if flag.owner:
-        return summary_of(flag.owner).partition(". ")[0]
+        return find_summary(flag.owner).partition(". ")[0]
     return "Flags" if flag.name else "Arguments"

@@ -13,14 +13,14 @@ from rayrec.cli.flags import (
     MISSING,
     SWITCHES,
     Flag,
+    config_flags,
     flag_name,
-    flags_of,
     recipe_flags,
     takes_many,
     value_of,
 )
 from rayrec.commands.declaration import COMMANDS, Argument, Command, table_sizes
-from rayrec.commands.settings import named_configuration, settings_of, updated
+from rayrec.commands.settings import named_configuration, nest_settings, updated
 from rayrec.config import InputError, nest, renamed
 
 _MAX_MATCHES = 3
@@ -42,7 +42,7 @@ def command_flags(command: Command) -> list[Flag]:
     for parameter, kind, argument in command.parameters():
         flags[parameter.name] = _argument_flag(parameter, kind, argument)
     for prefix, cls in command.settings():
-        for flag in flags_of(cls):
+        for flag in config_flags(cls):
             path = f"{prefix}.{flag.path}" if prefix else flag.path
             flags.setdefault(path, _setting_flag(flag, path, command.underscores))
     return list(flags.values())
@@ -104,7 +104,7 @@ def parse(command: Command, words: Sequence[str]) -> Call:
         f"rayrec {command.name} {config.recipe}", [*command_flags(command), *flags], words
     )
     settings = {flag.path: values.pop(flag.path) for flag in flags if flag.path in values}
-    return _call(command, [updated(config, settings_of(config, settings))], values)
+    return _call(command, [updated(config, nest_settings(config, settings))], values)
 
 
 def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
@@ -131,7 +131,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
     settings = {
         name: text for name, text in (("schema", schema), ("model", model)) if text is not None
     }
-    return (updated(config, settings_of(config, settings)) if settings else config), rest
+    return (updated(config, nest_settings(config, settings)) if settings else config), rest
 
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str | None], list[str]]:

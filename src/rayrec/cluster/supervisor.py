@@ -400,7 +400,7 @@ class _Supervisor:
         if job is not None and decision.status == 0:
             self._report(f"finished, as {job.submission_id}")
             try:
-                summary = summary_of(self.jobs.get_job_logs(self._id))
+                summary = find_summary(self.jobs.get_job_logs(self._id))
             except _NO_ANSWER:
                 summary = None
             return Outcome(name, 0, cause, attempts, summary)
@@ -477,7 +477,7 @@ def _number(submission_id: str | None, name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def summary_of(log: str) -> dict[str, Any] | None:
+def find_summary(log: str) -> dict[str, Any] | None:
     """Return the summary that `rayrec train` prints last, ignoring later output of other programs,
     or None.
     """

@@ -146,7 +146,7 @@ class Command:
 
     @property
     def summary(self) -> str:
-        return summary_of(self.function)
+        return find_summary(self.function)
 
     def parameters(self) -> Iterator[tuple[inspect.Parameter, Any, Argument]]:
         """Yield (parameter, type, declaration) for each argument and flag."""
@@ -167,7 +167,7 @@ class Command:
         return [(prefix, load(path)) for prefix, path in self.options]
 
 
-def summary_of(documented: Any) -> str:
+def find_summary(documented: Any) -> str:
     """Return the first paragraph of a docstring as one line without its full stop."""
     paragraph = (inspect.getdoc(documented) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).rstrip(".")

@@ -213,7 +213,7 @@ def ensemble(
     from rayrec.inference.ensemble import ensemble as run
 
     return run(
-        checkpoints, out, configs=[_config_of(checkpoint, recipe) for checkpoint in checkpoints]
+        checkpoints, out, configs=[_recipe_config(checkpoint, recipe) for checkpoint in checkpoints]
     )
 
 
@@ -238,7 +238,7 @@ def export(
     return run(
         checkpoint,
         out,
-        config=_config_of(checkpoint, recipe),
+        config=_recipe_config(checkpoint, recipe),
         settings=ExportConfig().updated(options),
     )
 
@@ -259,12 +259,12 @@ def _input_path(
     """Yield a path unchanged, else that of a folder with the given rows, which is removed
     afterwards. Raises InputError.
     """
-    from rayrec.data.frame_files import paths_of
+    from rayrec.data.frame_files import data_paths
 
     if path is None or isinstance(path, str):
         yield path
         return
-    with paths_of(
+    with data_paths(
         path, name="path", **_destination(path, checkpoint, config, labelled=labelled)
     ) as located:
         yield located
@@ -308,7 +308,7 @@ def _destination(
     return {"schema": schema, "folder": cache_folder(open_checkpoint(checkpoint).path)}
 
 
-def _config_of(checkpoint: str, recipe: Any) -> "TrainConfig":
+def _recipe_config(checkpoint: str, recipe: Any) -> "TrainConfig":
     from rayrec import storage
     from rayrec.checkpoint import open_checkpoint
     from rayrec.recipes import find, load_config
@@ -333,7 +333,9 @@ def _scoring_config(
     """
     from rayrec.workloads.run_config import ClusterConfig
 
-    config = _config_of(checkpoint, recipe).replace(cluster=ClusterConfig(address=cluster_address))
+    config = _recipe_config(checkpoint, recipe).replace(
+        cluster=ClusterConfig(address=cluster_address)
+    )
     if settings.max_bad_fraction is not None:
         config = config.replace(max_bad_fraction=settings.max_bad_fraction)
     if group is None:

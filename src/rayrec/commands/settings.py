@@ -55,7 +55,7 @@ def value_at(config: Any, path: str, *, default: Any = None) -> Any:
     return config
 
 
-def settings_of(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+def nest_settings(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings with short or dotted names (`scaling.num_workers`) to nested settings."""
     return nest(
         dict(each for name, value in changes.items() for each in _expand_alias(config, name, value))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rayrec.commands.data import _console
-from rayrec.commands.declaration import Argument, Shown, command, summary_of, table_sizes
-from rayrec.commands.settings import named_configuration, settings_of, updated
+from rayrec.commands.declaration import Argument, Shown, command, find_summary, table_sizes
+from rayrec.commands.settings import named_configuration, nest_settings, updated
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def recipes() -> str:
     """List the recipes, one per line."""
     from rayrec.recipes import ALL
 
-    return "\n".join(f"{name:24} {summary_of(recipe)}." for name, recipe in ALL.items())
+    return "\n".join(f"{name:24} {find_summary(recipe)}." for name, recipe in ALL.items())
 
 
 @command(
@@ -301,7 +301,7 @@ def configuration(
         config = named_configuration(recipe)
     else:
         config = recipe() if callable(recipe) else recipe
-    return updated(config, settings_of(config, settings)) if settings else config
+    return updated(config, nest_settings(config, settings)) if settings else config
 
 
 def require_files(config: "TrainConfig", *, note: Callable[[str], None]) -> None:

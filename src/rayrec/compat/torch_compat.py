@@ -62,7 +62,7 @@ def uncounted_operators(
     return formulas
 
 
-def operator_of(overload: Any) -> Any:
+def base_operator(overload: Any) -> Any:
     """Return the operator of an overload received by a dispatch mode, because torch's table of
     formulas is keyed by operators.
     """

@@ -78,7 +78,7 @@ def arrays_to_table(arrays: Mapping[str, np.ndarray]) -> pa.Table:
     ).replace_schema_metadata({_SHAPES: shapes})
 
 
-def arrays_of_table(table: pa.Table) -> dict[str, np.ndarray]:
+def table_to_arrays(table: pa.Table) -> dict[str, np.ndarray]:
     """Invert `arrays_to_table`, with read-only arrays."""
     (batch,) = table.combine_chunks().to_batches()
     shapes = json.loads(table.schema.metadata[_SHAPES])

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.frames import DATA_TYPES, arrow_of, is_dataset, is_frame, with_text_names
+from rayrec.data.frames import DATA_TYPES, frame_to_arrow, is_dataset, is_frame, with_text_names
 from rayrec.data.logs.csv_reader import check_columns, present_columns
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
@@ -36,13 +36,13 @@ def is_rows(data: object) -> bool:
     return isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
 
 
-def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str], dict[str, str]]:
+def pick_columns(data: Rows, schema: Schema | None, name: str) -> tuple[list[str], dict[str, str]]:
     """Return the columns to write, those of the schema or all, and their types. Ray Data computes
     one row of a lazy Dataset. Raises InputError, which begins with `name`, for a missing column and
     unusable types.
     """
     if is_dataset(data):
-        types = _types_of(data)
+        types = _column_types(data)
         numbered = [column for column in types if not isinstance(column, str)]
         if numbered:
             raise InputError(
@@ -59,7 +59,7 @@ def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str],
         )
     else:
         columns = _selected(column_names(data), schema, name)
-        arrow_schema = _table_of(data, columns).schema
+        arrow_schema = _to_table(data, columns).schema
     if schema is not None:
         check_types(arrow_schema, schema, path=name)
     # Text from pandas (depending on its version) and Ray Data has 32-bit or 64-bit offsets.
@@ -68,7 +68,7 @@ def columns_of(data: Rows, schema: Schema | None, name: str) -> tuple[list[str],
     }
 
 
-def _types_of(dataset: ray.data.Dataset) -> dict[Any, Any]:
+def _column_types(dataset: ray.data.Dataset) -> dict[Any, Any]:
     """Return the type of each column by name, None if unknown. Names of DataFrame blocks may be
     numbers.
     """
@@ -98,10 +98,10 @@ def _selected(names: list[str], schema: Schema | None, name: str) -> list[str]:
     return list(present_columns(names, schema))
 
 
-def _table_of(data: Any, columns: Sequence[str]) -> pa.Table:
+def _to_table(data: Any, columns: Sequence[str]) -> pa.Table:
     if isinstance(data, pa.Table):
         return data.select(list(columns))
-    return arrow_of(data[list(columns)])
+    return frame_to_arrow(data[list(columns)])
 
 
 def num_rows(data: Rows) -> int:
@@ -120,7 +120,7 @@ def write_rows(
     """
     if is_dataset(data):
         return _write_dataset(data.select_columns(list(columns)), target, write_extra)
-    table = _table_of(data, columns)
+    table = _to_table(data, columns)
     if not table.num_rows:
         kind = "table" if isinstance(data, pa.Table) else "DataFrame"
         raise InputError(f"{target}: the {kind} has no rows to train on or to score")
@@ -162,7 +162,7 @@ def _write_dataset(
 
 
 @contextmanager
-def paths_of(data: object, *, name: str, schema: Schema | None, folder: str) -> Iterator[str]:
+def data_paths(data: object, *, name: str, schema: Schema | None, folder: str) -> Iterator[str]:
     """Yield the path of `data`: a text or path object unchanged, otherwise that of a new folder
     inside `folder` with its rows, which is removed afterwards.
 
@@ -184,11 +184,11 @@ def paths_of(data: object, *, name: str, schema: Schema | None, folder: str) -> 
 
 def written(data: Rows, *, name: str, schema: Schema | None, folder: str) -> str:
     """Write rows, in order, into a new folder inside `folder` and return its path. See
-    `paths_of`.
+    `data_paths`.
     """
     if is_frame(data):
         data = with_text_names(data)
-    columns, _ = columns_of(data, schema, name)
+    columns, _ = pick_columns(data, schema, name)
     target = storage.join(storage.absolute(folder), "frames", uuid.uuid4().hex[:16])
     with _in_order(data):
         write_rows(data, columns, target, lambda _, __: None)

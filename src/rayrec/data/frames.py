@@ -95,7 +95,7 @@ def transform(
         schema = schema_for(preprocessor.schema, list(data.columns), "DataFrame")
         columns = [name for name in schema.columns if name in data.columns]
         inputs = transform_table(
-            arrow_of(data[columns]), preprocessor, source="DataFrame"
+            frame_to_arrow(data[columns]), preprocessor, source="DataFrame"
         ).to_pandas()
         inputs.index = data.index
         return inputs
@@ -136,7 +136,7 @@ def with_text_names(frame: pandas.DataFrame) -> pandas.DataFrame:
     )
 
 
-def arrow_of(frame: pandas.DataFrame) -> pa.Table:
+def frame_to_arrow(frame: pandas.DataFrame) -> pa.Table:
     """Convert a DataFrame without its index; NaN and None become null. Raises InputError for a
     column of mixed types.
     """

@@ -22,7 +22,7 @@ from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import check_schema, open_parquet
-from rayrec.data.logs.partitions import columns_of, with_partitions
+from rayrec.data.logs.partitions import pick_columns, with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.table_log import (
     TABLES_ONLY,
@@ -41,7 +41,7 @@ from rayrec.data.materialized.dataset import (
     open_verified,
 )
 from rayrec.schema import Schema
-from rayrec.storage.cache import GZIP_MAGIC, head_of, is_gzip, remove_older, unpack, unpacked_path
+from rayrec.storage.cache import GZIP_MAGIC, is_gzip, read_head, remove_older, unpack, unpacked_path
 
 CHUNK_BYTES = 32 << 20
 """Bytes of text per indexing task."""
@@ -262,7 +262,7 @@ class LogSource:
         if folder is not None:
             stored = stored_schema(folder)
             schema = schema.replace(tokens=stored.tokens) if has_open_tokens else schema
-            return schema if schema.header is not None else _with_header_of(stored, schema)
+            return schema if schema.header is not None else _with_stored_header(stored, schema)
         if self.is_random:
             return schema.replace(tokens="hexadecimal") if has_open_tokens else schema
         files = [
@@ -293,7 +293,7 @@ class LogSource:
         except InputError:
             if preprocessor is None:
                 raise
-            return _with_header_of(stored_schema(preprocessor), schema)
+            return _with_stored_header(stored_schema(preprocessor), schema)
         header = next(iter(orders)) if len(orders) == 1 else ()
         if schema.tokens == "hexadecimal" and header == schema.columns:
             return schema
@@ -348,7 +348,7 @@ class LogSource:
             return schema.label in next((columns for columns in names if columns), (schema.label,))
         labelled = len(schema.columns)
         for file in files:
-            for line in _first_lines_of(file.path):
+            for line in _read_first_lines(file.path):
                 columns = line.count(b"\t") + 1
                 if columns in (labelled, labelled - 1):
                     return columns == labelled
@@ -410,11 +410,11 @@ def _with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
         hexadecimal = schema.replace(tokens="hexadecimal")
     except InputError:  # Of columns that only tables have
         return schema
-    lines = _first_lines_of(files[0].path)[:_SAMPLED_LINES]
+    lines = _read_first_lines(files[0].path)[:_SAMPLED_LINES]
     return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
 
 
-def _with_header_of(stored: Schema, schema: Schema) -> Schema:
+def _with_stored_header(stored: Schema, schema: Schema) -> Schema:
     return schema.replace(header=stored.header, header_row=stored.header_row)
 
 
@@ -457,7 +457,7 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
             head = None if batch is None else pa.table(batch)
     else:
         check_columns(
-            columns_of(path, csv_columns(path, schema)),
+            pick_columns(path, csv_columns(path, schema)),
             schema.columns,
             path=path,
             optional=schema.optional,
@@ -476,7 +476,7 @@ def _check_text(file: storage.File, schema: Schema) -> tuple[int, Faults]:
     entries, faults = index_chunk(Chunk(file.path, 0, stop, file.size_bytes), schema, HEAD_BYTES)
     rows = sum(entry.rows for entry in entries)
     if not rows:
-        cause = likely_cause(head_of(file.path, HEAD_BYTES))
+        cause = likely_cause(read_head(file.path, HEAD_BYTES))
         if cause or not faults.wrong_labels():
             why = f"{faults.describe()}; {cause}" if cause else faults.describe()
             raise InputError(f"{file.path}: its first lines cannot be parsed; {why}")
@@ -494,10 +494,10 @@ def _has_rows(lines: Sequence[bytes], schema: Schema) -> bool:
     return False
 
 
-def _first_lines_of(path: str) -> list[bytes]:
+def _read_first_lines(path: str) -> list[bytes]:
     """Return the complete lines in the first 16 * MAX_LINE_BYTES of a file."""
     max_bytes = 16 * MAX_LINE_BYTES
-    text = head_of(path, max_bytes)
+    text = read_head(path, max_bytes)
     is_complete = len(text) < max_bytes
     if text.startswith(GZIP_MAGIC):
         try:

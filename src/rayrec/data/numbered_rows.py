@@ -308,7 +308,7 @@ class ImageIndex:
             digest.update(b"" if array is None else np.ascontiguousarray(array).data)
         return digest.hexdigest()[:16]
 
-    def path_of(self, row: int) -> str:
+    def row_path(self, row: int) -> str:
         return storage.join(self.folder, self.names[int(self.ranges[row, 0])].as_py())
 
     def split(self, rows: int) -> tuple[ImageIndex, ImageIndex]:
@@ -328,7 +328,7 @@ class ImageIndex:
         """Read the bytes of an image. Raises InputError if its file is missing."""
         _, start, size_bytes = self.ranges[row].tolist()
         buffer = np.empty(size_bytes, np.uint8)
-        return buffer[: storage.read_into(self.path_of(row), start, buffer)].data
+        return buffer[: storage.read_into(self.row_path(row), start, buffer)].data
 
 
 def image_files(path: str) -> tuple[str, dict[str, storage.File]]:
@@ -600,7 +600,7 @@ class ImageRows(RowSource):
         readable = np.zeros(len(indices), np.uint8)
         decode = partial(self._decode, index, epoch)
         for number, image in enumerate(
-            storage.in_parallel(decode, indices.tolist(), of=index.path_of(0))
+            storage.in_parallel(decode, indices.tolist(), of=index.row_path(0))
         ):
             if image is not None:
                 images[number] = image
@@ -634,7 +634,7 @@ class ImageRows(RowSource):
         before = self._unreadable[1] if self._unreadable[0] == epoch else 0
         for number, row in enumerate(indices[arrays[READABLE] == 0].tolist(), start=before):
             self._unreadable = (epoch, number + 1)
-            path = self.index.get().path_of(row)
+            path = self.index.get().row_path(row)
             _logger.warning("Skipping image %d, which cannot be decoded: %s", row, path)
             if number + 1 > self.max_unreadable:
                 raise InputError(

@@ -105,13 +105,13 @@ def measured(
 
 
 def with_times(table: pa.Table, times: BlockTimes) -> pa.Table:
-    """Return the table with the times in its metadata, for `times_of`."""
+    """Return the table with the times in its metadata, for `read_times`."""
     return table.replace_schema_metadata(
         {**(table.schema.metadata or {}), _METADATA: json.dumps(asdict(times)).encode()}
     )
 
 
-def times_of(table: pa.Table) -> BlockTimes | None:
+def read_times(table: pa.Table) -> BlockTimes | None:
     """Return the times in a table's metadata; None if not measured."""
     text = (table.schema.metadata or {}).get(_METADATA)
     return None if text is None else BlockTimes(**json.loads(text))

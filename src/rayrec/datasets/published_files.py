@@ -136,16 +136,16 @@ def missing_text(files: Sequence[RemoteFile]) -> str:
     """Describe missing files with sizes and pages, individually if there are few."""
     pages = " and ".join(dict.fromkeys(page for file in files if (page := file.published_at)))
     if len(files) <= 5:
-        names = ", ".join(f"{file.plain_name} ({_size_of((file,))})" for file in files)
+        names = ", ".join(f"{file.plain_name} ({_describe_size((file,))})" for file in files)
     else:
         names = (
             f"{names_text([file.plain_name for file in files])} ({len(files)} files, "
-            f"{_size_of(files)})"
+            f"{_describe_size(files)})"
         )
     return f"missing {names}" + (f"; published at {pages}" if pages else "")
 
 
-def _size_of(files: Sequence[RemoteFile]) -> str:
+def _describe_size(files: Sequence[RemoteFile]) -> str:
     """Describe the total rows and sizes of files. Omits totals with unpublished parts."""
     rows = _sum([file.rows for file in files])
     texts = [f"{rows:,} rows" if rows is not None else "number of rows not published"]

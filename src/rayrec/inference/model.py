@@ -89,14 +89,14 @@ def open_served(
     )
     return ServedModel(
         preprocessor,
-        f"{version_of(checkpoint)}-{scorer.quantization}",
+        f"{model_version(checkpoint)}-{scorer.quantization}",
         checkpoint.path,
         "checkpoint",
         scorer,
     )
 
 
-def version_of(checkpoint: Checkpoint) -> str:
+def model_version(checkpoint: Checkpoint) -> str:
     """Return an id of the checkpoint's weights: its step, and 12 hex digits of the SHA-256 over all
     weight checksums.
     """
@@ -108,7 +108,7 @@ def version_of(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path.rstrip('/').rsplit('/', 1)[-1]}-{json_hash(sums)[:12]}"
 
 
-def source_of(path: str) -> str:
+def resolve_source(path: str) -> str:
     """Resolve a checkpoint, run or export to its folder, absolute or a URL. Raises InputError if a
     run has no checkpoint.
     """

@@ -21,7 +21,13 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.logs.index import Block, SegmentRange, row_numbers, source_of, sources_in_order
+from rayrec.data.logs.index import (
+    Block,
+    SegmentRange,
+    resolve_source,
+    row_numbers,
+    sources_in_order,
+)
 from rayrec.trained_rows import RowNumbers, TrainedRows, merge_ranges
 
 _logger = logging.getLogger(__name__)
@@ -149,7 +155,9 @@ class BlockOrder:
                 rank = {
                     files[i]: number for number, i in enumerate(generator.permutation(len(files)))
                 }
-                parts = tuple(sorted(parts, key=lambda part: rank[source_of(part.segment.path)]))
+                parts = tuple(
+                    sorted(parts, key=lambda part: rank[resolve_source(part.segment.path)])
+                )
         return [
             Block(parts[i : i + size], (self.seed, epoch, i) if is_mixed else None)
             for i in range(0, len(parts), size)
@@ -174,7 +182,7 @@ class BlockOrder:
 
     def _identity(self, *, checksums: bool) -> str:
         sources = {
-            path: source_of(path)
+            path: resolve_source(path)
             for path in dict.fromkeys(part.segment.path for part in self.parts)
         }
         # Shuffle mode `files` permutes files in this order.
@@ -265,7 +273,7 @@ class BlockOrder:
 
     def trained(self, position: Position) -> TrainedRows:
         tally = TrainedRows()
-        all_rows = merge_ranges(_numbers_of(part) for part in self.parts)
+        all_rows = merge_ranges(_row_numbers(part) for part in self.parts)
         for epoch in range(position.epoch):
             tally.add_ranges(all_rows, epoch=epoch)
         if position.world_size:
@@ -277,7 +285,7 @@ class BlockOrder:
                 for block_range in left
                 if block_range.rows == blocks[block_range.block].rows
             ]
-            ranges = merge_ranges(_numbers_of(part) for block in untouched for part in block.parts)
+            ranges = merge_ranges(_row_numbers(part) for block in untouched for part in block.parts)
             tally.add_ranges(ranges, epoch=position.epoch, times=-1)
             for block_range in left:
                 block = blocks[block_range.block]
@@ -288,7 +296,7 @@ class BlockOrder:
         return tally
 
 
-def _numbers_of(part: SegmentRange) -> tuple[int, int]:
+def _row_numbers(part: SegmentRange) -> tuple[int, int]:
     """Return the range of the part's row numbers in the log, as [start, stop)."""
     first = part.segment.first_row
     return first + part.start, first + part.stop

@@ -15,17 +15,17 @@ from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar, final
 import numpy as np
 import pyarrow as pa
 
-from rayrec.data.arrow import arrays_of_table, arrays_to_table
+from rayrec.data.arrow import arrays_to_table, table_to_arrays
 from rayrec.data.encoded_rows import EncodedRows, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import Shared, StopToken, StreamEngine
 from rayrec.data.logs.index import Block, row_numbers
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.materialized.dataset import dataset_of
+from rayrec.data.materialized.dataset import open_dataset
 from rayrec.data.materialized.dataset import read as read_preprocessed
 from rayrec.data.numbered_rows import EpochRows, RowSource
 from rayrec.data.raw_block import RawBlock
-from rayrec.data.stage_times import BlockTimes, StageTimes, measured, stage, times_of, with_times
+from rayrec.data.stage_times import BlockTimes, StageTimes, measured, read_times, stage, with_times
 from rayrec.ingest.block_order import BlockRange
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -221,7 +221,7 @@ class TaskSource:
             prefetch_blocks=self.prefetch_blocks,
         )
         for table in tables:
-            yield from_arrow(table), times_of(table)
+            yield from_arrow(table), read_times(table)
 
     def make_locally(self, block: Block, block_range: BlockRange) -> Sequence[EncodedRows]:
         """Encode the rows of a block range in this process."""
@@ -250,7 +250,7 @@ class MappedSource:
     def make(self, block_ranges: BlockRanges) -> Generator[EncodedBlock, None, None]:
         if self.in_memory:
             segments = {part.segment for block, _ in block_ranges for part in block.parts}
-            files = [dataset_of(segment) for segment in segments]
+            files = [open_dataset(segment) for segment in segments]
             if files:
                 dataset, _ = files[0]  # That of all files
                 dataset.maps.load(sorted({file for _, file in files}))
@@ -304,7 +304,7 @@ class NumberedSource:
         for table in self.engine.stream(
             "rows", read, send(), block_bytes=ITEM_BYTES, prefetch_blocks=self.max_prefetch
         ):
-            yield [(pending.popleft(), arrays_of_table(table))], times_of(table)
+            yield [(pending.popleft(), table_to_arrays(table))], read_times(table)
 
     def make_locally(self, numbers: np.ndarray, epoch: int) -> Sequence[NumberedArrays]:
         return [(numbers, _read_epoch(self.rows, numbers, epoch))]

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from rayrec.compat.torch_compat import TorchDispatchMode, operator_of, uncounted_operators
+from rayrec.compat.torch_compat import TorchDispatchMode, base_operator, uncounted_operators
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CountProducts(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        packet = operator_of(function)
+        packet = base_operator(function)
         count = _UNCOUNTED.get(packet) or flop_registry.get(packet)
         if count is not None:
             self.operations += count(*args, **(kwargs or {}), out_val=result)

@@ -75,12 +75,12 @@ class Ensemble(nn.Module):
                 if name.startswith(prefix)
             }
             losses.append(
-                member_loss(member, batch) if member_loss else self._loss_of_labels(member, batch)
+                member_loss(member, batch) if member_loss else self._label_loss(member, batch)
             )
         total = torch.stack(losses).sum(0)
         return total - total.detach() * (1 - 1 / len(losses))
 
-    def _loss_of_labels(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+    def _label_loss(self, outputs: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
         return reduce(
             add,
             (

@@ -45,7 +45,7 @@ def table_weight(table: str, *, unpooled: bool = False) -> str:
     return f"{_SEQUENCES if unpooled else _BAGS}.{table}.weight"
 
 
-def table_of_weight(weight: str) -> str | None:
+def find_table(weight: str) -> str | None:
     """Return the table of a weight name, also if the ClickModel is a submodule. None for other
     weights.
     """

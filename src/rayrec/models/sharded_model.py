@@ -30,7 +30,7 @@ from rayrec.models.base import (
 )
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import Head, LabelHead, measured, named_outputs, network_loss
-from rayrec.models.scoring_tables import table_name, table_of_weight
+from rayrec.models.scoring_tables import find_table, table_name
 
 if TYPE_CHECKING:
     from rayrec.layers.mlp import Precision
@@ -195,7 +195,7 @@ def initialize_shards(model: nn.Module, *, seed: int, start: TableInit | None = 
     must match `build_embeddings`.
     """
     for key, value in model.state_dict().items():
-        table = table_of_weight(key)
+        table = find_table(key)
         if not isinstance(value, ShardedTensor) or table is None:
             continue
         num_embeddings, embedding_dim = value.size()

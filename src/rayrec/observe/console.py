@@ -34,7 +34,7 @@ from rayrec.config import InputError, packaged_json
 from rayrec.humanize import duration_text, number_text, size_text
 from rayrec.observe.bottleneck import diagnose
 from rayrec.observe.events import follow, read_events
-from rayrec.observe.run_summary import RunSummary, metrics_of, target_text
+from rayrec.observe.run_summary import RunSummary, select_metrics, target_text
 from rayrec.observe.timing import PHASES, WORDS
 
 Event = Mapping[str, Any]
@@ -51,7 +51,9 @@ def metrics_text(evaluation: Event) -> str:
     """Format the main metrics of an evaluation."""
     shown = [name for name in _SHOWN_METRICS if name in evaluation]
     if not shown:  # A custom model.
-        shown = [name for name, value in metrics_of(evaluation).items() if isinstance(value, float)]
+        shown = [
+            name for name, value in select_metrics(evaluation).items() if isinstance(value, float)
+        ]
     return "  ".join(f"{name} {metric_text(evaluation[name])}" for name in shown)
 
 

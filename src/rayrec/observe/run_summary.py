@@ -23,7 +23,7 @@ _POINT: Final = 0.01
 """One AUROC point."""
 
 
-def metrics_of(evaluation: Event) -> dict[str, Any]:
+def select_metrics(evaluation: Event) -> dict[str, Any]:
     """Return the metrics of an evaluate event."""
     return {name: value for name, value in evaluation.items() if name not in _NO_METRICS}
 
@@ -219,7 +219,7 @@ class Cost:
     currency: str = "USD"
 
 
-def _nodes_of(event: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _event_nodes(event: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the (host, id) of each entry of an event's nodes. The id is empty without Ray, and in
     events of earlier versions.
     """
@@ -410,7 +410,7 @@ class RunSummary:
         if event["set"] == "validation":
             self.evaluation = event
             self._draw(
-                event, {VALIDATION + name: value for name, value in metrics_of(event).items()}
+                event, {VALIDATION + name: value for name, value in select_metrics(event).items()}
             )
 
     def _draw(self, event: Event, fields: Mapping[str, Any]) -> None:
@@ -466,12 +466,12 @@ class RunSummary:
         start = self.latest.get("start", {})
         data = self.latest.get("data_nodes", {})
         on: dict[tuple[str, str], list[str]] = {}
-        for node, group in groupby(enumerate(_nodes_of(start)), key=itemgetter(1)):
+        for node, group in groupby(enumerate(_event_nodes(start)), key=itemgetter(1)):
             ranks = [rank for rank, _ in group]
             text = f"workers {ranks[0]} to {ranks[-1]}" if ranks[1:] else f"worker {ranks[0]}"
             on.setdefault(node, []).append(text)
         if data.get("time", -1.0) >= start.get("time", 0.0):
-            for node in _nodes_of(data):
+            for node in _event_nodes(data):
                 on.setdefault(node, []).append("data tasks")
         hosts = [host for host, _ in on]
         return {
@@ -568,7 +568,7 @@ class RunSummary:
             else step / self.steps_per_epoch
         )
 
-    def epoch_of(self, step: int) -> tuple[int, int]:
+    def epoch_at(self, step: int) -> tuple[int, int]:
         """Return (epoch from 0, steps of it from 1) after `step` steps."""
         if self.train_rows and self.global_batch_size:
             epoch, rows = divmod(max(0, self.rows_at(step) - 1), self.train_rows)

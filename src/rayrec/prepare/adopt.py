@@ -24,7 +24,7 @@ from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.splits import NAMES, Kind, Split, SplitParts, check_parts
 from rayrec.data.materialized import torchrec_arrays
-from rayrec.data.materialized.dataset import VERSION, hash_of, write_manifest
+from rayrec.data.materialized.dataset import VERSION, compute_hash, write_manifest
 from rayrec.data.materialized.formats import finish_files
 from rayrec.data.materialized.torchrec_arrays import (
     MAX_FAULTY_ROWS,
@@ -35,12 +35,12 @@ from rayrec.data.materialized.torchrec_arrays import (
 )
 from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import INDEX, Index, Layout, TokenColumn
-from rayrec.data.text.text_blocks import PART_BYTES, sets_of_shards
+from rayrec.data.text.text_blocks import PART_BYTES, find_shard_sets
 from rayrec.data.text.tokenizer import TextTokenizer, read_tokenizer, write_tokenizer
 from rayrec.imports import require
 from rayrec.observe.console import Console
 from rayrec.prepare.config import PreparationConfig, engine, reject_options
-from rayrec.prepare.text import hash_of as hash_of_tokens
+from rayrec.prepare.text import compute_hash as hash_of_tokens
 
 _OF_SHARDS = ("tokenizer", "column", "token_dtype", "rows", "block_size")
 """Options that apply to MDS shards only."""
@@ -123,7 +123,7 @@ class AdoptionConfig(Config):
                 f"{self.block_size}"
             )
 
-    def split_of(self, days: Sequence[Day]) -> Split | None:
+    def split_by_days(self, days: Sequence[Day]) -> Split | None:
         """Return the split of these days, or None."""
         if self.split == "none":
             return None
@@ -151,7 +151,7 @@ def adopt(
     start_s = time.perf_counter()
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
-    if config.tokenizer is not None or sets_of_shards(path):
+    if config.tokenizer is not None or find_shard_sets(path):
         why = "an option for arrays of TorchRec's scripts, not for MDS shards"
         reject_options(config, AdoptionConfig(), why, but=(*_OF_SHARDS, "engine", "address"))
         return adopt_tokens(path, out=out, config=config, console=console)
@@ -175,7 +175,7 @@ def adopt(
     modulo = _modulo(scanned, preprocessor, console)
     with _target(path, out, days) as (folder, final_path):
         index = _valid_rows(folder, path, days, scanned, config, console)
-        split = config.split_of(days)
+        split = config.split_by_days(days)
         sets = split.rows(index) if split and scanned.labelled else {}
         manifest = _write(folder, days, scanned, index, preprocessor, modulo, sets)
     seconds = time.perf_counter() - start_s
@@ -276,7 +276,7 @@ def _check_columns(day: Day, config: AdoptionConfig, preprocessor: Preprocessor 
         return
     if (
         preprocessor.schema
-        != torchrec_arrays.preprocessor_of(num_dense, day.hotness, [1] * len(day.hotness)).schema
+        != torchrec_arrays.build_preprocessor(num_dense, day.hotness, [1] * len(day.hotness)).schema
     ):
         raise InputError(
             f"{config.preprocessor}: must be a Preprocessor for these columns, without raw "
@@ -327,7 +327,7 @@ def _new_preprocessor(
 ) -> Preprocessor:
     """Return a Preprocessor for tables of the configured sizes, else for all ids."""
     sizes = config.num_embeddings_per_feature or _sizes(scanned, path)
-    preprocessor = torchrec_arrays.preprocessor_of(
+    preprocessor = torchrec_arrays.build_preprocessor(
         days[0].matrices[0].columns, days[0].hotness, sizes
     )
     if not config.num_embeddings_per_feature:
@@ -442,7 +442,7 @@ def _write(
                 ]
                 for each in index.segments
             ],
-            "hash": hash_of(files),
+            "hash": compute_hash(files),
             "files": files,
             "parquet": [],
         }
@@ -517,7 +517,7 @@ def _sets(path: str, out: str | None) -> dict[str, str]:
     """Return the sets of shards in a folder. Raises InputError if they cannot be adopted into
     `out`.
     """
-    sets = sets_of_shards(path)
+    sets = find_shard_sets(path)
     if not sets:
         raise InputError(
             f"{path}: MDS shards not found, no {INDEX} there or in train/. Check the path, or "

@@ -14,7 +14,7 @@ from rayrec.bounds import Fraction
 from rayrec.config import Config, InputError, packaged_json
 from rayrec.data.encoding.clipping import MAX_CLIPPED_FRACTION
 from rayrec.data.encoding.counts import mean_and_variance
-from rayrec.data.encoding.growth import MIN_SPANS, number_warning, trend_of
+from rayrec.data.encoding.growth import MIN_SPANS, find_trend, number_warning
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
 from rayrec.data.logs.faults import Fault, Faults
@@ -70,7 +70,7 @@ def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
     return mean, math.sqrt(variance)
 
 
-def auroc_of_rates(outcomes: np.ndarray) -> float | None:
+def rate_auroc(outcomes: np.ndarray) -> float | None:
     """Return the AUROC on held-out rows, scored by the click rate of their value among the other
     rows. None if few rows of a label are held out. `outcomes` counts by label + 2 * held out, int64
     [values, 4].
@@ -153,7 +153,7 @@ and label, for each slice.
 """
 
 
-def drift_of(stats: ColumnStats, schema: Schema) -> Drift:
+def describe_drift(stats: ColumnStats, schema: Schema) -> Drift:
     filled = np.flatnonzero(stats.rows)
     first = int(filled[0]) if len(filled) else 0
     labels = np.stack([stats.rows - stats.clicks, stats.clicks], axis=1)
@@ -174,7 +174,7 @@ def _max_drift(name: str, drift: Drift) -> dict[str, float | None]:
     return {"drift": distance, "drift_by_chance": by_chance}
 
 
-def label_of(stats: ColumnStats, name: str) -> dict[str, Any]:
+def describe_label(stats: ColumnStats, name: str) -> dict[str, Any]:
     rows = int(stats.rows.sum())
     clicks = int(stats.clicks.sum())
     low, high = wilson_interval(clicks, rows) or (None, None)
@@ -187,7 +187,7 @@ def label_of(stats: ColumnStats, name: str) -> dict[str, Any]:
     }
 
 
-def weight_of(stats: ColumnStats) -> dict[str, Any]:
+def describe_weight(stats: ColumnStats) -> dict[str, Any]:
     low, high = _range(stats, -1)
     return {"min": low, "max": high, "zero_rate": fraction(stats.signs[-1, 1], stats.rows.sum())}
 
@@ -221,13 +221,13 @@ def dense_columns(
             "log_mean": mean,
             "log_deviation": deviation,
             **_max_drift(name, drift),
-            "auroc": auroc_of_rates(stats.dense_outcomes[d]) if schema.label else None,
+            "auroc": rate_auroc(stats.dense_outcomes[d]) if schema.label else None,
         }
         if rules and rules[d].lower is not None:
             columns[name]["clipped_rate"] = fraction(stats.clipped[d], present)
         filled = stats.part_limits[np.isfinite(stats.part_limits[:, d, 0]), d]
         trend = (
-            trend_of([(low, -negated) for low, negated in filled.tolist()])
+            find_trend([(low, -negated) for low, negated in filled.tolist()])
             if len(filled) >= MIN_SPANS
             else None
         )
@@ -249,7 +249,7 @@ def sparse_columns(
             ),
             **counted[name],
             **_max_drift(name, drift),
-            "auroc": auroc_of_rates(stats.sparse_outcomes[s]) if schema.label else None,
+            "auroc": rate_auroc(stats.sparse_outcomes[s]) if schema.label else None,
         }
         for s, name in enumerate(schema.sparse)
     }
@@ -346,7 +346,7 @@ def _columns(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {**content["dense"], **content["sparse"]}
 
 
-def warnings_of(content: dict[str, Any]) -> Iterator[str]:
+def find_warnings(content: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each suspicious finding without a gate. `content` as in Report."""
     for name in constant_columns(content):
         yield (
@@ -381,7 +381,7 @@ def warnings_of(content: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def failures_of(content: dict[str, Any], gates: Gates) -> list[Failure]:
+def find_failures(content: dict[str, Any], gates: Gates) -> list[Failure]:
     """Return the failed gates of `content`, as in Report, each with its worst value."""
     path = content["path"]
     values = _limited(content)

@@ -121,7 +121,7 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
         return _describe_numbers(
             column, numbers[present], is_time=is_text_time or types.is_temporal(kind)
         )
-    times = values.times_of(array)[1]
+    times = values.read_times(array)[1]
     if (times[present] == values.VALUE).all():
         return replace(column, kind="time", is_only_timestamp=True)
     mark = list_mark(array)
@@ -293,7 +293,7 @@ def name_type(name: str) -> str:
     return kind if mark and kind in _TYPES else ""
 
 
-def words_of(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """Return the words of a column name in lower case."""
     if name_type(name):
         name = name.rpartition(":")[0]
@@ -304,7 +304,7 @@ def words_of(name: str) -> list[str]:
 
 def is_id_name(name: str) -> bool:
     """Return whether a column of integers has the name of a code."""
-    words = words_of(name) or [""]
+    words = split_words(name) or [""]
     last = words[-1]
     if re.fullmatch(r"c[0-9]+", "".join(words)):
         return True
@@ -313,14 +313,14 @@ def is_id_name(name: str) -> bool:
 
 def is_amount_name(name: str) -> bool:
     """Return whether a column of integers has the name of an amount."""
-    words = words_of(name)
+    words = split_words(name)
     return not is_id_name(name) and (
         not _AMOUNTS.isdisjoint(words) or bool(re.fullmatch(r"i[0-9]+", "".join(words)))
     )
 
 
 def _is_time_name(name: str) -> bool:
-    return not _TIMES.isdisjoint(words_of(name))
+    return not _TIMES.isdisjoint(split_words(name))
 
 
 def _is_index_name(name: str) -> bool:
@@ -333,7 +333,7 @@ def time_rank(column: Column) -> tuple[bool, bool]:
     """Return the order of columns with times by how likely they have the row's time, the most
     likely first.
     """
-    words = words_of(column.name)
+    words = split_words(column.name)
     is_named = words[-1:] == ["timestamp"] or not {
         "time",
         "timestamp",

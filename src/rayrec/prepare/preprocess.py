@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoding.counts import CountingIndexer
-from rayrec.data.encoding.extension import Extension, rules_of, with_id_tables
+from rayrec.data.encoding.extension import Extension, extension_rules, with_id_tables
 from rayrec.data.encoding.extension import extend as extend_preprocessor
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
@@ -137,7 +137,7 @@ def _opened_to_extend(
             f"--extend {path}: columns must match the log's, {config.schema.columns}, got "
             f"{old.schema.columns}"
         )
-    rules = rules_of(old, path)
+    rules = extension_rules(old, path)
     if config.preset not in (default.preset, old.preset):
         raise InputError(
             f"--preset: must be {old.preset}, as in --extend {path}, got {config.preset}. Remove "
@@ -178,11 +178,11 @@ def counting_indexer(config: PreparationConfig, rules: Preset) -> CountingIndexe
 
 
 def _counted_rows(index: LogIndex, config: PreparationConfig, rules: Preset) -> tuple[int, int]:
-    sets = None if rules.counted == "all" else sets_of(index, config)
+    sets = None if rules.counted == "all" else row_sets(index, config)
     return (0, index.rows) if sets is None else sets["train"]
 
 
-def sets_of(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:
+def row_sets(index: LogIndex, config: PreparationConfig) -> dict[str, tuple[int, int]] | None:
     """Return the row ranges of the sets, or None if no rows are held out."""
     return None if config.split == "none" else config.rules.split.rows(index)
 
@@ -261,7 +261,7 @@ def preprocess(
             )
         index_text = counting.index if preprocessor is None else index_log
         index = raw_index(path, config, running, console, labelled=labelled, index_text=index_text)
-        sets = sets_of(index, config)
+        sets = row_sets(index, config)
         used = preprocessor
         if used is None:
             with _counted(index, counting, config, config.rules, running, console) as counts:

@@ -155,7 +155,7 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
     def rows_of(file: storage.File) -> list[pa.Table]:
         if len(names) == head.table.num_columns:
             return [_parquet_head(file.path).table.slice(0, _ENOUGH_ROWS)]
-        schema = _schema_of_text(names, head.delimiter, head.header, head.encoding)
+        schema = _text_schema(names, head.delimiter, head.header, head.encoding)
         return list(_first_tables(file.path, schema))
 
     tables = [head.table]
@@ -174,7 +174,7 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
         ) from None
 
 
-def _schema_of_text(
+def _text_schema(
     names: Sequence[str], delimiter: str, header: Sequence[str], encoding: str | None
 ) -> Schema:
     """Return a schema that reads the named columns of a CSV file as text."""
@@ -204,7 +204,7 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     text = csv_head(path, encoding).decode("utf-8", "replace")
     if not text.strip("\r\n"):
         return None
-    delimiter = _delimiter_of(text)
+    delimiter = _find_delimiter(text)
     first, *rows = list(head_rows(text, delimiter, None))
     header = (
         tuple(f"c{number}" for number in range(len(first))) if looks_like_data(first, rows) else ()
@@ -215,7 +215,7 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     unnamed = tuple((name, _unnamed_reason(name)) for name in counts if name not in usable)
     if not usable:
         return None
-    schema = _schema_of_text(usable, delimiter, header, encoding)
+    schema = _text_schema(usable, delimiter, header, encoding)
     tables = list(_first_tables(path, schema))
     if not tables:
         return None
@@ -251,7 +251,7 @@ def _first_tables(path: str, schema: Schema) -> Iterator[pa.Table]:
             return
 
 
-def _delimiter_of(text: str) -> str:
+def _find_delimiter(text: str) -> str:
     """Return the mark that divides most rows into one number of fields, the larger the better."""
 
     def regular_fields(mark: str) -> int:
@@ -355,7 +355,7 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     return _label_from(candidates[0], path)
 
 
-def _texts_of(column: Column) -> list[str]:
+def _distinct_texts(column: Column) -> list[str]:
     """Return the first distinct values of a column as text, numbers in order."""
     distinct = pc.unique(column.array.drop_null()).to_pylist()
     texts = (
@@ -370,7 +370,7 @@ def _plain(value: Any) -> str:
 
 
 def _is_pair(column: Column) -> bool:
-    texts = {text.lower() for text in _texts_of(column)}
+    texts = {text.lower() for text in _distinct_texts(column)}
     return texts in _PAIRS or sorted(text[:1] for text in texts) == ["<", ">"]
 
 
@@ -378,11 +378,11 @@ def _label_from(column: Column, path: str) -> _Label:
     """Return how a column is learned. Raises InputError for a column with neither two values nor
     numbers.
     """
-    texts = _texts_of(column) if column.kind not in ("unusable", "list") else []
+    texts = _distinct_texts(column) if column.kind not in ("unusable", "list") else []
     if column.kind == "binary":
         return _Label(column)
     if column.distinct == 2 and column.kind in ("text", "integer", "decimal"):
-        positive = _positive_of(texts, column)
+        positive = _find_positive(texts, column)
         other = next(text for text in texts if text != positive)
         return _Label(
             column,
@@ -400,7 +400,7 @@ def _label_from(column: Column, path: str) -> _Label:
     )
 
 
-def _positive_of(texts: Sequence[str], column: Column) -> str:
+def _find_positive(texts: Sequence[str], column: Column) -> str:
     """Return the value of two that counts as 1: a known word, the larger number, one with > before
     it, or the rarer one.
     """

@@ -119,10 +119,12 @@ class RowSplit(Config):
         """Start of validation and test in microseconds, or None for fractions."""
         if self.validation_from is None:
             return None
-        test = None if self.test_from is None else split_tasks.time_of(self.test_from, "test_from")
-        return split_tasks.time_of(self.validation_from, "validation_from"), test
+        test = (
+            None if self.test_from is None else split_tasks.parse_time(self.test_from, "test_from")
+        )
+        return split_tasks.parse_time(self.validation_from, "validation_from"), test
 
-    def columns_of(self, schema: Schema) -> Schema:
+    def pick_columns(self, schema: Schema) -> Schema:
         """Return the schema with the columns that the split reads. Raises InputError for an
         unusable column.
         """
@@ -162,7 +164,7 @@ def split(
     out = storage.absolute(out).rstrip("/")
     source = LogSource.at(path, config.files)
     source.require_raw()
-    schema = rows.columns_of(config.adapted(path).schema)
+    schema = rows.pick_columns(config.adapted(path).schema)
     files = source.raw_files()
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
     job_inputs = {

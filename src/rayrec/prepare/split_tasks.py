@@ -35,9 +35,9 @@ from rayrec.data.logs.csv_reader import (
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import open_parquet
-from rayrec.data.logs.partitions import columns_of, with_partitions
+from rayrec.data.logs.partitions import pick_columns, with_partitions
 from rayrec.data.logs.reading import line_starts
-from rayrec.data.logs.table_parser import good_rows_of, parse_table
+from rayrec.data.logs.table_parser import find_valid_rows, parse_table
 from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
@@ -79,12 +79,12 @@ class Keys:
     def add(self, raw: RawBlock, first_row: int) -> None:
         """Add rows, starting at `first_row` of the task."""
         if self._partitions is None:
-            self._file.write(np.ascontiguousarray(times_of(raw)).data)
+            self._file.write(np.ascontiguousarray(read_times(raw)).data)
             return
         users = raw.group_keys()
         events = np.empty(raw.rows, EVENT)
         events["user"] = users
-        events["time"] = times_of(raw)
+        events["time"] = read_times(raw)
         events["row"] = np.arange(first_row, first_row + raw.rows)
         self._waiting.append(events[users != 0])
         self._rows += raw.rows
@@ -104,7 +104,7 @@ class Keys:
             self.sizes.append(np.bincount(partition_of, minlength=self._partitions).tolist())
 
 
-def times_of(raw: RawBlock) -> Numbers:
+def read_times(raw: RawBlock) -> Numbers:
     assert raw.times is not None
     return raw.times
 
@@ -270,7 +270,7 @@ class Tables:
         schema = self._schema
         with open_parquet(task.file) as parquet:
             check_columns(
-                columns_of(task.file, parquet.schema_arrow.names),
+                pick_columns(task.file, parquet.schema_arrow.names),
                 schema.columns,
                 path=task.file,
                 optional=schema.optional,
@@ -346,7 +346,7 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
     )
 
 
-def part_of_hash(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
+def hash_part(values: npt.NDArray[np.uint64], job: SplitJob) -> npt.NDArray[np.uint8]:
     """Return the part of each value, as an index into PARTS, by a hash of the value and the
     seed.
     """
@@ -378,13 +378,13 @@ class _Chooser:
         rows = raw.rows
         self._row += rows
         if job.by == "rows":
-            return part_of_hash(np.arange(first, first + rows, dtype=np.uint64), job)
+            return hash_part(np.arange(first, first + rows, dtype=np.uint64), job)
         if job.by == "group":
             keys = raw.group_keys()
-            return np.where(keys == 0, 0, part_of_hash(keys.view(np.uint64), job)).astype(np.uint8)
+            return np.where(keys == 0, 0, hash_part(keys.view(np.uint64), job)).astype(np.uint8)
         if job.by == "time":
             validation, test = job.times
-            times = times_of(raw)
+            times = read_times(raw)
             parts = (times >= validation).astype(np.uint8)
             if test is not None:
                 parts[times >= test] = 2
@@ -441,7 +441,7 @@ def _blocks(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Tabl
     for table in Tables(task, schema):
         raw, faults = parse_table(table, schema, path=task.file)
         if faults.total:
-            table = table.take(good_rows_of(table, schema, path=task.file))
+            table = table.take(find_valid_rows(table, schema, path=task.file))
         yield raw, _as_text(table, task.file)
 
 
@@ -519,7 +519,7 @@ class _PartFiles:
             self._write_waiting(part)
 
 
-def time_of(text: str, name: str) -> int:
+def parse_time(text: str, name: str) -> int:
     """Parse an ISO 8601 date or time into microseconds since 1970, in UTC by default. Raises
     InputError for other text.
     """

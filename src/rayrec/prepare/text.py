@@ -98,7 +98,7 @@ def preprocess_text(
     existing_files = None
     if text.tokenizer not in ("bytes_bpe", "characters"):
         existing_files = _load_tokenizer(text.tokenizer)
-    if text_blocks.sets_of_shards(path):
+    if text_blocks.find_shard_sets(path):
         raise InputError(
             f"{path}: must contain plain text, got MDS shards. Use `rayrec adopt {path} "
             "--tokenizer DIR` for shards of tokens. Write a column of text into a file first, one "
@@ -109,9 +109,9 @@ def preprocess_text(
     job_inputs = {
         "version": text_blocks.VERSION,
         "format": text_blocks.FORMAT,
-        "text": hash_of(identity),
+        "text": compute_hash(identity),
         **text.to_dict(),
-        "tokenizer": hash_of(existing_files) if existing_files else text.tokenizer,
+        "tokenizer": compute_hash(existing_files) if existing_files else text.tokenizer,
     }
     with (
         resumable_job(out, job_inputs, last_file=text_blocks.MANIFEST) as running,
@@ -266,7 +266,7 @@ class _Work:
             "sets": sets,
             "tokens_left_out": sum(described["tokens_left_out"] for described in sets.values()),
             "source": [{"path": file.path, "bytes": file.size_bytes} for file in files],
-            "hash": hash_of([self.tokenizer.hash, shards]),
+            "hash": compute_hash([self.tokenizer.hash, shards]),
         }
         folder = self.running.folder
         with folder.disk_errors():
@@ -276,7 +276,7 @@ class _Work:
         return manifest
 
 
-def hash_of(value: Any) -> str:
+def compute_hash(value: Any) -> str:
     """Return a hash of 16 hexadecimal digits."""
     if isinstance(value, dict):
         value = {name: hashlib.sha256(content).hexdigest() for name, content in value.items()}

@@ -31,7 +31,7 @@ from rayrec.prepare.config import (
     load_matching_preprocessor,
     task_context,
 )
-from rayrec.prepare.data_report import Gates, Report, failures_of, warnings_of
+from rayrec.prepare.data_report import Gates, Report, find_failures, find_warnings
 from rayrec.prepare.log_statistics import ColumnStats, StatsJob, quantile_edges
 from rayrec.schema import Schema
 
@@ -265,7 +265,7 @@ def _count_stats(
     return total, np.concatenate(hashes)
 
 
-def _faults_of(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, Any]:
+def _find_faults(index: LogIndex, schema: Schema, engine: Engine) -> dict[str, Any]:
     return {
         "by_kind": dict(sorted(index.faults.counts.items())),
         "by_column": _columns_at_fault(index, schema, engine),
@@ -371,7 +371,7 @@ def examine(
     stats, hashes = _count_stats(
         index, job, slices, engine, lambda rows: progress("examine (rows)", rows, index.rows)
     )
-    drift = data_report.drift_of(stats, schema)
+    drift = data_report.describe_drift(stats, schema)
     dense = data_report.dense_columns(stats, schema, drift, job.rules)
     for name, rate in categories.dense_unknown.items():
         dense[name]["unknown_rate"] = rate
@@ -380,9 +380,9 @@ def examine(
         "rows": index.rows,
         "bad_rows": index.faults.total,
         "bad_fraction": index.bad_fraction,
-        "faults": _faults_of(index, schema, engine),
-        "label": data_report.label_of(stats, schema.label) if schema.label else None,
-        "weight": data_report.weight_of(stats) if schema.weight else None,
+        "faults": _find_faults(index, schema, engine),
+        "label": data_report.describe_label(stats, schema.label) if schema.label else None,
+        "weight": data_report.describe_weight(stats) if schema.weight else None,
         "slices": data_report.slices_of(stats, schema, [slice_.name for slice_ in slices], drift),
         "dense": dense,
         "sparse": data_report.sparse_columns(stats, schema, drift, categories.columns),
@@ -395,4 +395,4 @@ def examine(
         },
         "gates": gates.to_dict(),
     }
-    return Report(content, tuple(warnings_of(content)), tuple(failures_of(content, gates)))
+    return Report(content, tuple(find_warnings(content)), tuple(find_failures(content, gates)))

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
-from rayrec.inference.model import source_of
+from rayrec.inference.model import resolve_source
 from rayrec.serve.counters import Snapshot
 from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, Status
 
@@ -223,11 +223,11 @@ def apply_configuration(desired: DesiredState, configured: ConfiguredModels) -> 
     """
     before = desired.configured or ConfiguredModels("")
     new = replace(desired, serial=_next(desired), configured=configured)
-    path = source_of(configured.model)
+    path = resolve_source(configured.model)
     if configured.model != before.model and path != desired.model.path:
         new = swap_model(new, path)
     if configured.shadow != before.shadow:
-        new = change_shadow(new, source_of(configured.shadow) if configured.shadow else None)
+        new = change_shadow(new, resolve_source(configured.shadow) if configured.shadow else None)
     return new
 
 
@@ -394,7 +394,7 @@ def swap(path: str, *, address: str | None) -> dict[str, Any]:
     once all replicas do. Raises InputError if no server runs, or if the model cannot be loaded or
     has other columns. The old model stays then.
     """
-    source = source_of(path)
+    source = resolve_source(path)
     return _changed(address, lambda desired: swap_model(desired, source))
 
 
@@ -407,7 +407,7 @@ def set_shadow(path: str | None, *, address: str | None) -> dict[str, Any]:
     """Set or, with None, remove the shadow model of a cluster's server, which scores every row
     too.
     """
-    source = source_of(path) if path else None
+    source = resolve_source(path) if path else None
     return _changed(address, lambda desired: change_shadow(desired, source), version="shadow")
 
 

@@ -17,7 +17,7 @@ from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.imports import function_in_file
-from rayrec.inference.model import ServedModel, source_of
+from rayrec.inference.model import ServedModel, resolve_source
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import WILDCARDS, ServeConfig
 from rayrec.serve.control import (
@@ -163,9 +163,9 @@ class _Replica:
             await self._begin(configured)
 
     async def _begin(self, configured: ConfiguredModels) -> None:
-        model = ModelSource(0, await asyncio.to_thread(source_of, configured.model))
+        model = ModelSource(0, await asyncio.to_thread(resolve_source, configured.model))
         shadow = (
-            ModelSource(0, await asyncio.to_thread(source_of, configured.shadow))
+            ModelSource(0, await asyncio.to_thread(resolve_source, configured.shadow))
             if configured.shadow
             else None
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayrec.config import packaged_json
 from rayrec.environment.installation import versions
-from rayrec.serve.requests import delimiter_of
+from rayrec.serve.requests import find_delimiter
 from rayrec.serve.row_readers import MAX_INTEGER, MAX_NUMBER
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> d
     content: dict[str, Any] = {"application/json": {"schema": body, "example": {"rows": [example]}}}
     texts = {"text/tab-separated-values": "\t"}
     if schema.tokens != "hexadecimal":
-        texts["text/csv"] = delimiter_of("csv", schema)
+        texts["text/csv"] = find_delimiter("csv", schema)
     for media_type, delimiter in texts.items():
         described = _described_lines(schema, delimiter)
         if described and delimiter != schema.list_delimiter:

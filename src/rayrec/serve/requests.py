@@ -86,7 +86,7 @@ def count_byte(text: bytes, value: int) -> int:
     )
 
 
-def delimiter_of(format: Format, schema: Schema) -> str:
+def find_delimiter(format: Format, schema: Schema) -> str:
     """Return the column delimiter of a text format. Of CSV, the schema's unless it is the default,
     a tab.
     """
@@ -98,7 +98,7 @@ def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
     semicolons, so CSV rows may too. They do if semicolons, and not commas, divide the first row
     into the columns of a line or a header, or into more fields.
     """
-    delimiter = delimiter_of(format, schema)
+    delimiter = find_delimiter(format, schema)
     if format != "csv" or schema.delimiter != "\t" or schema.list_delimiter == ";":
         return delimiter
     fields = {mark: first_fields(text, mark, schema.escape) for mark in (delimiter, ";")}

@@ -21,7 +21,7 @@ from rayrec.checkpoint import committed, open_checkpoint
 from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster import connection
 from rayrec.config import InputError
-from rayrec.inference.model import source_of
+from rayrec.inference.model import resolve_source
 from rayrec.observe.console import Console, handling_signals
 from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
 from rayrec.serve.control import APPLICATION, Control, announce, end, silence_serve_logs, swap_model
@@ -89,8 +89,8 @@ def serving(
     digest = config.token_digest()
     if is_command and config.token_env:
         del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
-    path = source_of(path)
-    shadow = source_of(shadow) if shadow else None
+    path = resolve_source(path)
+    shadow = resolve_source(shadow) if shadow else None
     custom_network_class(config.recipe)  # Fails before Ray starts
     if digest is None and config.host not in LOOPBACK:
         console.note(

@@ -174,7 +174,7 @@ def remove_older(folder: str, current: Iterable[str]) -> None:
             storage.remove_file(storage.join(folder, name))
 
 
-def head_of(path: str, size_bytes: int) -> bytes:
+def read_head(path: str, size_bytes: int) -> bytes:
     """Return the first bytes of a file. Raises InputError if it is not readable."""
     head = np.zeros(size_bytes, np.uint8)
     try:
@@ -187,7 +187,7 @@ def head_of(path: str, size_bytes: int) -> bytes:
 
 
 def is_gzip(path: str) -> bool:
-    return head_of(path, 2) == GZIP_MAGIC
+    return read_head(path, 2) == GZIP_MAGIC
 
 
 def unpacked_path(file: storage.File, folder: str) -> str:

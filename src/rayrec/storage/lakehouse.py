@@ -57,7 +57,7 @@ def reject_listed_tables(path: str, inner: str, infos: Iterable[arrow_fs.FileInf
         match = _LISTED.fullmatch(posixpath.relpath(info.path, inner))
         if match:
             folder = url_of(posixpath.join(inner, match[1]).rstrip("/"), path)
-            kind = _format_of(folder) if match[3] else _LOGS.get(match[2], "Iceberg")
+            kind = _detect_format(folder) if match[3] else _LOGS.get(match[2], "Iceberg")
             if kind is not None:
                 raise _rejected(path, kind, folder)
 
@@ -72,7 +72,9 @@ def reject_enclosing_tables(path: str, files: Sequence[str]) -> None:
     inside = sorted(set(map(folder_of, files)))
     sampled = inside[:: -(-len(inside) // _SAMPLED)]
     candidates = list(dict.fromkeys(above for folder in sampled for above in _upwards(folder)))
-    for folder, kind in zip(candidates, in_parallel(_format_of, candidates, of=path), strict=True):
+    for folder, kind in zip(
+        candidates, in_parallel(_detect_format, candidates, of=path), strict=True
+    ):
         if kind is not None:
             raise _rejected(path, kind, folder)
 
@@ -91,7 +93,7 @@ def _upwards(folder: str) -> list[str]:
     return folders
 
 
-def _format_of(folder: str) -> str | None:
+def _detect_format(folder: str) -> str | None:
     """Return the format of a table's folder, or None for other folders."""
     for name, kind in _LOGS.items():
         if info_of(join(folder, name)).type == arrow_fs.FileType.Directory:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.frame_files import columns_of, is_rows, num_rows, write_rows
+from rayrec.data.frame_files import is_rows, num_rows, pick_columns, write_rows
 from rayrec.data.frames import DATA_TYPES, is_computed, is_dataset, is_frame, with_text_names
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
@@ -34,7 +34,7 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> 
             raise InputError(
                 f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path"
             )
-        target = _folder_of(folder, field)
+        target = _data_folder(folder, field)
         path = getattr(config, field).path
         if path not in (None, target):
             raise InputError(
@@ -66,13 +66,13 @@ def write(
         assert schema is not None
         if is_frame(data):
             data = with_text_names(data)
-        target = _folder_of(folder, field)
+        target = _data_folder(folder, field)
         manifest = storage.join(target, MANIFEST)
         if resumes and storage.exists(manifest):
             _compare(storage.read_json(manifest), data, schema, field, target=target)
             note(f"Resuming with the data in {target}; the given data is not read again")
             continue
-        columns, types = columns_of(data, schema, field)
+        columns, types = pick_columns(data, schema, field)
         storage.remove_folder(target)
         rows = write_rows(data, columns, target, functools.partial(_write_manifest, columns=types))
         if is_dataset(data) and not data.context.execution_options.preserve_order:
@@ -86,7 +86,7 @@ def write(
         )
 
 
-def _folder_of(folder: str, field: str) -> str:
+def _data_folder(folder: str, field: str) -> str:
     return storage.join(folder, "data", field.removesuffix("_data"))
 
 
@@ -102,7 +102,7 @@ def _compare(
     """
     current: dict[str, Any] = {}
     if not is_dataset(data) or data.schema(fetch_if_missing=False) is not None:
-        current["columns"] = columns_of(data, schema, field)[1]
+        current["columns"] = pick_columns(data, schema, field)[1]
     if not is_dataset(data) or is_computed(data):
         current["rows"] = num_rows(data)
     for name, new in current.items():

@@ -21,7 +21,7 @@ from rayrec.humanize import duration_text, estimate_text, size_text
 from rayrec.process_state import temporary_environment
 from rayrec.sharding.communication import LinkBandwidth
 from rayrec.trained_rows import TrainedRows
-from rayrec.training.launchers.base import layout_of
+from rayrec.training.launchers.base import compute_layout
 from rayrec.workloads.base import MeasuredSpeed, Target, TrainConfig, TrainingRows, WorkerContext
 
 Limit = Literal["model", "network", "data", "cpus"]
@@ -396,7 +396,7 @@ def _layout_on(config: TrainConfig, shape: ClusterShape) -> tuple[TrainConfig, L
     """Return the configuration for the cluster's device type, and the run's resource allocation."""
     if shape.gpus and not config.scaling.use_gpu:
         config = config.replace(scaling={"use_gpu": True})
-    return config, layout_of(config, shape.resources())
+    return config, compute_layout(config, shape.resources())
 
 
 def extrapolate(

@@ -14,7 +14,7 @@ from rayrec import storage
 from rayrec.checkpoint.discovery import committed
 from rayrec.config import InputError
 from rayrec.observe.events import metrics_dataframe, readable_events
-from rayrec.observe.run_summary import metrics_of, series, target_text
+from rayrec.observe.run_summary import select_metrics, series, target_text
 
 if TYPE_CHECKING:
     import pandas
@@ -95,7 +95,7 @@ class Result:
         """
         events = readable_events(self._events)
         metrics = {
-            event["step"]: metrics_of(event)
+            event["step"]: select_metrics(event)
             for event in events
             if series(event) == ("evaluate", "validation")
         }

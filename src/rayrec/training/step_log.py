@@ -155,10 +155,10 @@ def multiply_adds_per_s(device: torch.device, *, precision: str) -> float:
     if torch.backends.mkldnn.is_available():
         products.append(lambda: linear_pointwise(left, right, None, "none"))
     with torch.no_grad():
-        return rows * inner * columns / _shortest_of(products)
+        return rows * inner * columns / _time_fastest(products)
 
 
-def _shortest_of(products: list[Callable[[], torch.Tensor]]) -> float:
+def _time_fastest(products: list[Callable[[], torch.Tensor]]) -> float:
     """Return the seconds of the fastest product. Raises the last error if no product works."""
     times_s: list[float] = []
     for number, product in enumerate(products, start=1):

@@ -73,7 +73,7 @@ def train(
     torchrun = TorchrunEnv.from_environment()
     with preserved_process():
         if torchrun is None:
-            result = session(config, launcher_of).drive()
+            result = session(config, choose_launcher).drive()
         else:
             result = _drive_torchrun(fitted(config, torchrun), torchrun, session)
     assert result is not None, "only `train_until` pauses a run"
@@ -103,7 +103,7 @@ def train_until(
         ).drive()
 
 
-def launcher_of(config: TrainConfig) -> Launcher:
+def choose_launcher(config: TrainConfig) -> Launcher:
     """Return the launcher for the configuration and environment. Raises InputError for
     contradictory settings.
     """

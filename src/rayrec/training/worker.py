@@ -432,7 +432,7 @@ class Resumption:
             state: dict[str, Any] = {}
             if checkpoint is not None:
                 try:
-                    state = _state_of(checkpoint)
+                    state = _broadcast_state(checkpoint)
                 except DamagedError as error:
                     self._skip(checkpoint, error)
                     continue
@@ -528,7 +528,7 @@ def _repaired(checkpoint: Checkpoint, attempt: AttemptContext, log: Log) -> bool
     return bool(names)
 
 
-def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def _broadcast_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the state on rank 0 for all workers, so that all resume from or skip the same
     checkpoint.
     """

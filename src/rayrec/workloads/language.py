@@ -19,9 +19,9 @@ from rayrec.data.text.mds import LENGTHS
 from rayrec.data.text.text_blocks import (
     PART_BYTES,
     TokenFolder,
+    find_shard_sets,
     is_tokens,
     open_tokens,
-    sets_of_shards,
     text_rows,
 )
 from rayrec.data.text.tokenizer import load_tokenizer, read_tokenizer, write_tokenizer
@@ -411,7 +411,7 @@ def _must_be_tokens(name: str, path: str) -> None:
         return
     if not storage.exists(path):
         raise InputError(f"{name}.path: {path}: no such file or folder")
-    if sets_of_shards(path):
+    if find_shard_sets(path):
         raise InputError(
             f"{name}.path: {path} contains MDS shards of another program. Run `rayrec adopt "
             f"{shlex.quote(path)} --tokenizer DIR` (no copy)."

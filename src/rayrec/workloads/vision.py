@@ -407,7 +407,7 @@ class VisionWorkload(DataParallelWorkload):
             for name, value in self.to_dict().items()
             if name in ("mean", "std", "images")
         }
-        classes = {"classes": names} if (names := _classes_of(checkpoint)) else {}
+        classes = {"classes": names} if (names := _read_classes(checkpoint)) else {}
         storage.write_json(
             storage.join(out, "config.json"), {**self.model.to_dict(), **settings, **classes}
         )
@@ -508,7 +508,7 @@ class ImageFilesWorkload(VisionWorkload):
         """Open the images of class folders, named as in training, or of tar shards. Raises
         InputError for others.
         """
-        index = self._index(path, ThreadEngine(1), classes=_classes_of(checkpoint))
+        index = self._index(path, ThreadEngine(1), classes=_read_classes(checkpoint))
         return ImageRows(InProcess(index), self.images, self._mode)
 
     def open_inputs(self, config: TrainConfig, *, checkpoint: str, path: str) -> RowSource:
@@ -516,12 +516,12 @@ class ImageFilesWorkload(VisionWorkload):
         available.
         """
         index = numbered_rows.index_images(
-            path, ThreadEngine(1), classes=_classes_of(checkpoint), labelled=False
+            path, ThreadEngine(1), classes=_read_classes(checkpoint), labelled=False
         )
         return ImageRows(InProcess(index), self.images, self._mode)
 
 
-def _classes_of(checkpoint: str) -> list[str]:
+def _read_classes(checkpoint: str) -> list[str]:
     path = storage.join(checkpoint, CLASSES_FILE)
     return storage.read_json(path) if storage.exists(path) else []
 

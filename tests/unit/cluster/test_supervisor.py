@@ -31,8 +31,8 @@ from rayrec.cluster.supervisor import (
     RUN_KEY,
     Outcome,
     dashboard_url,
+    find_summary,
     state_path,
-    summary_of,
 )
 
 SUMMARY = {"name": "run", "steps": 20, "weights_sha256": "00ff", "metrics": {"auroc": 0.75}}
@@ -396,7 +396,7 @@ def test_state_file_and_dashboard_url_are_checked(
 
 @pytest.mark.parametrize("log", ["", "no braces", "\n{\n cut short", '{\n  "other": 1\n}\n'])
 def test_summary_of_returns_none_without_summary(log: str) -> None:
-    assert summary_of(log) is None
+    assert find_summary(log) is None
 
 
 # -- Restart policy for each result of an attempt

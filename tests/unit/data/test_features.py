@@ -68,14 +68,14 @@ def parsed(table: pa.Table = ROWS, schema: Schema = SCHEMA) -> RawBlock:
     return raw
 
 
-def preprocessor_of(raw: RawBlock, schema: Schema = SCHEMA, min_count: int = 1) -> Preprocessor:
+def build_preprocessor(raw: RawBlock, schema: Schema = SCHEMA, min_count: int = 1) -> Preprocessor:
     return made_from(raw, schema, Preset(min_count=min_count))
 
 
 @pytest.fixture(scope="module")
 def encoded() -> tuple[Preprocessor, EncodedRows]:
     raw = parsed()
-    preprocessor = preprocessor_of(raw)
+    preprocessor = build_preprocessor(raw)
     return preprocessor, preprocessor.encode(raw)
 
 
@@ -299,7 +299,7 @@ def test_time_types_and_all_fields_of_taken_rows() -> None:
     raw = parsed()
     order = np.array([3, 0, 0, 2])
     parts = RawBlock.concatenated([raw.take(order[:1]), raw.take(order[1:])])
-    preprocessor = preprocessor_of(raw)
+    preprocessor = build_preprocessor(raw)
     assert_same(preprocessor.encode(parts), preprocessor.encode(raw, order), ignored="row_numbers")
 
 
@@ -333,9 +333,9 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(
     merged.add(counts.to_table())
     assert make_preprocessor(Preset(min_count=3), SCHEMA, merged).vocabulary(2).tolist() == [20]
     unshared = SCHEMA.unshared()
-    assert preprocessor_of(parsed(schema=unshared), unshared, 3).vocabulary(2).tolist() == []
+    assert build_preprocessor(parsed(schema=unshared), unshared, 3).vocabulary(2).tolist() == []
     frame = ROWS.to_pandas()
-    inputs = transform(preprocessor_of(parsed()), frame)
+    inputs = transform(build_preprocessor(parsed()), frame)
     numbers = ["price", "price is missing"]
     assert list(inputs) == [
         "click",
@@ -351,7 +351,7 @@ def test_shared_vocabulary_counts_and_forms_keep_every_column(
     ]
     assert inputs["tag_weights"][3].tolist() == [3.0, 4.0]
     assert inputs["like"].isna().tolist() == [False, True, False, True]
-    to_score = transform(preprocessor_of(parsed()), frame.drop(columns=["click", "at"]))
+    to_score = transform(build_preprocessor(parsed()), frame.drop(columns=["click", "at"]))
     assert list(to_score) == [*numbers, "user", "item", "history", "tags", "tag_weights"]
     assert isinstance(to_score, pd.DataFrame)
     preprocessor, rows = encoded

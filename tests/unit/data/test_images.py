@@ -64,7 +64,7 @@ def write_shards(folder: Path, index: ImageIndex, *, rows: int) -> Path:
     for start in range(0, len(index), rows):
         with tarfile.open(folder / f"{start:05}.tar", "w") as tar:
             for row in range(start, min(start + rows, len(index))):
-                suffix = index.path_of(row).rpartition(".")[2]
+                suffix = index.row_path(row).rpartition(".")[2]
                 files = {
                     f"{row:06}.{suffix}": bytes(index.content(row)),
                     f"{row:06}.cls": b"%d" % index.labels[row],
@@ -105,7 +105,7 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
     (root / ".DS_Store").write_bytes(b"")
     index = index_of(root)
     assert index.labels is not None
-    assert [(index.path_of(row), index.labels[row]) for row in range(len(index))] == expected
+    assert [(index.row_path(row), index.labels[row]) for row in range(len(index))] == expected
     assert (index.classes, index.chunk_rows) == (CLASSES, (60,))
     numbers = np.array([59, 0, 7, 7])
     for pixels, row in zip(rows_of(index).read(numbers)["images"], numbers, strict=True):
@@ -128,8 +128,8 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
     rest, split_off = index.split(6)
     assert len(rest) == 54
     assert split_off.labels.tolist() == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
-    assert not {rest.path_of(row) for row in range(54)} & {
-        split_off.path_of(row) for row in range(6)
+    assert not {rest.row_path(row) for row in range(54)} & {
+        split_off.row_path(row) for row in range(6)
     }
     assert index.hash != rest.hash
 

@@ -30,8 +30,8 @@ from rayrec.data.stage_times import (
     BlockTimes,
     StageTimes,
     measured,
+    read_times,
     stage,
-    times_of,
     with_times,
 )
 from rayrec.storage.range_reader import in_order
@@ -490,10 +490,10 @@ def test_stage_needs_measured_and_metadata_round_trips() -> None:
     _, times = measured(lambda: None, rows_of=lambda _: 0)
     assert times.wall_s == {}
     table = pa.table({"a": [1, 2]}).replace_schema_metadata({b"other": b"kept"})
-    assert times_of(table) is None
+    assert read_times(table) is None
     times = BlockTimes(2, {"read": 0.5}, {"read": 0.25}, {"read": 0.125}, 1_790_000_000.0, "node-1")
     carried = with_times(table, times)
-    assert times_of(carried) == times
+    assert read_times(carried) == times
     assert carried.schema.metadata[b"other"] == b"kept"
     assert carried.equals(table)
 

@@ -22,7 +22,7 @@ from rayrec import cli, recipes, storage
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.partitions import partitions_of, with_sampled_partitions
+from rayrec.data.logs.partitions import parse_partitions, with_sampled_partitions
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Schema, load_schema
 
@@ -340,9 +340,9 @@ def test_unusable_partition_values_are_rejected(
 def test_partition_columns_of_paths() -> None:
     folder = "a%20b=S%C3%A3o/c=__HIVE_DEFAULT_PARTITION__/d="
     values = {"a b": "São", "c": None, "d": None}
-    assert partitions_of(f"/x=1/log/{folder}/part.parquet") == values
-    assert partitions_of(f"s3://bucket/log/{folder}/part.parquet?region=eu") == values
-    assert partitions_of(f"file:///log/{folder.replace('%', '%25')}/part.parquet") == values
+    assert parse_partitions(f"/x=1/log/{folder}/part.parquet") == values
+    assert parse_partitions(f"s3://bucket/log/{folder}/part.parquet?region=eu") == values
+    assert parse_partitions(f"file:///log/{folder.replace('%', '%25')}/part.parquet") == values
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def order_of(
     return BlockOrder(tuple(index.parts(start, stop)), shuffle, 3, 3)
 
 
-def source_of(prepared: Prepared) -> TaskSource:
+def resolve_source(prepared: Prepared) -> TaskSource:
     return TaskSource(InProcess(prepared[1]), ThreadEngine(1), SCHEMA, ROWS, prefetch_blocks=1)
 
 
@@ -249,7 +249,7 @@ def loader(
     sharding = BatchSharding(*(settings.pop(name) for name in ("rank", "world_size", "batch_size")))
     position = settings.pop("position", None)
     state = None if position is None else position.to_dict()
-    reader = ClickBatches(source or source_of(prepared), SCHEMA, pinned=pinned)
+    reader = ClickBatches(source or resolve_source(prepared), SCHEMA, pinned=pinned)
     return Loader(order or order_of(prepared[0]), reader, sharding, state=state, **settings)
 
 
@@ -592,7 +592,7 @@ def test_lost_and_repeated_rows_are_counted(
             made = [rows for of_piece, _ in super().make(block_ranges) for rows in of_piece]
             yield from (([rows], None) for rows in fault(*made))
 
-    loading = loader(prepared, source=Faulty(**vars(source_of(prepared))), epochs=epochs)
+    loading = loader(prepared, source=Faulty(**vars(resolve_source(prepared))), epochs=epochs)
     trained = TrainedRows()
     with contextlib.suppress(RuntimeError):  # a stream that ends too soon
         for batch in loading:
@@ -635,7 +635,8 @@ def test_max_steps_limit_requests_and_epoch_end_is_next_start(prepared: Prepared
             return super().make(block_ranges)
 
     assert (
-        len(list(loader(prepared, source=Counting(**vars(source_of(prepared))), max_steps=1))) == 1
+        len(list(loader(prepared, source=Counting(**vars(resolve_source(prepared))), max_steps=1)))
+        == 1
     )
     assert len(asked) == 1
     # Also where the position says so with a step number, as no loader does.

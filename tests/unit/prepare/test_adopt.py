@@ -31,7 +31,7 @@ from builders.torchrec_scripts import (
 import rayrec
 from rayrec import cli, predict, recipes
 from rayrec.data.encoded_rows import EncodedRows
-from rayrec.data.encoding.extension import rules_of
+from rayrec.data.encoding.extension import extension_rules
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.materialized import dataset
 from rayrec.data.text import mds
@@ -251,14 +251,14 @@ def runs(adopted: Path, raw: Path) -> tuple[Path, Path]:
     return folder / "adopted", folder / "raw"
 
 
-def summary_of(run: Path) -> dict[str, Any]:
+def find_summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
 def test_adopted_training_matches_raw_training(
     runs: tuple[Path, Path], adopted: Path, tmp_path: Path
 ) -> None:
-    mine, other = map(summary_of, runs)
+    mine, other = map(find_summary, runs)
     assert mine["weights_sha256"] == other["weights_sha256"]
     for name in (
         "preprocessor",
@@ -274,7 +274,7 @@ def test_adopted_training_matches_raw_training(
     (run / "summary.json").unlink()
     assert (
         train(config_of(adopted, tmp_path, "adopted")).summary["weights_sha256"]
-        == summary_of(runs[0])["weights_sha256"]
+        == find_summary(runs[0])["weights_sha256"]
     )
     assert [event["step"] for event in events_of(run, "start")] == [0, 8]
 
@@ -321,7 +321,7 @@ def test_adopt_reuses_preprocessor_of_run_and_plans_tables(
     )
     assert (
         adopt(str(folder), preprocessor=str(runs[0]))["preprocessor"]
-        == summary_of(runs[0])["preprocessor"]
+        == find_summary(runs[0])["preprocessor"]
     )
     assert rayrec.evaluate(str(runs[0]), str(folder))["rows"] == ROWS[2]
     changed = config_of(adopted, tmp_path, "two").updated(
@@ -529,7 +529,7 @@ def test_unadopted_arrays_name_command_and_extend_nothing(
     )
     rejects(
         "so it has no vocabulary to extend",
-        rules_of,
+        extension_rules,
         Preprocessor.load(str(adopted / "preprocessor")),
         "here",
     )

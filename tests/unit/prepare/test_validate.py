@@ -255,7 +255,7 @@ def test_validate_rejects_preprocessed_data_and_other_schemas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = log_of(tmp_path, only=varied(40))
-    preprocessor_of(path, tmp_path / "prepared")
+    build_preprocessor(path, tmp_path / "prepared")
     other = CONFIG.replace(schema=SCHEMA.replace(dense=("a", "c")))
     rejects("columns must match", validate, path, config=other, preprocessor=tmp_path / "prepared")
     (tmp_path / "prepared" / "dataset.json").write_text("{}")
@@ -263,7 +263,9 @@ def test_validate_rejects_preprocessed_data_and_other_schemas(
 
 
 # -- against a Preprocessor
-def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG) -> Preprocessor:
+def build_preprocessor(
+    path: Path, folder: Path, config: PreparationConfig = CONFIG
+) -> Preprocessor:
     made = learn(
         open_index(path, segment_bytes=config.segment_bytes, schema=SCHEMA), SCHEMA, config.rules
     )
@@ -274,7 +276,7 @@ def preprocessor_of(path: Path, folder: Path, config: PreparationConfig = CONFIG
 def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=varied(300), day_1=varied(300, 1))
     config = CONFIG.replace(min_count=10, max_num_embeddings=20, token_modulo=25)
-    made = preprocessor_of(path / "day_0", tmp_path / "prepared", config)
+    made = build_preprocessor(path / "day_0", tmp_path / "prepared", config)
     assert made.sparse[0].num_tokens is None or made.sparse[0].token_modulo
     report = found_in(path, preprocessor=tmp_path / "prepared")
     assert report["unknown_to"] == f"Preprocessor {made.hash()}"
@@ -681,14 +683,14 @@ def test_auroc_of_rates_matches_scored_rows(seed: int) -> None:
     labels = np.repeat([0, 1], [held_misses.sum(), held_clicks.sum()])
     of_rows = np.concatenate([np.repeat(scores, held_misses), np.repeat(scores, held_clicks)])
     if min(held_misses.sum(), held_clicks.sum()) >= 20:
-        assert data_report.auroc_of_rates(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
+        assert data_report.rate_auroc(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
 
 
 def test_auroc_of_rates_and_top_categories_match_reference() -> None:
-    assert data_report.auroc_of_rates(np.array([[300, 0, 100, 0], [0, 300, 0, 100]])) == 1
-    assert data_report.auroc_of_rates(np.full((2, 4), 100)) == 0.5
-    assert data_report.auroc_of_rates(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
-    assert data_report.auroc_of_rates(np.zeros((2, 4), np.int64)) is None
+    assert data_report.rate_auroc(np.array([[300, 0, 100, 0], [0, 300, 0, 100]])) == 1
+    assert data_report.rate_auroc(np.full((2, 4), 100)) == 0.5
+    assert data_report.rate_auroc(np.array([[300, 0, 19, 0], [0, 300, 0, 100]])) is None
+    assert data_report.rate_auroc(np.zeros((2, 4), np.int64)) is None
     rng = np.random.default_rng(3)
     tokens = rng.permutation(1000).astype(np.uint32)
     counts = rng.integers(1, 20, 1000)

@@ -82,7 +82,7 @@ class Cluster:
             lambda: SimpleNamespace(applications={"rayrec"} if self.running else set()),
         )
         for module in (control, deployment):
-            monkeypatch.setattr(module, "source_of", lambda path: path)
+            monkeypatch.setattr(module, "resolve_source", lambda path: path)
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         def call(*arguments: Any) -> Any:

@@ -162,7 +162,7 @@ def test_port_has_one_server_until_process_ends() -> None:
 def test_cluster_with_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "ray.is_initialized",
-        "rayrec.serve.server.source_of",
+        "rayrec.serve.server.resolve_source",
         "rayrec.serve.server.silence_serve_logs",
     ):
         monkeypatch.setattr(name, lambda *_: "run")
@@ -215,7 +215,7 @@ def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect(*_: object, **__: object) -> None:
         raise InputError(f"inherited: {set(os.environ.values())}")
 
-    monkeypatch.setattr(server, "source_of", lambda path: path)
+    monkeypatch.setattr(server, "resolve_source", lambda path: path)
     monkeypatch.setattr(server, "silence_serve_logs", lambda: None)
     monkeypatch.setattr("rayrec.cluster.connection.connect", connect)
     monkeypatch.setenv("SERVE_TOKEN", "open sesame")

@@ -422,7 +422,7 @@ def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
     ) ** 2
 
 
-def problems_of(counts: Counts, inputs: Schema) -> list[str]:
+def find_problems(counts: Counts, inputs: Schema) -> list[str]:
     """Return sentences on problems of the counted rows: labels of one class, or columns in `inputs`
     without a value.
     """
@@ -447,7 +447,7 @@ def problems_of(counts: Counts, inputs: Schema) -> list[str]:
     return problems
 
 
-def trends_of(counts: Counts, inputs: Schema) -> list[str]:
+def find_trends(counts: Counts, inputs: Schema) -> list[str]:
     """Return sentences on columns in `inputs` that only grow or whose categories never return. Call
     it after `frequent_tokens` of spilled counts, which it would repeat.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from rayrec.config import Config, InputError
 from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, expand_ranges
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
-from rayrec.data.logs.index import source_of
+from rayrec.data.logs.index import resolve_source
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, CLayout, CRawRows
 from rayrec.data.raw_block import RawBlock
 from rayrec.native import c_fields, call
@@ -22,7 +22,7 @@ from rayrec.schema import Schema
 
 def file_key(path: str) -> str:
     """Return the key of a file's constants, independent of its folder and compression."""
-    return source_of(path)[1].removesuffix(".gz").removesuffix(".parquet")
+    return resolve_source(path)[1].removesuffix(".gz").removesuffix(".parquet")
 
 
 def indicator_names(columns: Sequence[str], schema: Schema) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Extension:
     """Categories beyond max_num_embeddings."""
 
 
-def rules_of(old: Preprocessor, source: str) -> Preset:
+def extension_rules(old: Preprocessor, source: str) -> Preset:
     """Return the rules of a Preprocessor. Raises InputError if it cannot be extended."""
     if old.multi_hot is not None:
         raise InputError(
@@ -104,7 +104,7 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     return Extension(preprocessor, existing, appended, left_out)
 
 
-def with_indicators_of(old: Preprocessor, new: Preprocessor) -> tuple[Preprocessor, list[str]]:
+def add_indicators(old: Preprocessor, new: Preprocessor) -> tuple[Preprocessor, list[str]]:
     """Return `new` with the indicators of `old`, for a network that continues with the inputs of
     `old`, and the columns that lose their indicator. Their missing numbers are the mean, like those
     of any column.
@@ -211,7 +211,7 @@ def with_id_tables(preprocessor: Preprocessor, rules: Preset, folder: str) -> Pr
     inputs = preprocessor.inputs
     files = storage.list_files(folder)
     owners = [inputs.sparse[owner] for owner in dict.fromkeys(inputs.vocabulary_owners)]
-    paths = {name: file.path for file in files for name in [_column_of(file.path, owners)]}
+    paths = {name: file.path for file in files for name in [_match_column(file.path, owners)]}
     if absent := [name for name in owners if name not in paths]:
         raise InputError(
             f"{folder}: no table for column {absent[0]}. Add {absent[0]}.parquet or {absent[0]}.csv"
@@ -231,7 +231,7 @@ def with_id_tables(preprocessor: Preprocessor, rules: Preset, folder: str) -> Pr
     )
 
 
-def _column_of(path: str, names: list[str]) -> str:
+def _match_column(path: str, names: list[str]) -> str:
     """Return the longest column name that is a whole word of a file name. Raises InputError."""
     words = f"_{storage.name_of(path).rsplit('.', 1)[0].replace('-', '_').replace('.', '_')}_"
     matches = [name for name in names if f"_{name.replace('-', '_').replace('.', '_')}_" in words]
@@ -246,7 +246,7 @@ def _column_of(path: str, names: list[str]) -> str:
 def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[SparseColumn, np.ndarray]:
     """Return the rule and the vocabulary of a column's table."""
     values, ids = _read(path)
-    tokens, missing = _tokens_of(values, schema, name, path)
+    tokens, missing = _parse_tokens(values, schema, name, path)
     if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_ID:
         raise InputError(
             f"{path}: IDs must be from 0 to {_MAX_ID:,}, got {ids.min():,} to {ids.max():,}. "
@@ -278,7 +278,7 @@ def _column(schema: Schema, rules: Preset, name: str, path: str) -> tuple[Sparse
     return SparseColumn(rows, len(tokens), first, unknown_id, missing_id, gap), tokens
 
 
-def _tokens_of(
+def _parse_tokens(
     values: pa.Array, schema: Schema, name: str, path: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a table's values, and which are empty fields. Raises InputError for

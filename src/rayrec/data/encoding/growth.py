@@ -24,7 +24,7 @@ MIN_CATEGORIES: Final = 20
 Trend = Literal["grows", "falls"]
 
 
-def trend_of(limits: Sequence[tuple[float, float]]) -> Trend | None:
+def find_trend(limits: Sequence[tuple[float, float]]) -> Trend | None:
     """Return the trend of a column from its minimum and maximum over consecutive rows, in row
     order. None without a trend.
     """
@@ -79,7 +79,7 @@ class RowOrder:
     def trend(self) -> Trend | None:
         """Trend of the values. None without one, or with few rows."""
         return (
-            trend_of([(low, high) for _, low, high in self.spans])
+            find_trend([(low, high) for _, low, high in self.spans])
             if len(self.spans) >= MIN_SPANS
             else None
         )

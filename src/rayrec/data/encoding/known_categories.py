@@ -40,7 +40,7 @@ def bucket_names(preprocessor: Preprocessor, column: str) -> list[str]:
     return [*ranges[: len(ends)], UNKNOWN]
 
 
-def buckets_of(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.ndarray:
+def assign_buckets(preprocessor: Preprocessor, column: str, ids: np.ndarray) -> np.ndarray:
     """Return the index in `bucket_names` of each id of a present value, int8 [rows]. Raises
     InputError like `bucket_names`.
     """
@@ -122,7 +122,7 @@ class OOVCounter:
                 column if column.num_tokens is None else replace(column, unknown_id=-1)
                 for column in columns
             )
-            slots = [preprocessor.slots_of(number) for number in range(len(columns))]
+            slots = [preprocessor.column_slots(number) for number in range(len(columns))]
             self._told_apart = Encoder(
                 preprocessor.dense,
                 columns,

@@ -259,7 +259,7 @@ class Preprocessor:
         ]
         return [0, *itertools.accumulate(sizes)]
 
-    def slots_of(self, column: int) -> np.ndarray | None:
+    def column_slots(self, column: int) -> np.ndarray | None:
         """Return the lookup table of a sparse column within `slots`; None if it is hashed."""
         if self.sparse[column].num_tokens is None:
             return None
@@ -374,7 +374,7 @@ class Preprocessor:
     @cached_property
     def encoder(self) -> Encoder:
         """Encoder with these rules, which points into `slots`."""
-        slots = [self.slots_of(column) for column in range(len(self.sparse))]
+        slots = [self.column_slots(column) for column in range(len(self.sparse))]
         return Encoder(
             self.dense, self.sparse, slots, derivation=self.derivation, multi_hot=self.multi_hot
         )

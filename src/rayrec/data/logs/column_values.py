@@ -282,7 +282,7 @@ def _formatted_times(text: pa.Array) -> pa.Array:
     return times
 
 
-def times_of(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def read_times(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO
     8601 date or time. `formats` also allows other common forms. Times without a zone are UTC.
     """
@@ -429,7 +429,9 @@ def numbers_of(
         values, status = _text_numbers(array)
         rejected = np.flatnonzero(status == REJECTED)
         if times and len(rejected):
-            microseconds, status[rejected] = times_of(array.take(pa.array(rejected)), formats=False)
+            microseconds, status[rejected] = read_times(
+                array.take(pa.array(rejected)), formats=False
+            )
             values[rejected] = microseconds / 1e6
         return values, status
     if types.is_boolean(array.type):
@@ -446,7 +448,9 @@ def numbers_of(
     return pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False), _empty(array)
 
 
-def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.ndarray, np.ndarray]:
+def parse_integers(
+    array: pa.Array, name: str, make_error: MakeError
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (int64, status) of numbers with at most 18 digits, as text or as integral numbers of
     other types.
     """
@@ -463,7 +467,7 @@ def integers_of(array: pa.Array, name: str, make_error: MakeError) -> tuple[np.n
         return np.where(good, values, 0), np.where(good, status, REJECTED)
     if types.is_decimal(array.type):
         text, integral = _decimal_digits(array)
-        values, status = integers_of(text, name, make_error)
+        values, status = parse_integers(text, name, make_error)
         return values, np.where(integral, status, REJECTED).astype(np.uint8)
     numbers, status = numbers_of(array, name, make_error)
     good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)

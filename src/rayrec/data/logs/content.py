@@ -12,7 +12,7 @@ from typing import Final
 from rayrec import storage
 from rayrec.config import InputError, packaged_json
 from rayrec.schema import Schema
-from rayrec.storage.cache import GZIP_MAGIC, head_of
+from rayrec.storage.cache import GZIP_MAGIC, read_head
 
 PARQUET_MAGIC: Final = b"PAR1"
 _HEAD_BYTES: Final = 16 << 10
@@ -44,7 +44,7 @@ _LINES: Final = {
 @lru_cache(_MAX_CACHED)
 def _starts_as_parquet(path: str, version: tuple[int, int] | None) -> bool:
     del version  # Part of the cache key
-    return head_of(path, len(PARQUET_MAGIC)) == PARQUET_MAGIC
+    return read_head(path, len(PARQUET_MAGIC)) == PARQUET_MAGIC
 
 
 def is_parquet(path: str) -> bool:
@@ -64,7 +64,7 @@ def text_head(path: str, max_bytes: int = _HEAD_BYTES) -> bytes:
     """Return the first bytes of a file, or of what is packed in a gzip file. Of a damaged one, what
     can be unpacked. Raises InputError if the file is unreadable.
     """
-    head = head_of(path, max_bytes)
+    head = read_head(path, max_bytes)
     if not head.startswith(GZIP_MAGIC):
         return head
     engine = zlib.decompressobj(wbits=31)

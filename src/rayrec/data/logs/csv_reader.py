@@ -17,7 +17,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError, first_of
 from rayrec.data.logs.header import Header, read_header
-from rayrec.data.logs.partitions import columns_of
+from rayrec.data.logs.partitions import pick_columns
 from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import gunzip, is_gzip
@@ -320,7 +320,7 @@ class _Splitter:
         lacks a column.
         """
         header = read_header(head, schema, path=path)
-        names = columns_of(path, header.columns)
+        names = pick_columns(path, header.columns)
         hint = f" (split at {header.delimiter!r})"
         check_columns(names, schema.columns, path=path, hint=hint, optional=schema.optional)
         return cls(path, header, schema)

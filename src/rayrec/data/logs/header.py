@@ -71,7 +71,7 @@ def _unquoted(text: str, escape: str | None) -> str:
     return re.sub(rf'"(")|{mark}(["{mark}])', lambda match: match[1] or match[2], text)
 
 
-def delimiter_of(text: str, schema: Schema) -> str:
+def find_delimiter(text: str, schema: Schema) -> str:
     """Return the delimiter: the schema's, or in place of the default, a tab, the mark that occurs
     most in the first row, outside quotes.
     """
@@ -137,7 +137,7 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     for names that differ only in blanks or case.
     """
     text = head.decode("utf-8", "replace")
-    delimiter = delimiter_of(text, schema)
+    delimiter = find_delimiter(text, schema)
     first, *rows = [*head_rows(text, delimiter, schema.escape)] or [[]]
     if _is_header(first, rows, schema):
         _reject_similar(first, schema, path)

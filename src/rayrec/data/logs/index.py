@@ -18,7 +18,7 @@ from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
 from rayrec.data.logs.partitions import partition_names
 from rayrec.native import call
 from rayrec.schema import Schema
-from rayrec.storage.cache import head_of
+from rayrec.storage.cache import read_head
 
 _MAX_INDICES = 64
 """Maximum number of indices per folder."""
@@ -189,7 +189,7 @@ class LogIndex:
         """Return the likely cause of the faults of a text log; "" if unknown."""
         if self.format != "text" or not self.faults.first or self.faults.first[0].byte is None:
             return ""
-        return likely_cause(head_of(self.faults.first[0].path, HEAD_BYTES))
+        return likely_cause(read_head(self.faults.first[0].path, HEAD_BYTES))
 
     def to_dict(self) -> dict[str, Any]:
         paths = sorted({segment.path for segment in self.segments})
@@ -247,7 +247,7 @@ def row_numbers(segments: Sequence[Segment]) -> np.ndarray:
     )
 
 
-def source_of(path: str) -> tuple[str, str]:
+def resolve_source(path: str) -> tuple[str, str]:
     """Return a key of the user's file behind a segment, and its name with its partitions. The
     segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see
     data/logs/parquet.py).
@@ -263,10 +263,10 @@ def source_of(path: str) -> tuple[str, str]:
 
 
 def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the sources (see `source_of`) of segments in log order, sorted by path, or by name if
-    some are in the cache folder.
+    """Return the sources (see `resolve_source`) of segments in log order, sorted by path, or by
+    name if some are in the cache folder.
     """
-    sources = list(dict.fromkeys(map(source_of, dict.fromkeys(paths))))
+    sources = list(dict.fromkeys(map(resolve_source, dict.fromkeys(paths))))
     if all(storage.name_of(key) == name.rpartition("/")[2] for key, name in sources):
         return sorted(sources)
     return sorted(sources, key=lambda source: source[1])

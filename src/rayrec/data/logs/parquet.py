@@ -20,7 +20,7 @@ from rayrec.config import InputError
 from rayrec.data.logs.content import is_parquet
 from rayrec.data.logs.csv_reader import FAULT, check_columns, present_columns, read_csv
 from rayrec.data.logs.index import changed, checksum
-from rayrec.data.logs.partitions import columns_of, partition_names, with_partitions
+from rayrec.data.logs.partitions import partition_names, pick_columns, with_partitions
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
@@ -98,7 +98,7 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
     """Check the columns of a file and its partitions, and their types. Raises InputError."""
     check_columns(
-        columns_of(path, parquet.schema_arrow.names),
+        pick_columns(path, parquet.schema_arrow.names),
         schema.columns,
         path=path,
         optional=schema.optional,
@@ -275,9 +275,9 @@ def read_rows(
     if groups is None:
         raise changed(path, start, stop, "rows")
     names = schema.columns if columns is None else columns
-    check_columns(columns_of(path, footer.names), names, path=path, optional=schema.optional)
+    check_columns(pick_columns(path, footer.names), names, path=path, optional=schema.optional)
     stored = [name for name in (*names, FAULT) if name in footer.names]
-    chunks = _chunks_of(footer.metadata, groups, stored)
+    chunks = _column_chunks(footer.metadata, groups, stored)
     spans = _spans(chunks)
     buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, of=path))
     file = _Spans(path, footer.size_bytes, spans, buffers)
@@ -303,7 +303,7 @@ Range = tuple[int, int]
 """Bytes [start, stop) of a file."""
 
 
-def _chunks_of(
+def _column_chunks(
     metadata: pq.FileMetaData, groups: Sequence[int], columns: Sequence[str]
 ) -> list[Range]:
     """Return the byte range of each column chunk of some row groups."""

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.column_values import VALUE, numbers_of, times_of, type_error
+from rayrec.data.logs.column_values import VALUE, numbers_of, read_times, type_error
 from rayrec.schema import Schema
 
 _MISSING: Final = ("", "__HIVE_DEFAULT_PARTITION__")
@@ -29,7 +29,7 @@ def partition_names(path: str) -> list[str]:
     return names
 
 
-def partitions_of(path: str) -> dict[str, str | None]:
+def parse_partitions(path: str) -> dict[str, str | None]:
     """Return the partition columns of a file and their values, None if missing."""
     columns: dict[str, str | None] = {}
     for name in partition_names(path):
@@ -42,10 +42,10 @@ def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]
     """Return the partition columns of a file that are not among its own columns `names`, which take
     precedence.
     """
-    return {key: value for key, value in partitions_of(path).items() if key not in names}
+    return {key: value for key, value in parse_partitions(path).items() if key not in names}
 
 
-def columns_of(path: str, names: Sequence[str]) -> tuple[str, ...]:
+def pick_columns(path: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return the columns of a file's rows: its own columns `names`, then those of its
     partitions.
     """
@@ -81,7 +81,7 @@ def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> 
                 "it to the sparse columns"
             )
         return pa.scalar(None if value is None else float(numbers[0]), pa.float64())
-    if key == schema.timestamp and (value is None or times_of(text)[1][0] != VALUE):
+    if key == schema.timestamp and (value is None or read_times(text)[1][0] != VALUE):
         raise InputError(
             f"{path}: column {key} is the partition {key}={value or ''}, which is not a time; "
             "name another column"
@@ -97,7 +97,7 @@ def with_sampled_partitions(table: pa.Table, files: Sequence[storage.File]) -> p
     rows = len(table)
     step = max(len(files) / max(rows, 1), 1.0)
     values = [
-        partitions_of(files[int(row * step) % len(files)].path)
+        parse_partitions(files[int(row * step) % len(files)].path)
         for row in range(rows if columns else 0)
     ]
     for key in columns:

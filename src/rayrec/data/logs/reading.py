@@ -128,7 +128,7 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
 
 
-def slice_of(block: Block, slices: Sequence[Slice]) -> pa.Array:
+def name_slices(block: Block, slices: Sequence[Slice]) -> pa.Array:
     """Return the name of each row's range in an unpermuted block, as a dictionary. The ranges are
     adjacent and cover the log.
     """

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from rayrec.config import Config, InputError, first_of
-from rayrec.data.logs.index import LogIndex, source_of
+from rayrec.data.logs.index import LogIndex, resolve_source
 
 NAMES = ("train", "validation", "test")
 
@@ -135,7 +135,7 @@ class Split(SplitParts):
         split = self._at_end(index)
         empty = [name for name in split if split[name][0] >= split[name][1]]
         if empty:
-            num_files = len({source_of(segment.path) for segment in index.segments})
+            num_files = len({resolve_source(segment.path) for segment in index.segments})
             raise InputError(
                 f"split {self.kind}: {index.rows} rows in {num_files} files leave no rows for "
                 f"{' and '.join(empty)}; add data, or an evaluation log with --eval-data.path"
@@ -153,7 +153,7 @@ class Split(SplitParts):
             absent = not self.test
         elif self.kind == "days":
             days = _days(index)
-            sizes = self._sizes_of_days(days)
+            sizes = self._day_sizes(days)
             absent = not self.test_days
             train_stop = days[min(self.train_days or len(days), len(days)) - 1].stop if days else 0
         else:
@@ -178,11 +178,11 @@ class Split(SplitParts):
     def _boundary(self, index: LogIndex) -> int:
         if self.kind == "sevenths":
             return index.rows - index.rows // 7
-        unit = _partition if self.kind == "last_partition" else source_of
+        unit = _partition if self.kind == "last_partition" else resolve_source
         last = unit(index.segments[-1].path) if index.segments else None
         return next((s.first_row for s in index.segments if unit(s.path) == last), 0)
 
-    def _sizes_of_days(self, days: Sequence[Slice]) -> dict[str, int]:
+    def _day_sizes(self, days: Sequence[Slice]) -> dict[str, int]:
         first, second = (
             (self.test_days, self.validation_days)
             if self.test_first
@@ -277,7 +277,7 @@ def _days(index: LogIndex) -> list[Slice]:
     """Return the days of a log in its order: folders KEY=VALUE if all files are in one, else
     files.
     """
-    sources = [source_of(segment.path) for segment in index.segments]
+    sources = [resolve_source(segment.path) for segment in index.segments]
     if sources and all("/" in name for _, name in sources):
         sources = [(folder := name.rpartition("/")[0], folder) for _, name in sources]
     return _slices(index, sources)
@@ -301,7 +301,7 @@ def _slices(index: LogIndex, units: Sequence[tuple[str, str]]) -> list[Slice]:
 
 def _partition(path: str) -> str:
     """Return the partition path of a file. Raises InputError if it has none."""
-    partition = source_of(path)[1].rpartition("/")[0]
+    partition = resolve_source(path)[1].rpartition("/")[0]
     if not partition:
         raise InputError(
             f"split last_partition: {path} must be in a folder named KEY=VALUE; choose last_file "
@@ -313,7 +313,7 @@ def _partition(path: str) -> str:
 def _by_name(index: LogIndex) -> dict[str, tuple[int, int]]:
     chosen = []
     for segment in index.segments:
-        base = source_of(segment.path)[1].rpartition("/")[2].lower()
+        base = resolve_source(segment.path)[1].rpartition("/")[2].lower()
         name = next((name for name in NAMES if base.startswith(name[:5])), None)
         if name is None:
             raise InputError(
@@ -336,7 +336,7 @@ MAX_SLICES = 64
 
 def slices_of(index: LogIndex) -> tuple[str, list[Slice]]:
     """Return the kind of slices (file, files, seventh), and the slices in log order."""
-    files = _slices(index, [source_of(segment.path) for segment in index.segments])
+    files = _slices(index, [resolve_source(segment.path) for segment in index.segments])
     if len(files) > MAX_SLICES:
         ends = [len(files) * (i + 1) // MAX_SLICES for i in range(MAX_SLICES)]
         groups = [files[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]

@@ -19,8 +19,8 @@ from rayrec.data.logs.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
 from rayrec.data.logs.parquet import VERSION, ParquetPart, open_parquet, prepared, read_rows
-from rayrec.data.logs.partitions import columns_of
-from rayrec.data.logs.table_parser import good_rows_of, parse_table
+from rayrec.data.logs.partitions import pick_columns
+from rayrec.data.logs.table_parser import find_valid_rows, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
@@ -226,7 +226,7 @@ def good_rows(segment: Segment, schema: Schema) -> np.ndarray:
     [segment.rows].
     """
     table = _read_table(segment, schema)
-    good = good_rows_of(table, schema, path=segment.path)
+    good = find_valid_rows(table, schema, path=segment.path)
     if len(good) != segment.rows:
         raise changed(segment.path, segment.start, segment.stop, "rows")
     return good
@@ -245,7 +245,7 @@ def file_columns(file: storage.File, schema: Schema) -> tuple[str, ...]:
 def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
     """Return the columns of a table's rows, none if its CSV file is empty."""
     columns = file_columns(file, schema)
-    return columns_of(file.path, columns) if columns or is_parquet(file.path) else ()
+    return pick_columns(file.path, columns) if columns or is_parquet(file.path) else ()
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:

@@ -23,15 +23,15 @@ from rayrec.data.logs.column_values import (
     epoch_seconds,
     float_tokens,
     integer_tokens,
-    integers_of,
     is_list,
     is_text,
     numbers_of,
+    parse_integers,
     plain_array,
+    read_times,
     resolved,
     split_lists,
     text_tokens,
-    times_of,
     type_error,
 )
 from rayrec.data.logs.csv_reader import (
@@ -218,7 +218,7 @@ class _TableParser:
         are missing.
         """
         if self.schema.tokens == "hexadecimal":
-            values, status = integers_of(self._array(name), name, self.type_error)
+            values, status = parse_integers(self._array(name), name, self.type_error)
             self._reject(status == REJECTED, NOT_AN_INTEGER, name)
             return values, status == EMPTY
         array = self.markers.to_null(self._array(name))
@@ -284,7 +284,7 @@ class _TableParser:
         """Return microseconds since 1970-01-01 00:00 UTC, int64 [rows]."""
         array = self._array(name)
         if is_text(array.type):
-            values, status = times_of(array)
+            values, status = read_times(array)
         else:
             if types.is_boolean(array.type):
                 raise self.type_error(
@@ -500,7 +500,7 @@ def parse_table(
     return parser.parse(), parser.faults(first_row)
 
 
-def good_rows_of(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
+def find_valid_rows(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
     """Return the rows that `parse_table` returns, int64."""
     parser = _TableParser(table, schema, path)
     parser.parse()

@@ -111,7 +111,7 @@ def write_manifest(folder: str, manifest: dict[str, Any]) -> None:
     storage.write_bytes(storage.join(folder, MANIFEST), f"{{\n{lines}\n}}\n".encode())
 
 
-def hash_of(files: list[dict[str, Any]]) -> str:
+def compute_hash(files: list[dict[str, Any]]) -> str:
     """Hash the names, sizes and checksums of the files."""
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
 
@@ -209,7 +209,7 @@ def _check_files(
     return stored
 
 
-def dataset_of(segment: Segment) -> tuple[PreprocessedDataset, int]:
+def open_dataset(segment: Segment) -> tuple[PreprocessedDataset, int]:
     """Return the segment's dataset and raw file number."""
     file_folder = storage.folder_of(segment.path)
     folder = storage.folder_of(file_folder)
@@ -225,7 +225,7 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
     an id is outside its table.
     """
     order = np.ascontiguousarray(order, np.int64)
-    dataset, _ = dataset_of(segments[0])
+    dataset, _ = open_dataset(segments[0])
     dataset.check_preprocessor(preprocessor)
     assert not len(order) or (
         order.min() >= 0 and order.max() < sum(segment.rows for segment in segments)
@@ -272,7 +272,7 @@ def _runs(segments: Sequence[Segment]) -> list[MappedRange]:
     runs: list[MappedRange] = []
     stop = 0
     for segment in segments:
-        number = dataset_of(segment)[1]
+        number = open_dataset(segment)[1]
         start, stop = stop, stop + segment.rows
         last = runs[-1] if runs else None
         if last and last.file == number and last.first + last.stop - last.start == segment.start:

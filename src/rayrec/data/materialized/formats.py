@@ -314,7 +314,7 @@ def _table(matrices: dict[str, np.ndarray]) -> pa.Table:
     )
 
 
-def matrix_of(table: pa.Table, name: str) -> np.ndarray:
+def table_matrix(table: pa.Table, name: str) -> np.ndarray:
     """Return a matrix [rows, columns] of a table, or table slice, made by `stored`."""
     column = table.column(name).combine_chunks()
     return numpy_of(column.flatten()).reshape(table.num_rows, column.type.list_size)

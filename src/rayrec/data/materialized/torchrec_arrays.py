@@ -416,7 +416,7 @@ class _DayFaults:
         return Faults(dict(self.counts), sorted(first, key=lambda fault: fault.row or 0))
 
 
-def preprocessor_of(
+def build_preprocessor(
     num_dense: int, hotness: Sequence[int], num_embeddings: Sequence[int]
 ) -> Preprocessor:
     """Build the Preprocessor of adopted arrays: dense columns int_0, ... unchanged, sparse columns

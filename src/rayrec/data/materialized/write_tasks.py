@@ -20,7 +20,7 @@ from rayrec.data.engine import Shared
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.index import SegmentRange
 from rayrec.data.logs.reading import read_raw
-from rayrec.data.materialized.formats import Matrix, file_checksum, matrix_of, stored
+from rayrec.data.materialized.formats import Matrix, file_checksum, stored, table_matrix
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -152,7 +152,7 @@ def _write_matrices(task: Task, job: Job, tables: Iterator[pa.Table]) -> list[li
                         storage.join(job.folder.path, matrix.file), os.O_WRONLY
                     )
                     stack.callback(os.close, opened[matrix.file])
-                rows = np.ascontiguousarray(matrix_of(table, matrix.name))
+                rows = np.ascontiguousarray(table_matrix(table, matrix.name))
                 data = memoryview(rows.view(np.uint8).data).cast("B")
                 start = matrix.offset + row * matrix.row_bytes
                 last = ranges.setdefault((number, matrix.name), [matrix.file, start, 0, 0])

@@ -19,8 +19,8 @@ from rayrec.data.encoding.encoder import file_key
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Engine, StreamEngine
 from rayrec.data.job import ResumableJob, resumable_job
-from rayrec.data.logs.index import LogIndex, source_of, sources_in_order
-from rayrec.data.materialized.dataset import MANIFEST, VERSION, hash_of, write_manifest
+from rayrec.data.logs.index import LogIndex, resolve_source, sources_in_order
+from rayrec.data.materialized.dataset import MANIFEST, VERSION, compute_hash, write_manifest
 from rayrec.data.materialized.formats import (
     FilePlan,
     check,
@@ -154,7 +154,7 @@ def _manifest(
         "source": [{"path": file.path, "bytes": file.size_bytes} for file in sources],
         "faults": index.faults.to_dict(),
         **layout.manifest(index),
-        "hash": hash_of(files),
+        "hash": compute_hash(files),
         "files": files,
         "parquet": [reply["parquet"] for reply in results if "parquet" in reply],
     }
@@ -302,7 +302,7 @@ def lay_out(index: LogIndex, preprocessor: Preprocessor, output: Output) -> Layo
     for segment in index.segments:
         rows_of[segment.path] = rows_of.get(segment.path, 0) + segment.rows
     rank = {source: number for number, source in enumerate(sources_in_order(rows_of))}
-    raw_files = sorted(rows_of, key=lambda path: (rank[source_of(path)], path))
+    raw_files = sorted(rows_of, key=lambda path: (rank[resolve_source(path)], path))
     file_rows = [rows_of[path] for path in raw_files]
     plans: list[list[FilePlan]] = []
     if output.format != "parquet":

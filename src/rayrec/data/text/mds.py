@@ -404,7 +404,7 @@ class TokenRows:
         """
         padded = self._column.layout == "pad"
         rows = np.empty((len(indices), self.block_size + padded), np.int64)
-        shards = self._shards_of(indices)
+        shards = self._find_shards(indices)
         for shard in np.unique(shards).tolist():
             matches = np.flatnonzero(shards == shard)
             rows[matches] = self._rows_of(shard)[indices[matches] - self._bounds[shard]]
@@ -420,7 +420,7 @@ class TokenRows:
         """
         if self._ahead is None:
             return
-        for shard in np.unique(self._shards_of(indices)).tolist():
+        for shard in np.unique(self._find_shards(indices)).tolist():
             future = self._pending.get(shard)
             if shard not in self._mapped and (future is None or future.done()):
                 self._pending[shard] = self._ahead.submit(self._fetch, shard)
@@ -431,7 +431,7 @@ class TokenRows:
             self._ahead.shutdown(wait=True, cancel_futures=True)
         self._mapped.clear()
 
-    def _shards_of(self, indices: np.ndarray) -> np.ndarray:
+    def _find_shards(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
     def _rows_of(self, number: int) -> np.ndarray | ShardRows:

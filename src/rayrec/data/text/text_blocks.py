@@ -58,7 +58,7 @@ class TokenFolder:
         return storage.join(self.path, folder) if folder else self.path
 
 
-def sets_of_shards(path: str) -> dict[str, str]:
+def find_shard_sets(path: str) -> dict[str, str]:
     """Find the sets of MDS shards in a folder: {train: folder, validation: folder}, relative to
     `path`. The folder itself is train (""), or it contains train and possibly one of validation,
     val, valid, eval and test. Empty without shards.

@@ -22,9 +22,9 @@ from rayrec.checkpoint.format import (
     MANIFEST,
     DataFile,
     check_manifest,
+    compute_sha256,
     load_manifest,
     seal,
-    sha256_of,
 )
 from rayrec.checkpoint.safetensors import DTYPES
 from rayrec.config import InputError
@@ -76,7 +76,7 @@ class ExportedModel:
     precision: Literal["fp32", "bf16"]
     quantization: Quantization
     checkpoint_version: str
-    """Result of `version_of` the checkpoint."""
+    """Result of `model_version` the checkpoint."""
     preprocessor: Preprocessor
 
     @property
@@ -184,7 +184,7 @@ def seal_all(
             path = os.path.join(inside, name)
             relative = os.path.relpath(path, out).replace(os.sep, "/")
             if relative not in sealed_files and relative != MANIFEST:
-                files[relative] = {"bytes": os.path.getsize(path), "sha256": sha256_of(path)}
+                files[relative] = {"bytes": os.path.getsize(path), "sha256": compute_sha256(path)}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -225,7 +225,7 @@ def open_export(
     for name in files:
         if name not in (TABLES, DENSE):  # Verified when they are read
             file_path = _checked_path(path, name, files)
-            if sha256_of(file_path) != files[name]["sha256"]:
+            if compute_sha256(file_path) != files[name]["sha256"]:
                 raise InputError(f"{file_path}: damaged, checksum does not match; {FIX}")
     preprocessor = Preprocessor.load(storage.join(path, PREPROCESSOR_FOLDER))
     exported = ExportedModel.from_dict(path, manifest["model"], preprocessor, own=own)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rayrec import storage
-from rayrec.checkpoint.format import sha256_of
+from rayrec.checkpoint.format import compute_sha256
 from rayrec.config import InputError
 from rayrec.imports import require
 
@@ -208,7 +208,7 @@ def write_repository(
         "bytes": sum(
             os.path.getsize(file.path) for file in storage.files_in(os.path.dirname(graph))
         ),
-        "sha256": sha256_of(graph),
+        "sha256": compute_sha256(graph),
     }
 
 

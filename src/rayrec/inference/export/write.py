@@ -48,7 +48,7 @@ from rayrec.inference.export.parity import (
     compare_encoder,
     parity_rows,
 )
-from rayrec.inference.model import open_served, version_of
+from rayrec.inference.model import model_version, open_served
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
 from rayrec.workloads.recsys.candidates import model_inputs
@@ -122,7 +122,7 @@ def export_clicks(
             "exports. Serve the checkpoint."
         )
     exported = ExportedModel(
-        model, precision, settings.quantization, version_of(checkpoint), preprocessor
+        model, precision, settings.quantization, model_version(checkpoint), preprocessor
     )
     exported.row_format.check()
     if settings.triton:  # Checked before the slow part

@@ -182,13 +182,11 @@ class TwoTower(nn.Module):
             )
             target = self._candidates.numbers(ids)
         else:
-            logits, target = self._logits_of_step(outputs)
+            logits, target = self._step_logits(outputs)
         has_target = None if self._candidates.missing is None else ids != self._candidates.missing
         return rank_measures(logits, target, k=self._k, has_target=has_target)
 
-    def _logits_of_step(
-        self, outputs: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step_logits(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of the step's distinct known items, and the number of each row's item
         among them, -1 if unknown. The first row with an item stands for it, and each row for its
         own. Collective.

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rayrec.humanize import number_text, size_text, value_text
 from rayrec.observe.report.charts import Bar, Line, data_url, line_chart, stacked_bars
 from rayrec.observe.report.page import Section, charts, draw, join_parts, paragraph, table
-from rayrec.observe.run_summary import Event, metrics_of
+from rayrec.observe.run_summary import Event, select_metrics
 
 
 def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Section | None:
@@ -27,7 +27,7 @@ def metrics(evaluation: Event | None, summary: Mapping[str, Any] | None) -> Sect
     elif evaluation is None:
         return None
     else:
-        sets = {f"{evaluation['set']} at step {evaluation['step']:,}": metrics_of(evaluation)}
+        sets = {f"{evaluation['set']} at step {evaluation['step']:,}": select_metrics(evaluation)}
     names = list(dict.fromkeys(name for values in sets.values() for name in values))
     rows = [[name, *(value_text(values.get(name)) for values in sets.values())] for name in names]
     return Section("Metrics", table(["metric", *sets], rows, name="Metrics"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, final
 
 from rayrec import storage
-from rayrec.observe.run_summary import RunSummary, metrics_of
+from rayrec.observe.run_summary import RunSummary, select_metrics
 from rayrec.observe.tracking.tracker import AppendFile
 
 TOKEN: Final = ":::MLLOG "
@@ -50,7 +50,7 @@ class MlLogTracker:
             if not self._running:
                 self._start(time_ms, run.global_batch_size)
         elif kind == "step":
-            self._enter_epoch(run.epoch_of(event["step"])[0], time_ms)
+            self._enter_epoch(run.epoch_at(event["step"])[0], time_ms)
         elif kind == "evaluate" and not run.is_repeat:
             self._evaluation(event, run, before_ms)
         elif kind in ("stop", "failure") or (
@@ -228,7 +228,7 @@ class IterationTracker:
                 self._write_line(f"{rank}{start}, loss {_number(fields['loss'], 6)}{accuracy}")
         elif kind == "evaluate":
             self._write_line(
-                f"Testing at - {_position(event, run)}, {self._tested(metrics_of(event))}"
+                f"Testing at - {_position(event, run)}, {self._tested(select_metrics(event))}"
             )
             if "seconds" in event:
                 self._write_line(f"Test time:{event['seconds']:.4f}")
@@ -267,5 +267,5 @@ def _percent(fraction: float | None) -> str:
 
 
 def _position(event: Mapping[str, Any], run: RunSummary) -> str:
-    epoch, done = run.epoch_of(event["step"])
+    epoch, done = run.epoch_at(event["step"])
     return f"{done}/{run.steps_per_epoch} of epoch {epoch}"

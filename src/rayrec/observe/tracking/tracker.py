@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, final
 from rayrec import storage
 from rayrec.observe.event_json import redact_credentials
 from rayrec.observe.events import follow
-from rayrec.observe.run_summary import Event, RunSummary, metrics_of
+from rayrec.observe.run_summary import Event, RunSummary, select_metrics
 
 UPLOAD_S: Final = 30.0
 """Seconds between uploads. Each sends the full file, because object stores cannot append."""
@@ -243,7 +243,7 @@ def scalars(event: Event) -> dict[str, float]:
     if prefix is None:
         return {}
     measures = (
-        metrics_of(event)
+        select_metrics(event)
         if kind == "evaluate"
         else {name: event[name] for name in event if name not in _NO_MEASURES}
     )

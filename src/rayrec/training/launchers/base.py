@@ -171,10 +171,10 @@ def local_layout(config: TrainConfig, *, cpus: int) -> Layout:
         import torch
 
         resources["GPU"] = float(torch.cuda.device_count())
-    return layout_of(config, [Node("this machine", resources)])
+    return compute_layout(config, [Node("this machine", resources)])
 
 
-def layout_of(config: TrainConfig, nodes: list[Node]) -> Layout:
+def compute_layout(config: TrainConfig, nodes: list[Node]) -> Layout:
     scaling = config.scaling
     return layout(
         nodes,

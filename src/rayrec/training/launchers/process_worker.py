@@ -254,7 +254,7 @@ def _engine(config: TrainConfig, threads: int) -> ThreadEngine:
     return ThreadEngine(threads, max_outage_s=config.failure.max_outage_s)
 
 
-def device_of(env: TorchrunEnv, *, use_gpu: bool) -> torch.device:
+def select_device(env: TorchrunEnv, *, use_gpu: bool) -> torch.device:
     """Return the GPU of a process's local rank, or the current one if it trains alone. Raises
     InputError without such a GPU.
     """
@@ -282,7 +282,7 @@ def _train(
     config = attempt.config
     env = rendezvous.env
     channel = StoreControlChannel(rendezvous)
-    device = device_of(env, use_gpu=config.scaling.use_gpu)
+    device = select_device(env, use_gpu=config.scaling.use_gpu)
     use_device(device)
     with watched_requests(attempt.folder, channel) if env.rank == 0 else contextlib.nullcontext():
         return follow_attempt(

@@ -36,8 +36,8 @@ from rayrec.training.launchers.base import (
     AttemptContext,
     Driver,
     PreparedRun,
+    compute_layout,
     follow_attempt,
-    layout_of,
 )
 from rayrec.training.launchers.ray_backend import WORKER_MODULE, ProcessGroup, train_worker
 from rayrec.training.launchers.ray_control_channel import StopRequest
@@ -58,7 +58,7 @@ def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool =
     """Allocate the current cluster to the run; see `connection.alive_nodes`. Raises InputError if
     it does not fit.
     """
-    return layout_of(config, connection.alive_nodes(probe=probe, free=free))
+    return compute_layout(config, connection.alive_nodes(probe=probe, free=free))
 
 
 def wait_for_resources(

@@ -87,7 +87,7 @@ def plan(
     """
     workers = config.scaling.max_workers
     resolved_target = target or Target(workers, workers)
-    memory_bytes, notes = memory_of_target(config, resolved_target)
+    memory_bytes, notes = target_memory(config, resolved_target)
     tables = tables_of(
         workload,
         config,
@@ -105,7 +105,7 @@ def plan(
     return "\n".join([tables.text, *exchange, *notes])
 
 
-def memory_of_target(config: TrainConfig, target: Target) -> tuple[int, list[str]]:
+def target_memory(config: TrainConfig, target: Target) -> tuple[int, list[str]]:
     """Return the memory limit of one target worker in bytes, and notes about unknowns."""
     if target.memory_bytes is not None:
         return target.memory_bytes, []
@@ -431,7 +431,7 @@ def _target_tables(
     workload: ClickSettings, config: TrainConfig, log_slice: _Slice, target: Target
 ) -> tuple[Tables, list[str]]:
     """Return the tables sharded over the target's workers, and notes."""
-    memory_bytes, notes = memory_of_target(config, target)
+    memory_bytes, notes = target_memory(config, target)
     try:
         tables = tables_of(
             workload,

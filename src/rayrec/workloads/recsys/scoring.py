@@ -16,12 +16,12 @@ from rayrec.config import InputError, suggest
 from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
-from rayrec.data.encoding.known_categories import bucket_names, buckets_of, tokens_by_id
+from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, tokens_by_id
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Shared, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange
-from rayrec.data.logs.reading import first_lines, good_lines, slice_of, values_of
+from rayrec.data.logs.reading import first_lines, good_lines, name_slices, values_of
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
@@ -365,7 +365,7 @@ class _LogBlock:
         for name in self._task.frequency_columns:
             ids = rows.ids[self._preprocessor.inputs.sparse.index(name)]
             assert isinstance(ids, np.ndarray), "key_columns rejects lists"
-            columns[KEY + FREQUENCY + name] = buckets_of(self._preprocessor, name, ids)
+            columns[KEY + FREQUENCY + name] = assign_buckets(self._preprocessor, name, ids)
         if self._clips is not None and self._clips.names:
             columns |= self._clips.columns(rows.dense)
         return columns
@@ -392,7 +392,7 @@ class _LogBlock:
         if GROUP in scored:
             columns[GROUP] = arrow_numbers(scored[GROUP])
         if task.day_slices:
-            columns[KEY + DAY] = slice_of(block, task.day_slices)
+            columns[KEY + DAY] = name_slices(block, task.day_slices)
         columns |= {
             name: arrow_flags(values) for name, values in scored.items() if name.startswith(COLUMN)
         }

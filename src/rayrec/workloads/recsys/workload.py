@@ -247,7 +247,7 @@ class ClickWorkload(ClickSettings):
     def _build_preprocessor(
         self, index: LogIndex, context: RunContext, counting: CountingIndexer
     ) -> Preprocessor:
-        from rayrec.data.encoding.counts import problems_of, trends_of
+        from rayrec.data.encoding.counts import find_problems, find_trends
         from rayrec.data.encoding.presets import make_preprocessor
 
         start, stop = self._counted_rows(index, context.config)
@@ -256,12 +256,12 @@ class ClickWorkload(ClickSettings):
             engine=context.engine,
             progress=lambda rows: context.progress("vocabulary", rows, stop - start),
         ) as counts:
-            for problem in problems_of(counts, self.preset.inputs(self.schema)):
+            for problem in find_problems(counts, self.preset.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {problem}")
             if spilled := counts.spilled():
                 context.note(f"{spilled}. --workload.vocabulary-memory-bytes sets the limit.")
             preprocessor = make_preprocessor(self.preset, self.schema, counts)
-            for trend in trends_of(counts, self.preset.inputs(self.schema)):
+            for trend in find_trends(counts, self.preset.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {trend}")
         if context.config.init_from is None:
             return preprocessor
@@ -274,10 +274,10 @@ class ClickWorkload(ClickSettings):
         no place for others.
         """
         from rayrec.checkpoint import open_checkpoint
-        from rayrec.data.encoding.extension import with_indicators_of
+        from rayrec.data.encoding.extension import add_indicators
         from rayrec.workloads.recsys.scorer import load_preprocessor
 
-        continued, lost = with_indicators_of(
+        continued, lost = add_indicators(
             load_preprocessor(open_checkpoint(init_from).path), preprocessor
         )
         if lost:

@@ -33,7 +33,7 @@ from rayrec.data.encoding.counts import (
     Counts,
     count_log,
     count_parts,
-    problems_of,
+    find_problems,
 )
 from rayrec.data.encoding.encoder import Derivation
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
@@ -549,12 +549,12 @@ def test_problems_of_counted_rows() -> None:
         counts = CountingJob(schema).empty()
         counts.add_source(raw, "")
         counts.add_rows(raw, 0)
-        *one_class, empty = problems_of(counts, schema)
+        *one_class, empty = find_problems(counts, schema)
         assert empty.startswith("no training row has a value in e, t, l;")
         assert [text.partition(",")[0] for text in one_class] == [
             "all 2 training rows have label 1"
         ] * expected
-    assert problems_of(CountingJob(schema).empty(), schema) == []
+    assert find_problems(CountingJob(schema).empty(), schema) == []
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from builders.logs import counts_of
 from builders.runs import QUIET
 
 import rayrec
-from rayrec.data.encoding.counts import Counts, trends_of
-from rayrec.data.encoding.growth import RowOrder, trend_of
+from rayrec.data.encoding.counts import Counts, find_trends
+from rayrec.data.encoding.growth import RowOrder, find_trend
 from rayrec.data.encoding.presets import RAYREC
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.schema import Schema
@@ -49,7 +49,7 @@ def counted(rows: pa.Table) -> Counts:
 
 
 def test_growing_columns_are_named() -> None:
-    time, row, day = trends_of(counted(table()), SCHEMA)
+    time, row, day = find_trends(counted(table()), SCHEMA)
     assert time.startswith("column time only grows from row to row")
     assert "declare a time as `timestamp`" in time
     assert row.startswith("the categories of column row come one after another and never return")
@@ -58,7 +58,7 @@ def test_growing_columns_are_named() -> None:
 
 def test_shuffled_columns_grow_not() -> None:
     order = np.random.default_rng(1).permutation(ROWS)
-    (row,) = trends_of(counted(table().take(order)), SCHEMA)
+    (row,) = find_trends(counted(table().take(order)), SCHEMA)
     assert row.startswith("the categories of column row")  # One row each, in any order
 
 
@@ -100,7 +100,7 @@ def test_trend_of_values(values: np.ndarray, expected: str | None) -> None:
 
 
 def test_limits_without_values_have_no_trend() -> None:
-    assert trend_of([]) is None
+    assert find_trend([]) is None
 
 
 def test_report_warns_of_growing_columns(tmp_path: Path) -> None:

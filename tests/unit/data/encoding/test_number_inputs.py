@@ -22,7 +22,7 @@ from rayrec.data.encoding.clipping import (
     clipping_warning,
 )
 from rayrec.data.encoding.encoder import indicator_names
-from rayrec.data.encoding.extension import extend, with_indicators_of
+from rayrec.data.encoding.extension import add_indicators, extend
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import MLPERF_V1, RAYREC, TORCHREC_2024, Preset
 from rayrec.data.encoding.rules import DenseColumn
@@ -217,13 +217,13 @@ def test_extension_keeps_numbers_and_indicators() -> None:
 def test_warm_start_keeps_indicators_of_network() -> None:
     ages = trained()
     times = made_from(block(with_gaps(DAY, [1]), AGES), LOG, RAYREC)
-    continued, lost = with_indicators_of(ages, times)
+    continued, lost = add_indicators(ages, times)
     assert (continued.inputs.dense, lost) == (ages.inputs.dense, ["seen"])
     assert [rule.mean for rule in continued.dense] == [rule.mean for rule in times.dense]
     assert continued.encode(block(with_gaps(DAY[:1], [0]), None)).dense.tolist() == [
         [0.0, 0.0, 1.0]
     ]
-    assert with_indicators_of(ages, ages) == (ages, [])
+    assert add_indicators(ages, ages) == (ages, [])
 
 
 # -- Bounds

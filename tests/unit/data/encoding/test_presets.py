@@ -19,7 +19,7 @@ from builders.torchrec_scripts import torchrec_criteo, write_npy
 from rayrec.data.encoding import presets
 from rayrec.data.encoding.encoder import MLPERF_SIZES, Derivation, MultiHot
 from rayrec.data.encoding.extension import extend
-from rayrec.data.encoding.known_categories import OOVCounter, bucket_names, buckets_of
+from rayrec.data.encoding.known_categories import OOVCounter, assign_buckets, bucket_names
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import (
     ALL,
@@ -410,7 +410,7 @@ def test_frequency_buckets_match_counts(tmp_path: Path, missing: int | str) -> N
     rows = preprocessor.encode(read_segments(index.segments, SCHEMA))
     names = bucket_names(preprocessor, "D")
     assert names == [*["1", "2-9", "10-99", "100-999"][: len(names) - 1], "(not in the vocabulary)"]
-    found = [names[bucket] for bucket in buckets_of(preprocessor, "D", np.asarray(rows.ids[1]))]
+    found = [names[bucket] for bucket in assign_buckets(preprocessor, "D", np.asarray(rows.ids[1]))]
     for value, amount, name in zip(
         drawn.tolist(), np.bincount(drawn)[drawn].tolist(), found, strict=True
     ):

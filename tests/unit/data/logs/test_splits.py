@@ -17,8 +17,8 @@ from rayrec.data.logs.reading import (
     distinct_names,
     good_lines,
     line_starts,
+    name_slices,
     read_raw,
-    slice_of,
     values_of,
 )
 from rayrec.data.logs.splits import MAX_SLICES, Slice, Split, slices_of
@@ -336,9 +336,9 @@ def test_slice_of_names_rows(tmp_path: Path) -> None:
     index = open_index(tmp_path, HEXADECIMAL, segment_bytes=1 << 16, cache=tmp_path / "cache")
     stretches = slices_of(index)[1]
     block = Block(tuple(SegmentRange(segment, 0, segment.rows) for segment in index.segments), None)
-    assert slice_of(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3
+    assert name_slices(block, stretches).to_pylist() == ["day_0"] * 2 + ["day_1"] * 3
     sevenths = Block((SegmentRange(index.segments[1], 1, 3),), None)
-    assert slice_of(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
+    assert name_slices(sevenths, [Slice("a", 0, 4), Slice("b", 4, 5)]).to_pylist() == ["a", "b"]
     assert distinct_names(
         [
             Slice("a", 0, 1),

@@ -136,7 +136,7 @@ def csv_text(rows: list[dict[str, Any]]) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def preprocessor_of(raw: RawBlock) -> Preprocessor:
+def build_preprocessor(raw: RawBlock) -> Preprocessor:
     preset = RAYREC.replace(min_count=1)
     counts = preset.counting(raw.schema).empty()
     counts.add_rows(raw, 0)
@@ -215,14 +215,14 @@ def test_json_request_matches_plain_rows() -> None:
 
 
 def test_encode_py_matches_training(tmp_path: Path) -> None:
-    preprocessor = preprocessor_of(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
+    preprocessor = build_preprocessor(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
     preprocessor.save(str(tmp_path))
     for rows in (ROWS, PLAIN):
         same_rows(preprocessor.encode(EXPECTED), *Encoder(str(tmp_path)).encode(rows))
 
 
 def test_transform_matches_training() -> None:
-    preprocessor = preprocessor_of(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
+    preprocessor = build_preprocessor(parse_table(pa.Table.from_pylist(ROWS), SCHEMA)[0])
     rows = from_named_columns(
         transform_table(pa.Table.from_pylist(ROWS), preprocessor, source="rows"),
         preprocessor.inputs,
@@ -233,7 +233,7 @@ def test_transform_matches_training() -> None:
 
 def test_saved_preprocessor_keeps_value_fields(tmp_path: Path) -> None:
     schema = SCHEMA.replace(label={"name": "rating", "at_least": 4.0})
-    preprocessor = preprocessor_of(RawBlock.empty(schema))
+    preprocessor = build_preprocessor(RawBlock.empty(schema))
     preprocessor.save(str(tmp_path))
     assert Preprocessor.load(str(tmp_path)).schema == schema
 
@@ -455,7 +455,7 @@ def test_timestamp_may_be_dense() -> None:
     raw, _ = parse_table(pa.table({"at": [5, 7]}), schema)
     assert raw.times is not None
     assert raw.times.tolist() == [5_000_000, 7_000_000]
-    preprocessor = preprocessor_of(raw)
+    preprocessor = build_preprocessor(raw)
     encoded = preprocessor.encode(raw)
     again = from_named_columns(
         transform_table(pa.table({"at": [5, 7]}), preprocessor, source="rows"), schema

@@ -710,6 +710,6 @@ def test_epochs_count_rows_after_resize_and_default_to_full_run(tmp_path: Path) 
             }
         ]
     )
-    assert run.epoch_of(16) == (0, 16)
+    assert run.epoch_at(16) == (0, 16)
     assert run.steps_per_epoch == 150
-    assert run.epoch_of(0) == (0, 1)
+    assert run.epoch_at(0) == (0, 1)

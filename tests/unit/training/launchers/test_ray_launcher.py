@@ -35,7 +35,7 @@ from rayrec.training.launchers.process_launcher import ProcessLauncher
 from rayrec.training.launchers.ray_launcher import RayLauncher
 from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 from rayrec.training.stop_monitor import Signals
-from rayrec.training.trainer import launcher_of, trains_in_process
+from rayrec.training.trainer import choose_launcher, trains_in_process
 from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.run_config import FailureConfig
 
@@ -474,14 +474,14 @@ def test_one_worker_without_address_runs_in_process() -> None:
         wanted = config_for(scaling, **cluster)
         here = needs_ray is None
         assert trains_in_process(wanted) is here
-        launcher = launcher_of(wanted)
+        launcher = choose_launcher(wanted)
         assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
         assert ("Prometheus" in launcher.trackers()) is not here
         if not here:
             refusal = (
                 f"^{needs_ray}: needs Ray, but --cluster.address is none. Omit one of the two$"
             )
-            rejects(refusal, launcher_of, config_for(scaling, address="none", **cluster))
+            rejects(refusal, choose_launcher, config_for(scaling, address="none", **cluster))
 
 
 @pytest.mark.parametrize(

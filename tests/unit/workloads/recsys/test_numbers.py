@@ -77,7 +77,7 @@ def fitted(folder: Path, log: str, name: str, **changes: Any) -> Result:
     )
 
 
-def metrics_of(result: Result, log: str) -> dict[str, Any]:
+def select_metrics(result: Result, log: str) -> dict[str, Any]:
     return rayrec.evaluate(str(result.checkpoint), log, console=QUIET)
 
 
@@ -104,20 +104,20 @@ def test_log(folder: Path) -> str:
 def test_gaps_in_numbers_hardly_cost_auroc(
     folder: Path, complete: Result, with_gaps: Result, test_log: str
 ) -> None:
-    expected = metrics_of(complete, test_log)["auroc"]
+    expected = select_metrics(complete, test_log)["auroc"]
     assert expected > 0.75
-    assert metrics_of(with_gaps, test_log)["auroc"] == pytest.approx(expected, abs=0.005)
+    assert select_metrics(with_gaps, test_log)["auroc"] == pytest.approx(expected, abs=0.005)
     holes = write(folder / "holes.parquet", rows(TEST_ROWS, 2), gaps=0.05)
     # The age of 5 % of the rows is gone, which no rule brings back.
-    assert metrics_of(with_gaps, holes)["auroc"] == pytest.approx(expected, abs=0.005)
+    assert select_metrics(with_gaps, holes)["auroc"] == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize("days", [30, 180])
 def test_later_times_keep_auroc_and_calibration(
     folder: Path, complete: Result, test_log: str, days: int
 ) -> None:
-    expected = metrics_of(complete, test_log)
-    later = metrics_of(
+    expected = select_metrics(complete, test_log)
+    later = select_metrics(
         complete, write(folder / "later.parquet", rows(TEST_ROWS, 2), later_s=days * DAY_S)
     )
     assert later["auroc"] == pytest.approx(expected["auroc"], abs=0.01)
@@ -166,9 +166,9 @@ def test_piecewise_numbers_keep_auroc_with_gaps_and_later_times(
 ) -> None:
     gaps = write(folder / "piecewise.parquet", rows(WEEK_ROWS, 1), gaps=0.05)
     run = fitted(folder, gaps, "piecewise", workload={"model": {"first_order": True}})
-    expected = metrics_of(complete, test_log)["auroc"]
+    expected = select_metrics(complete, test_log)["auroc"]
     holes = write(folder / "later_holes.parquet", rows(TEST_ROWS, 2), gaps=0.05, later_s=30 * DAY_S)
-    metrics = metrics_of(run, holes)
+    metrics = select_metrics(run, holes)
     assert metrics["auroc"] == pytest.approx(expected, abs=0.01)
     assert 0.8 < metrics["calibration"] < 1.25
 
@@ -182,8 +182,8 @@ def test_preprocessed_gaps_score_as_log(folder: Path, with_gaps: Result, format:
         log, out=ready, format=format, preprocessor=stored, schema=SCHEMA, console=QUIET
     )
     names = ("auroc", "logloss", "clipped")
-    of_log = metrics_of(with_gaps, log)
-    of_folder = metrics_of(with_gaps, ready)
+    of_log = select_metrics(with_gaps, log)
+    of_folder = select_metrics(with_gaps, ready)
     assert {name: of_folder[name] for name in names} == {name: of_log[name] for name in names}
     assert of_log["clipped"]["seen"]["share"] == 1.0
 
@@ -196,7 +196,7 @@ def test_ensemble_keeps_gap_inputs_and_bounds(
     stored = Preprocessor.load(f"{out}/preprocessor")
     assert stored.hash() == Preprocessor.load(f"{with_gaps.checkpoint}/preprocessor").hash()
     assert rayrec.evaluate(out, test_log, console=QUIET)["auroc"] == pytest.approx(
-        metrics_of(with_gaps, test_log)["auroc"]
+        select_metrics(with_gaps, test_log)["auroc"]
     )
 
 
@@ -237,7 +237,10 @@ def test_warm_start_keeps_old_inputs(
     gaps = str(folder / "gaps.parquet")
     continued = fitted(folder, gaps, "continued", init_from=str(complete.checkpoint), epochs=1)
     assert Preprocessor.load(f"{continued.checkpoint}/preprocessor").inputs.dense == NUMBERS
-    assert metrics_of(continued, test_log)["auroc"] > metrics_of(complete, test_log)["auroc"] - 0.01
+    assert (
+        select_metrics(continued, test_log)["auroc"]
+        > select_metrics(complete, test_log)["auroc"] - 0.01
+    )
     week = str(folder / "week.parquet")
     repeated = fitted(folder, week, "kept", init_from=str(with_gaps.checkpoint), epochs=1)
     assert len(Preprocessor.load(f"{repeated.checkpoint}/preprocessor").inputs.dense) == 8
@@ -263,7 +266,7 @@ def test_earlier_checkpoint_continues(folder: Path, complete: Result, test_log: 
         "earlier_run",
         workload={"preprocessor": str(folder / "earlier")},
     )
-    assert "clipped" not in metrics_of(run, test_log)
+    assert "clipped" not in select_metrics(run, test_log)
     continued = fitted(
         folder, str(folder / "gaps.parquet"), "after_it", init_from=str(run.checkpoint), epochs=1
     )

@@ -27,7 +27,7 @@ from torch import nn
 from rayrec import checkpoint as checkpoints
 from rayrec import recipes, storage
 from rayrec.batch import Batch, StepOutput
-from rayrec.checkpoint.format import seal, sha256_of
+from rayrec.checkpoint.format import compute_sha256, seal
 from rayrec.checkpoint.writer import ExtraFiles
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
@@ -209,7 +209,7 @@ def test_checkpoint_has_preprocessor_and_config_all_fields(tmp_path: Path) -> No
     for name, file in described.items():
         assert file == {
             "bytes": len(Path(place, name).read_bytes()),
-            "sha256": sha256_of(storage.join(place, name)),
+            "sha256": compute_sha256(storage.join(place, name)),
         }
     partial = recipes.load_config(
         "recipe: criteo_demo\nsteps: 7\nworkload:\n  model:\n    top_mlp: [32, 1]\n"
