@@ -12,18 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_FILES = 3
 
 
 class Edit(NamedTuple):
-    """Insertion into a file of the copy."""
+    """Insertion of `text` into a file of the copy, after the pattern `after`, whose groups it may
+    use. Without a pattern, it creates the file or extends it at its end.
+    """
 
     file: str
     after: str
-    """Pattern of the text before the insertion. Empty creates the file, or extends it at its end.
-    """
     text: str
-    """Text to insert, in which groups of the pattern may be used."""
 
 
 MODEL = '''"""Logistic regression on the sum of all numbers."""
@@ -218,7 +216,7 @@ def test_row_names_all_edited_files(name: str) -> None:
     files = rows_of_table()[name]
     edited = {edit.file.replace("sum_of_numbers", "NAME") for edit in EDITS[name]}
     assert edited <= set(files)
-    assert len(files) <= MAX_FILES
+    assert len(files) <= 3
 
 
 def test_rows_name_existing_files() -> None:
