@@ -305,26 +305,26 @@ class LanguageWorkload(DataParallelWorkload):
         """Generate continuations of three validation blocks. Deterministic for given weights."""
         import numpy as np
 
-        from rayrec.workloads.language_model import continued
+        from rayrec.workloads.language_model import continue_prompts
 
         train = prepared.train
         source = sets["validation"]
         rows = np.linspace(0, len(source) - 1, num=min(NUM_SAMPLES, len(source)), dtype=np.int64)
         inputs = source.read(rows)
         length = max(1, min(PROMPT_TOKENS, train.block_size // 2, *inputs.get(LENGTHS, ())))
-        tokenizer = load_tokenizer(train.tokenizer)
-        prompts = inputs[TOKENS][:, :length]
-        limits: Any = {
-            "window": train.block_size,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-        }
-        texts = continued(
-            model, prompts, np.full(len(rows), length), tokenizer=tokenizer, device=device, **limits
+        columns = continue_prompts(
+            model,
+            inputs[TOKENS][:, :length],
+            np.full(len(rows), length),
+            tokenizer=load_tokenizer(train.tokenizer),
+            window=train.block_size,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            device=device,
         )
         return [
-            {"kind": "text", "prompt": tokenizer.decode(prompt.tolist()), "text": text}
-            for prompt, text in zip(prompts, texts, strict=True)
+            {"kind": "text", "prompt": prompt, "text": text}
+            for prompt, text in zip(columns["prompt"], columns["text"], strict=True)
         ]
 
     # -- scoring and export
@@ -379,10 +379,18 @@ class LanguageWorkload(DataParallelWorkload):
         """Return the columns `prompt` (as seen by the model) and `text` (its continuation),
         independent of other prompts.
         """
-        from rayrec.workloads.language_model import continue_prompts
+        from rayrec.workloads.language_model import PROMPTS, continue_prompts
 
+        loaded: Any = model  # by `build_from`
         return continue_prompts(
-            model, tensors, max_new_tokens=self.max_new_tokens, temperature=self.temperature
+            model,
+            tensors[PROMPTS].cpu().numpy(),
+            tensors[LENGTHS].cpu().numpy(),
+            tokenizer=loaded.text_tokenizer,
+            window=loaded.config.block_size,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            device=tensors[PROMPTS].device,
         )
 
     def export(self, config: TrainConfig, *, checkpoint: str, out: str) -> dict[str, Any]:

@@ -71,35 +71,6 @@ def row_losses(
 
 def continue_prompts(
     model: torch.nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-) -> dict[str, list[str]]:
-    """Return the columns `prompt` and `text` of a batch, for the model of a checkpoint with its
-    `text_tokenizer`.
-    """
-    tokenizer: Any = model.text_tokenizer
-    config: Any = model.config
-    limits: Any = {
-        "window": config.block_size,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-    }
-    prompts = tensors[PROMPTS].cpu().numpy()
-    lengths = tensors[LENGTHS].cpu().numpy()
-    texts = continued(
-        model, prompts, lengths, tokenizer=tokenizer, device=tensors[PROMPTS].device, **limits
-    )
-    decoded = [
-        tokenizer.decode(row[len(row) - length :].tolist())
-        for row, length in zip(prompts, lengths, strict=True)
-    ]
-    return {"prompt": decoded, "text": texts}
-
-
-def continued(
-    model: torch.nn.Module,
     prompts: np.ndarray,
     lengths: np.ndarray,
     *,
@@ -108,17 +79,13 @@ def continued(
     max_new_tokens: int,
     temperature: float,
     device: torch.device,
-) -> list[str]:
-    """Generate a continuation of each prompt (see PROMPTS), up to the end-of-text token or
-    `max_new_tokens`. Sampling depends only on the prompt. A wrapped model is called equally often
-    on all workers with the same prompts.
+) -> dict[str, list[str]]:
+    """Return the columns `prompt` and `text`: a continuation of each prompt (see PROMPTS), up to
+    the end-of-text token or `max_new_tokens`. Sampling depends only on the prompt. A wrapped model
+    is called equally often on all workers with the same prompts.
     """
-    chances = np.stack(
-        [
-            _chances(row[len(row) - length :], max_new_tokens)
-            for row, length in zip(prompts, lengths, strict=True)
-        ]
-    )
+    rows = [row[len(row) - length :] for row, length in zip(prompts, lengths, strict=True)]
+    chances = np.stack([_chances(row, max_new_tokens) for row in rows])
     model.eval()
     tokens = generate(
         model,
@@ -129,7 +96,8 @@ def continued(
         temperature=temperature,
         end_token=tokenizer.end_token,
     )
-    return [tokenizer.decode(_before(row, tokenizer.end_token)) for row in tokens.tolist()]
+    texts = [tokenizer.decode(_before(row, tokenizer.end_token)) for row in tokens.tolist()]
+    return {"prompt": [tokenizer.decode(row.tolist()) for row in rows], "text": texts}
 
 
 def _chances(prompt: np.ndarray, count: int) -> np.ndarray:

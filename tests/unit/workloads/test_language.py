@@ -42,7 +42,7 @@ from rayrec.workloads.language import GPT2Config, LanguageWorkload, Prepared
 from rayrec.workloads.language_model import (
     LENGTHS,
     PROMPTS,
-    continued,
+    continue_prompts,
     generate,
     load_weights,
     read_prompts,
@@ -267,9 +267,9 @@ def test_sampling_follows_probabilities_and_prompt_only() -> None:
 
     def texts(*prompts: str) -> list[str]:
         rows, lengths = prompts_of(*(TOKENIZER.encode(prompt).tolist() for prompt in prompts))
-        return continued(
+        return continue_prompts(
             model, rows.numpy(), lengths.numpy(), device=torch.device("cpu"), **settings
-        )
+        )["text"]
 
     together = texts("the dog", "fox", "the dog")
     assert together[0] == together[2] == texts("the dog")[0]
