@@ -349,6 +349,9 @@ class TokenRows:
         cache_folder: str | None = None,
         cache_bytes: int | None = None,
     ) -> None:
+        # Not first in a reading thread: streaming imports transformers, and a package that replaces
+        # itself in sys.modules is incomplete for a thread that waited for another's import.
+        load_streaming()
         path = storage.absolute(path).rstrip("/")
         content = storage.read_bytes(storage.join(path, INDEX))
         self._index = index = Index.parse(content, storage.join(path, INDEX))

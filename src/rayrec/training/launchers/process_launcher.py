@@ -113,9 +113,6 @@ class ProcessLauncher:
             rendezvous = self._rendezvous or stack.enter_context(
                 contextlib.closing(StoreRendezvous.join(env))
             )
-            # The worker imports the same modules. A package that replaces itself in sys.modules,
-            # as transformers does, is incomplete for a thread that waited for another's import.
-            self.close()
             outcome = train_first(run, signals, rendezvous, pause_at=self._pause_at)
         if outcome is None:
             driver.events.write(
