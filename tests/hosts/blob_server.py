@@ -191,6 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
                     f"<Blob><Name>{escape(name)}</Name><Properties>"
                     f"<Last-Modified>{_DATE}</Last-Modified><Etag>1</Etag>"
                     f"<Content-Length>{len(blobs[name])}</Content-Length>"
+                    "<Content-Type>application/octet-stream</Content-Type>"
                     "<BlobType>BlockBlob</BlobType></Properties></Blob>"
                 )
         if query.get("maxresults"):

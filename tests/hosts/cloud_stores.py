@@ -48,65 +48,15 @@ def outage(store: CloudStore, seconds: float) -> Iterator[None]:
         back.join()
 
 
-class GoogleStore:
-    """gcp-storage-emulator in a separate process: pyarrow holds the interpreter's lock while it
-    waits for some answers.
-    """
-
-    bucket = "gs://logs"
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_ports(1)
-        self.environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.port}"}
-        self._command = [
-            sys.executable,
-            str(FOLDER / "google_server.py"),
-            str(folder),
-            str(self.port),
-        ]
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-
-class S3Store:
+class MotoStore:
     """moto's S3 in a process of its own: `kill` breaks its connections off and lets none begin; it
     keeps what it stored.
     """
 
-    bucket = "s3://logs"
-
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, *user: str) -> None:
+        """`user`: access key and secret of S3; without them, it is Google's XML API."""
         self.port = free_ports(1)
-        key = "tester"
-        secret = "secret-word"
-        self.environment = {
-            "AWS_ACCESS_KEY_ID": key,
-            "AWS_SECRET_ACCESS_KEY": secret,
-            "AWS_REGION": "us-east-1",
-        }
-        self.environment |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-        command = [
-            sys.executable,
-            str(FOLDER / "s3_server.py"),
-            str(self.port),
-            key,
-            secret,
-        ]
+        command = [sys.executable, str(FOLDER / "s3_server.py"), str(self.port), *user]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -124,18 +74,48 @@ class S3Store:
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def url(self, bucket: str) -> str:
-        """The URL of a bucket, which is made where it is missing; needs `environment`."""
-        filesystem, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
-        filesystem.create_dir(bucket)
-        return f"s3://{bucket}"
-
     def _tell(self, what: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "done\n"
+
+
+class GoogleStore(MotoStore):
+    """Google's XML API of moto."""
+
+    bucket = "gs://logs"
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__()
+        self.environment = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{self.port}"}
+
+
+class S3Store(MotoStore):
+    """moto's S3, which checks signatures."""
+
+    bucket = "s3://logs"
+
+    def __init__(self, folder: Path | None = None) -> None:
+        key = "tester"
+        secret = "secret-word"
+        super().__init__(key, secret)
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": key,
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_REGION": "us-east-1",
+        }
+        self.environment |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def url(self, bucket: str) -> str:
+        """The URL of a bucket, which is made where it is missing; needs `environment`."""
+        filesystem, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
+        filesystem.create_dir(bucket)
+        return f"s3://{bucket}"
 
 
 class AzureStore:
@@ -182,14 +162,15 @@ class Azurite:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        from rayrec import storage
-
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         while "successfully listens" not in self._process.stdout.readline():
             pass
-        filesystem, inner = storage.resolve(self.bucket)
-        filesystem.create_dir(inner)
+        server = f"127.0.0.1:{self.port}"
+        options = {f"{kind}_storage_authority": server for kind in ("blob", "dfs")}
+        options |= {f"{kind}_storage_scheme": "http" for kind in ("blob", "dfs")}
+        filesystem = fs.AzureFileSystem("devstoreaccount1", _AZURITE_KEY, **options)
+        filesystem.create_dir("logs")
 
     def kill(self) -> None:
         """By SIGTERM: it writes to its disk what it has stored only now and then, and at the

@@ -1,5 +1,6 @@
-"""moto's S3 on loopback, with signatures: `python s3_server.py PORT KEY SECRET`. Lines of standard
-input open and close it.
+"""moto's S3 on loopback: `python s3_server.py PORT KEY SECRET`, with signatures, or `python
+s3_server.py PORT` as Google's XML API, without credentials and with a bucket "logs". Lines of
+standard input open and close it.
 """
 
 import contextlib
@@ -10,14 +11,19 @@ import threading
 from collections.abc import Callable, Iterable
 from socketserver import TCPServer
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
+from werkzeug.test import Client
 
+_ANY_USER = (
+    "AWS4-HMAC-SHA256 Credential=any/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
+    "Signature=any"
+)
 CONNECTIONS: set[socket.socket] = set()
 
 
@@ -75,7 +81,10 @@ class Signed:
 def _canonical(method: str, uri: str, headers: dict[str, str]) -> str:
     """The request as it is signed."""
     path, _, query = uri.partition("?")
-    pairs = sorted(part if "=" in part else f"{part}=" for part in query.split("&") if part)
+    pairs = sorted(
+        f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}"
+        for name, value in parse_qsl(query, keep_blank_values=True)
+    )
     lines = [f"{name}:{' '.join(headers[name].split())}" for name in sorted(headers)]
     signed = [";".join(sorted(headers)), headers.get("x-amz-content-sha256", "")]
     return "\n".join(
@@ -83,8 +92,24 @@ def _canonical(method: str, uri: str, headers: dict[str, str]) -> str:
     )
 
 
-def main(port: int, key: str, secret: str) -> None:
-    application = Signed(create_backend_app("s3"), key, secret)
+class Google:
+    """Google's XML API, which is S3's with other names of headers."""
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self._application = application
+        Client(self).put("/logs", base_url="http://127.0.0.1")
+
+    def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        for name in [name for name in environment if name.startswith("HTTP_X_GOOG_")]:
+            environment[name.replace("GOOG", "AMZ")] = environment.pop(name)
+        # moto answers strangers for public buckets only.
+        environment["HTTP_AUTHORIZATION"] = _ANY_USER
+        return self._application(environment, start)
+
+
+def main(port: int, *user: str) -> None:
+    backend = create_backend_app("s3")
+    application = Signed(backend, *user) if user else Google(backend)
     server: ThreadedWSGIServer | None = None
     for line in sys.stdin:
         if line == "open\n":
@@ -100,4 +125,4 @@ def main(port: int, key: str, secret: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,7 +1,7 @@
 """gs://, az:// and s3:// compared with local paths: atomic files, lists, ranges, outages, one-line
 errors.
 
-gs:// is gcp-storage-emulator, az:// a small server of Blob REST calls (blob_server.py), and Azurite
+gs:// is Google's XML API of moto, az:// a small server of Blob REST calls (blob_server.py), and Azurite
 if RAYREC_TEST_AZURITE names it, s3:// moto.
 """
 
@@ -18,7 +18,7 @@ import torch
 from builders.faults import fails_with, rejects
 from builders.savers import Run, save
 from hosts import cloud_stores
-from hosts.cloud_stores import CloudStore, S3Store
+from hosts.cloud_stores import CloudStore, MotoStore, S3Store
 
 import rayrec
 from rayrec import checkpoint, storage
@@ -50,7 +50,7 @@ def store(
                 server.url("logs")
             yield server
         finally:
-            server.end() if isinstance(server, S3Store) else server.kill()
+            server.end() if isinstance(server, MotoStore) else server.kill()
 
 
 @pytest.fixture
@@ -127,7 +127,6 @@ def test_cloud_table_formats_are_rejected(folder: str) -> None:
 
 def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BUFFER_BYTES", MIB // 4)
-    monkeypatch.setattr(files, "_SECTION_BYTES", MIB)
     data = np.arange(5 * MIB // 8, dtype=np.int32)
     # used again for each piece
     path = f"{folder}/large"
@@ -218,7 +217,7 @@ def test_wrong_credentials_raise_one_line(
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
         monkeypatch.delenv("STORAGE_EMULATOR_HOST")
         url = f"gs://logs/a?endpoint_override=127.0.0.1:{store.port}"
-        match = "Cannot open credentials file /none.json"
+        match = "from /none.json: No such file"
     elif store.bucket.startswith("s3://"):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aHVzaA==")
         url = "s3://logs/a"

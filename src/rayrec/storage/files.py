@@ -2,7 +2,6 @@
 if the process is killed.
 """
 
-import ctypes
 import errno
 import fcntl
 import functools
@@ -14,22 +13,20 @@ import platform
 import re
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.humanize import json_values
-from rayrec.storage.filesystems import endpoint_hint, location_of, resolve, with_retries
+from rayrec.storage.filesystems import location_of, resolve, with_retries
 from rayrec.storage.range_reader import read_url
-from rayrec.storage.retry import explained, no_bucket
+from rayrec.storage.retry import retry
 from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
 
 _BUFFER_BYTES: Final = 8 << 20
@@ -37,17 +34,9 @@ _BUFFER_BYTES: Final = 8 << 20
 _MAX_JSON_BYTES: Final = 1 << 30
 PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """Matches the suffix added by `partial_of`."""
-_MAX_QUEUED_BYTES: Final = 64 << 20
-"""Bytes queued for upload before a flush. pyarrow's queue is unbounded and would fill the
-memory.
-"""
 _LARGEST_COPY_BYTES: Final = 5 << 30
 """Largest file that S3 can copy in one request."""
 _COPIES_ANY_SIZE: Final = {"gs", "gcs", "az", "abfs", "abfss"}
-_SECTION_BYTES: Final = 32 << 20
-"""Part size of uploads to Azure, kept in memory until the store has it."""
-_STAGED: Final = {"az", "abfs", "abfss"}
-"""Stores in which an object is visible before it is complete."""
 _NO_LINK: Final = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT} | {
     errno.ENOTSUP,
     errno.EOPNOTSUPP,
@@ -77,24 +66,15 @@ def size_of(path: str) -> int | None:
 
 def info_of(path: str) -> arrow_fs.FileInfo:
     """Return type, size and time of the entry at a path."""
-
-    def get_info(filesystem: arrow_fs.FileSystem, inner: str) -> arrow_fs.FileInfo:
-        info = filesystem.get_file_info(inner)
-        if info.type != arrow_fs.FileType.NotFound or not isinstance(
-            filesystem, arrow_fs.AzureFileSystem
-        ):
-            return info
-        # pyarrow checks only the first name with this prefix, and "run-1/" sorts before "run/".
-        inside = filesystem.get_file_info(arrow_fs.FileSelector(inner, allow_not_found=True))
-        return arrow_fs.FileInfo(info.path, arrow_fs.FileType.Directory) if inside else info
-
-    return with_retries(path, get_info)
+    return with_retries(path, lambda filesystem, inner: filesystem.get_file_info(inner))
 
 
 def missing(path: str, problem: str = "no such file") -> InputError:
-    """Return the error for a path that does not exist, or for its bucket if that does not exist."""
-    if in_object_store(path) and not exists(bucket_of(path) + split_options(path)[1]):
-        return no_bucket(path, endpoint_hint(path))
+    """Return the error for a path that does not exist. Raises InputError if its bucket does not
+    exist.
+    """
+    if in_object_store(path):
+        info_of(bucket_of(path) + split_options(path)[1])
     return InputError(f"{path}: {problem}")
 
 
@@ -195,43 +175,51 @@ def read_json(path: str) -> Any:
 def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     """Write a file atomically from pieces, and return its size in bytes. A piece may be overwritten
     once the next one is requested. A URL needs no local disk, and at most about 100 MiB of memory.
-    S3 accepts 10,000 parts of 10 MiB, which is 97 GiB; after an error or crash, uploaded parts stay
-    in the store, hidden, until its rule for incomplete uploads removes them. In Azure the file is
-    first NAME.*.partial, which the store then copies, and which stays after a crash. Raises the
-    errors of `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable
-    for too long (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a
-    reason that the user can fix.
+    S3 accepts 10,000 parts of 10 MiB, which is 97 GiB; after a crash, uploaded parts stay in the
+    store, hidden, until its rule for incomplete uploads removes them. Raises the errors of
+    `chunks`, OSError with its errno if a disk fails, OSError if a store is unavailable for too long
+    (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a reason that the
+    user can fix.
     """
     local = local_path(path)
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb") as file:
             return sum(file.write(_bytes_of(chunk)) for chunk in chunks)
-    try:
-        return _staged(path, chunks) if scheme_of(path) in _STAGED else _sent(path, chunks)
-    except FileNotFoundError:  # Google's error for a missing bucket
-        raise missing(path) from None
-
-
-def _sent(path: str, chunks: Iterable[bytes | memoryview]) -> int:
-    iterator = iter(chunks)
+    pieces = _pieces(chunks)
     head = bytearray()
-    for chunk in iterator:
-        if len(head) + memoryview(chunk).nbytes > _BUFFER_BYTES:
-            return _upload(path, itertools.chain([head, chunk], iterator))
-        for part in _cut(chunk):
-            head += part
-    failed = False
-
-    def put(filesystem: arrow_fs.FileSystem, inner: str) -> None:
-        nonlocal failed
-        if failed:
-            # Fails during an outage without creating a stream that `_abandon` must keep.
-            filesystem.get_file_info(inner)
-        failed = True
-        _fill(_opened(filesystem, inner), head)
-
-    with_retries(path, put)
+    for piece in pieces:
+        if len(head) + len(piece) > _BUFFER_BYTES:
+            return _upload(path, itertools.chain([bytes(head), piece], pieces))
+        head += piece
+    with_retries(path, lambda filesystem, inner: _put(filesystem, inner, bytes(head)))
     return len(head)
+
+
+def _upload(path: str, pieces: Iterable[bytes]) -> int:
+    """Upload pieces as one object, and return its size. They cannot be read again, so it relies on
+    the filesystem's own retries of its requests.
+    """
+    filesystem, inner = resolve(path)
+    size_bytes = 0
+
+    def counted() -> Iterator[bytes]:
+        nonlocal size_bytes
+        for piece in pieces:
+            size_bytes += len(piece)
+            yield piece
+
+    retry(path, lambda: _put(filesystem, inner, counted()), limit_s=0)
+    return size_bytes
+
+
+def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytes | Iterable[bytes]) -> None:
+    if isinstance(filesystem, arrow_fs.PyFileSystem):
+        filesystem.handler.put(inner, data)
+        return
+    filesystem.create_dir(os.path.dirname(inner), recursive=True)
+    with filesystem.open_output_stream(inner, compression=None) as stream:
+        for piece in [data] if isinstance(data, bytes) else data:
+            stream.write(piece)
 
 
 def write_bytes(path: str, data: bytes | memoryview) -> None:
@@ -315,9 +303,7 @@ def _copied_by_store(source: str, target: str, size: int) -> bool:
 
 
 def same_store(source: str, target: str) -> bool:
-    """Return whether an object store can copy between two paths: they have the same endpoint or
-    account.
-    """
+    """Return whether an object store can copy between two paths: they are in the same bucket."""
     return (
         in_object_store(source)
         and in_object_store(target)
@@ -371,126 +357,18 @@ def sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _bytes_of(data: bytes | memoryview | bytearray) -> memoryview:
+def _bytes_of(data: bytes | memoryview) -> memoryview:
     view = memoryview(data)
     # memoryviews with a 0 in their shape cannot be cast
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _cut(data: bytes | memoryview | bytearray) -> Iterator[memoryview]:
-    view = _bytes_of(data)
-    return (view[start : start + _BUFFER_BYTES] for start in range(0, len(view), _BUFFER_BYTES))
-
-
-def _fill(stream: NativeFile, data: bytearray) -> None:
-    try:
-        stream.write(data)
-        stream.close()
-    except BaseException:
-        _abandon(stream)
-        raise
-
-
-def _staged(path: str, chunks: Iterable[bytes | memoryview]) -> int:
-    """Append pieces to a temporary object, section by section, which the store then copies to
-    `path`.
-    """
-    temporary = partial_of(path)
-    section = bytearray()
-    sent_bytes = 0
-    try:
-        for chunk in chunks:
-            for part in _cut(chunk):
-                section += part
-                if len(section) >= _SECTION_BYTES:
-                    sent_bytes = _append(temporary, sent_bytes, section)
-                    section = bytearray()
-        if section or not sent_bytes:
-            sent_bytes = _append(temporary, sent_bytes, section)
-        _, inner = resolve(temporary)
-        with_retries(path, lambda filesystem, target: filesystem.copy_file(inner, target))
-    finally:
-        with suppress(OSError, InputError):
-            remove_file(temporary)
-    return sent_bytes
-
-
-def _append(path: str, start: int, data: bytearray) -> int:
-    """Append bytes to an object of size `start`, and return its new size. A retry first checks if
-    the bytes have arrived.
-    """
-    end = start + len(data)
-    failed = False
-
-    def append(filesystem: arrow_fs.FileSystem, inner: str) -> None:
-        nonlocal failed
-        if failed:
-            size = filesystem.get_file_info(inner).size or 0
-            if size == end and data:
-                return
-            if size != start:
-                raise OSError(errno.EIO, f"{path}: must have {start} bytes, got {size}")
-        failed = True
-        mode = filesystem.open_append_stream if start else filesystem.open_output_stream
-        _fill(mode(inner, compression=None), data)
-
-    with_retries(path, append)
-    return end
-
-
-def _upload(path: str, chunks: Iterable[bytes | memoryview | bytearray]) -> int:
-    """Upload pieces as one object. Cannot restart, unlike `_sent`, so it relies on the filesystem's
-    own retries.
-    """
-    filesystem, inner = resolve(path)
-    info_of(path)  # waits during an outage, because a failed stream keeps its memory
-    with _explaining(path):
-        stream = _opened(filesystem, inner)
-    try:
-        queued_bytes = 0
-        for chunk in chunks:
-            for part in _cut(chunk):
-                with _explaining(path):
-                    stream.write(bytes(part))  # a copy, because it is sent later
-                    queued_bytes += len(part)
-                    if queued_bytes >= _MAX_QUEUED_BYTES:
-                        stream.flush()
-                        queued_bytes = 0
-        sent_bytes = stream.tell()
-        with _explaining(path):
-            stream.close()
-    except BaseException:
-        _abandon(stream)
-        raise
-    return sent_bytes
-
-
-def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
-    # S3 and Google would create an empty object for the folder.
-    if not isinstance(filesystem, arrow_fs.S3FileSystem | arrow_fs.GcsFileSystem):
-        filesystem.create_dir(os.path.dirname(inner), recursive=True)
-    return filesystem.open_output_stream(inner, compression=None)
-
-
-@contextmanager
-def _explaining(path: str) -> Iterator[None]:
-    start = time.monotonic()
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise explained(
-            path, error, waited_s=time.monotonic() - start, hint=endpoint_hint(path)
-        ) from None
-
-
-def _abandon(stream: NativeFile) -> None:
-    """Leak an output stream: closing it, as its destructor does, would complete a half-written
-    file, and pyarrow cannot abort it. Leaks up to 10 MiB, so no stream is created during a known
-    outage.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))
+def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """Yield copies of limited size, because uploads send them later."""
+    for chunk in chunks:
+        view = _bytes_of(chunk)
+        for start in range(0, len(view), _BUFFER_BYTES):
+            yield bytes(view[start : start + _BUFFER_BYTES])
 
 
 _PREFIX: Final = f"rayrec-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"

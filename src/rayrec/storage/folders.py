@@ -18,7 +18,6 @@ from rayrec.storage.files import Scratch, copy_file, exists, info_of, missing, p
 from rayrec.storage.filesystems import with_retries
 from rayrec.storage.lakehouse import reject_enclosing_tables, reject_listed_tables
 from rayrec.storage.range_reader import in_order, in_parallel
-from rayrec.storage.stores import first_level
 from rayrec.storage.urls import (
     bucket_of,
     folder_of,
@@ -27,7 +26,6 @@ from rayrec.storage.urls import (
     join,
     local_path,
     name_of,
-    scheme_of,
     split_options,
     url_of,
 )
@@ -102,35 +100,14 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
 
 def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
     """List a folder, or return [] if it does not exist."""
-    kind = scheme_of(path)
-    if recursive and kind in {"az", "abfs", "abfss"}:
-        return _infos_by_level(path)
-    deep = recursive or kind in {"gs", "gcs"}
 
     def listed(filesystem: arrow_fs.FileSystem, inner: str) -> list[arrow_fs.FileInfo]:
         infos: list[arrow_fs.FileInfo] = filesystem.get_file_info(
-            arrow_fs.FileSelector(inner, recursive=deep, allow_not_found=True)
+            arrow_fs.FileSelector(inner, recursive=recursive, allow_not_found=True)
         )
-        return infos if deep == recursive else first_level(infos, inner)
+        return infos
 
     return with_retries(path, listed)
-
-
-def _infos_by_level(path: str) -> list[arrow_fs.FileInfo]:
-    """List an Azure folder recursively, with parallel requests for each level. pyarrow would send
-    them sequentially.
-    """
-    infos = []
-    folders = [path]
-    while folders:
-        level = [
-            info for folder_infos in in_parallel(_infos, folders, of=path) for info in folder_infos
-        ]
-        infos += level
-        folders = [
-            url_of(info.path, path) for info in level if info.type == arrow_fs.FileType.Directory
-        ]
-    return infos
 
 
 def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
@@ -300,10 +277,9 @@ def make_folder(path: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder of rayrec recursively if it exists. Its parent remains, even if empty, in S3
-    and Azure as well as locally. Raises InputError for file system roots, buckets, the home and
-    working directories, and their parents, and for a folder whose name and contents are not
-    rayrec's.
+    """Remove a folder of rayrec recursively if it exists. Raises InputError for file system roots,
+    buckets, the home and working directories, and their parents, and for a folder whose name and
+    contents are not rayrec's.
     """
     if info_of(path).type == arrow_fs.FileType.Directory:
         _check_removable(path)

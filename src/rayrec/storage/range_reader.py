@@ -1,14 +1,12 @@
 """Parallel range reads: object stores answer slowly, but many requests at once."""
 
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Final, TypeVar
 
 import numpy as np
-from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
 from rayrec.storage.filesystems import with_retries
@@ -19,12 +17,6 @@ _Item = TypeVar("_Item")
 
 NUM_REQUESTS: Final = 32
 """Number of requests to a store that one call has in flight."""
-_OPEN_FILES: Final = 256
-"""Number of store files that a process keeps open. Reopening one costs a HEAD request."""
-
-_files: OrderedDict[tuple[int, str], tuple[arrow_fs.FileSystem, NativeFile]] = OrderedDict()
-"""Open files by filesystem ID and path. Also keeps the filesystem, so that its ID is not reused."""
-_lock = threading.Lock()
 
 
 def in_parallel(
@@ -73,56 +65,15 @@ def in_order(
 
 
 def read_url(path: str, start: int, buffer: np.ndarray) -> int:
-    """Read bytes from `start` into a uint8 array with one GET request, and return their number.
-    Thread-safe. Opens each file, with a HEAD request, once per process. Raises
-    FileNotFoundError.
+    """Read bytes from `start` into a uint8 array with one request, and return their number.
+    Thread-safe. Raises FileNotFoundError.
     """
 
     def read(filesystem: arrow_fs.FileSystem, inner: str) -> int:
-        key = id(filesystem), inner
-        file = _opened(filesystem, inner)
-        try:
-            # Google's library sends the first request here and reports only that it failed.
-            if file.closed:
-                raise OSError("the store did not send the file")
-            count = _read_at(file, start, buffer)
-            if count < len(buffer):  # end of the file, or the file has grown since it was opened
-                _forget(key)
-                count = _read_at(_opened(filesystem, inner), start, buffer)
-        except OSError:
-            _forget(key)
-            # raises FileNotFoundError if the file was removed since it was opened
-            _opened(filesystem, inner)
-            raise
-        return count
+        with filesystem.open_input_file(inner) as file:
+            file.seek(start)
+            data = file.read_buffer(len(buffer))
+        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        return len(data)
 
     return with_retries(path, read)
-
-
-def _read_at(file: NativeFile, start: int, buffer: np.ndarray) -> int:
-    size = file.size()
-    if start >= size:
-        return 0
-    data = file.read_at(min(len(buffer), size - start), start)
-    buffer[: len(data)] = np.frombuffer(data, np.uint8)
-    return len(data)
-
-
-def _opened(filesystem: arrow_fs.FileSystem, inner: str) -> NativeFile:
-    key = id(filesystem), inner
-    with _lock:
-        cached = _files.get(key)
-        if cached is not None:
-            _files.move_to_end(key)
-            return cached[1]
-    file = filesystem.open_input_file(inner)
-    with _lock:
-        _files[key] = filesystem, file
-        while len(_files) > _OPEN_FILES:
-            _files.popitem(last=False)
-    return file
-
-
-def _forget(key: tuple[int, str]) -> None:
-    with _lock:
-        _files.pop(key, None)

@@ -4,60 +4,148 @@ s3://BUCKET/KEY (also compatible stores), gs://BUCKET/KEY and az://CONTAINER/KEY
 
 from __future__ import annotations
 
-import base64
-import binascii
+import abc
 import configparser
-import math
 import os
-import posixpath
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from urllib.parse import urlsplit
 
-from pyarrow import fs as arrow_fs
-
 from rayrec.config import InputError
+from rayrec.storage.retry import FIRST_WAIT_S, LONGEST_WAIT_S, UnavailableError
 from rayrec.storage.urls import options_of, scheme_of, split_options
 
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
 _CONNECT_S: Final = 5.0
-_SILENCE_S: Final = 10.0
-"""Request timeout in seconds without a byte. A slow response may take seconds, but an outage is
-noticed.
+_SILENCE_S: Final = 30.0
+"""Seconds until the first byte of a response, in which a part of an upload is sent, and between two
+of its bytes.
 """
-_SDK_FIRST_WAIT_S: Final = 0.025
-"""Delay before the second attempt of the AWS SDK, in seconds. It doubles for each later one."""
-_S3_SETTINGS: Final = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-    "AWS_PROFILE",
-    "AWS_CONFIG_FILE",
-    "AWS_SHARED_CREDENTIALS_FILE",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_CA_BUNDLE",
-)
-_FLAGS: Final = ("allow_bucket_creation", "allow_bucket_deletion")
-_S3_OPTIONS: Final = ("region", "scheme", "endpoint_override")
+_NO_LIMIT: Final = timedelta(days=1)
+_NO_LIMIT_RETRIES: Final = 1_000_000
 
 
 @dataclass(frozen=True)
-class S3Location:
-    """Location of an S3 URL and its endpoint."""
+class StoreLocation(abc.ABC):
+    """Location in an object store and its endpoint. Contains no credentials."""
 
     inner: str
     """Has the form BUCKET/KEY."""
     endpoint: str | None
-    """URL of the store. None for AWS."""
-    region: str | None
-    flags: tuple[str, ...] = ()
+    """URL of the store. None for the vendor's."""
 
-    sent_settings: ClassVar[tuple[str, ...]] = (
+    settings: ClassVar[tuple[str, ...]]
+    """Environment variables that a connection depends on."""
+    sent_settings: ClassVar[tuple[str, ...]]
+    """Environment variables that are valid on other machines: none is a file path."""
+    scheme: ClassVar[str]
+    _noun: ClassVar[str] = "bucket"
+    _credentials: ClassVar[str]
+    _endpoint_setting: ClassVar[str]
+    _vendor: ClassVar[str] = ""
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, path: str) -> Self:
+        """Parse a URL, given the environment. Its key is not percent-decoded. Raises InputError for
+        credentials in the URL, which would leak into configs and logs.
+        """
+
+    @abc.abstractmethod
+    def open(self, limit_s: float) -> ObjectStore:
+        """Open the bucket with obstore, which retries requests for `limit_s` seconds."""
+
+    @property
+    def bucket(self) -> str:
+        return self.inner.partition("/")[0]
+
+    def store(self) -> tuple[object, ...]:
+        """Return a key that is equal for locations between which the store can copy."""
+        return self.scheme, self.endpoint, self.bucket
+
+    def connection(self) -> tuple[object, ...]:
+        """Return everything that a connection to the bucket depends on."""
+        bucket = replace(self, inner=self.bucket)
+        return bucket, *(os.environ.get(name) for name in self.settings)
+
+    def bucket_url(self) -> str:
+        return f"{self.scheme}://{self.bucket}"
+
+    def endpoint_hint(self) -> str:
+        """Describe the endpoint and the setting for it."""
+        if self.endpoint:
+            return f"its endpoint is {self.endpoint} ({self._endpoint_setting})"
+        return f"it is looked for at {self._vendor} (no {self._endpoint_setting})"
+
+    def no_bucket(self) -> InputError:
+        return InputError(
+            f"{self.bucket_url()}: {self._noun} not found; create it or fix its name "
+            f"({self.endpoint_hint()})"
+        )
+
+    def denied(self, cause: str) -> InputError:
+        return InputError(
+            f"{self.bucket_url()}: access denied ({cause}); {self._credentials} "
+            f"({self.endpoint_hint()})"
+        )
+
+    def untrusted(self, cause: str) -> InputError:
+        fix = "add its authority to this machine's"
+        if self.scheme == "s3":
+            fix = "name its authority in AWS_CA_BUNDLE"
+        return InputError(
+            f"{self.bucket_url()}: the store's certificate is not trusted ({cause}); {fix}"
+        )
+
+    def other_region(self) -> InputError:
+        return InputError(
+            f"{self.bucket_url()}: is in another region; set AWS_REGION to it "
+            f"({self.endpoint_hint()})"
+        )
+
+
+def _check_address(endpoint: str, setting: str) -> None:
+    """Check an endpoint. Raises InputError, without the endpoint's text for credentials in it."""
+    url = urlsplit(endpoint)
+    if url.scheme not in {"http", "https"} or not url.hostname or "@" in url.netloc:
+        raise InputError(f"{setting}: must be an address such as https://host:port")
+
+
+def _client(limit_s: float, **options: Any) -> dict[str, Any]:
+    """Return obstore's options for connections, and for retries until `limit_s` seconds."""
+    return {
+        "client_options": {
+            "allow_http": True,
+            "connect_timeout": timedelta(seconds=_CONNECT_S),
+            "read_timeout": timedelta(seconds=_SILENCE_S),
+            "timeout": _NO_LIMIT,
+            **options,
+        },
+        "retry_config": {
+            "max_retries": _NO_LIMIT_RETRIES if limit_s else 0,
+            "retry_timeout": timedelta(seconds=limit_s),
+            "backoff": {
+                "init_backoff": timedelta(seconds=FIRST_WAIT_S),
+                "max_backoff": timedelta(seconds=LONGEST_WAIT_S),
+            },
+        },
+    }
+
+
+_S3_OPTIONS: Final = ("region", "scheme", "endpoint_override")
+
+
+@dataclass(frozen=True)
+class S3Location(StoreLocation):
+    """Location of an s3:// URL and its endpoint."""
+
+    region: str | None
+
+    sent_settings = (
         "AWS_ACCESS_KEY_ID",
         "AWS_SECRET_ACCESS_KEY",
         "AWS_SESSION_TOKEN",
@@ -67,14 +155,24 @@ class S3Location:
         "AWS_DEFAULT_REGION",
         "AWS_EC2_METADATA_DISABLED",
     )
-    """Environment variables that are valid on other machines: none is a file path."""
+    settings = (
+        *sent_settings,
+        "AWS_PROFILE",
+        "AWS_CONFIG_FILE",
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_CA_BUNDLE",
+    )
+    scheme = "s3"
+    _credentials = (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may "
+        "use it"
+    )
+    _endpoint_setting = "AWS_ENDPOINT_URL"
+    _vendor = "AWS"
 
     @classmethod
     def of(cls, path: str) -> S3Location:
-        """Parse s3://BUCKET/KEY[?region=, scheme=, endpoint_override=, allow_bucket_creation=]. KEY
-        is not percent-decoded. Raises InputError for credentials in the URL, which would leak into
-        configs and logs.
-        """
+        """Parse s3://BUCKET/KEY[?region=, scheme=, endpoint_override=]; see `StoreLocation.of`."""
         body = split_options(path)[0].removeprefix("s3://")
         bucket = body.partition("/")[0]
         if "@" in bucket:
@@ -84,7 +182,7 @@ class S3Location:
             )
         if not bucket:
             raise InputError(f"{path}: bucket not found. Use a URL such as s3://bucket/key")
-        options = options_of(path, _S3_OPTIONS + _FLAGS)
+        options = options_of(path, _S3_OPTIONS)
         profile = _profile()
         set_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         endpoint = options.get("endpoint_override") or set_endpoint or profile.get("endpoint_url")
@@ -92,65 +190,52 @@ class S3Location:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
         set_region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         region = options.get("region") or set_region or profile.get("region")
-        return cls(
-            body.rstrip("/"),
-            endpoint,
-            region,
-            tuple(name for name in _FLAGS if options.get(name) == "true"),
-        )
+        return cls(body.rstrip("/"), endpoint, region)
 
-    def store(self) -> tuple[str, ...]:
-        """Return a key that is equal for locations between which the store can copy."""
-        return ("s3", self.endpoint or "")
+    def open(self, limit_s: float) -> ObjectStore:
+        from obstore.store import S3Store
 
-    def connection(self) -> tuple[object, ...]:
-        """Return everything that a connection to the store depends on."""
-        bucket = self.inner.partition("/")[0]
-        return (
-            self.endpoint,
-            self.region or bucket,
-            self.flags,
-            *(os.environ.get(name) for name in _S3_SETTINGS),
-        )
-
-    def address(self) -> tuple[str, int] | None:
-        """Return None: the AWS SDK has its own connection timeout."""
-        return None
-
-    def endpoint_hint(self) -> str:
+        options: dict[str, Any] = {"region": self.region}
         if self.endpoint:
-            return f"its endpoint is {self.endpoint} (AWS_ENDPOINT_URL)"
-        return "it is looked for at AWS (no AWS_ENDPOINT_URL)"
-
-    def open(self, limit_s: float) -> arrow_fs.FileSystem:
-        """Create a filesystem that retries for about `limit_s` seconds."""
-        endpoint = urlsplit(self.endpoint) if self.endpoint else None
-        if endpoint and (
-            endpoint.scheme not in {"http", "https"}
-            or not endpoint.netloc
-            or "@" in endpoint.netloc
-        ):
-            raise InputError("AWS_ENDPOINT_URL: must be an address such as https://host:port")
-        bucket = self.inner.partition("/")[0]
-        region = self.region or ("us-east-1" if endpoint else arrow_fs.resolve_s3_region(bucket))
-        # Retries of the AWS SDK that take `limit_s` if each attempt fails at once.
-        num_retries = math.ceil(math.log2(limit_s / _SDK_FIRST_WAIT_S + 1)) if limit_s > 0 else 0
-        options: dict[str, Any] = {
-            "region": region,
-            "connect_timeout": _CONNECT_S,
-            "request_timeout": _SILENCE_S,
-            "allow_delayed_open": True,  # a small file is one request instead of three
-            "retry_strategy": arrow_fs.AwsDefaultS3RetryStrategy(max_attempts=num_retries),
-            **dict.fromkeys(self.flags, True),
-        }
-        if endpoint:
-            options |= {
-                "scheme": endpoint.scheme,
-                "endpoint_override": endpoint.netloc + endpoint.path.rstrip("/"),
-            }
+            _check_address(self.endpoint, "AWS_ENDPOINT_URL")
+            # Also replaces AWS_ENDPOINT_URL_S3, unlike `endpoint`.
+            options["aws_endpoint_url_s3"] = self.endpoint
+        elif not self.region:
+            options["region"] = self._find_region()
+        if not os.environ.get("AWS_ACCESS_KEY_ID"):
+            options["credential_provider"] = self._other_credentials()
+        client: dict[str, Any] = {}
         if os.environ.get("AWS_CA_BUNDLE"):
-            options["tls_ca_file_path"] = os.environ["AWS_CA_BUNDLE"]
-        return arrow_fs.S3FileSystem(**options)
+            with open(os.environ["AWS_CA_BUNDLE"], "rb") as file:
+                client["root_certificate"] = file.read()
+        options = {name: value for name, value in options.items() if value}
+        return S3Store(self.bucket, **options, **_client(limit_s, **client))
+
+    def _find_region(self) -> str:
+        """Return the region of a bucket at AWS. obstore cannot look it up."""
+        from pyarrow.fs import resolve_s3_region
+
+        try:
+            return str(resolve_s3_region(self.bucket))
+        except OSError as error:
+            if "not found" in str(error):
+                raise self.no_bucket() from None
+            raise UnavailableError("its region is unknown", self.endpoint_hint()) from None
+
+    def _other_credentials(self) -> Any:
+        """Return credentials of a profile, a login or the machine's role, which obstore knows in
+        part. Raises InputError without them.
+        """
+        from botocore.exceptions import BotoCoreError
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        try:
+            provider = Boto3CredentialProvider()
+            provider()
+        except (BotoCoreError, ValueError) as error:
+            cause = "no credentials found" if isinstance(error, ValueError) else str(error)
+            raise self.denied(cause) from None
+        return provider
 
 
 def _profile() -> dict[str, str]:
@@ -169,33 +254,29 @@ def _profile() -> dict[str, str]:
 
 
 _GCS_OPTIONS: Final = ("anonymous", "scheme", "endpoint_override")
-_GCS_SETTINGS: Final = (
-    "STORAGE_EMULATOR_HOST",
-    "GOOGLE_APPLICATION_CREDENTIALS",
-    "GOOGLE_CLOUD_PROJECT",
-)
-_SHORTEST_RETRY_S: Final = 1.0
-"""Google's library accepts whole seconds only, and sends nothing for 0."""
 
 
 @dataclass(frozen=True)
-class GcsLocation:
-    """Location of a gs:// URL and its endpoint."""
+class GcsLocation(StoreLocation):
+    """Location of a gs:// URL and its endpoint, such as an emulator of the XML API."""
 
-    inner: str
-    """Has the form BUCKET/KEY."""
-    endpoint: str | None
-    """URL of another store, such as an emulator. None for Google."""
     anonymous: bool
     """Whether to send no credentials, for public buckets and emulators."""
 
-    sent_settings: ClassVar[tuple[str, ...]] = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_PROJECT")
+    sent_settings = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_PROJECT")
+    settings = (*sent_settings, "GOOGLE_APPLICATION_CREDENTIALS")
+    scheme = "gs"
+    _credentials = (
+        "set GOOGLE_APPLICATION_CREDENTIALS to the key file of an account that may use it, or run "
+        "gcloud auth application-default login"
+    )
+    _endpoint_setting = "STORAGE_EMULATOR_HOST"
+    _vendor = "Google"
 
     @classmethod
     def of(cls, path: str) -> GcsLocation:
-        """Parse a URL gs://BUCKET/KEY[?anonymous=true, scheme=, endpoint_override=], given the
-        environment. KEY is not percent-decoded. Raises InputError for credentials before an @ in
-        it.
+        """Parse a URL gs://BUCKET/KEY[?anonymous=true, scheme=, endpoint_override=]; see
+        `StoreLocation.of`.
         """
         body = split_options(path)[0].partition("://")[2]
         bucket = body.partition("/")[0]
@@ -221,64 +302,16 @@ class GcsLocation:
         anonymous = bool(at) or plain or options.get("anonymous") == "true"
         return cls(body.removeprefix("anonymous@").rstrip("/"), endpoint or None, anonymous)
 
-    def store(self) -> tuple[str, ...]:
-        return ("gs", self.endpoint or "")
+    def open(self, limit_s: float) -> ObjectStore:
+        from obstore.store import GCSStore
 
-    def connection(self) -> tuple[object, ...]:
-        return self.endpoint, self.anonymous, *(os.environ.get(name) for name in _GCS_SETTINGS)
-
-    def address(self) -> tuple[str, int] | None:
-        """Return host and port for a connection test, because Google's library waits 2 minutes for
-        a connection.
-        """
-        url = urlsplit(self.endpoint or "https://storage.googleapis.com")
-        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
-
-    def endpoint_hint(self) -> str:
+        options: dict[str, Any] = {"skip_signature": self.anonymous}
         if self.endpoint:
-            return f"its endpoint is {self.endpoint} (STORAGE_EMULATOR_HOST)"
-        return "it is looked for at Google (no STORAGE_EMULATOR_HOST)"
-
-    def open(self, limit_s: float) -> arrow_fs.FileSystem:
-        """Create a filesystem that retries for about `limit_s` seconds, at least one."""
-        limit = timedelta(seconds=math.ceil(max(limit_s, _SHORTEST_RETRY_S)))
-        if self.endpoint is None:
-            return arrow_fs.GcsFileSystem(anonymous=self.anonymous, retry_time_limit=limit)
-        url = urlsplit(self.endpoint)
-        if url.scheme not in {"http", "https"} or not url.hostname or "@" in url.netloc:
-            raise InputError("STORAGE_EMULATOR_HOST: must be an address such as http://host:port")
-        return arrow_fs.GcsFileSystem(
-            anonymous=self.anonymous,
-            scheme=url.scheme,
-            endpoint_override=url.netloc,
-            retry_time_limit=limit,
-        )
+            _check_address(self.endpoint, "STORAGE_EMULATOR_HOST")
+            options["base_url"] = self.endpoint.rstrip("/")
+        return GCSStore(self.bucket, **options, **_client(limit_s))
 
 
-def first_level(infos: Sequence[arrow_fs.FileInfo], folder: str) -> list[arrow_fs.FileInfo]:
-    """Return the direct children of a folder, given all its descendants. pyarrow's own single-level
-    listing of a bucket lacks folders without an object, which uploads create.
-    """
-    children: dict[str, arrow_fs.FileInfo] = {}
-    for info in infos:
-        name, deeper, _ = posixpath.relpath(info.path, folder).partition("/")
-        path = posixpath.join(folder, name)
-        if not deeper:
-            children[path] = info
-        else:
-            children.setdefault(path, arrow_fs.FileInfo(path, arrow_fs.FileType.Directory))
-    return list(children.values())
-
-
-_AZURE_SETTINGS: Final = (
-    "AZURE_STORAGE_CONNECTION_STRING",
-    "AZURE_STORAGE_ACCOUNT",
-    "AZURE_STORAGE_KEY",
-    "AZURE_STORAGE_SAS_TOKEN",
-    "AZURE_TENANT_ID",
-    "AZURE_CLIENT_ID",
-    "AZURE_CLIENT_SECRET",
-)
 _DEVELOPMENT: Final = {  # published by Microsoft: the account of every Azurite
     "AccountName": "devstoreaccount1",
     "AccountKey": (
@@ -290,21 +323,32 @@ _ACCOUNT: Final = re.compile(r"([a-z0-9]{3,24})(?:\.(?:blob|dfs)\.([a-z0-9.-]+))
 
 
 @dataclass(frozen=True)
-class AzureLocation:
-    """Location of an az://, abfs:// or abfss:// URL and its endpoint. Contains no credentials."""
+class AzureLocation(StoreLocation):
+    """Location of an az://, abfs:// or abfss:// URL and its Blob endpoint."""
 
-    inner: str
-    """Has the form CONTAINER/KEY."""
     account: str
-    blob_url: str
-    """URL of the account's Blob service, without the account name in its path."""
 
-    sent_settings: ClassVar[tuple[str, ...]] = _AZURE_SETTINGS
+    settings = (
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_ACCOUNT",
+        "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_SAS_TOKEN",
+        "AZURE_TENANT_ID",
+        "AZURE_CLIENT_ID",
+        "AZURE_CLIENT_SECRET",
+    )
+    sent_settings = settings
+    scheme = "az"
+    _noun = "container"
+    _credentials = (
+        "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING to "
+        "credentials that may use it"
+    )
 
     @classmethod
     def of(cls, path: str) -> AzureLocation:
-        """Parse a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY, given the environment.
-        KEY is not percent-decoded. Raises InputError if neither names an account.
+        """Parse a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY; see `StoreLocation.of`.
+        Raises InputError if neither the URL nor the environment names an account.
         """
         options_of(path, ())
         authority, _, key = split_options(path)[0].partition("://")[2].partition("/")
@@ -318,86 +362,70 @@ class AzureLocation:
         if not container:
             raise InputError(f"{path}: container not found. Use a URL such as az://container/key")
         settings = _connection_string()
-        named = (
-            match[1]
-            if match
-            else os.environ.get("AZURE_STORAGE_ACCOUNT") or settings.get("AccountName")
-        )
+        named = os.environ.get("AZURE_STORAGE_ACCOUNT") or settings.get("AccountName")
+        suffix = settings.get("EndpointSuffix") or "core.windows.net"
+        if match:
+            named = match[1]
+            suffix = match[2] or suffix
         if not named:
             raise InputError(
                 f"{path}: storage account not found. Set AZURE_STORAGE_ACCOUNT, or use "
                 "az://container@account/key"
             )
-        suffix = (
-            (match[2] if match else None) or settings.get("EndpointSuffix") or "core.windows.net"
-        )
         url = f"https://{named}.blob.{suffix}"
         if named == settings.get("AccountName") and settings.get("BlobEndpoint"):
-            url = _address(settings["BlobEndpoint"])
-        return cls(f"{container}/{key}".rstrip("/"), named, url)
-
-    def store(self) -> tuple[str, ...]:
-        return ("az", self.account, self.blob_url)
-
-    def connection(self) -> tuple[object, ...]:
-        return self.account, self.blob_url, *(os.environ.get(name) for name in _AZURE_SETTINGS)
-
-    def address(self) -> tuple[str, int] | None:
-        """Return host and port for a connection test, because Azure's library waits many minutes
-        for a connection.
-        """
-        url = urlsplit(self.blob_url)
-        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+            url = settings["BlobEndpoint"].rstrip("/")
+        return cls(f"{container}/{key}".rstrip("/"), url, named)
 
     def endpoint_hint(self) -> str:
         return (
-            f"account {self.account} is looked for at {self.blob_url} "
+            f"account {self.account} is looked for at {self.endpoint} "
             "(AZURE_STORAGE_CONNECTION_STRING)"
         )
 
-    def open(self, limit_s: float) -> arrow_fs.FileSystem:
-        """Create the filesystem. Azure's library makes four attempts within about 6 s, which cannot
-        be configured.
-        """
-        scheme, _, host = self.blob_url.partition("://")
-        options: dict[str, Any] = {"blob_storage_scheme": scheme, "dfs_storage_scheme": scheme}
-        start = f"{self.account}.blob."
-        if host.startswith(start):
-            suffix = host.removeprefix(start)
-            options |= {
-                "blob_storage_authority": f".blob.{suffix}",
-                "dfs_storage_authority": f".dfs.{suffix}",
-            }
-        else:
-            options |= {"blob_storage_authority": host, "dfs_storage_authority": host}
-        return arrow_fs.AzureFileSystem(self.account, **options, **_credentials(self.account))
+    def open(self, limit_s: float) -> ObjectStore:
+        from obstore.store import AzureStore
+
+        assert self.endpoint is not None
+        _check_address(self.endpoint, "AZURE_STORAGE_CONNECTION_STRING: BlobEndpoint")
+        return AzureStore(
+            self.bucket,
+            account_name=self.account,
+            endpoint=self.endpoint,
+            **_azure_credentials(self.account),
+            **_client(limit_s),
+        )
 
 
-def _credentials(account: str) -> dict[str, str]:
+def _azure_credentials(account: str) -> dict[str, str]:
     """Return an account key or a SAS token, from its own variable or the connection string. Without
-    them, Azure's library uses AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, the managed
-    identity, or the login of `az login`.
+    them, obstore uses AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, the login of `az
+    login` if there is one, or the machine's identity.
     """
     settings = _connection_string()
     if settings.get("AccountName") != account:
         settings = {}
-    # otherwise for another account
-    is_default = os.environ.get("AZURE_STORAGE_ACCOUNT") in (None, "", account)
-    key = (os.environ.get("AZURE_STORAGE_KEY") if is_default else None) or settings.get(
-        "AccountKey"
-    )
+    key = settings.get("AccountKey")
+    token = settings.get("SharedAccessSignature")
+    # Otherwise the variables are for another account.
+    if os.environ.get("AZURE_STORAGE_ACCOUNT") in (None, "", account):
+        key = os.environ.get("AZURE_STORAGE_KEY") or key
+        token = os.environ.get("AZURE_STORAGE_SAS_TOKEN") or token
     if key:
-        try:
-            base64.b64decode(key, validate=True)
-        except binascii.Error:
-            raise InputError(
-                "AZURE_STORAGE_KEY: must be an account key in Base64. Copy it again"
-            ) from None
-        return {"account_key": key}
-    token = (os.environ.get("AZURE_STORAGE_SAS_TOKEN") if is_default else None) or settings.get(
-        "SharedAccessSignature"
-    )
-    return {"sas_token": f"?{token.removeprefix('?')}"} if token else {}
+        return {"credential_type": "access_key", "account_key": key}
+    if token:
+        return {"credential_type": "sas_token", "sas_key": token.removeprefix("?")}
+    # Named, because obstore would send a token from its variable to other accounts too.
+    folder = os.environ.get("AZURE_CONFIG_DIR") or os.path.expanduser("~/.azure")
+    if os.environ.get("AZURE_CLIENT_SECRET"):
+        kind = "client_secret"
+    elif os.environ.get("AZURE_FEDERATED_TOKEN_FILE"):
+        kind = "workload_identity"
+    elif os.path.exists(os.path.join(folder, "azureProfile.json")):
+        kind = "azure_cli"
+    else:
+        kind = "managed_identity"
+    return {"credential_type": kind}
 
 
 def _connection_string() -> dict[str, str]:
@@ -411,14 +439,3 @@ def _connection_string() -> dict[str, str]:
         )
     settings = {name.strip(): value.strip() for name, _, value in pairs}
     return _DEVELOPMENT if settings.get("UseDevelopmentStorage") == "true" else settings
-
-
-def _address(endpoint: str) -> str:
-    """Return a Blob endpoint without the account in its path, which pyarrow appends."""
-    url = urlsplit(endpoint)
-    if url.scheme not in {"http", "https"} or not url.hostname or "@" in url.netloc:
-        raise InputError(
-            "AZURE_STORAGE_CONNECTION_STRING: BlobEndpoint must be an address such as "
-            "http://host:port/account"
-        )
-    return f"{url.scheme}://{url.netloc}"
