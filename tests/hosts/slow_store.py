@@ -5,7 +5,8 @@ many come at the same time.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -81,8 +82,11 @@ class SlowStore(arrow_fs.FileSystemHandler):
     def open_input_stream(self, path: str) -> NativeFile:
         return self._called("open", lambda: self._local.open_input_stream(path, compression=None))
 
-    def open_output_stream(self, path: str, metadata: Any) -> NativeFile:
-        return self._called("write", lambda: self._local.open_output_stream(path, compression=None))
+    def put(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        pieces = [data] if isinstance(data, bytes) else data
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._called("write", lambda: file.write_bytes(b"".join(pieces)))
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._local.create_dir(path, recursive=recursive)
@@ -99,4 +103,5 @@ class SlowStore(arrow_fs.FileSystemHandler):
     def _unsupported(self, *_: object, **__: object) -> Any:
         raise NotImplementedError
 
-    delete_dir_contents = delete_root_dir_contents = move = open_append_stream = _unsupported
+    delete_dir_contents = delete_root_dir_contents = move = _unsupported
+    open_output_stream = open_append_stream = _unsupported

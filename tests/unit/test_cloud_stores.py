@@ -1,8 +1,8 @@
 """gs://, az:// and s3:// compared with local paths: atomic files, lists, ranges, outages, one-line
 errors.
 
-gs:// is Google's XML API of moto, az:// a small server of Blob REST calls (blob_server.py), and Azurite
-if RAYREC_TEST_AZURITE names it, s3:// moto.
+gs:// is Google's XML API of moto, az:// a small server of Blob REST calls (blob_server.py), and
+Azurite if RAYREC_TEST_AZURITE names it, s3:// moto.
 """
 
 import re

@@ -305,7 +305,10 @@ class GcsLocation(StoreLocation):
     def open(self, limit_s: float) -> ObjectStore:
         from obstore.store import GCSStore
 
-        options: dict[str, Any] = {"skip_signature": self.anonymous}
+        options: dict[str, Any] = {}
+        if self.anonymous:
+            # obstore looks for credentials nevertheless when it writes.
+            options = {"skip_signature": True, "bearer_token": "anonymous"}
         if self.endpoint:
             _check_address(self.endpoint, "STORAGE_EMULATOR_HOST")
             options["base_url"] = self.endpoint.rstrip("/")
