@@ -107,12 +107,13 @@ def test_failed_folder_is_removed(folder: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.exhaustive
-def test_forked_process_reaches_store(folder: str) -> None:
+def test_forked_process_reports_used_store(folder: str) -> None:
     storage.write_bytes(f"{folder}/a", b"1")
     child = os.fork()
     if not child:
         try:
-            os._exit(storage.read_bytes(f"{folder}/a") != b"1")
+            rejects("forked from one that has used a store", storage.read_bytes, f"{folder}/a")
+            os._exit(0)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
