@@ -185,17 +185,17 @@ def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb") as file:
             return sum(file.write(_bytes_of(chunk)) for chunk in chunks)
-    pieces = _pieces(chunks)
+    copies = _copied_chunks(chunks)
     head = bytearray()
-    for piece in pieces:
-        if len(head) + len(piece) > _BUFFER_BYTES:
-            return _upload(path, itertools.chain([bytes(head), piece], pieces))
-        head += piece
+    for chunk in copies:
+        if len(head) + len(chunk) > _BUFFER_BYTES:
+            return _upload(path, itertools.chain([bytes(head), chunk], copies))
+        head += chunk
     with_retries(path, lambda filesystem, inner: _put(filesystem, inner, bytes(head)))
     return len(head)
 
 
-def _upload(path: str, pieces: Iterable[bytes]) -> int:
+def _upload(path: str, chunks: Iterable[bytes]) -> int:
     """Upload pieces as one object, and return its size. They cannot be read again, so it relies on
     the filesystem's own retries of its requests.
     """
@@ -204,9 +204,9 @@ def _upload(path: str, pieces: Iterable[bytes]) -> int:
 
     def counted() -> Iterator[bytes]:
         nonlocal size_bytes
-        for piece in pieces:
-            size_bytes += len(piece)
-            yield piece
+        for chunk in chunks:
+            size_bytes += len(chunk)
+            yield chunk
 
     retry(path, lambda: _put(filesystem, inner, counted()), limit_s=0)
     return size_bytes
@@ -218,8 +218,8 @@ def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytes | Iterable[byt
         return
     filesystem.create_dir(os.path.dirname(inner), recursive=True)
     with filesystem.open_output_stream(inner, compression=None) as stream:
-        for piece in [data] if isinstance(data, bytes) else data:
-            stream.write(piece)
+        for chunk in [data] if isinstance(data, bytes) else data:
+            stream.write(chunk)
 
 
 def write_bytes(path: str, data: bytes | memoryview) -> None:
@@ -363,7 +363,7 @@ def _bytes_of(data: bytes | memoryview) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+def _copied_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
     """Yield copies of limited size, because uploads send them later."""
     for chunk in chunks:
         view = _bytes_of(chunk)

@@ -31,7 +31,7 @@ _NUM_PARTS: Final = 8
 _STATUS: Final = re.compile(r"non-2xx status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>([^<\n]*)")
 _MESSAGE: Final = re.compile(r"<Message>([^<\n]*)")
-_REFUSED: Final = re.compile(r'connect error",\s*([^\s,]+),\s*Os \{[^}]*message: "([^"]*)"')
+_NO_CONNECTION: Final = re.compile(r'connect error",\s*([^\s,]+),\s*Os \{[^}]*message: "([^"]*)"')
 _LOOKUP: Final = re.compile(r'"dns error".*?error: "([^"]*)"', re.DOTALL)
 _URL: Final = re.compile(r"\w+://\S+")
 _PASSING: Final = {408, 425, 429}
@@ -73,10 +73,10 @@ class ObjectStore(arrow_fs.FileSystemHandler):
         """
         with self._explained(path):
             try:
-                found = self._obstore.get(
+                result = self._obstore.get(
                     self._store, _key(path), options={"range": (start, start + size)}
                 )
-                return found.bytes(), found.meta["size"]
+                return result.bytes(), result.meta["size"]
             except self._obstore.exceptions.BaseError as error:
                 if _status(str(error)) != 416:
                     raise
@@ -95,9 +95,9 @@ class ObjectStore(arrow_fs.FileSystemHandler):
             file = self._obstore.open_writer(
                 self._store, _key(path), buffer_size=_PART_BYTES, max_concurrency=_NUM_PARTS
             )
-        for piece in data:
+        for chunk in data:
             with self._explained(path):
-                file.write(piece)
+                file.write(chunk)
         with self._explained(path):
             file.close()
 
@@ -139,9 +139,9 @@ class ObjectStore(arrow_fs.FileSystemHandler):
                 metas = [meta for page in pages for meta in page]
                 folders = {above for meta in metas for above in _folders_above(meta["path"], key)}
             else:
-                found = self._obstore.list_with_delimiter(self._store, key or None)
-                metas = list(found["objects"])
-                folders = set(found["common_prefixes"])
+                result = self._obstore.list_with_delimiter(self._store, key or None)
+                metas = list(result["objects"])
+                folders = set(result["common_prefixes"])
         if key and not metas and not folders and not selector.allow_not_found:
             raise FileNotFoundError(errno.ENOENT, "no such folder", path)
         bucket = path.partition("/")[0]
@@ -236,7 +236,7 @@ class _Reader:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
         if whence == os.SEEK_END:
-            offset += self._known_size()
+            offset += self._get_size()
         elif whence == os.SEEK_CUR:
             offset += self._position
         self._position = offset
@@ -249,7 +249,7 @@ class _Reader:
         self._position += len(data)
         return data
 
-    def _known_size(self) -> int:
+    def _get_size(self) -> int:
         if self._size is None:
             self._size = self._store.size(self._path)
         return self._size
@@ -268,9 +268,9 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
     """
     text = str(error)
     status = _status(text)
-    said = [match[1].strip() for match in (_CODE.search(text), _MESSAGE.search(text)) if match]
-    cause = ": ".join([f"HTTP status {status}", *said]) if status else _no_answer(text)
-    if said and said[0] in _NO_BUCKET:
+    messages = [match[1].strip() for match in (_CODE.search(text), _MESSAGE.search(text)) if match]
+    cause = ": ".join([f"HTTP status {status}", *messages]) if status else _no_answer(text)
+    if messages and messages[0] in _NO_BUCKET:
         return location.no_bucket()
     if "InvalidCertificate" in text:
         return location.untrusted(cause)
@@ -278,7 +278,7 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
         return location.other_region()
     if status in _PASSING or status >= 500:
         return UnavailableError(cause, location.endpoint_hint())
-    if _is_denied(error, status, said):
+    if _is_denied(error, status, messages):
         return location.denied(cause)
     if status == 404 or isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "no such file", path)
@@ -287,7 +287,7 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
     return OSError(f"{location.bucket_url()}: the store rejected the request ({cause})")
 
 
-def _is_denied(error: Exception, status: int, said: list[str]) -> bool:
+def _is_denied(error: Exception, status: int, messages: list[str]) -> bool:
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     text = str(error)
@@ -296,13 +296,13 @@ def _is_denied(error: Exception, status: int, said: list[str]) -> bool:
     if any(host in text for host in _NO_IDENTITY) or ("token request" in text and status):
         return True
     # Responses to HEAD have no body. AWS sends this status for an expired token.
-    return status == 400 and (not said or _CREDENTIALS.search(" ".join(said)) is not None)
+    return status == 400 and (not messages or _CREDENTIALS.search(" ".join(messages)) is not None)
 
 
 def _no_answer(text: str) -> str:
     """Return the cause of an error without an HTTP status."""
-    if refused := _REFUSED.search(text):
-        return f"cannot connect to {refused[1]}: {refused[2].lower()}"
+    if connection := _NO_CONNECTION.search(text):
+        return f"cannot connect to {connection[1]}: {connection[2].lower()}"
     if lookup := _LOOKUP.search(text):
         return lookup[1]
     if "TimedOut" in text:

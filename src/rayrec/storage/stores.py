@@ -400,7 +400,7 @@ class AzureLocation(StoreLocation):
         )
 
 
-def _azure_credentials(account: str) -> dict[str, str]:
+def _azure_credentials(account: str) -> dict[str, Any]:
     """Return an account key or a SAS token, from its own variable or the connection string. Without
     them, obstore uses AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET, the login of `az
     login` if there is one, or the machine's identity.
