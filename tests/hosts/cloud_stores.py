@@ -93,7 +93,7 @@ class GoogleStore(MotoStore):
 
 
 class S3Store(MotoStore):
-    """moto's S3, which checks signatures."""
+    """Store of moto that checks signatures."""
 
     bucket = "s3://logs"
 

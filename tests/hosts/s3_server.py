@@ -1,6 +1,6 @@
-"""moto's S3 on loopback: `python s3_server.py PORT KEY SECRET`, with signatures, or `python
-s3_server.py PORT` as Google's XML API, without credentials and with a bucket "logs". Lines of
-standard input open and close it.
+"""Server with moto's S3 on loopback: `python s3_server.py PORT KEY SECRET`, with signatures.
+`python s3_server.py PORT` is Google's XML API, without credentials and with a bucket "logs". Lines
+of standard input open and close it.
 """
 
 import contextlib

@@ -83,10 +83,10 @@ class SlowStore(arrow_fs.FileSystemHandler):
         return self._called("open", lambda: self._local.open_input_stream(path, compression=None))
 
     def put(self, path: str, data: bytes | Iterable[bytes]) -> None:
-        pieces = [data] if isinstance(data, bytes) else data
+        chunks = [data] if isinstance(data, bytes) else data
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._called("write", lambda: file.write_bytes(b"".join(pieces)))
+        self._called("write", lambda: file.write_bytes(b"".join(chunks)))
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._local.create_dir(path, recursive=recursive)

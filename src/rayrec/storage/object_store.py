@@ -5,7 +5,7 @@ as well. Requests and uploads are those of self._obstore.
 from __future__ import annotations
 
 import errno
-import os
+import io
 import posixpath
 import re
 from collections.abc import Iterable, Iterator
@@ -217,10 +217,8 @@ def _folders_above(key: str, base: str) -> Iterator[str]:
         yield key
 
 
-class _Reader:
+class _Reader(io.RawIOBase):
     """Object as a file. Each read is one request; the size is known from the first one."""
-
-    closed = False
 
     def __init__(self, store: ObjectStore, path: str) -> None:
         self._store = store
@@ -228,20 +226,22 @@ class _Reader:
         self._position = 0
         self._size: int | None = None
 
-    def close(self) -> None:
-        self.closed = True
+    def readable(self) -> bool:
+        return True
 
-    def tell(self) -> int:
-        return self._position
+    def seekable(self) -> bool:
+        return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
-        if whence == os.SEEK_END:
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
             offset += self._get_size()
-        elif whence == os.SEEK_CUR:
+        elif whence == io.SEEK_CUR:
             offset += self._position
         self._position = offset
+        return offset
 
-    def read(self, size: int) -> Bytes | bytes:
+    def read(self, size: int = -1) -> Any:
+        size = self._get_size() - self._position if size < 0 else size
         if size <= 0 or (self._size is not None and self._position >= self._size):
             return b""
         data, file_size = self._store.read(self._path, self._position, size)

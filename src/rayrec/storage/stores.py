@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S: Final = 5.0
 _SILENCE_S: Final = 30.0
-"""Seconds until the first byte of a response, in which a part of an upload is sent, and between two
-of its bytes.
-"""
+"""Longest wait for a response, in seconds, which includes sending an upload's part."""
 _NO_LIMIT: Final = timedelta(days=1)
 _NO_LIMIT_RETRIES: Final = 1_000_000
 
