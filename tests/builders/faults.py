@@ -1,6 +1,5 @@
 """Functions that fail, bytes that change, and waiting for what comes of it."""
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -51,16 +50,13 @@ def at_first(
 
 def unreadable(patch: pytest.MonkeyPatch, end: str, error: Exception) -> None:
     """Make every read of a file whose path ends so raise an error."""
-    with_retries = storage.files.with_retries
 
-    def fails(path: str, call: Any) -> Any:
-        if path.endswith(end) and call.__name__ == "read":
+    def opened(path: str, mode: str) -> Any:
+        if path.endswith(end):
             raise error
-        return with_retries(path, call)
+        return open(path, mode)
 
-    patch.setattr(storage.files, "with_retries", fails)
-    if "data_" in end:  # others are streamed
-        patch.setattr(os, "preadv", raising(error))
+    patch.setattr(storage.files, "open", opened, raising=False)
 
 
 def watched(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:

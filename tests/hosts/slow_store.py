@@ -82,11 +82,10 @@ class SlowStore(arrow_fs.FileSystemHandler):
     def open_input_stream(self, path: str) -> NativeFile:
         return self._called("open", lambda: self._local.open_input_stream(path, compression=None))
 
-    def put(self, path: str, data: bytes | Iterable[bytes]) -> None:
-        chunks = [data] if isinstance(data, bytes) else data
+    def put(self, path: str, pieces: Iterable[memoryview]) -> None:
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._called("write", lambda: file.write_bytes(b"".join(chunks)))
+        self._called("write", lambda: file.write_bytes(b"".join(pieces)))
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._local.create_dir(path, recursive=recursive)

@@ -6,10 +6,13 @@ Azurite if RAYREC_TEST_AZURITE names it, s3:// moto.
 """
 
 import re
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -235,3 +238,68 @@ def test_wrong_credentials_raise_one_line(
         f"logs: access denied .*{match}.*; set ", storage.write_bytes, url, b"x"
     )
     assert time.monotonic() - start < 1
+
+
+# -- Certificates
+class _OneObject(BaseHTTPRequestHandler):
+    """Store with one object of three bytes."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "3")
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        self.send_header("ETag", "1")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Self-signed certificate of the store at AWS_ENDPOINT_URL."""
+    pem = tmp_path / "store.pem"
+    key = tmp_path / "store.key"
+    names = ["subjectAltName=IP:127.0.0.1", "basicConstraints=critical,CA:FALSE"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=store"]
+    command += [word for name in names for word in ("-addext", name)]
+    subprocess.run([*command, "-out", pem, "-keyout", key], check=True, capture_output=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _OneObject)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"https://127.0.0.1:{server.server_port}"),
+        ("AWS_ACCESS_KEY_ID", "tester"),
+        ("AWS_SECRET_ACCESS_KEY", "secret-word"),
+    ):
+        monkeypatch.setenv(name, value)
+    yield pem
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_certificate_in_ca_bundle_is_trusted(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rejects(r"^s3://b: .* not trusted \(.+\); .* AWS_CA_BUNDLE", storage.size_of, "s3://b/a")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    assert storage.size_of("s3://b/a") == 3
+
+
+def test_ca_bundle_without_certificates_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").touch()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for name in ("none", "empty"):
+        monkeypatch.setenv("AWS_CA_BUNDLE", f"{tmp_path}/{name}")
+        rejects(r"^AWS_CA_BUNDLE: must be a file .* got .*", storage.exists, "s3://b/a")
+
+
+@pytest.mark.parametrize("key", ["a//b", "a/../b", "./a"])
+def test_keys_that_obstore_cannot_use_are_rejected(folder: str, key: str) -> None:
+    rejects(r"://logs/.*: must be a key of plain names", storage.exists, f"{folder}/b/{key}")

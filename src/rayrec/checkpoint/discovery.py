@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.checkpoint.format import (
@@ -17,7 +16,6 @@ from rayrec.checkpoint.format import (
     read_manifest,
 )
 from rayrec.config import InputError
-from rayrec.storage.filesystems import with_retries
 
 _PICKLE_NAMES: Final = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".metadata")
 _LISTED: Final = 20
@@ -232,16 +230,4 @@ def reject_pickles(folder: str, files: Collection[str]) -> None:
 
 def file_sizes(folder: str) -> dict[str, int]:
     """Return the size of every file in a folder, in bytes, by relative path."""
-
-    def list_files(filesystem: arrow_fs.FileSystem, inner: str) -> dict[str, int]:
-        inner = inner.rstrip("/")
-        infos = filesystem.get_file_info(
-            arrow_fs.FileSelector(inner, recursive=True, allow_not_found=True)
-        )
-        return {
-            info.path[len(inner) + 1 :]: info.size
-            for info in infos
-            if info.type == arrow_fs.FileType.File
-        }
-
-    return with_retries(folder, list_files)
+    return {name: file.size_bytes for name, file in storage.files_below(folder).items()}

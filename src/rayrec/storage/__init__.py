@@ -29,6 +29,7 @@ from rayrec.storage.folders import (
     PARTITION,
     File,
     copy_files,
+    files_below,
     files_in,
     find_files,
     list_files,

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import functools
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -19,7 +18,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
-from pyarrow import NativeFile
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
@@ -27,7 +25,13 @@ from rayrec.humanize import json_values
 from rayrec.storage.filesystems import location_of, resolve, with_retries
 from rayrec.storage.range_reader import read_url
 from rayrec.storage.retry import retry
-from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of, split_options
+from rayrec.storage.urls import (
+    bucket_of,
+    in_object_store,
+    local_path,
+    scheme_of,
+    split_options,
+)
 
 _BUFFER_BYTES: Final = 8 << 20
 """Bytes read, written or copied at a time. Smaller files need one request to a store."""
@@ -85,15 +89,12 @@ def read_into(path: str, start: int, buffer: np.ndarray) -> int:
     local = local_path(path)
     try:
         if local is None:
-            return read_url(path, start, buffer)
-        with open(local, "rb", buffering=0) as file:
-            view = memoryview(buffer.data)
-            done = 0
-            while done < len(view) and (
-                count := os.preadv(file.fileno(), [view[done:]], start + done)
-            ):
-                done += count
-            return done
+            data = read_url(path, start, len(buffer))
+            buffer[: len(data)] = np.frombuffer(data, np.uint8)
+            return len(data)
+        with open(local, "rb") as file:
+            file.seek(start)
+            return file.readinto(buffer.data)
     except FileNotFoundError:
         raise missing(path) from None
 
@@ -102,29 +103,25 @@ def read_stream(path: str) -> Iterator[bytes]:
     """Yield a file's bytes in pieces of some MiB, resuming after a store outage. Raises InputError
     if the file does not exist.
     """
-    file: NativeFile | None = None
-    position = 0
-
-    def read(filesystem: arrow_fs.FileSystem, inner: str) -> bytes:
-        nonlocal file
-        try:
-            if file is None:
-                file = filesystem.open_input_file(inner)
-                file.seek(position)
-            return file.read(_BUFFER_BYTES)
-        except OSError:
-            file = None
-            raise
-
+    local = local_path(path)
     try:
-        while data := with_retries(path, read):
-            position += len(data)
-            yield data
+        if local is None:
+            yield from _read_pieces(path)
+            return
+        with open(local, "rb") as file:
+            while data := file.read(_BUFFER_BYTES):
+                yield data
     except FileNotFoundError:
         raise missing(path) from None
-    finally:
-        if file is not None:
-            file.close()
+
+
+def _read_pieces(path: str) -> Iterator[bytes]:
+    position = 0
+    while data := read_url(path, position, _BUFFER_BYTES).to_pybytes():
+        yield data
+        position += len(data)
+        if len(data) < _BUFFER_BYTES:  # The end, which needs no request
+            return
 
 
 def read_bytes(path: str) -> bytes:
@@ -136,17 +133,7 @@ def read_text(path: str) -> str:
     """Read a UTF-8 file without its byte order mark, or a pipe, such as a shell's `<(...)`, which
     can be read once. Raises InputError if it does not exist or has another encoding.
     """
-    local = local_path(path)
-    is_special = (
-        local is not None
-        and os.path.exists(local)
-        and not os.path.isfile(local)
-        and not os.path.isdir(local)
-    )
     try:
-        if local is not None and is_special:  # `read_bytes` seeks, which a pipe cannot
-            with open(local, "rb") as file:
-                return file.read().decode("utf-8-sig")
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"{path}: must be UTF-8 text. Save it with that encoding") from None
@@ -181,50 +168,45 @@ def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     (`OUTAGE_S` to twice that), and InputError if a store rejects the request for a reason that the
     user can fix.
     """
+    size_bytes = 0
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal size_bytes
+        for chunk in chunks:
+            view = _bytes_of(chunk)
+            size_bytes += len(view)
+            # Limited in size, because each is copied on its way to a store.
+            for start in range(0, len(view), _BUFFER_BYTES):
+                yield view[start : start + _BUFFER_BYTES]
+
     local = local_path(path)
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb") as file:
-            return sum(file.write(_bytes_of(chunk)) for chunk in chunks)
-    copies = _copied_chunks(chunks)
-    head = bytearray()
-    for chunk in copies:
-        if len(head) + len(chunk) > _BUFFER_BYTES:
-            return _upload(path, itertools.chain([bytes(head), chunk], copies))
-        head += chunk
-    with_retries(path, lambda filesystem, inner: _put(filesystem, inner, bytes(head)))
-    return len(head)
-
-
-def _upload(path: str, chunks: Iterable[bytes]) -> int:
-    """Upload pieces as one object, and return its size. They cannot be read again, so it relies on
-    the filesystem's own retries of its requests.
-    """
-    filesystem, inner = resolve(path)
-    size_bytes = 0
-
-    def counted() -> Iterator[bytes]:
-        nonlocal size_bytes
-        for chunk in chunks:
-            size_bytes += len(chunk)
-            yield chunk
-
-    retry(path, lambda: _put(filesystem, inner, counted()), limit_s=0)
+            file.writelines(pieces())
+    else:
+        # Only the store repeats its requests, because the pieces cannot be read again.
+        filesystem, inner = resolve(path)
+        retry(path, lambda: _put(filesystem, inner, pieces()), limit_s=0)
     return size_bytes
 
 
-def _put(filesystem: arrow_fs.FileSystem, inner: str, data: bytes | Iterable[bytes]) -> None:
+def _put(filesystem: arrow_fs.FileSystem, inner: str, pieces: Iterable[memoryview]) -> None:
     if isinstance(filesystem, arrow_fs.PyFileSystem):
-        filesystem.handler.put(inner, data)
+        filesystem.handler.put(inner, pieces)
         return
     filesystem.create_dir(os.path.dirname(inner), recursive=True)
     with filesystem.open_output_stream(inner, compression=None) as stream:
-        for chunk in [data] if isinstance(data, bytes) else data:
-            stream.write(chunk)
+        for piece in pieces:
+            stream.write(piece)
 
 
 def write_bytes(path: str, data: bytes | memoryview) -> None:
     """Write a file atomically."""
-    write_stream(path, [data])
+    if local_path(path) is None and memoryview(data).nbytes <= _BUFFER_BYTES:
+        # One request, which can be repeated here, with a warning in an outage.
+        with_retries(path, lambda filesystem, inner: _put(filesystem, inner, [_bytes_of(data)]))
+    else:
+        write_stream(path, [data])
 
 
 def write_json(path: str, value: Any) -> None:
@@ -361,14 +343,6 @@ def _bytes_of(data: bytes | memoryview) -> memoryview:
     view = memoryview(data)
     # memoryviews with a 0 in their shape cannot be cast
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _copied_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Yield copies of limited size, because uploads send them later."""
-    for chunk in chunks:
-        view = _bytes_of(chunk)
-        for start in range(0, len(view), _BUFFER_BYTES):
-            yield bytes(view[start : start + _BUFFER_BYTES])
 
 
 _PREFIX: Final = f"rayrec-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"

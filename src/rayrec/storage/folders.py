@@ -15,7 +15,7 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.storage.files import Scratch, copy_file, exists, info_of, missing, partial_of, sync
-from rayrec.storage.filesystems import with_retries
+from rayrec.storage.filesystems import resolve, with_retries
 from rayrec.storage.lakehouse import reject_enclosing_tables, reject_listed_tables
 from rayrec.storage.range_reader import in_order, in_parallel
 from rayrec.storage.urls import (
@@ -266,6 +266,18 @@ def files_in(path: str, *, recursive: bool = False) -> list[File]:
         (_file(info, path) for info in infos if info.type == arrow_fs.FileType.File),
         key=lambda file: file.path,
     )
+
+
+def files_below(path: str) -> dict[str, File]:
+    """Return all files of a folder and its subfolders by relative path, or {} if it does not
+    exist.
+    """
+    _, inner = resolve(path)
+    return {
+        posixpath.relpath(info.path, inner): _file(info, path)
+        for info in _infos(path, recursive=True)
+        if info.type == arrow_fs.FileType.File
+    }
 
 
 def make_folder(path: str) -> None:

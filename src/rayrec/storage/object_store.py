@@ -4,6 +4,7 @@ as well. Requests and uploads are those of self._obstore.
 
 from __future__ import annotations
 
+import abc
 import errno
 import io
 import posixpath
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyarrow import NativeFile, PythonFile
 from pyarrow import fs as arrow_fs
 
+from rayrec.config import InputError
 from rayrec.storage.retry import UnavailableError
 from rayrec.storage.stores import StoreLocation
 
@@ -27,12 +29,17 @@ _PART_BYTES: Final = 10 << 20
 _NUM_PARTS: Final = 8
 """Number of parts of one file that are sent at the same time, from memory."""
 
-# obstore has types for some errors only, and none for those of lists. All texts have the same form.
+# obstore has types for some errors only, and none for those of lists and writers. All texts have
+# the same form.
 _STATUS: Final = re.compile(r"non-2xx status code: (\d{3})")
-_CODE: Final = re.compile(r"<Code>([^<\n]*)")
-_MESSAGE: Final = re.compile(r"<Message>([^<\n]*)")
-_NO_CONNECTION: Final = re.compile(r'connect error",\s*([^\s,]+),\s*Os \{[^}]*message: "([^"]*)"')
-_LOOKUP: Final = re.compile(r'"dns error".*?error: "([^"]*)"', re.DOTALL)
+_BODY: Final = (re.compile(r"<Code>([^<\n]*)"), re.compile(r"<Message>([^<\n]*)"))
+_NO_ANSWER: Final = {
+    r'connect error",\s*([^\s,]+),\s*Os \{[^}]*message: "([^"]*)"': "cannot connect to {}: {}",
+    r'"dns error"(?s:.*?)error: "([^"]*)"': "{}",
+    r"\bTimedOut\b": "timeout was reached",
+    r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)": "{}",
+}
+"""Patterns of errors without an HTTP status, and their causes."""
 _URL: Final = re.compile(r"\w+://\S+")
 _PASSING: Final = {408, 425, 429}
 _NO_BUCKET: Final = {"NoSuchBucket", "ContainerNotFound"}
@@ -55,7 +62,7 @@ class ObjectStore(arrow_fs.FileSystemHandler):
         self._obstore = obstore
         try:
             self._store = location.open(outage_s)
-        except obstore.exceptions.BaseError as error:  # an unreadable key or key file
+        except obstore.exceptions.BaseError as error:  # An unreadable key or key file
             raise location.denied(_first_line(str(error))) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,22 +89,19 @@ class ObjectStore(arrow_fs.FileSystemHandler):
                     raise
                 return b"", None
 
-    def put(self, path: str, data: bytes | Iterable[bytes]) -> None:
-        """Write a file atomically, bytes with one request, else in parts. Raises the errors of an
-        iterable unchanged; the parts stay hidden then.
+    def put(self, path: str, pieces: Iterable[memoryview]) -> None:
+        """Write a file atomically, a small one with one request, else in parts. Raises the errors
+        of `pieces` unchanged; the parts stay hidden then.
         """
         with self._explained(path):
-            if isinstance(data, bytes):
-                self._obstore.put(self._store, _key(path), data, use_multipart=False)
-                return
-            # Not `obstore.put`, which would run the iterable inside its event loop, where it could
+            # Not `obstore.put`, which would run an iterable inside its event loop, where it could
             # not read another store. Without `close`, the file never appears.
             file = self._obstore.open_writer(
                 self._store, _key(path), buffer_size=_PART_BYTES, max_concurrency=_NUM_PARTS
             )
-        for chunk in data:
+        for piece in pieces:
             with self._explained(path):
-                file.write(chunk)
+                file.write(bytes(piece))  # A copy, because it is sent later
         with self._explained(path):
             file.close()
 
@@ -174,7 +178,7 @@ class ObjectStore(arrow_fs.FileSystemHandler):
             self._obstore.copy(self._store, _key(src), _key(dest))
 
     def open_input_file(self, path: str) -> NativeFile:
-        return PythonFile(_Reader(self, path), mode="r")
+        return PythonFile(_Object(self, path), mode="r")
 
     def open_input_stream(self, path: str) -> NativeFile:
         return self.open_input_file(path)
@@ -195,7 +199,12 @@ class ObjectStore(arrow_fs.FileSystemHandler):
         """Raise one-line errors for those of obstore; see `_explain`."""
         try:
             yield
-        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+        except ValueError as error:  # Its parts cannot be empty, "." or ".."
+            raise InputError(
+                f"{self._location.scheme}://{path}: must be a key of plain names ({error}). Rename "
+                "it in the store"
+            ) from None
+        except (self._obstore.exceptions.BaseError, OSError) as error:  # OSError of a writer
             raise _explain(self._location, path, error) from None
 
 
@@ -217,14 +226,18 @@ def _folders_above(key: str, base: str) -> Iterator[str]:
         yield key
 
 
-class _Reader(io.RawIOBase):
-    """Object as a file. Each read is one request; the size is known from the first one."""
+class RangeFile(io.RawIOBase, abc.ABC):
+    """Read-only file for pyarrow, from a source of byte ranges."""
 
-    def __init__(self, store: ObjectStore, path: str) -> None:
-        self._store = store
-        self._path = path
-        self._position = 0
-        self._size: int | None = None
+    _position = 0
+
+    @abc.abstractmethod
+    def size(self) -> int:
+        """Return the file's size in bytes."""
+
+    @abc.abstractmethod
+    def read_range(self, start: int, size: int) -> Any:
+        """Return up to `size` bytes from `start`, which may be behind the end, as a buffer."""
 
     def readable(self) -> bool:
         return True
@@ -234,25 +247,37 @@ class _Reader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
-            offset += self._get_size()
+            offset += self.size()
         elif whence == io.SEEK_CUR:
             offset += self._position
         self._position = offset
         return offset
 
     def read(self, size: int = -1) -> Any:
-        size = self._get_size() - self._position if size < 0 else size
-        if size <= 0 or (self._size is not None and self._position >= self._size):
-            return b""
-        data, file_size = self._store.read(self._path, self._position, size)
-        self._size = file_size or self._size
+        data = self.read_range(self._position, self.size() - self._position if size < 0 else size)
         self._position += len(data)
         return data
 
-    def _get_size(self) -> int:
+
+class _Object(RangeFile):
+    """Object as a file. Each read is one request; the size is known from the first one."""
+
+    def __init__(self, store: ObjectStore, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._size: int | None = None
+
+    def size(self) -> int:
         if self._size is None:
             self._size = self._store.size(self._path)
         return self._size
+
+    def read_range(self, start: int, size: int) -> Any:
+        if size <= 0 or (self._size is not None and start >= self._size):
+            return b""
+        data, file_size = self._store.read(self._path, start, size)
+        self._size = file_size or self._size
+        return data
 
 
 def _status(text: str) -> int:
@@ -268,7 +293,7 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
     """
     text = str(error)
     status = _status(text)
-    messages = [match[1].strip() for match in (_CODE.search(text), _MESSAGE.search(text)) if match]
+    messages = [match[1].strip() for pattern in _BODY if (match := pattern.search(text))]
     cause = ": ".join([f"HTTP status {status}", *messages]) if status else _no_answer(text)
     if messages and messages[0] in _NO_BUCKET:
         return location.no_bucket()
@@ -278,7 +303,7 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
         return location.other_region()
     if status in _PASSING or status >= 500:
         return UnavailableError(cause, location.endpoint_hint())
-    if _is_denied(error, status, messages):
+    if _is_denied(text, status, messages):
         return location.denied(cause)
     if status == 404 or isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "no such file", path)
@@ -287,13 +312,10 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
     return OSError(f"{location.bucket_url()}: the store rejected the request ({cause})")
 
 
-def _is_denied(error: Exception, status: int, messages: list[str]) -> bool:
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-    text = str(error)
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in {401, 403}:
+def _is_denied(text: str, status: int, messages: list[str]) -> bool:
+    if status in {401, 403} or any(host in text for host in _NO_IDENTITY):
         return True
-    if any(host in text for host in _NO_IDENTITY) or ("token request" in text and status):
+    if status and "token request" in text:
         return True
     # Responses to HEAD have no body. AWS sends this status for an expired token.
     return status == 400 and (not messages or _CREDENTIALS.search(" ".join(messages)) is not None)
@@ -301,12 +323,9 @@ def _is_denied(error: Exception, status: int, messages: list[str]) -> bool:
 
 def _no_answer(text: str) -> str:
     """Return the cause of an error without an HTTP status."""
-    if connection := _NO_CONNECTION.search(text):
-        return f"cannot connect to {connection[1]}: {connection[2].lower()}"
-    if lookup := _LOOKUP.search(text):
-        return lookup[1]
-    if "TimedOut" in text:
-        return "timeout was reached"
+    for pattern, cause in _NO_ANSWER.items():
+        if match := re.search(pattern, text):
+            return cause.format(*match.groups())
     return _first_line(text)
 
 

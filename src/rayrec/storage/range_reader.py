@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import Final, TypeVar
 
-import numpy as np
+import pyarrow as pa
 from pyarrow import fs as arrow_fs
 
 from rayrec.storage.filesystems import with_retries
@@ -64,16 +64,14 @@ def in_order(
     return results()
 
 
-def read_url(path: str, start: int, buffer: np.ndarray) -> int:
-    """Read bytes from `start` into a uint8 array with one request, and return their number.
-    Thread-safe. Raises FileNotFoundError.
+def read_url(path: str, start: int, size: int) -> pa.Buffer:
+    """Read up to `size` bytes from `start` with one request. Thread-safe. Raises FileNotFoundError
+    without the file.
     """
 
-    def read(filesystem: arrow_fs.FileSystem, inner: str) -> int:
+    def read(filesystem: arrow_fs.FileSystem, inner: str) -> pa.Buffer:
         with filesystem.open_input_file(inner) as file:
             file.seek(start)
-            data = file.read_buffer(len(buffer))
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
-        return len(data)
+            return file.read_buffer(size)
 
     return with_retries(path, read)

@@ -8,6 +8,7 @@ import abc
 import configparser
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 _CONNECT_S: Final = 5.0
 _SILENCE_S: Final = 30.0
-"""Longest wait for a response, in seconds, which includes sending an upload's part."""
+"""Longest wait for a response, in seconds."""
+_PART_S: Final = 60.0
+"""Longest wait of a store that retries, whose requests include the parts of uploads."""
 _NO_LIMIT: Final = timedelta(days=1)
 _NO_LIMIT_RETRIES: Final = 1_000_000
 
@@ -92,11 +95,10 @@ class StoreLocation(abc.ABC):
         )
 
     def untrusted(self, cause: str) -> InputError:
-        fix = "add its authority to this machine's"
-        if self.scheme == "s3":
-            fix = "name its authority in AWS_CA_BUNDLE"
+        setting = "AWS_CA_BUNDLE" if self.scheme == "s3" else "SSL_CERT_FILE"
         return InputError(
-            f"{self.bucket_url()}: the store's certificate is not trusted ({cause}); {fix}"
+            f"{self.bucket_url()}: the store's certificate is not trusted ({cause}); name its "
+            f"authority in {setting} (a certificate without one must have CA:FALSE)"
         )
 
     def other_region(self) -> InputError:
@@ -119,7 +121,7 @@ def _client(limit_s: float, **options: Any) -> dict[str, Any]:
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=_CONNECT_S),
-            "read_timeout": timedelta(seconds=_SILENCE_S),
+            "read_timeout": timedelta(seconds=_PART_S if limit_s else _SILENCE_S),
             "timeout": _NO_LIMIT,
             **options,
         },
@@ -202,12 +204,8 @@ class S3Location(StoreLocation):
             options["region"] = self._find_region()
         if not os.environ.get("AWS_ACCESS_KEY_ID"):
             options["credential_provider"] = self._other_credentials()
-        client: dict[str, Any] = {}
-        if os.environ.get("AWS_CA_BUNDLE"):
-            with open(os.environ["AWS_CA_BUNDLE"], "rb") as file:
-                client["root_certificate"] = file.read()
         options = {name: value for name, value in options.items() if value}
-        return S3Store(self.bucket, **options, **_client(limit_s, **client))
+        return S3Store(self.bucket, **options, **_client(limit_s, **_certificates()))
 
     def _find_region(self) -> str:
         """Return the region of a bucket at AWS. obstore cannot look it up."""
@@ -234,6 +232,18 @@ class S3Location(StoreLocation):
             cause = "no credentials found" if isinstance(error, ValueError) else str(error)
             raise self.denied(cause) from None
         return provider
+
+
+def _certificates() -> dict[str, bytes]:
+    """Read the file in AWS_CA_BUNDLE into obstore's option for authorities. Raises InputError."""
+    path = os.environ.get("AWS_CA_BUNDLE")
+    if not path:
+        return {}
+    with suppress(OSError), open(path, "rb") as file:
+        certificates = file.read()
+        if b"-----BEGIN CERTIFICATE" in certificates:
+            return {"root_certificate": certificates}
+    raise InputError(f"AWS_CA_BUNDLE: must be a file with PEM certificates, got {path}")
 
 
 def _profile() -> dict[str, str]:

@@ -24,6 +24,7 @@ from rayrec.data.logs.partitions import partition_names, pick_columns, with_part
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
+from rayrec.storage.object_store import RangeFile
 
 VERSION = 3
 """Version of rewritten files. Files of another version are rewritten again."""
@@ -336,10 +337,8 @@ def _read_span(path: str, span: Range) -> np.ndarray:
     return buffer
 
 
-class _Spans:
-    """File with some spans in memory, for pa.PythonFile; other bytes are read on demand."""
-
-    closed = False
+class _Spans(RangeFile):
+    """File with some spans in memory; other bytes are read on demand."""
 
     def __init__(
         self, path: str, size_bytes: int, spans: Sequence[Range], buffers: Sequence[np.ndarray]
@@ -348,7 +347,9 @@ class _Spans:
         self._size_bytes = size_bytes
         self._buffers = buffers
         self._starts = [start for start, _ in spans]
-        self._at = 0
+
+    def size(self) -> int:
+        return self._size_bytes
 
     def bytes_of(self, start: int, stop: int) -> np.ndarray:
         number = bisect_right(self._starts, start) - 1
@@ -357,20 +358,5 @@ class _Spans:
             return self._buffers[number][offset : offset + stop - start]
         return _read_span(self._path, (start, stop))
 
-    def read(self, size: int = -1) -> memoryview:
-        stop = self._size_bytes if size < 0 else min(self._at + size, self._size_bytes)
-        start, self._at = self._at, stop
-        return memoryview(self.bytes_of(start, stop).data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size_bytes)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+    def read_range(self, start: int, size: int) -> memoryview:
+        return self.bytes_of(start, min(start + size, self._size_bytes)).data

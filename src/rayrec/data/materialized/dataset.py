@@ -6,7 +6,6 @@ order. Blocks, epoch orders and positions are identical.
 import functools
 import hashlib
 import json
-import posixpath
 import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyarrow import fs as arrow_fs
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -191,12 +189,7 @@ def _check_files(
     """Check the sizes of the manifest's files and return all files of the folder by relative
     path.
     """
-    filesystem, inner = storage.resolve(path)
-    stored = {
-        posixpath.relpath(info.path, inner): storage.File(info.path, info.size, info.mtime_ns or 0)
-        for info in filesystem.get_file_info(arrow_fs.FileSelector(inner, recursive=True))
-        if info.type == arrow_fs.FileType.File
-    }
+    stored = storage.files_below(path)
     for file in files:
         name = file["name"]
         size = file["bytes"]

@@ -28,7 +28,6 @@ from rayrec.native import c_fields, call
 from rayrec.schema import Schema
 
 WRITABLE_FORMATS = tuple(sorted(get_args(WritableFormat)))
-_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,9 @@ def combine(first: int, second: int, length: int) -> int:
 
 def file_checksum(path: str) -> str:
     """Compute the CRC-32 of a file, as 8 hexadecimal digits."""
-    filesystem, inner = storage.resolve(path)
     checksum = 0
-    with filesystem.open_input_stream(inner, compression=None) as file:
-        while data := file.read(_READ_BYTES):
-            checksum = zlib.crc32(data, checksum)
+    for data in storage.read_stream(path):
+        checksum = zlib.crc32(data, checksum)
     return f"{checksum:08x}"
 
 
