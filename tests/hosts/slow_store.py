@@ -82,10 +82,10 @@ class SlowStore(arrow_fs.FileSystemHandler):
     def open_input_stream(self, path: str) -> NativeFile:
         return self._called("open", lambda: self._local.open_input_stream(path, compression=None))
 
-    def put(self, path: str, pieces: Iterable[memoryview]) -> None:
+    def put(self, path: str, chunks: Iterable[memoryview]) -> None:
         file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._called("write", lambda: file.write_bytes(b"".join(pieces)))
+        self._called("write", lambda: file.write_bytes(b"".join(chunks)))
 
     def create_dir(self, path: str, recursive: bool) -> None:
         self._local.create_dir(path, recursive=recursive)

@@ -301,5 +301,5 @@ def test_ca_bundle_without_certificates_is_rejected(
 
 
 @pytest.mark.parametrize("key", ["a//b", "a/../b", "./a"])
-def test_keys_that_obstore_cannot_use_are_rejected(folder: str, key: str) -> None:
+def test_keys_unusable_by_obstore_are_rejected(folder: str, key: str) -> None:
     rejects(r"://logs/.*: must be a key of plain names", storage.exists, f"{folder}/b/{key}")

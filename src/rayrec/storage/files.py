@@ -106,7 +106,7 @@ def read_stream(path: str) -> Iterator[bytes]:
     local = local_path(path)
     try:
         if local is None:
-            yield from _read_pieces(path)
+            yield from _read_chunks(path)
             return
         with open(local, "rb") as file:
             while data := file.read(_BUFFER_BYTES):
@@ -115,7 +115,7 @@ def read_stream(path: str) -> Iterator[bytes]:
         raise missing(path) from None
 
 
-def _read_pieces(path: str) -> Iterator[bytes]:
+def _read_chunks(path: str) -> Iterator[bytes]:
     position = 0
     while data := read_url(path, position, _BUFFER_BYTES).to_pybytes():
         yield data
@@ -170,7 +170,7 @@ def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     """
     size_bytes = 0
 
-    def pieces() -> Iterator[memoryview]:
+    def cut_chunks() -> Iterator[memoryview]:
         nonlocal size_bytes
         for chunk in chunks:
             view = _bytes_of(chunk)
@@ -182,22 +182,22 @@ def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     local = local_path(path)
     if local is not None:
         with _appearing(local) as temporary, open(temporary, "wb") as file:
-            file.writelines(pieces())
+            file.writelines(cut_chunks())
     else:
         # Only the store repeats its requests, because the pieces cannot be read again.
         filesystem, inner = resolve(path)
-        retry(path, lambda: _put(filesystem, inner, pieces()), limit_s=0)
+        retry(path, lambda: _put(filesystem, inner, cut_chunks()), limit_s=0)
     return size_bytes
 
 
-def _put(filesystem: arrow_fs.FileSystem, inner: str, pieces: Iterable[memoryview]) -> None:
+def _put(filesystem: arrow_fs.FileSystem, inner: str, chunks: Iterable[memoryview]) -> None:
     if isinstance(filesystem, arrow_fs.PyFileSystem):
-        filesystem.handler.put(inner, pieces)
+        filesystem.handler.put(inner, chunks)
         return
     filesystem.create_dir(os.path.dirname(inner), recursive=True)
     with filesystem.open_output_stream(inner, compression=None) as stream:
-        for piece in pieces:
-            stream.write(piece)
+        for chunk in chunks:
+            stream.write(chunk)
 
 
 def write_bytes(path: str, data: bytes | memoryview) -> None:

@@ -89,9 +89,9 @@ class ObjectStore(arrow_fs.FileSystemHandler):
                     raise
                 return b"", None
 
-    def put(self, path: str, pieces: Iterable[memoryview]) -> None:
+    def put(self, path: str, chunks: Iterable[memoryview]) -> None:
         """Write a file atomically, a small one with one request, else in parts. Raises the errors
-        of `pieces` unchanged; the parts stay hidden then.
+        of `chunks` unchanged; the parts stay hidden then.
         """
         with self._explained(path):
             # Not `obstore.put`, which would run an iterable inside its event loop, where it could
@@ -99,9 +99,9 @@ class ObjectStore(arrow_fs.FileSystemHandler):
             file = self._obstore.open_writer(
                 self._store, _key(path), buffer_size=_PART_BYTES, max_concurrency=_NUM_PARTS
             )
-        for piece in pieces:
+        for chunk in chunks:
             with self._explained(path):
-                file.write(bytes(piece))  # A copy, because it is sent later
+                file.write(bytes(chunk))  # A copy, because it is sent later
         with self._explained(path):
             file.close()
 
