@@ -290,6 +290,7 @@ def _answer(status: str, code: str = "", message: str = "") -> str:
         (_answer("409 Conflict", "InvalidBlobType", "no"), OSError, "the store rejected"),
         (_TOKEN.format("169.254.169.254", "HTTP error: dns"), InputError, "denied"),
         (_TOKEN.format("google.com", "HTTP error: dns"), UnavailableError, "performing token"),
+        ("Generic MicrosoftAzure error: Error reading federated token file ", InputError, "denied"),
     ],
 )
 def test_obstore_errors_are_one_line_with_fix(

@@ -44,8 +44,13 @@ _URL: Final = re.compile(r"\w+://\S+")
 _PASSING: Final = {408, 425, 429}
 _NO_BUCKET: Final = {"NoSuchBucket", "ContainerNotFound"}
 _CREDENTIALS: Final = re.compile(r"token|credential|access ?key|signature|authori[sz]", re.I)
-_NO_IDENTITY: Final = ("//169.254.169.254/", "//metadata.google.internal/")
-"""Addresses of a machine's credentials. They exist only on machines of Google and Azure."""
+_NO_IDENTITY: Final = (
+    "//169.254.169.254/",
+    "//metadata.google.internal/",
+    "federated token",
+    "get-access-token",
+)
+"""Sources of credentials in error texts: machines of Google and Azure, pods and logins."""
 
 
 class ObjectStore(arrow_fs.FileSystemHandler):
@@ -313,7 +318,7 @@ def _explain(location: StoreLocation, path: str, error: Exception) -> Exception:
 
 
 def _is_denied(text: str, status: int, messages: list[str]) -> bool:
-    if status in {401, 403} or any(host in text for host in _NO_IDENTITY):
+    if status in {401, 403} or any(source in text for source in _NO_IDENTITY):
         return True
     if status and "token request" in text:
         return True
