@@ -43,6 +43,7 @@ from rayrec.observe.events import EventWriter, follow, merge_events, metrics_dat
 from rayrec.observe.report import run as report
 from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 from rayrec.storage import folders
+from rayrec.storage.retry import Backoff
 from rayrec.training import profiling
 from rayrec.training.profiling import request_profile, watched_requests
 
@@ -540,7 +541,7 @@ def test_s3_saver_waits_out_outage(
     s3_server: S3Store, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_retry, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.5)
+    monkeypatch.setattr(save_retry, "BACKOFF", Backoff(first_s=0.5, longest_s=0.5))
     run = Run(f"{bucket}/two")
     saver = run.saver(**SETTINGS, max_outage_s=60)
     save(saver, 1, values(1))

@@ -247,11 +247,9 @@ class Saver:
                 self._log("checkpoint_late", {"step": job.step, "cause": cause})
             causes.append(cause)
 
-        seed = f"{job.folder} {self._thread_ranks.rank}"
         return RetryPolicy(
             path=job.folder,
             max_outage_s=self._max_outage_s,
-            seed=seed,
             ended=self._ended,
             on_failure=on_failure,
         )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar, final
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from rayrec.config import InputError
 from rayrec.data.arrow import json_of, json_reply
 from rayrec.data.engine import Engine
 from rayrec.storage.files import PARTIAL
+from rayrec.storage.retry import Backoff, retry_errors
 
 _logger = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ COMPLETE: Final = "_SUCCESS"
 _AIDS: Final = storage.JOB_FOLDER
 _INPUTS: Final = "made_of.json"
 _LOCK: Final = "lock"
-_REMOVALS: Final = 20
-_REMOVAL_WAIT_S: Final = 0.1
+_REMOVAL_S: Final = 2.0
+_BACKOFF: Final = Backoff(first_s=0.1, longest_s=0.1)
 
 
 class Numbered(Protocol):
@@ -173,19 +175,18 @@ def _remove(path: str) -> None:
     """Remove a folder to which ending tasks may still write. Log a warning if it cannot be
     removed.
     """
-    failure: Exception | None = None
-    for _ in range(_REMOVALS):
-        try:
-            storage.remove_folder(path)
-        except (
-            OSError,
-            InputError,
-        ) as error:  # InputError: half removed, already without its marker
-            failure = error
-            time.sleep(_REMOVAL_WAIT_S)
-        else:
-            return
-    _logger.warning("Cannot remove %s (%s), remove it", path, failure)
+    # InputError: half removed, already without its marker
+    errors = (OSError, InputError)
+    try:
+        retry_errors(
+            partial(storage.remove_folder, path),
+            errors,
+            limit_s=_REMOVAL_S,
+            backoff=_BACKOFF,
+            wait=time.sleep,
+        )
+    except errors as error:
+        _logger.warning("Cannot remove %s (%s), remove it", path, error)
 
 
 def _begin(folder: JobFolder, job_inputs: dict[str, Any]) -> bool:

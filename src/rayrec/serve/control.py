@@ -21,6 +21,7 @@ from rayrec.config import InputError
 from rayrec.inference.model import resolve_source
 from rayrec.serve.counters import Snapshot
 from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, Status
+from rayrec.storage.retry import Backoff, retry_errors
 
 APPLICATION: Final = "rayrec"
 REGISTER: Final = "register"
@@ -32,6 +33,7 @@ CALL_S: Final = 60.0
 """Maximum seconds of a register call. Ray Serve restarts a failed register."""
 _REJECT_S: Final = 5.0
 """Maximum seconds to free the memory of rejected models, and to record the cause."""
+_BACKOFF: Final = Backoff(first_s=0.2, longest_s=0.2)
 _MAX_FAILURES: Final = 8
 
 
@@ -271,18 +273,25 @@ class Control:
         from ray import serve
 
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._register = self._register or self._find()
-                call = getattr(self._register, method).remote(*arguments)
-                return ray.get(call, timeout=max(0.0, deadline_s - time.monotonic()))
-            except (ValueError, ray.exceptions.RayActorError):
-                self._register = None
-                if self._application not in serve.status().applications:
-                    raise InputError(f"{method}: the server was stopped") from None
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.2)
+
+        def call() -> Any:
+            self._register = self._register or self._find()
+            reply = getattr(self._register, method).remote(*arguments)
+            return ray.get(reply, timeout=max(0.0, deadline_s - time.monotonic()))
+
+        def forget_register(error: Exception) -> None:
+            self._register = None
+            if self._application not in serve.status().applications:
+                raise InputError(f"{method}: the server was stopped") from None
+
+        return retry_errors(
+            call,
+            (ValueError, ray.exceptions.RayActorError),
+            limit_s=timeout_s,
+            backoff=_BACKOFF,
+            on_failure=forget_register,
+            wait=time.sleep,
+        )
 
     def change(
         self, changed: Callable[[DesiredState], DesiredState], *, timeout_s: float = CHANGE_S

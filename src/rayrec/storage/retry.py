@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from rayrec.config import InputError
@@ -15,14 +16,36 @@ from rayrec.storage.urls import bucket_of
 
 _logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+_Error = TypeVar("_Error", bound=Exception)
 
 OUTAGE_S: Final = 60.0
 """Seconds that a store may be unavailable before an operation fails. RAYREC_STORAGE_OUTAGE_S
 overrides it.
 """
 
-FIRST_WAIT_S: Final = 0.1
-LONGEST_WAIT_S: Final = 5.0
+_SILENT_S: Final = 2.0
+"""Seconds of an outage before a warning."""
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Waits between attempts, doubled each time."""
+
+    first_s: float
+    longest_s: float
+
+    def wait_s(self, attempt: int) -> float:
+        """Return the wait in seconds after an attempt, counted from 0. Shortens it randomly by up
+        to a half, so that the processes of a run do not send their requests at the same time.
+        """
+        # Not from Python's generator, whose state belongs to the training.
+        chance = _chance.random()
+        return min(self.first_s * 2 ** min(attempt, 32), self.longest_s) * (1 - chance / 2)
+
+
+_chance = random.SystemRandom()
+BACKOFF: Final = Backoff(first_s=0.1, longest_s=5.0)
+"""Waits between requests to a store that is unavailable."""
 
 _limit_s: contextvars.ContextVar[float | None] = contextvars.ContextVar(
     "storage_outage_s", default=None
@@ -71,35 +94,64 @@ def retry(path: str, call: Callable[[], _Result], *, limit_s: float | None = Non
     must be idempotent. `limit_s` None is `outage_s`, 0 does not retry. Raises OSError if the outage
     lasts longer, and other errors at once.
     """
-    start = time.monotonic()
-    wait_s = FIRST_WAIT_S
+    start_s = time.monotonic()
     limit_s = outage_s() if limit_s is None else limit_s
     warned = False
+
+    def warn(error: UnavailableError) -> None:
+        nonlocal warned
+        if _SILENT_S < time.monotonic() - start_s < limit_s and not warned:
+            warned = True
+            _logger.warning(
+                "Retrying %s for up to %.0f s (%s)", bucket_of(path), limit_s, error.cause
+            )
+
+    try:
+        result = retry_errors(
+            call,
+            UnavailableError,
+            limit_s=limit_s,
+            backoff=BACKOFF,
+            on_failure=warn,
+            wait=time.sleep,
+        )
+    except UnavailableError as error:
+        raise OSError(
+            f"{bucket_of(path)}: the store was unavailable for {time.monotonic() - start_s:.0f} s "
+            f"({error.cause}); {error.hint}. Correct the endpoint, or try again when it answers"
+        ) from None
+    if warned:
+        _logger.warning(
+            "Reached the store of %s again after %.0f s",
+            bucket_of(path),
+            time.monotonic() - start_s,
+        )
+    return result
+
+
+def retry_errors(
+    call: Callable[[], _Result],
+    errors: type[_Error] | tuple[type[_Error], ...],
+    *,
+    limit_s: float,
+    backoff: Backoff,
+    on_failure: Callable[[_Error], None] = lambda error: None,
+    wait: Callable[[float], object],
+) -> _Result:
+    """Return a function's result, calling it again after `errors` for `limit_s` seconds from the
+    first one. `wait` takes seconds and may return True to stop. Raises the last error, other errors
+    of the function at once, and errors of `on_failure`, which is called with each failure.
+    """
+    end_s: float | None = None
+    attempt = 0
     while True:
         try:
-            result = call()
-        except UnavailableError as error:
-            waited_s = time.monotonic() - start
-            if waited_s >= limit_s:
-                raise OSError(
-                    f"{bucket_of(path)}: the store was unavailable for {waited_s:.0f} s "
-                    f"({error.cause}); {error.hint}. Correct the endpoint, or try again when it "
-                    "answers"
-                ) from None
-            if waited_s > 2 and not warned:
-                warned = True
-                _logger.warning(
-                    "Retrying %s for up to %.0f s (%s)", bucket_of(path), limit_s, error.cause
-                )
-        else:
-            if warned:
-                _logger.warning(
-                    "Reached the store of %s again after %.0f s",
-                    bucket_of(path),
-                    time.monotonic() - start,
-                )
-            return result
-        # Random, so that the workers of a run do not send their requests at the same time.
-        left_s = max(start + limit_s - time.monotonic(), 0.0)
-        time.sleep(min(random.uniform(0.5, 1.0) * wait_s, left_s))
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            return call()
+        except errors as error:
+            on_failure(error)
+            now_s = time.monotonic()
+            end_s = now_s + limit_s if end_s is None else end_s
+            wait_s = backoff.wait_s(attempt)
+            if now_s + wait_s > end_s or wait(wait_s):
+                raise
+        attempt += 1

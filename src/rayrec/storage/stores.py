@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from urllib.parse import urlsplit
 
 from rayrec.config import InputError
-from rayrec.storage.retry import FIRST_WAIT_S, LONGEST_WAIT_S, UnavailableError
+from rayrec.storage.retry import BACKOFF, UnavailableError
 from rayrec.storage.urls import options_of, scheme_of, split_options
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ def _client(limit_s: float, **options: Any) -> dict[str, Any]:
             "max_retries": _NO_LIMIT_RETRIES if limit_s else 0,
             "retry_timeout": timedelta(seconds=limit_s),
             "backoff": {
-                "init_backoff": timedelta(seconds=FIRST_WAIT_S),
-                "max_backoff": timedelta(seconds=LONGEST_WAIT_S),
+                "init_backoff": timedelta(seconds=BACKOFF.first_s),
+                "max_backoff": timedelta(seconds=BACKOFF.longest_s),
             },
         },
     }

@@ -35,8 +35,8 @@ from rayrec.checkpoint import (
     saver,
 )
 from rayrec.checkpoint.communicator import Communicator
-from rayrec.checkpoint.save_retry import delay
 from rayrec.config import InputError
+from rayrec.storage.retry import Backoff
 
 
 @pytest.fixture
@@ -489,8 +489,7 @@ def test_copy_of_wrong_size_is_repeated(
 # -- Storage failures during a save: retries, logs, and one-line errors in the end
 @pytest.fixture
 def hurried(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.02)
-    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 0.1)
+    monkeypatch.setattr(save_retry, "BACKOFF", Backoff(first_s=0.02, longest_s=0.1))
     return run
 
 
@@ -505,11 +504,10 @@ def assert_good(hurried: Run, step: int) -> None:
 
 
 def test_retry_delays_double_and_differ_between_ranks() -> None:
-    delays = [delay(attempt, seed="a") for attempt in range(20)]
+    delays = [save_retry.BACKOFF.wait_s(attempt) for attempt in range(20)]
     assert all(0.25 * 2**attempt < delays[attempt] <= 0.5 * 2**attempt for attempt in range(5))
     assert all(7.5 < seconds <= 15 for seconds in delays[5:])
-    assert delays == [delay(attempt, seed="a") for attempt in range(20)]
-    assert delays[0] != delay(0, seed="b")
+    assert delays != [save_retry.BACKOFF.wait_s(attempt) for attempt in range(20)]
 
 
 def test_transient_write_error_is_logged_once(hurried: Run) -> None:
@@ -571,8 +569,7 @@ def test_permanent_error_raises_at_once(hurried: Run, error: Exception) -> None:
 
 
 def test_close_returns_during_outage(hurried: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 100.0)
-    monkeypatch.setattr(save_retry, "LONGEST_DELAY_S", 100.0)
+    monkeypatch.setattr(save_retry, "BACKOFF", Backoff(first_s=100.0, longest_s=100.0))
     saver = hurried.saver(max_outage_s=1000)
     with writes(at_first([OSError("out")] * 10)):
         assert saver.begin(1, many(), state={}, score=None)
@@ -624,16 +621,15 @@ def test_file_size_limit_delays_save(hurried: Run) -> None:
 
 def test_retry_ends_before_delay_exceeds_outage() -> None:
     causes: list[str] = []
-    policy = save_retry.RetryPolicy(
-        "run", 0.1, seed="", ended=threading.Event(), on_failure=causes.append
-    )
-    with mock.patch.object(save_retry, "FIRST_DELAY_S", 5.0):  # Waits 2.5 to 5 s
+    policy = save_retry.RetryPolicy("run", 0.1, ended=threading.Event(), on_failure=causes.append)
+    # Waits 2.5 to 5 s
+    with mock.patch.object(save_retry, "BACKOFF", Backoff(first_s=5.0, longest_s=5.0)):
         rejects("run: cannot be written for 0 s .busy.", policy.run, raising(OSError("busy")))
     assert causes == ["busy"]
 
 
 def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_retry, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(save_retry, "BACKOFF", Backoff(first_s=0.01, longest_s=15.0))
     token = partial(checkpoint.write_token, str(tmp_path))
     lease = partial(checkpoint.acquire_lease, str(tmp_path / "run"))
     for name, begin in (

@@ -4,6 +4,7 @@ delays training.
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from rayrec import storage
 from rayrec.observe.event_json import redact_credentials
 from rayrec.observe.events import follow
 from rayrec.observe.run_summary import Event, RunSummary, select_metrics
+from rayrec.storage.retry import Backoff, retry_errors
 
 UPLOAD_S: Final = 30.0
 """Seconds between uploads. Each sends the full file, because object stores cannot append."""
@@ -80,9 +82,8 @@ CLOSE_S: Final = 10.0
 """Maximum seconds for all trackers at the end of a run. Slower trackers are abandoned."""
 _ABANDONED_S: Final = 10.0
 """Maximum seconds for the thread of an abandoned tracker to end."""
-_FIRST_WAIT_S: Final = 1.0
-_LONGEST_WAIT_S: Final = 30.0
-"""Maximum seconds between retries if a tracker is unreachable."""
+_BACKOFF: Final = Backoff(first_s=1.0, longest_s=30.0)
+"""Waits between retries if a tracker is unreachable."""
 _URL_POLL_S: Final = 10.0
 
 
@@ -202,18 +203,20 @@ class TrackerThread:
         """Call `flush` if it is due. Retry it until it succeeds or the run ends."""
         if not self._has_taken or time.monotonic() < self._next_flush_s:
             return
-        pause_s = _FIRST_WAIT_S
-        while True:
-            try:
-                tracker.flush()
-                break
-            except Exception as error:  # See `_run`.
-                self.num_failures += 1
-                self._note_once(f"{_error_text(error)}. Retrying while the run continues.")
-            if self._stop.wait(pause_s):
-                break
-            pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
+        with contextlib.suppress(Exception):  # See `_run`. Reported below
+            retry_errors(
+                tracker.flush,
+                Exception,
+                limit_s=math.inf,
+                backoff=_BACKOFF,
+                on_failure=self._note_failure,
+                wait=self._stop.wait,
+            )
         self._next_flush_s = time.monotonic() + FLUSH_S
+
+    def _note_failure(self, error: Exception) -> None:
+        self.num_failures += 1
+        self._note_once(f"{_error_text(error)}. Retrying while the run continues.")
 
     def _note_once(self, text: str) -> None:
         if not self._noted:

@@ -24,6 +24,7 @@ from rayrec.observe.tracking import tracker as tracking_module
 from rayrec.observe.tracking.log_files import IterationTracker, MlLogTracker, optimizer_lines
 from rayrec.observe.tracking.tensorboard import TensorBoardTracker
 from rayrec.observe.tracking.tracker import AppendFile, scalars, tracking
+from rayrec.storage.retry import Backoff
 
 
 class Recorder:
@@ -57,7 +58,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking_module, "FLUSH_S", 0.0)
-    monkeypatch.setattr(tracking_module, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(tracking_module, "_BACKOFF", Backoff(first_s=0.01, longest_s=30.0))
     monkeypatch.setattr(tracking_module, "CLOSE_S", 30.0)
 
 
