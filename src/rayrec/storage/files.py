@@ -289,7 +289,7 @@ def same_store(source: str, target: str) -> bool:
     return (
         in_object_store(source)
         and in_object_store(target)
-        and location_of(source).store() == location_of(target).store()
+        and location_of(source).root() == location_of(target).root()
     )
 
 

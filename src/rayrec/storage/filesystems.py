@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from pyarrow import fs as arrow_fs
@@ -50,6 +49,8 @@ def with_retries(path: str, call: Callable[[arrow_fs.FileSystem, str], _Result])
     return retry(path, lambda: call(*_resolve(path, patient=False)))
 
 
+_SETTINGS: Final = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "SSL_CERT_")
+"""Starts of the names of environment variables that a connection may depend on."""
 _opened: dict[tuple[Any, ...], arrow_fs.FileSystem] = {}
 _user: int | None = None
 """ID of the process that has opened a store."""
@@ -90,8 +91,8 @@ def _connected(location: StoreLocation, limit_s: float) -> arrow_fs.FileSystem:
             "has used a store. Start it by the method spawn"
         )
     _user = os.getpid()
-    key = (limit_s, *location.connection())
+    settings = [item for item in os.environ.items() if item[0].startswith(_SETTINGS)]
+    key = (limit_s, location.root(), *settings)
     if key not in _opened:
-        bucket = replace(location, inner=location.bucket)
-        _opened[key] = arrow_fs.PyFileSystem(ObjectStore(bucket, limit_s))
+        _opened[key] = arrow_fs.PyFileSystem(ObjectStore(location.root(), limit_s))
     return _opened[key]

@@ -39,8 +39,6 @@ class StoreLocation(abc.ABC):
     endpoint: str | None
     """URL of the store. None for the vendor's."""
 
-    settings: ClassVar[tuple[str, ...]]
-    """Environment variables that a connection depends on."""
     sent_settings: ClassVar[tuple[str, ...]]
     """Environment variables that are valid on other machines: none is a file path."""
     scheme: ClassVar[str]
@@ -64,14 +62,9 @@ class StoreLocation(abc.ABC):
     def bucket(self) -> str:
         return self.inner.partition("/")[0]
 
-    def store(self) -> tuple[object, ...]:
-        """Return a key that is equal for locations between which the store can copy."""
-        return self.scheme, self.endpoint, self.bucket
-
-    def connection(self) -> tuple[object, ...]:
-        """Return everything that a connection to the bucket depends on."""
-        bucket = replace(self, inner=self.bucket)
-        return bucket, *(os.environ.get(name) for name in self.settings)
+    def root(self) -> Self:
+        """Return the location of the bucket itself."""
+        return replace(self, inner=self.bucket)
 
     def bucket_url(self) -> str:
         return f"{self.scheme}://{self.bucket}"
@@ -136,9 +129,6 @@ def _client(limit_s: float, **options: Any) -> dict[str, Any]:
     }
 
 
-_S3_OPTIONS: Final = ("region", "scheme", "endpoint_override")
-
-
 @dataclass(frozen=True)
 class S3Location(StoreLocation):
     """Location of an s3:// URL and its endpoint."""
@@ -154,13 +144,6 @@ class S3Location(StoreLocation):
         "AWS_REGION",
         "AWS_DEFAULT_REGION",
         "AWS_EC2_METADATA_DISABLED",
-    )
-    settings = (
-        *sent_settings,
-        "AWS_PROFILE",
-        "AWS_CONFIG_FILE",
-        "AWS_SHARED_CREDENTIALS_FILE",
-        "AWS_CA_BUNDLE",
     )
     scheme = "s3"
     _credentials = (
@@ -182,7 +165,7 @@ class S3Location(StoreLocation):
             )
         if not bucket:
             raise InputError(f"{path}: bucket not found. Use a URL such as s3://bucket/key")
-        options = options_of(path, _S3_OPTIONS)
+        options = options_of(path, ("region", "scheme", "endpoint_override"))
         profile = _profile()
         set_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         endpoint = options.get("endpoint_override") or set_endpoint or profile.get("endpoint_url")
@@ -261,9 +244,6 @@ def _profile() -> dict[str, str]:
     return dict(parser[section]) if parser.has_section(section) else {}
 
 
-_GCS_OPTIONS: Final = ("anonymous", "scheme", "endpoint_override")
-
-
 @dataclass(frozen=True)
 class GcsLocation(StoreLocation):
     """Location of a gs:// URL and its endpoint, such as an emulator of the XML API."""
@@ -272,7 +252,6 @@ class GcsLocation(StoreLocation):
     """Whether to send no credentials, for public buckets and emulators."""
 
     sent_settings = ("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_PROJECT")
-    settings = (*sent_settings, "GOOGLE_APPLICATION_CREDENTIALS")
     scheme = "gs"
     _credentials = (
         "set GOOGLE_APPLICATION_CREDENTIALS to the key file of an account that may use it, or run "
@@ -296,15 +275,11 @@ class GcsLocation(StoreLocation):
             )
         if not bucket.removeprefix("anonymous@"):
             raise InputError(f"{path}: bucket not found. Use a URL such as gs://bucket/key")
-        options = options_of(path, _GCS_OPTIONS)
-        scheme = options.get("scheme")
-        endpoint = options.get("endpoint_override")
-        default = "https"
-        if not endpoint:
-            endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
-            default = "http"
+        options = options_of(path, ("anonymous", "scheme", "endpoint_override"))
+        endpoint = options.get("endpoint_override") or os.environ.get("STORAGE_EMULATOR_HOST")
         if endpoint and "://" not in endpoint:
-            endpoint = f"{scheme or default}://{endpoint}"
+            default = "https" if options.get("endpoint_override") else "http"
+            endpoint = f"{options.get('scheme', default)}://{endpoint}"
         # An emulator. Tokens must not be sent unencrypted.
         plain = endpoint is not None and endpoint.startswith("http://")
         anonymous = bool(at) or plain or options.get("anonymous") == "true"
@@ -339,7 +314,7 @@ class AzureLocation(StoreLocation):
 
     account: str
 
-    settings = (
+    sent_settings = (
         "AZURE_STORAGE_CONNECTION_STRING",
         "AZURE_STORAGE_ACCOUNT",
         "AZURE_STORAGE_KEY",
@@ -348,7 +323,6 @@ class AzureLocation(StoreLocation):
         "AZURE_CLIENT_ID",
         "AZURE_CLIENT_SECRET",
     )
-    sent_settings = settings
     scheme = "az"
     _noun = "container"
     _credentials = (
