@@ -65,7 +65,7 @@ def load_rows(path: str, checkpoint: str, size: int) -> tuple[Any, bytes, Any]:
     return model, text, model.preprocessor.encode(raw)
 
 
-def json_of(text: bytes) -> bytes:
+def parse_reply(text: bytes) -> bytes:
     """Convert lines in Criteo's format to the JSON body of a request."""
     from rayrec.datasets.criteo import SCHEMA
 
@@ -250,7 +250,7 @@ def in_process(
     ids = np.stack(rows.ids, axis=1).astype(np.int64)
     np.testing.assert_allclose(onnx(rows.dense, ids), model.score(rows), atol=1e-4)
 
-    body = json_of(text) if format == "json" else text
+    body = parse_reply(text) if format == "json" else text
 
     def answer() -> None:
         answers, _, _ = answerer.answer(
@@ -505,7 +505,7 @@ def main(*, quick: bool) -> None:
             lines = [next(file) for _ in range(max(SIZES))]
         for size in SIZES:
             text = b"".join(lines[:size])
-            for format, content in (("tsv", text), ("json", json_of(text))):
+            for format, content in (("tsv", text), ("json", parse_reply(text))):
                 bodies[format, size] = os.path.join(scratch, f"{size}.{format}")
                 Path(bodies[format, size]).write_bytes(content)
         if "--soak" in arguments:

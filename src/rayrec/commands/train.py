@@ -220,7 +220,7 @@ def tune(
     space = (
         Space.read(storage.read_text(search), source=search)
         if isinstance(search, str)
-        else Space.of(search, source="search")
+        else Space.parse(search, source="search")
     )
     return run(
         configuration(config, {}),

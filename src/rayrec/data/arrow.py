@@ -49,13 +49,13 @@ def arrow_texts(values: Sequence[str]) -> pa.Array:
     return arrow_bytes([value.encode() for value in values]).view(pa.large_string())
 
 
-def numpy_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def as_numpy(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Convert Arrow numbers without nulls to a read-only NumPy array. Shares the memory of an array
     with one chunk.
     """
     dtype = np.dtype(array.type.to_pandas_dtype())
     if isinstance(array, pa.ChunkedArray):
-        parts = [numpy_of(chunk) for chunk in array.chunks]
+        parts = [as_numpy(chunk) for chunk in array.chunks]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
     assert not array.null_count
     if not len(array):  # an empty array may have no buffer
@@ -66,8 +66,8 @@ def numpy_of(array: pa.Array | pa.ChunkedArray) -> np.ndarray:
 def numpy_rows(array: pa.Array) -> np.ndarray:
     """Invert `arrow_rows`, [rows] or [rows, size]."""
     if not pa.types.is_fixed_size_list(array.type):
-        return numpy_of(array)
-    return numpy_of(array.flatten()).reshape(-1, array.type.list_size)
+        return as_numpy(array)
+    return as_numpy(array.flatten()).reshape(-1, array.type.list_size)
 
 
 def arrays_to_table(arrays: Mapping[str, np.ndarray]) -> pa.Table:
@@ -90,6 +90,6 @@ def json_reply(value: Any) -> pa.Table:
     return pa.table({"reply": arrow_texts([json.dumps(value)])})
 
 
-def json_of(reply: pa.Table) -> Any:
+def parse_reply(reply: pa.Table) -> Any:
     """Return the value of a `json_reply`."""
     return json.loads(reply.column("reply")[0].as_py())

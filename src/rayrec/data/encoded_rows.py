@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of, numpy_rows
+from rayrec.data.arrow import arrow_numbers, arrow_rows, as_numpy, numpy_rows
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
         if name.startswith("id_")
     ]
     labels = {
-        name[6:]: numpy_of(column) for name, column in columns.items() if name.startswith("label:")
+        name[6:]: as_numpy(column) for name, column in columns.items() if name.startswith("label:")
     }
     optional = (
-        numpy_of(columns[name]) if name in columns else None
+        as_numpy(columns[name]) if name in columns else None
         for name in ("weight", "row", "group", "time")
     )
     return EncodedRows(dense, ids, labels, *optional)
@@ -181,10 +181,10 @@ def _from_batch(batch: pa.RecordBatch) -> EncodedRows:
 def ids_from_arrow(column: pa.Array, weights: pa.Array | None = None) -> Ids:
     """Invert `ids_to_arrow`, for lists with weights given both results."""
     if pa.types.is_large_list(column.type):
-        lengths = np.diff(numpy_of(column.offsets)).astype(np.int32)
+        lengths = np.diff(as_numpy(column.offsets)).astype(np.int32)
         return JaggedIds(
-            numpy_of(column.flatten()),
+            as_numpy(column.flatten()),
             lengths,
-            None if weights is None else numpy_of(weights.flatten()),
+            None if weights is None else as_numpy(weights.flatten()),
         )
     return numpy_rows(column)

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow import json_of, json_reply
+from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.engine import Engine
 from rayrec.storage.files import PARTIAL
 from rayrec.storage.retry import Backoff, retry_errors
@@ -130,7 +130,7 @@ class ResumableJob:
             kind, task, [item for item in items if item.number not in finished], block_bytes=1 << 16
         )
         for done, item in enumerate(items, start=1):
-            yield finished[item.number] if item.number in finished else json_of(next(tables))
+            yield finished[item.number] if item.number in finished else parse_reply(next(tables))
             progress(done, len(items))
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError, first_of
-from rayrec.data.arrow import json_of, json_reply
+from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.logs.content import count_names, is_parquet, reject_foreign_content
@@ -139,7 +139,7 @@ def index_with(
     done = 0
     size = sum(file.size_bytes for file in files)
     for table in run():
-        reply = json_of(table)
+        reply = parse_reply(table)
         if consume is not None:
             consume(table, reply, rows)
         new = [SegmentEntry(*entry) for entry in reply["entries"]]

@@ -120,10 +120,10 @@ def check_present(
         raise InputError(f"{path}: {error}. {fix}") from None
     if verified in UNCHECKED:
         note(f"Found {file.name}; {UNCHECKED[verified]}")
-    return result_of(file.name, digests, None, "present", verified)
+    return file_result(file.name, digests, None, "present", verified)
 
 
-def result_of(
+def file_result(
     name: str, digests: Digests, url: str | None, status: str, verified: str
 ) -> dict[str, Any]:
     """Return the entry of a file in the result of `fetch` and in its record."""
@@ -223,7 +223,7 @@ def _extract_member(
             f"{file.name} of {url}: {error}. Report it, and put a copy into {call.folder} by hand."
         ) from None
     call.publish(file.name)
-    return result_of(file.name, digests, url, "fetched", verified)
+    return file_result(file.name, digests, url, "fetched", verified)
 
 
 def files_of(name: str) -> tuple[RemoteFile, ...]:
@@ -383,7 +383,7 @@ def _transfer(file: RemoteFile, members: Sequence[RemoteFile], call: _Call) -> l
     if file not in members:
         return _extract(scratch, members, call, url=url)
     call.publish(file.name)
-    return [result_of(file.name, digests, url, "fetched", verified)]
+    return [file_result(file.name, digests, url, "fetched", verified)]
 
 
 def _check_space(folder: str, requested: Mapping[RemoteFile, Sequence[RemoteFile]]) -> None:

@@ -16,7 +16,7 @@ import torch
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint
 from rayrec.config import InputError
-from rayrec.data.arrow import numpy_of
+from rayrec.data.arrow import as_numpy
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.humanize import json_values
 from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig
@@ -270,18 +270,18 @@ class ScoredRows:
 
     def update(self, table: pa.Table) -> None:
         # Copies, because tables are in the object store, which could not contain all of them.
-        logits = numpy_of(table.column("logit")).astype(np.float32)
-        labels = numpy_of(table.column("label")).astype(np.uint8)
+        logits = as_numpy(table.column("logit")).astype(np.float32)
+        labels = as_numpy(table.column("label")).astype(np.uint8)
         self._logits.append(logits)
         self._labels.append(labels)
         if GROUP in table.column_names:
-            self._groups.append(numpy_of(table.column(GROUP)).copy())
+            self._groups.append(as_numpy(table.column(GROUP)).copy())
         for key, chunks in self._keys.items():
             chunks += [_copied(chunk) for chunk in table.column(KEY + key).chunks]
         self.rows += len(table)
         row_checksum, label_checksum = self.checksums
         self.checksums = (
-            zlib.crc32(numpy_of(table.column("row")).data, row_checksum),
+            zlib.crc32(as_numpy(table.column("row")).data, row_checksum),
             zlib.crc32(labels.data, label_checksum),
         )
 

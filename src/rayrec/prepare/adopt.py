@@ -17,7 +17,7 @@ from annotated_types import Ge
 from rayrec import storage
 from rayrec.bounds import Count
 from rayrec.config import Config, InputError
-from rayrec.data.arrow import json_of
+from rayrec.data.arrow import parse_reply
 from rayrec.data.encoding.preprocessor import MAX_TABLE_ROWS, PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.data.engine import Engine
 from rayrec.data.log_source import LogSource
@@ -296,7 +296,7 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
             torchrec_arrays.row_ranges(days),
             block_bytes=1 << 16,
         ):
-            summary = json_of(table)
+            summary = parse_reply(table)
             done += summary["rows"]
             console.progress("adopt (rows)", done, total)
             yield summary
@@ -598,7 +598,7 @@ def _scan_shards(
     for shard, reply in zip(
         index.shards, running.run("adopt", scan, index.shards, block_bytes=1 << 16), strict=True
     ):
-        report = json_of(reply)
+        report = parse_reply(reply)
         shard_path = storage.join(folder, shard.name)
         size = report["block_size"]
         dtype = report["dtype"]

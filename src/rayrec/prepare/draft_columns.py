@@ -105,7 +105,7 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
         return _describe_lists(name, array)
     array, markers = _without_markers(array, name, make_error)
     try:
-        numbers, status = values.numbers_of(array, name, make_error, times=True)
+        numbers, status = values.parse_numbers(array, name, make_error, times=True)
     except InputError:
         return Column(name, array, "unusable", f"of type {kind}")
     present = status != values.EMPTY
@@ -116,7 +116,7 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
     if not (status == values.REJECTED).any():
         is_text_time = (
             values.is_text(kind)
-            and (values.numbers_of(array, name, make_error)[1] == values.REJECTED).any()
+            and (values.parse_numbers(array, name, make_error)[1] == values.REJECTED).any()
         )
         return _describe_numbers(
             column, numbers[present], is_time=is_text_time or types.is_temporal(kind)
@@ -227,7 +227,7 @@ def _without_markers(
     if not pc.any(is_word).as_py():
         return array, ()
     plain = text.filter(pc.invert(is_word)).drop_null()
-    _, status = values.numbers_of(plain, name, make_error, times=True)
+    _, status = values.parse_numbers(plain, name, make_error, times=True)
     status = status[status != values.EMPTY]
     if not len(status) or np.mean(status == values.VALUE) < _MIN_NUMBERS:
         return array, ()

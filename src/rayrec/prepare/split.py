@@ -15,7 +15,7 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.bounds import Part, Share
 from rayrec.config import Config, InputError, json_hash
-from rayrec.data.arrow import json_of, numpy_of
+from rayrec.data.arrow import as_numpy, parse_reply
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.log_source import LogSource
@@ -284,7 +284,7 @@ class _Work:
         cuts = [
             file_tasks
             for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16)
-            for file_tasks in json_of(table)
+            for file_tasks in parse_reply(table)
         ]
         with self.running.folder.disk_errors():
             storage.write_json(path, cuts)
@@ -304,7 +304,7 @@ class _Work:
             # the line break at the cut was within a quoted field
             if markers[number]["start"] != start:
                 (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
-                markers[number] = json_of(table)
+                markers[number] = parse_reply(table)
         return tasks, markers
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
@@ -381,7 +381,7 @@ class _Work:
             for table in self.engine.run(
                 "times", split_tasks.count_digits, items, block_bytes=len(positions) << 19
             ):
-                counts += numpy_of(table.column("counts")).reshape(counts.shape)
+                counts += as_numpy(table.column("counts")).reshape(counts.shape)
             for number, prefix_counts in enumerate(np.cumsum(counts, axis=1)):
                 digit = int(np.searchsorted(prefix_counts, remaining[number], side="right"))
                 remaining[number] -= int(prefix_counts[digit - 1]) if digit else 0

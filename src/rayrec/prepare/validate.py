@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayrec.data.arrow import arrow_numbers, json_of, json_reply, numpy_of
+from rayrec.data.arrow import arrow_numbers, as_numpy, json_reply, parse_reply
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.encoder import Derivation
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -226,7 +226,7 @@ def _edges(index: LogIndex, first: Slice, schema: Schema, engine: Engine) -> np.
     )
     tables = list(engine.run("quantiles", functools.partial(_values_task, schema=schema), items))
     values = [
-        np.concatenate([numpy_of(table.column(name).drop_null()) for table in tables])
+        np.concatenate([as_numpy(table.column(name).drop_null()) for table in tables])
         if tables
         else np.zeros(0)
         for name in schema.dense
@@ -285,7 +285,7 @@ def _columns_at_fault(index: LogIndex, schema: Schema, engine: Engine) -> dict[s
         for table in engine.run(
             "faults", functools.partial(_faults_task, schema=schema), items, block_bytes=1 << 16
         ):
-            counter.update({(kind, column): rows for kind, column, rows in json_of(table)})
+            counter.update({(kind, column): rows for kind, column, rows in parse_reply(table)})
     else:
         counter.update((fault.kind, fault.column) for fault in index.faults.first)
     by_kind: dict[str, dict[str, int]] = {}

@@ -504,13 +504,13 @@ def _add_differences(groups: Sequence[dict[str, Any]], scores: Sequence[SeededSc
     """Add to the groups their metrics on the test rows, and to all but the first the differences
     from it.
     """
-    for group, of_group in zip(groups, scores, strict=True):
+    for group, group_scores in zip(groups, scores, strict=True):
         seeds = group.get("seeds", 1)  # A baseline was trained once, whatever its copies above
-        group |= _spread("auroc", of_group.aurocs.tolist()[:seeds])
-        group |= _spread("logloss", of_group.loglosses.tolist()[:seeds])
+        group |= _spread("auroc", group_scores.aurocs.tolist()[:seeds])
+        group |= _spread("logloss", group_scores.loglosses.tolist()[:seeds])
     tests = [
-        compare_seeds(of_group, scores[0], confidence=Resampling.confidence)
-        for of_group in scores[1:]
+        compare_seeds(group_scores, scores[0], confidence=Resampling.confidence)
+        for group_scores in scores[1:]
     ]
     corrected = holm([test.p_value for test in tests])
     for group, test, p_value in zip(groups[1:], tests, corrected, strict=True):

@@ -42,7 +42,7 @@ class Space:
     domains: tuple[Domain, ...]
 
     @classmethod
-    def of(cls, values: object, *, source: str) -> Space:
+    def parse(cls, values: object, *, source: str) -> Space:
         """Parse a mapping such as {workload.model.dropout: {uniform: [0, 0.5]}}. Raises InputError,
         naming `source`.
         """
@@ -62,7 +62,7 @@ class Space:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise InputError(f"{source}: invalid YAML ({' '.join(str(error).split())})") from None
-        return cls.of(values, source=source)
+        return cls.parse(values, source=source)
 
     def plain(self) -> dict[str, Any]:
         """Return the mapping that `of` parses."""

@@ -533,7 +533,7 @@ def count_log(
         size = part.segment.stop - part.segment.start
         return size if part.segment.format == "text" else size * _ROW_BYTES
 
-    tasks = tasks_of(parts, size_of, task_bytes)
+    tasks = group_tasks(parts, size_of, task_bytes)
     try:
         for table in engine.run("count", functools.partial(count_parts, counting=counting), tasks):
             total.add(table)
@@ -554,7 +554,7 @@ costs about 25 ms.
 """
 
 
-def tasks_of(
+def group_tasks(
     items: Sequence[_Item], size_of: Callable[[_Item], int], task_bytes: int
 ) -> list[list[_Item]]:
     """Combine neighbouring items into tasks."""
@@ -646,7 +646,7 @@ class CountingIndexer:
                 (chunk, range_of[chunk.path])
                 for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))
             ]
-            tasks = tasks_of(
+            tasks = group_tasks(
                 chunks, lambda ranged: ranged[0].stop - ranged[0].start, self._task_bytes
             )
             function = functools.partial(

@@ -417,7 +417,7 @@ def _seconds(array: pa.Array) -> pa.Array:
     )
 
 
-def numbers_of(
+def parse_numbers(
     array: pa.Array, name: str, make_error: MakeError, *, times: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (float64, status), 0 if missing or rejected, also NaN and infinities. With `times`,
@@ -469,7 +469,7 @@ def parse_integers(
         text, integral = _decimal_digits(array)
         values, status = parse_integers(text, name, make_error)
         return values, np.where(integral, status, REJECTED).astype(np.uint8)
-    numbers, status = numbers_of(array, name, make_error)
+    numbers, status = parse_numbers(array, name, make_error)
     good = np.isfinite(numbers) & (np.abs(numbers) < LIMIT) & (np.trunc(numbers) == numbers)
     return np.where(good, numbers, 0).astype(np.int64), np.where(good, status, REJECTED)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.column_values import VALUE, numbers_of, read_times, type_error
+from rayrec.data.logs.column_values import VALUE, parse_numbers, read_times, type_error
 from rayrec.schema import Schema
 
 _MISSING: Final = ("", "__HIVE_DEFAULT_PARTITION__")
@@ -72,7 +72,7 @@ def _partition_value(key: str, value: str | None, schema: Schema, path: str) -> 
     value = None if value in schema.missing else value
     text = pa.array([value], pa.large_string())
     if key in schema.dense or key == schema.weight:
-        numbers, status = numbers_of(
+        numbers, status = parse_numbers(
             text, key, type_error(pa.schema([(key, text.type)]), path), times=key in schema.dense
         )
         if value is not None and status[0] != VALUE:

@@ -85,7 +85,7 @@ def good_lines(segment: Segment, schema: Schema) -> np.ndarray:
     return good
 
 
-def values_of(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
+def read_column(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.Array:
     """Return the column's value in each row of an unpermuted block, whose segments `raw` contains;
     null if missing. uint32 for a category of 8 hexadecimal digits, text (as a dictionary) for other
     categories, int64 or float64 for a number.

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow import json_of, json_reply
+from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.logs.content import count_names, is_parquet
 from rayrec.data.logs.csv_reader import csv_columns
@@ -92,7 +92,7 @@ def index_tables(
     results = context.engine.run(
         "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
     )
-    for task, result in zip(tasks, map(json_of, results), strict=True):
+    for task, result in zip(tasks, map(parse_reply, results), strict=True):
         ranges = [(part.path, *range_) for part, part_ranges in task for range_ in part_ranges]
         results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
         entries.extend(
@@ -128,7 +128,7 @@ def _prepared_parts(
     for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
         new = [
             ParquetPart(**{**part, "groups": [tuple(group) for group in part["groups"]]})
-            for part in json_of(table)
+            for part in parse_reply(table)
         ]
         parts += new
         total += sum(part.rows for part in new)

@@ -25,8 +25,8 @@ from rayrec.data.logs.column_values import (
     integer_tokens,
     is_list,
     is_text,
-    numbers_of,
     parse_integers,
+    parse_numbers,
     plain_array,
     read_times,
     resolved,
@@ -208,10 +208,10 @@ class _TableParser:
         )
 
     def _numbers(self, name: str, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        return numbers_of(self._array(name), name, self.type_error, times=times)
+        return parse_numbers(self._array(name), name, self.type_error, times=times)
 
     def _label_numbers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        return numbers_of(self.label_markers.to_null(self._array(name)), name, self.type_error)
+        return parse_numbers(self.label_markers.to_null(self._array(name)), name, self.type_error)
 
     def _dense(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which
@@ -222,7 +222,7 @@ class _TableParser:
             self._reject(status == REJECTED, NOT_AN_INTEGER, name)
             return values, status == EMPTY
         array = self.markers.to_null(self._array(name))
-        values, status = numbers_of(array, name, self.type_error, times=True)
+        values, status = parse_numbers(array, name, self.type_error, times=True)
         status = self.markers.mark_numbers(values, status)
         if self.schema.nan == "missing":
             status = np.where(np.isnan(values), EMPTY, status)
@@ -247,7 +247,7 @@ class _TableParser:
     def _ruled_clicks(self, name: str, rule: LabelRule) -> np.ndarray:
         """Return `Schema.label` by its rule, float32 [rows]."""
         array = self.label_markers.to_null(self._array(name))
-        values, status = numbers_of(array, name, self.type_error)
+        values, status = parse_numbers(array, name, self.type_error)
         self._reject((status == EMPTY) | np.isnan(values), NO_LABEL, name)
         if rule.at_least is not None:
             self._reject((status == REJECTED) | ~np.isfinite(values), NOT_FINITE, name)
@@ -460,7 +460,7 @@ class _TableParser:
         if not types.is_null(array.type):
             items, num_weights, bad = self._items(array, name, feature)
             self._reject(bad, BRACKET, name)
-            values, status = numbers_of(items, name, self.type_error)
+            values, status = parse_numbers(items, name, self.type_error)
         good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
         fits = num_weights == lengths
         targets = expand_ranges(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rayrec import host_resources, storage
 from rayrec.config import InputError
-from rayrec.data.arrow import arrow_numbers, numpy_of
+from rayrec.data.arrow import arrow_numbers, as_numpy
 from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, ids_from_arrow, ids_to_arrow
 from rayrec.data.encoding.encoder import CDenseColumn, c_dense_column
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -314,7 +314,7 @@ def _table(matrices: dict[str, np.ndarray]) -> pa.Table:
 def table_matrix(table: pa.Table, name: str) -> np.ndarray:
     """Return a matrix [rows, columns] of a table, or table slice, made by `stored`."""
     column = table.column(name).combine_chunks()
-    return numpy_of(column.flatten()).reshape(table.num_rows, column.type.list_size)
+    return as_numpy(column.flatten()).reshape(table.num_rows, column.type.list_size)
 
 
 def named_columns(rows: EncodedRows, schema: Schema) -> pa.Table:
@@ -357,16 +357,16 @@ def from_named_columns(table: pa.Table, schema: Schema) -> EncodedRows:
     }
     dense = np.empty((table.num_rows, len(schema.dense)), np.float32)
     for number, name in enumerate(schema.dense):
-        dense[:, number] = numpy_of(columns[name])
+        dense[:, number] = as_numpy(columns[name])
     names = (name for name in schema.label_names if name in columns)
-    labels = {name: numpy_of(columns[name]).astype(np.float32, copy=False) for name in names}
-    weights = numpy_of(columns[schema.weight]) if schema.weight in columns else None
+    labels = {name: as_numpy(columns[name]).astype(np.float32, copy=False) for name in names}
+    weights = as_numpy(columns[schema.weight]) if schema.weight in columns else None
     ids = [
         ids_from_arrow(columns[name], columns.get(schema.feature(name).weights or ""))
         for name in schema.sparse
     ]
     timestamp = _timestamp_column(schema) if schema.timestamp is not None else None
-    timestamps = numpy_of(columns[timestamp]) if timestamp in columns else None
+    timestamps = as_numpy(columns[timestamp]) if timestamp in columns else None
     return EncodedRows(dense, ids, labels, weights, timestamps=timestamps)
 
 

@@ -66,7 +66,7 @@ def _loaded(folder: str) -> Preprocessor:
     return Preprocessor.load(folder)
 
 
-def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
+def _read_rows(task: Task, job: Job) -> Iterator[pa.Table]:
     """Encode the rows of each part into the stored form."""
     keep_freed_memory()
     job.folder.require()
@@ -84,12 +84,12 @@ def _rows_of(task: Task, job: Job) -> Iterator[pa.Table]:
 
 def write_rows(task: Task, *, job: Job) -> pa.Table:
     """Encode the task's rows and write them at their log positions."""
-    return _write(task, job, _rows_of(task, job))
+    return _write(task, job, _read_rows(task, job))
 
 
 def scatter_rows(task: Task, *, job: Job, first_row: int, rows: int, seed: int) -> pa.Table:
     """Write the task's rows into a run file, sorted by their shuffled positions."""
-    tables = list(_rows_of(task, job))
+    tables = list(_read_rows(task, job))
     positions = (
         Permutation(rows, seed=seed)(np.arange(task.rows) + (task.first_row - first_row))
         + first_row

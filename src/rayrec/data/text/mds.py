@@ -107,7 +107,7 @@ class TokenColumn:
     blocks: Sequence[int] = ()
     """Number of blocks in each shard, if packed or padded."""
 
-    def blocks_of(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+    def pack_blocks(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Pack or pad the tokens of a shard's rows into int32 [blocks, block_size]. Padded ones
         begin with their length.
         """
@@ -410,7 +410,7 @@ class TokenRows:
         shards = self._find_shards(indices)
         for shard in np.unique(shards).tolist():
             matches = np.flatnonzero(shards == shard)
-            rows[matches] = self._rows_of(shard)[indices[matches] - self._bounds[shard]]
+            rows[matches] = self._read_rows(shard)[indices[matches] - self._bounds[shard]]
         return (
             {COLUMN: np.ascontiguousarray(rows[:, 1:]), LENGTHS: rows[:, 0].copy()}
             if padded
@@ -437,7 +437,7 @@ class TokenRows:
     def _find_shards(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._bounds, indices, side="right") - 1
 
-    def _rows_of(self, number: int) -> np.ndarray | ShardRows:
+    def _read_rows(self, number: int) -> np.ndarray | ShardRows:
         """Return the mapped rows of a shard."""
         if number not in self._mapped:
             self._mapped[number] = self._open(number)
@@ -493,7 +493,7 @@ class TokenRows:
         def blocks() -> Iterator[bytes]:
             with opened_shard(self._path, shard) as (content, path):
                 rows = ShardRows(content, shard, self._column, path).read_all()
-                yield self._column.blocks_of(rows).tobytes()
+                yield self._column.pack_blocks(rows).tobytes()
 
         read = (
             blocks if self._column.layout != "equal" else partial(shard_content, self._path, shard)
@@ -557,7 +557,7 @@ def scan_shard(shard: Shard, *, folder: str, column: TokenColumn) -> pa.Table:
                 raise different_rows(path, column.block_size, column.dtype)
             num_blocks = shard.rows
         else:
-            blocks = column.blocks_of(rows)
+            blocks = column.pack_blocks(rows)
             num_blocks = len(blocks)
             num_tokens = int(blocks[:, 0].sum()) if column.layout == "pad" else blocks.size
         return json_reply(

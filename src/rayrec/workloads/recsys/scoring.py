@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from rayrec import host_resources, storage
 from rayrec.config import InputError, suggest
-from rayrec.data.arrow import arrow_numbers, arrow_rows, numpy_of
+from rayrec.data.arrow import arrow_numbers, arrow_rows, as_numpy
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.clipping import COLUMN, ClipCounter, arrow_flags
 from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, tokens_by_id
@@ -21,7 +21,7 @@ from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Shared, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange
-from rayrec.data.logs.reading import first_lines, good_lines, name_slices, values_of
+from rayrec.data.logs.reading import first_lines, good_lines, name_slices, read_column
 from rayrec.data.logs.splits import Slice, slices_of
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.ingest.stream import open_block
@@ -257,13 +257,13 @@ class _ClickTotals:
     def update(self, table: pa.Table) -> None:
         def label_values(column: str) -> dict[str, np.ndarray]:
             return {
-                head.name: numpy_of(table.column(f"{column}{head.suffix}")) for head in self._heads
+                head.name: as_numpy(table.column(f"{column}{head.suffix}")) for head in self._heads
             }
 
         self._kept.update(
             label_values("logit"),
             label_values("label"),
-            numpy_of(table.column(GROUP)) if self._grouped else None,
+            as_numpy(table.column(GROUP)) if self._grouped else None,
         )
 
     def compute(self) -> dict[str, float]:
@@ -408,7 +408,7 @@ class _LogBlock:
 
     def _values(self, name: str) -> pa.Array:
         assert self._opened.raw is not None, "open_scoring rejects preprocessed logs"
-        return values_of(self._scored.block, self._opened.raw, name, self._schema)
+        return read_column(self._scored.block, self._opened.raw, name, self._schema)
 
 
 def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
