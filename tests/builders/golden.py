@@ -24,9 +24,9 @@ def check_golden(name: str, found: Any, *, case: str | None = None, tolerance: f
         path.write_text(_dumped(values))
     golden = json.loads(path.read_text())
     different = list(_differences(found, golden if case is None else golden[case], tolerance))
-    told = "\n".join(different[:20])
+    reported = "\n".join(different[:20])
     assert not different, (
-        f"{case or name}: {len(different)} values are not those of {path}:\n{told}"
+        f"{case or name}: {len(different)} values are not those of {path}:\n{reported}"
     )
 
 

@@ -21,9 +21,9 @@ def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any
         [[value is None for value in columns[name]] for name in names], bool
     ).reshape(len(names), rows)
 
-    def matrix(of: Sequence[str], dtype: np.dtype) -> np.ndarray:
-        made = np.zeros((rows, len(of)), dtype, "C" if hexadecimal else "F")
-        for place, name in enumerate(of):
+    def matrix(names: Sequence[str], dtype: np.dtype) -> np.ndarray:
+        made = np.zeros((rows, len(names)), dtype, "C" if hexadecimal else "F")
+        for place, name in enumerate(names):
             made[:, place] = np.array([value or 0 for value in columns[name]], dtype)
         return made
 

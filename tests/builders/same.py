@@ -20,7 +20,7 @@ def assert_same(one: Any, other: Any, *, ignored: str = "") -> None:
         assert [*one] == [*other]
         assert_same([*one.values()], [*other.values()])
     elif isinstance(one, Sequence | np.ndarray) and not isinstance(one, str):
-        for mine, its in zip(one, other, strict=True):
-            assert_same(mine, its)
+        for actual, its in zip(one, other, strict=True):
+            assert_same(actual, its)
     else:
         assert one == other

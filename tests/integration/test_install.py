@@ -39,11 +39,11 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def test_wheel_check_names_missing_and_forbidden_files() -> None:
-    wanted = {"rayrec/py.typed", "rayrec/cli.py"}
+    desired = {"rayrec/py.typed", "rayrec/cli.py"}
     good = ["rayrec/py.typed", "rayrec/cli.py", wheels.KERNELS, "rayrec-0.1.0.dist-info/METADATA"]
-    assert wheels.wheel_faults(good, wanted) == []
+    assert wheels.wheel_faults(good, desired) == []
     faults = ["the wheel lacks rayrec/py.typed", "the wheel must not hold tests/conftest.py"]
-    assert wheels.wheel_faults([*good[1:], "tests/conftest.py"], wanted) == faults
+    assert wheels.wheel_faults([*good[1:], "tests/conftest.py"], desired) == faults
     files = wheels.package_files(ROOT)
     data = "py.typed ingest/raydp.lock observe/report/templates/page.html serve/try.html"
     assert {f"rayrec/{name}" for name in data.split()} <= files
@@ -145,8 +145,8 @@ def _oldest() -> str:
     """The lower bound of Ray in pyproject.toml, where a bound without a patch release has patch
     release 0.
     """
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (found,) = [bound for text in wanted if (bound := re.match(r"ray\[.*\]>=([\d.]+),<", text))]
+    desired = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (found,) = [bound for text in desired if (bound := re.match(r"ray\[.*\]>=([\d.]+),<", text))]
     return found[1] + ".0" * (2 - found[1].count("."))
 
 

@@ -100,7 +100,7 @@ def small(
     )
 
 
-def of_workers(workers: int) -> dict[str, Any]:
+def worker_settings(workers: int) -> dict[str, Any]:
     return {"scaling": threads_of(workers), "batch_size": 16 // workers}
 
 
@@ -123,7 +123,7 @@ def runs(
                 folder,
                 name=loop,
                 loop=loop,
-                **of_workers(request.param),
+                **worker_settings(request.param),
             )
         )
         for loop in LOOPS
@@ -201,7 +201,7 @@ def test_kills_preserve_weights(tokens: Path, tmp_path: Path, loop: str, workers
         "checkpoint": {"every": 20},
         "loop": loop,
     }
-    fields |= of_workers(workers)
+    fields |= worker_settings(workers)
     expected = finished(
         small(tokens, tmp_path / "undisturbed", **fields),
         tmp_path / "commands_1",
@@ -245,7 +245,7 @@ def test_run_resumes_with_other_loop_and_worker_count(tokens: Path, tmp_path: Pa
             tmp_path,
             **fields,
             loop="huggingface",
-            **of_workers(1),
+            **worker_settings(1),
         )
     )
     start = events_of(result.folder, "start")[-1]

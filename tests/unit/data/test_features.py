@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rayrec
-from rayrec.data.arrow import arrow_bytes, arrow_numbers, arrow_texts, numpy_of
+from rayrec.data.arrow import arrow_bytes, arrow_numbers, arrow_texts, as_numpy
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
@@ -565,13 +565,13 @@ def test_numbers(dtype: type, rows: int) -> None:
     array = arrow_numbers(values)
     assert array.equals(pa.array(values))
     array.validate(full=True)
-    back = numpy_of(array.slice(rows // 2))
+    back = as_numpy(array.slice(rows // 2))
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, values[rows // 2 :])
     np.testing.assert_array_equal(
-        numpy_of(pa.chunked_array([array, array[:1]])), [*values, *values[:1]]
+        as_numpy(pa.chunked_array([array, array[:1]])), [*values, *values[:1]]
     )
-    assert numpy_of(pa.chunked_array([], array.type)).dtype == dtype
+    assert as_numpy(pa.chunked_array([], array.type)).dtype == dtype
 
 
 def test_arrow_numbers_have_missing_ones_and_share_memory() -> None:
@@ -580,10 +580,10 @@ def test_arrow_numbers_have_missing_ones_and_share_memory() -> None:
     array = arrow_numbers(values, missing)
     assert array.equals(pa.array(values, mask=missing))
     assert arrow_numbers(values, missing.astype(np.uint8)).equals(array)
-    np.testing.assert_array_equal(numpy_of(array.drop_null()), values[~missing])
-    fails_with(AssertionError, "", numpy_of, array)
+    np.testing.assert_array_equal(as_numpy(array.drop_null()), values[~missing])
+    fails_with(AssertionError, "", as_numpy, array)
     values = np.arange(4)
-    assert np.shares_memory(numpy_of(arrow_numbers(values)), values)
+    assert np.shares_memory(as_numpy(arrow_numbers(values)), values)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["a", "", "käse"]], ids=repr)

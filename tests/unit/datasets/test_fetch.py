@@ -132,13 +132,13 @@ def test_fetch_checks_and_records_file(server: Server, tmp_path: Path) -> None:
     seen: list[tuple[int, int | None]] = []
     file = server.file(size_bytes=len(BODY), md5=md5(BODY))
     [result] = fetch([file], str(folder), progress=lambda _, *progress: seen.append(progress))
-    of_file = {
+    file_entry = {
         "name": "a.gz",
         "bytes": len(BODY),
         "sha256": sha256(BODY),
         "url": f"{server.url}/a.gz",
     }
-    assert result == {**of_file, "status": "fetched", "verified": "published md5"}
+    assert result == {**file_entry, "status": "fetched", "verified": "published md5"}
     assert (folder / "a.gz").read_bytes() == BODY
     assert seen[-1] == (len(BODY), len(BODY))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -155,8 +155,8 @@ def test_present_files_are_skipped(server: Server, tmp_path: Path) -> None:
     [first] = fetch([file], str(tmp_path))
     assert fetch([file], str(tmp_path)) == [{**first, "status": "present"}]
     assert fetch([file], str(tmp_path), verify=True) == [{**first, "status": "present"}]
-    of_file = ('{"name": "a.gz"}', '{"name": "a.gz", "bytes": "x", "sha256": 1}')
-    for damaged in ("{ damaged", *(f'{{"files": [{text}]}}' for text in of_file)):
+    file_entry = ('{"name": "a.gz"}', '{"name": "a.gz", "bytes": "x", "sha256": 1}')
+    for damaged in ("{ damaged", *(f'{{"files": [{text}]}}' for text in file_entry)):
         (tmp_path / "fetched.json").write_text(damaged)
         assert fetch([file], str(tmp_path)) == [{**first, "url": None, "status": "present"}]
     assert len(served.requests) == 1
@@ -323,13 +323,13 @@ def test_only_temporary_errors_are_retried(
 def test_fetch_runs_two_transfers(server: Server, tmp_path: Path) -> None:
     lock = threading.Lock()
     running = 0
-    most = 0
+    maximum = 0
 
     def count(served: Served, number: int) -> None:
-        nonlocal running, most
+        nonlocal running, maximum
         with lock:
             running += 1
-            most = max(most, running)
+            maximum = max(maximum, running)
         time.sleep(0.1)
         with lock:
             running -= 1
@@ -340,7 +340,7 @@ def test_fetch_runs_two_transfers(server: Server, tmp_path: Path) -> None:
     assert [
         result["name"] for result in fetch([server.file(name) for name in names], str(tmp_path))
     ] == names
-    assert most == 2
+    assert maximum == 2
 
 
 def test_failure_stops_other_downloads(server: Server, tmp_path: Path) -> None:
@@ -508,14 +508,14 @@ def test_published_files_are_valid_and_accepted_in_any_form(tmp_path: Path) -> N
     rejects("did you mean 'criteo_small'", files_of, "criteo_smal")
     rejects("there are criteo_kaggle, criteo_small, criteo_full, mnist", files_of, "zzz")
 
-    def found(names: list[str], wanted: tuple[RemoteFile, ...]) -> list[str]:
+    def found(names: list[str], desired: tuple[RemoteFile, ...]) -> list[str]:
         for name in names:
             (tmp_path / name).touch()
             os.truncate(tmp_path / name, 15_000_000_000)
         notes.clear()
         return [
             Path(path).name
-            for path in require_files(str(tmp_path), wanted, fetch_name="x", note=notes.append)
+            for path in require_files(str(tmp_path), desired, fetch_name="x", note=notes.append)
         ]
 
     notes: list[str] = []
@@ -544,15 +544,15 @@ def test_require_files_returns_all_paths(tmp_path: Path) -> None:
         (tmp_path / file.plain_name).write_bytes(b"1\n")
     (tmp_path / "day_7").write_bytes(b"1\n")  # not wanted
     notes = []
-    wanted = files_of("criteo_small")
+    desired = files_of("criteo_small")
     expected = [str(tmp_path / f"day_{day}") for day in (0, 1, 2, 3, 23)]
     assert (
-        require_files(str(tmp_path), wanted, fetch_name="criteo_small", note=notes.append)
+        require_files(str(tmp_path), desired, fetch_name="criteo_small", note=notes.append)
         == expected
     )
     assert (notes[0], len(notes)) == (f"{tmp_path}/day_0: 2 B, but 49.8 GB are published", 5)
     (tmp_path / "day_3").rename(tmp_path / "day_3.gz.partial")
-    assert rejects("", require_files, str(tmp_path), wanted, fetch_name="criteo_small") == (
+    assert rejects("", require_files, str(tmp_path), desired, fetch_name="criteo_small") == (
         f"{tmp_path}: missing day_3 (181,115,208 rows, about 15.1 GB as .gz, 45.9 GB unpacked); "
         "published at https://ailab.criteo.com/download-criteo-1tb-click-logs-dataset. Run `rayrec "
         f"fetch criteo_small --out {tmp_path}`."

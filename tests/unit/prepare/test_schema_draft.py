@@ -17,7 +17,7 @@ from builders.faults import rejects
 from rayrec import cli, recipes
 from rayrec.config import InputError
 from rayrec.data.encoding.rules import seconds_of
-from rayrec.data.logs.column_values import REJECTED, numbers_of
+from rayrec.data.logs.column_values import REJECTED, parse_numbers
 from rayrec.prepare import schema_draft
 from rayrec.prepare.schema_draft import draft
 from rayrec.schema import Schema, load_schema
@@ -608,7 +608,7 @@ def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:
         "2024-02-30",
         "x",
     ]
-    values, status = numbers_of(
+    values, status = parse_numbers(
         pa.array([*texts, "7"]), "at", lambda name, fix: InputError(name), times=True
     )
     assert [

@@ -22,7 +22,7 @@ from builders.runs import files_in
 import rayrec
 from rayrec import storage
 from rayrec.data import synthetic
-from rayrec.data.arrow import json_of
+from rayrec.data.arrow import parse_reply
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
@@ -336,7 +336,7 @@ def test_split_opens_store_files_in_parallel(
     monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
     monkeypatch.setattr(split_tasks, "open_parquet", together)
     assert (
-        json_of(split_tasks.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",))))
+        parse_reply(split_tasks.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",))))
         == [[[0, 1], [1, 2]]] * 8
     )
 

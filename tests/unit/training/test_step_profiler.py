@@ -354,8 +354,12 @@ def test_profile_request_rejects_invalid_steps_and_idle_run(tmp_path: Path) -> N
         rejects(
             rf"^steps: must be between 1 and 200, .* got {steps:,}$", request, tmp_path, steps=steps
         )
-    for of in ([*events(), {"kind": "finish", "time": time.time(), "step": 100}], events()[:1], []):
-        rejects("is not training", request, tmp_path, events=of)
+    for history in (
+        [*events(), {"kind": "finish", "time": time.time(), "step": 100}],
+        events()[:1],
+        [],
+    ):
+        rejects("is not training", request, tmp_path, events=history)
     assert not (tmp_path / "profile").exists()
 
 

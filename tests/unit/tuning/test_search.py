@@ -32,7 +32,7 @@ from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
 from rayrec.schema import Feature, Label, Schema
 from rayrec.training import trainer
-from rayrec.tuning import search as of_searches
+from rayrec.tuning import search as search_module
 from rayrec.tuning import trials, waves
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.study import Study
@@ -113,7 +113,7 @@ def test_repeated_tune_call_trains_nothing(
         for number in range(5)
     ]
     before = [place.read_bytes() for place in events]
-    monkeypatch.setattr(of_searches, "train_parts", None)
+    monkeypatch.setattr(search_module, "train_parts", None)
     assert rayrec.tune(config, search=SEARCH, console=QUIET) == result
     assert [place.read_bytes() for place in events] == before
     for changes, message in (
@@ -229,11 +229,11 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
         None,
         False,
     )
-    lines = of_searches.table_text(again).splitlines()
+    lines = search_module.table_text(again).splitlines()
     assert [line.split()[0] for line in lines[-4:-1]] == ["dlrm", own, "logistic"]
     assert ["±" in line for line in lines[-4:-1]] == [True, True, False]
     assert (lines[-1], lines[-1] in Path(again["report"]).read_text()) == (
-        of_searches.SEEDS_NOTE,
+        search_module.SEEDS_NOTE,
         True,
     )
 
@@ -349,7 +349,7 @@ def own_log(path: str) -> str:
     item = rng.integers(0, 30, 2100)
     click = (rng.random(rows) < np.where(item % 3 == 0, 0.8, 0.2)).astype(np.int8)
     tags = [rng.integers(0, 8, count).tolist() for count in rng.integers(0, 3, rows)]
-    weights = [[0.5] * len(of_row) for of_row in tags]
+    weights = [[0.5] * len(row_values) for row_values in tags]
     is_csv = path.endswith(".csv")
     joined = (lambda lists: ["|".join(map(str, each)) for each in lists]) if is_csv else pa.array
     table = pa.table(
@@ -525,7 +525,7 @@ def configs(folder: Path, count: int) -> list[TrainConfig]:
 
 def searched(folder: Path, pool: Pool | None) -> dict[int, tuple[str, str | None, float | None]]:
     """Train 19 trials with the journal in this folder, and return their outcomes."""
-    space = Space.of({"seed": {"integers": [0, 1000]}}, source="s")
+    space = Space.parse({"seed": {"integers": [0, 1000]}}, source="s")
     study = Study(str(folder / "journal.log"), space, THIRDS)
 
     def opened() -> Pool:
@@ -546,7 +546,9 @@ def searched(folder: Path, pool: Pool | None) -> dict[int, tuple[str, str | None
     }
 
 
-def numbers_of(outcomes: dict[int, tuple[str, str | None, float | None]], state: str) -> set[int]:
+def parse_numbers(
+    outcomes: dict[int, tuple[str, str | None, float | None]], state: str
+) -> set[int]:
     return {number for number, outcome in outcomes.items() if outcome[0] == state}
 
 
@@ -559,8 +561,8 @@ def test_selection_does_not_depend_on_completion_order(tmp_path: Path) -> None:
     # the second wave.
     trained = [{number for number, wave in pools[0].trained if wave == each} for each in range(4)]
     assert trained == [set(range(19)), {0, 18, 17, 16, 15, 14}, {0, 14}, {0, 14}]
-    assert numbers_of(result[0], "finished") == {0, 9, 14}
-    assert numbers_of(result[0], "failed") == {5, 17}
+    assert parse_numbers(result[0], "finished") == {0, 9, 14}
+    assert parse_numbers(result[0], "failed") == {5, 17}
     assert result[0][6] == ("stopped", None, None)
 
 
@@ -581,7 +583,7 @@ def test_search_retries_trials_after_outside_failures(tmp_path: Path) -> None:
     first = Pool(1, disk_is_full=True)
     second = Pool(2)
     before = searched(tmp_path / "full", first)
-    assert numbers_of(before, "failed") == {0, 5, 16, 17, 18}
+    assert parse_numbers(before, "failed") == {0, 5, 16, 17, 18}
     assert searched(tmp_path / "full", second) == expected | {13: before[13]}  # 13 replaced 18.
     assert {(0, 3), (16, 1), (18, 0)} <= set(second.trained)
     assert not {5, 17} & {number for number, _ in second.trained}
@@ -655,7 +657,7 @@ TEXT = f"""
 """
 
 
-def values_of(space: Space, **options: Any) -> list[dict[str, Any]]:
+def read_column(space: Space, **options: Any) -> list[dict[str, Any]]:
     """Return the values of all trials before any result."""
     tuned = TuneConfig(**options)
     study = Study("unused", space, tuned)
@@ -668,17 +670,17 @@ def values_of(space: Space, **options: Any) -> list[dict[str, Any]]:
 def test_space_file_defines_trials() -> None:
     space = Space.read(TEXT, source="space.yaml")
     space.check(recipes.criteo_demo("log"))
-    trials = values_of(space, trials=9)
+    trials = read_column(space, trials=9)
     assert (trials[0], len(trials)) == ({}, 9)
     assert [trial[BATCH] for trial in trials[1:]] == [256, 512] * 4
     assert all(1e-4 <= trial[RATE] <= 1e-2 for trial in trials[1:])
     assert {tuple(trial[TOWER]) for trial in trials[1:]} == {(64, 1), (32, 1)}
     assert all(list(trial) == [RATE, TOWER, BATCH] for trial in trials[1:])
-    assert values_of(space, trials=9) == trials != values_of(space, trials=9, seed=1)
+    assert read_column(space, trials=9) == trials != read_column(space, trials=9, seed=1)
     config = with_values(recipes.criteo_demo("log"), trials[1])
     tower = config.workload.model.top_mlp  # type: ignore[attr-defined]
     assert (config.batch_size, tower) == (256, tuple(trials[1][TOWER]))
-    assert Space.of(space.plain(), source="again") == space
+    assert Space.parse(space.plain(), source="again") == space
 
 
 @pytest.mark.parametrize("recipe", [recipes.clicks, recipes.criteo_demo])
@@ -686,9 +688,9 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(
     recipe: Callable[[str], TrainConfig],
 ) -> None:
     config = recipe("log")
-    space = Space.of({"workload.model.embedding_dim": {"grid": [8, 32]}}, source="s")
+    space = Space.parse({"workload.model.embedding_dim": {"grid": [8, 32]}}, source="s")
     space.check(config)
-    workloads = [with_values(config, values).workload.to_dict() for values in values_of(space)]
+    workloads = [with_values(config, values).workload.to_dict() for values in read_column(space)]
     own = config.workload.to_dict()["model"]
     expected = [
         {**own, "embedding_dim": dim, "bottom_mlp": [*own["bottom_mlp"][:-1], dim]}
@@ -698,37 +700,37 @@ def test_embedding_dim_search_keeps_bottom_mlp_consistent(
 
 
 def test_grids_are_tried_once() -> None:
-    space = Space.of({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
-    assert values_of(space, trials=100) == [
+    space = Space.parse({"batch_size": {"grid": [1, 2, 3]}, "seed": {"grid": [0, 1]}}, source="s")
+    assert read_column(space, trials=100) == [
         {},
         *({"batch_size": size, "seed": seed} for size in (1, 2, 3) for seed in (0, 1)),
     ]
 
 
 def test_grid_algorithm_tries_all_choices() -> None:
-    space = Space.of(
+    space = Space.parse(
         {"batch_size": {"grid": [1, 2]}, TOWER: {"choice": [[8, 1], [4, 1]]}}, source="s"
     )
     expected = [{"batch_size": size, TOWER: tower} for size in (1, 2) for tower in ([8, 1], [4, 1])]
-    assert values_of(space, algorithm="grid") == [{}, *expected]
+    assert read_column(space, algorithm="grid") == [{}, *expected]
 
 
 def test_grid_algorithm_rejects_ranges() -> None:
-    space = Space.of({"seed": {"integers": [0, 9]}}, source="s")
+    space = Space.parse({"seed": {"integers": [0, 9]}}, source="s")
     rejects(
         "search: seed: integers has no list of values, required by tune.algorithm grid",
-        values_of,
+        read_column,
         space,
         algorithm="grid",
     )
 
 
 def test_draws_cover_ranges() -> None:
-    space = Space.of(
+    space = Space.parse(
         {"a": {"loguniform": [1e-6, 1.0]}, "b": {"integers": [1, 3]}, "c": {"uniform": [2, 4]}},
         source="s",
     )
-    trials = values_of(space, trials=501, seed=3)[1:]
+    trials = read_column(space, trials=501, seed=3)[1:]
     assert sum(math.log10(trial["a"]) for trial in trials) / 500 == pytest.approx(-3, abs=0.25)
     assert {trial["b"] for trial in trials} == {1, 2, 3}
     assert sum(trial["c"] for trial in trials) / 500 == pytest.approx(3, abs=0.1)
@@ -740,7 +742,7 @@ def values_tried(
 ) -> list[dict[str, Any]]:
     """Search the minimum of (a - 0.3)**2 and return the values of all trials."""
     folder.mkdir(exist_ok=True)
-    space = Space.of({"a": {"uniform": [0, 1]}, "b": {"choice": [[1], [2]]}}, source="s")
+    space = Space.parse({"a": {"uniform": [0, 1]}, "b": {"choice": [[1], [2]]}}, source="s")
     options = TuneConfig(algorithm=algorithm, metric="logloss", seed=seed, trials=31)
     study = Study(str(folder / "journal.log"), space, options)
     for group in waves.groups_of(31, options):
@@ -825,7 +827,7 @@ def test_space_rejects_shared_and_invalid_fields() -> None:
     ):
         rejects(
             message,
-            Space.of({field: {"choice": values}}, source="s").check,
+            Space.parse({field: {"choice": values}}, source="s").check,
             recipes.criteo_demo("log"),
         )
 
@@ -870,7 +872,7 @@ def search_result(**changes: Any) -> dict[str, Any]:
         number: int, values: dict[str, Any], best: float | None, **others: Any
     ) -> dict[str, Any]:
         curve = [] if best is None else [[10, best - 0.01], [20, best]]
-        told = {
+        reported = {
             "state": "finished",
             "error": None,
             "step": 20,
@@ -878,7 +880,14 @@ def search_result(**changes: Any) -> dict[str, Any]:
             "seconds": 3.4,
             "checkpoint": "c",
         }
-        return {"number": number, "values": values, "best": best, "curve": curve, **told, **others}
+        return {
+            "number": number,
+            "values": values,
+            "best": best,
+            "curve": curve,
+            **reported,
+            **others,
+        }
 
     values = {"workload.model.dropout": 0.25, "batch_size": 512}
     failed = trial(
@@ -896,7 +905,7 @@ def search_result(**changes: Any) -> dict[str, Any]:
 
 
 def test_search_table_and_page_show_trials() -> None:
-    lines = of_searches.table_text(search_result()).splitlines()
+    lines = search_module.table_text(search_result()).splitlines()
     assert lines[0].split() == [
         "trial",
         "dropout",
@@ -915,7 +924,7 @@ def test_search_table_and_page_show_trials() -> None:
     assert lines[5] == "Trained 13.5% of the rows of these trials: weak trials were stopped early."
     assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
-    text = of_searches.table_text(
+    text = search_module.table_text(
         search_result(
             best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"},
             compared=None,
@@ -926,10 +935,10 @@ def test_search_table_and_page_show_trials() -> None:
     assert "differs by" not in text
     assert "stopped early" not in text
     nothing = dict.fromkeys(("difference", "low", "high", "p_value"))
-    assert "1,428 test rows are too few" in of_searches.table_text(
+    assert "1,428 test rows are too few" in search_module.table_text(
         search_result(compared={"auroc": nothing})
     )
-    page = of_searches.render("first", search_result())
+    page = search_module.render("first", search_result())
     words = [
         "Search first",
         "Validation auroc",

@@ -105,7 +105,7 @@ def small(path: Path | None, **workload: Any) -> TrainConfig:
 def prepare(config: TrainConfig, folder: Path) -> Prepared:
     config.workload.check(config)
     context = RunContext(
-        config, str(folder), ThreadEngine(1), lambda text: None, lambda what, done, total: None
+        config, str(folder), ThreadEngine(1), lambda text: None, lambda label, done, total: None
     )
     return config.workload.prepare(context)
 
@@ -334,8 +334,8 @@ def test_tied_weights_are_stored_once_and_export_loads_elsewhere(
     names = list(checkpoint.Checkpoint(folder).manifest()["tensors"])
     assert "model.transformer.wte.weight" in names
     assert "model.lm_head.weight" not in names
-    told = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
-    assert told["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+    reported = config.workload.export(config, checkpoint=folder, out=str(tmp_path / "out"))
+    assert reported["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
     other, problems = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(problems.values())
     text_blocks = torch.randint(0, model.config.vocab_size, (2, BLOCK))

@@ -41,7 +41,7 @@ LARGE = [
 ]
 
 
-def of_text(values: Sequence[str], schema: Schema = IDS) -> RawBlock:
+def parse_texts(values: Sequence[str], schema: Schema = IDS) -> RawBlock:
     columns = tuple(schema.sparse)
     text = "".join(",".join([value] * len(columns)) + "\n" for value in values).encode()
     raw, faults = parse_table(
@@ -73,21 +73,21 @@ def decimals(values: Sequence[str | None], kind: pa.DataType) -> pa.Array:
 def test_large_decimals_match_text(kind: pa.DataType) -> None:
     raw, faults = parse_table(pa.table({"id": decimals(LARGE, kind)}), IDS)
     assert faults.total == 0
-    np.testing.assert_array_equal(raw.categories, of_text(LARGE).categories)
+    np.testing.assert_array_equal(raw.categories, parse_texts(LARGE).categories)
     assert len(np.unique(raw.categories)) == len(LARGE)
 
 
 def test_decimals_of_negative_scale_match_text() -> None:
     values = ["12345678901234567800", "100"]
     raw, _ = parse_table(pa.table({"id": decimals(values, pa.decimal128(18, -2))}), IDS)
-    np.testing.assert_array_equal(raw.categories, of_text(values).categories)
+    np.testing.assert_array_equal(raw.categories, parse_texts(values).categories)
 
 
 def test_decimals_in_lists_and_groups_are_exact() -> None:
     column = decimals(LARGE, pa.decimal128(20, 0))
     lists = pa.ListArray.from_arrays(pa.array(range(len(LARGE) + 1), pa.int32()), column)
     raw, faults = parse_table(pa.table({"id": column, "ids": lists}), BOTH)
-    expected = of_text(LARGE, BOTH)
+    expected = parse_texts(LARGE, BOTH)
     assert faults.total == 0
     np.testing.assert_array_equal(raw.lists[0].values, expected.lists[0].values)
     np.testing.assert_array_equal(raw.group_keys(), expected.group_keys())
@@ -122,13 +122,13 @@ def test_decimal_counts_of_criteo_are_exact() -> None:
 def counted(values: Sequence[str]) -> Preprocessor:
     preset = RAYREC.replace(min_count=1)
     counts = preset.counting(IDS).empty()
-    counts.add_rows(of_text(values), 0)
+    counts.add_rows(parse_texts(values), 0)
     return make_preprocessor(preset, IDS, counts)
 
 
 def test_decimals_of_frames_and_encoder_are_exact(tmp_path: Path) -> None:
     preprocessor = counted(LARGE)
-    expected = preprocessor.encode(of_text(LARGE)).ids[0]
+    expected = preprocessor.encode(parse_texts(LARGE)).ids[0]
     assert len(np.unique(expected)) == len(LARGE)
     frame = pd.DataFrame({"id": [Decimal(value) for value in LARGE]})
     np.testing.assert_array_equal(transform(preprocessor, frame)["id"], expected)

@@ -18,8 +18,8 @@ from rayrec.data.logs.reading import (
     good_lines,
     line_starts,
     name_slices,
+    read_column,
     read_raw,
-    values_of,
 )
 from rayrec.data.logs.splits import MAX_SLICES, Slice, Split, slices_of
 from rayrec.data.logs.text_log import Chunk, index_chunk, read_text
@@ -270,7 +270,7 @@ def _values(
         (segment,) = open_index(path, schema, segment_bytes=1 << 16, cache=cache).segments
         block = Block((SegmentRange(segment, start, segment.rows if stop is None else stop),), None)
         raw = read_raw([segment], schema)
-        return [values_of(block, raw, column, schema).to_pylist() for column in columns]
+        return [read_column(block, raw, column, schema).to_pylist() for column in columns]
 
 
 def test_text(tmp_path: Path) -> None:

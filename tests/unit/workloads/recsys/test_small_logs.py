@@ -24,12 +24,18 @@ def small_log(rows: int, *, users: int, items: int) -> pd.DataFrame:
     rng = np.random.default_rng(5)
     user = rng.zipf(1.3, rows) % users
     item = rng.zipf(1.3, rows) % items
-    of_user = rng.normal(0, 0.8, users)
-    of_item = rng.normal(0, 0.8, items)
+    user_rows = rng.normal(0, 0.8, users)
+    item_effect = rng.normal(0, 0.8, items)
     tastes = (rng.normal(0, 1, (users, 4))[user] * rng.normal(0, 1, (items, 4))[item]).sum(1)
     device = rng.integers(0, 12, rows)
     x = rng.normal(0, 1, rows)
-    logits = of_user[user] + of_item[item] + 0.5 * tastes + rng.normal(0, 0.4, 12)[device] + 0.3 * x
+    logits = (
+        user_rows[user]
+        + item_effect[item]
+        + 0.5 * tastes
+        + rng.normal(0, 0.4, 12)[device]
+        + 0.3 * x
+    )
     label = (rng.random(rows) < 1 / (1 + np.exp(-logits))).astype(int)
     return pd.DataFrame(
         {
