@@ -16,7 +16,7 @@ from rayrec import cli, models, recipes, storage
 from rayrec.cluster.layout import Layout
 from rayrec.data.engine import TaskPlacement
 from rayrec.optim.config import LearningRateSchedule
-from rayrec.storage.filesystems import location_of
+from rayrec.storage.filesystems import parse_location
 from rayrec.training.launchers.ray_launcher import worker_group
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ScalingConfig
@@ -77,7 +77,7 @@ def main(folder: Path) -> dict[str, Any]:
     options = worker_group(
         ScalingConfig(**scaling), Layout(1, 1.0, {"CPU": 1.0}, TaskPlacement(), TaskPlacement())
     )
-    location = location_of("r2://bucket/folder/file")
+    location = parse_location("r2://bucket/folder/file")
     return {
         **train(folder),
         "store": [

@@ -343,24 +343,24 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
         "STORAGE_EMULATOR_HOST",
     ):
         monkeypatch.delenv(name, raising=False)
-    assert GcsLocation.of("gs://bucket/a%20b/") == GcsLocation(
+    assert GcsLocation.parse("gs://bucket/a%20b/") == GcsLocation(
         "bucket/a%20b", None, anonymous=False
     )
-    assert GcsLocation.of("gs://anonymous@bucket/a") == GcsLocation(
+    assert GcsLocation.parse("gs://anonymous@bucket/a") == GcsLocation(
         "bucket/a", None, anonymous=True
     )
-    assert GcsLocation.of("gcs://b/a?endpoint_override=x.com") == GcsLocation(
+    assert GcsLocation.parse("gcs://b/a?endpoint_override=x.com") == GcsLocation(
         "b/a", "https://x.com", anonymous=False
     )
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9")
-    assert GcsLocation.of("gs://bucket/a") == GcsLocation(
+    assert GcsLocation.parse("gs://bucket/a") == GcsLocation(
         "bucket/a", "http://127.0.0.1:9", anonymous=True
     )
     rejects(
-        r"storage account not found\. Set AZURE_STORAGE_ACCOUNT", AzureLocation.of, "az://logs/a"
+        r"storage account not found\. Set AZURE_STORAGE_ACCOUNT", AzureLocation.parse, "az://logs/a"
     )
     url = "abfss://logs@acct.dfs.core.windows.net/a/b"
-    assert AzureLocation.of(url) == AzureLocation(
+    assert AzureLocation.parse(url) == AzureLocation(
         "logs/a/b", "https://acct.blob.core.windows.net", "acct"
     )
     assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
@@ -370,11 +370,13 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
         "AZURE_STORAGE_CONNECTION_STRING",
         "AccountName=tester;AccountKey=aA==;BlobEndpoint=http://h:1/tester",
     )
-    assert AzureLocation.of("az://logs/a") == AzureLocation("logs/a", "http://h:1/tester", "tester")
-    assert AzureLocation.of("az://logs@acct/a").endpoint == "https://acct.blob.core.windows.net"
+    assert AzureLocation.parse("az://logs/a") == AzureLocation(
+        "logs/a", "http://h:1/tester", "tester"
+    )
+    assert AzureLocation.parse("az://logs@acct/a").endpoint == "https://acct.blob.core.windows.net"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "hush")
     assert "hush" not in rejects(
-        r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.of, "az://logs/a"
+        r"^AZURE_STORAGE_CONNECTION_STRING: must be a list", AzureLocation.parse, "az://logs/a"
     )
 
 
@@ -391,7 +393,7 @@ def test_s3_location_matches_aws_tools_and_keeps_url_options(
     assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
     inside = storage.join(url, "day_1.parquet")
     assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
-    assert S3Location.of(inside).inner == "bucket/runs/day_1.parquet"
+    assert S3Location.parse(inside).inner == "bucket/runs/day_1.parquet"
     assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
     for name in (
         "AWS_ENDPOINT_URL",
@@ -425,10 +427,10 @@ def test_s3_location_matches_aws_tools_and_keeps_url_options(
     ):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        place = S3Location.of(url)
+        place = S3Location.parse(url)
         assert (place.inner, place.endpoint, place.region) == expected
     config.write_text("rubbish")
-    rejects("must be an AWS config file", S3Location.of, "s3://bucket")
+    rejects("must be an AWS config file", S3Location.parse, "s3://bucket")
 
 
 def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +446,7 @@ def test_listed_files_keep_url_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_retries(path: str, call: Any) -> Any:
         assert path.endswith("?region=x")
-        return call(Store(), S3Location.of(path).inner)
+        return call(Store(), S3Location.parse(path).inner)
 
     monkeypatch.setattr("rayrec.storage.folders.with_retries", with_retries)
     monkeypatch.setattr("rayrec.storage.files.with_retries", with_retries)

@@ -83,7 +83,7 @@ def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
     """
     paths = [file.path for file in files]
     if not paths or not storage.is_url(paths[0]) or len(paths) <= SNIFFED_FILES:
-        return list(storage.in_parallel(is_gzip, paths, of=paths[0] if paths else ""))
+        return list(storage.in_parallel(is_gzip, paths, path=paths[0] if paths else ""))
     groups = [paths[start : start + SNIFFED_FILES] for start in range(0, len(paths), SNIFFED_FILES)]
     tables = engine.run("open", _sniff_task, groups, block_bytes=1 << 12)
     return [is_packed for table in tables for is_packed in table.column("gzip").to_pylist()]
@@ -91,7 +91,7 @@ def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
 
 def _sniff_task(paths: Sequence[str]) -> pa.Table:
     return pa.table(
-        {"gzip": pa.array(storage.in_parallel(is_gzip, paths, of=paths[0]), pa.bool_())}
+        {"gzip": pa.array(storage.in_parallel(is_gzip, paths, path=paths[0]), pa.bool_())}
     )
 
 
@@ -106,7 +106,7 @@ def _index_table(chunks: Sequence[Chunk], *, schema: Schema, segment_bytes: int)
     index = functools.partial(index_chunk, schema=schema, segment_bytes=segment_bytes)
     entries = []
     total = Faults()
-    for new, faults in storage.in_parallel(index, chunks, of=chunks[0].path):
+    for new, faults in storage.in_parallel(index, chunks, path=chunks[0].path):
         entries += new
         total.add(faults)
     return json_reply({"entries": entries, "faults": total.to_dict()})
@@ -287,7 +287,7 @@ class LogSource:
         try:
             orders = dict.fromkeys(
                 storage.in_parallel(
-                    functools.partial(file_columns, schema=schema), some, of=self.path
+                    functools.partial(file_columns, schema=schema), some, path=self.path
                 )
             )
         except InputError:

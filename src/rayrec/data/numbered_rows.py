@@ -600,7 +600,7 @@ class ImageRows(RowSource):
         readable = np.zeros(len(indices), np.uint8)
         decode = partial(self._decode, index, epoch)
         for number, image in enumerate(
-            storage.in_parallel(decode, indices.tolist(), of=index.row_path(0))
+            storage.in_parallel(decode, indices.tolist(), path=index.row_path(0))
         ):
             if image is not None:
                 images[number] = image

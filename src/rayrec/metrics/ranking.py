@@ -257,14 +257,14 @@ class RankingAccumulator:
             self._file = tempfile.TemporaryFile(prefix="rayrec-ranking-")  # noqa: SIM115
         offset = self._file.seek(0, 2)
         for groups, logits, labels in self._pop_batches():
-            bucket_of = _buckets(groups, _BUCKETS)
-            order = np.argsort(bucket_of, kind="stable")
+            bucket_url = _buckets(groups, _BUCKETS)
+            order = np.argsort(bucket_url, kind="stable")
             rows = np.empty(len(order), _ROW)
             rows["group"] = groups[order]
             rows["logit"] = logits[order]
             rows["label"] = labels[order]
             self._file.write(rows.view(np.uint8).data)
-            for bucket, count in enumerate(np.bincount(bucket_of, minlength=_BUCKETS).tolist()):
+            for bucket, count in enumerate(np.bincount(bucket_url, minlength=_BUCKETS).tolist()):
                 if count:
                     self._extents[bucket].append((offset, count))
                     offset += count * _ROW.itemsize

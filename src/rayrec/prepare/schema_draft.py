@@ -159,7 +159,7 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
         return list(_first_tables(file.path, schema))
 
     tables = [head.table]
-    for more in storage.in_parallel(rows_of, files[1:num_files], of=files[0].path):
+    for more in storage.in_parallel(rows_of, files[1:num_files], path=files[0].path):
         tables.extend(more)
     # Also with names that occur twice
     if all(table.schema.equals(head.table.schema) for table in tables):

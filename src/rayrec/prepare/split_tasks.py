@@ -573,7 +573,7 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
         groups = grouped(sizes, int, max_bytes=task_bytes, overflows=True)
         return list(pairwise(accumulate(map(len, groups), initial=0)))
 
-    return json_reply(list(storage.in_parallel(cut, files, of=files[0].path)))
+    return json_reply(list(storage.in_parallel(cut, files, path=files[0].path)))
 
 
 def table_tasks(

@@ -22,22 +22,22 @@ from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
 from rayrec.humanize import json_values
-from rayrec.storage.filesystems import location_of, resolve, with_retries
+from rayrec.storage.filesystems import parse_location, resolve, with_retries
 from rayrec.storage.range_reader import read_url
 from rayrec.storage.retry import retry
 from rayrec.storage.urls import (
-    bucket_of,
+    bucket_url,
     in_object_store,
     local_path,
-    scheme_of,
     split_options,
+    url_scheme,
 )
 
 _BUFFER_BYTES: Final = 8 << 20
 """Bytes read, written or copied at a time. Smaller files need one request to a store."""
 _MAX_JSON_BYTES: Final = 1 << 30
 PARTIAL: Final = re.compile(r"\.[0-9a-f]{32}\.partial$")
-"""Matches the suffix added by `partial_of`."""
+"""Matches the suffix added by `partial_path`."""
 _LARGEST_COPY_BYTES: Final = 5 << 30
 """Largest file that S3 can copy in one request."""
 _COPIES_ANY_SIZE: Final = {"gs", "gcs", "az", "abfs", "abfss"}
@@ -51,7 +51,7 @@ file.
 """
 
 
-def partial_of(path: str) -> str:
+def partial_path(path: str) -> str:
     """Return a new temporary name in the same folder, which is left behind if the process is
     killed.
     """
@@ -59,16 +59,16 @@ def partial_of(path: str) -> str:
 
 
 def exists(path: str) -> bool:
-    return info_of(path).type != arrow_fs.FileType.NotFound
+    return read_info(path).type != arrow_fs.FileType.NotFound
 
 
 def size_of(path: str) -> int | None:
     """Return the size of a file in bytes, or None if it is not a file."""
-    info = info_of(path)
+    info = read_info(path)
     return info.size if info.type == arrow_fs.FileType.File else None
 
 
-def info_of(path: str) -> arrow_fs.FileInfo:
+def read_info(path: str) -> arrow_fs.FileInfo:
     """Return type, size and time of the entry at a path."""
     return with_retries(path, lambda filesystem, inner: filesystem.get_file_info(inner))
 
@@ -78,7 +78,7 @@ def missing(path: str, problem: str = "no such file") -> InputError:
     exist.
     """
     if in_object_store(path):
-        info_of(bucket_of(path) + split_options(path)[1])
+        read_info(bucket_url(path) + split_options(path)[1])
     return InputError(f"{path}: {problem}")
 
 
@@ -173,7 +173,7 @@ def write_stream(path: str, chunks: Iterable[bytes | memoryview]) -> int:
     def cut_chunks() -> Iterator[memoryview]:
         nonlocal size_bytes
         for chunk in chunks:
-            view = _bytes_of(chunk)
+            view = _as_view(chunk)
             size_bytes += len(view)
             # Limited in size, because each is copied on its way to a store.
             for start in range(0, len(view), _BUFFER_BYTES):
@@ -204,7 +204,7 @@ def write_bytes(path: str, data: bytes | memoryview) -> None:
     """Write a file atomically."""
     if local_path(path) is None and memoryview(data).nbytes <= _BUFFER_BYTES:
         # One request, which can be repeated here, with a warning in an outage.
-        with_retries(path, lambda filesystem, inner: _put(filesystem, inner, [_bytes_of(data)]))
+        with_retries(path, lambda filesystem, inner: _put(filesystem, inner, [_as_view(data)]))
     else:
         write_stream(path, [data])
 
@@ -276,7 +276,7 @@ def _linked(source: str, target: str) -> bool:
 
 def _copied_by_store(source: str, target: str, size: int) -> bool:
     if not same_store(source, target) or (
-        size > _LARGEST_COPY_BYTES and scheme_of(source) not in _COPIES_ANY_SIZE
+        size > _LARGEST_COPY_BYTES and url_scheme(source) not in _COPIES_ANY_SIZE
     ):
         return False
     _, inner = resolve(source)
@@ -289,7 +289,7 @@ def same_store(source: str, target: str) -> bool:
     return (
         in_object_store(source)
         and in_object_store(target)
-        and location_of(source).root() == location_of(target).root()
+        and parse_location(source).root() == parse_location(target).root()
     )
 
 
@@ -319,7 +319,7 @@ def _appearing(target: str) -> Iterator[str]:
     """
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
-    temporary = partial_of(target)
+    temporary = partial_path(target)
     try:
         yield temporary
         sync(temporary)
@@ -339,7 +339,7 @@ def sync(path: str) -> None:
         os.close(descriptor)
 
 
-def _bytes_of(data: bytes | memoryview) -> memoryview:
+def _as_view(data: bytes | memoryview) -> memoryview:
     view = memoryview(data)
     # memoryviews with a 0 in their shape cannot be cast
     return view.cast("B") if view.nbytes else memoryview(b"")

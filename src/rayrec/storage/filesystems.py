@@ -10,7 +10,7 @@ from rayrec.config import InputError
 from rayrec.storage.object_store import ObjectStore
 from rayrec.storage.retry import outage_s, retry
 from rayrec.storage.stores import AzureLocation, GcsLocation, S3Location, StoreLocation
-from rayrec.storage.urls import bucket_of, in_object_store, local_path, scheme_of
+from rayrec.storage.urls import bucket_url, in_object_store, local_path, url_scheme
 
 _Result = TypeVar("_Result")
 
@@ -30,9 +30,9 @@ SENT_SETTINGS: Final = (
 """Environment variables for stores that are valid on other machines: none is a file path."""
 
 
-def location_of(path: str) -> StoreLocation:
+def parse_location(path: str) -> StoreLocation:
     """Parse an object store's URL. Raises InputError for an incomplete URL or credentials in it."""
-    return _LOCATIONS[scheme_of(path)].of(path)
+    return _LOCATIONS[url_scheme(path)].parse(path)
 
 
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
@@ -61,14 +61,14 @@ def _resolve(path: str, *, patient: bool) -> tuple[arrow_fs.FileSystem, str]:
     if local is not None:
         return arrow_fs.LocalFileSystem(), local
     if in_object_store(path):
-        location = location_of(path)
+        location = parse_location(path)
         return _connected(location, outage_s() if patient else 0.0), location.inner
-    if scheme_of(path) not in _OTHER_SCHEMES:
+    if url_scheme(path) not in _OTHER_SCHEMES:
         supported = ", ".join(
             f"{scheme}://" for scheme in ("file", *_LOCATIONS, *sorted(_OTHER_SCHEMES))
         )
         raise InputError(
-            f"{bucket_of(path)}: scheme is not supported ({supported}). Use a path or a URL such "
+            f"{bucket_url(path)}: scheme is not supported ({supported}). Use a path or a URL such "
             "as s3://bucket/key"
         )
     try:

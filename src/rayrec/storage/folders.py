@@ -14,12 +14,12 @@ from typing import Final
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.storage.files import Scratch, copy_file, exists, info_of, missing, partial_of, sync
+from rayrec.storage.files import Scratch, copy_file, exists, missing, partial_path, read_info, sync
 from rayrec.storage.filesystems import resolve, with_retries
 from rayrec.storage.lakehouse import reject_enclosing_tables, reject_listed_tables
 from rayrec.storage.range_reader import in_order, in_parallel
 from rayrec.storage.urls import (
-    bucket_of,
+    bucket_url,
     folder_of,
     in_object_store,
     is_url,
@@ -27,7 +27,7 @@ from rayrec.storage.urls import (
     local_path,
     name_of,
     split_options,
-    url_of,
+    to_url,
 )
 
 _GLOB: Final = re.compile(r"[*?\[]")
@@ -64,7 +64,7 @@ class File:
 
 def _file(info: arrow_fs.FileInfo, path: str) -> File:
     """Convert a file found below `path`, which supplies the scheme and options of a URL."""
-    return File(url_of(info.path, path), info.size or 0, info.mtime_ns or 0)
+    return File(to_url(info.path, path), info.size or 0, info.mtime_ns or 0)
 
 
 def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
@@ -77,7 +77,7 @@ def list_files(path: str, *, names: Sequence[str] = ()) -> list[File]:
     of `names` is missing or ambiguous, and for Delta, Iceberg and Hudi tables, and paths inside
     them.
     """
-    info = info_of(path)
+    info = read_info(path)
     files = _list_files(path, info)
     reject_enclosing_tables(path, [file.path for file in files])
     if not names or info.type != arrow_fs.FileType.Directory:
@@ -119,7 +119,7 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
         infos = _matching(info.path, path)
         if not any(map(_is_data, infos)):
             folders = [info.path for info in infos if _is_partition(info)]
-            inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, of=path)
+            inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, path=path)
             infos = [info for folder_infos in inside for info in folder_infos]
     else:
         raise missing(path, "no such file or folder")
@@ -159,11 +159,11 @@ def _in_partitions(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     """List the first level of a folder, and the folders named KEY=VALUE below it, in at most two
     requests.
     """
-    infos = _infos(url_of(inner, path))
+    infos = _infos(to_url(inner, path))
     reject_listed_tables(path, inner, infos)
     if not any(map(_is_partition, infos)):
         return infos
-    infos = _infos(url_of(inner, path), recursive=True)
+    infos = _infos(to_url(inner, path), recursive=True)
     reject_listed_tables(path, inner, infos)
     return [
         info
@@ -183,10 +183,10 @@ def _matching(inner: str, path: str) -> list[arrow_fs.FileInfo]:
     first = next(number for number, name in enumerate(names) if _GLOB.search(name))
     folders = ["/".join(names[:first])]
     if "**" in names:
-        infos = _infos(url_of(folders[0], path), recursive=True)
+        infos = _infos(to_url(folders[0], path), recursive=True)
         return [info for info in infos if _matches(info.path.split("/"), names)]
     for number in range(first, len(names)):  # one request per folder, parallel on each level
-        listed = in_parallel(lambda folder: _infos(url_of(folder, path)), folders, of=path)
+        listed = in_parallel(lambda folder: _infos(to_url(folder, path)), folders, path=path)
         infos = [
             info
             for folder_infos in listed
@@ -224,7 +224,7 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
 
     def find_in(folder: str) -> list[File]:
         if len(by_folder[folder]) < _LISTED_FILES:
-            infos = {path: info_of(path) for path in by_folder[folder]}
+            infos = {path: read_info(path) for path in by_folder[folder]}
         else:
             listed = {info.base_name: info for info in _infos(folder)}
             infos = {
@@ -242,7 +242,7 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
         return {}
     return {
         file.path: file
-        for files in in_parallel(find_in, list(by_folder), of=paths[0])
+        for files in in_parallel(find_in, list(by_folder), path=paths[0])
         for file in files
     }
 
@@ -293,7 +293,7 @@ def remove_folder(path: str) -> None:
     buckets, the home and working directories, and their parents, and for a folder whose name and
     contents are not rayrec's.
     """
-    if info_of(path).type == arrow_fs.FileType.Directory:
+    if read_info(path).type == arrow_fs.FileType.Directory:
         _check_removable(path)
         _remove(path)
 
@@ -312,7 +312,7 @@ def _check_removable(path: str) -> None:
     if local is None:
         is_protected = not posixpath.basename(split_options(path)[0].rstrip("/")) or path.rstrip(
             "/"
-        ) == bucket_of(path)
+        ) == bucket_url(path)
     else:
         resolved = os.path.realpath(local)
         used = [os.path.realpath(folder) for folder in (os.path.expanduser("~"), os.getcwd())]
@@ -343,7 +343,7 @@ def copy_files(source: str, target: str) -> None:
     """Copy files of a folder and its subfolders into another, made if missing. Raises InputError if
     it does not exist.
     """
-    info = info_of(source)
+    info = read_info(source)
     if info.type != arrow_fs.FileType.Directory:
         raise missing(source, "no such folder")
     make_folder(target)
@@ -381,7 +381,7 @@ def writing_folder(path: str) -> Iterator[str]:
             _send(folder, path)
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    temporary = partial_of(target)
+    temporary = partial_path(target)
     os.makedirs(temporary)
     try:
         yield temporary

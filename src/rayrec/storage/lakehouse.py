@@ -11,17 +11,17 @@ from typing import Final
 from pyarrow import fs as arrow_fs
 
 from rayrec.config import InputError
-from rayrec.storage.files import info_of
+from rayrec.storage.files import read_info
 from rayrec.storage.filesystems import with_retries
 from rayrec.storage.range_reader import in_parallel
 from rayrec.storage.urls import (
-    bucket_of,
+    bucket_url,
     folder_of,
     join,
     local_path,
     name_of,
     split_options,
-    url_of,
+    to_url,
 )
 
 _DATA_FILES: Final = (".parquet", ".orc", ".avro")
@@ -56,7 +56,7 @@ def reject_listed_tables(path: str, inner: str, infos: Iterable[arrow_fs.FileInf
     for info in infos:
         match = _LISTED.fullmatch(posixpath.relpath(info.path, inner))
         if match:
-            folder = url_of(posixpath.join(inner, match[1]).rstrip("/"), path)
+            folder = to_url(posixpath.join(inner, match[1]).rstrip("/"), path)
             kind = _detect_format(folder) if match[3] else _LOGS.get(match[2], "Iceberg")
             if kind is not None:
                 raise _rejected(path, kind, folder)
@@ -73,7 +73,7 @@ def reject_enclosing_tables(path: str, files: Sequence[str]) -> None:
     sampled = inside[:: -(-len(inside) // _SAMPLED)]
     candidates = list(dict.fromkeys(above for folder in sampled for above in _upwards(folder)))
     for folder, kind in zip(
-        candidates, in_parallel(_detect_format, candidates, of=path), strict=True
+        candidates, in_parallel(_detect_format, candidates, path=path), strict=True
     ):
         if kind is not None:
             raise _rejected(path, kind, folder)
@@ -85,7 +85,7 @@ def _upwards(folder: str) -> list[str]:
     if local is not None:
         return [local, *map(str, PurePath(local).parents)]
     folders = [folder]
-    while folder != bucket_of(folder) + split_options(folder)[1] and _INNER.fullmatch(
+    while folder != bucket_url(folder) + split_options(folder)[1] and _INNER.fullmatch(
         name_of(folder)
     ):
         folder = folder_of(folder)
@@ -96,7 +96,7 @@ def _upwards(folder: str) -> list[str]:
 def _detect_format(folder: str) -> str | None:
     """Return the format of a table's folder, or None for other folders."""
     for name, kind in _LOGS.items():
-        if info_of(join(folder, name)).type == arrow_fs.FileType.Directory:
+        if read_info(join(folder, name)).type == arrow_fs.FileType.Directory:
             return kind
 
     def names(filesystem: arrow_fs.FileSystem, inner: str) -> list[str]:
@@ -106,7 +106,7 @@ def _detect_format(folder: str) -> str | None:
         ]
 
     metadata = join(folder, _METADATA)
-    if info_of(metadata).type != arrow_fs.FileType.Directory:
+    if read_info(metadata).type != arrow_fs.FileType.Directory:
         return None
     return (
         "Iceberg"

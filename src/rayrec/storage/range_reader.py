@@ -20,13 +20,13 @@ NUM_REQUESTS: Final = 32
 
 
 def in_parallel(
-    function: Callable[[_Item], _Result], items: Sequence[_Item], *, of: str
+    function: Callable[[_Item], _Result], items: Sequence[_Item], *, path: str
 ) -> Iterator[_Result]:
-    """Map `function` over the items, in order, with up to NUM_REQUESTS parallel calls if `of` is a
-    URL, else sequentially. Calls run in copies of the caller's context (see `retry_timeout`), and
+    """Map `function` over the items, in order: with up to NUM_REQUESTS parallel calls if `path` is
+    a URL, else sequentially. Calls run in copies of the caller's context (see `retry_timeout`), and
     are cancelled if the caller stops or one raises.
     """
-    if not is_url(of) or len(items) < 2:
+    if not is_url(path) or len(items) < 2:
         yield from map(function, items)
     else:
         yield from in_order(

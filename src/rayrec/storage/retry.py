@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from rayrec.config import InputError
-from rayrec.storage.urls import bucket_of
+from rayrec.storage.urls import bucket_url
 
 _logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -103,7 +103,7 @@ def retry(path: str, call: Callable[[], _Result], *, limit_s: float | None = Non
         if _SILENT_S < time.monotonic() - start_s < limit_s and not warned:
             warned = True
             _logger.warning(
-                "Retrying %s for up to %.0f s (%s)", bucket_of(path), limit_s, error.cause
+                "Retrying %s for up to %.0f s (%s)", bucket_url(path), limit_s, error.cause
             )
 
     try:
@@ -117,13 +117,13 @@ def retry(path: str, call: Callable[[], _Result], *, limit_s: float | None = Non
         )
     except UnavailableError as error:
         raise OSError(
-            f"{bucket_of(path)}: the store was unavailable for {time.monotonic() - start_s:.0f} s "
+            f"{bucket_url(path)}: the store was unavailable for {time.monotonic() - start_s:.0f} s "
             f"({error.cause}); {error.hint}. Correct the endpoint, or try again when it answers"
         ) from None
     if warned:
         _logger.warning(
             "Reached the store of %s again after %.0f s",
-            bucket_of(path),
+            bucket_url(path),
             time.monotonic() - start_s,
         )
     return result

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from rayrec.config import InputError
 from rayrec.storage.retry import BACKOFF, UnavailableError
-from rayrec.storage.urls import options_of, scheme_of, split_options
+from rayrec.storage.urls import split_options, url_options, url_scheme
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -49,7 +49,7 @@ class StoreLocation(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, path: str) -> Self:
+    def parse(cls, path: str) -> Self:
         """Parse a URL, given the environment. Its key is not percent-decoded. Raises InputError for
         credentials in the URL, which would leak into configs and logs.
         """
@@ -154,8 +154,8 @@ class S3Location(StoreLocation):
     _vendor = "AWS"
 
     @classmethod
-    def of(cls, path: str) -> S3Location:
-        """Parse s3://BUCKET/KEY[?region=, scheme=, endpoint_override=]; see `StoreLocation.of`."""
+    def parse(cls, path: str) -> S3Location:
+        """Parse s3://BUCKET/KEY[?region=, scheme=, endpoint_override=] as `StoreLocation.parse`."""
         body = split_options(path)[0].removeprefix("s3://")
         bucket = body.partition("/")[0]
         if "@" in bucket:
@@ -165,7 +165,7 @@ class S3Location(StoreLocation):
             )
         if not bucket:
             raise InputError(f"{path}: bucket not found. Use a URL such as s3://bucket/key")
-        options = options_of(path, ("region", "scheme", "endpoint_override"))
+        options = url_options(path, ("region", "scheme", "endpoint_override"))
         profile = _profile()
         set_endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         endpoint = options.get("endpoint_override") or set_endpoint or profile.get("endpoint_url")
@@ -261,21 +261,21 @@ class GcsLocation(StoreLocation):
     _vendor = "Google"
 
     @classmethod
-    def of(cls, path: str) -> GcsLocation:
+    def parse(cls, path: str) -> GcsLocation:
         """Parse a URL gs://BUCKET/KEY[?anonymous=true, scheme=, endpoint_override=]; see
-        `StoreLocation.of`.
+        `StoreLocation.parse`.
         """
         body = split_options(path)[0].partition("://")[2]
         bucket = body.partition("/")[0]
         user, at, _ = bucket.rpartition("@")
         if at and user != "anonymous":
             raise InputError(
-                f"{scheme_of(path)}://...@{bucket.rpartition('@')[2]}: must not contain "
+                f"{url_scheme(path)}://...@{bucket.rpartition('@')[2]}: must not contain "
                 "credentials. Set GOOGLE_APPLICATION_CREDENTIALS instead"
             )
         if not bucket.removeprefix("anonymous@"):
             raise InputError(f"{path}: bucket not found. Use a URL such as gs://bucket/key")
-        options = options_of(path, ("anonymous", "scheme", "endpoint_override"))
+        options = url_options(path, ("anonymous", "scheme", "endpoint_override"))
         endpoint = options.get("endpoint_override") or os.environ.get("STORAGE_EMULATOR_HOST")
         if endpoint and "://" not in endpoint:
             default = "https" if options.get("endpoint_override") else "http"
@@ -331,17 +331,17 @@ class AzureLocation(StoreLocation):
     )
 
     @classmethod
-    def of(cls, path: str) -> AzureLocation:
-        """Parse a URL az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY; see `StoreLocation.of`.
+    def parse(cls, path: str) -> AzureLocation:
+        """Parse az://CONTAINER[@ACCOUNT[.dfs.core.windows.net]]/KEY; see `StoreLocation.parse`.
         Raises InputError if neither the URL nor the environment names an account.
         """
-        options_of(path, ())
+        url_options(path, ())
         authority, _, key = split_options(path)[0].partition("://")[2].partition("/")
         container, at, host = authority.partition("@")
         match = _ACCOUNT.fullmatch(host) if at else None
         if ":" in authority or (at and not match):
             raise InputError(
-                f"{scheme_of(path)}://...: must name an Azure container, without credentials. Use "
+                f"{url_scheme(path)}://...: must name an Azure container, without credentials. Use "
                 "a URL such as az://container/key or az://container@account/key"
             )
         if not container:

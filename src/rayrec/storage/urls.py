@@ -24,14 +24,14 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
-def scheme_of(path: str) -> str:
+def url_scheme(path: str) -> str:
     """Return the scheme in lower case, or "" for a local path."""
     return path.partition("://")[0].lower() if is_url(path) else ""
 
 
 def in_object_store(path: str) -> bool:
     """Return whether a path is in an object store, which has no folders except in object names."""
-    return scheme_of(path) in _OBJECT_STORES
+    return url_scheme(path) in _OBJECT_STORES
 
 
 def absolute(path: str) -> str:
@@ -88,16 +88,16 @@ def folder_names(path: str) -> list[str]:
     """Return the names of the folders above a file, the outermost first, without options; of a
     file:// URL as on the disk.
     """
-    body = unquote(path) if scheme_of(path) == "file" else split_options(path)[0]
+    body = unquote(path) if url_scheme(path) == "file" else split_options(path)[0]
     return posixpath.dirname(body).split("/")
 
 
-def bucket_of(path: str) -> str:
+def bucket_url(path: str) -> str:
     """Return the URL of the bucket (Azure: container) of an object store's URL, without options."""
     return "/".join(split_options(path)[0].split("/")[:3])
 
 
-def url_of(inner: str, path: str) -> str:
+def to_url(inner: str, path: str) -> str:
     """Convert a path within the filesystem of `path` into a path or URL, with the scheme, account
     and options of `path`.
     """
@@ -105,10 +105,10 @@ def url_of(inner: str, path: str) -> str:
         return inner
     if not in_object_store(path):
         # `local_path` decodes it
-        inner = inner.replace("%", "%25") if scheme_of(path) == "file" else inner
+        inner = inner.replace("%", "%25") if url_scheme(path) == "file" else inner
         return path[: path.index("://") + 3] + inner
     within = inner.partition("/")[2]
-    return bucket_of(path) + (f"/{within}" if within else "") + split_options(path)[1]
+    return bucket_url(path) + (f"/{within}" if within else "") + split_options(path)[1]
 
 
 def split_options(path: str) -> tuple[str, str]:
@@ -122,14 +122,14 @@ def split_options(path: str) -> tuple[str, str]:
     return body, question + query
 
 
-def options_of(path: str, supported: Sequence[str]) -> dict[str, str]:
+def url_options(path: str, supported: Sequence[str]) -> dict[str, str]:
     """Return the options of an object store's URL. Raises InputError for an unknown option."""
     options = dict(parse_qsl(split_options(path)[1].removeprefix("?")))
     unknown = sorted(options.keys() - set(supported))
     if unknown:
         hint = f"there are {', '.join(supported)}" if supported else "it has none"
         raise InputError(
-            f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[scheme_of(path)]} URL; "
+            f"{path}: {unknown[0]} is not an option of {_OBJECT_STORES[url_scheme(path)]} URL; "
             f"{hint}"
         )
     return options

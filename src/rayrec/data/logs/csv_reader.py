@@ -154,7 +154,7 @@ class CsvRange:
             (start, min(READ_BYTES, self._stop - start))
             for start in range(at, self._stop, READ_BYTES)
         ]
-        for chunk in storage.in_parallel(functools.partial(_bytes_at, path), ranges, of=path):
+        for chunk in storage.in_parallel(functools.partial(_bytes_at, path), ranges, path=path):
             tables, rest = splitter.split(text + chunk, final=False)
             at += len(text) + len(chunk) - len(rest)
             text = rest

@@ -280,7 +280,7 @@ def read_rows(
     stored = [name for name in (*names, FAULT) if name in footer.names]
     chunks = _column_chunks(footer.metadata, groups, stored)
     spans = _spans(chunks)
-    buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, of=path))
+    buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, path=path))
     file = _Spans(path, footer.size_bytes, spans, buffers)
     sums = np.array([checksum(file.bytes_of(*chunk)) for chunk in chunks], np.int64)
     try:

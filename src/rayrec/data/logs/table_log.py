@@ -155,7 +155,7 @@ def _prepare_task(
     prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
     parts = [
         part
-        for file_parts in storage.in_parallel(prepare, files, of=files[0].path)
+        for file_parts in storage.in_parallel(prepare, files, path=files[0].path)
         for part in file_parts
     ]
     return json_reply([vars(part) for part in parts])
@@ -191,7 +191,7 @@ def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
     def read(part_range: tuple[ParquetPart, int, int]) -> tuple[pa.Table, int]:
         return read_rows(part_range[0].path, *part_range[1:], schema)
 
-    tables = storage.in_parallel(read, ranges_by_part, of=ranges_by_part[0][0].path)
+    tables = storage.in_parallel(read, ranges_by_part, path=ranges_by_part[0][0].path)
     for (part, start, _), (table, sum_) in zip(ranges_by_part, tables, strict=True):
         raw, new_faults = parse_table(
             table, schema, path=part.source, first_row=part.first_row + start
@@ -207,7 +207,7 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     longer has its indexed rows.
     """
     tables = storage.in_parallel(
-        functools.partial(_read_table, schema=schema), segments, of=segments[0].path
+        functools.partial(_read_table, schema=schema), segments, path=segments[0].path
     )
     blocks = []
     for segment in segments:

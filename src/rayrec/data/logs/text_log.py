@@ -122,7 +122,7 @@ def read_segments(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     """
     sizes = [segment.stop - segment.start for segment in segments]
     parser = TextParser(schema, sum(max_rows_in(schema, size) for size in sizes))
-    texts = storage.in_parallel(read_text, segments, of=segments[0].path if segments else "")
+    texts = storage.in_parallel(read_text, segments, path=segments[0].path if segments else "")
     for segment, size in zip(segments, sizes, strict=True):
         with stage("read"):
             text = next(texts)
