@@ -65,7 +65,7 @@ class Space:
         return cls.parse(values, source=source)
 
     def plain(self) -> dict[str, Any]:
-        """Return the mapping that `of` parses."""
+        """Return the mapping that `parse` parses."""
         return {domain.field: {domain.kind: list(domain.values)} for domain in self.domains}
 
     def check(self, config: TrainConfig) -> None:
