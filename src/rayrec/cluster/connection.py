@@ -2,17 +2,15 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
-from rayrec.cluster import forked_worker
-from rayrec.cluster.fork_server import ForkServer, socket_folder
+from rayrec.cluster import worker_pool
 from rayrec.cluster.layout import Layout, Node, nodes_for_tasks
 from rayrec.cluster.node_storage import RuntimeEnvConfig, job_environment
 from rayrec.config import Config, InputError
@@ -24,18 +22,22 @@ IN_PROCESS: Final = "none"
 """Address for training without Ray, in the command's own process."""
 
 _LOCAL_ENVIRONMENT: Final = {
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "false",
+    "RAY_num_workers_soft_limit": "64",
+    "RAY_prestart_worker_first_driver": "false",
     "RAY_worker_maximum_startup_concurrency": "64",
 }
-"""Environment of a local Ray's processes. Its only node is never drained, so no process needs to
-watch for preemption. By default Ray starts only as many processes at a time as there are CPUs.
+"""Environment of a local Ray's processes. By default Ray starts only as many processes at a time as
+there are CPUs, ends idle ones beyond that number, starts some at once that have no job's runtime
+environment, and reports its use to Ray's makers.
 """
-_SUBMITTED: Final = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_PYTHON_FIELDS: Final = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
-"""Runtime environment fields that select the Python interpreter."""
+_MAX_FOLDER_BYTES: Final = 37
+"""Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes
+for the path of a socket, and Ray's longest is
+ray/session_YYYY-MM-DD_hh-mm-ss_uuuuuu_PROCESS/sockets/plasma_store.
+"""
 _started: set[str] = set()
-_fork_server: tuple[ForkServer, Mapping[str, str]] | None = None
-"""Fork server, and the variables of its processes."""
 _environment: tuple[Any, ...] | None = None
 """Connection that this process made, and `env` and `runtime_env` of its environment."""
 _PROBE_S = 2.0
@@ -62,14 +64,12 @@ def connect(
     num_cpus: int | None = None,
     object_store_bytes: int | None = None,
     log_to_driver: bool = False,
-    preload: Sequence[str] = (),
     environment: RuntimeEnvConfig | None = None,
 ) -> str:
     """Connect this process to Ray and return the address of its head: an existing connection, else
-    the cluster at `address` or RAY_ADDRESS, else a new local Ray, which imports the modules
-    `preload` once for all processes that name them. `environment` applies to all Ray processes of
-    this job. Raises InputError within some 20 s if there is no answer or access is rejected, and
-    for a connection with another environment; OSError if a local Ray does not start.
+    the cluster at `address` or RAY_ADDRESS, else a new local Ray. `environment` applies to all Ray
+    processes of this job. Raises InputError within some 20 s if there is no answer or access is
+    rejected, and for a connection with another environment; OSError if a local Ray does not start.
     """
     global _environment
     environment = environment or RuntimeEnvConfig()
@@ -103,7 +103,7 @@ def connect(
                 "object_store_memory": object_store_bytes,
                 "log_to_driver": log_to_driver,
             }
-            _start(environment, preload, local)
+            _start(environment, local)
     import ray.data  # sets up its own logger, whose level is raised below
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -147,8 +147,7 @@ def _named(address: str | None) -> tuple[str, str]:
 def _join(address: str, source: str, environment: RuntimeEnvConfig, *, log_to_driver: bool) -> None:
     import ray
 
-    fields = job_environment(environment, os.environ)
-    job_env = {**fields, **_python_of_workers(fields, os.environ)}
+    job_env = job_environment(environment, os.environ)
     require_head(address, source=source)
     try:
         ray.init(
@@ -169,56 +168,36 @@ def _join(address: str, source: str, environment: RuntimeEnvConfig, *, log_to_dr
         ) from None
 
 
-def _python_of_workers(fields: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the runtime environment for nodes to fork a job's processes (`forked_worker.py`);
-    empty if it has its own Python.
+def socket_folder() -> str:
+    """Return the folder for the folders of local Rays: RAY_TMPDIR, else TMPDIR unless its path is
+    too long for sockets, else /tmp.
     """
-    submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
-    return (
-        {"py_executable": forked_worker.python_of_a_job()}
-        if _PYTHON_FIELDS.isdisjoint({*fields, *submitted})
-        else {}
-    )
+    if ray_folder := os.environ.get("RAY_TMPDIR"):
+        return ray_folder
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp"
 
 
-def _start(
-    environment: RuntimeEnvConfig, preload: Sequence[str], settings: Mapping[str, Any]
-) -> None:
+def _start(environment: RuntimeEnvConfig, settings: Mapping[str, Any]) -> None:
     """Start a local Ray with settings of `ray.init`. Its processes inherit the variables of
     `environment`.
     """
-    global _fork_server
     import ray
 
-    from rayrec.compat.ray_compat import local_node_with
-
-    variables = environment.variables(os.environ)
-    fields = environment.fields()
-    added = {
+    variables = {
         name: value for name, value in _LOCAL_ENVIRONMENT.items() if name not in os.environ
-    } | variables
-    added |= {"RAY_TMPDIR": socket_folder()}
-    if _fork_server is not None and _fork_server[1] != variables:
-        _fork_server[0].close()
-        _fork_server = None
-    program = forked_worker.__file__
-    log = settings["log_to_driver"]
+    }
+    variables |= environment.variables(os.environ)
+    variables |= {"RAY_TMPDIR": socket_folder()}
     try:
-        with (
-            temporary_environment(added),
-            _blocked_hangup(),
-            local_node_with(worker_program=program, log_monitor=log),
-        ):
-            # imports while Ray starts
-            _fork_server = _fork_server or (ForkServer(preload), variables)
-            with temporary_environment({forked_worker.SOCKET: _fork_server[0].address}):
-                ray.init(
-                    address="local",
-                    logging_level=logging.ERROR,
-                    include_dashboard=False,
-                    runtime_env=fields or None,
-                    **settings,
-                )
+        with temporary_environment(variables), _blocked_hangup():
+            ray.init(
+                address="local",
+                logging_level=logging.ERROR,
+                include_dashboard=False,
+                runtime_env=environment.fields() or {"worker_process_setup_hook": worker_pool.HOOK},
+                **settings,
+            )
         _started.add(ray.get_runtime_context().gcs_address)
     except ValueError as error:  # e.g. the object store is too small
         raise InputError(f"cannot start a local Ray: {one_line(error)}") from None
@@ -259,17 +238,6 @@ def is_local_ray() -> bool:
     import ray
 
     return is_connected() and ray.get_runtime_context().gcs_address in _started
-
-
-def train_environment() -> dict[str, str]:
-    """Return the additional environment variables of Ray Train's controller and workers since the
-    start of the connected Ray.
-    """
-    return {
-        name: value
-        for name, value in _LOCAL_ENVIRONMENT.items()
-        if name.startswith("RAY_TRAIN_") and is_local_ray()
-    }
 
 
 def ship_code(config: Config) -> None:

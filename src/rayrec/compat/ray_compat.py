@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -19,15 +18,8 @@ if TYPE_CHECKING:
     )
     from ray._private.grpc_utils import init_grpc_channel
     from ray._raylet import PlacementGroupID
-    from ray.core.generated import (
-        common_pb2,
-        gcs_service_pb2,
-        gcs_service_pb2_grpc,
-        node_manager_pb2,
-        node_manager_pb2_grpc,
-    )
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
     from ray.data._internal.execution.backpressure_policy import (
         ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
     )
@@ -35,19 +27,12 @@ if TYPE_CHECKING:
         BackpressurePolicy,
     )
     from ray.data._internal.execution.interfaces import PhysicalOperator
-    from ray.data._internal.stats import get_or_create_stats_actor
     from ray.serve._private.common import DeploymentID
     from ray.serve._private.constants import SERVE_NAMESPACE
     from ray.serve._private.utils import get_deployment_actor_name
     from ray.serve.context import _get_global_client as get_global_client
-    from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api import data_parallel_trainer
-
-SETUP_HOOK_VARIABLE: Final = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Variable with a runtime environment's `worker_process_setup_hook`. Ray's own constant is slow to
-import.
-"""
 
 NAMES: Final = read_names("ray")
 """All private names of Ray used by rayrec, by their name in this module."""
@@ -78,35 +63,6 @@ def job_entrypoint(command: str) -> Iterator[None]:
         yield
     finally:
         utils.get_entrypoint_name = original
-
-
-@contextlib.contextmanager
-def local_node_with(*, worker_program: str, log_monitor: bool) -> Iterator[None]:
-    """Customize a Ray that `ray.init` starts, for which `ray.init` has no settings.
-
-    Worker processes run `worker_program` instead of Ray's setup_worker.py. There is no autoscaler,
-    which has no machines to start, and no server for the dashboard and state API, which would take
-    a tenth of the startup time. The process that forwards worker output to the driver is optional.
-    The agent listens on any free port: on the default port it would wait 3 s for another Ray on
-    this machine.
-    """
-    module: Any = importlib.import_module("ray._private.parameter")
-    node: Any = importlib.import_module("ray._private.node").Node
-    params = module.RayParams
-    start_api_server = node.start_api_server
-    module.RayParams = functools.partial(
-        params,
-        setup_worker_path=worker_program,
-        no_monitor=True,
-        include_log_monitor=log_monitor,
-        dashboard_agent_listen_port=0,
-    )
-    node.start_api_server = lambda self, **settings: None
-    try:
-        yield
-    finally:
-        module.RayParams = params
-        node.start_api_server = start_api_server
 
 
 # Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve.py calls them.

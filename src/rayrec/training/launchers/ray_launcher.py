@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from rayrec import host_resources, storage
 from rayrec.checkpoint import latest
-from rayrec.cluster import connection, prestart
+from rayrec.cluster import connection, worker_pool
 from rayrec.cluster.layout import Layout
 from rayrec.cluster.node_storage import require_reachable
 from rayrec.compat.ray_compat import (
@@ -50,8 +50,6 @@ _DATA_NODES_POLL_S = 5.0
 _DATA_NODES_S = 20.0
 """Seconds without a node for data tasks after which an attempt saves and ends."""
 _NODES_S = 2.0
-_PRESTART_S: Final = 600.0
-"""Seconds for which prestarted processes of the first attempt are kept while data is prepared."""
 
 
 def allocate_resources(config: TrainConfig, *, probe: bool = False, free: bool = False) -> Layout:
@@ -191,7 +189,8 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
     request = StopRequest()
     layout = run.layout
     placement = layout.per_worker.replace(max_outage_s=config.failure.max_outage_s)
-    engine = RayEngine(placement, environment=prestart.for_tasks_of(worker_environment(config)))
+    task_variables = worker_pool.task_variables(worker_environment(config))
+    engine = RayEngine(placement, environment=task_variables)
     attempt = AttemptContext.create(run, engine, request.channel)
     growth = _ScaleUpDetector(config, layout.num_workers, is_shared=is_shared)
     data_nodes = _DataNodes(config, layout)
@@ -222,31 +221,25 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
 
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
-    """Return the additional environment variables of Ray Train's workers. Their processes import
-    the workers' modules at start if prestart `is_possible` and workers have no GPUs: torch may
-    detect GPUs when imported, but Ray assigns them after the start.
+    """Return the additional environment variables of Ray Train's workers. Processes of workers with
+    GPUs are not started ahead: torch may detect GPUs when imported, but Ray assigns them after the
+    start.
     """
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
-    if not config.scaling.use_gpu and prestart.is_possible():
-        variables.update(
-            prestart.importing([WORKER_MODULE], without_ray=config.workload.WORKER_MODULES)
-        )
+    if not config.scaling.use_gpu:
+        modules = (WORKER_MODULE, *config.workload.WORKER_MODULES)
+        variables.update(worker_pool.worker_variables(os.environ, modules))
     return variables
 
 
-def prestart_workers(config: TrainConfig, allocation: Layout) -> None:
-    """Prestart the first attempt's workers if their node and environment are known, i.e. on a
-    single-node Ray.
-    """
+def start_worker_processes(config: TrainConfig, allocation: Layout) -> None:
+    """Start the processes of the first attempt's workers on a local Ray while data is prepared."""
     variables = worker_environment(config)
-    if not prestart.preloads_modules(variables):
+    if worker_pool.MODULES not in variables:
         return
-    prestart.start_actors_of_data()
-    if len(nodes := [node for node in ray.nodes() if node["Alive"]]) == 1:
-        environment = prestart.of_train_workers(variables)
-        prestart.prestart(
-            nodes[0], environment, num_processes=allocation.num_workers, keep_s=_PRESTART_S
-        )
+    # Ray Train adds these to the workers' runtime environment, which must be the same.
+    propagated = {name: os.environ[name] for name in _PROPAGATED if name in os.environ}
+    worker_pool.start_processes(allocation.num_workers, {**propagated, **variables})
 
 
 def process_group(config: TrainConfig) -> ProcessGroup:
@@ -553,11 +546,19 @@ _ENVIRONMENT: Final = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # delay to detect a dead worker
     # delay to detect a preemption; clouds announce it as late as 30 s before
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # as Ray Train sets it by default
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Variables during a run, unless the caller sets them. Ray Train passes them on to its controller
-and workers.
+"""Variables during a run, unless the caller sets them."""
+_PROPAGATED: Final = (
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",
+)
+"""Variables that rayrec sets and Ray Train passes on to its controller and workers. It passes on
+others that a caller may set, and then starts all workers on demand.
 """
 
 
@@ -571,13 +572,15 @@ class RayLauncher:
         # before Ray starts
         self._environment.enter_context(temporary_environment(_ENVIRONMENT, override=False))
         cluster = config.cluster
-        preload = () if config.scaling.use_gpu else config.workload.WORKER_MODULES
-        connection.connect(
-            cluster.address, **cluster.connection, log_to_driver=console.verbose, preload=preload
-        )
-        if not connection.is_local_ray():  # It has no dashboard.
-            shown = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # on the Train page
-            self._environment.enter_context(temporary_environment(shown, override=False))
+        connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose)
+        if connection.is_local_ray():
+            tokens = self._environment.enter_context(storage.Scratch("workers"))
+            self._environment.enter_context(temporary_environment({worker_pool.TOKENS: tokens}))
+            # Its only node is never drained, so no process needs to watch for preemption.
+            variables = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+        else:
+            variables = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # on the dashboard's Train page
+        self._environment.enter_context(temporary_environment(variables, override=False))
         require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
@@ -588,7 +591,7 @@ class RayLauncher:
         )
         if allocation.num_nodes > 1:
             note(allocation.text())
-        prestart_workers(self._config, allocation)
+        start_worker_processes(self._config, allocation)
         return allocation
 
     def engine(self, layout: Layout, *, max_outage_s: float) -> StreamEngine:

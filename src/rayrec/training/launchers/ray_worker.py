@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import ray
 import ray.train
@@ -15,7 +14,7 @@ import ray.train.torch
 import torch
 
 from rayrec import host_resources, storage
-from rayrec.cluster.prestart import preloads_modules, prestart
+from rayrec.cluster import worker_pool
 from rayrec.collectives import use_device
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.observe.timing import process_age_s
@@ -23,10 +22,6 @@ from rayrec.training.launchers.base import AttemptContext, worker_logs
 from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 from rayrec.training.worker import run_worker
 from rayrec.workloads.base import WorkerContext
-from rayrec.workloads.run_config import FailureConfig
-
-_STANDBY_S: Final = 1800.0
-"""Seconds for which an idle process is kept before the next one replaces it."""
 
 
 def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
@@ -37,7 +32,7 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
     attempt: AttemptContext = ray.get(arguments["attempt"])
     stopwatch = attempt.stopwatch()
     process_s = time.time() - (process_age_s() or 0.0)
-    if attempt.started_s < process_s < entered_s:  # not prestarted
+    if attempt.started_s < process_s < entered_s:  # not started ahead
         stopwatch.lap("worker_process", at_s=process_s)
     stopwatch.lap("process_group", at_s=entered_s)
     stopwatch.lap("worker_imports")
@@ -71,7 +66,9 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
                 )
             )
         within.enter_context(worker_logs(log, rank=rank))
-        within.enter_context(_standby(attempt.config.failure, node))
+        failure = attempt.config.failure
+        if failure.max_failures != 0:
+            within.enter_context(worker_pool.standby(failure.standby_after_s))
         object_store: Callable[[], dict[str, int]] = dict
         if rank == 0 and attempt.config.observe.times:
             object_store = within.enter_context(contextlib.closing(ObjectStoreMonitor())).latest
@@ -79,31 +76,3 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
         return run_worker(
             attempt, worker, stopwatch=stopwatch, preemption=preemption, object_store=object_store
         )
-
-
-@contextlib.contextmanager
-def _standby(failure: FailureConfig, node: Mapping[str, Any]) -> Iterator[None]:
-    """Keep an idle process with a worker's imports on this node, for the worker that replaces this
-    one after a failure.
-    """
-    runtime_env = ray.get_runtime_context().get_runtime_env_string()
-    ended = threading.Event()
-
-    def keep(wait_s: float) -> None:
-        while not ended.wait(wait_s):
-            prestart(node, runtime_env, num_processes=1, keep_s=_STANDBY_S)
-            wait_s = _STANDBY_S
-
-    if (
-        failure.standby_after_s is not None
-        and failure.max_failures != 0
-        and node
-        and preloads_modules(os.environ)
-    ):
-        threading.Thread(
-            target=keep, args=(failure.standby_after_s,), name="standby", daemon=True
-        ).start()
-    try:
-        yield
-    finally:
-        ended.set()
