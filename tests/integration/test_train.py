@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -47,7 +46,6 @@ from hosts.processes import finished as finished_run
 
 from rayrec import recipes
 from rayrec.checkpoint import Checkpoint, committed, weights_sha256
-from rayrec.cluster import fork_server, forked_worker
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.synthetic import generate
@@ -381,23 +379,6 @@ def test_one_worker_on_ray_matches_in_process_run(
     assert losses(on_ray.folder) == losses(here.folder)
 
 
-def test_forked_ray_processes_have_separate_identifiers(local_ray: None) -> None:
-    import ray
-
-    def seen() -> tuple[str, bool, int, str]:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-        time.sleep(0.5)  # the other task needs a process of its own
-        return parent, "colorsys" in sys.modules, os.getpid(), ray.put(None).hex()
-
-    task = ray.remote(runtime_env={"env_vars": {forked_worker.MODULES: "colorsys"}})(seen)
-    parents, are_imported, pids, names = map(
-        set, zip(*ray.get([task.remote(), task.remote()]), strict=True)
-    )
-    assert [fork_server.__name__ in parent for parent in parents] == [True]
-    assert are_imported == {True}
-    assert len(pids) == len(names) == 2
-
-
 def test_golden_loss_curves(finished: Trained, alone: Trained) -> None:
     """Changes that should not affect training must not move these curves. Otherwise regenerate
     them.
@@ -588,12 +569,12 @@ NAMES = ("NCCL_DEBUG", "FI_PROVIDER", "MY_TOKEN", "FROM_FILE", "KINETO_USE_DAEMO
 @dataclass(frozen=True, kw_only=True)
 class Seen(LinearConfig):
     def build(self, inputs, *, precision="fp32"):
-        from rayrec.cluster import prestart
+        from rayrec.cluster import worker_pool
         from rayrec.data.engine import TaskPlacement
         from rayrec.ingest.ray_engine import RayEngine
         def seen(item):
             return pa.table({name: [os.environ.get(name)] for name in item})
-        variables = prestart.for_tasks_of(os.environ)
+        variables = worker_pool.task_variables(os.environ)
         engine = RayEngine(TaskPlacement(num_cpus=0.1), variables, f"seen_{os.getpid()}")
         (in_task,) = engine.run("look", seen, [NAMES])
         with open(f"{os.environ['SEEN']}/{os.getpid()}", "w") as file:

@@ -23,14 +23,10 @@ IN_PROCESS: Final = "none"
 
 _LOCAL_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_worker_prestart": "false",
     "RAY_num_workers_soft_limit": "64",
-    "RAY_prestart_worker_first_driver": "false",
-    "RAY_worker_maximum_startup_concurrency": "64",
 }
-"""Environment of a local Ray's processes. By default Ray starts only as many processes at a time as
-there are CPUs, ends idle ones beyond that number, starts some at once that have no job's runtime
-environment, and reports its use to Ray's makers.
+"""Environment of a local Ray's processes. By default Ray ends idle processes beyond the number of
+CPUs, and reports its use to Ray's makers.
 """
 _MAX_FOLDER_BYTES: Final = 37
 """Maximum length of the path below which a local Ray can have its folder. Linux allows 107 bytes

@@ -1,6 +1,5 @@
 """Allocation of a cluster: number of workers, their resources, and the rest for data tasks."""
 
-import json
 import os
 import shutil
 import socket
@@ -17,12 +16,11 @@ import grpc
 import pytest
 import ray
 from builders.faults import fails_with, raising, rejects
-from hosts.ports import free_ports
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from rayrec import cli, recipes
-from rayrec.cluster import connection, node_storage, prestart
+from rayrec.cluster import connection, node_storage, worker_pool
 from rayrec.cluster.connection import alive_nodes, require_head, ship_code, user_modules
 from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
 from rayrec.cluster.node_storage import (
@@ -239,62 +237,49 @@ def test_nodes_for_tasks_exclude_workers_and_user_models_arrive(
 
 
 @pytest.mark.parametrize(
-    ("fields", "forked"), [(None, True), ({"env_vars": {"A": "b"}}, True), ({"pip": ["x"]}, False)]
+    ("variables", "folder"),
+    [
+        ({}, "/tmp"),
+        ({"TMPDIR": "/" + "t" * 36}, "/" + "t" * 36),
+        ({"TMPDIR": "/" + "t" * 37}, "/tmp"),
+        ({"TMPDIR": "/" + "t" * 37, "RAY_TMPDIR": "/r"}, "/r"),
+    ],
 )
-def test_python_of_workers_depends_on_job(
-    fields: dict[str, object] | None, *, forked: bool
+def test_sockets_are_not_in_folders_with_long_paths(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
 ) -> None:
-    environment = (
-        {}
-        if fields is None
-        else {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": fields})}
-    )
-    assert bool(connection._python_of_workers({}, environment)) is forked
-    assert bool(connection._python_of_workers(fields or {}, {})) is forked
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert connection.socket_folder() == folder
 
 
-def test_train_environment_matches_ray_train_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "is_local_ray", lambda: True)
-    assert connection.train_environment() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-    monkeypatch.setattr(connection, "is_local_ray", lambda: False)
-    assert connection.train_environment() == {}
-
-
-# -- Prestarted processes: imported modules, and runtime environments of workers and tasks
-def test_hook_imports_available_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# -- Processes started ahead of their workers
+def test_hook_imports_modules_once_per_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('broken')")
     (tmp_path / "imported_ahead.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    variables = prestart.importing(["breaks_when_imported", "no_such_module", "imported_ahead"])
-    assert variables[prestart.HOOK] == "rayrec.cluster.prestart.import_modules"
+    (tokens := tmp_path / "tokens").mkdir()
+    modules = ["breaks_when_imported", "no_such_module", "imported_ahead"]
+    variables = worker_pool.worker_variables({worker_pool.TOKENS: str(tokens)}, modules)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    prestart.import_modules()
+    worker_pool.import_modules()
+    assert "imported_ahead" not in sys.modules
+    (tokens / "token").touch()
+    worker_pool.import_modules()
     assert sys.modules.pop("imported_ahead").__file__ == str(tmp_path / "imported_ahead.py")
-    assert "breaks_when_imported" not in sys.modules
+    assert not list(tokens.iterdir())
 
 
-def test_preloads_modules_depends_on_environment_and_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prestart, "train_environment", dict)
-    monkeypatch.setattr(prestart, "_of_job", lambda: {"py_executable": "python"})
-    of_workers = prestart.of_train_workers(
-        {"GLOO_SOCKET_IFNAME": "eth1", **prestart.importing(["torch"])}
-    )
-    variables = json.loads(of_workers)["env_vars"]
-    assert json.loads(of_workers)["py_executable"] == "python"
-    assert prestart.preloads_modules(variables)
-    assert variables["GLOO_SOCKET_IFNAME"] == "eth1"
-    # What a worker's tasks inherit is overridden.
-    assert not prestart.preloads_modules({**variables, **prestart.for_tasks_of(variables)})
-    assert not prestart.preloads_modules({})
-    assert prestart.for_tasks_of({prestart.HOOK: "the job's own"}) == {}
-    monkeypatch.setattr(
-        ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000")
-    )
-    node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": free_ports(1)}
-    assert not prestart.prestart(node, "{}", num_processes=1, keep_s=1.0)
+def test_data_tasks_import_no_worker_modules() -> None:
+    variables = worker_pool.worker_variables({worker_pool.TOKENS: "/tokens"}, ["torch"])
+    assert worker_pool.task_variables(variables) == {worker_pool.MODULES: ""}
+    assert worker_pool.worker_variables({}, ["torch"]) == {}
+    assert worker_pool.task_variables({}) == {}
 
 
 # -- Access of cluster nodes to stores, and their credentials
@@ -643,16 +628,10 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("user")
-@pytest.mark.parametrize(
-    "server", [pytest.param((Mock(address="unused"), {}), id="ray"), pytest.param(None, id="fork")]
-)
-def test_long_ray_folder_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any
-) -> None:
+def test_long_ray_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("a" * 100)
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(connection, "_fork_server", server)
     line = rejects(
         rf"^RAY_TMPDIR={folder}: too long for .* \(.*AF_UNIX path",
         connection.connect,

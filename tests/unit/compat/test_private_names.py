@@ -63,16 +63,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         (),
         {"address": "http://host"},
     ),
-    "coordinator": (
-        lambda: ray_compat.default_autoscaling_coordinator.get_or_create_autoscaling_coordinator,
-        (),
-        {},
-    ),
-    "stats": (
-        lambda: ray_compat.get_or_create_stats_actor,
-        (),
-        {},
-    ),
     "policy": (
         lambda: ray_compat.BackpressurePolicy,
         (0, 0, 0),
@@ -111,11 +101,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "shared actor": (
         lambda: serve.get_deployment_actor,
         ("name",),
-        {},
-    ),
-    "variables": (
-        lambda: ray_compat.get_env_vars_to_propagate,
-        (),
         {},
     ),
     "timeout": (
@@ -159,24 +144,12 @@ def test_private_function_accepts_arguments(call: str) -> None:
 
 
 def test_ray_answers_private_requests_and_constants_match() -> None:
-    names: Any = ray_compat
-    fields = {
-        "language": names.common_pb2.PYTHON,
-        "job_id": b"1",
-        "keep_alive_duration_secs": 1,
-        "num_workers": 2,
-    }
-    request = names.node_manager_pb2.PrestartWorkersRequest(**fields)
-    request.runtime_env_info.serialized_runtime_env = "{}"
-    request.runtime_env_info.runtime_env_config.setup_timeout_seconds = 600
     assert ray_compat.gcs_service_pb2.CheckAliveRequest() is not None  # type: ignore[attr-defined]
-    assert hasattr(ray_compat.node_manager_pb2_grpc, "NodeManagerServiceStub")
     assert hasattr(ray_compat.gcs_service_pb2_grpc, "NodeInfoGcsServiceStub")
     for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
         assert hasattr(ray_compat.data_parallel_trainer, name)
-    from ray._private import ray_constants, worker
+    from ray._private import worker
 
-    assert ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR == ray_compat.SETUP_HOOK_VARIABLE
     name = ray_compat.get_deployment_actor_name(
         ray_compat.DeploymentID("deployment", "application"), "actor", code_version="*"
     )

@@ -144,7 +144,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     )
     monkeypatch.setattr(ray_launcher, "wait_for_resources", ray_launcher.allocate_resources)
     # a test before may have left a Ray
-    monkeypatch.setattr(ray_launcher, "prestart_workers", lambda *_: None)
+    monkeypatch.setattr(ray_launcher, "start_worker_processes", lambda *_: None)
     monkeypatch.setenv("RAY_ADDRESS", "a-head:6379")
 
     def fail(

@@ -20,7 +20,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from rayrec import checkpoint, recipes
-from rayrec.cluster import connection, layout, prestart
+from rayrec.cluster import connection, layout, worker_pool
 
 # the real one: tests/conftest.py replaces the module's
 from rayrec.cluster.connection import is_connected
@@ -29,7 +29,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import TaskPlacement, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
-from rayrec.training.launchers import process_launcher, ray_launcher, ray_metrics, ray_worker
+from rayrec.training.launchers import process_launcher, ray_launcher, ray_metrics
 from rayrec.training.launchers.base import Driver, PreparedRun
 from rayrec.training.launchers.process_launcher import ProcessLauncher
 from rayrec.training.launchers.ray_launcher import RayLauncher
@@ -37,7 +37,6 @@ from rayrec.training.launchers.ray_metrics import ObjectStoreMonitor
 from rayrec.training.stop_monitor import Signals
 from rayrec.training.trainer import choose_launcher, trains_in_process
 from rayrec.workloads.base import TrainConfig
-from rayrec.workloads.run_config import FailureConfig
 
 DIED = WorkerGroupError("died", {0: ValueError("no")})
 NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
@@ -292,7 +291,9 @@ def test_job_hook_reaches_data_tasks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool
 ) -> None:
     """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
-    monkeypatch.setattr(prestart, "is_possible", lambda: possible)
+    monkeypatch.delenv(worker_pool.TOKENS, raising=False)
+    if possible:
+        monkeypatch.setenv(worker_pool.TOKENS, str(tmp_path))
     attempt(
         monkeypatch,
         tmp_path,
@@ -301,9 +302,9 @@ def test_job_hook_reaches_data_tasks(
         request=Mock(),
         signals=Signals(),
     )
-    assert (prestart.HOOK in ray_launcher.worker_environment(config())) is possible
+    assert (worker_pool.MODULES in ray_launcher.worker_environment(config())) is possible
     assert fit.call_args.args[0].engine.environment == (
-        {prestart.HOOK: "", prestart.MODULES: ""} if possible else {}
+        {worker_pool.MODULES: ""} if possible else {}
     )
 
 
@@ -593,37 +594,3 @@ def test_driver_engine_depends_on_cluster(
     # Workers, which are processes, get what it shares all the same.
     assert isinstance(shared := engine.share("vocabulary"), RayShared)
     assert shared.reference == ("in the object store", "vocabulary")
-
-
-@pytest.mark.parametrize(
-    ("failure", "node", "preloads", "starts"),
-    [
-        pytest.param({}, {"node": 1}, True, True, id="kept"),
-        pytest.param({"max_failures": -1}, {"node": 1}, True, True, id="unlimited restarts"),
-        pytest.param({"max_failures": 0}, {"node": 1}, True, False, id="no restarts"),
-        pytest.param({"standby_after_s": None}, {"node": 1}, True, False, id="off"),
-        pytest.param({}, {}, True, False, id="unknown node"),
-        pytest.param({}, {"node": 1}, False, False, id="no imports"),
-    ],
-)
-def test_standby_starts_only_before_restarts(
-    monkeypatch: pytest.MonkeyPatch,
-    failure: dict[str, Any],
-    node: dict[str, int],
-    preloads: bool,
-    starts: bool,
-) -> None:
-    started = threading.Event()
-    start = Mock(side_effect=lambda *arguments, **settings: started.set())
-    monkeypatch.setattr(ray_worker, "prestart", start)
-    monkeypatch.setattr(ray_worker, "preloads_modules", lambda variables: preloads)
-    context = SimpleNamespace(get_runtime_env_string=lambda: "environment")
-    monkeypatch.setattr(ray_worker.ray, "get_runtime_context", lambda: context)
-    with ray_worker._standby(FailureConfig(**{"standby_after_s": 0.0, **failure}), node):
-        assert any(thread.name == "standby" for thread in threading.enumerate()) is starts
-        assert started.wait(60) if starts else not start.called
-    for thread in threading.enumerate():
-        if thread.name == "standby":
-            thread.join(60)
-    if starts:
-        start.assert_called_with(node, "environment", num_processes=1, keep_s=1800.0)
