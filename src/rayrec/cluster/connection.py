@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +16,6 @@ from rayrec.cluster.layout import Layout, Node, nodes_for_tasks
 from rayrec.cluster.node_storage import RuntimeEnvConfig, job_environment
 from rayrec.config import Config, InputError
 from rayrec.humanize import one_line
-from rayrec.observe.event_json import command_line
 from rayrec.process_state import temporary_environment
 
 IN_PROCESS: Final = "none"
@@ -88,18 +88,15 @@ def connect(
         return ray.get_runtime_context().gcs_address
     address, source = _named(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    from rayrec.compat.ray_compat import job_entrypoint
-
-    with job_entrypoint(command_line(sys.orig_argv)):
-        if address and address != "local":
-            _join(address, source, environment, log_to_driver=log_to_driver)
-        else:
-            local = {
-                "num_cpus": num_cpus,
-                "object_store_memory": object_store_bytes,
-                "log_to_driver": log_to_driver,
-            }
-            _start(environment, local)
+    if address and address != "local":
+        _join(address, source, environment, log_to_driver=log_to_driver)
+    else:
+        local = {
+            "num_cpus": num_cpus,
+            "object_store_memory": object_store_bytes,
+            "log_to_driver": log_to_driver,
+        }
+        _start(environment, local)
     import ray.data  # sets up its own logger, whose level is raised below
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -144,7 +141,8 @@ def _join(address: str, source: str, environment: RuntimeEnvConfig, *, log_to_dr
     import ray
 
     job_env = job_environment(environment, os.environ)
-    require_head(address, source=source)
+    if address != "auto":  # ray.init checks and presents a token to a head that it finds itself
+        require_head(address, source=source)
     try:
         ray.init(
             address=address,
@@ -157,6 +155,10 @@ def _join(address: str, source: str, environment: RuntimeEnvConfig, *, log_to_dr
             raise InputError(
                 "cluster.runtime_env: has fields or variables that the job was submitted with "
                 "too. Set each in one place"
+            ) from None
+        if "Could not find any running Ray" in str(error):
+            raise InputError(
+                f"{source}: no Ray runs on this machine. Start one with `ray start --head`"
             ) from None
         raise InputError(
             f"{source}: the Ray cluster answers, but this machine cannot join it "
@@ -308,7 +310,7 @@ _Answer = Literal["alive", "token rejected", "not Ray"]
 
 
 def require_head(address: str, *, source: str) -> None:
-    """Check that the head of a running Ray cluster answers at `address` (host:port or auto) and
+    """Check that the head of a running Ray cluster answers at `address` (host:port) and
     accepts this user. From then on Ray presents the token that the cluster requires. Takes at most
     some 20 s. Raises InputError, with the address named as `source`, if nothing listens there, the
     listener is not a head of this Ray version, or the cluster rejects the token.
@@ -350,26 +352,12 @@ def require_head(address: str, *, source: str) -> None:
 
 
 def _host_and_port(address: str, source: str) -> tuple[str, int]:
-    from rayrec.compat.ray_compat import services
-
-    try:
-        head = services.canonicalize_bootstrap_address(address)
-        if head is None:
-            raise ValueError(address)
-        host, _, port = head.rpartition(":")
-        return host.strip("[]"), int(port)
-    except ConnectionError:
-        raise InputError(
-            f"{source}: no Ray runs on this machine. Start one with `ray start --head`"
-        ) from None
-    except socket.gaierror as error:
-        raise InputError(
-            f"{source}: host not found ({error.strerror}). Use HOST:PORT of the cluster's head"
-        ) from None
-    except ValueError:
+    found = re.fullmatch(r"(?:\[([^]/]+)\]|([^:/]+)):(\d+)", address)
+    if found is None:
         raise InputError(
             f"{source}: must be the address of a Ray cluster. Use HOST:PORT of its head, or auto"
-        ) from None
+        )
+    return found[1] or found[2], int(found[3])
 
 
 def _require_listener(host: str, port: int, source: str) -> None:

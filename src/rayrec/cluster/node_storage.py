@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from rayrec import storage
-from rayrec.compat import ray_compat
 from rayrec.config import Config, InputError, line_of
 from rayrec.storage.filesystems import SENT_SETTINGS
 from rayrec.storage.urls import in_object_store, split_options
@@ -156,14 +155,11 @@ def store_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 def require_reachable(paths: Iterable[str | None]) -> None:
     """Check that every node that can run tasks reaches the object stores of `paths`. Ignores None
-    and local paths, and returns at once if this process started Ray, whose processes inherit its
-    environment. Raises InputError with the first node that fails, if this process reaches the
-    store. Skips stores that this process cannot reach, and nodes that start no task in 60 s.
+    and local paths. Raises InputError with the first node that fails, if this process reaches the
+    store. Skips stores that this process cannot reach, and nodes that start no task in 60 s. Not
+    needed for a local Ray, whose processes inherit this process's environment.
     """
     urls = sorted({_folder(path) for path in paths if path is not None and in_object_store(path)})
-    node = ray_compat.local_node()
-    if not urls or node is None or node.is_head():
-        return
     urls = [url for url in urls if first_error([url], patience_s=0.0) is None]
     for address, error in _check_nodes(urls) if urls else []:
         if error is not None and first_error(urls, patience_s=0.0) is None:

@@ -3,21 +3,16 @@
 # ruff: noqa: F401  # the names are for other modules
 from __future__ import annotations
 
-import contextlib
-import fnmatch
-import importlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from rayrec.compat import read_names, resolve
 
 if TYPE_CHECKING:
-    from ray._private import internal_api, services, state
+    from ray._private import internal_api, state
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
     )
     from ray._private.grpc_utils import init_grpc_channel
-    from ray._raylet import PlacementGroupID
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.data._internal.execution.backpressure_policy import (
@@ -26,10 +21,6 @@ if TYPE_CHECKING:
     from ray.data._internal.execution.backpressure_policy.backpressure_policy import (
         BackpressurePolicy,
     )
-    from ray.data._internal.execution.interfaces import PhysicalOperator
-    from ray.serve._private.common import DeploymentID
-    from ray.serve._private.constants import SERVE_NAMESPACE
-    from ray.serve._private.utils import get_deployment_actor_name
     from ray.serve.context import _get_global_client as get_global_client
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api import data_parallel_trainer
@@ -40,29 +31,6 @@ NAMES: Final = read_names("ray")
 
 def __getattr__(name: str) -> Any:
     return resolve(NAMES, name, __name__)
-
-
-def local_node() -> Any:
-    """Return the node that this process started or joined, or None if not connected. Distinguishes
-    an own Ray from a cluster.
-    """
-    from ray._private import worker
-
-    return worker._global_node
-
-
-@contextlib.contextmanager
-def job_entrypoint(command: str) -> Iterator[None]:
-    """Make `ray.init` record this command line for its job, which Ray logs and shows; by default
-    this process's, with secrets.
-    """
-    utils: Any = importlib.import_module("ray._private.utils")
-    original = utils.get_entrypoint_name
-    utils.get_entrypoint_name = lambda: command
-    try:
-        yield
-    finally:
-        utils.get_entrypoint_name = original
 
 
 # Public alpha APIs of Ray Serve, which may change. tests/integration/test_serve.py calls them.
@@ -95,15 +63,11 @@ def find_shared_actor(application: str, deployment: str, name: str) -> Any:
     """
     import ray
 
-    module = importlib.import_module(__name__)
-    pattern = module.get_deployment_actor_name(
-        module.DeploymentID(deployment, application), name, code_version="*"
-    )
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == module.SERVE_NAMESPACE and fnmatch.fnmatchcase(
-            actor["name"], pattern
-        ):
-            return ray.get_actor(actor["name"], namespace=module.SERVE_NAMESPACE)
+        # Ray Serve names it PREFIX::APPLICATION::DEPLOYMENT::VERSION::NAME.
+        parts = actor["name"].split("::")
+        if [*parts[-4:-2], parts[-1]] == [application, deployment, name]:
+            return ray.get_actor(**actor)
     raise ValueError(f"{application}: no actor {name}")
 
 

@@ -376,6 +376,7 @@ class ScoringRequest:
         connection.connect(
             cluster.address, **cluster.connection, log_to_driver=self.console.verbose
         )
-        require_reachable((self.checkpoint, self._path()))
+        if not connection.is_local_ray():
+            require_reachable((self.checkpoint, self._path()))
         cpus = sum(node.resources.get("CPU", 0.0) for node in connection.alive_nodes())
         return RayEngine(TaskPlacement(num_cpus=min(1.0, cpus)))

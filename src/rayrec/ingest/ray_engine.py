@@ -32,7 +32,6 @@ from rayrec import storage
 from rayrec.compat.ray_compat import (
     ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
     BackpressurePolicy,
-    PhysicalOperator,
 )
 from rayrec.config import InputError
 from rayrec.data.engine import Shared, StopToken, Tables, Task, TaskPlacement
@@ -146,7 +145,7 @@ class _LimitPolicy(BackpressurePolicy):
         self._limits = limits
         self._operators = topology
 
-    def can_add_input(self, op: PhysicalOperator) -> bool:
+    def can_add_input(self, op: Any) -> bool:
         active = op.num_active_tasks()
         return (
             active < self._limits.tasks

@@ -304,13 +304,14 @@ def _ray_logs() -> dict[str, int]:
     """Return the local Ray logs that explain why a worker does not start, with their sizes in
     bytes.
     """
-    from rayrec.compat.ray_compat import local_node
+    import ray
 
-    folder = glob.escape(local_node().get_logs_dir_path())
+    context = ray.get_runtime_context()
+    folder = os.path.join(context.get_temp_dir(), context.get_session_name(), "logs")
     paths = (
         path
         for name in ("raylet.err", "*java-worker-*.log", "worker-*.err")
-        for path in glob.glob(f"{folder}/{name}")
+        for path in glob.glob(f"{glob.escape(folder)}/{name}")
     )
     return {path: os.path.getsize(path) for path in paths}
 

@@ -162,7 +162,8 @@ def engine(
         from rayrec.ingest.ray_engine import RayEngine
 
         connection.connect(config.address)
-        require_reachable((*paths, cache.folder()))
+        if not connection.is_local_ray():
+            require_reachable((*paths, cache.folder()))
         yield RayEngine(TaskPlacement())
         return
     from rayrec.ingest.spark_engine import SparkEngine

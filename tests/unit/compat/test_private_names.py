@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ray import serve
+from ray.data._internal.execution.interfaces import PhysicalOperator
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.utils import get_deployment_actor_name
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from rayrec.compat import PrivateName, ray_compat, resolve, torch_compat
@@ -32,11 +35,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         lambda: ray_compat.internal_api.get_memory_info_reply,
         (0,),
         {"timeout_seconds": 5.0},
-    ),
-    "canonicalize": (
-        lambda: ray_compat.services.canonicalize_bootstrap_address,
-        ("auto",),
-        {},
     ),
     "draining": (
         lambda: ray_compat.state.state.get_draining_nodes,
@@ -69,7 +67,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         {},
     ),
     "active": (
-        lambda: ray_compat.PhysicalOperator.num_active_tasks,
+        lambda: PhysicalOperator.num_active_tasks,
         (0,),
         {},
     ),
@@ -77,16 +75,6 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
         lambda: ray_compat.get_global_client,
         (),
         {},
-    ),
-    "deployment": (
-        lambda: ray_compat.DeploymentID,
-        ("name", "application"),
-        {},
-    ),
-    "actor of a deployment": (
-        lambda: ray_compat.get_deployment_actor_name,
-        (0, "name"),
-        {"code_version": "*"},
     ),
     "call of all replicas": (
         lambda: DeploymentHandle.broadcast,
@@ -148,14 +136,10 @@ def test_ray_answers_private_requests_and_constants_match() -> None:
     assert hasattr(ray_compat.gcs_service_pb2_grpc, "NodeInfoGcsServiceStub")
     for name in ("DataParallelTrainer", "PlacementGroupCleanerCallback", "DatasetsCallback"):
         assert hasattr(ray_compat.data_parallel_trainer, name)
-    from ray._private import worker
-
-    name = ray_compat.get_deployment_actor_name(
-        ray_compat.DeploymentID("deployment", "application"), "actor", code_version="*"
+    name = get_deployment_actor_name(
+        DeploymentID("deployment", "application"), "actor", code_version="*"
     )
     assert name.split("::")[-4:] == ["application", "deployment", "*", "actor"]
-    assert isinstance(ray_compat.SERVE_NAMESPACE, str)
-    assert ray_compat.local_node() is worker._global_node
     assert isinstance(ray_compat.ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, str)
 
 

@@ -17,7 +17,6 @@ import ray.data
 from builders.faults import fails_with, rejects
 
 from rayrec import storage
-from rayrec.compat import ray_compat
 from rayrec.data.engine import StopToken, TaskPlacement
 from rayrec.ingest import ray_engine, spark_engine
 from rayrec.ingest.ray_engine import ConcurrencyLimits, RayEngine, _LimitPolicy, tasks_dataset
@@ -143,13 +142,16 @@ def test_spark_start_timeout_names_ray_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        ray_compat, "local_node", lambda: SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    logs = tmp_path / "session" / "logs"
+    logs.mkdir(parents=True)
+    context = SimpleNamespace(
+        get_temp_dir=lambda: str(tmp_path), get_session_name=lambda: "session"
     )
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where its log is kept
-    (tmp_path / "raylet.err").write_text("OldError: of another job\n")
+    (logs / "raylet.err").write_text("OldError: of another job\n")
     engine = spark_engine.SparkEngine(child, str(tmp_path), 0.01, spark_engine._ray_logs())
-    with open(tmp_path / log, "a") as file:
+    with open(logs / log, "a") as file:
         file.write("Traceback\nFileNotFoundError: '-Dray.address=1'\n")
     assert "OldError" not in rejects(
         f"^Spark did not start in 0.01 s .*{said}.*Log: ", engine._await_start

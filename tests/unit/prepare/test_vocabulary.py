@@ -237,6 +237,7 @@ def test_engine_matches_config_and_environment(
     monkeypatch.setattr(connection, "connect", addresses.append)
     monkeypatch.setattr(node_storage, "require_reachable", paths.append)
     monkeypatch.setattr(connection, "is_connected", lambda: connected)
+    monkeypatch.setattr(connection, "is_local_ray", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environment is not None:
         monkeypatch.setenv("RAY_ADDRESS", environment)
@@ -247,6 +248,16 @@ def test_engine_matches_config_and_environment(
     )
     assert addresses == [settings.get("address")] * on_ray
     assert paths == [("a", "b", cache.folder())] * on_ray
+
+
+def test_local_ray_inherits_access_to_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = []
+    monkeypatch.setattr(connection, "connect", lambda address: address)
+    monkeypatch.setattr(connection, "is_local_ray", lambda: True)
+    monkeypatch.setattr(node_storage, "require_reachable", paths.append)
+    with engine(PreparationConfig(engine="ray"), Console(quiet=True), paths=("s3://a",)):
+        pass
+    assert paths == []
 
 
 @pytest.mark.parametrize("address", ["head:6379", "local", "none"])

@@ -22,7 +22,6 @@ from rayrec.cluster import connection, worker_pool
 from rayrec.cluster.layout import Layout
 from rayrec.cluster.node_storage import require_reachable
 from rayrec.compat.ray_compat import (
-    PlacementGroupID,
     WorkerGroupStartupTimeoutError,
     data_parallel_trainer,
 )
@@ -170,7 +169,7 @@ def _free_workers(before: set[str]) -> None:
     workers.
     """
     for name in _placement_groups() - before:
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
 
 
 def _abandon_workers(before: set[str]) -> None:
@@ -580,8 +579,9 @@ class RayLauncher:
             variables = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
         else:
             variables = {"RAY_TRAIN_ENABLE_STATE_TRACKING": "1"}  # on the dashboard's Train page
+            paths = (folder, config.train_data.path, config.eval_data.path, config.init_from)
+            require_reachable(paths)
         self._environment.enter_context(temporary_environment(variables, override=False))
-        require_reachable((folder, config.train_data.path, config.eval_data.path, config.init_from))
         connection.ship_code(config)
 
     def allocate_resources(self, *, resumes: bool, note: Callable[[str], None]) -> Layout:
