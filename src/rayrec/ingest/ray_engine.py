@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, count, islice, repeat, takewhile
+from itertools import chain, islice, repeat, takewhile
 from typing import Any, Final, Generic, TypeVar, final
 
 import pyarrow as pa
@@ -162,12 +162,12 @@ def tasks_dataset(
     block_bytes: int = 16 << 20,
     limits: ConcurrencyLimits | None = None,
     environment: Mapping[str, str] | None = None,
-    dataset_id: str | None = None,
+    dataset_name: str | None = None,
 ) -> ray.data.Dataset:
     """Create a Dataset with one block per item, in order. `function` is picklable and called in
     data tasks. `block_bytes` is the expected block size. `limits` keep tasks from filling the
     object store ahead of a slow reader; None submits all tasks at once. `environment` has variables
-    of the tasks. `dataset_id` names the Dataset in Ray's metrics and dashboard, None at random.
+    of the tasks. `dataset_name` begins the Dataset's id in Ray's metrics and dashboard.
     """
     if placement.max_outage_s is not None:
         function = functools.partial(_run_with_retry, placement.max_outage_s, function)
@@ -194,31 +194,9 @@ def tasks_dataset(
             label_selector=placement.label_selector,
             runtime_env={"env_vars": dict(environment)} if environment else None,
         )
-    if dataset_id is not None:
-        dataset.get_dataset_id = lambda: dataset_id  # type: ignore[method-assign]
+    if dataset_name is not None:
+        dataset.set_name(dataset_name)
     return dataset
-
-
-_used_ids: Final[set[str]] = set()
-_ids_lock: Final = threading.Lock()
-"""Lock for the search of a free id, as streams of several threads start Datasets at once."""
-
-
-@contextmanager
-def _reserved_id(name: str) -> Iterator[str]:
-    """Reserve the first of NAME_0, NAME_1, ... that no running Dataset of this process has. A
-    stream has many Datasets, of which two overlap, so its ids stay few, and panels of Ray's
-    dashboard continue.
-    """
-    with _ids_lock:
-        dataset_id = next(
-            each for number in count() if (each := f"{name}_{number}") not in _used_ids
-        )
-        _used_ids.add(dataset_id)
-    try:
-        yield dataset_id
-    finally:
-        _used_ids.discard(dataset_id)
 
 
 @dataclass(frozen=True)
@@ -244,7 +222,7 @@ class RayEngine:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables of the task processes."""
     owner: str = "rayrec"
-    """Beginning of the Datasets' ids: the run, and the worker."""
+    """Beginning of the Datasets' names: the run, and the worker."""
     stop: StopToken = dataclasses.field(default_factory=StopToken, compare=False)
 
     @property
@@ -300,18 +278,17 @@ class RayEngine:
         block_bytes: int,
         limits: ConcurrencyLimits | None = None,
     ) -> Tables:
-        with _reserved_id(f"{self.owner}_{name}") as dataset_id:
-            dataset = tasks_dataset(
-                name,
-                function,
-                items,
-                placement=self.placement,
-                block_bytes=block_bytes,
-                limits=limits,
-                environment=self.environment,
-                dataset_id=dataset_id,
-            )
-            yield from tables(dataset)
+        dataset = tasks_dataset(
+            name,
+            function,
+            items,
+            placement=self.placement,
+            block_bytes=block_bytes,
+            limits=limits,
+            environment=self.environment,
+            dataset_name=f"{self.owner}_{name}",
+        )
+        yield from tables(dataset)
 
     def share(self, value: _Value) -> Shared[_Value]:
         return RayShared(ray.put(value))

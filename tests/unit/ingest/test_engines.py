@@ -40,26 +40,20 @@ def test_task_outage_wait_follows_placement(
     assert found == [[{"item": item, "outage_s": waits_s}] for item in (3, 4)]
 
 
-def test_datasets_have_task_memory_and_ids_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_have_task_memory_and_names_of_their_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        ray.data, "read_datasource", lambda *_, memory, **__: SimpleNamespace(memory=memory)
-    )
+    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, memory, **__: Mock(memory=memory))
 
-    def tables(made: Any) -> Iterator[None]:
-        seen.append((made.get_dataset_id(), made.memory))
+    def tables(made: Mock) -> Iterator[None]:
+        seen.append((*made.set_name.call_args.args, made.memory))
         yield None
 
     monkeypatch.setattr(ray_engine, "tables", tables)
     engine = RayEngine(TaskPlacement(memory_bytes=800), owner="demo_worker_1")
-    first, second = (engine.run("ingest", patience_of, [3]) for _ in range(2))
-    next(first), next(second)
-    second.close()  # type: ignore[attr-defined]  # a generator
     next(engine.run("ingest", patience_of, [3]))
-    first.close()  # type: ignore[attr-defined]
-    next(engine.run("ingest", patience_of, [3]))
-    # A running Dataset keeps its id, and those of ended ones return.
-    assert seen == [(f"demo_worker_1_ingest_{number}", 800) for number in (0, 1, 1, 0)]
+    assert seen == [("demo_worker_1_ingest", 800)]
 
 
 def test_stream_limits_tasks_and_blocks(monkeypatch: Any) -> None:
