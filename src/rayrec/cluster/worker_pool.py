@@ -1,25 +1,28 @@
-"""Idle Python processes that Ray starts ahead of train workers, with a worker's modules imported.
-Imports take some 5 s of CPU per worker, most of the wait in a start.
+"""Idle Python processes in a local Ray's pool with a train worker's modules imported. Imports take
+some 5 s of CPU per worker, most of the wait in a start.
 
-Ray starts a process for a task. If the task is canceled meanwhile, the process goes to Ray's pool,
-where the next actor with the same job and runtime environment finds it:
+Ray creates a worker in a process of its pool that has the same job and runtime environment and has
+run no task, else in a new process. Processes for the first attempt's workers start while data is
+prepared, those for the next attempt's during training (standby):
 
 | who | does |
 | --- | --- |
-| driver or worker (`start_processes`) | writes a token, submits a task, cancels it a second later |
+| driver or worker (`start_processes`) | writes a token for each process, submits as many tasks |
+| Ray | ends an idle process that runs the task, else starts a process |
+| driver or worker, 0.2 s later | cancels the tasks, so that the new processes never run them |
 | new process (`import_modules`) | takes a token, imports the modules, joins the pool |
-| Ray Train | creates a worker in a process of the pool, or in a new one if there is none |
+| driver or worker, 20 s later | submits tasks again if tokens are left |
 
-Every process with a worker's runtime environment runs the setup hook `import_modules`, also those
-of Ray Data's own actors, which a worker creates. They find no token and import nothing.
+Every process with the runtime environment of workers runs `import_modules`, also those of Ray
+Data's own actors, which a worker creates. They find no token and import nothing.
 """
 
 import contextlib
-import glob
 import importlib
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,20 +31,25 @@ from typing import Any, Final
 HOOK: Final = f"{__name__}.import_modules"
 """Setup hook of a local Ray's processes."""
 TOKENS: Final = "RAYREC_WORKER_TOKENS"
-"""Variable with the folder for tokens, on a Ray that keeps idle processes."""
+"""Variable with the folder for tokens, on a local Ray."""
 MODULES: Final = "RAYREC_WORKER_MODULES"
 """Variable with the modules to import, separated by commas."""
-_CANCEL_S: Final = 1.0
-"""Seconds until a task is canceled: Ray's node has received it, and its process, which imports the
-modules first, cannot run it yet.
+_CANCEL_S: Final = 0.2
+"""Seconds until tasks are canceled. Ray has begun to start their processes, unless the machine is
+very busy, and none has connected to Ray yet.
 """
+_START_S: Final = 20.0
+"""Seconds until tasks are submitted again for tokens that no process has taken."""
+_ROUNDS: Final = 10
+"""Maximum number of such submissions."""
+_POLL_S: Final = 0.1
 
 _logger = logging.getLogger(__name__)
 
 
 def worker_variables(environment: Mapping[str, str], modules: Sequence[str]) -> dict[str, str]:
     """Return variables for the runtime environment of workers that need `modules`, given this
-    process's environment. Empty if Ray does not keep idle processes.
+    process's environment. Empty if no process can be started ahead.
     """
     if TOKENS not in environment:
         return {}
@@ -70,10 +78,10 @@ def import_modules() -> None:
 
 
 def _take_token(folder: str) -> bool:
-    for token in glob.glob(os.path.join(glob.escape(folder), "*")):
+    for token in os.listdir(folder):
         # Of several processes, only one can remove the file.
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(token)
+            os.unlink(os.path.join(folder, token))
             return True
     return False
 
@@ -84,41 +92,54 @@ def start_processes(number: int, variables: Mapping[str, str] | None = None) -> 
     """
     import ray
 
-    variables = variables or {}
+    folder = {**os.environ, **(variables or {})}[TOKENS]
     for _ in range(number):
-        Path({**os.environ, **variables}[TOKENS], uuid.uuid4().hex).touch()
+        Path(folder, uuid.uuid4().hex).touch()
     environment = {"env_vars": dict(variables)} if variables else None
-    task: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(_do_nothing)
-    pending = [task.remote() for _ in range(number)]
+    # max_calls: an idle process that runs the task, instead of a new one, ends.
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1, runtime_env=environment)(
+        _do_nothing
+    )
+    # A daemon, so that a command or worker that fails meanwhile ends at once.
+    threading.Thread(target=_submit, args=(task, folder), name="worker-pool", daemon=True).start()
 
-    def cancel() -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # The connection may be closed.
+
+def _do_nothing() -> None:
+    """Do nothing. The task exists only for its process."""
+
+
+def _submit(task: Any, folder: str) -> None:
+    """Submit tasks for the tokens in the folder, until processes have taken all tokens."""
+    import ray
+
+    # The connection may be closed, and the folder removed with the run.
+    with contextlib.suppress(ray.exceptions.RayError, FileNotFoundError):
+        for _ in range(_ROUNDS):
+            tokens = os.listdir(folder)
+            if not tokens or not ray.is_initialized():  # A task would start another Ray.
+                return
+            pending = [task.remote() for _ in tokens]
+            time.sleep(_CANCEL_S)
             for reference in pending:
                 ray.cancel(reference)
-
-    # A daemon, so that a command that fails meanwhile ends at once.
-    timer = threading.Timer(_CANCEL_S, cancel)
-    timer.daemon = True
-    timer.start()
+            deadline_s = time.monotonic() + _START_S
+            while os.listdir(folder) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
-def standby(after_s: float | None) -> Iterator[None]:
-    """Have Ray start an idle process after `after_s` seconds in the context, for the worker that
-    replaces this one after a failure. None starts no process.
+def standby(after_s: float | None, *, num_processes: int) -> Iterator[None]:
+    """Have Ray start idle processes after `after_s` seconds in the context, for the workers that
+    replace the present ones after a failure. None starts no process. Call it in one worker.
     """
     if after_s is None or not os.environ.get(MODULES):
         yield
         return
     # A thread, because training does not wait for it.
-    timer = threading.Timer(after_s, start_processes, [1])
+    timer = threading.Timer(after_s, start_processes, [num_processes])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _do_nothing() -> None:
-    """Do nothing. The task exists only for its process."""

@@ -20,7 +20,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from rayrec import cli, recipes
-from rayrec.cluster import connection, node_storage, worker_pool
+from rayrec.cluster import connection, node_storage
 from rayrec.cluster.connection import alive_nodes, require_head, ship_code, user_modules
 from rayrec.cluster.layout import Layout, Node, layout, nodes_for_tasks
 from rayrec.cluster.node_storage import (
@@ -253,33 +253,6 @@ def test_sockets_are_not_in_folders_with_long_paths(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert connection.socket_folder() == folder
-
-
-# -- Processes started ahead of their workers
-def test_hook_imports_modules_once_per_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "breaks_when_imported.py").write_text("raise RuntimeError('broken')")
-    (tmp_path / "imported_ahead.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tokens := tmp_path / "tokens").mkdir()
-    modules = ["breaks_when_imported", "no_such_module", "imported_ahead"]
-    variables = worker_pool.worker_variables({worker_pool.TOKENS: str(tokens)}, modules)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    worker_pool.import_modules()
-    assert "imported_ahead" not in sys.modules
-    (tokens / "token").touch()
-    worker_pool.import_modules()
-    assert sys.modules.pop("imported_ahead").__file__ == str(tmp_path / "imported_ahead.py")
-    assert not list(tokens.iterdir())
-
-
-def test_data_tasks_import_no_worker_modules() -> None:
-    variables = worker_pool.worker_variables({worker_pool.TOKENS: "/tokens"}, ["torch"])
-    assert worker_pool.task_variables(variables) == {worker_pool.MODULES: ""}
-    assert worker_pool.worker_variables({}, ["torch"]) == {}
-    assert worker_pool.task_variables({}) == {}
 
 
 # -- Access of cluster nodes to stores, and their credentials

@@ -220,9 +220,8 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
 
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
-    """Return the additional environment variables of Ray Train's workers. Processes of workers with
-    GPUs are not started ahead: torch may detect GPUs when imported, but Ray assigns them after the
-    start.
+    """Return the additional environment variables of Ray Train's workers. Those with GPUs import
+    nothing ahead: torch may detect GPUs when imported, but Ray assigns them after the start.
     """
     variables = worker_variables(os.environ, network_interface=config.scaling.network_interface)
     if not config.scaling.use_gpu:

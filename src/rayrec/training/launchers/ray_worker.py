@@ -67,8 +67,10 @@ def train_worker(arguments: dict[str, ray.ObjectRef]) -> dict[str, Any]:
             )
         within.enter_context(worker_logs(log, rank=rank))
         failure = attempt.config.failure
-        if failure.max_failures != 0:
-            within.enter_context(worker_pool.standby(failure.standby_after_s))
+        if failure.max_failures != 0 and rank == 0:
+            within.enter_context(
+                worker_pool.standby(failure.standby_after_s, num_processes=worker.world_size)
+            )
         object_store: Callable[[], dict[str, int]] = dict
         if rank == 0 and attempt.config.observe.times:
             object_store = within.enter_context(contextlib.closing(ObjectStoreMonitor())).latest

@@ -286,26 +286,28 @@ def test_control_channel_ends_with_attempt(
     ended.set()
 
 
-@pytest.mark.parametrize("possible", [True, False])
-def test_job_hook_reaches_data_tasks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, possible: bool
+@pytest.mark.parametrize(
+    ("use_gpu", "is_local", "ahead"),
+    [(False, True, True), (False, False, False), (True, True, False)],
+)
+def test_data_tasks_have_no_modules_of_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use_gpu: bool, is_local: bool, ahead: bool
 ) -> None:
-    """Data tasks omit only the workers' hook: a job's own hook may set their credentials."""
+    """Data tasks omit only the modules: a job's own hook may set their credentials."""
     monkeypatch.delenv(worker_pool.TOKENS, raising=False)
-    if possible:
+    if is_local:
         monkeypatch.setenv(worker_pool.TOKENS, str(tmp_path))
+    wanted = config().replace(scaling={"use_gpu": use_gpu})
     attempt(
         monkeypatch,
         tmp_path,
-        config(),
+        wanted,
         fit=(fit := Mock(return_value={})),
         request=Mock(),
         signals=Signals(),
     )
-    assert (worker_pool.MODULES in ray_launcher.worker_environment(config())) is possible
-    assert fit.call_args.args[0].engine.environment == (
-        {worker_pool.MODULES: ""} if possible else {}
-    )
+    assert (worker_pool.MODULES in ray_launcher.worker_environment(wanted)) is ahead
+    assert fit.call_args.args[0].engine.environment == ({worker_pool.MODULES: ""} if ahead else {})
 
 
 def first_missing_s(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> int | None:
