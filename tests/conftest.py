@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.fsync = os.fstat  # type: ignore[assignment]
 LONGEST = """
 faults nodes train models vision ingest predict supervise serve engines install tune s3 language
-write synthetic every_model search data_parallel materialized table_log ensemble fork_server
+write synthetic every_model search data_parallel materialized table_log ensemble
 golden_replies resume dataframe_input adopt commands counts ranking rules split_files goldens splits
 listener planted_bottlenecks huggingface planning scoring architecture
 """

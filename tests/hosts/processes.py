@@ -337,9 +337,7 @@ class RayCluster(Session):
         return self.until(lambda: self.out.splitlines()[before:])[-1]
 
     def kill_node_of(self, process: Process) -> None:
-        """SIGKILLs the raylet of a worker: a forked one is no child of it, but connected to its
-        socket.
-        """
+        """SIGKILLs the raylet that a worker is connected to."""
         sockets = subprocess.run(
             ["ss", "-xpH"], capture_output=True, text=True, check=True
         ).stdout.splitlines()

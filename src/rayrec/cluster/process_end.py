@@ -10,10 +10,6 @@ import time
 from collections.abc import Collection
 from typing import Final, NoReturn
 
-_GRACE_S: Final = 0.2
-"""Seconds for processes to end by themselves: a fork server removes its folder when its standard
-input closes.
-"""
 _KILL_S: Final = 1.0
 """Maximum seconds to wait for killed processes, which the kernel may delay."""
 _POLL_S: Final = 0.01
@@ -75,13 +71,11 @@ def main() -> NoReturn:
     status = int(sys.argv[1])
     spared = {int(word) for word in sys.argv[2:]}
     while children := child_processes() - spared:
-        elapsed_s = time.monotonic() - start_s
-        if elapsed_s > _GRACE_S + _KILL_S:
+        if time.monotonic() - start_s > _KILL_S:
             break
-        if elapsed_s > _GRACE_S:
-            for child in children:
-                # Of this process, so that no other process gets its id before it is awaited
-                os.kill(child, signal.SIGKILL)
+        for child in children:
+            # Of this process, so that no other process gets its id before it is awaited
+            os.kill(child, signal.SIGKILL)
         time.sleep(_POLL_S)
     os._exit(status)
 

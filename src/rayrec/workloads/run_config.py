@@ -145,9 +145,9 @@ class FailureConfig(Config):
     max_grace_s: Amount = 600.0
     """Maximum total time for a last checkpoint that makes progress, in seconds."""
     standby_after_s: Amount | None = 60.0
-    """Time in an attempt on Ray before each worker starts an idle standby process, in seconds. It
-    has imported all modules and takes about 0.4 GB. Restarts are seconds faster. None disables it,
-    as does max_failures 0.
+    """Time in an attempt on a local Ray before an idle standby process starts for each worker, in
+    seconds. It has imported all modules and takes about 0.4 GB. Restarts are seconds faster. None
+    disables it, as does max_failures 0.
     """
 
 
