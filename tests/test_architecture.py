@@ -23,8 +23,8 @@ from packaging.utils import canonicalize_name
 HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
-        "files": (318, 10),
-        "statements": (43_100, 1_500),
+        "files": (316, 10),
+        "statements": (42_650, 1_500),
         "density": (6.2, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
