@@ -95,11 +95,10 @@ def start_processes(number: int, variables: Mapping[str, str] | None = None) -> 
     folder = {**os.environ, **(variables or {})}[TOKENS]
     for _ in range(number):
         Path(folder, uuid.uuid4().hex).touch()
-    environment = {"env_vars": dict(variables)} if variables else None
     # max_calls: an idle process that runs the task, instead of a new one, ends.
-    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1, runtime_env=environment)(
-        _do_nothing
-    )
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_do_nothing)
+    if variables:
+        task = task.options(runtime_env={"env_vars": dict(variables)})
     # A daemon, so that a command or worker that fails meanwhile ends at once.
     threading.Thread(target=_submit, args=(task, folder), name="worker-pool", daemon=True).start()
 

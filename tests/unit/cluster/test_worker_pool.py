@@ -64,7 +64,7 @@ class Pool:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Callable[[int], None]) -> None:
         self.canceled: list[int] = []
-        self.options: dict[str, object] = {}
+        self.given: dict[str, object] = {}
         self._number = 0
         self._run = run
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -74,8 +74,12 @@ class Pool:
             monkeypatch.setattr(worker_pool, name, 0.001)
 
     def _remote(self, **options: object) -> Callable[[object], "Pool"]:
-        self.options = options
+        self.given |= options
         return lambda function: self
+
+    def options(self, **options: object) -> "Pool":
+        self.given |= options
+        return self
 
     def remote(self) -> int:
         self._number += 1
@@ -106,8 +110,8 @@ def test_tasks_are_submitted_until_tokens_are_taken(
     start_and_wait(2, variables)
     assert left == [2, 1, 1]
     assert pool.canceled == [0, 1, 2]
-    assert pool.options["runtime_env"] == {"env_vars": variables}
-    assert pool.options["max_calls"] == 1
+    assert pool.given["runtime_env"] == {"env_vars": variables}
+    assert pool.given["max_calls"] == 1
 
 
 def test_tasks_are_not_submitted_forever(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
