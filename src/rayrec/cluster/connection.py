@@ -352,12 +352,12 @@ def require_head(address: str, *, source: str) -> None:
 
 
 def _host_and_port(address: str, source: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(?:\[([^]/]+)\]|([^:/]+)):(\d+)", address)
-    if found is None:
+    match = re.fullmatch(r"(?:\[([^]/]+)\]|([^:/]+)):(\d+)", address)
+    if match is None:
         raise InputError(
             f"{source}: must be the address of a Ray cluster. Use HOST:PORT of its head, or auto"
         )
-    return found[1] or found[2], int(found[3])
+    return match[1] or match[2], int(match[3])
 
 
 def _require_listener(host: str, port: int, source: str) -> None:

@@ -1,20 +1,8 @@
 """Idle Python processes in a local Ray's pool with a train worker's modules imported. Imports take
 some 5 s of CPU per worker, most of the wait in a start.
 
-Ray creates a worker in a process of its pool that has the same job and runtime environment and has
-run no task, else in a new process. Processes for the first attempt's workers start while data is
-prepared, those for the next attempt's during training (standby):
-
-| who | does |
-| --- | --- |
-| driver or worker (`start_processes`) | writes a token for each process, submits as many tasks |
-| Ray | ends an idle process that runs the task, else starts a process |
-| driver or worker, 0.2 s later | cancels the tasks, so that the new processes never run them |
-| new process (`import_modules`) | takes a token, imports the modules, joins the pool |
-| driver or worker, 20 s later | submits tasks again if tokens are left |
-
-Every process with the runtime environment of workers runs `import_modules`, also those of Ray
-Data's own actors, which a worker creates. They find no token and import nothing.
+Every process with the runtime environment of workers runs the hook `import_modules`, also those of
+Ray Data's own actors, which a worker creates. It imports only if there is a token.
 """
 
 import contextlib
@@ -27,6 +15,17 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+# Ray creates a worker in a process of its pool with the same job and runtime environment that has
+# run no task, else in a new one. The first attempt's processes start while data is prepared, the
+# next attempt's during training (standby). The protocol is this table.
+
+# who                                   does
+# driver or worker (`start_processes`)  Writes a token for each process, submits as many tasks.
+# Ray                                   Ends an idle process that runs the task, else starts one.
+# driver or worker, 0.2 s later         Cancels the tasks, so that new processes never run them.
+# new process (`import_modules`)        Takes a token, imports the modules, joins the pool.
+# driver or worker, 20 s later          Submits tasks again if tokens are left.
 
 HOOK: Final = f"{__name__}.import_modules"
 """Setup hook of a local Ray's processes."""
@@ -96,14 +95,14 @@ def start_processes(number: int, variables: Mapping[str, str] | None = None) -> 
     for _ in range(number):
         Path(folder, uuid.uuid4().hex).touch()
     # max_calls: an idle process that runs the task, instead of a new one, ends.
-    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_do_nothing)
+    task: Any = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_noop)
     if variables:
         task = task.options(runtime_env={"env_vars": dict(variables)})
     # A daemon, so that a command or worker that fails meanwhile ends at once.
     threading.Thread(target=_submit, args=(task, folder), name="worker-pool", daemon=True).start()
 
 
-def _do_nothing() -> None:
+def _noop() -> None:
     """Do nothing. The task exists only for its process."""
 
 

@@ -94,7 +94,7 @@ def start_and_wait(number: int, variables: dict[str, str]) -> None:
             thread.join(60)
 
 
-def test_tasks_are_submitted_until_tokens_are_taken(
+def test_submission_repeats_for_remaining_tokens(
     tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -114,7 +114,7 @@ def test_tasks_are_submitted_until_tokens_are_taken(
     assert pool.given["max_calls"] == 1
 
 
-def test_tasks_are_not_submitted_forever(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_ends_without_processes(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, lambda number: None)
     start_and_wait(1, {TOKENS: str(tokens)})
     assert len(pool.canceled) == 10

@@ -297,16 +297,16 @@ def test_data_tasks_have_no_modules_of_workers(
     monkeypatch.delenv(worker_pool.TOKENS, raising=False)
     if is_local:
         monkeypatch.setenv(worker_pool.TOKENS, str(tmp_path))
-    wanted = config().replace(scaling={"use_gpu": use_gpu})
+    run_config = config().replace(scaling={"use_gpu": use_gpu})
     attempt(
         monkeypatch,
         tmp_path,
-        wanted,
+        run_config,
         fit=(fit := Mock(return_value={})),
         request=Mock(),
         signals=Signals(),
     )
-    assert (worker_pool.MODULES in ray_launcher.worker_environment(wanted)) is ahead
+    assert (worker_pool.MODULES in ray_launcher.worker_environment(run_config)) is ahead
     assert fit.call_args.args[0].engine.environment == ({worker_pool.MODULES: ""} if ahead else {})
 
 
