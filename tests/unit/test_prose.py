@@ -113,3 +113,14 @@ def read(rows: int) -> int:
 def test_read_returns_rows() -> None: ...
 '''
     assert list(prose.faults(source, frozenset({"found"}))) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        pytest.param("of_rows = _of_size = of = 1", ["of_rows", "_of_size", "of"], id="no-noun"),
+        pytest.param("rows_of = offset = office_of_x = 1", [], id="noun"),
+    ],
+)
+def test_genitives_have_no_noun(source: str, names: list[str]) -> None:
+    assert [fault.text for fault in prose.genitives(source)] == names
