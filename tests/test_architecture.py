@@ -205,29 +205,39 @@ INTERNALS = (
 NOT_OF_RAY_OR_TORCH = {"os._exit", "ctypes._NamedFuncPointer"}
 
 
+def _defined_names(nodes: list[ast.AST]) -> set[str]:
+    fields = {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    return fields | {node.name for node in nodes if isinstance(node, definitions)}
+
+
+def _imported_names(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def _private_names(tree: ast.AST) -> Iterator[str]:
     """Imports of private names, and private attributes of objects that the module does not define
     itself.
     """
     nodes = list(ast.walk(tree))
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {
-        node.target.id
-        for node in nodes
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     of_self = {
         id(node)
         for node in attributes
         if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
     }
-    own |= {node.attr for node in attributes if id(node) in of_self}
-    for node in nodes:
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            names = [f"{module}{alias.name}" for alias in node.names]
-            yield from (name for name in names if any(pattern.match(name) for pattern in INTERNALS))
+    own = _defined_names(nodes) | {node.attr for node in attributes if id(node) in of_self}
+    for name in _imported_names(nodes):
+        if any(pattern.match(name) for pattern in INTERNALS):
+            yield name
     for node in attributes:
         private = node.attr.startswith("_") and not node.attr.startswith("__")
         if private and id(node) not in of_self and node.attr not in own:

@@ -47,9 +47,9 @@ def changed(place: str, value: Any = ...) -> Callable[[dict[str, Any]], None]:
         node: Any = manifest
         *above, last = place.split(">")
         for name in above:
-            node = node[
-                next(iter(node)) if name == "*" else int(name) if isinstance(node, list) else name
-            ]
+            if name == "*":
+                name = next(iter(node))
+            node = node[int(name) if isinstance(node, list) else name]
         if value is ...:
             del node[last]
         else:

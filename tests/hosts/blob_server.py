@@ -128,40 +128,55 @@ class _Handler(BaseHTTPRequestHandler):
                 store.staged[container, name, query["blockid"]] = body
                 return self._send(201, b"")
             case ("PUT", "blocklist"):
-                known = dict(store.blocks.get(place, ()))
-                ids = re.findall(r"<(?:Latest|Committed|Uncommitted)>([^<]*)<", body.decode())
-                blocks = [(one, store.staged.pop((*place, one), None) or known[one]) for one in ids]
-                store.blocks[place], blobs[name] = blocks, b"".join(data for _, data in blocks)
+                return self._join_blocks(place, body)
+            case ("PUT", _) if self.headers.get("x-ms-copy-source"):
+                return self._copy(place)
+            case ("PUT", _) if self.headers.get("x-ms-blob-type") == "BlockBlob":
+                store.blocks.pop(place, None)
+                blobs[name] = body
                 return self._send(201, b"")
-        if self.command == "PUT" and self.headers.get("x-ms-copy-source"):
-            source = urlsplit(self.headers["x-ms-copy-source"]).path.split("/", 3)
-            blobs[name] = store.blobs[source[2]][unquote(source[3])]
-            store.blocks.pop(place, None)
-            return self._send(202, b"", {"x-ms-copy-id": "1", "x-ms-copy-status": "success"})
-        if self.command == "PUT" and self.headers.get("x-ms-blob-type") == "BlockBlob":
-            store.blocks.pop(place, None)
-            blobs[name] = body
-            return self._send(201, b"")
         if name not in blobs:
             return self._refuse(404, "BlobNotFound")
-        if (self.command, query.get("comp")) == ("GET", "blocklist"):
-            listed = [
-                f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>"
-                for one, data in store.blocks.get(place, ())
-            ]
-            text = f"<BlockList><CommittedBlocks>{''.join(listed)}</CommittedBlocks></BlockList>"
-            return self._send(
-                200, text.encode(), {"x-ms-blob-content-length": str(len(blobs[name]))}
-            )
-        if query.get("comp") == "lease":
-            return self._send(201, b"", {"x-ms-lease-id": str(uuid.UUID(int=1))})
-        if self.command == "DELETE":
-            del blobs[name]
-            store.blocks.pop(place, None)
-            return self._send(202, b"")
-        if self.command in ("GET", "HEAD") and "comp" not in query:
-            return self._send_blob(blobs[name])
+        match self.command, query.get("comp"):
+            case ("GET", "blocklist"):
+                return self._list_blocks(place)
+            case (_, "lease"):
+                return self._send(201, b"", {"x-ms-lease-id": str(uuid.UUID(int=1))})
+            case ("DELETE", _):
+                del blobs[name]
+                store.blocks.pop(place, None)
+                return self._send(202, b"")
+            case ("GET" | "HEAD", None):
+                return self._send_blob(blobs[name])
         return self._refuse(501, "NotImplemented")
+
+    def _join_blocks(self, place: tuple[str, str], body: bytes) -> None:
+        store = self.server_store
+        container, name = place
+        known = dict(store.blocks.get(place, ()))
+        ids = re.findall(r"<(?:Latest|Committed|Uncommitted)>([^<]*)<", body.decode())
+        blocks = [(one, store.staged.pop((*place, one), None) or known[one]) for one in ids]
+        store.blocks[place] = blocks
+        store.blobs[container][name] = b"".join(data for _, data in blocks)
+        self._send(201, b"")
+
+    def _copy(self, place: tuple[str, str]) -> None:
+        store = self.server_store
+        container, name = place
+        source = urlsplit(self.headers["x-ms-copy-source"]).path.split("/", 3)
+        store.blobs[container][name] = store.blobs[source[2]][unquote(source[3])]
+        store.blocks.pop(place, None)
+        self._send(202, b"", {"x-ms-copy-id": "1", "x-ms-copy-status": "success"})
+
+    def _list_blocks(self, place: tuple[str, str]) -> None:
+        container, name = place
+        listed = [
+            f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>"
+            for one, data in self.server_store.blocks.get(place, ())
+        ]
+        text = f"<BlockList><CommittedBlocks>{''.join(listed)}</CommittedBlocks></BlockList>"
+        size = len(self.server_store.blobs[container][name])
+        self._send(200, text.encode(), {"x-ms-blob-content-length": str(size)})
 
     def _send_blob(self, data: bytes) -> None:
         found = re.fullmatch(

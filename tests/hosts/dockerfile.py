@@ -73,6 +73,14 @@ class Stage:
     folder: str = "/"
     command: list[str] = field(default_factory=list)
 
+    def enter(self, word: str, place: str) -> None:
+        """Carry out USER or WORKDIR."""
+        if word == "USER":
+            self.user = place
+        else:
+            self.folder = place
+            (self.root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
+
     def run(
         self, *command: str, binds: Mapping[Path, str], timeout_s: float
     ) -> subprocess.CompletedProcess[str]:
@@ -169,11 +177,8 @@ def build(
             target[name] = arguments.get(name, default)
         elif word == "ENV":
             stage.environment |= dict(part.split("=", 1) for part in rest.split())
-        elif word == "USER":
-            stage.user = rest
-        elif word == "WORKDIR":
-            stage.folder = rest
-            (stage.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        elif word in ("USER", "WORKDIR"):
+            stage.enter(word, rest)
         elif word == "COPY":
             _copy(rest.split(), stage, stages, context, rules)
         elif word == "RUN":

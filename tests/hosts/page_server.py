@@ -70,8 +70,11 @@ def end_after(work: Callable[[], None]) -> NoReturn:
         work()
         status = 0
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        if isinstance(error.code, str):
+        if error.code is None:
+            status = 0
+        elif isinstance(error.code, int):
+            status = error.code
+        else:
             print(error.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()

@@ -1,6 +1,7 @@
 """Models of all kinds go the whole road: train, resume, evaluate, predict, export, HTTP."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,18 @@ def test_server_accepts_recipe_of_custom_model() -> None:
 
 
 # -- Rows in groups: what training, evaluation and slices say of the order within them
+def grouped_auroc(groups: np.ndarray, labels: np.ndarray, logits: np.ndarray) -> tuple[float, int]:
+    """Return the mean AUROC of groups with both labels, weighted by their rows, and these rows."""
+    total = 0.0
+    rows = 0
+    for group in set(groups) - {""}:
+        mine = groups == group
+        if 0 < labels[mine].sum() < mine.sum():
+            total += roc_auc_score(labels[mine], logits[mine]) * mine.sum()
+            rows += mine.sum()
+    return total / rows, rows
+
+
 def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     rayrec.generate(str(tmp_path / "log"), rows=3000, seed=0)
     log = str(tmp_path / "log" / "train.txt")
@@ -135,16 +148,8 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     labels = predicted["label"].to_numpy()
     place = config.workload.schema.columns.index("cat_5")  # type: ignore[attr-defined]
     groups = np.array([line.split("\t")[place] for line in Path(log).read_text().splitlines()])
-    total = 0.0
-    rows = 0
-    for group in set(groups) - {""}:
-        mine = groups == group
-        if 0 < labels[mine].sum() < mine.sum():
-            total, rows = (
-                total + roc_auc_score(labels[mine], logits[mine]) * mine.sum(),
-                rows + mine.sum(),
-            )
-    assert metrics["gauc"] == pytest.approx(total / rows)
+    gauc, rows = grouped_auroc(groups, labels, logits)
+    assert metrics["gauc"] == pytest.approx(gauc)
     assert metrics["gauc_rows"] == rows > 1000
     assert metrics["hit_rate_at_10"] >= metrics["recall_at_10"] > 0
     assert all(0 < piece["gauc_rows"] < rows for piece in metrics["slices"]["day"])
@@ -183,6 +188,31 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
 
 
 # -- Retrieval models
+def recall_of_index(predicted: Any, items: np.ndarray) -> float:
+    """Return the recall at 5 of each row's item among all items, by predicted vectors."""
+    user_vectors = np.array(predicted["user"].to_pylist())
+    item_vectors = np.array(predicted["item"].to_pylist())
+    catalog, place = np.unique(items, return_index=True)
+    scores = user_vectors @ item_vectors[place].T
+    own = scores[np.arange(len(scores)), np.searchsorted(catalog, items)]
+    return np.mean((scores > own[:, None] + 1e-6).sum(1) < 5)
+
+
+def check_served(path: str, rows: pa.Table, predicted: Any, columns: Sequence[str]) -> None:
+    """Check that the first rows are answered with their predictions."""
+    app = make_app(open_served(path))
+    asked = [{key: value for key, value in row.items() if value} for row in rows.to_pylist()]
+    answer = score(app, {"rows": asked})
+    for column in columns:
+        expected = predicted[column].to_pylist()[: len(asked)]
+        if column == "items":
+            assert [row[:1] for row in answer[column]] == [row[:1] for row in expected]
+        else:
+            np.testing.assert_allclose(answer[column], expected, atol=0.2)
+    described = ask(app, "GET", "/openapi.json").json()
+    assert set(columns) <= set(json.dumps(described).replace('"', " ").split())
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["next_item", "two_tower"])
 def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) -> None:
@@ -203,13 +233,8 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
         assert np.mean(first == 100 + (last - 99) % ITEMS) > 0.8
         columns = ("items", "scores")
     else:
-        # All items by an index of the predicted vectors: the metrics of the evaluation, which ranks
-        # the table.
-        users, items = (np.array(predicted[column].to_pylist()) for column in ("user", "item"))
-        catalog, place = np.unique(rows["item"].to_numpy(), return_index=True)
-        scores = users @ items[place].T
-        own = scores[np.arange(len(scores)), np.searchsorted(catalog, rows["item"].to_numpy())]
-        recall = np.mean((scores > own[:, None] + 1e-6).sum(1) < 5)
+        # The evaluation ranks the table, the index ranks the predicted vectors.
+        recall = recall_of_index(predicted, rows["item"].to_numpy())
         assert recall == pytest.approx(metrics["recall_at_5"], abs=1e-6)
         columns = ("user", "item")
 
@@ -220,20 +245,8 @@ def test_retrieval_model_trains_exports_and_serves(name: str, tmp_path: Path) ->
     )
     # An AUROC of labels drawn by the scores
     export(whole.checkpoint, tmp_path / "int8", quantize="int8", max_auroc_loss=0.01)
-    asked = [
-        {key: value for key, value in row.items() if value} for row in rows.slice(0, 8).to_pylist()
-    ]
     for path in (whole.checkpoint, f"{tmp_path}/plain", f"{tmp_path}/int8"):
-        app = make_app(open_served(path))
-        answer = score(app, {"rows": asked})
-        for column in columns:
-            expected = predicted[column].to_pylist()[:8]
-            if column == "items":
-                assert [row[:1] for row in answer[column]] == [row[:1] for row in expected]
-            else:
-                np.testing.assert_allclose(answer[column], expected, atol=0.2)
-        described = ask(app, "GET", "/openapi.json").json()
-        assert set(columns) <= set(json.dumps(described).replace('"', " ").split())
+        check_served(path, rows.slice(0, 8), predicted, columns)
 
 
 def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:

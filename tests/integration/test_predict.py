@@ -240,8 +240,9 @@ def test_killed_predict_resumes(
     assert not Path(f"{out}.partial").exists()
 
 
-@pytest.mark.exhaustive
-def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) -> None:
+@pytest.fixture(scope="module")
+def sliced(model: Model) -> dict[str, Any]:
+    """An evaluation with slices and intervals, compared with the same checkpoint."""
     checkpoints = sorted((Path(model.result.folder) / "checkpoints").iterdir())
     slices: dict[str, Any] = {
         "slice_by": ("day", "cat_0", "frequency:cat_2", "int_1"),
@@ -250,9 +251,13 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
     options = EvaluationConfig(
         confidence=0.9, resamples=20, compare=str(checkpoints[-1]), batch_rows=1000, **slices
     )
-    found = model.evaluate(options=options, other=model.config)
+    return model.evaluate(options=options, other=model.config)
+
+
+@pytest.mark.exhaustive
+def test_evaluation_has_intervals_and_differences(sliced: dict[str, Any], whole: Columns) -> None:
+    found = sliced
     metrics = binary_metrics(whole["logit"], whole["label"])
-    count = len(model.lines)
     assert {name: found[name] for name in metrics} == metrics
     for name in METRICS:
         low, high = found["intervals"][name]
@@ -260,6 +265,12 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
         assert found["compared"][name] == found[name]
         assert found["compared"]["differences"][name]["p_value"] == 1  # it is the same checkpoint
     assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+@pytest.mark.exhaustive
+def test_evaluation_slices_by_day(model: Model, sliced: dict[str, Any], whole: Columns) -> None:
+    found = sliced
+    count = len(model.lines)
     assert all(
         sum(piece["rows"] for piece in pieces) == count for pieces in found["slices"].values()
     )
@@ -270,6 +281,12 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
     last_day = binary_metrics(whole["logit"][last], whole["label"][last])
     assert found["slices"]["day"][-1]["auroc"] == pytest.approx(last_day["auroc"], abs=1e-12)
 
+
+@pytest.mark.exhaustive
+def test_evaluation_slices_by_category(
+    model: Model, sliced: dict[str, Any], whole: Columns
+) -> None:
+    found = sliced
     tokens = np.array([line.rstrip(b"\n").split(b"\t")[14].decode() for line in model.lines])
     values, counts = np.unique(tokens, return_counts=True)
     most = [value or "(missing)" for value in values[np.argsort(-counts)][:4].tolist()]
@@ -284,6 +301,11 @@ def test_evaluate_slices_intervals_and_comparison(model: Model, whole: Columns) 
     )
     assert piece["rows"] == expected["rows"]
     assert piece["logloss"] == pytest.approx(expected["logloss"], rel=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_evaluation_slices_by_frequency(sliced: dict[str, Any]) -> None:
+    found = sliced
     frequencies = [piece["value"] for piece in found["slices"]["frequency:cat_2"]]
     known = [
         "1",

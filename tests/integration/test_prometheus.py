@@ -139,12 +139,24 @@ def test_metrics_match_run(scraped: Samples) -> None:
     ]
 
 
-def test_dashboard_queries_match_exported_metrics(scraped: Samples) -> None:
+def _queries() -> list[str]:
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    queries += [
-        entry["definition"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"
-    ]
+    variables = dashboard["templating"]["list"]
+    return queries + [entry["definition"] for entry in variables if entry["type"] == "query"]
+
+
+def _selected(samples: list[dict[str, str]], matchers: str) -> list[dict[str, str]]:
+    """Return the labels of the samples that a selector matches."""
+    for label, operator, wanted in MATCHER.findall(matchers):
+        assert all(label in labels for labels in samples), label
+        if operator == "=":
+            samples = [labels for labels in samples if labels[label] == wanted]
+    return samples
+
+
+def test_dashboard_queries_match_exported_metrics(scraped: Samples) -> None:
+    queries = _queries()
     assert len(queries) > 20
     asked = set()
     for query in queries:
@@ -152,21 +164,21 @@ def test_dashboard_queries_match_exported_metrics(scraped: Samples) -> None:
         assert names, query
         asked |= set(names)
         for name, matchers in SELECTOR.findall(query):
-            samples = [labels for labels, _ in scraped[name]]
-            for label, operator, wanted in MATCHER.findall(matchers):
-                assert all(label in labels for labels in samples), (query, label)
-                if operator == "=":
-                    samples = [labels for labels in samples if labels[label] == wanted]
-            assert samples, query
+            assert _selected([labels for labels, _ in scraped[name]], matchers), query
         for grouping in re.findall(r"by \(([^)]*)\)", query):
             assert set(re.findall(r"\w+", grouping)) <= scraped[names[0]][0][0].keys(), query
     assert asked <= scraped.keys()
 
 
-def test_dashboard_panels_have_units_and_separate_cells() -> None:
-    dashboard = json.loads(DASHBOARD.read_text())
+def _panels() -> list[dict[str, Any]]:
+    return json.loads(DASHBOARD.read_text())["panels"]
+
+
+def test_dashboard_panels_have_separate_cells() -> None:
+    panels = _panels()
+    assert len({panel["id"] for panel in panels}) == len(panels)
     cells: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
+    for panel in panels:
         place = panel["gridPos"]
         taken = {
             (place["x"] + right, place["y"] + down)
@@ -176,6 +188,10 @@ def test_dashboard_panels_have_units_and_separate_cells() -> None:
         assert place["x"] + place["w"] <= 24
         assert not taken & cells, panel["title"]
         cells |= taken
+
+
+def test_dashboard_panels_ask_for_run_and_scrape_interval() -> None:
+    for panel in _panels():
         assert panel["datasource"]["uid"] == "${datasource}"
         for target in panel["targets"]:
             assert '"$run"' in target["expr"]
@@ -184,18 +200,17 @@ def test_dashboard_panels_have_units_and_separate_cells() -> None:
             if "rate(" in target["expr"]:
                 assert "[$__rate_interval]" in target["expr"]
                 assert panel["interval"] == "2m"
-        overrides = [
-            (place["matcher"]["options"], place["properties"])
-            for place in panel["fieldConfig"].get("overrides", ())
-        ]
+
+
+def test_dashboard_shares_have_own_unit() -> None:
+    for panel in _panels():
         units = {
-            name: value["value"]
-            for name, values in overrides
-            for value in values
+            override["matcher"]["options"]: value["value"]
+            for override in panel["fieldConfig"].get("overrides", ())
+            for value in override["properties"]
             if value["id"] == "unit"
         }
         # What counters add up and what they add up a second have no axis in common.
         shares = {target["refId"] for target in panel["targets"] if "_s_total" in target["expr"]}
         if shares and len(shares) < len(panel["targets"]):
             assert all(units[name] == "percentunit" for name in shares)
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

@@ -67,6 +67,30 @@ def _replicas(server: Session) -> list[int]:
     ]
 
 
+def _kill_replica(server: Session, port: int, version: str) -> None:
+    """Check that clients hardly notice a killed replica, and that its counts are kept."""
+    with Load(port, TEXT) as load:
+        # So many that the share of one replica is more than what the register has not heard of
+        # the other yet.
+        _until(lambda: len(load.answers) > 200)
+        counted = _rows(port, version)
+        died = _replicas(server)[0]
+        os.kill(died, signal.SIGKILL)
+        killed_s = time.monotonic()
+        _until(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
+        # until then the one that died counts as serving
+        _until(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)
+        _until(lambda: _counts(port, "rayrec_serve_replicas") == {version: 2.0})
+    # What the replica had taken is lost with it; all else is answered by the other.
+    assert len(load.failed) <= 4  # clients
+    assert all(start_s < killed_s + 30 for start_s, _, _ in load.failed)
+    assert load.models() == {version}
+    later = [start_s for start_s, status, _ in load.answers if status == 200 and start_s > killed_s]
+    assert later
+    # The counts of the one that died are kept; those of the others come within moments.
+    until(lambda: _rows(port, version) >= counted + 10 * len(later))
+
+
 @pytest.mark.parametrize("ingress", [pytest.param("serve", marks=pytest.mark.exhaustive), "direct"])
 def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
@@ -121,29 +145,7 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
         assert load.models() == {told["replicas"].popitem()[1]["model"], version}
         assert "contains no complete checkpoint" in tell(str(tmp_path), "--swap", status=2).stderr
 
-        with Load(port, TEXT) as load:
-            # So many that the share of one replica is more than what the register has not heard of
-            # the other yet.
-            _until(lambda: len(load.answers) > 200)
-            counted = _rows(port, version)
-            died = _replicas(server)[0]
-            os.kill(died, signal.SIGKILL)
-            killed_s = time.monotonic()
-            _until(lambda: len(_replicas(server)) == 2 and died not in _replicas(server))
-            # until then the one that died counts as serving
-            _until(lambda: time.monotonic() > killed_s + REPORT_TIMEOUT_S + 1)
-            _until(lambda: _counts(port, "rayrec_serve_replicas") == {version: 2.0})
-        # What the replica had taken is lost with it; all else is answered by the other.
-        assert len(load.failed) <= 4  # clients
-        assert all(start_s < killed_s + 30 for start_s, _, _ in load.failed)
-        assert load.models() == {version}
-        later = [
-            start_s for start_s, status, _ in load.answers if status == 200 and start_s > killed_s
-        ]
-        assert later
-        # The counts of the one that died are kept; those of the others come within moments.
-        until(lambda: _rows(port, version) >= counted + 10 * len(later))
-
+        _kill_replica(server, port, version)
         with Load(port, TEXT) as load:
             if ingress == "direct":
                 server.process.send_signal(signal.SIGTERM)
@@ -282,6 +284,23 @@ def _served_replicas(application: str = "clicks", field: str = "replica_id") -> 
     }
 
 
+def _reject_three_times(place: str) -> None:
+    """Check that three swaps at once to a model with another schema are rejected."""
+    with ThreadPoolExecutor(3) as pool:
+        for done in [
+            pool.submit(rejects, "schemas differ in", control.swap, place, address=None)
+            for _ in range(3)
+        ]:
+            done.result()
+
+
+def _check_models(load: Load, version: str) -> None:
+    """Check that the next answers come from this version alone."""
+    load.answers.clear()
+    _until(lambda: len(load.answers) > 50)
+    assert load.models() == {version}
+
+
 @pytest.mark.usefixtures("shared_serve")
 def test_swaps_during_replica_start(tmp_path: Path) -> None:
     """Models load for seconds. A rejected one, tried three times at once, is never served. An
@@ -318,12 +337,7 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         ) == (False, "direct")
         os.kill(min(before), signal.SIGKILL)
         _until(lambda: _served_replicas(APPLICATION, "pid") - before - {None})
-        with ThreadPoolExecutor(3) as pool:
-            for done in [
-                pool.submit(rejects, "schemas differ in", control.swap, rejected, address=None)
-                for _ in range(3)
-            ]:
-                done.result()
+        _reject_three_times(rejected)
         found = server.describe()
         assert (found["model"], found["previous"]) == (first, None)
         assert control.swap(second, address=None)["version"] == versions[second]
@@ -332,14 +346,10 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         }
         _until(lambda: len(server.describe()["replicas"]) == 2)
         assert len(load.failed) <= 4  # what the killed replica had taken
-        load.answers.clear()
-        _until(lambda: len(load.answers) > 50)
-        assert load.models() == {versions[second]}
+        _check_models(load, versions[second])
         ray.kill(ray_compat.find_shared_actor(APPLICATION, APPLICATION, REGISTER))
         assert control.roll_back(address=None)["version"] == versions[first]
-        load.answers.clear()
-        _until(lambda: len(load.answers) > 50)
-    assert load.models() == {versions[first]}
+        _check_models(load, versions[first])
     assert len(load.failed) <= 4
     assert find_instance(APPLICATION) is None
 

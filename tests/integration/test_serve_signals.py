@@ -233,13 +233,11 @@ def test_signal_ends_server_at_any_moment(
                     is_ready = True
                     ready_s = min(ready_s, elapsed_s)
                 time.sleep(0.01)
-            # Before Python runs the command's code, signals end the process as any.
-            valid = (
-                {STOPPED, 0}
-                if is_ready
-                else {STOPPED, -number}
-                if moment_s < EVERY_S
-                else {STOPPED}
-            )
+            valid = {STOPPED}
+            if is_ready:
+                valid.add(0)
+            elif moment_s < EVERY_S:
+                # Before Python runs the command's code, signals end the process as any.
+                valid.add(-number)
             assert _stop(server, TARGETS[target], number) in valid
         moment_s += EVERY_S

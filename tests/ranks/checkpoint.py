@@ -35,6 +35,7 @@ from rayrec.checkpoint import (
     writer,
 )
 from rayrec.checkpoint.communicator import Communicator
+from rayrec.checkpoint.saver import Saver
 from rayrec.config import InputError
 
 
@@ -220,13 +221,29 @@ def lease_of(rank: int, folder: str) -> dict[str, Any]:
     return {} if rank == 0 else {"lease": None}
 
 
-def save_in_background(folder: str, rank: int) -> None:
-    """Check that all ranks see late saves, errors of one rank and a lost lease alike."""
-    run = Run(folder)
-    saver = run.saver(
-        **lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3
+def fail_on_one_rank(saver: Saver, values: dict[str, Any], rank: int) -> None:
+    """Check that the ranks raise the error of one of them."""
+    faulty = {**values, **({"rates": 1} if rank else {})}
+    state = {} if rank else {"a": object()}
+    assert "rates: must be a tensor" in raised(lambda: saver.begin(4, faulty, state={}, score=None))
+    assert "not JSON serializable" in raised(
+        lambda: saver.begin(4, values, state=state, score=None)
     )
-    values = sharded()
+
+
+def lose_lease(saver: Saver, values: dict[str, Any], folder: str, rank: int) -> None:
+    """Check that all ranks end after another process acquired the lease."""
+    if rank == 0:
+        acquire_lease(folder)
+    distributed.barrier()
+    assert saver.begin(4, values, state={}, score=None)
+    distributed.barrier()
+    assert "another process acquired the lease of this run" in raised(saver.wait)
+    saver.close()
+
+
+def hold_save(run: Run, saver: Saver, values: dict[str, Any], rank: int) -> None:
+    """Check that a late save keeps its values and that no other save begins until it ends."""
     state = {"rank": [rank]}
     gate = threading.Event()
     with writes(gate.wait if rank == 1 else None):
@@ -240,6 +257,16 @@ def save_in_background(folder: str, rank: int) -> None:
         distributed.barrier()  # rank 0 does not ask while the gate opens
         gate.set()
         saver.wait()
+
+
+def save_in_background(folder: str, rank: int) -> None:
+    """Check that all ranks see late saves, errors of one rank and a lost lease alike."""
+    run = Run(folder)
+    saver = run.saver(
+        **lease_of(rank, folder), extra_files={"config.yaml": b"a: 1"}, max_outage_s=0.3
+    )
+    values = sharded()
+    hold_save(run, saver, values, rank)
     assert saver.last == run.newest() == run.at(1)
     assert (saver.last.manifest()["state"], saver.last.manifest()["score"]) == ({"rank": [0]}, 0.5)
     checkpoint.restore(saver.last, values)
@@ -251,19 +278,8 @@ def save_in_background(folder: str, rank: int) -> None:
             saver.wait
         )
     save_now(saver, 3, values)  # space is there again
-    faulty = {**values, **({"rates": 1} if rank else {})}
-    state = {} if rank else {"a": object()}
-    assert "rates: must be a tensor" in raised(lambda: saver.begin(4, faulty, state={}, score=None))
-    assert "not JSON serializable" in raised(
-        lambda: saver.begin(4, values, state=state, score=None)
-    )
-    if rank == 0:
-        acquire_lease(folder)
-    distributed.barrier()
-    assert saver.begin(4, values, state={}, score=None)
-    distributed.barrier()
-    assert "another process acquired the lease of this run" in raised(saver.wait)
-    saver.close()
+    fail_on_one_rank(saver, values, rank)
+    lose_lease(saver, values, folder, rank)
     if rank == 0:
         told = [(kind, fields["step"]) for kind, fields in run.events]
         assert told == [

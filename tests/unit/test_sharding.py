@@ -90,13 +90,19 @@ def test_every_table_is_fused_and_none_data_parallel(
     assert sum(row.total_bytes for row in rows) == sum(SIZES) * 17 * 4
 
 
-def test_plan_is_balanced_deterministic_and_splits_tables() -> None:
+def test_plan_is_balanced() -> None:
     counts = Counter(rank for row in rows_of(plan()) for rank in row.bytes_of_rank)
     assert abs(counts[0] - counts[1]) <= 2
+
+
+def test_plan_is_deterministic_and_fast() -> None:
     first = describe(plan(), Model(SIZES), state_bytes=STATE)
     start = time.thread_time()
     assert describe(plan(), Model(SIZES), state_bytes=STATE) == first
     assert time.thread_time() - start < 1
+
+
+def test_plan_is_described_as_table() -> None:
     lines = describe(plan(), Model(SIZES), state_bytes=STATE).splitlines()
     assert lines[0].split() == [
         "table",
@@ -112,6 +118,9 @@ def test_plan_is_balanced_deterministic_and_splits_tables() -> None:
     assert lines[3].endswith("64.8 MiB")
     assert lines[-2].startswith("worker 0: ")
     assert lines[-1].startswith("worker 1: ")
+
+
+def test_wide_table_is_split_by_columns() -> None:
     model = Model([1_000_000], dim=64)
     config = only("column_wise", min_column_width=32)
     made = plan_sharding(
@@ -124,6 +133,9 @@ def test_plan_is_balanced_deterministic_and_splits_tables() -> None:
         64,
     )
     assert set(row.bytes_of_rank) == {0, 1}
+
+
+def test_data_parallel_tables_are_copied_to_all_ranks() -> None:
     made = plan(config=only("data_parallel"))
     rows = rows_of(made)
     assert {row.sharding_type for row in rows} == {"data_parallel"}

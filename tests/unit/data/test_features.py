@@ -749,36 +749,35 @@ def check_rows(schema: Schema, rows: list[Row], order: list[int] | None) -> None
         encoded.weights, np.array([row[1] for row in rows], np.float32) if schema.weight else None
     )
     for d, rule in enumerate(preprocessor.dense):
-        values = [row[2][d] for row in rows]
-        present = np.array([0 if value is None else value for value in values], np.float64)
-        expected = rule.encode(present, np.array([value is None for value in values], bool))
-        np.testing.assert_array_almost_equal_nulp(encoded.dense[:, d], expected, 1)
+        check_numbers(encoded.dense[:, d], rule, [row[2][d] for row in rows])
     for s, rule in enumerate(preprocessor.sparse):
-        known = (
-            {}
-            if rule.num_tokens is None
-            else dict(zip(KNOWN[schema.tokens][s], rule.ids().tolist(), strict=True))
-        )
-        bags = [
-            cell if isinstance(cell, list) else [] if cell is None else [cell]
-            for cell in (row[3][s] for row in rows)
-        ]
-        tokens = np.array([token for bag in bags for token in bag or [0]], category_type(schema))
-        missing = np.array([not bag for bag in bags for _ in bag or [0]], bool)
-
-        def find(
-            asked: np.ndarray, known: Any = known, unknown: int = rule.unknown_id
-        ) -> np.ndarray:
-            return np.array([known.get(token, unknown) for token in asked.tolist()], np.int64)
-
-        ids = encoded.ids[s]
-        assert isinstance(ids, JaggedIds) == (schema.sparse[s] in schema.lists)
-        if isinstance(ids, JaggedIds):
-            assert_same(ids.lengths, np.array([len(bag) or 1 for bag in bags], np.int32))
-            ids = ids.values
-        assert_same(ids, rule.encode(tokens, missing, find, np.dtype(np.int32)))
+        check_ids(encoded.ids[s], rule, [row[3][s] for row in rows], schema, s)
     for again in from_arrow(to_arrow(encoded)):
         assert_same(list(again.ids), list(encoded.ids))
+
+
+def check_numbers(found: np.ndarray, rule: DenseColumn, values: list[Any]) -> None:
+    present = np.array([0 if value is None else value for value in values], np.float64)
+    expected = rule.encode(present, np.array([value is None for value in values], bool))
+    np.testing.assert_array_almost_equal_nulp(found, expected, 1)
+
+
+def check_ids(ids: Any, rule: SparseColumn, cells: list[Any], schema: Schema, place: int) -> None:
+    known = {}
+    if rule.num_tokens is not None:
+        known = dict(zip(KNOWN[schema.tokens][place], rule.ids().tolist(), strict=True))
+    bags = [[] if cell is None else np.atleast_1d(cell).tolist() for cell in cells]
+    tokens = np.array([token for bag in bags for token in bag or [0]], category_type(schema))
+    missing = np.array([not bag for bag in bags for _ in bag or [0]], bool)
+
+    def find(asked: np.ndarray) -> np.ndarray:
+        return np.array([known.get(token, rule.unknown_id) for token in asked.tolist()], np.int64)
+
+    assert isinstance(ids, JaggedIds) == (schema.sparse[place] in schema.lists)
+    if isinstance(ids, JaggedIds):
+        assert_same(ids.lengths, np.array([len(bag) or 1 for bag in bags], np.int32))
+        ids = ids.values
+    assert_same(ids, rule.encode(tokens, missing, find, np.dtype(np.int32)))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 8, 255, 256, 257, 5000])

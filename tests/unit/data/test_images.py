@@ -92,16 +92,20 @@ def rows_of(index: ImageIndex, seed: int | None = None, *, mode: Any = "RGB") ->
     return ImageRows(InProcess(index), CONFIG, mode, seed)
 
 
-def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: Path) -> None:
-    root = folder / "train"
-    expected = [
-        (os.path.join(inside, name), label)  # as torchvision's make_dataset
-        for label, of_class in enumerate(
-            sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-        )
+def torchvision_files(root: Path) -> list[tuple[str, int]]:
+    """Return the path and label of each image in the order of torchvision's `make_dataset`."""
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    return [
+        (os.path.join(inside, name), label)
+        for label, of_class in enumerate(classes)
         for inside, _, names in sorted(os.walk(root / of_class, followlinks=True))
         for name in sorted(names)
     ]
+
+
+def test_order_and_pixels_match_image_folder(folder: Path) -> None:
+    root = folder / "train"
+    expected = torchvision_files(root)
     (root / ".DS_Store").write_bytes(b"")
     index = index_of(root)
     assert index.labels is not None
@@ -116,6 +120,11 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
             )
     gray = rows_of(index, mode="L").read(numbers)["images"]
     assert (gray.shape, gray.dtype) == ((4, 24, 24), np.uint8)
+
+
+def test_shards_have_order_and_pixels_of_image_folder(folder: Path, tmp_path: Path) -> None:
+    index = index_of(folder / "train")
+    expected = rows_of(index, 5).read_epoch(np.arange(60), 2)
     shards = index_of(write_shards(tmp_path / "shards", index, rows=25))
     assert (shards.chunk_rows, shards.classes) == ((25, 25, 10), ())
     for of_shards in (
@@ -124,7 +133,11 @@ def test_order_and_pixels_match_image_folder_and_shards(folder: Path, tmp_path: 
         index_of(tmp_path / "shards"),
     ):
         for name, array in rows_of(of_shards, 5).read_epoch(np.arange(60), 2).items():
-            assert np.array_equal(array, rows_of(index, 5).read_epoch(np.arange(60), 2)[name])
+            assert np.array_equal(array, expected[name])
+
+
+def test_split_of_images_takes_rows_of_every_class(folder: Path) -> None:
+    index = index_of(folder / "train")
     rest, split_off = index.split(6)
     assert len(rest) == 54
     assert split_off.labels.tolist() == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
@@ -144,6 +157,9 @@ def test_random_crops_depend_on_seed_epoch_and_row(folder: Path) -> None:
     )
     for other in (rows.read_epoch(numbers, 2), rows_of(index, 6).read_epoch(numbers, 1)):
         assert not any(np.array_equal(a, b) for a, b in zip(images, other["images"], strict=True))
+
+
+def test_random_crops_cover_image_in_all_sizes_and_ratios() -> None:
     boxes = np.array(
         [CONFIG._box(400, 300, np.random.default_rng(row).random((10, 4))) for row in range(500)]
     )
@@ -158,6 +174,9 @@ def test_random_crops_depend_on_seed_epoch_and_row(folder: Path) -> None:
     assert 0.74 < ratios.min() < 0.8
     assert 1.25 < ratios.max() < 1.35
     assert CONFIG._box(100, 10, np.ones((10, 4))) == (43, 0, 13, 10)  # no crop of 20 % fits
+
+
+def test_half_of_images_are_mirrored() -> None:
     flat = np.zeros((32, 32, 3), np.uint8)
     flat[:, 16:] = 200
     Image.fromarray(flat).save(content := io.BytesIO(), format="PNG")

@@ -125,12 +125,25 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
     assert raw.numbers[:, 1].tolist() == [day for day in (1.0, 2.0, 10.0) for _ in range(10)]
     days = raw.categories[:, 1].tolist()
     assert days[0] == days[9] != days[10] == days[19] != days[20]
+
+
+@pytest.mark.parametrize("csv", [False, True])
+def test_files_of_partitions_are_slices(tmp_path: Path, csv: bool) -> None:
+    hive(tmp_path / "log", csv=csv)
+    index = open_index(f"{tmp_path}/log", CLICKS, cache=tmp_path / "cache")
     what, slices = slices_of(index)
     assert what == "file"
     parts = [
         f"dt=2026-01-{day:02d}/hour={day}/part-{part}" for day in (1, 2, 10) for part in (0, 1)
     ]
     assert [piece.name.partition(".")[0] for piece in slices] == parts
+
+
+@pytest.mark.parametrize("csv", [False, True])
+def test_partitions_are_split_and_give_columns(tmp_path: Path, csv: bool) -> None:
+    hive(tmp_path / "log", csv=csv)
+    schema = CLICKS.replace(dense=("price", "hour"), sparse=("shop", "dt"))
+    index = open_index(f"{tmp_path}/log", schema, cache=tmp_path / "cache")
     assert Split(kind="last_partition").rows(index) == {
         "train": (0, 20),
         "validation": (20, 25),

@@ -105,7 +105,7 @@ def test_job_command_and_cluster_match_manifests() -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_pods_token_and_versions(kind: str) -> None:
+def test_pods_have_image_credentials_and_resources(kind: str) -> None:
     for name, group in _pods(kind):
         spec = group["template"]["spec"]
         (container,) = spec["containers"]
@@ -125,6 +125,10 @@ def test_pods_token_and_versions(kind: str) -> None:
         if name == "head":
             assert pool == "on-demand"
             assert group["rayStartParams"]["num-cpus"] == "0"
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_cluster_has_token_and_installed_versions(kind: str) -> None:
     assert _cluster(kind)["rayVersion"] == version("ray")
     assert _cluster(kind)["authOptions"] == {"mode": "token"}
     (image,) = yaml.safe_load((FOLDER / FILES[kind]).with_name("kustomization.yaml").read_text())[
@@ -236,7 +240,7 @@ def test_network_policies_open_known_ports() -> None:
     assert opened == {ports["dashboard"]: True, ports["metrics"]: True, ports["serve"]: False}
 
 
-def test_minio_has_matching_ports_labels_and_secret() -> None:
+def test_minio_has_matching_ports_and_labels() -> None:
     [stateful], [service], [policy] = (
         _objects(f"minio/{name}.yaml").values() for name in ("statefulset", "service", "network")
     )
@@ -254,6 +258,10 @@ def test_minio_has_matching_ports_labels_and_secret() -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     (opened,) = service["spec"]["ports"]
     assert (opened["port"], opened["targetPort"]) == (ports["s3"], "s3")
+    assert (
+        f"AWS_ENDPOINT_URL=http://minio.rayrec:{opened['port']}"
+        in (FOLDER.parents[1] / "docs" / "stores.md").read_text()
+    )
     (rule,) = policy["spec"]["ingress"]
     assert rule["ports"] == [{"port": ports["s3"]}]
     nightly = _objects("nightly/cronjob.yaml")["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]
@@ -263,6 +271,12 @@ def test_minio_has_matching_ports_labels_and_secret() -> None:
         of_clients.items() <= pod["metadata"]["labels"].items()
         for pod in (PLAIN["spec"]["template"], nightly)
     )
+
+
+def test_minio_container_uses_secret_volume_and_no_privileges() -> None:
+    (stateful,) = _objects("minio/statefulset.yaml").values()
+    template = stateful["spec"]["template"]
+    (container,) = template["spec"]["containers"]
     keys = [variable["valueFrom"]["secretKeyRef"] for variable in container["env"]]
     assert keys == [
         {"name": "store", "key": key} for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -276,10 +290,6 @@ def test_minio_has_matching_ports_labels_and_secret() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert template["spec"]["securityContext"]["runAsNonRoot"] is True
-    assert (
-        f"AWS_ENDPOINT_URL=http://minio.rayrec:{opened['port']}"
-        in (FOLDER.parents[1] / "docs" / "stores.md").read_text()
-    )
 
 
 def _strict(schema: Any) -> Any:
@@ -453,13 +463,16 @@ def _last_stage() -> list[Instruction]:
     return STEPS[max(number for number, step in enumerate(STEPS) if step.word == "FROM") :]
 
 
-def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
+def test_instructions_are_read() -> None:
     text = "# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n"
     assert instructions(text) == [
         Instruction("FROM", "x AS y"),
         Instruction("RUN", "a && b"),
         Instruction("COPY", "c d"),
     ]
+
+
+def test_build_context_leaves_out_builds_and_tests() -> None:
     kept = ["src/rayrec/cli.py", "requirements.lock"]
     left = [
         "src/rayrec/native/_kernels.abi3.so",
@@ -469,26 +482,38 @@ def test_instructions_are_read_and_image_runs_demo_unprivileged() -> None:
     ]
     left += ["src/rayrec.egg-info/PKG-INFO", "tests/conftest.py", ".venv"]
     assert [path for path in (*kept, *left) if not ignored(path, RULES)] == kept
+
+
+def test_image_runs_demo_unprivileged() -> None:
     stage = _last_stage()
     (user,) = (step.rest for step in stage if step.word == "USER")
     assert int(user) > 0  # a number, so that Kubernetes can tell that it is not root's
     after = [step.word for step in stage[[step.word for step in stage].index("USER") :]]
     assert "RUN" not in after
-    (listing,) = (part for step in _rests("RUN") for part in step.split("&&") if "tomllib" in part)
-    listing = listing.replace("/opt/rayrec/bin/python", sys.executable).replace(
-        "/needed.txt", "/dev/stdout"
-    )
-    for extras, text in (
-        ("onnx", "\nonnxruntime"),
-        ("onnx,x", "EXTRAS: rayrec has no x, but spark, "),
-    ):
-        assert text in subprocess.getoutput(f"cd '{ROOT}'; BUILD=cpu EXTRAS={extras}; {listing}")
     (command,) = (json.loads(step.rest) for step in stage if step.word == "CMD")
     assert f"deploy/run-mode.sh /opt/rayrec/bin/{command[0]}" in _rests("COPY")
+
+
+def test_image_has_no_compiler_and_no_package_lists() -> None:
     assert not any("gcc" in step.rest for step in _last_stage())
     assert all(
         "rm -rf /var/lib/apt/lists/*" in rest for rest in _rests("RUN") if "apt-get install" in rest
     )
+
+
+@pytest.mark.parametrize(
+    ("extras", "text"),
+    [
+        pytest.param("onnx", "\nonnxruntime", id="known"),
+        pytest.param("onnx,x", "EXTRAS: rayrec has no x, but spark, ", id="unknown"),
+    ],
+)
+def test_image_lists_packages_of_extras(extras: str, text: str) -> None:
+    (listing,) = (part for step in _rests("RUN") for part in step.split("&&") if "tomllib" in part)
+    listing = listing.replace("/opt/rayrec/bin/python", sys.executable).replace(
+        "/needed.txt", "/dev/stdout"
+    )
+    assert text in subprocess.getoutput(f"cd '{ROOT}'; BUILD=cpu EXTRAS={extras}; {listing}")
 
 
 def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
@@ -515,11 +540,14 @@ def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
     assert full == "train criteo_full --train-data.path /logs --storage-path /out --name first"
 
 
-def test_image_has_locked_versions_and_existing_files() -> None:
+def test_image_has_locked_versions() -> None:
     installs = [rest for rest in _rests("RUN") if "pip install" in rest]
     assert installs
     assert all("--constraint requirements.lock" in rest for rest in installs)
     assert not any("latest" in rest for rest in [*_rests("FROM"), *_rests("ARG")])
+
+
+def test_image_copies_existing_files() -> None:
     names = {rest.split(" AS ")[1] for rest in _rests("FROM") if " AS " in rest}
     copied = set()
     for rest in _rests("COPY"):

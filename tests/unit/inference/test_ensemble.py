@@ -371,38 +371,44 @@ def found(
         )
 
 
+def _logits(saved: Saved, log: Path) -> np.ndarray:
+    rows, _ = parse(saved.preprocessor.schema, log.read_bytes())
+    return saved.logits(saved.preprocessor.encode(rows))
+
+
 def test_comparison_matches_single_evaluations(
     found: dict[str, Any], compared: list[Saved], log: Path
 ) -> None:
     labels = _labels(log)
     assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
     assert [model["name"] for model in found["models"]] == ["a", "b", "c"]
-    logits = [
-        one.logits(one.preprocessor.encode(parse(one.preprocessor.schema, log.read_bytes())[0]))
-        for one in compared
-    ]
-    for report, expected in zip(found["models"], logits, strict=True):
-        metrics = binary_metrics(expected, labels)
+    for report, saved in zip(found["models"], compared, strict=True):
+        metrics = binary_metrics(_logits(saved, log), labels)
         assert {name: report[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
         low, high = report["intervals"]["auroc"]
         assert low < report["auroc"] < high
         assert 0 < report["gauc"] < 1
         assert report["rows_per_s"] > 0
+    assert found["failures"] == []
+
+
+def test_comparison_differences_match_resampling(
+    found: dict[str, Any], compared: list[Saved], log: Path
+) -> None:
+    labels = _labels(log)
+    logits = [_logits(saved, log) for saved in (compared[2], compared[0])]
     pairs = {(pair["model"], pair["other"]): pair for pair in found["differences"]}
     assert len(pairs) == 3
-    for name, expected_difference in compare(
-        logits[2], logits[0], labels, Resampling(resamples=50)
-    ).items():
+    for name, expected_difference in compare(*logits, labels, Resampling(resamples=50)).items():
         report = pairs["c", "a"][name]
         assert report["method"] == expected_difference.method
         for field in ("difference", "low", "high"):
             assert report[field] == pytest.approx(getattr(expected_difference, field), abs=1e-3)
         assert report["p_value"] == pytest.approx(expected_difference.p_value, abs=0.05)
-    assert found["failures"] == []
 
 
-def test_costs_match_checkpoints_and_gates_compare_models(
-    found: dict[str, Any], compared: list[Saved], log: Path
+def test_costs_of_compared_models_match_checkpoints(
+    found: dict[str, Any], compared: list[Saved]
 ) -> None:
     for saved, report in zip(compared, found["models"], strict=True):
         assert report["parameters"] == sum(
@@ -415,11 +421,17 @@ def test_costs_match_checkpoints_and_gates_compare_models(
         )
         assert report["checkpoint"] == str(saved.checkpoint)
         assert report["preprocessor"] == saved.preprocessor.hash()
+
+
+def test_model_does_not_differ_from_itself(compared: list[Saved], log: Path) -> None:
     place = str(compared[0].run)
     found = rayrec.compare([place, place], str(log), **QUIET)
     assert [model["name"] for model in found["models"]] == [f"1: {place}", f"2: {place}"]
     assert found["differences"][0]["auroc"]["p_value"] == 1
     assert found["differences"][0]["logloss"]["difference"] == 0
+
+
+def test_gates_compare_models(compared: list[Saved], log: Path) -> None:
     places = [str(saved.run) for saved in compared[::2]]
     found = rayrec.compare(
         places, str(log), gates=ComparisonGates(min_auroc_gain=0.5, max_p_value=1e-9), **QUIET

@@ -192,9 +192,7 @@ def items(tables: Iterator[pa.Table]) -> Iterator[int]:
     return (table["item"][0].as_py() for table in tables)
 
 
-def test_datasets_start_early_and_small_close_and_raise_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_datasets_start_early_and_close_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets = Datasets()
     groups = [range(0, 5), range(5, 10), range(10, 12)]
@@ -206,6 +204,10 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(
     assert (datasets.opened, datasets.closed) == ([range(0, 5), range(5, 10)], [range(0, 5)])
     assert list(found) == [*range(6, 12)]
     assert datasets.opened == datasets.closed == groups
+
+
+def test_datasets_close_when_reading_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     datasets = Datasets()
     found = ray_engine._chain_groups([range(0, 2), range(2, 4)], datasets.tables_of, StopToken())
     next(found)
@@ -215,10 +217,17 @@ def test_datasets_start_early_and_small_close_and_raise_in_order(
         == sorted(datasets.opened, key=min)
         == [range(0, 2), range(2, 4)]
     )
+
+
+def test_errors_of_datasets_are_raised_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_engine, "_EARLY_START_ITEMS", 2)
     found = items(ray_engine._chain_groups([[0, 1, 2], [-1, 3]], Datasets().tables_of, StopToken()))
     assert [next(found) for _ in range(3)] == [0, 1, 2]
     fails_with(ValueError, "broken", next, found)
     assert list(ray_engine._chain_groups([], Datasets().tables_of, StopToken())) == []
+
+
+def test_groups_of_items_start_small() -> None:
     groups = list(ray_engine._groups(range(4000)))
     assert [len(group) for group in groups] == [64, 256, 1024, 1024, 1024, 608]
     assert [item for group in groups for item in group] == list(range(4000))

@@ -191,20 +191,20 @@ def test_limited_order_has_spread_rows(world_size: int) -> None:
         assert sorted(rows) == [row for span in spread(300, max_rows) for row in range(*span)]
 
 
-def test_short_rest_joins_batch_and_windows_are_announced() -> None:
+@pytest.mark.parametrize(
+    ("small_steps", "sizes"),
+    [
+        pytest.param(False, [8, 9], id="joins last step"),
+        pytest.param(True, [8, 8, 1], id="small step"),
+    ],
+)
+def test_short_rest_joins_batch_unless_small_steps(small_steps: bool, sizes: list[int]) -> None:
     source = Shards(17)
-    for small_steps, sizes in ((False, [8, 9]), (True, [8, 8, 1])):
-        assert (
-            list(
-                map(
-                    len,
-                    _all_workers(
-                        source, 2, batch_size=4, order=_order(source, small_steps=small_steps)
-                    ),
-                )
-            )
-            == sizes
-        )
+    order = _order(source, small_steps=small_steps)
+    assert list(map(len, _all_workers(source, 2, batch_size=4, order=order))) == sizes
+
+
+def test_short_step_weighs_rows_of_workers() -> None:
     source = Shards(5)
     order = _order(source, small_steps=True)
     batches = [
@@ -222,6 +222,9 @@ def test_short_rest_joins_batch_and_windows_are_announced() -> None:
     assert [len(batch) for batch in batches[0]] == [2, 1]
     assert [batch.loss_weight for batch in batches[0]] == [0.5, 2.0]
     assert (batches[1][1].loss_weight, len(batches[1][1])) == (0.0, 1)
+
+
+def test_windows_are_announced() -> None:
     source = Shards(4, 4, 4, 4)
     order = _order(source, "window", chunks_per_window=2)
     windows = list(order.numbers(0, 0))
@@ -499,14 +502,20 @@ def test_same_world_size_keeps_shards_and_files_stay_together() -> None:
     assert len(seen) > 3
 
 
-def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
+def test_window_shuffles_rows_anew_every_epoch() -> None:
     order = make_order([20] * 9, "window", segments_per_block=4)
     unshuffled = log_rows(make_order([20] * 9, "none").blocks(0))
     epochs = [log_rows(order.blocks(epoch)) for epoch in (0, 1)]
     assert epochs[0] != epochs[1]
+    assert log_rows(BlockOrder(order.parts, "window", 8, 4).blocks(0)) != epochs[0]
     for epoch, rows in enumerate(epochs):
         assert rows == log_rows(order.blocks(epoch))  # made again from its number
         assert sorted(rows) == unshuffled
+
+
+def test_blocks_of_window_mix_segments_and_shuffle_rows() -> None:
+    order = make_order([20] * 9, "window", segments_per_block=4)
+    for epoch in (0, 1):
         blocks = order.blocks(epoch)
         assert [len(block.parts) for block in blocks] == [4, 4, 1]
         # of any places of the log
@@ -518,7 +527,6 @@ def test_window_shuffles_segments_and_rows_inside_blocks() -> None:
             ]
             assert sorted(mine) == sorted(expected)
             assert mine != sorted(mine)
-    assert log_rows(BlockOrder(order.parts, "window", 8, 4).blocks(0)) != epochs[0]
 
 
 def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:

@@ -4,6 +4,7 @@ tasks in a run that stops.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import threading
@@ -263,6 +264,11 @@ def same(one: Batch, other: Batch) -> bool:
     return rows_of(one) == rows_of(other) and one.loss_weight == other.loss_weight
 
 
+def total_weight(batches: Sequence[Any]) -> float:
+    """Return the mean over workers of the weights of their rows in one step."""
+    return sum(batch.loss_weight * len(batch) for batch in batches) / len(batches)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size", [1, 33, 64, 350, 1000])
 def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch_size: int) -> None:
@@ -275,21 +281,20 @@ def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch
         )
         for rank in range(world_size)
     ]
-    batches = [list(each) for each in loaders]
-    assert {len(mine) for mine in batches} == {loaders[0].steps}
+    steps = list(zip(*loaders, strict=True))
     assert (
-        loaders[0].steps
+        len(steps)
+        == loaders[0].steps
         == loaders[0].steps_per_epoch
         == math.ceil(math.ceil(ROWS / world_size) / batch_size)
     )
-    assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == Counter(
+    batches = itertools.chain(*steps)
+    assert Counter(row for batch in batches for row in rows_of(batch)) == Counter(
         log_rows(prepared)
     )
     done = 0
-    for step, of_step in enumerate(zip(*batches, strict=True)):
-        assert sum(
-            batch.loss_weight * len(batch) / world_size for batch in of_step
-        ) == pytest.approx(1)
+    for step, of_step in enumerate(steps):
+        assert total_weight(of_step) == pytest.approx(1)
         done += sum(len(batch) for batch in of_step)
         assert loaders[0].rows(step + 1) == done
         if step + 1 < loaders[0].steps:
@@ -370,9 +375,7 @@ def test_gpu_batches_are_pinned_in_thread(
     left.close()
 
 
-def test_constants_are_pinned_once_and_batches_may_be_empty(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constants_are_pinned_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
 
     # as torch's, which copies nothing that is pinned
@@ -391,6 +394,9 @@ def test_constants_are_pinned_once_and_batches_may_be_empty(
     for size in sizes:
         offsets = [tensor for tensor in pinned if tensor.shape == (26 * size + 1,)]
         assert 1 <= len(offsets) <= 2  # of the first batch, and then for good
+
+
+def test_batches_of_last_step_may_be_empty(prepared: Prepared) -> None:
     order = order_of(prepared[0], 0, 5)
     last = [
         list(
@@ -507,11 +513,12 @@ def test_loader_resumes_with_other_world_sizes(
     """Every row once an epoch and one loader's count of steps left on all ranks, whatever the
     workers were.
     """
+    epoch_rows = Counter(log_rows(prepared))
     used: Counter[tuple[bytes, ...]] = Counter()
     numbers: Counter[tuple[int, int]] = Counter()
     trained = TrainedRows()
     state: dict[str, Any] = Position().to_dict()
-    for number, (world_size, steps, batch_size) in enumerate([*moves, (2, 10_000, 64)]):
+    for world_size, steps, batch_size in [*moves, (2, 10_000, 64)]:
         options = {
             "epochs": 2,
             "position": Position.from_dict(state),
@@ -522,19 +529,22 @@ def test_loader_resumes_with_other_world_sizes(
         assert len({each.steps for each in loaders}) == 1
         for _ in range(min(steps, loaders[0].steps)):
             of_step = [next(each) for each in loaders]
-            assert sum(
-                batch.loss_weight * len(batch) / world_size for batch in of_step
-            ) == pytest.approx(1)
-            used.update(row for batch in of_step for row in rows_of(batch))
-            for given in (batch.row_numbers for batch in of_step):
-                trained.add(given)
-                numbers.update((given.epoch, row) for row in given.numbers.tolist())
-        assert len({json.dumps(each.state()) for each in loaders}) == 1, number
-        assert all(each.trained_rows() == trained for each in loaders)
+            assert total_weight(of_step) == pytest.approx(1)
+            for batch in of_step:
+                used.update(rows_of(batch))
+                trained.add(batch.row_numbers)
+                numbers.update(epoch_and_row(batch))
         state = loaders[0].state()
-    assert used == Counter({row: 2 * count for row, count in Counter(log_rows(prepared)).items()})
+        for each in loaders:
+            assert (json.dumps(each.state()), each.trained_rows()) == (json.dumps(state), trained)
+    assert used == epoch_rows + epoch_rows
     assert state["epoch"] == 2
-    assert numbers == Counter((epoch, row) for epoch in range(2) for row in range(ROWS))
+    assert numbers == Counter(itertools.product(range(2), range(ROWS)))
+
+
+def epoch_and_row(batch: Any) -> list[tuple[int, int]]:
+    given = batch.row_numbers
+    return [(given.epoch, row) for row in given.numbers.tolist()]
 
 
 def test_row_numbers_match_log(prepared: Prepared) -> None:

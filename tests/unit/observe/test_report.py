@@ -435,8 +435,13 @@ def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> 
         rejects(message, rayrec.report, *runs, out=place)
 
 
-def test_page_is_accessible_with_distinct_dashes() -> None:
-    page = _Page(report.render(_click()))
+@pytest.fixture(scope="module")
+def click_page() -> _Page:
+    return _Page(report.render(_click()))
+
+
+def test_links_of_page_match_headings(click_page: _Page) -> None:
+    page = click_page
     places = {attributes["id"] for _, attributes in page.elements if attributes.get("id")}
     links = {str(attributes["href"]).removeprefix("#") for attributes in page.all("a")}
     wanted = {
@@ -448,6 +453,10 @@ def test_page_is_accessible_with_distinct_dashes() -> None:
         "configuration",
     }
     assert links == places >= wanted
+
+
+def test_page_is_accessible(click_page: _Page) -> None:
+    page = click_page
     assert all(
         attributes.get("aria-label") and attributes.get("role") == "img"
         for attributes in page.all("svg")
@@ -457,12 +466,18 @@ def test_page_is_accessible_with_distinct_dashes() -> None:
         if attributes.get("class") == "wide" and attributes.get("role"):
             assert (tag, attributes["tabindex"]) == ("div", "0")
             assert attributes["aria-label"]
-    # Each chart has a table with its values, and a heading that names the chart.
+
+
+def test_each_chart_has_name_and_table_of_values(click_page: _Page) -> None:
+    page = click_page
     named = [str(attributes["aria-label"]).split(": ")[0] for attributes in page.all("svg")]
     assert len(set(named)) == len(named)
     for name in named:
         assert f"Numbers: {name}" in page.text
     assert "checkpoints0:00:" in page.text  # Values of the timeline's ticks.
+
+
+def test_series_have_distinct_dashes() -> None:
     style = report.render(FINISHED)
     dashes = re.findall(r"\.line\.series-\d {[^}]*stroke-dasharray: ([^;]*);", style)
     assert len(dashes) == len(set(dashes)) == NUM_SERIES

@@ -298,7 +298,7 @@ def test_cost_counts_restarts_saves_hours_epochs_and_auroc() -> None:
     )
 
 
-def test_curve_contains_steps_once_and_counts_epochs() -> None:
+def test_curve_contains_steps_once() -> None:
     rows = RunSummary(run_events.run()).curve()
     assert [row["step"] for row in rows] == list(range(10, 201, 10))
     assert [row["loss"] for row in rows[:10]] == [9.0] * 10
@@ -307,6 +307,9 @@ def test_curve_contains_steps_once_and_counts_epochs() -> None:
     assert rows[4]["time_s"] == rows[3]["time_s"] + 2  # Logged, then evaluated.
     assert rows[0]["time_s"] == 4
     assert RunSummary(run_events.run(), curves=False).curve() == RunSummary().curve() == []
+
+
+def test_curve_keeps_evaluations_after_resume() -> None:
     late = [
         (7, "evaluate", {"step": 20, "set": name, "loss": loss})
         for name, loss in (("validation", 1.0), ("test", 7.0))
@@ -322,6 +325,9 @@ def test_curve_contains_steps_once_and_counts_epochs() -> None:
             "time_s": 7,
         }
     ]
+
+
+def test_curve_counts_epochs() -> None:
     prepared = (1, "prepared", {"rows_of_sets": {"train": 6400, "validation": 640}})
     steps = [(step, "step", {"step": step, "rows": step * 64}) for step in (50, 100, 150)]
     assert [
@@ -773,7 +779,7 @@ def data_side(events: list[dict[str, Any]]) -> PipelineStats:
     return side
 
 
-def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
+def test_pipeline_stats_contain_stages() -> None:
     assert RunSummary([]).data.side() is None
     side = data_side(run({"data": 0.2}, stages=CPU_BOUND))
     assert (side.busy, side.capacity_rows_per_s) == (
@@ -784,6 +790,9 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     assert [stage.busy for stage in side.stages] == pytest.approx([0.05, 0.7, 0.2])
     assert sum(stage.fraction for stage in side.stages) == pytest.approx(1.0)
     assert side.stages[1].rows_per_s == pytest.approx(1000 / 0.7)
+
+
+def test_pipeline_stats_sum_blocks() -> None:
     start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
     told = [
         {
@@ -799,6 +808,9 @@ def test_pipeline_stats_sum_stages_and_weigh_attempts_by_cpus() -> None:
     apart = data_side([start, first, nothing, nothing, block])
     together = data_side([start, first, whole])
     assert (apart, apart.busy) == (together, pytest.approx(0.2))
+
+
+def test_pipeline_stats_weigh_attempts_by_cpus() -> None:
     # Eight busy CPUs, then two: no CPU paused.
     all_busy = {"parse": (1.0, 1.0, 0.0)}
     events = run(

@@ -3,10 +3,12 @@ cut.
 """
 
 import gzip
+import itertools
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +125,16 @@ def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
         assert part.equals(table.take(found[name]))
 
 
-def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
+@pytest.fixture
+def whole_log(tmp_path: Path) -> tuple[pa.Table, str]:
     table = table_of()
-    path = written(table, tmp_path / "log")
+    return table, written(table, tmp_path / "log")
+
+
+def test_split_by_rows_writes_parts_of_given_shares(
+    whole_log: tuple[pa.Table, str], tmp_path: Path
+) -> None:
+    table, path = whole_log
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
@@ -141,7 +150,15 @@ def test_split_by_rows_is_random_and_stable(tmp_path: Path) -> None:
     # What is trained on: the files by their names.
     ranges = Split(kind="named_files").rows(open_index(tmp_path / "out", SCHEMA))
     assert {name: stop - start for name, (start, stop) in ranges.items()} == sizes
-    # The parts depend on the rows' numbers and the seed, not on files, row groups or tasks.
+
+
+def test_split_by_rows_depends_on_row_numbers_and_seed(
+    whole_log: tuple[pa.Table, str], tmp_path: Path
+) -> None:
+    """The parts do not depend on files, row groups or tasks."""
+    table, path = whole_log
+    found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
+    parts = parts_of(tmp_path / "out")
     again = split(
         written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2
     )
@@ -214,7 +231,19 @@ def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
     assert found["rows_without_group"] == table.column("user").null_count
 
 
-def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class TextLog:
+    """Log of 800 valid and two invalid lines."""
+
+    path: Path
+    lines: list[bytes]
+
+
+ALLOWING: dict[str, Any] = {"schema": CRITEO, "max_bad_fraction": 0.1}
+
+
+@pytest.fixture
+def text_log(tmp_path: Path) -> TextLog:
     synthetic.generate(
         str(tmp_path / "made"),
         rows=800,
@@ -228,33 +257,47 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(tmp_path: Path) -> None:
     (log / "a.txt").write_bytes(b"".join([*lines[:300], b"x\ty\n", b"\n", *lines[300:500]]))
     # no end of the last line
     (log / "b.txt.gz").write_bytes(gzip.compress(b"".join(lines[500:]).rstrip(b"\n")))
-    allowing: dict[str, Any] = {"schema": CRITEO, "max_bad_fraction": 0.1}
-    found = split(str(log), tmp_path / "out", "rows", **allowing, block_bytes=1 << 16)
+    return TextLog(log, lines)
+
+
+def lines_of(out: Path) -> dict[str, list[bytes]]:
+    return {
+        name: [line for file in sorted(out.glob(f"{name}-*.txt")) for line in file.open("rb")]
+        for name in ("train", "validation", "test")
+    }
+
+
+def test_split_keeps_line_bytes_and_skips_invalid_lines(text_log: TextLog, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = split(str(text_log.path), out, "rows", **ALLOWING, block_bytes=1 << 16)
     assert (found["rows"], found["bad_rows"]) == (800, 2)
-
-    def lines_of(out: str, name: str) -> list[bytes]:
-        return [
-            line
-            for file in sorted((tmp_path / out).glob(f"{name}-*.txt"))
-            for line in file.open("rb")
-        ]
-
-    parts = {name: lines_of("out", name) for name in ("train", "validation", "test")}
-    place = {line: number for number, line in enumerate(lines)}
+    parts = lines_of(out)
+    place = {line: number for number, line in enumerate(text_log.lines)}
     for of_part in parts.values():
         assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
-    assert sorted(line for of_part in parts.values() for line in of_part) == sorted(lines)
+    assert sorted(itertools.chain(*parts.values())) == sorted(text_log.lines)
+    # Bytes do not depend on blocks.
+    split(str(text_log.path), tmp_path / "again", "rows", **ALLOWING, block_bytes=1 << 17)
+    assert lines_of(tmp_path / "again") == parts
+
+
+def test_split_rejects_too_many_invalid_lines(text_log: TextLog, tmp_path: Path) -> None:
     rejects(
-        "more than max_bad_fraction", split, str(log), tmp_path / "strict", "rows", schema=CRITEO
+        "more than max_bad_fraction",
+        split,
+        str(text_log.path),
+        tmp_path / "strict",
+        "rows",
+        schema=CRITEO,
     )
-    # Bytes do not depend on blocks; a group of text.
-    split(str(log), tmp_path / "again", "rows", **allowing, block_bytes=1 << 17)
-    assert {name: lines_of("again", name) for name in parts} == parts
-    split(str(log), tmp_path / "groups", "group", group="cat_5", **allowing)
+
+
+def test_split_of_text_keeps_groups_together(text_log: TextLog, tmp_path: Path) -> None:
+    split(str(text_log.path), tmp_path / "out", "group", group="cat_5", **ALLOWING)
     column = CRITEO.columns.index("cat_5")
+    parts = lines_of(tmp_path / "out")
     train, test = (
-        {line.split(b"\t")[column] for line in lines_of("groups", name)}
-        for name in ("train", "test")
+        {line.split(b"\t")[column] for line in parts[name]} for name in ("train", "test")
     )
     assert train
     assert not train & test
@@ -276,19 +319,22 @@ def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
     assert parts["test"].schema.field("price").type == pa.large_string()
 
 
+def write_quoted_csv(folder: Path) -> None:
+    """Write 2,000 rows with line breaks inside quotes. Rows 900 and 1500 have invalid labels."""
+    lines = ["note,click,at,price,user,item"]
+    for number in range(2000):
+        note = '"' + f"a line\n{number % 2},1,2,3,4,5\n" * (number % 7) + f'row {number}"'
+        label = 7 if number in (900, 1500) else number % 2
+        lines.append(f"{note},{label},{number},0.5,u{number % 40},{number % 9}")
+    folder.mkdir()
+    (folder / "day.csv").write_text("\r\n".join(lines) + "\r\n")
+
+
 def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quoted fields contain line breaks, where the file is often cut first. Rows, parts and faults
     match those of one task.
     """
-    lines = ["note,click,at,price,user,item"]
-    for number in range(2000):
-        note = '"' + f"a line\n{number % 2},1,2,3,4,5\n" * (number % 7) + f'row {number}"'
-        lines.append(
-            f"{note},{7 if number in (900, 1500) else number % 2},{number},0.5,"
-            f"u{number % 40},{number % 9}"
-        )
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "day.csv").write_text("\r\n".join(lines) + "\r\n")
+    write_quoted_csv(tmp_path / "log")
     examined = []
     examine = split_tasks.examine
     monkeypatch.setattr(
@@ -309,9 +355,7 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
             }
             assert found.setdefault(by, parts) == parts
             again = len(examined) - len({task.number for task in examined})
-            assert (len(examined) > 20, again > 0) == (
-                (True, True) if name == "cut" else (False, False)
-            )
+            assert (len(examined) > 20, again > 0) == (name == "cut", name == "cut")
     assert sum(map(len, found["rows"].values())) == 1998
     notes = [note for note in notes if "left out" in note]
     assert len(notes) == 4

@@ -56,8 +56,9 @@ def _here(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(lines: Sequence[Line]) -> bytes:
+    formats = ("d", "d", "d", "08x", "08x")
     rows = [
-        ["" if x is None else f"{x:08x}" if place > 2 else f"{x}" for place, x in enumerate(line)]
+        ["" if x is None else format(x, spec) for x, spec in zip(line, formats, strict=True)]
         for line in lines
     ]
     return "".join("\t".join(row) + "\n" for row in rows).encode()
@@ -273,6 +274,15 @@ def build_preprocessor(
     return made
 
 
+def ids_of_known(made: Preprocessor, place: int, tokens: set[int]) -> dict[int, int]:
+    column = made.sparse[place]
+    if column.num_tokens is None:
+        return {token: 2 + token % (column.num_embeddings - 2) for token in tokens}
+    before = sum(other.num_tokens or 0 for other in made.sparse[:place])
+    known = made.tokens[before : before + column.num_tokens].tolist()
+    return {token: token % 25 for token in tokens if token % 25 in known}
+
+
 def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
     path = log_of(tmp_path, day_0=varied(300), day_1=varied(300, 1))
     config = CONFIG.replace(min_count=10, max_num_embeddings=20, token_modulo=25)
@@ -282,18 +292,12 @@ def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
     assert report["unknown_to"] == f"Preprocessor {made.hash()}"
     tokens = [[row[3 + s] for row in varied(300) + varied(300, 1)] for s in range(2)]
     for s, name in enumerate(("s", "t")):
-        column = made.sparse[s]
+        ids = ids_of_known(made, s, set(tokens[s]))
         found = report["sparse"][name]
-        if column.num_tokens is None:
-            ids = {token: 2 + token % (column.num_embeddings - 2) for token in set(tokens[s])}
+        if made.sparse[s].num_tokens is None:
             assert found["unknown_rate"] is None
         else:
-            before = sum(other.num_tokens or 0 for other in made.sparse[:s])
-            known = made.tokens[before : before + column.num_tokens].tolist()
-            assert found["unknown_rate"] == np.mean(
-                [token % 25 not in known for token in tokens[s]]
-            )
-            ids = {token: token % 25 for token in set(tokens[s]) if token % 25 in known}
+            assert found["unknown_rate"] == np.mean([token not in ids for token in tokens[s]])
         values = [token for token in tokens[s] if token in ids]
         shared = [sum(ids[token] == other for other in ids.values()) > 1 for token in values]
         assert found["collision_rate"] == pytest.approx(np.mean(shared))

@@ -465,24 +465,26 @@ def bodies(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]], list[int]]:
     return name, rows, draw(st.permutations(range(len(rows))))
 
 
+def _has_blanks(rows: list[dict[str, Any]]) -> bool:
+    """Return whether a text of the rows begins or ends with a blank."""
+    values = [value for row in rows for value in row.values()]
+    texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+    return any(text != text.strip(" \t") for text in texts if isinstance(text, str))
+
+
 def _as_text(rows: list[dict[str, Any]], schema: Schema, *, header: bool) -> bytes:
     out = io.StringIO(newline="")
     hexadecimal = schema.tokens == "hexadecimal"
     settings: dict[str, Any] = {
         "delimiter": "\t" if hexadecimal else ",",
         "lineterminator": "\n" if hexadecimal else "\r\n",
+        "quoting": csv.QUOTE_NONE,
     }
     columns = schema.unlabelled().columns
-    texts = [
-        text
-        for row in rows
-        for value in row.values()
-        for text in (value if isinstance(value, list) else [value])
-    ]
-    # Fields without quotes lose the blanks around them.
-    blanks = any(text != text.strip(" \t") for text in texts if isinstance(text, str))
-    quoting = csv.QUOTE_NONE if hexadecimal else csv.QUOTE_ALL if blanks else csv.QUOTE_MINIMAL
-    writer = csv.writer(out, **settings, quoting=quoting)
+    if not hexadecimal:
+        # Fields without quotes lose the blanks around them.
+        settings["quoting"] = csv.QUOTE_ALL if _has_blanks(rows) else csv.QUOTE_MINIMAL
+    writer = csv.writer(out, **settings)
     if header:
         writer.writerow(columns)
     for row in rows:

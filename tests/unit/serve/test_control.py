@@ -702,9 +702,7 @@ def test_started_replica_checks_schema() -> None:
     assert models.model is MODELS["a"]
 
 
-def test_failed_model_is_retried_and_rollback_needs_no_loading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failed_model_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     result = dict(MODELS)
     models, _ = _host(load=lambda path: result[path])
     model = result.pop("b")
@@ -718,10 +716,16 @@ def test_failed_model_is_retried_and_rollback_needs_no_loading(
     assert models.model is MODELS["b"]
     assert not models.incomplete
     assert models.status().failed is None
+
+
+def test_older_state_does_not_replace_model() -> None:
     models, _ = _host()
     assert not _switch(models, DesiredState(2, ModelSource(2, "c"), previous=B))
     assert not _switch(models, DesiredState(1, B, previous=A))
     assert models.model is MODELS["c"]
+
+
+def test_rollback_needs_no_loading() -> None:
     opened: list[str] = []
     models, _ = _host(load=lambda path: opened.append(path) or load(path))
     for serial, (model, previous) in enumerate(((B, A), (A, B), (B, A)), start=1):

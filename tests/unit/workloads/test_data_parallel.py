@@ -128,7 +128,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, data_parallel.train(str(folder), 0, data_parallel.config(1))
 
 
-def test_one_worker_matches_plain_torch_and_evaluates(
+def test_one_worker_matches_plain_torch(
     alone: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     folder, events = alone
@@ -167,6 +167,10 @@ def test_one_worker_matches_plain_torch_and_evaluates(
     assert "model.outer.weight" not in stored  # tied to the inner one
     for name, value in drop_tied_tensors(model.state_dict()).items():
         assert torch.equal(stored[f"model.{name}"], value), name
+
+
+def test_one_worker_evaluates_all_rows(alone: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, events = alone
     evaluations = [event for event in events if event["kind"] == "evaluate"]
     assert [event["step"] for event in evaluations] == [6, 12]
     assert evaluations[-1]["accuracy"] * 37 == pytest.approx(

@@ -280,6 +280,14 @@ def test_rows_may_be_prepared_before(tmp_path: Path) -> None:
     assert counts.file_minimum == {"log.txt": 0}
 
 
+def expected_of_lists(bags: list[list[int]], first_row: int) -> dict[int, tuple[int, int]]:
+    """Return the count and first row of each token."""
+    listed = [(token, row) for row, bag in enumerate(bags, first_row) for token in bag]
+    first = dict(reversed(listed))
+    number = Counter(token for token, _ in listed)
+    return {token: (number[token], first[token]) for token in number}
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -307,16 +315,11 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
     counts.add_source(raw, "a.csv")
     for start in (0, len(rows)):  # in two halves
         counts.add_rows(raw.cut(start // 2, (start + len(rows)) // 2), 100 + start // 2)
-    listed = [(token, row) for row, (_, tokens) in enumerate(rows, 100) for token in tokens]
-    first = dict(reversed(listed))
-    number = Counter(token for token, _ in listed)
     assert counts.rows == len(rows)
-    assert found(counts.frequent_tokens(0)) == expected([token for token, _ in rows], 100)
-    assert found(counts.frequent_tokens(1)) == {
-        token: (number[token], first[token]) for token in number
-    }
-    empty = [row for row, (_, tokens) in enumerate(rows, 100) if not tokens]
-    none = [row for row, (token, _) in enumerate(rows, 100) if token is None]
+    assert found(counts.frequent_tokens(0)) == expected(columns["d"], 100)
+    assert found(counts.frequent_tokens(1)) == expected_of_lists(columns["t"], 100)
+    empty = [row for row, tokens in enumerate(columns["t"], 100) if not tokens]
+    none = [row for row, token in enumerate(columns["d"], 100) if token is None]
     assert counts.missing.tolist() == [
         [len(none), min(none, default=NO_ROW)],
         [len(empty), min(empty, default=NO_ROW)],
@@ -325,31 +328,44 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
     assert (counts.dense_moments[0, 0], counts.file_minimum) == (len(rows) - len(none), {})
 
 
-@pytest.mark.parametrize("first_rows", [False, True])
-def test_counts_are_independent_of_tasks(click_log: Path, tmp_path: Path, first_rows: bool) -> None:
+@pytest.fixture(scope="module")
+def log_text(click_log: Path) -> bytes:
+    """About 1 MiB of a log."""
     text = (click_log / "train.txt").read_bytes()[: 1 << 20]
-    text = text[: text.rindex(b"\n") + 1]
+    return text[: text.rindex(b"\n") + 1]
 
-    def count(parts: list[SegmentRange], **settings: Any) -> Counts:
-        return count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE, **settings)
 
-    whole = everything(count(parts_in(tmp_path, CRITEO, text, 1 << 21)))
-    rows = [line.split(b"\t") for line in text.splitlines()]
+def count_rows(parts: list[SegmentRange], first_rows: bool, **settings: Any) -> Counts:
+    return count_log(CountingJob(CRITEO, first_rows=first_rows), parts, engine=HERE, **settings)
+
+
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_counts_match_values_of_log(log_text: bytes, tmp_path: Path, first_rows: bool) -> None:
+    whole = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
+    rows = [line.split(b"\t") for line in log_text.splitlines()]
     for column in (0, 2, 25):
         values = [int(row[14 + column], 16) if row[14 + column] else None for row in rows]
         assert whole["tokens"][column] == expected(values, 0 if first_rows else None)
         absent = [i for i, value in enumerate(values) if value is None]
         assert whole["missing"][column] == [len(absent), absent[0] if absent else NO_ROW]
-    for segment_bytes in (20_000, 77_777):
-        parts = parts_in(tmp_path, CRITEO, text, segment_bytes)
-        assert len(parts) > 10
-        for task_bytes in (1, 100_000, 1 << 30):
-            for order in (parts, parts[::-1]):
-                assert everything(count(order, task_bytes=task_bytes)) == whole
-        for memory_bytes in (1, 300_000, 1 << 30):
-            with count(parts, memory_bytes=memory_bytes, spill_folder=str(tmp_path)) as counts:
-                assert counts.spill.has_spilled == (memory_bytes < 1 << 30)
-                assert everything(counts) == whole
+
+
+@pytest.mark.parametrize("first_rows", [False, True])
+@pytest.mark.parametrize("segment_bytes", [20_000, 77_777])
+def test_counts_are_independent_of_tasks(
+    log_text: bytes, tmp_path: Path, first_rows: bool, segment_bytes: int
+) -> None:
+    whole = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
+    parts = parts_in(tmp_path, CRITEO, log_text, segment_bytes)
+    assert len(parts) > 10
+    for task_bytes in (1, 100_000, 1 << 30):
+        for order in (parts, parts[::-1]):
+            assert everything(count_rows(order, first_rows, task_bytes=task_bytes)) == whole
+    for memory_bytes in (1, 300_000, 1 << 30):
+        limits = {"memory_bytes": memory_bytes, "spill_folder": str(tmp_path)}
+        with count_rows(parts, first_rows, **limits) as counts:
+            assert counts.spill.has_spilled == (memory_bytes < 1 << 30)
+            assert everything(counts) == whole
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])

@@ -451,12 +451,13 @@ def test_encode_py_matches_preprocessors_of_criteo_logs(
     )
     preset = presets.ALL[name].replace(token_modulo=modulo, dense_shift=10.0, **rules)
     num_sparse = len(preset.inputs(schema).sparse)
+    num_embeddings = None
+    if sizes:
+        num_embeddings = tuple(sizes[:num_sparse])
+    elif preset.ids == "murmur3":
+        num_embeddings = (7,) * num_sparse
     preset = preset.replace(
-        num_embeddings=tuple(sizes[:num_sparse])
-        if sizes
-        else (7,) * num_sparse
-        if preset.ids == "murmur3"
-        else None,
+        num_embeddings=num_embeddings,
         multi_hot=bags and MultiHot(sizes=(2, 1, 3, 1, 4)[:num_sparse], distribution=bags, seed=7),
     )
     lines = []

@@ -500,61 +500,66 @@ def test_texts(texts: list[bytes | None]) -> None:
     check_texts(texts)
 
 
-def test_text_tokens_match_python_for_all_lengths_and_bytes() -> None:
-    rng = random.Random(0)
-    lengths = [bytes(rng.choices(b"abc ", k=n)) for n in range(1, 140)]
-    check_texts(lengths)
-    # that of encode.py
-    assert [hashing.xxh64(text) for text in lengths] == [
-        xxhash.xxh64_intdigest(text) for text in lengths
-    ]
-    check_texts(
-        [
-            str(n).encode()
-            for edge in (0, 2**31, 2**63, 2**64, 10**19)
-            for n in range(-edge - 2, -edge + 3)
-        ]
-    )
-    check_texts(
-        [
-            str(n).encode()
-            for edge in (2**31, 2**63, 2**64, 10**18, 10**19)
-            for n in range(edge - 2, edge + 3)
-        ]
-    )
-    check_texts(
-        [
-            b"-",
-            b"-0",
-            b"00",
-            b"01",
-            b"+1",
-            b"1 ",
-            b" 1",
-            b"1.0",
-            b"1e3",
-            "١".encode(),
-            b"0x1",
-            b"\0",
-        ]
-    )
-    ends = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0)
-    check_texts([bytes([a, b]) for a in range(256) for b in (0x00, 0x7F, 0x80, 0xBF, 0xC0)])
-    check_texts([bytes([a, b, 0x80]) for a in range(0xE0, 0x100) for b in ends])
-    check_texts(
-        [bytes([a, b, 0x80, c]) for a in range(0xEE, 0x100) for b in ends for c in (0x41, 0x80)]
-    )
-    tails = (b"\xe2\x82", b"\xe2\x82\xac", b"\xff1234567", b"\xc3\xa4")
-    check_texts([b"abcdefgh" * n + tail for n in range(3) for tail in tails])
+EDGES = (2**31, 2**63, 2**64, 10**18, 10**19)
+TAILS = (b"\xe2\x82", b"\xe2\x82\xac", b"\xff1234567", b"\xc3\xa4")
+LAST_BYTES = (0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0)
+NO_NUMBERS = [b"-", b"-0", b"00", b"01", b"+1", b"1 ", b" 1", b"1.0", b"1e3", b"0x1", b"\0"]
 
 
-@given(
-    st.lists(
-        st.none()
-        | st.integers(0, 2**64 - 1)
-        | st.sampled_from([2**24 + 1, 2**40, 2**63 - 1, 2**63])
-    )
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param(
+            [
+                str(sign * edge + n).encode()
+                for sign in (-1, 1)
+                for edge in EDGES
+                for n in range(-2, 3)
+            ],
+            id="large numbers",
+        ),
+        pytest.param([str(n).encode() for n in range(-2, 3)], id="small numbers"),
+        pytest.param([*NO_NUMBERS, "١".encode()], id="no numbers"),
+        pytest.param(
+            [bytes([a, b]) for a in range(256) for b in (0x00, 0x7F, 0x80, 0xBF, 0xC0)],
+            id="2 bytes",
+        ),
+        pytest.param(
+            [bytes([a, b, 0x80]) for a in range(0xE0, 0x100) for b in LAST_BYTES],
+            id="3 bytes",
+        ),
+        pytest.param(
+            [
+                bytes([a, b, 0x80, c])
+                for a in range(0xEE, 0x100)
+                for b in LAST_BYTES
+                for c in (0x41, 0x80)
+            ],
+            id="4 bytes",
+        ),
+        pytest.param([b"abcdefgh" * n + tail for n in range(3) for tail in TAILS], id="tails"),
+    ],
 )
+def test_text_tokens_match_python(texts: list[bytes]) -> None:
+    check_texts(texts)
+
+
+def test_text_tokens_and_hash_match_xxhash_for_all_lengths() -> None:
+    rng = random.Random(0)
+    texts = [bytes(rng.choices(b"abc ", k=n)) for n in range(1, 140)]
+    check_texts(texts)
+    # that of encode.py
+    assert [hashing.xxh64(text) for text in texts] == [
+        xxhash.xxh64_intdigest(text) for text in texts
+    ]
+
+
+INTEGERS = st.lists(
+    st.none() | st.integers(0, 2**64 - 1) | st.sampled_from([2**24 + 1, 2**40, 2**63 - 1, 2**63])
+)
+
+
+@given(INTEGERS)
 def test_integer_tokens_match_text(values: list[int | None]) -> None:
     text, _ = tokens_of(
         text_tokens, pa.array([None if v is None else str(v) for v in values], pa.string())
@@ -562,25 +567,30 @@ def test_integer_tokens_match_text(values: list[int | None]) -> None:
     tokens, status = tokens_of(integer_tokens, pa.array(values, pa.uint64()))
     assert tokens.tolist() == text.tolist()
     assert status.tolist() == [EMPTY if v is None else VALUE for v in values]
-    for bits, signed in (
-        (8, False),
-        (8, True),
-        (16, True),
-        (32, False),
-        (32, True),
-        (64, True),
-    ):
-        narrow = [
-            None if v is None else v % 2**bits - (2 ** (bits - 1) if signed else 0) for v in values
-        ]
-        tokens, _ = tokens_of(
-            integer_tokens, pa.array(narrow, getattr(pa, f"{'' if signed else 'u'}int{bits}")())
-        )
-        text, _ = tokens_of(
-            text_tokens, pa.array([None if v is None else str(v) for v in narrow], pa.string())
-        )
-        assert tokens.tolist() == text.tolist()
     assert tokens_of(integer_tokens, pa.array([True, None, False]))[0].tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        pytest.param(pa.uint8(), 0, id="uint8"),
+        pytest.param(pa.int8(), -(2**7), id="int8"),
+        pytest.param(pa.int16(), -(2**15), id="int16"),
+        pytest.param(pa.uint32(), 0, id="uint32"),
+        pytest.param(pa.int32(), -(2**31), id="int32"),
+        pytest.param(pa.int64(), -(2**63), id="int64"),
+    ],
+)
+@given(values=INTEGERS)
+def test_narrow_integer_tokens_match_text(
+    kind: pa.DataType, first: int, values: list[int | None]
+) -> None:
+    narrow = [None if v is None else first + v % 2**kind.bit_width for v in values]
+    tokens, _ = tokens_of(integer_tokens, pa.array(narrow, kind))
+    text, _ = tokens_of(
+        text_tokens, pa.array([None if v is None else str(v) for v in narrow], pa.string())
+    )
+    assert tokens.tolist() == text.tolist()
 
 
 # -- Tables

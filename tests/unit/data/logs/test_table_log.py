@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -146,8 +147,8 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",", **changes: Any) -> 
         cells = [row.get(name, "any") for name in names]
         writer.writerow(
             [
-                "|".join(map(str, x)) if isinstance(x, list) else "" if x is None else x
-                for x in cells
+                "|".join(map(str, x)) if isinstance(x, list) else x
+                for x in ("" if x is None else x for x in cells)
             ]
         )
     return out.getvalue().encode()
@@ -170,26 +171,28 @@ def token(value: Any) -> int:
 
 def check_movies(raw: Any, rows: list[dict[str, Any]]) -> None:
     assert raw.rows == len(rows)
-    for values, name in ((raw.labels["clicked"], "clicked"), (raw.weights, "weight")):
-        assert_same(values, np.array([row[name] for row in rows], np.float32))
+    assert_same(raw.labels["clicked"], np.array([row["clicked"] for row in rows], np.float32))
+    assert_same(raw.weights, np.array([row["weight"] for row in rows], np.float32))
     for name, values in zip(raw.schema.dense, raw.numbers.T, strict=True):
         assert_same(values, np.array([row[name] or 0 for row in rows], np.float64))
         assert raw.is_missing(name).tolist() == [row[name] is None for row in rows]
     for name in raw.schema.sparse:
-        column = raw.column(name)
-        cells = [row[name] for row in rows]
-        if name in raw.schema.lists:
-            categories = np.array(
-                [token(12 if x == "12" else x) for cell in cells for x in cell], np.uint64
-            )
-            assert_same(
-                column, JaggedIds(categories, np.array([len(cell) for cell in cells], np.int32))
-            )
-        else:
-            assert_same(
-                column, np.array([0 if cell is None else token(cell) for cell in cells], np.uint64)
-            )
-            assert raw.is_missing(name).tolist() == [cell is None for cell in cells]
+        check_categories(raw, name, [row[name] for row in rows])
+
+
+def check_categories(raw: Any, name: str, cells: list[Any]) -> None:
+    if name in raw.schema.lists:
+        assert_same(raw.column(name), jagged(cells))
+    else:
+        categories = [0 if cell is None else token(cell) for cell in cells]
+        assert_same(raw.column(name), np.array(categories, np.uint64))
+        assert raw.is_missing(name).tolist() == [cell is None for cell in cells]
+
+
+def jagged(cells: list[list[Any]]) -> JaggedIds:
+    categories = [token(12 if x == "12" else x) for cell in cells for x in cell]
+    lengths = [len(cell) for cell in cells]
+    return JaggedIds(np.array(categories, np.uint64), np.array(lengths, np.int32))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -548,28 +551,45 @@ def test_numbers_in_text(cells: list[str]) -> None:
     assert faults.total == len(cells) - len(wanted)
 
 
-def test_hexadecimal_tables_match_text_and_other_column_counts(tmp_path: Path) -> None:
+OTHER_BYTES = [b for b in range(256) if b not in b"\t\n\r"]
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        pytest.param("d", [b"1%c2" % b for b in OTHER_BYTES], id="bytes in a number"),
+        pytest.param("s", [b"12c%cEF9a" % b for b in OTHER_BYTES], id="bytes in a category"),
+        pytest.param(
+            "d",
+            [b"1" * 19, b" 3", b"3\0", *b"x 1.0 +3 - --3 nan 0x3".split()],
+            id="invalid numbers",
+        ),
+        pytest.param(
+            "s",
+            [b" eadbeef", *b"deadbee deadbeef0 deadbeeg \xffeadbee".split()],
+            id="invalid categories",
+        ),
+    ],
+)
+def test_hexadecimal_tables_match_text(name: str, cells: list[bytes]) -> None:
     schema = Schema(
         tokens="hexadecimal",
         label=None,
         dense=("d",),
         sparse=("s",),
     )
-    others = [b for b in range(256) if b not in b"\t\n\r"]
-    for name, cells in (
-        ("d", [b"1%c2" % b for b in others]),
-        ("s", [b"12c%cEF9a" % b for b in others]),
-        ("d", [b"1" * 19, b" 3", b"3\0", *b"x 1.0 +3 - --3 nan 0x3".split()]),
-        ("s", [b" eadbeef", *b"deadbee deadbeef0 deadbeeg \xffeadbee".split()]),
-    ):
-        columns = {"d": [b"5"] * len(cells), "s": [b"00000000"] * len(cells), name: cells}
-        raw, faults = parse_table(pa.table(columns), schema)
-        expected, found = parse(
-            schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True)))
-        )
-        assert_same(raw, expected, ignored="files")
-        assert faults.counts == found.counts
-        assert raw.rows == 0 or len(cells) > 200
+    columns = {"d": [b"5"] * len(cells), "s": [b"00000000"] * len(cells), name: cells}
+    raw, faults = parse_table(pa.table(columns), schema)
+    expected, found = parse(
+        schema, b"\n".join(map(b"\t".join, zip(*columns.values(), strict=True)))
+    )
+    assert_same(raw, expected, ignored="files")
+    assert faults.counts == found.counts
+    assert raw.rows == 0 or len(cells) > 200
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 1000])
+def test_invalid_csv_rows_are_reported_and_skipped(tmp_path: Path, segment_bytes: int) -> None:
     good = ",".join(GOOD.values())
     lines = [
         "y,w,d,s,l",
@@ -591,17 +611,16 @@ def test_hexadecimal_tables_match_text_and_other_column_counts(tmp_path: Path) -
         (3, "label is not 0 or 1"),
         (5, "too few columns"),
     ]
-    for segment_bytes in (1, 1000):
-        index = index_of([tmp_path / "a.csv"], ANY, tmp_path, segment_bytes)
-        assert (read_tables(index.segments, ANY).rows, index.faults.total) == (3, 4)
-        assert [(fault.row, fault.kind) for fault in index.faults.first] == wrong
-        places = [
-            segment.start + row
-            for segment in index.segments
-            for row in good_rows(segment, ANY).tolist()
-        ]
-        assert places == [0, 4, 6]
-        assert sum(segment.stop - segment.start for segment in index.segments) == 7
+    index = index_of([tmp_path / "a.csv"], ANY, tmp_path, segment_bytes)
+    assert (read_tables(index.segments, ANY).rows, index.faults.total) == (3, 4)
+    assert [(fault.row, fault.kind) for fault in index.faults.first] == wrong
+    places = [
+        segment.start + row
+        for segment in index.segments
+        for row in good_rows(segment, ANY).tolist()
+    ]
+    assert places == [0, 4, 6]
+    assert sum(segment.stop - segment.start for segment in index.segments) == 7
 
 
 def test_first_fault_per_row_is_counted(tmp_path: Path) -> None:
@@ -703,7 +722,10 @@ def test_types_of_categories(values: list[Any], kind: pa.DataType, dictionary: b
     array = pa.array(values, kind)
     if dictionary and "view" not in str(kind):
         array = array.dictionary_encode()
-    texts = [v if isinstance(v, bytes) else b"" if v is None else str(v).encode() for v in values]
+    texts = [
+        v if isinstance(v, bytes) else str(v).encode()
+        for v in (b"" if v is None else v for v in values)
+    ]
     raw, faults = one_column(array, "sparse")
     assert (faults.total, tokens_of(raw, 0)) == (
         0,
@@ -1152,59 +1174,70 @@ def test_damaged_files_are_rejected(tmp_path: Path) -> None:
 
 
 # -- Splitting CSV against Python's reader
-def split_by_rule(
-    text: str, columns: int, *, trim: bool, max_bytes: int, max_lines: int, escape: str | None
-) -> Iterator[tuple[int, list[str]]]:
-    """Return the kind (0, TOO_FEW, TOO_MANY, UNMATCHED, TRAILING) and fields of every row by the
-    documented rule.
-    """
-    place = 0
-    pair = r'""' if escape is None else r'""|\\["\\]'
-    field = re.compile(rf'"((?:{pair}|[^"])*+)"')
-    while place < len(text):
-        line = place
+@dataclass(frozen=True)
+class RowSplitter:
+    """Splitter of CSV text into rows by the documented rule."""
+
+    columns: int
+    trim: bool
+    max_bytes: int
+    max_lines: int
+    escape: str | None
+
+    def rows(self, text: str) -> Iterator[tuple[int, list[str]]]:
+        """Yield the kind (0, TOO_FEW, TOO_MANY, UNMATCHED, TRAILING) and fields of every row."""
+        place = 0
+        while place < len(text):
+            if text[place] in "\r\n":
+                place += 1
+                continue
+            kind, fields, end = self._row(text, place)
+            yield kind, fields
+            # A row whose quotes do not match ends with its first line.
+            place = re.compile("[^\r\n]*").match(text, place).end() if kind == UNMATCHED else end
+
+    def _row(self, text: str, place: int) -> tuple[int, list[str], int]:
         fields = []
         spans = False
-        unmatched = False
         trails = False
-        if text[place] in "\r\n":
-            place += 1
-            continue
         while True:
-            value = ""
-            quoted = text[place : place + 1] == '"'
-            if quoted:
-                inside = field.match(text, place)
-                lines = len(re.findall("\r\n|\r|\n", inside[1])) if inside else 0
-                unmatched = not inside or len(inside[1]) > max_bytes or lines > max_lines
-                if unmatched:
-                    break
-                value, spans = (
-                    re.sub(pair, lambda match: match[0][1], inside[1]),
-                    spans or lines > 0,
-                )
-                place = re.compile("[ \t]*").match(text, inside.end()).end()
-                has_text = place < len(text) and text[place] not in ",\r\n"
+            value = None
+            if text[place : place + 1] == '"':
+                value, num_lines, place = self._quoted(text, place)
+                has_text = text[place : place + 1] not in ("", ",", "\r", "\n")
+                if value is None or (num_lines > 0 and has_text):
+                    return UNMATCHED, [], place
+                spans |= num_lines > 0
                 trails |= has_text
-                unmatched = lines > 0 and has_text
-                if unmatched:
-                    break
             rest = re.compile("[^,\r\n]*").match(text, place)
             place = rest.end()
-            fields.append(value if quoted else rest[0].strip(" \t") if trim else rest[0])
+            if value is None:
+                value = rest[0].strip(" \t") if self.trim else rest[0]
+            fields.append(value)
             if text[place : place + 1] != ",":
                 break
             place += 1
-        if unmatched or (spans and len(fields) != columns):
-            place = re.compile("[^\r\n]*").match(text, line).end()
-            yield UNMATCHED, []
-        elif trails:
-            yield TRAILING, []
-        else:
-            yield (
-                0 if len(fields) == columns else TOO_FEW if len(fields) < columns else TOO_MANY,
-                fields,
-            )
+        if spans and len(fields) != self.columns:
+            return UNMATCHED, [], place
+        if trails:
+            return TRAILING, [], place
+        if len(fields) == self.columns:
+            return 0, fields, place
+        return TOO_FEW if len(fields) < self.columns else TOO_MANY, fields, place
+
+    def _quoted(self, text: str, place: int) -> tuple[str | None, int, int]:
+        """Return the value, or None if its quotes do not match, its line breaks and its end with
+        blanks.
+        """
+        pair = r'""' if self.escape is None else r'""|\\["\\]'
+        inside = re.compile(rf'"((?:{pair}|[^"])*+)"').match(text, place)
+        if inside is None or len(inside[1]) > self.max_bytes:
+            return None, 0, place
+        num_lines = len(re.findall("\r\n|\r|\n", inside[1]))
+        if num_lines > self.max_lines:
+            return None, 0, place
+        end = re.compile("[ \t]*").match(text, inside.end()).end()
+        return re.sub(pair, lambda match: match[0][1], inside[1]), num_lines, end
 
 
 def rows_of_tables(tables: list[pa.Table]) -> list[tuple[int, bytes, bytes]]:
@@ -1240,8 +1273,8 @@ def check_split(
 ) -> None:
     path.write_bytes(text)
     header = next(csv.reader(io.StringIO(text.decode("latin1"), newline="")))
-    limits = {"max_bytes": max_bytes, "max_lines": max_lines, "escape": escape}
-    split = list(split_by_rule(text.decode("latin1"), len(header), trim=rules == 2, **limits))
+    splitter = RowSplitter(len(header), rules == 2, max_bytes, max_lines, escape)
+    split = list(splitter.rows(text.decode("latin1")))
     schema = Schema(
         label=None,
         sparse=("a", "c"),
@@ -1269,15 +1302,10 @@ def check_split(
         for kind, row in split[1:]
     ]
     assert found == expected
-    if (
-        rules == 1
-        and escape is None
-        and {UNMATCHED, TRAILING}.isdisjoint(kind for kind, _ in split)
-        and b'" ' not in text
-    ):
-        assert [row for _, row in split] == [
-            row for row in csv.reader(io.StringIO(text.decode("latin1"), newline="")) if row
-        ]
+    plain = rules == 1 and escape is None and b'" ' not in text
+    if plain and {UNMATCHED, TRAILING}.isdisjoint(kind for kind, _ in split):
+        reader = csv.reader(io.StringIO(text.decode("latin1"), newline=""))
+        assert [row for _, row in split] == list(filter(None, reader))
 
 
 PIECES = [

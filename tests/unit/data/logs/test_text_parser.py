@@ -68,16 +68,26 @@ def reference_line(schema: Schema, line: bytes) -> Row | tuple[str, str]:
         if fields[0] not in (b"0", b"1"):
             return "label is not 0 or 1", schema.label
         label = int(fields.pop(0))
-    integers = []
-    tokens = []
-    missing = 0
-    for i, (name, field) in enumerate(zip(schema.dense + schema.sparse, fields, strict=True)):
-        dense = i < len(schema.dense)
-        if field and not re.fullmatch(rb"-?[0-9]{1,18}" if dense else rb"[0-9a-fA-F]{8}", field):
-            return ("not an integer" if dense else "not 8 hexadecimal digits"), name
-        missing |= (not field) << i
-        (integers if dense else tokens).append(int(field or b"0", 10 if dense else 16))
-    return label, integers, tokens, missing
+    num_dense = len(schema.dense)
+    integers = fields[:num_dense]
+    tokens = fields[num_dense:]
+    for name in other_fields(schema.dense, integers, rb"-?[0-9]{1,18}"):
+        return "not an integer", name
+    for name in other_fields(schema.sparse, tokens, rb"[0-9a-fA-F]{8}"):
+        return "not 8 hexadecimal digits", name
+    missing = sum((not field) << place for place, field in enumerate(fields))
+    return (
+        label,
+        [int(field or b"0") for field in integers],
+        [int(field or b"0", 16) for field in tokens],
+        missing,
+    )
+
+
+def other_fields(names: tuple[str, ...], fields: list[bytes], pattern: bytes) -> list[str]:
+    """Return the names of the fields that have a value which does not match the pattern."""
+    pairs = zip(names, fields, strict=True)
+    return [name for name, field in pairs if field and not re.fullmatch(pattern, field)]
 
 
 def rows_of(raw: RawBlock) -> list[Row]:

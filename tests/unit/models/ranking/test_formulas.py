@@ -23,6 +23,7 @@ from rayrec.models.sharded_model import _Head
 
 ROWS = 17
 Outputs = dict[str, torch.Tensor]
+Fields = list[torch.Tensor]
 
 
 def linear(layer: nn.Module, values: torch.Tensor) -> torch.Tensor:
@@ -153,6 +154,20 @@ def of_xdeepfm(
     }
 
 
+def attention_head(
+    net: nn.Module, config: ClickModelConfig, queries: Fields, keys: Fields, values: Fields
+) -> Fields:
+    scale = (config.attention_dim / config.heads) ** -0.5 if config.scale else 1.0
+    heads = []
+    for query in queries:
+        exponents = [((query * key).sum(1) * scale).exp() for key in keys]
+        weights = [dropped(net, each / sum(exponents), config.dropout) for each in exponents]
+        heads.append(
+            sum(weight[:, None] * value for weight, value in zip(weights, values, strict=True))
+        )
+    return heads
+
+
 def of_autoint(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
@@ -160,30 +175,13 @@ def of_autoint(
     as in FuxiCTR.
     """
     v = hidden = fields(net.fields if config.use_wide else net, dense, values)
-    scale = (config.attention_dim / config.heads) ** -0.5 if config.scale else 1.0
     for layer in net.attention:
-        parts = []
-        for of_query, of_key, of_value in zip(
-            *(part.weight.chunk(config.heads) for part in (layer.query, layer.key, layer.value)),
-            strict=True,
-        ):
-            queries, keys, mixed_in = (
-                [e @ w.t() for e in hidden] for w in (of_query, of_key, of_value)
-            )
-            heads = []
-            for query in queries:
-                exponents = [((query * key).sum(1) * scale).exp() for key in keys]
-                shares = [
-                    dropped(net, exponent / sum(exponents), config.dropout)
-                    for exponent in exponents
-                ]
-                heads.append(
-                    sum(
-                        share[:, None] * value
-                        for share, value in zip(shares, mixed_in, strict=True)
-                    )
-                )
-            parts.append(heads)
+        projections = (layer.query, layer.key, layer.value)
+        weights = (projection.weight.chunk(config.heads) for projection in projections)
+        parts = [
+            attention_head(net, config, *([e @ w.t() for e in hidden] for w in of_head))
+            for of_head in zip(*weights, strict=True)
+        ]
         residual = hidden if layer.shortcut is None else [linear(layer.shortcut, e) for e in hidden]
         hidden = [
             (torch.cat(heads, dim=1) + own).clamp(min=0)
