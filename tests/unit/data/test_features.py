@@ -766,14 +766,15 @@ def check_ids(ids: Any, rule: SparseColumn, cells: list[Any], schema: Schema, pl
     known = {}
     if rule.num_tokens is not None:
         known = dict(zip(KNOWN[schema.tokens][place], rule.ids().tolist(), strict=True))
-    bags = [[] if cell is None else np.atleast_1d(cell).tolist() for cell in cells]
+    is_list = schema.sparse[place] in schema.lists
+    bags = cells if is_list else [[] if cell is None else [cell] for cell in cells]
     tokens = np.array([token for bag in bags for token in bag or [0]], category_type(schema))
     missing = np.array([not bag for bag in bags for _ in bag or [0]], bool)
 
     def find(asked: np.ndarray) -> np.ndarray:
         return np.array([known.get(token, rule.unknown_id) for token in asked.tolist()], np.int64)
 
-    assert isinstance(ids, JaggedIds) == (schema.sparse[place] in schema.lists)
+    assert isinstance(ids, JaggedIds) == is_list
     if isinstance(ids, JaggedIds):
         assert_same(ids.lengths, np.array([len(bag) or 1 for bag in bags], np.int32))
         ids = ids.values
