@@ -515,22 +515,34 @@ LINE: dict[str, Any] = {
 }
 
 
-def test_differences_need_equal_bits_on_one_machine_only() -> None:
-    for changes, on_this_machine, elsewhere in (
-        ({}, 0, 0),
-        ({"losses": [0.5, 0.2500001]}, 1, 0),
-        ({"losses": [0.5, 0.2501]}, 1, 1),
-        ({"losses": [0.5, float("nan")]}, 1, 1),
-        ({"losses": [0.5]}, 1, 1),
-        ({"weights_sha256": "cc"}, 1, 0),
-        ({"predict_sha256": "cc", "export_sha256": "dd"}, 2, 0),
-        ({"metrics": {"auroc": "0.7500000000000001", "added": "1"}}, 1, 0),
-        ({"metrics": {}}, 1, 0),
-    ):
-        now = {**LINE, **changes}
-        assert len(bits.differences(now, LINE, bits=True)) == on_this_machine
-        assert len(bits.differences(now, LINE, bits=False)) == elsewhere
-        assert len(bits.differences(now, None, bits=False)) == 1
+@pytest.mark.parametrize(
+    ("changes", "on_this_machine", "elsewhere"),
+    [
+        pytest.param({}, 0, 0, id="0"),
+        pytest.param({"losses": [0.5, 0.2500001]}, 1, 0, id="losses-0.5-0.2500001"),
+        pytest.param({"losses": [0.5, 0.2501]}, 1, 1, id="losses-0.5-0.2501"),
+        pytest.param({"losses": [0.5, float("nan")]}, 1, 1, id="losses-0.5-float-nan"),
+        pytest.param({"losses": [0.5]}, 1, 1, id="losses-0.5"),
+        pytest.param({"weights_sha256": "cc"}, 1, 0, id="weights_sha256-cc"),
+        pytest.param(
+            {"predict_sha256": "cc", "export_sha256": "dd"},
+            2,
+            0,
+            id="predict_sha256-cc-export_sha256",
+        ),
+        pytest.param(
+            {"metrics": {"auroc": "0.7500000000000001", "added": "1"}}, 1, 0, id="metrics-auroc"
+        ),
+        pytest.param({"metrics": {}}, 1, 0, id="metrics"),
+    ],
+)
+def test_differences_need_equal_bits_on_one_machine_only(
+    changes: dict[str, Any], on_this_machine: int, elsewhere: int
+) -> None:
+    now = {**LINE, **changes}
+    assert len(bits.differences(now, LINE, bits=True)) == on_this_machine
+    assert len(bits.differences(now, LINE, bits=False)) == elsewhere
+    assert len(bits.differences(now, None, bits=False)) == 1
 
 
 def test_chosen_runs_include_their_dependencies() -> None:

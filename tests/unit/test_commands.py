@@ -99,24 +99,36 @@ def loaded_needlessly(commands: list[tuple[str, set[str]]], folder: Path) -> dic
     return {command: found for command, found in json.loads(ran.stdout).items() if found}
 
 
-def test_storage_errors_print_one_line(monkeypatch: Any, capsys: Capture) -> None:
-    for error, status, line in (
-        (
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        pytest.param(
             FileNotFoundError(2, "No such file or directory", "log.txt"),
             2,
             "log.txt: No such file or directory",
+            id="FileNotFoundError-2-No-such",
         ),
-        (
+        pytest.param(
             OSError("s3://b/run: the store was out\nfor 600 s"),
             1,
             "s3://b/run: the store was out for 600 s",
+            id="OSError-s3-b-run-the-store-was",
         ),
-        (OSError(28, "No space left on device"), 1, "[Errno 28] No space left on device"),
-        (PermissionError(), 1, "PermissionError"),
-    ):
-        monkeypatch.setattr("rayrec.training.trainer.train", raising(error))
-        assert cli.run(["train", "criteo_demo"]) == status
-        assert capsys.readouterr().err == f"rayrec train: {line}\n"
+        pytest.param(
+            OSError(28, "No space left on device"),
+            1,
+            "[Errno 28] No space left on device",
+            id="OSError-28-No-space-left-on",
+        ),
+        pytest.param(PermissionError(), 1, "PermissionError", id="PermissionError"),
+    ],
+)
+def test_storage_errors_print_one_line(
+    error: Any, status: int, line: str, monkeypatch: Any, capsys: Capture
+) -> None:
+    monkeypatch.setattr("rayrec.training.trainer.train", raising(error))
+    assert cli.run(["train", "criteo_demo"]) == status
+    assert capsys.readouterr().err == f"rayrec train: {line}\n"
 
 
 def test_results_exclude_output_of_native_code_and_children() -> None:
@@ -246,29 +258,52 @@ def test_file_flags_accept_space_or_equals_sign(
     assert (resolved["steps"], resolved["workload"]["schema"]["dense"]) == (7, ["a"])
 
 
-def test_invalid_config_file_prints_one_line(capsys: Capture, tmp_path: Path) -> None:
-    for content, line in (
-        (
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        pytest.param(
             "recipe: clicks\nname: \u00e9\n".encode("latin-1"),
             "must be UTF-8 text. Save it with that encoding",
+            id="recipe-clicks-nname-n-.encode",
         ),
-        (b"recipe: [", "not YAML"),
-        (b"recipe: clicks\nsteps: 2001-99-99\n", "not YAML (month must be in 1..12)"),
-        (b"steps: 3\n", "must name a recipe"),
-        (b"recipe: click\n", "no recipe 'click'; did you mean 'clicks'?"),
-        (
+        pytest.param(b"recipe: [", "not YAML", id="recipe"),
+        pytest.param(
+            b"recipe: clicks\nsteps: 2001-99-99\n",
+            "not YAML (month must be in 1..12)",
+            id="recipe-clicks-steps-2001-99-99",
+        ),
+        pytest.param(b"steps: 3\n", "must name a recipe", id="steps-3"),
+        pytest.param(
+            b"recipe: click\n", "no recipe 'click'; did you mean 'clicks'?", id="recipe-click"
+        ),
+        pytest.param(
             b"recipe: clicks\nstep: 3\n",
             "step: TrainConfig has no such field; did you mean 'steps'?",
+            id="recipe-clicks-step-3",
         ),
-        (b"recipe: clicks\nname: ..\n", "name: must have 1 to 128 letters"),
-        (b"recipe: clicks\n3: 4\n", "field names must be strings, got 3"),
-        (b"recipe: !!python/object/apply:os.getcwd []\n", "not YAML"),
-    ):
-        file = tmp_path / "config.yaml"
-        file.write_bytes(content)
-        status, out, err = run(capsys, "config", f"--config={file}")
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith(f"rayrec config: {file}: {line}")
+        pytest.param(
+            b"recipe: clicks\nname: ..\n",
+            "name: must have 1 to 128 letters",
+            id="recipe-clicks-name",
+        ),
+        pytest.param(
+            b"recipe: clicks\n3: 4\n", "field names must be strings, got 3", id="recipe-clicks-3-4"
+        ),
+        pytest.param(
+            b"recipe: !!python/object/apply:os.getcwd []\n",
+            "not YAML",
+            id="recipe-python-object-apply",
+        ),
+    ],
+)
+def test_invalid_config_file_prints_one_line(
+    content: Any, line: str, capsys: Capture, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    status, out, err = run(capsys, "config", f"--config={file}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"rayrec config: {file}: {line}")
 
 
 def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> None:
@@ -295,25 +330,40 @@ def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> N
     )
 
 
-def test_old_flag_prints_notice(capsys: Capture) -> None:
-    for command, words, notice in (
-        (
+@pytest.mark.parametrize(
+    ("command", "words", "notice"),
+    [
+        pytest.param(
             "vocabulary",
             "log --out v --profile nvt",
             "--profile is now --preset; the old name will be removed",
+            id="vocabulary",
         ),
-        ("vocabulary", "log --out v --profile=nvt", "--profile is now --preset"),
-        (
+        pytest.param(
+            "vocabulary",
+            "log --out v --profile=nvt",
+            "--profile is now --preset",
+            id="vocabulary-log-out-v-profile-nvt",
+        ),
+        pytest.param(
             "config",
             "criteo_demo --workload.profile.min-count 3",
             "--workload.profile.min-count is now",
+            id="config",
         ),
-        ("config", "criteo_demo --profile.steps 10:20", ""),
-    ):
-        parse(COMMANDS[command], words.split())
-        printed = capsys.readouterr()
-        assert printed.err.startswith(notice)
-        assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
+        pytest.param(
+            "config",
+            "criteo_demo --profile.steps 10:20",
+            "",
+            id="config-criteo_demo-profile.steps-10-20",
+        ),
+    ],
+)
+def test_old_flag_prints_notice(command: str, words: str, notice: str, capsys: Capture) -> None:
+    parse(COMMANDS[command], words.split())
+    printed = capsys.readouterr()
+    assert printed.err.startswith(notice)
+    assert (printed.err.count("\n"), printed.out) == (int(bool(notice)), "")
 
 
 def test_old_flag_sets_field_and_model_flag_selects_model() -> None:
@@ -545,15 +595,26 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_result_prints_table_or_json(capsys: Capture) -> None:
-    for out, as_json, quiet, printed, noted in (
-        (Terminal(), False, False, "a table\n", ""),
-        (Terminal(), True, False, '{\n  "auroc": 0.5\n}\n', "a table\n"),
-        (io.StringIO(), False, False, '{\n  "auroc": 0.5\n}\n', "a table\n"),
-        (io.StringIO(), False, True, '{\n  "auroc": 0.5\n}\n', ""),
-    ):
-        assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
-        assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)
+@pytest.mark.parametrize(
+    ("out", "as_json", "quiet", "printed", "noted"),
+    [
+        pytest.param(Terminal(), False, False, "a table\n", "", id="Terminal"),
+        pytest.param(
+            Terminal(), True, False, '{\n  "auroc": 0.5\n}\n', "a table\n", id="Terminal-True"
+        ),
+        pytest.param(
+            io.StringIO(), False, False, '{\n  "auroc": 0.5\n}\n', "a table\n", id="io.StringIO"
+        ),
+        pytest.param(
+            io.StringIO(), False, True, '{\n  "auroc": 0.5\n}\n', "", id="io.StringIO-False"
+        ),
+    ],
+)
+def test_result_prints_table_or_json(
+    out: Any, as_json: bool, quiet: bool, printed: str, noted: str, capsys: Capture
+) -> None:
+    assert show(Shown({"auroc": 0.5}, "a table"), as_json=as_json, quiet=quiet, out=out) == 0
+    assert (out.getvalue(), capsys.readouterr().err) == (printed, noted)
 
 
 # -- Command lines of the documentation, deploy/ and tests

@@ -293,15 +293,26 @@ def test_optimizer_state_size_matches_torchrec(kind: Any, monkeypatch: pytest.Mo
     assert seen == [pytest.approx(row.total_bytes, rel=1e-3)]
 
 
-def test_sharding_config_rejects_invalid_settings() -> None:
-    for settings, message in (
-        ({"sharding_types": ()}, "must have 1 or more values"),
-        ({"sharding_types": ("diagonal",)}, "has the wrong type"),
-        ({"reserved_fraction": 1.0}, "must be at least 0 and below 1"),
-        ({"min_column_width": 6}, "multiple of 4"),
-        ({"uvm_cache_fraction": 1.0}, "uvm_cache_fraction: must be above 0 and below 1, got 1.0"),
-    ):
-        rejects(message, ShardingConfig, **settings)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"sharding_types": ()}, "must have 1 or more values", id="sharding_types"),
+        pytest.param(
+            {"sharding_types": ("diagonal",)}, "has the wrong type", id="sharding_types-diagonal"
+        ),
+        pytest.param(
+            {"reserved_fraction": 1.0}, "must be at least 0 and below 1", id="reserved_fraction-1.0"
+        ),
+        pytest.param({"min_column_width": 6}, "multiple of 4", id="min_column_width-6"),
+        pytest.param(
+            {"uvm_cache_fraction": 1.0},
+            "uvm_cache_fraction: must be above 0 and below 1, got 1.0",
+            id="uvm_cache_fraction-1.0",
+        ),
+    ],
+)
+def test_sharding_config_rejects_invalid_settings(settings: dict[str, Any], message: str) -> None:
+    rejects(message, ShardingConfig, **settings)
 
 
 def test_sharders_support_rayrec_tables() -> None:

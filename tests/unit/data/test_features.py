@@ -109,49 +109,92 @@ def test_yaml_declares_labels_and_features() -> None:
     assert Schema.described(SCHEMA.describe()) == SCHEMA
 
 
-def test_schema_rejects_invalid_features() -> None:
-    for text, message in (
-        ("features: [{name: other}]", "features names other, which must be in sparse"),
-        ("features: [{name: item, max_length: 3}]", "which need a column of lists"),
-        ("features: [{name: history, max_length: 0}]", "must be at least 1"),
-        ("features: [{name: history}, {name: history}]", "must name each column once"),
-        ("features: [{vocabulary: item}]", r"features\[0\].name: Feature requires a value"),
-        ("features: [{name: history, vocabulry: item}]", "did you mean 'vocabulary'"),
-        (
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            "features: [{name: other}]",
+            "features names other, which must be in sparse",
+            id="features-name-other",
+        ),
+        pytest.param(
+            "features: [{name: item, max_length: 3}]",
+            "which need a column of lists",
+            id="features-name-item-max_length-3",
+        ),
+        pytest.param(
+            "features: [{name: history, max_length: 0}]",
+            "must be at least 1",
+            id="features-name-history",
+        ),
+        pytest.param(
+            "features: [{name: history}, {name: history}]",
+            "must name each column once",
+            id="features-name-history-name",
+        ),
+        pytest.param(
+            "features: [{vocabulary: item}]",
+            r"features\[0\].name: Feature requires a value",
+            id="features-vocabulary-item",
+        ),
+        pytest.param(
+            "features: [{name: history, vocabulry: item}]",
+            "did you mean 'vocabulary'",
+            id="features-name-history-vocabulry",
+        ),
+        pytest.param(
             "features: [{name: history, vocabulary: item}, {name: item, vocabulary: sku}]",
             "has the vocabulary of item, which has another",
+            id="features-name-history-has-the-vocabulary-of-item",
         ),
-        (
+        pytest.param(
             "features: [{name: history, aligned_with: item}]",
             "aligned_with of feature history: must be a list .*, got item",
+            id="features-name-history-aligned_with-of-feature-hi",
         ),
-        (
+        pytest.param(
             "features: [{name: history, aligned_with: history}]",
             "must be a list that names another column of lists",
+            id="features-name-history-must-be-a-list-that-names",
         ),
-        (
+        pytest.param(
             "sparse: [a, b, c]\nlists: [a, b, c]\nfeatures: [{name: b, aligned_with: c}, {name: "
             "c, aligned_with: a}]",
             "aligned_with of feature b: must be a list without aligned_with, got c. Name a in both",
+            id="sparse-a-b-c-nlists-a-b-c",
         ),
-        (
+        pytest.param(
             "sparse: [a, b]\nlists: [a, b]\nfeatures: [{name: b, aligned_with: a, max_length: 3}]",
             "aligned_with of feature b: must have the max_length of a, None, got 3",
+            id="sparse-a-b-nlists-a-b-nfeatures",
         ),
-        ("labels: [{name: item}]", "column names must be unique"),
-        ("labels: [{name: like, kind: sum}]", "Label.kind: has the wrong type .*, got 'sum'"),
-        ("timestamp: history", "timestamp must not be a column of lists, got history"),
-        (
+        pytest.param(
+            "labels: [{name: item}]", "column names must be unique", id="labels-name-item"
+        ),
+        pytest.param(
+            "labels: [{name: like, kind: sum}]",
+            "Label.kind: has the wrong type .*, got 'sum'",
+            id="labels-name-like-kind-sum",
+        ),
+        pytest.param(
+            "timestamp: history",
+            "timestamp must not be a column of lists, got history",
+            id="timestamp-history",
+        ),
+        pytest.param(
             'tokens: hexadecimal\ndelimiter: "\\t"\nlists: []\ntimestamp: at',
             "timestamp needs tokens: any",
+            id="tokens-hexadecimal-ndelimiter-t",
         ),
-    ):
-        rejects(
-            message,
-            load_schema,
-            f"sparse: [user, item, history]\nlists: [history]\n{text}",
-            "schema.yaml",
-        )
+    ],
+)
+def test_schema_rejects_invalid_features(text: str, message: str) -> None:
+    rejects(
+        message,
+        load_schema,
+        f"sparse: [user, item, history]\nlists: [history]\n{text}",
+        "schema.yaml",
+    )
 
 
 def test_aligned_lists_match_positions_and_keep_last_items() -> None:
@@ -201,47 +244,74 @@ def column(name: str, values: pa.Array) -> pa.Table:
     return ROWS.set_column(ROWS.column_names.index(name), name, values)
 
 
-def test_invalid_value_reports_row_and_column() -> None:
-    for name, values, kind, row in (
-        ("like", pa.array([1, 2, 0, None]), "label is not 0 or 1", 1),
-        ("seconds", pa.array([1.0, 2.0, None, 1.0]), "label is missing", 2),
-        ("seconds", pa.array([1.0, 2.0, 3.0, float("inf")]), "not a finite number", 3),
-        (
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "row"),
+    [
+        pytest.param("like", pa.array([1, 2, 0, None]), "label is not 0 or 1", 1, id="like"),
+        pytest.param(
+            "seconds", pa.array([1.0, 2.0, None, 1.0]), "label is missing", 2, id="seconds"
+        ),
+        pytest.param(
+            "seconds",
+            pa.array([1.0, 2.0, 3.0, float("inf")]),
+            "not a finite number",
+            3,
+            id="seconds-pa.array-1.0-2.0-3.0-float-inf",
+        ),
+        pytest.param(
             "tag_weights",
             pa.array([[1.0, 1.0], [], [], [1.0, 1.0, 1.0]]),
             "weights are not as many numbers",
             1,
+            id="tag_weights",
         ),
-        (
+        pytest.param(
             "tag_weights",
             pa.array([[1.0, None], [1.0], [], [1.0] * 3]),
             "weights are not as many numbers",
             0,
+            id="tag_weights-pa.array-1.0-None-1.0-1.0-3",
         ),
-        (
+        pytest.param(
             "tag_weights",
             pa.array([[1.0] * 2, [1.0], [1.0], [1.0] * 3]),
             "weights are not as many numbers",
             2,
+            id="tag_weights-pa.array-1.0-2-1.0-1.0-1.0-3",
         ),
-        (
+        pytest.param(
             "tag_weights",
             pa.array([[1.0] * 2, [float("nan")], [], [1.0] * 3]),
             "weights are not as many numbers",
             1,
+            id="tag_weights-pa.array-1.0-2-float-nan-1.0-3",
         ),
-        ("at", pa.array([0, 1, None, 3]), "not a time", 2),
-        ("at", pa.array(["0", "2024-02-30", "2024-02-29", "1e9"]), "not a time", 1),
-        ("at", pa.array([0.0, 1.0, 2.0, float("nan")]), "not a time", 3),
-    ):
-        raw, faults = parse_table(column(name, values), SCHEMA)
-        (fault,) = faults.first
-        assert (raw.rows, fault.row, fault.column) == (
+        pytest.param("at", pa.array([0, 1, None, 3]), "not a time", 2, id="at"),
+        pytest.param(
+            "at",
+            pa.array(["0", "2024-02-30", "2024-02-29", "1e9"]),
+            "not a time",
+            1,
+            id="at-pa.array-0-2024-02-30-2024-02",
+        ),
+        pytest.param(
+            "at",
+            pa.array([0.0, 1.0, 2.0, float("nan")]),
+            "not a time",
             3,
-            row,
-            "tags" if name == "tag_weights" else name,
-        )
-        assert fault.kind.startswith(kind)
+            id="at-pa.array-0.0-1.0-2.0-float-nan",
+        ),
+    ],
+)
+def test_invalid_value_reports_row_and_column(name: str, values: Any, kind: str, row: int) -> None:
+    raw, faults = parse_table(column(name, values), SCHEMA)
+    (fault,) = faults.first
+    assert (raw.rows, fault.row, fault.column) == (
+        3,
+        row,
+        "tags" if name == "tag_weights" else name,
+    )
+    assert fault.kind.startswith(kind)
 
 
 def test_count_label_can_be_main_and_rejects_negative() -> None:
@@ -501,25 +571,39 @@ def test_transform_accepts_folders(tmp_path: Path, place: str) -> None:
     )
 
 
-def test_transform_rejects_invalid_row() -> None:
-    for changes, message in (
-        (
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
             {"a": [1, 2.5, 3]},
             "DataFrame at row 1: not an integer in column a; fix or remove it, since",
+            id="a-1-2.5-3",
         ),
-        (
+        pytest.param(
             {"s": ["5", "00000005", "x"]},
             r"DataFrame at row 0: not 8 hexadecimal digits in column s \(2 of 3 rows are "
             r"invalid\);",
+            id="s-5-00000005-x",
         ),
-        ({"y": [1, 0, None]}, "DataFrame at row 2: label is missing in column y;"),
-        (
+        pytest.param(
+            {"y": [1, 0, None]},
+            "DataFrame at row 2: label is missing in column y;",
+            id="y-1-0-None",
+        ),
+        pytest.param(
             {"s": [1, 2, 3]},
             "DataFrame: column s is of type int64; needs 8 hexadecimal digits as text",
+            id="s-1-2-3",
         ),
-        ({"t": ["000003e8", 3, None]}, "DataFrame: .*column t.*; give each column one type"),
-    ):
-        rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
+        pytest.param(
+            {"t": ["000003e8", 3, None]},
+            "DataFrame: .*column t.*; give each column one type",
+            id="t-000003e8-3-None",
+        ),
+    ],
+)
+def test_transform_rejects_invalid_row(changes: dict[str, Any], message: str) -> None:
+    rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
 
 
 def test_transform_rejects_other_data() -> None:

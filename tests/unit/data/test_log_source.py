@@ -275,33 +275,66 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     )
 
 
-def test_damaged_files_are_rejected(tmp_path: Path) -> None:
-    for content, message in (
-        (b"", "not an idx file .it begins with nothing"),
-        (b"\0\0\x08", "not an idx file .it begins with 00 00 08"),
-        (b"<html>not found</html>", "not an idx file .it begins with 3c 68 74 6d"),
-        (b"\1" + idx(LABELS)[1:], "not an idx file"),
-        (bytes([0, 0, 8, 0]), "not an idx file"),
-        (
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(
+            b"", "not an idx file .it begins with nothing", id="not-an-idx-file-.it-begins-with"
+        ),
+        pytest.param(b"\0\0\x08", "not an idx file .it begins with 00 00 08", id="case-1"),
+        pytest.param(
+            b"<html>not found</html>",
+            "not an idx file .it begins with 3c 68 74 6d",
+            id="html-not-found-html",
+        ),
+        pytest.param(b"\1" + idx(LABELS)[1:], "not an idx file", id="b-x01-idx-LABELS-1"),
+        pytest.param(bytes([0, 0, 8, 0]), "not an idx file", id="bytes-0-0-8-0"),
+        pytest.param(
             b"\0\0\x0d" + idx(LABELS)[3:],
             "idx type of images and labels must be bytes, 0x08, got 0x0d",
+            id="b-x00-x00-r-idx-LABELS-3",
         ),
-        (idx(IMAGES)[:10], "cut short within its header of 16 bytes"),
-        (idx(IMAGES)[:-1], "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76"),
-        (idx(IMAGES) + b"\0", "too long, has 77 bytes, but its 5 x 4 x 3 values need 76"),
-        (gzip.compress(idx(IMAGES), mtime=0)[:-9], "cut short, not a complete gzip file"),
-        (
+        pytest.param(
+            idx(IMAGES)[:10], "cut short within its header of 16 bytes", id="idx-IMAGES-10"
+        ),
+        pytest.param(
+            idx(IMAGES)[:-1],
+            "cut short, has 75 bytes, but its 5 x 4 x 3 values need 76",
+            id="idx-IMAGES-1",
+        ),
+        pytest.param(
+            idx(IMAGES) + b"\0",
+            "too long, has 77 bytes, but its 5 x 4 x 3 values need 76",
+            id="idx-IMAGES-b-x00",
+        ),
+        pytest.param(
+            gzip.compress(idx(IMAGES), mtime=0)[:-9],
+            "cut short, not a complete gzip file",
+            id="gzip.compress-idx-IMAGES-mtime",
+        ),
+        pytest.param(
             gzip.compress(idx(IMAGES), mtime=0)[:-8] + bytes(8),
             "damaged, not a gzip file to its end",
+            id="gzip.compress-idx-IMAGES-mtime-damaged-not-a-gzi",
         ),
-        (gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30, "damaged, not a gzip file to its end"),
-        (gzip.compress(idx(IMAGES), mtime=0) + b"more", "damaged, not a gzip file to its end"),
-    ):
-        path = tmp_path / "train-images-idx3-ubyte"
-        path.write_bytes(content)
-        line = rejects(message, read_idx, str(path))
-        assert line.startswith(f"{path}: ")
-        assert "idx type" in message or f"rayrec fetch mnist --out {tmp_path}" in line
+        pytest.param(
+            gzip.compress(b"", mtime=0)[:10] + b"\xff" * 30,
+            "damaged, not a gzip file to its end",
+            id="gzip.compress-b-mtime-0-10-b",
+        ),
+        pytest.param(
+            gzip.compress(idx(IMAGES), mtime=0) + b"more",
+            "damaged, not a gzip file to its end",
+            id="case-12",
+        ),
+    ],
+)
+def test_damaged_files_are_rejected(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(content)
+    line = rejects(message, read_idx, str(path))
+    assert line.startswith(f"{path}: ")
+    assert "idx type" in message or f"rayrec fetch mnist --out {tmp_path}" in line
 
 
 def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
@@ -475,24 +508,39 @@ TEXT = Schema(
 )
 
 
-def test_labels_of_text_are_named(tmp_path: Path) -> None:
-    for labels, expected in (
-        (["1", "2", "3"], "found 1, 2, 3 in column click; derive one, such as click >= 2"),
-        (["-1", "1"], "found -1, 1 in column click; derive one, such as click >= 1"),
-        (["0.0", "1.0"], "found 0.0, 1.0 in column click; write them as 0 and 1"),
-        (["no", "yes"], "found no, yes in column click; derive one, such as click == 'yes'"),
-    ):
-        text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
-        (tmp_path / "log.txt").write_bytes(text)
-        faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
-        line = rejects(
-            "labels must be 0 or 1, ",
-            LogIndex((), Faults.from_dict(faults.to_dict())).check,
-            0.001,
-            "log",
-        )
-        assert line.endswith(expected)
-        rejects("labels must be 0 or 1", LogSource.at(str(tmp_path / "log.txt")).check_head, TEXT)
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        pytest.param(
+            ["1", "2", "3"],
+            "found 1, 2, 3 in column click; derive one, such as click >= 2",
+            id="1-2-3",
+        ),
+        pytest.param(
+            ["-1", "1"], "found -1, 1 in column click; derive one, such as click >= 1", id="1-1"
+        ),
+        pytest.param(
+            ["0.0", "1.0"], "found 0.0, 1.0 in column click; write them as 0 and 1", id="0.0-1.0"
+        ),
+        pytest.param(
+            ["no", "yes"],
+            "found no, yes in column click; derive one, such as click == 'yes'",
+            id="no-yes",
+        ),
+    ],
+)
+def test_labels_of_text_are_named(labels: list[Any], expected: str, tmp_path: Path) -> None:
+    text = "".join(f"{labels[row % len(labels)]}\t3\t0000000a\n" for row in range(60)).encode()
+    (tmp_path / "log.txt").write_bytes(text)
+    faults = parse(TEXT, text, path=str(tmp_path / "log.txt"))[1]
+    line = rejects(
+        "labels must be 0 or 1, ",
+        LogIndex((), Faults.from_dict(faults.to_dict())).check,
+        0.001,
+        "log",
+    )
+    assert line.endswith(expected)
+    rejects("labels must be 0 or 1", LogSource.at(str(tmp_path / "log.txt")).check_head, TEXT)
 
 
 def test_faults_of_several_tasks_name_all_labels() -> None:

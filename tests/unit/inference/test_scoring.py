@@ -570,14 +570,23 @@ def test_scored_rows_are_independent_of_table_sizes() -> None:
         assert full.key(name).to_pylist() == chunks.key(name).to_pylist() == expected.to_pylist()
 
 
-def test_evaluation_options_are_checked() -> None:
-    for options, message in (
-        ({"slice_top": 0}, "slice_top: must be at least 1, got 0"),
-        ({"slice_by": ("day", "day")}, "slice_by: values must be unique"),
-        ({"confidence": 1.5}, "confidence: must be between 0 and 1, such as 0.95, got 1.5"),
-        ({"resamples": 1}, "resamples: must be at least 2, got 1"),
-    ):
-        rejects(message, EvaluationConfig().updated, options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"slice_top": 0}, "slice_top: must be at least 1, got 0", id="slice_top-0"),
+        pytest.param(
+            {"slice_by": ("day", "day")}, "slice_by: values must be unique", id="slice_by-day-day"
+        ),
+        pytest.param(
+            {"confidence": 1.5},
+            "confidence: must be between 0 and 1, such as 0.95, got 1.5",
+            id="confidence-1.5",
+        ),
+        pytest.param({"resamples": 1}, "resamples: must be at least 2, got 1", id="resamples-1"),
+    ],
+)
+def test_evaluation_options_are_checked(options: dict[str, Any], message: str) -> None:
+    rejects(message, EvaluationConfig().updated, options)
 
 
 METRICS = {

@@ -175,23 +175,33 @@ def step(network: nn.Module, **changes: Any) -> torch.Tensor:
     )[0]
 
 
-def test_heads_reject_invalid_outputs() -> None:
-    for returns, message in (
-        (
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        pytest.param(
             lambda logits: [logits],
             "forward must return a dict of logits, {'label': logits}, got a list",
+            id="logits-logits",
         ),
-        (
+        pytest.param(
             lambda logits: {"click": logits},
             "forward: outputs must have logits named after the label, label, got click",
+            id="logits-click-logits",
         ),
-        (
+        pytest.param(
             lambda logits: {"label": logits[:, None]},
             r"must have shape \(3,\) and dtype float32, got \(3, 1\) and torch.float32",
+            id="logits-label-logits-None",
         ),
-        (lambda logits: {"label": logits.bfloat16()}, r"got \(3,\) and torch.bfloat16"),
-    ):
-        rejects(f"^Network: .*{message}", step, Network(returns))
+        pytest.param(
+            lambda logits: {"label": logits.bfloat16()},
+            r"got \(3,\) and torch.bfloat16",
+            id="logits-label",
+        ),
+    ],
+)
+def test_heads_reject_invalid_outputs(returns: Callable[..., Any], message: str) -> None:
+    rejects(f"^Network: .*{message}", step, Network(returns))
 
 
 def test_single_tensor_is_value_and_row_losses_are_weighted() -> None:

@@ -172,9 +172,10 @@ def test_writer_hides_keys_of_known_services(path: Path) -> None:
         assert (event["cause"], event["tokens"]) == ("refused (***)", "***")
 
 
-def test_command_line_hides_secrets() -> None:
-    for arguments, line in (
-        (
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        pytest.param(
             [
                 "train",
                 "gpt2",
@@ -183,8 +184,9 @@ def test_command_line_hides_secrets() -> None:
                 "a b",
             ],
             "train gpt2 --max-new-tokens=20 --name 'a b'",
+            id="train-gpt2-max-new-tokens-20",
         ),
-        (
+        pytest.param(
             [
                 "train",
                 "--workload.tokenizer",
@@ -193,8 +195,9 @@ def test_command_line_hides_secrets() -> None:
                 "x",
             ],
             "train --workload.tokenizer gpt2 --tokens x",
+            id="train-workload.tokenizer-gpt2",
         ),
-        (
+        pytest.param(
             [
                 "x",
                 "--password",
@@ -204,9 +207,10 @@ def test_command_line_hides_secrets() -> None:
                 "1",
             ],
             "x --password *** --api-key=*** --seed 1",
+            id="x-password-hu-sh-api-key-hush2",
         ),
-        (["x", "--token", "--seed", "1"], "x --token --seed 1"),
-        (
+        pytest.param(["x", "--token", "--seed", "1"], "x --token --seed 1", id="x-token-seed-1"),
+        pytest.param(
             [
                 "x",
                 "--cluster.env",
@@ -217,14 +221,22 @@ def test_command_line_hides_secrets() -> None:
                 "e=f",
             ],
             "x --cluster.env A=*** B C_D=*** --seed=1 e=f",
+            id="x-cluster.env-A-hush-B-C_D-hu",
         ),
-        (["x", "--env=A=hush", "--cluster.env=B=hush"], "x --env=A=*** --cluster.env=B=***"),
-        (
+        pytest.param(
+            ["x", "--env=A=hush", "--cluster.env=B=hush"],
+            "x --env=A=*** --cluster.env=B=***",
+            id="x-env-A-hush-cluster.env-B-hush",
+        ),
+        pytest.param(
             ["x", "https://me:hush@host/a?X-Amz-Signature=ff00&b=c"],
             "x https://***@host/a?X-Amz-Signature=***&b=c",
+            id="x-https-me-hush-host-a-X-Amz",
         ),
-    ):
-        assert command_line(arguments) == line
+    ],
+)
+def test_command_line_hides_secrets(arguments: list[Any], line: str) -> None:
+    assert command_line(arguments) == line
 
 
 def test_events_in_skips_line_that_grows_while_read() -> None:

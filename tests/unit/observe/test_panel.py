@@ -218,10 +218,15 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     assert "finished" in shown(RunSummary(run_events.run()))
 
 
-def test_console_line_matches_event() -> None:
-    for event, expected in (
-        ({"kind": "start", "step": 8, "world_size": 2}, "resuming from step 8 with 2 workers"),
-        (
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        pytest.param(
+            {"kind": "start", "step": 8, "world_size": 2},
+            "resuming from step 8 with 2 workers",
+            id="kind-start-step-8-world_size-2",
+        ),
+        pytest.param(
             {
                 "kind": "checkpoint_slow",
                 "step": 8,
@@ -231,8 +236,9 @@ def test_console_line_matches_event() -> None:
             "step 8  saving took 95 s, longer than failure.grace_s (60 s). Raise "
             "--failure.grace-s and the termination notice "
             "of the machines.",
+            id="kind-checkpoint_slow-step-8",
         ),
-        (
+        pytest.param(
             {
                 "kind": "start",
                 "step": 0,
@@ -240,8 +246,9 @@ def test_console_line_matches_event() -> None:
                 "damaged": [4, 8],
             },
             "no undamaged checkpoint found (damaged: 2): restarting from step 0",
+            id="kind-start-step-0-world_size-2",
         ),
-        (
+        pytest.param(
             {
                 "kind": "cpu_contention",
                 "rank": 1,
@@ -250,15 +257,29 @@ def test_console_line_matches_event() -> None:
             },
             "rank 1 on n2: other processes use its CPUs and slow down training (a thread waited "
             "93% of the time). Stop them, or lower --scaling.threads-per-worker.",
+            id="kind-cpu_contention-rank-1-node",
         ),
-        ({"kind": "start", "step": 0, "world_size": 2}, None),
-        ({"kind": "failure", "cause": "worker 1 died"}, "worker 1 died: restarting"),
-        ({"kind": "failure", "cause": "the loss is nan", "last": True}, "the loss is nan"),
-        (
+        pytest.param(
+            {"kind": "start", "step": 0, "world_size": 2},
+            None,
+            id="kind-start-step-0-world_size-2-None",
+        ),
+        pytest.param(
+            {"kind": "failure", "cause": "worker 1 died"},
+            "worker 1 died: restarting",
+            id="kind-failure-cause-worker-1-died",
+        ),
+        pytest.param(
+            {"kind": "failure", "cause": "the loss is nan", "last": True},
+            "the loss is nan",
+            id="kind-failure-cause-the-loss-is",
+        ),
+        pytest.param(
             {"kind": "plateau", "step": 1500, "learning_rate_scale": 0.1**2},
             "step 1,500  no improvement: learning rates lowered to 0.01 of the schedule",
+            id="kind-plateau-step-1500",
         ),
-        (
+        pytest.param(
             {
                 "kind": "early_stop",
                 "step": 150,
@@ -266,13 +287,15 @@ def test_console_line_matches_event() -> None:
                 "best_score": 0.8,
             },
             "step 150  no improvement since step 100: stopping early",
+            id="kind-early_stop-step-150",
         ),
-        (
+        pytest.param(
             {"kind": "early_stop", "step": 1600, **REACHED},
             "step 1,600  auroc 0.8025 reached at step 1,600 (204,800 rows, 2 min of training and "
             "evaluations): stopping early",
+            id="kind-early_stop-step-1600",
         ),
-        (
+        pytest.param(
             {
                 "kind": "evaluate",
                 "step": 1600,
@@ -281,14 +304,17 @@ def test_console_line_matches_event() -> None:
                 "best": {"step": 800, "auroc": 0.8},
             },
             "step 1,600  validation  auroc 0.7900  best auroc 0.8000 (step 800)",
+            id="kind-evaluate-step-1600-set",
         ),
-        (SAVED, None),
-        ({"kind": "step", "step": 8}, None),
-    ):
-        assert (console_line(event), console_line(SAVED, verbose=True)) == (
-            expected,
-            "step 8  saved p (1 MB)",
-        )
+        pytest.param(SAVED, None, id="SAVED"),
+        pytest.param({"kind": "step", "step": 8}, None, id="kind-step-step-8"),
+    ],
+)
+def test_console_line_matches_event(event: Any, expected: str | None) -> None:
+    assert (console_line(event), console_line(SAVED, verbose=True)) == (
+        expected,
+        "step 8  saved p (1 MB)",
+    )
 
 
 def console_lines(

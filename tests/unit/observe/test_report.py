@@ -527,14 +527,19 @@ def _starts(events: list[dict[str, Any]]) -> str:
 
 
 # -- Charts, tables and images of a report
-def test_tick_step_returns_round_numbers() -> None:
-    for low, high, max_ticks, expected in [
-        (0, 1, 5, 0.2),
-        (0, 1000, 7, 200),
-        (0.82, 1, 5, 0.05),
-        (0, 7e-5, 5, 2e-5),
-    ]:
-        assert tick_step(low, high, max_ticks=max_ticks) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("low", "high", "max_ticks", "expected"),
+    [
+        pytest.param(0, 1, 5, 0.2, id="0"),
+        pytest.param(0, 1000, 7, 200, id="0-1000"),
+        pytest.param(0.82, 1, 5, 0.05, id="0.82"),
+        pytest.param(0, 7e-5, 5, 2e-5, id="0-7e-05"),
+    ],
+)
+def test_tick_step_returns_round_numbers(
+    low: float, high: float, max_ticks: int, expected: float
+) -> None:
+    assert tick_step(low, high, max_ticks=max_ticks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -546,11 +551,19 @@ def test_tick_step_returns_round_numbers() -> None:
         [(1.0, None), (2.0, 1e30)],
     ],
 )
-def test_line_chart_plots_flat_lines(points: list[tuple[float, float | None]]) -> None:
-    for from_zero in (False, True):
-        figure = line_chart("flat", [Line("flat", points)], x_label="step", from_zero=from_zero)
-        assert "nan" not in figure
-        assert "<circle" in figure
+@pytest.mark.parametrize(
+    "from_zero",
+    [
+        False,
+        True,
+    ],
+)
+def test_line_chart_plots_flat_lines(
+    from_zero: bool, points: list[tuple[float, float | None]]
+) -> None:
+    figure = line_chart("flat", [Line("flat", points)], x_label="step", from_zero=from_zero)
+    assert "nan" not in figure
+    assert "<circle" in figure
 
 
 def test_line_chart_is_empty_without_points_and_thins_long_lines() -> None:

@@ -428,25 +428,43 @@ def test_interrupted_split_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
 
 
-def test_split_rejects_conflicting_options() -> None:
-    for options, message in (
-        ({"by": "rows", "validation": 0.0}, "validation: must be above 0 .*, got 0.0"),
-        ({"by": "rows", "group": "user"}, "split by rows: must not be used with group"),
-        (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            {"by": "rows", "validation": 0.0},
+            "validation: must be above 0 .*, got 0.0",
+            id="by-rows-validation-0.0",
+        ),
+        pytest.param(
+            {"by": "rows", "group": "user"},
+            "split by rows: must not be used with group",
+            id="by-rows-group-user",
+        ),
+        pytest.param(
             {"by": "last-out", "validation": 0.2},
             "split by last-out: must not be used with validation",
+            id="by-last-out-validation-0.2",
         ),
-        ({"by": "time", "test_from": "2026-01-01"}, "test_from must be used with validation_from"),
-        (
+        pytest.param(
+            {"by": "time", "test_from": "2026-01-01"},
+            "test_from must be used with validation_from",
+            id="by-time-test_from-2026-01-01",
+        ),
+        pytest.param(
             {"by": "time", "validation_from": "soon"},
             "validation_from: must be an ISO 8601 date or time, .*, got soon",
+            id="by-time-validation_from-soon",
         ),
-        (
+        pytest.param(
             {"by": "time", "validation_from": "2026-02-01", "test_from": "2026-01-01"},
             "test_from must be after validation_from",
+            id="by-time-validation_from-2026-02",
         ),
-    ):
-        rejects(message, splitting.RowSplit, **options)
+    ],
+)
+def test_split_rejects_conflicting_options(options: dict[str, Any], message: str) -> None:
+    rejects(message, splitting.RowSplit, **options)
 
 
 def test_split_rejects_unsuitable_logs(tmp_path: Path) -> None:

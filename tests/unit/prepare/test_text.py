@@ -231,29 +231,45 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
 
 
 # -- misuse
-def test_text_options_are_rejected_in_one_line(beer: Path, tmp_path: Path) -> None:
-    for options, told in (
-        ({"tokenizer": "gpt2"}, "gpt2 not found"),
-        (
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        pytest.param({"tokenizer": "gpt2"}, "gpt2 not found", id="tokenizer-gpt2"),
+        pytest.param(
             {"tokenizer": "characters", "vocabulary_size": 300},
             "must be used with tokenizer bytes_bpe only",
+            id="tokenizer-characters",
         ),
-        ({"vocabulary_size": 200}, "at least 257"),
-        ({"block_size": 100_000}, "less than one row of 100000"),
-        ({"validation_fraction": 1.0}, "below 1"),
-        ({"validation_fraction": 0.00001}, "the validation text has"),
-        ({"preprocessor": "x"}, "--preprocessor: an option for click logs, not for --format mds"),
-        ({"shuffle": "full"}, "--shuffle: an option for click logs"),
-        ({"min_count": 3}, "--min-count: an option for click logs"),
-        ({"engine": "spark"}, "--engine: an option for click logs"),
-        ({"format": "npy"}, "an option for text"),
-        ({"blocksize": 3}, "blocksize"),
-        ({"files": ("c",)}, "."),
-    ):
-        path = beer.parent if "files" in options else beer
-        out = tmp_path / "-".join(options)
-        rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, out, **options)
-        assert not out.exists()
+        pytest.param({"vocabulary_size": 200}, "at least 257", id="vocabulary_size-200"),
+        pytest.param(
+            {"block_size": 100_000}, "less than one row of 100000", id="block_size-100000"
+        ),
+        pytest.param({"validation_fraction": 1.0}, "below 1", id="validation_fraction-1.0"),
+        pytest.param(
+            {"validation_fraction": 0.00001},
+            "the validation text has",
+            id="validation_fraction-1e-05",
+        ),
+        pytest.param(
+            {"preprocessor": "x"},
+            "--preprocessor: an option for click logs, not for --format mds",
+            id="preprocessor-x",
+        ),
+        pytest.param({"shuffle": "full"}, "--shuffle: an option for click logs", id="shuffle-full"),
+        pytest.param({"min_count": 3}, "--min-count: an option for click logs", id="min_count-3"),
+        pytest.param({"engine": "spark"}, "--engine: an option for click logs", id="engine-spark"),
+        pytest.param({"format": "npy"}, "an option for text", id="format-npy"),
+        pytest.param({"blocksize": 3}, "blocksize", id="blocksize-3"),
+        pytest.param({"files": ("c",)}, ".", id="files-c"),
+    ],
+)
+def test_text_options_are_rejected_in_one_line(
+    options: dict[str, Any], told: str, beer: Path, tmp_path: Path
+) -> None:
+    path = beer.parent if "files" in options else beer
+    out = tmp_path / "-".join(options)
+    rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, out, **options)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -420,13 +420,16 @@ def test_max_bad_fraction_defaults_to_preparation(tmp_path: Path) -> None:
     ]
 
 
-def test_gates_reject_invalid_limits() -> None:
-    for gates in [
-        {"max_drift": 1.5},
-        {"max_missing_rate": -0.1},
-        {"min_label_rate": 0.5, "max_label_rate": 0.4},
-    ]:
-        rejects("(?i)gates", Gates, **gates)
+@pytest.mark.parametrize(
+    "gates",
+    [
+        pytest.param({"max_drift": 1.5}, id="max_drift-1.5"),
+        pytest.param({"max_missing_rate": -0.1}, id="max_missing_rate-0.1"),
+        pytest.param({"min_label_rate": 0.5, "max_label_rate": 0.4}, id="min_label_rate-0.5"),
+    ],
+)
+def test_gates_reject_invalid_limits(gates: dict[str, Any]) -> None:
+    rejects("(?i)gates", Gates, **gates)
 
 
 # -- planted drift and leakage

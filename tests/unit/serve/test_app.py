@@ -536,16 +536,21 @@ def test_every_row_is_scored_separately(body: tuple[str, list[dict[str, Any]], l
 
 
 # -- refusals
-def test_invalid_json_is_rejected(app: ScoringApp) -> None:
-    for content in (
-        b'{"rows": [{"int_0": ' + b"9" * 5000 + b"}]}",
-        b'{"rows": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"rows": ' + b'[{"int_0":' * 50_000,
-        b'{"rows": [{"cat_5": "\\ud800"}]}',
-        '{"rows": [{}]}'.encode("utf-16"),
-        b"\x1f\x8b\x08\x00",
-    ):
-        error_of(post(app, content, media_type="application/json"), 400)
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b'{"rows": [{"int_0": ' + b"9" * 5000 + b"}]}", id="b-rows-int_0-b-9-5000-b"),
+        pytest.param(
+            b'{"rows": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="b-rows-b-100000-b-100000-b"
+        ),
+        pytest.param(b'{"rows": ' + b'[{"int_0":' * 50_000, id="b-rows-b-int_0-50000"),
+        pytest.param(b'{"rows": [{"cat_5": "\\ud800"}]}', id="rows-cat_5-ud800"),
+        pytest.param('{"rows": [{}]}'.encode("utf-16"), id="rows-.encode-utf-16"),
+        pytest.param(b"\x1f\x8b\x08\x00", id="case-5"),
+    ],
+)
+def test_invalid_json_is_rejected(content: Any, app: ScoringApp) -> None:
+    error_of(post(app, content, media_type="application/json"), 400)
 
 
 @settings(max_examples=200, deadline=None)

@@ -35,18 +35,37 @@ def _instance(*applications: str, with_proxies: bool = True) -> ServeInstance:
     )
 
 
-def test_ingress_is_resolved_for_cluster() -> None:
-    for asked, instance, private_ray, ingress, port in (
-        ("auto", None, True, "direct", 8000),
-        ("auto", None, False, "serve", 8000),
-        ("auto", _instance("other"), False, "serve", 9000),
-        ("auto", _instance("other", with_proxies=False), False, "direct", 8000),
-        ("auto", _instance(with_proxies=False), False, "serve", 8000),
-        ("serve", _instance(with_proxies=False), False, "serve", 8000),
-        ("direct", _instance("other"), False, "direct", 8000),
-    ):
-        settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
-        assert (settled.ingress, settled.port) == (ingress, port)
+@pytest.mark.parametrize(
+    ("asked", "instance", "private_ray", "ingress", "port"),
+    [
+        pytest.param("auto", None, True, "direct", 8000, id="auto"),
+        pytest.param("auto", None, False, "serve", 8000, id="auto-None"),
+        pytest.param("auto", _instance("other"), False, "serve", 9000, id="auto-_instance-other"),
+        pytest.param(
+            "auto",
+            _instance("other", with_proxies=False),
+            False,
+            "direct",
+            8000,
+            id="auto-_instance-other-with_proxies",
+        ),
+        pytest.param(
+            "auto",
+            _instance(with_proxies=False),
+            False,
+            "serve",
+            8000,
+            id="auto-_instance-with_proxies-False",
+        ),
+        pytest.param("serve", _instance(with_proxies=False), False, "serve", 8000, id="serve"),
+        pytest.param("direct", _instance("other"), False, "direct", 8000, id="direct"),
+    ],
+)
+def test_ingress_is_resolved_for_cluster(
+    asked: str, instance: Any, private_ray: bool, ingress: str, port: int
+) -> None:
+    settled = settle(ServeConfig(ingress=asked), instance, private_ray=private_ray)
+    assert (settled.ingress, settled.port) == (ingress, port)
 
 
 def test_ingress_conflicts_are_rejected_and_urls_returned() -> None:
@@ -111,21 +130,33 @@ def test_ray_serve_application_is_built() -> None:
     assert len(from_text.init_args[1]) == 32
 
 
-def test_invalid_application_is_rejected() -> None:
-    for args, message in (
-        ({}, "model must be the path"),
-        ({"model": "a", "replica": 2}, "did you mean 'replicas'"),
-        ({"model": "a", "replicas": "many"}, "replicas"),
-        ({"model": "a", "port": 80}, "http_options"),
-        ({"model": "a", "autoscaling": "yes"}, "must be a mapping"),
-        (
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        pytest.param({}, "model must be the path", id="model-must-be-the-path"),
+        pytest.param(
+            {"model": "a", "replica": 2}, "did you mean 'replicas'", id="model-a-replica-2"
+        ),
+        pytest.param({"model": "a", "replicas": "many"}, "replicas", id="model-a-replicas-many"),
+        pytest.param({"model": "a", "port": 80}, "http_options", id="model-a-port-80"),
+        pytest.param(
+            {"model": "a", "autoscaling": "yes"}, "must be a mapping", id="model-a-autoscaling-yes"
+        ),
+        pytest.param(
             {"model": "a", "autoscaling": {}, "replicas": 2},
             "must not be set together with replicas",
+            id="model-a-autoscaling-replicas-2",
         ),
-        ({"model": "a", "autoscaling": {}, "ingress": "direct"}, "does not see the requests"),
-        ({"model": "a", "shadow": 3}, "shadow must be"),
-    ):
-        rejects(message, build, args)
+        pytest.param(
+            {"model": "a", "autoscaling": {}, "ingress": "direct"},
+            "does not see the requests",
+            id="model-a-autoscaling-ingress",
+        ),
+        pytest.param({"model": "a", "shadow": 3}, "shadow must be", id="model-a-shadow-3"),
+    ],
+)
+def test_invalid_application_is_rejected(args: dict[str, Any], message: str) -> None:
+    rejects(message, build, args)
 
 
 def test_port_has_one_server_until_process_ends() -> None:
@@ -180,31 +211,40 @@ def test_cluster_with_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_host_header_matches_server_names() -> None:
-    for value, host, allowed, own in (
-        ("localhost:8000", "127.0.0.1", (), True),
-        ("LOCALHOST.", "10.0.0.1", (), True),
-        ("127.0.0.2:1", "127.0.0.1", (), True),
-        ("[::1]:8000", "127.0.0.1", (), True),
-        ("10.0.0.1:8000", "10.0.0.1", (), True),
-        ("10.0.0.2:8000", "10.0.0.1", (), False),
-        ("10.0.0.2", "0.0.0.0", (), True),
-        ("[fd00::1]:80", "::", (), True),
-        ("evil.example", "0.0.0.0", (), False),
-        ("evil.example:8000", "127.0.0.1", (), False),
-        ("localhost.evil.example", "127.0.0.1", (), False),
-        ("127.0.0.1.evil.example", "0.0.0.0", (), False),
-        ("localhost@evil.example", "127.0.0.1", (), False),
-        ("localhost, evil.example", "127.0.0.1", (), False),
-        ("localhost:8000:1", "127.0.0.1", (), False),
-        ("", "127.0.0.1", ("*",), False),
-        ("api.example.org:443", "0.0.0.0", ("API.example.org",), True),
-        ("b.example.org", "0.0.0.0", ("*.example.org",), True),
-        ("example.org", "0.0.0.0", ("*.example.org",), False),
-        ("evilexample.org", "0.0.0.0", ("*.example.org",), False),
-        ("anything", "127.0.0.1", ("*",), True),
-    ):
-        assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
+@pytest.mark.parametrize(
+    ("value", "host", "allowed", "own"),
+    [
+        pytest.param("localhost:8000", "127.0.0.1", (), True, id="localhost-8000"),
+        pytest.param("LOCALHOST.", "10.0.0.1", (), True, id="LOCALHOST"),
+        pytest.param("127.0.0.2:1", "127.0.0.1", (), True, id="127.0.0.2-1"),
+        pytest.param("[::1]:8000", "127.0.0.1", (), True, id="1-8000"),
+        pytest.param("10.0.0.1:8000", "10.0.0.1", (), True, id="10.0.0.1-8000"),
+        pytest.param("10.0.0.2:8000", "10.0.0.1", (), False, id="10.0.0.2-8000"),
+        pytest.param("10.0.0.2", "0.0.0.0", (), True, id="10.0.0.2"),
+        pytest.param("[fd00::1]:80", "::", (), True, id="fd00-1-80"),
+        pytest.param("evil.example", "0.0.0.0", (), False, id="evil.example"),
+        pytest.param("evil.example:8000", "127.0.0.1", (), False, id="evil.example-8000"),
+        pytest.param("localhost.evil.example", "127.0.0.1", (), False, id="localhost.evil.example"),
+        pytest.param("127.0.0.1.evil.example", "0.0.0.0", (), False, id="127.0.0.1.evil.example"),
+        pytest.param("localhost@evil.example", "127.0.0.1", (), False, id="localhost-evil.example"),
+        pytest.param(
+            "localhost, evil.example", "127.0.0.1", (), False, id="localhost-evil.example-127.0.0.1"
+        ),
+        pytest.param("localhost:8000:1", "127.0.0.1", (), False, id="localhost-8000-1"),
+        pytest.param("", "127.0.0.1", ("*",), False, id="127.0.0.1"),
+        pytest.param(
+            "api.example.org:443", "0.0.0.0", ("API.example.org",), True, id="api.example.org-443"
+        ),
+        pytest.param("b.example.org", "0.0.0.0", ("*.example.org",), True, id="b.example.org"),
+        pytest.param("example.org", "0.0.0.0", ("*.example.org",), False, id="example.org"),
+        pytest.param("evilexample.org", "0.0.0.0", ("*.example.org",), False, id="evilexample.org"),
+        pytest.param("anything", "127.0.0.1", ("*",), True, id="anything"),
+    ],
+)
+def test_host_header_matches_server_names(
+    value: str, host: str, allowed: tuple[Any, ...], own: bool
+) -> None:
+    assert ServeConfig(host=host, allowed_hosts=allowed).is_allowed_host(value) is own
 
 
 def test_ray_inherits_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +305,51 @@ def test_address_must_be_of_running_cluster(
     )
 
 
-def test_options_for_running_server_are_rejected() -> None:
-    for model, given, unused in (
-        ("a", {"swap": True, "shadow": "b"}, "swap: .* Omit shadow"),
-        ("a", {"swap": True, "follow": "best"}, "swap: .* Omit follow"),
-        (None, {"rollback": True, "shadow": "b"}, "rollback: .* Omit shadow"),
-        (None, {"no_shadow": True, "shadow": "b"}, "no_shadow: .* Omit shadow"),
-        (None, {"stop": True, "port": 81, "replicas": 2}, "stop: .* Omit port, replicas"),
-        (None, {"shadow": "b", "follow": "newest"}, "shadow: .* Omit follow"),
-        (None, {"rollback": True, "stop": True}, "one at a time, got rollback and stop"),
-        ("a", {"rollback": True}, "take no model"),
-        (None, {"swap": True}, "missing model"),
-    ):
-        rejects(unused, serve, model, **given)
+@pytest.mark.parametrize(
+    ("model", "given", "unused"),
+    [
+        pytest.param("a", {"swap": True, "shadow": "b"}, "swap: .* Omit shadow", id="a"),
+        pytest.param(
+            "a",
+            {"swap": True, "follow": "best"},
+            "swap: .* Omit follow",
+            id="a-swap-True-follow-best",
+        ),
+        pytest.param(
+            None, {"rollback": True, "shadow": "b"}, "rollback: .* Omit shadow", id="None"
+        ),
+        pytest.param(
+            None,
+            {"no_shadow": True, "shadow": "b"},
+            "no_shadow: .* Omit shadow",
+            id="None-no_shadow-True-shadow-b",
+        ),
+        pytest.param(
+            None,
+            {"stop": True, "port": 81, "replicas": 2},
+            "stop: .* Omit port, replicas",
+            id="None-stop-True-port-81-replicas-2",
+        ),
+        pytest.param(
+            None,
+            {"shadow": "b", "follow": "newest"},
+            "shadow: .* Omit follow",
+            id="None-shadow-b-follow-newest",
+        ),
+        pytest.param(
+            None,
+            {"rollback": True, "stop": True},
+            "one at a time, got rollback and stop",
+            id="None-rollback-True-stop-True",
+        ),
+        pytest.param("a", {"rollback": True}, "take no model", id="a-rollback-True"),
+        pytest.param(None, {"swap": True}, "missing model", id="None-swap-True"),
+    ],
+)
+def test_options_for_running_server_are_rejected(
+    model: str | None, given: dict[str, Any], unused: str
+) -> None:
+    rejects(unused, serve, model, **given)
 
 
 SOUND: dict[str, Any] = {

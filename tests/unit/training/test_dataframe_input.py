@@ -165,33 +165,44 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list((tmp_path / "run" / "data").iterdir())
 
 
-def test_dataframe_input_rejects_invalid_data(tmp_path: Path) -> None:
-    for data, changes, message in (
-        (
+@pytest.mark.parametrize(
+    ("data", "changes", "message"),
+    [
+        pytest.param(
             {"a": [1]},
             {},
             "train_data: must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
             "dict",
+            id="a-1",
         ),
-        (
+        pytest.param(
             ratings(),
             {"train_data": {"path": "log"}},
             "train_data: cannot use both data and train_data.path log",
+            id="ratings",
         ),
-        (
+        pytest.param(
             ratings().drop(columns="user"),
             {},
             "train_data: has no column named user; did you mean unused",
+            id="ratings-.drop-columns-user",
         ),
-        (
+        pytest.param(
             ratings().assign(user=pd.Timestamp(0)),
             {},
             r"train_data: column user is of type timestamp\[ns\]; text or",
+            id="ratings-.assign-user",
         ),
-        (ratings(0), {}, "data/train: the DataFrame has no rows to train on"),
-    ):
-        rejects(message, write, config(tmp_path, **changes), data)
-        assert not list(tmp_path.iterdir())
+        pytest.param(
+            ratings(0), {}, "data/train: the DataFrame has no rows to train on", id="ratings-0"
+        ),
+    ],
+)
+def test_dataframe_input_rejects_invalid_data(
+    data: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    rejects(message, write, config(tmp_path, **changes), data)
+    assert not list(tmp_path.iterdir())
 
 
 def test_integer_column_names_are_digits(tmp_path: Path) -> None:

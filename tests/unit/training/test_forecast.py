@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from builders.faults import rejects
@@ -115,19 +116,38 @@ def test_forecast_uses_given_gpu_speed() -> None:
     assert "given" not in of(replace(measured, given=False), "cpus=16,gpus=1,nodes=2").text()
 
 
-def test_forecast_target_uses_cluster_memory() -> None:
-    for text, workers, target in (
-        ("cpus=8,nodes=2", 3, Target(3, 2)),
-        ("cpus=8,nodes=2,memory_gb=64", 4, Target(4, 2, 32_000_000_000)),
-        ("cpus=8,gpus=2,nodes=2,memory_gb=64", 4, Target(4, 2, host_memory_bytes=32_000_000_000)),
-        ("cpus=8,gpus=2,gpu_memory_gb=80,gpu_rows_per_s=1e6", 2, Target(2, 2, 80_000_000_000, 1e6)),
-        (
+@pytest.mark.parametrize(
+    ("text", "workers", "target"),
+    [
+        pytest.param("cpus=8,nodes=2", 3, Target(3, 2), id="cpus-8-nodes-2"),
+        pytest.param(
+            "cpus=8,nodes=2,memory_gb=64",
+            4,
+            Target(4, 2, 32_000_000_000),
+            id="cpus-8-nodes-2-memory_gb-64",
+        ),
+        pytest.param(
+            "cpus=8,gpus=2,nodes=2,memory_gb=64",
+            4,
+            Target(4, 2, host_memory_bytes=32_000_000_000),
+            id="cpus-8-gpus-2-nodes-2-memory_gb",
+        ),
+        pytest.param(
+            "cpus=8,gpus=2,gpu_memory_gb=80,gpu_rows_per_s=1e6",
+            2,
+            Target(2, 2, 80_000_000_000, 1e6),
+            id="cpus-8-gpus-2-gpu_memory_gb-80",
+        ),
+        pytest.param(
             "cpus=8,network_gbit=10,inside_gbit=200",
             2,
             Target(2, 2, links=LinkBandwidth(10.0, 200.0)),
+            id="cpus-8-network_gbit-10",
         ),
-    ):
-        assert ClusterShape.parse(text).target(workers) == target
+    ],
+)
+def test_forecast_target_uses_cluster_memory(text: str, workers: int, target: Any) -> None:
+    assert ClusterShape.parse(text).target(workers) == target
 
 
 def test_cluster_shape_rejects_invalid_text() -> None:

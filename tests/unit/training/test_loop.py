@@ -233,24 +233,47 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     ]
 
 
-def test_evaluations_per_epoch() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "config", "expected"),
+    [
+        pytest.param("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40], id="criteo_demo"),
+        pytest.param(
+            "criteo_demo",
+            {"evaluations_per_epoch": 3},
+            [7, 14, 21, 28, 35, 40],
+            id="criteo_demo-evaluations_per_epoch-3",
+        ),
+        pytest.param(
+            "criteo_demo",
+            {"evaluations_per_epoch": 100},
+            list(range(1, 41)),
+            id="criteo_demo-evaluations_per_epoch-100",
+        ),
+        pytest.param(
+            "criteo_demo",
+            {"evaluations_per_epoch": 2 / 3},
+            [30, 40],
+            id="criteo_demo-evaluations_per_epoch-2-3",
+        ),
+        pytest.param("criteo_finalnet_x4", {}, [20, 40], id="criteo_finalnet_x4"),
+        pytest.param("criteo_finalmlp", {}, [20, 40], id="criteo_finalmlp"),
+        pytest.param("criteo_dcnv3", {}, [20, 40], id="criteo_dcnv3"),
+        pytest.param(
+            "criteo_dcnv3",
+            {"evaluate_every": 16},
+            [16, 32, 40],
+            id="criteo_dcnv3-evaluate_every-16",
+        ),
+    ],
+)
+def test_evaluations_per_epoch(recipe: str, config: dict[str, Any], expected: Any) -> None:
     """Recipes with published settings evaluate once per epoch: their patience counts epochs;
     `evaluate_every` overrides.
     """
-    for recipe, config, expected in (
-        ("criteo_demo", {}, [5, 10, 15, 20, 25, 30, 35, 40]),
-        ("criteo_demo", {"evaluations_per_epoch": 3}, [7, 14, 21, 28, 35, 40]),
-        ("criteo_demo", {"evaluations_per_epoch": 100}, list(range(1, 41))),
-        ("criteo_demo", {"evaluations_per_epoch": 2 / 3}, [30, 40]),
-        ("criteo_finalnet_x4", {}, [20, 40]),
-        ("criteo_finalmlp", {}, [20, 40]),
-        ("criteo_dcnv3", {}, [20, 40]),
-        ("criteo_dcnv3", {"evaluate_every": 16}, [16, 32, 40]),
-    ):
-        assert (
-            finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate")
-            == expected
-        )
+    assert (
+        finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate")
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -913,16 +936,21 @@ def test_peak_requires_all_workers(
     assert worker.peak_of_all(mine, world_size=2) == expected
 
 
-def test_threads_respect_reserved_cpus() -> None:
-    for settings, share, threads in (
-        ({}, 8, 8),
-        ({}, 0, 1),
-        ({"cpus_per_worker": 3.0}, 8, 3),
-        ({"cpus_per_worker": 0.5}, 8, 1),
-        ({"cpus_per_worker": 16.0}, 8, 8),
-        ({"cpus_per_worker": 3.0, "threads_per_worker": 5}, 8, 5),
-    ):
-        assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
+@pytest.mark.parametrize(
+    ("settings", "share", "threads"),
+    [
+        pytest.param({}, 8, 8, id="8"),
+        pytest.param({}, 0, 1, id="0"),
+        pytest.param({"cpus_per_worker": 3.0}, 8, 3, id="cpus_per_worker-3.0"),
+        pytest.param({"cpus_per_worker": 0.5}, 8, 1, id="cpus_per_worker-0.5"),
+        pytest.param({"cpus_per_worker": 16.0}, 8, 8, id="cpus_per_worker-16.0"),
+        pytest.param(
+            {"cpus_per_worker": 3.0, "threads_per_worker": 5}, 8, 5, id="cpus_per_worker-3.0-8"
+        ),
+    ],
+)
+def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
+    assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -221,45 +221,75 @@ def stored(config: TrainConfig) -> dict[str, Any]:
     return yaml.safe_load(config.to_yaml())
 
 
-def test_compare_settings_classifies_changes() -> None:
-    for changes, expected in (
-        ({}, []),
-        ({"name": "b", "storage_path": "s3://b/runs", "cluster": {"address": "a:1"}}, []),
-        ({"seed": 7}, ["seed: 0 -> 7"]),
-        ({"precision": "bf16"}, ["precision: fp32 -> bf16"]),
-        ({"train_data": {"shuffle": "none"}}, ["train_data.shuffle: window -> none"]),
-        ({"train_data": {"block_bytes": 1 << 20}}, ["train_data.block_bytes: 33554432 -> 1048576"]),
-        ({"train_data": {"files": ("a", "b")}}, ['train_data.files: [] -> ["a", "b"]']),
-        (
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, [], id="case-0"),
+        pytest.param(
+            {"name": "b", "storage_path": "s3://b/runs", "cluster": {"address": "a:1"}},
+            [],
+            id="name-b-storage_path-s3-b-runs",
+        ),
+        pytest.param({"seed": 7}, ["seed: 0 -> 7"], id="seed-7"),
+        pytest.param({"precision": "bf16"}, ["precision: fp32 -> bf16"], id="precision-bf16"),
+        pytest.param(
+            {"train_data": {"shuffle": "none"}},
+            ["train_data.shuffle: window -> none"],
+            id="train_data-shuffle-none",
+        ),
+        pytest.param(
+            {"train_data": {"block_bytes": 1 << 20}},
+            ["train_data.block_bytes: 33554432 -> 1048576"],
+            id="train_data-block_bytes-1-20",
+        ),
+        pytest.param(
+            {"train_data": {"files": ("a", "b")}},
+            ['train_data.files: [] -> ["a", "b"]'],
+            id="train_data-files-a-b",
+        ),
+        pytest.param(
             {"train_data": {"path": "moved", "prefetch_blocks": 9}},
             ["train_data.path", "train_data.prefetch_blocks"],
+            id="train_data-path-moved",
         ),
-        (
+        pytest.param(
             {"workload": {"dense_optimizer": {"kind": "adagrad", "learning_rate": 0.5}}},
             [
                 "workload.dense_optimizer.kind: adam -> adagrad",
                 "workload.dense_optimizer.learning_rate: 0.001 -> 0.5",
             ],
+            id="workload-dense_optimizer-kind",
         ),
-        (
+        pytest.param(
             {"workload": {"sparse_optimizer": {"eps": 1e-5}}},
             ["workload.sparse_optimizer.eps: 0.005 -> 1e-05"],
+            id="workload-sparse_optimizer-eps",
         ),
-        ({"workload": {"preset": {"min_count": 9}}}, ["workload.preset.min_count: 2 -> 9"]),
-        ({"workload": {"preprocessor": "other"}}, ["workload.preprocessor: null -> other"]),
-        (
+        pytest.param(
+            {"workload": {"preset": {"min_count": 9}}},
+            ["workload.preset.min_count: 2 -> 9"],
+            id="workload-preset-min_count-9",
+        ),
+        pytest.param(
+            {"workload": {"preprocessor": "other"}},
+            ["workload.preprocessor: null -> other"],
+            id="workload-preprocessor-other",
+        ),
+        pytest.param(
             {"workload": {"sharding": {"min_column_width": 8}}},
             ["workload.sharding.min_column_width"],
+            id="workload-sharding",
         ),
-        (
+        pytest.param(
             {
                 "workload": {"sharding": {"exchange_precision": "fp16"}},
                 "scaling": {"network_interface": "eth0"},
             },
             ["workload.sharding.exchange_precision: fp32 -> fp16", "scaling.network_interface"],
+            id="workload-sharding-workload.sharding.exchange_pre",
         ),
-        ({"tf32": True}, ["tf32: false -> true"]),
-        (
+        pytest.param({"tf32": True}, ["tf32: false -> true"], id="tf32-True"),
+        pytest.param(
             {
                 "checkpoint": {"every": 5},
                 "log_every": 1,
@@ -267,32 +297,53 @@ def test_compare_settings_classifies_changes() -> None:
                 "failure": {"grace_s": 9.0},
             },
             ["log_every", "checkpoint.every", "failure.grace_s", "trackers.tensorboard"],
+            id="checkpoint-every-5-log_every-1",
         ),
-        ({"steps": 51, "epochs": 3}, ["steps", "epochs"]),
-        ({"steps": None}, ["steps"]),
-        ({"steps": 49}, ["steps: 50 -> 49"]),
-        (
+        pytest.param({"steps": 51, "epochs": 3}, ["steps", "epochs"], id="steps-51-epochs-3"),
+        pytest.param({"steps": None}, ["steps"], id="steps-None"),
+        pytest.param({"steps": 49}, ["steps: 50 -> 49"], id="steps-49"),
+        pytest.param(
             {"scaling": {"num_workers": 2, "threads_per_worker": 1}},
             ["scaling.num_workers", "scaling.threads_per_worker"],
+            id="scaling-num_workers-2",
         ),
-        ({"scaling": {"num_workers": 2}, "batch_size": 200}, ["batch_size", "scaling.num_workers"]),
-        ({"scaling": {"num_workers": 2}, "batch_size": 100}, ["scaling.num_workers"]),
-        ({"batch_size": 200}, ["batch_size: 100 -> 200"]),
-        ({"global_batch_size": 400}, ["batch_size", "global_batch_size"]),
-        ({"global_batch_size": 200}, ["batch_size: 100 -> null", "global_batch_size: null -> 200"]),
-        (
+        pytest.param(
+            {"scaling": {"num_workers": 2}, "batch_size": 200},
+            ["batch_size", "scaling.num_workers"],
+            id="scaling-num_workers-2-batch_size-scaling.num_wor",
+        ),
+        pytest.param(
+            {"scaling": {"num_workers": 2}, "batch_size": 100},
+            ["scaling.num_workers"],
+            id="scaling-num_workers-2-scaling.num_workers",
+        ),
+        pytest.param({"batch_size": 200}, ["batch_size: 100 -> 200"], id="batch_size-200"),
+        pytest.param(
+            {"global_batch_size": 400},
+            ["batch_size", "global_batch_size"],
+            id="global_batch_size-400",
+        ),
+        pytest.param(
+            {"global_batch_size": 200},
+            ["batch_size: 100 -> null", "global_batch_size: null -> 200"],
+            id="global_batch_size-200",
+        ),
+        pytest.param(
             {"scaling": {"batch_policy": "per_worker", "learning_rate_policy": "sqrt"}},
             [
                 "scaling.batch_policy: global -> per_worker",
                 "scaling.learning_rate_policy: constant -> sqrt",
             ],
+            id="scaling-batch_policy-per_worker",
         ),
-    ):
-        first = config()
-        then = config(**changes)
-        found = compare_settings(stored(first), then)
-        assert [*map(str, found.rejected), *(change.field for change in found.accepted)] == expected
-        assert not compare_settings(stored(first), with_old(then, found.accepted)).accepted
+    ],
+)
+def test_compare_settings_classifies_changes(changes: dict[str, Any], expected: list[Any]) -> None:
+    first = config()
+    then = config(**changes)
+    found = compare_settings(stored(first), then)
+    assert [*map(str, found.rejected), *(change.field for change in found.accepted)] == expected
+    assert not compare_settings(stored(first), with_old(then, found.accepted)).accepted
 
 
 def test_compare_settings_handles_versions_members_and_class() -> None:

@@ -28,34 +28,41 @@ def test_decisions_import_neither_torch_nor_ray() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
-def test_next_segment_end() -> None:
-    for step, evaluate_every, save_every, expected in (
-        (0, 8, None, SegmentEnd(8, True, True)),
-        (8, 8, None, SegmentEnd(16, True, True)),
-        (16, 8, None, SegmentEnd(20, True, True)),
-        (5, 8, None, SegmentEnd(8, True, True)),
-        (0, 8, 3, SegmentEnd(3, False, True)),
-        (6, 8, 3, SegmentEnd(8, True, False)),
-        (8, 8, 3, SegmentEnd(9, False, True)),
-        (18, 100, 100, SegmentEnd(20, True, True)),
-    ):
-        assert (
-            next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every)
-            == expected
-        )
+@pytest.mark.parametrize(
+    ("step", "evaluate_every", "save_every", "expected"),
+    [
+        pytest.param(0, 8, None, SegmentEnd(8, True, True), id="0"),
+        pytest.param(8, 8, None, SegmentEnd(16, True, True), id="8"),
+        pytest.param(16, 8, None, SegmentEnd(20, True, True), id="16"),
+        pytest.param(5, 8, None, SegmentEnd(8, True, True), id="5"),
+        pytest.param(0, 8, 3, SegmentEnd(3, False, True), id="0-8"),
+        pytest.param(6, 8, 3, SegmentEnd(8, True, False), id="6"),
+        pytest.param(8, 8, 3, SegmentEnd(9, False, True), id="8-8"),
+        pytest.param(18, 100, 100, SegmentEnd(20, True, True), id="18"),
+    ],
+)
+def test_next_segment_end(
+    step: int, evaluate_every: int, save_every: int | None, expected: Any
+) -> None:
+    assert (
+        next_segment_end(step, 20, evaluate_every=evaluate_every, save_every=save_every) == expected
+    )
 
 
-def test_last_step_of_fraction() -> None:
-    for fraction, step in [
-        (None, 54),
-        (1.0, 54),
-        (1 / 27, 2),
-        ((1 / 3) ** 3, 2),
-        (1 / 9, 6),
-        (0.1, 6),
-        (1e-9, 1),
-    ]:
-        assert last_step(54, fraction) == step
+@pytest.mark.parametrize(
+    ("fraction", "step"),
+    [
+        pytest.param(None, 54, id="None"),
+        pytest.param(1.0, 54, id="1.0"),
+        pytest.param(1 / 27, 2, id="1-27"),
+        pytest.param((1 / 3) ** 3, 2, id="1-3-3"),
+        pytest.param(1 / 9, 6, id="1-9"),
+        pytest.param(0.1, 6, id="0.1"),
+        pytest.param(1e-9, 1, id="1e-09"),
+    ],
+)
+def test_last_step_of_fraction(fraction: Any, step: int) -> None:
+    assert last_step(54, fraction) == step
 
 
 def test_patience_counts_from_last_sufficient_improvement() -> None:

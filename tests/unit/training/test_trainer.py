@@ -93,24 +93,42 @@ def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, 
     return result, notes
 
 
-def test_only_more_steps_or_epochs_extend_run() -> None:
-    for ended, asked, longer in (
-        ({"steps": 12}, {"steps": 13}, True),
-        ({"steps": 12}, {"steps": 11}, False),
-        ({"steps": 12}, {"steps": None}, False),
-        ({"steps": 12}, {"steps": 13, "seed": 1}, False),
-        ({"steps": 12}, {"steps": 13, "epochs": 5}, False),
-        ({"steps": None, "epochs": 2}, {"epochs": 3}, True),
-        ({"steps": None, "epochs": 2}, {"epochs": 1}, False),
-        ({"steps": None, "epochs": 2}, {"steps": 13}, True),
-        ({"steps": None, "epochs": 2}, {"steps": 12}, False),
-        ({"steps": None, "epochs": 2}, {"epochs": 3, "batch_size": 7}, False),
-    ):
-        config = data_parallel.config(1).replace(name="run", **ended)
-        summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
-        assert is_longer(config.replace(**asked), summary) is longer
-        # Where training stopped early there is nothing to go on with.
-        assert not is_longer(config.replace(**asked), {**summary, "steps": 9, "epochs": 1.3})
+@pytest.mark.parametrize(
+    ("ended", "asked", "longer"),
+    [
+        pytest.param({"steps": 12}, {"steps": 13}, True, id="steps-12"),
+        pytest.param({"steps": 12}, {"steps": 11}, False, id="steps-12-steps-11"),
+        pytest.param({"steps": 12}, {"steps": None}, False, id="steps-12-steps-None"),
+        pytest.param({"steps": 12}, {"steps": 13, "seed": 1}, False, id="steps-12-steps-13-seed-1"),
+        pytest.param(
+            {"steps": 12}, {"steps": 13, "epochs": 5}, False, id="steps-12-steps-13-epochs-5"
+        ),
+        pytest.param({"steps": None, "epochs": 2}, {"epochs": 3}, True, id="steps-None-epochs-2"),
+        pytest.param(
+            {"steps": None, "epochs": 2}, {"epochs": 1}, False, id="steps-None-epochs-2-epochs-1"
+        ),
+        pytest.param(
+            {"steps": None, "epochs": 2}, {"steps": 13}, True, id="steps-None-epochs-2-steps-13"
+        ),
+        pytest.param(
+            {"steps": None, "epochs": 2}, {"steps": 12}, False, id="steps-None-epochs-2-steps-12"
+        ),
+        pytest.param(
+            {"steps": None, "epochs": 2},
+            {"epochs": 3, "batch_size": 7},
+            False,
+            id="steps-None-epochs-2-epochs-3-batch_size-7",
+        ),
+    ],
+)
+def test_only_more_steps_or_epochs_extend_run(
+    ended: dict[str, Any], asked: dict[str, Any], longer: bool
+) -> None:
+    config = data_parallel.config(1).replace(name="run", **ended)
+    summary = {"config_hash": run_hash(config), "steps": 12, "epochs": ended.get("epochs", 0.4)}
+    assert is_longer(config.replace(**asked), summary) is longer
+    # Where training stopped early there is nothing to go on with.
+    assert not is_longer(config.replace(**asked), {**summary, "steps": 9, "epochs": 1.3})
 
 
 @dataclass(frozen=True, kw_only=True)

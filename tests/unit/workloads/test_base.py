@@ -108,14 +108,21 @@ def test_learning_rate_factor_follows_policy(policy: Any, expected: float) -> No
     assert learning_rate_factor(scaling, world_size=4) == 1.0
 
 
-def test_scaling_config_rejects_invalid_values() -> None:
-    for changes, message in (
-        ({"num_workers": 0}, "must be at least 1"),
-        ({"num_workers": (3, 2)}, "min at most max"),
-        ({"num_workers": (0, 2)}, "must be at least 1"),
-        ({"learning_rate_policy": "linear"}, "must be constant with batch_policy global"),
-    ):
-        rejects(message, ScalingConfig, **changes)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"num_workers": 0}, "must be at least 1", id="num_workers-0"),
+        pytest.param({"num_workers": (3, 2)}, "min at most max", id="num_workers-3-2"),
+        pytest.param({"num_workers": (0, 2)}, "must be at least 1", id="num_workers-0-2"),
+        pytest.param(
+            {"learning_rate_policy": "linear"},
+            "must be constant with batch_policy global",
+            id="learning_rate_policy-linear",
+        ),
+    ],
+)
+def test_scaling_config_rejects_invalid_values(changes: dict[str, Any], message: str) -> None:
+    rejects(message, ScalingConfig, **changes)
 
 
 @pytest.mark.parametrize("recipe", ["criteo_demo", "mnist_resnet18"])

@@ -156,16 +156,26 @@ def test_joint_clipping_covers_all_gradients(
     )
 
 
-def test_joint_clipping_rejects_unsupported_settings() -> None:
-    for settings, message in (
-        ({"max_gradient_norm": 1.0}, "sgd updates tables during the backward pass"),
-        (
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(
+            {"max_gradient_norm": 1.0},
+            "sgd updates tables during the backward pass",
+            id="max_gradient_norm-1.0",
+        ),
+        pytest.param(
             {"max_gradient_norm": 1.0, "sparse_optimizer": ADAM, "dense_optimizer": CLIPPED},
             "Set one.",
+            id="max_gradient_norm-1.0-Set-one",
         ),
-    ):
-        config = click.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
-        rejects(message, config.workload.check, config)
+    ],
+)
+def test_joint_clipping_rejects_unsupported_settings(
+    settings: dict[str, Any], message: str
+) -> None:
+    config = click.config(TABLES, 1, **settings).replace(train_data={"path": "log"})
+    rejects(message, config.workload.check, config)
 
 
 def test_sparse_adam_skips_other_rows_and_zero_norm_is_rejected(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ TorchRec's own code.
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -310,15 +311,26 @@ def test_ids_are_independent_of_tasks(click_log: Path, tmp_path: Path, preset: P
     assert len({learn(index, CRITEO, preset).hash() for index in indices}) == 1
 
 
-def test_preset_rejects_invalid_values() -> None:
-    for make, why in (
-        (lambda: presets.by_name("torchrec-2025"), "did you mean 'torchrec-2024'"),
-        (lambda: RAYREC.replace(min_count=0), "min_count"),
-        (lambda: Preset(ids="murmur3"), "num_embeddings"),
-        (lambda: RAYREC.replace(first_id=1), "first_id"),
-    ):
-        assert presets.by_name("torchrec") is TORCHREC
-        rejects(why, make)
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        pytest.param(
+            lambda: presets.by_name("torchrec-2025"),
+            "did you mean 'torchrec-2024'",
+            id="presets.by_name-torchrec",
+        ),
+        pytest.param(
+            lambda: RAYREC.replace(min_count=0), "min_count", id="RAYREC.replace-min_count"
+        ),
+        pytest.param(lambda: Preset(ids="murmur3"), "num_embeddings", id="Preset-ids-murmur3"),
+        pytest.param(
+            lambda: RAYREC.replace(first_id=1), "first_id", id="RAYREC.replace-first_id-1"
+        ),
+    ],
+)
+def test_preset_rejects_invalid_values(make: Callable[..., Any], why: str) -> None:
+    assert presets.by_name("torchrec") is TORCHREC
+    rejects(why, make)
 
 
 # -- TorchRec's own code
@@ -632,13 +644,25 @@ def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> Non
     assert json.loads((tmp_path / "new" / "preprocessor.json").read_text())["hash"] == made["hash"]
 
 
-def test_extension_rejects_other_rules(tmp_path: Path, second: str) -> None:
-    for old, changes, message in (
-        ("old", {"schema": ANY.replace(dense=())}, "columns must match"),
-        ("old", {"preset": "ray-template"}, "--preset: must be rayrec, .* got ray-template"),
-        ("old", {"min_count": 3}, "--min-count: must be 2, .* got 3"),
-        ("", {}, "has no Preprocessor"),
-    ):
-        options = {"extend": str(tmp_path / old), "config": CONFIG.replace(**changes)}
-        rejects(message, make_vocabulary, second, out=str(tmp_path / "new"), **options)
-        assert not (tmp_path / "new").exists()
+@pytest.mark.parametrize(
+    ("old", "changes", "message"),
+    [
+        pytest.param("old", {"schema": ANY.replace(dense=())}, "columns must match", id="old"),
+        pytest.param(
+            "old",
+            {"preset": "ray-template"},
+            "--preset: must be rayrec, .* got ray-template",
+            id="old-preset-ray-template",
+        ),
+        pytest.param(
+            "old", {"min_count": 3}, "--min-count: must be 2, .* got 3", id="old-min_count-3"
+        ),
+        pytest.param("", {}, "has no Preprocessor", id="has-no-Preprocessor"),
+    ],
+)
+def test_extension_rejects_other_rules(
+    old: str, changes: dict[str, Any], message: str, tmp_path: Path, second: str
+) -> None:
+    options = {"extend": str(tmp_path / old), "config": CONFIG.replace(**changes)}
+    rejects(message, make_vocabulary, second, out=str(tmp_path / "new"), **options)
+    assert not (tmp_path / "new").exists()

@@ -239,20 +239,23 @@ def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> No
     np.testing.assert_allclose(preprocessor.encode(raw).dense[:, 0], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_check_rejects_rules_beyond_kernels() -> None:
-    for change in [
-        {"mixed": 1},
-        {"murmur3": "yes"},
-        {"unknown_id": 2**31},
-        {"first_id": 2**31 - 3},
-        {"token_modulo": 0},
-    ]:
-        column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
-        schema = Schema(tokens="hexadecimal", sparse=("s",))
-        rejects(
-            "^preprocessor: .*column s ",
-            Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check,
-        )
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"mixed": 1}, id="mixed-1"),
+        pytest.param({"murmur3": "yes"}, id="murmur3-yes"),
+        pytest.param({"unknown_id": 2**31}, id="unknown_id-2-31"),
+        pytest.param({"first_id": 2**31 - 3}, id="first_id-2-31-3"),
+        pytest.param({"token_modulo": 0}, id="token_modulo-0"),
+    ],
+)
+def test_check_rejects_rules_beyond_kernels(change: dict[str, Any]) -> None:
+    column = SparseColumn(**{**vars(SparseColumn(2**33, 5)), **change})
+    schema = Schema(tokens="hexadecimal", sparse=("s",))
+    rejects(
+        "^preprocessor: .*column s ",
+        Preprocessor("test", schema, (), (column,), np.arange(5, dtype=np.uint32)).check,
+    )
 
 
 def test_murmur3_rejects_wide_categories() -> None:
@@ -654,23 +657,54 @@ def test_load_rejects_damaged_tokens(tmp_path: Path) -> None:
         rejects(str(tmp_path), Preprocessor.load, str(tmp_path))
 
 
-def test_load_rejects_damaged_description(tmp_path: Path) -> None:
-    for change, why in (
-        (lambda stored: {**stored, "profile": "x"}, ""),
-        (lambda stored: {**stored, "dense": stored["dense"][:1]}, ""),
-        (lambda stored: {**stored, "sparse": stored["sparse"][:2]}, ""),
-        (lambda stored: {**stored, "sparse": [{"num_embeddings": 3}] * 3}, ""),
-        (lambda stored: {**stored, "schema": {"label": "y"}}, ""),
-        (lambda stored: {key: value for key, value in stored.items() if key != "constants"}, ""),
-        (lambda stored: {key: value for key, value in stored.items() if key != "hash"}, ""),
-        (lambda stored: {**stored, "version": 99}, "version 99, this rayrec reads version 2"),
-        (lambda stored: None, r"preprocessor\.json: damaged"),
-    ):
-        make().save(str(tmp_path))
-        path = tmp_path / "preprocessor.json"
-        changed = change(json.loads(path.read_text()))
-        path.write_text(json.dumps(changed) if changed else "{")
-        rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        pytest.param(lambda stored: {**stored, "profile": "x"}, "", id="stored-stored-profile-x"),
+        pytest.param(
+            lambda stored: {**stored, "dense": stored["dense"][:1]},
+            "",
+            id="stored-stored-dense",
+        ),
+        pytest.param(
+            lambda stored: {**stored, "sparse": stored["sparse"][:2]},
+            "",
+            id="stored-stored-sparse",
+        ),
+        pytest.param(
+            lambda stored: {**stored, "sparse": [{"num_embeddings": 3}] * 3}, "", id="case-3"
+        ),
+        pytest.param(
+            lambda stored: {**stored, "schema": {"label": "y"}},
+            "",
+            id="stored-stored-schema",
+        ),
+        pytest.param(
+            lambda stored: {key: value for key, value in stored.items() if key != "constants"},
+            "",
+            id="stored-key-value-for-key",
+        ),
+        pytest.param(
+            lambda stored: {key: value for key, value in stored.items() if key != "hash"},
+            "",
+            id="case-6",
+        ),
+        pytest.param(
+            lambda stored: {**stored, "version": 99},
+            "version 99, this rayrec reads version 2",
+            id="stored-stored-version-99",
+        ),
+        pytest.param(lambda stored: None, r"preprocessor\.json: damaged", id="stored-None"),
+    ],
+)
+def test_load_rejects_damaged_description(
+    change: Callable[..., Any], why: str, tmp_path: Path
+) -> None:
+    make().save(str(tmp_path))
+    path = tmp_path / "preprocessor.json"
+    changed = change(json.loads(path.read_text()))
+    path.write_text(json.dumps(changed) if changed else "{")
+    rejects(f"{tmp_path}.*{why}", Preprocessor.load, str(tmp_path))
 
 
 def save_forged(folder: Path, *, tokens: np.ndarray | None = None, **changes: Any) -> None:

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,15 +62,18 @@ def test_known_logs_are_split_by_sevenths_files_and_fractions() -> None:
     }
 
 
-def test_split_rejects_empty_part() -> None:
-    for kind, rows in [
-        ("sevenths", (6,)),
-        ("sevenths", (13,)),
-        ("last_file", (5,)),
-        ("last_file", (5, 5, 1)),
-    ]:
-        split = Split(kind=kind)  # type: ignore[arg-type]
-        rejects(r"leave no rows for .*--eval-data\.path", split.rows, index_of(*rows))
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        pytest.param("sevenths", (6,), id="sevenths"),
+        pytest.param("sevenths", (13,), id="sevenths-13"),
+        pytest.param("last_file", (5,), id="last_file"),
+        pytest.param("last_file", (5, 5, 1), id="last_file-5-5-1"),
+    ],
+)
+def test_split_rejects_empty_part(kind: str, rows: tuple[Any, ...]) -> None:
+    split = Split(kind=kind)  # type: ignore[arg-type]
+    rejects(r"leave no rows for .*--eval-data\.path", split.rows, index_of(*rows))
 
 
 @given(st.integers(20, 10_000_000), st.floats(0.1, 0.4), st.floats(0.1, 0.4), st.booleans())
@@ -109,18 +113,34 @@ def days_of(
     )
 
 
-def test_days_are_counted() -> None:
-    for options, expected in (
-        ({}, {"train": (0, 10), "validation": (10, 14), "test": (14, 19)}),
-        ({"test_first": True}, {"train": (0, 10), "validation": (14, 19), "test": (10, 14)}),
-        (
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(
+            {},
+            {"train": (0, 10), "validation": (10, 14), "test": (14, 19)},
+            id="train-0-10-validation-10-14",
+        ),
+        pytest.param(
+            {"test_first": True},
+            {"train": (0, 10), "validation": (14, 19), "test": (10, 14)},
+            id="test_first-True",
+        ),
+        pytest.param(
             {"train_days": 1, "test_days": 2},
             {"train": (0, 2), "validation": (5, 10), "test": (10, 19)},
+            id="train_days-1-test_days-2",
         ),
-        ({"validation_days": 2, "test_days": 0}, {"train": (0, 10), "validation": (10, 19)}),
-    ):
-        split = Split(kind="days", **options)  # type: ignore[arg-type]
-        assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
+        pytest.param(
+            {"validation_days": 2, "test_days": 0},
+            {"train": (0, 10), "validation": (10, 19)},
+            id="validation_days-2-test_days-0",
+        ),
+    ],
+)
+def test_days_are_counted(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    split = Split(kind="days", **options)  # type: ignore[arg-type]
+    assert split.rows(days_of(2, 3, 5, 4, 5)) == expected
 
 
 def test_days_are_named() -> None:
@@ -176,39 +196,75 @@ def test_days_are_folders_or_files() -> None:
     assert Split(kind="named_days", validation_names=("tue",)).rows(files)["validation"] == (2, 5)
 
 
-def test_split_rejects_invalid_parts() -> None:
-    for options, message in (
-        ({"kind": "fraction", "validation": 0.0}, "validation must be above 0, .* got 0.0 and 0.1"),
-        ({"kind": "fraction", "validation": 0.6, "test": 0.5}, "their sum below 1"),
-        ({"kind": "days", "validation_days": 0}, "must be at least 1"),
-        ({"kind": "sevenths", "test": 0.2}, "split sevenths: test applies to kind fraction only"),
-        (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            {"kind": "fraction", "validation": 0.0},
+            "validation must be above 0, .* got 0.0 and 0.1",
+            id="kind-fraction-validation-0.0",
+        ),
+        pytest.param(
+            {"kind": "fraction", "validation": 0.6, "test": 0.5},
+            "their sum below 1",
+            id="kind-fraction-validation-0.6",
+        ),
+        pytest.param(
+            {"kind": "days", "validation_days": 0},
+            "must be at least 1",
+            id="kind-days-validation_days-0",
+        ),
+        pytest.param(
+            {"kind": "sevenths", "test": 0.2},
+            "split sevenths: test applies to kind fraction only",
+            id="kind-sevenths-test-0.2",
+        ),
+        pytest.param(
             {"kind": "fraction", "test_days": 2},
             "split fraction: test_days applies to kind days only",
+            id="kind-fraction-test_days-2",
         ),
-        ({"kind": "named_days"}, "validation_names is empty"),
-        ({"kind": "days", "test_days": 4}, "the log has 5 days, and 5 held-out ones leave none"),
-        (
+        pytest.param({"kind": "named_days"}, "validation_names is empty", id="kind-named_days"),
+        pytest.param(
+            {"kind": "days", "test_days": 4},
+            "the log has 5 days, and 5 held-out ones leave none",
+            id="kind-days-test_days-4",
+        ),
+        pytest.param(
             {"kind": "days", "train_days": 4},
             "train_days 4 and held-out days overlap; 3 days are left",
+            id="kind-days-train_days-4",
         ),
-        ({"kind": "days", "validation_days": 1, "test_days": 2}, "leave no rows for test"),
-        ({"kind": "fraction", "validation": 0.1, "test": 0.01}, "leave no rows for test"),
-        (
+        pytest.param(
+            {"kind": "days", "validation_days": 1, "test_days": 2},
+            "leave no rows for test",
+            id="kind-days-validation_days-1",
+        ),
+        pytest.param(
+            {"kind": "fraction", "validation": 0.1, "test": 0.01},
+            "leave no rows for test",
+            id="kind-fraction-validation-0.1",
+        ),
+        pytest.param(
             {"kind": "named_days", "validation_names": ("day_1*",), "test_names": ("day_10",)},
             "day_10 is named for validation and test",
+            id="kind-named_days-day_10-is-named-for-validation",
         ),
-        (
+        pytest.param(
             {"kind": "named_days", "validation_names": ("day_9",), "train_names": ("x",)},
             "no day is named x; the log has day_0",
+            id="kind-named_days-no-day-is-named-x-the-log-has",
         ),
-        (
+        pytest.param(
             {"kind": "named_days", "validation_names": ("day_9",), "train_names": ("day_1",)},
             "no rows for validation",
+            id="kind-named_days-no-rows-for-validation",
         ),
-    ):
-        rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
-        rejects(message, lambda options=options, rows=rows: Split(**options).rows(days_of(*rows)))
+    ],
+)
+def test_split_rejects_invalid_parts(options: dict[str, Any], message: str) -> None:
+    rows = (2, 3, 5, 1, 5) if "overlap" in message else (2, 3, 5, 0, 0)
+    rejects(message, lambda: Split(**options).rows(days_of(*rows)))
 
 
 # -- Line numbers of valid rows, and the values of a column
@@ -309,25 +365,36 @@ def test_csv(tmp_path: Path, faulty: bool) -> None:
     assert _values(tmp_path / "log.csv", ANY, "user", start=2, stop=4) == [["x,y", None]]
 
 
-def test_parquet(tmp_path: Path) -> None:
-    for users, expected in (
-        (pa.array([5, None, 2**62]), ["5", None, str(2**62)]),
-        (pa.array(["a", "", None]), ["a", None, None]),
-        (pa.array(["b", None, "b"]).dictionary_encode(), ["b", None, "b"]),
-        (pa.array([True, False, None]), ["1", "0", None]),
-        (pa.array([b"a", b"", None]), ["a", None, None]),
-        (pa.array([None, None, None]), [None, None, None]),
-    ):
-        table = pa.table(
-            {
-                "click": [1, 0, 1],
-                "age": [1, 2, 3],
-                "user": users,
-                "tags": [["a"], [], None],
-            }
-        )
-        pq.write_table(table, tmp_path / "log.parquet")
-        assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        pytest.param(
+            pa.array([5, None, 2**62]), ["5", None, str(2**62)], id="pa.array-5-None-2-62"
+        ),
+        pytest.param(pa.array(["a", "", None]), ["a", None, None], id="pa.array-a-None"),
+        pytest.param(
+            pa.array(["b", None, "b"]).dictionary_encode(), ["b", None, "b"], id="pa.array-b-None-b"
+        ),
+        pytest.param(
+            pa.array([True, False, None]), ["1", "0", None], id="pa.array-True-False-None"
+        ),
+        pytest.param(pa.array([b"a", b"", None]), ["a", None, None], id="pa.array-b-a-b-None"),
+        pytest.param(
+            pa.array([None, None, None]), [None, None, None], id="pa.array-None-None-None"
+        ),
+    ],
+)
+def test_parquet(users: Any, expected: list[Any], tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "click": [1, 0, 1],
+            "age": [1, 2, 3],
+            "user": users,
+            "tags": [["a"], [], None],
+        }
+    )
+    pq.write_table(table, tmp_path / "log.parquet")
+    assert _values(tmp_path / "log.parquet", ANY, "user") == [expected]
 
 
 def test_slice_of_names_rows(tmp_path: Path) -> None:

@@ -96,26 +96,37 @@ def test_config_accepts_server_folder_and_database(
     TrackersConfig(mlflow=True).check({"MLFLOW_TRACKING_URI": uri})
 
 
-def test_config_rejects_unwritable_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for uri, line in (
-        (
+@pytest.mark.parametrize(
+    ("uri", "line"),
+    [
+        pytest.param(
             "sqlite:///mlflow.db",
             "sqlite:///mlflow.db: databases require the full package, .* `pip install mlflow`",
+            id="sqlite-mlflow.db",
         ),
-        (
+        pytest.param(
             "postgresql+psycopg2://me:hush@host/db",
             r"postgresql\+psycopg2://\*\*\*@host/db: databases require",
+            id="postgresql-psycopg2-me-hush",
         ),
-        ("s3://bucket/mlruns", "s3://bucket/mlruns: MLflow does not support s3:. Use a server"),
-    ):
-        monkeypatch.setattr(
-            "importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True
-        )
-        rejects(
-            f"trackers.mlflow_uri: {line}",
-            TrackersConfig(mlflow=True).check,
-            {"MLFLOW_TRACKING_URI": uri},
-        )
+        pytest.param(
+            "s3://bucket/mlruns",
+            "s3://bucket/mlruns: MLflow does not support s3:. Use a server",
+            id="s3-bucket-mlruns",
+        ),
+    ],
+)
+def test_config_rejects_unwritable_address(
+    uri: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "sqlalchemy" else True
+    )
+    rejects(
+        f"trackers.mlflow_uri: {line}",
+        TrackersConfig(mlflow=True).check,
+        {"MLFLOW_TRACKING_URI": uri},
+    )
 
 
 def test_unreachable_server_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

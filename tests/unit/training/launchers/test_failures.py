@@ -50,24 +50,54 @@ NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
 NOT_STARTED = ControllerError(WorkerGroupStartupFailedError("a worker's node died"))
 
 
-def test_cause_of_describes_attempt_failure() -> None:
-    for error, preemption, without_room, cause in (
-        (DIED, False, False, "worker 1 died"),
-        (GONE_WITH_ITS_NODE, True, False, "a node was preempted, as announced"),
-        (ANNOUNCED, True, False, "a node was preempted, as announced"),
-        (
+@pytest.mark.parametrize(
+    ("error", "preemption", "without_room", "cause"),
+    [
+        pytest.param(DIED, False, False, "worker 1 died", id="DIED"),
+        pytest.param(
+            GONE_WITH_ITS_NODE,
+            True,
+            False,
+            "a node was preempted, as announced",
+            id="GONE_WITH_ITS_NODE",
+        ),
+        pytest.param(ANNOUNCED, True, False, "a node was preempted, as announced", id="ANNOUNCED"),
+        pytest.param(
             NO_ROOM,
             False,
             True,
             "WorkerGroupStartupTimeoutError: The worker group startup timed out",
+            id="NO_ROOM",
         ),
-        (NOT_STARTED, False, False, "WorkerGroupStartupFailedError: a worker's node died"),
-        (WorkerGroupError("x", {1: ValueError("a\nb\n")}), False, False, "worker 1: ValueError: b"),
-        (ray.exceptions.RayActorError(), False, False, "the controller of Ray Train died"),
-    ):
-        assert (is_preemption(error), lacks_resources(error)) == (preemption, without_room)
-        assert cause_of(error).startswith(cause)
-        assert "\n" not in cause_of(error)
+        pytest.param(
+            NOT_STARTED,
+            False,
+            False,
+            "WorkerGroupStartupFailedError: a worker's node died",
+            id="NOT_STARTED",
+        ),
+        pytest.param(
+            WorkerGroupError("x", {1: ValueError("a\nb\n")}),
+            False,
+            False,
+            "worker 1: ValueError: b",
+            id="WorkerGroupError-x-1-ValueError",
+        ),
+        pytest.param(
+            ray.exceptions.RayActorError(),
+            False,
+            False,
+            "the controller of Ray Train died",
+            id="ray.exceptions.RayActorError",
+        ),
+    ],
+)
+def test_cause_of_describes_attempt_failure(
+    error: Any, preemption: bool, without_room: bool, cause: str
+) -> None:
+    assert (is_preemption(error), lacks_resources(error)) == (preemption, without_room)
+    assert cause_of(error).startswith(cause)
+    assert "\n" not in cause_of(error)
 
 
 CONNECTION = RuntimeError("connection closed by peer")

@@ -132,26 +132,34 @@ def test_failures_with_progress_do_not_accumulate(
     assert [kind for kind, _ in run.written] == ["attempt", "failure", "attempt"]
 
 
-def test_signal_without_last_save_ends_run(
-    nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for outcome, told in (
-        (raising(DIED), "worker 0: ValueError: no, before a last checkpoint was made"),
-        (
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        pytest.param(
+            raising(DIED),
+            "worker 0: ValueError: no, before a last checkpoint was made",
+            id="raising-DIED",
+        ),
+        pytest.param(
             lambda: None,
             "SIGTERM, and the last checkpoint made no progress for failure.grace_s (60 s) or took "
             "longer than failure.max_grace_s (600 s)",
+            id="None",
         ),
-    ):
-        run = Attempts(
-            monkeypatch,
-            [outcome],  # type: ignore[list-item]
-            config(grace_s=60.0),
-            tmp_path,
-        )
-        run.signals.cause = "SIGTERM"
-        assert run.run() is None
-        assert run.written[1:] == [("failure", {"cause": told, "last": True})]
+    ],
+)
+def test_signal_without_last_save_ends_run(
+    outcome: Any, told: str, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = Attempts(
+        monkeypatch,
+        [outcome],  # type: ignore[list-item]
+        config(grace_s=60.0),
+        tmp_path,
+    )
+    run.signals.cause = "SIGTERM"
+    assert run.run() is None
+    assert run.written[1:] == [("failure", {"cause": told, "last": True})]
 
 
 def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[str]:
