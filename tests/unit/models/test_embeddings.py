@@ -22,7 +22,6 @@ from rayrec.batch import Batch
 from rayrec.checkpoint import Checkpoint, full_tensors
 from rayrec.config import InputError
 from rayrec.metrics.means import RowMetrics
-from rayrec.metrics.ranking import rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs, TableInit, stored_model
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import NumberHead, label_heads
@@ -397,22 +396,6 @@ def test_two_towers_match_plain_pytorch(trained: Path) -> None:
     found = _weights(trained / "two_tower_2" / "end")
     for key in (*tables, *network):
         torch.testing.assert_close(found[key], weights[key].detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_rank_measures_skip_rows_and_rank_nan_last() -> None:
-    logits = torch.tensor(
-        [
-            [3.0, 2.0, 1.0],
-            [1.0, 2.0, 3.0],
-            [torch.nan, 2.0, 1.0],
-            [1.0, 1.0, 1.0],
-        ]
-    )
-    found = rank_measures(
-        logits, torch.tensor([1, 0, 0, 2]), k=2, has_target=torch.tensor([True, True, True, False])
-    )
-    np.testing.assert_allclose(found["ndcg_at_2"], [1 / np.log2(3), 0, 0, np.nan], rtol=1e-6)
-    np.testing.assert_array_equal(found["recall_at_2"], [1, 0, 0, np.nan])
 
 
 # -- Scoring tables: the kernel's sums against NumPy, packed formats, and torch operators against

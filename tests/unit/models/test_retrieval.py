@@ -20,7 +20,7 @@ from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.metrics.means import MeasureTotals, RowMetrics
-from rayrec.metrics.ranking import candidate_logits, rank_measures, ranking_metrics
+from rayrec.metrics.ranking import candidate_logits, rank_measures
 from rayrec.models.base import CandidateRows, ModelInputs
 from rayrec.models.retrieval.sasrec import SASRec, SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTower, TwoTowerConfig
@@ -158,19 +158,6 @@ def test_rank_measures_match_all_orders_of_ties() -> None:
         )
 
 
-def test_rank_measures_match_ranking_metrics_of_groups() -> None:
-    rng = np.random.default_rng(1)
-    logits = rng.integers(0, 5, (40, 12)).astype(np.float32)
-    target = rng.integers(0, 12, 40)
-    measures = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=4)
-    groups = np.repeat(np.arange(1, 41), 12)
-    expected = ranking_metrics(
-        groups, logits.reshape(-1), np.arange(12) == target[:, None], ks=(4,)
-    )
-    for name in ("ndcg_at_4", "recall_at_4"):
-        assert measures[name].mean().item() == pytest.approx(expected[name], rel=1e-6)
-
-
 def test_rank_measures_of_nan_and_of_no_candidates_are_misses() -> None:
     nan = torch.nan
     measures = rank_measures(
@@ -287,11 +274,20 @@ def randomized(network: nn.Module, seed: int = 3) -> Any:
     return network
 
 
+@pytest.fixture
+def sasrec() -> SASRec:
+    return randomized(network_of(SMALL, LISTS))
+
+
+@pytest.fixture
+def table() -> torch.Tensor:
+    return torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_sasrec_matches_attention_of_pytorch(heads: int) -> None:
+def test_sasrec_matches_attention_of_pytorch(heads: int, table: torch.Tensor) -> None:
     config = SMALL.replace(attention_heads=heads)
     network = randomized(network_of(config, LISTS))
-    table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
     lists = [[2, 5, 3, 8, 4, 4], [7], [6, 0, 1]]
     outputs = outputs_of(network, lists, table)
     for row, items in enumerate(lists):
@@ -301,25 +297,23 @@ def test_sasrec_matches_attention_of_pytorch(heads: int) -> None:
         )
 
 
-def test_sasrec_state_depends_on_order_and_earlier_items() -> None:
-    network = randomized(network_of(SMALL, LISTS))
-    table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
+def test_sasrec_state_depends_on_order_and_earlier_items(
+    sasrec: SASRec, table: torch.Tensor
+) -> None:
     items = [2, 5, 3, 8, 4, 6]
-    hidden = outputs_of(network, [items], table)["hidden"][0]
+    hidden = outputs_of(sasrec, [items], table)["hidden"][0]
     for position in range(1, LENGTH):
         changed = [*items[:position], 7, *items[position + 1 :]]
-        other = outputs_of(network, [changed], table)["hidden"][0]
+        other = outputs_of(sasrec, [changed], table)["hidden"][0]
         torch.testing.assert_close(other[:position], hidden[:position], rtol=0, atol=1e-6)
         assert (other[position:] - hidden[position:]).abs().amax(dim=1).min() > 1e-3
-    repeated = outputs_of(network, [[2, 2, 2]], table)["hidden"][0, :3]
+    repeated = outputs_of(sasrec, [[2, 2, 2]], table)["hidden"][0, :3]
     assert (repeated[1:] - repeated[:-1]).abs().amax(dim=1).min() > 1e-3  # By the positions alone
 
 
-def test_sasrec_logits_of_seeded_model_are_unchanged() -> None:
+def test_sasrec_logits_of_seeded_model_are_unchanged(sasrec: SASRec, table: torch.Tensor) -> None:
     """Golden, because weights of earlier versions must give the same scores."""
-    network = randomized(network_of(SMALL, LISTS))
-    table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
-    hidden = outputs_of(network, [[2, 5, 3], [7, 8, 4, 6, 2, 3]], table)["hidden"]
+    hidden = outputs_of(sasrec, [[2, 5, 3], [7, 8, 4, 6, 2, 3]], table)["hidden"]
     logits = torch.stack([hidden[0, 2], hidden[1, 5]]) @ table[2:9].T
     np.testing.assert_allclose(logits, GOLDEN_LOGITS, rtol=1e-4, atol=1e-5)
 
@@ -330,9 +324,9 @@ GOLDEN_LOGITS = [
 ]
 
 
-def test_sasrec_loss_skips_reserved_targets_and_candidates() -> None:
-    network = randomized(network_of(SMALL, LISTS))
-    table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
+def test_sasrec_loss_skips_reserved_targets_and_candidates(
+    sasrec: SASRec, table: torch.Tensor
+) -> None:
     lists = [
         [2, 5, 0, 8, 1, 9],
         [0, 0, 1],
@@ -340,8 +334,8 @@ def test_sasrec_loss_skips_reserved_targets_and_candidates() -> None:
         [],
         [1, 2],
     ]
-    outputs = outputs_of(network, lists, table)
-    losses = network.loss(outputs, BATCH)
+    outputs = outputs_of(sasrec, lists, table)
+    losses = sasrec.loss(outputs, BATCH)
     expected = []
     for row, items in enumerate(lists):
         of_items = []
@@ -354,15 +348,13 @@ def test_sasrec_loss_skips_reserved_targets_and_candidates() -> None:
     assert np.count_nonzero(expected) == 2
 
 
-def test_sasrec_measures_match_naive_ranks() -> None:
-    network = randomized(network_of(SMALL, LISTS))
-    table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
+def test_sasrec_measures_match_naive_ranks(sasrec: SASRec, table: torch.Tensor) -> None:
     rng = np.random.default_rng(0)
     lists = [
         rng.integers(0, TABLE_ROWS, size).tolist() for size in rng.integers(0, LENGTH + 1, 200)
     ]
-    outputs = outputs_of(network, lists, table)
-    measures = network.measures(outputs, BATCH)
+    outputs = outputs_of(sasrec, lists, table)
+    measures = sasrec.measures(outputs, BATCH)
     for row, items in enumerate(lists):
         if len(items) < 2 or items[-1] == 1:
             assert math.isnan(measures["recall_at_3"][row])
@@ -377,21 +369,19 @@ def test_sasrec_measures_match_naive_ranks() -> None:
         assert (measures["targets"][row], measures["unknown_targets"][row]) == (1, target < 0)
 
 
-def test_sasrec_constant_model_has_recall_of_chance() -> None:
-    network = randomized(network_of(SMALL, LISTS))
+def test_sasrec_constant_model_has_recall_of_chance(sasrec: SASRec) -> None:
     table = (
         torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
         .expand(TABLE_ROWS, 8)
         .contiguous()
     )
     lists = [[2, item] for item in range(2, 9)]
-    measures = network.measures(outputs_of(network, lists, table), BATCH)
+    measures = sasrec.measures(outputs_of(sasrec, lists, table), BATCH)
     np.testing.assert_allclose(measures["recall_at_3"], 3 / 7, rtol=1e-6)
     np.testing.assert_allclose(measures["ndcg_at_3"], sum(1 / np.log2([2, 3, 4])) / 7, rtol=1e-6)
 
 
-def test_sasrec_predictions_have_no_reserved_rows() -> None:
-    table = torch.randn(TABLE_ROWS, 8, generator=torch.Generator().manual_seed(1))
+def test_sasrec_predictions_have_no_reserved_rows(table: torch.Tensor) -> None:
     table[[0, 1, 9]] *= 100
     for k, size in ((3, 3), (7, 7), (50, 7)):
         config = SMALL.replace(k=k)
