@@ -96,10 +96,9 @@ def lines_of(click_log: Path) -> list[bytes]:
     return (click_log / "train.txt").read_bytes().splitlines(keepends=True)
 
 
-def test_run_leaves_complete_folder(finished: Trained) -> None:
-    (config, result), folder = finished, Path(finished[1].folder)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary == result.summary
+def test_summary_describes_run(finished: Trained) -> None:
+    summary = finished[1].summary
+    assert json.loads(Path(finished[1].folder, "summary.json").read_text()) == summary
     assert (summary["recipe"], summary["steps"], summary["rows"]) == (
         "criteo_demo",
         20,
@@ -112,12 +111,21 @@ def test_run_leaves_complete_folder(finished: Trained) -> None:
     assert 0 <= summary["blocked_fraction"] <= 1
     assert summary["rows_per_s"] > 0
     assert summary["best_auroc"] > 0.75  # known, since the log is synthetic
-    assert committed(result.folder)[-1].step == 20
+    assert committed(finished[1].folder)[-1].step == 20
     assert summary["weights_sha256"] == weights_sha256(Checkpoint(summary["checkpoint"]))
-    stored = (folder / "config.yaml").read_text()
-    assert summary["config_hash"] in stored.splitlines()[0]
+    assert summary["verdict"].endswith(".")
+
+
+def test_run_keeps_its_configuration(finished: Trained) -> None:
+    config, result = finished
+    stored = Path(result.folder, "config.yaml").read_text()
+    assert result.summary["config_hash"] in stored.splitlines()[0]
     assert recipes.load_config(stored) == config
     assert yaml.safe_load(stored)["steps"] == 20
+
+
+def test_events_tell_parts_of_steps(finished: Trained) -> None:
+    folder = Path(finished[1].folder)
     first, *others = (event["kind"] for event in events_of(folder))
     assert first == "run"
     assert {"prepared", "start", "step", "evaluate", "checkpoint", "finish", "summary"} <= set(
@@ -136,12 +144,15 @@ def test_run_leaves_complete_folder(finished: Trained) -> None:
             > 0
         )
         assert step["peak_fraction"] > 0
-    assert summary["verdict"].endswith(".")
-    page = (folder / "report.html").read_text()
-    assert all(text in page for text in ("Validation auroc", summary["config_hash"]))
+
+
+def test_report_and_dataframe_end_with_summary(finished: Trained) -> None:
+    result = finished[1]
+    page = Path(result.folder, "report.html").read_text()
+    assert all(text in page for text in ("Validation auroc", result.summary["config_hash"]))
     frame = result.metrics_dataframe
     assert frame["step"].tolist()[-1] == 20
-    assert frame["validation_auroc"].dropna().tolist()[-1] == summary["validation"]["auroc"]
+    assert frame["validation_auroc"].dropna().tolist()[-1] == result.summary["validation"]["auroc"]
 
 
 def test_other_trainer_gets_datasets_after_run(finished: Trained, tmp_path: Path) -> None:

@@ -480,7 +480,7 @@ def test_invalid_schema_yaml_is_rejected(
 
 @pytest.mark.parametrize("recipe", ["clicks", "clicks_din", "next_item", "two_tower"])
 def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_path: Path) -> None:
-    """Before anything starts; with a schema, also an equal one, the next check comes."""
+    """Before anything starts."""
     placeholder = recipes.ALL[recipe]().workload.schema  # type: ignore[attr-defined]
     log = tmp_path / "log.csv"
     log.write_text(f"{','.join(placeholder.columns)}\n0,1,2,3\n")
@@ -504,6 +504,10 @@ def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_
         assert err.startswith(f"rayrec {name}: {line}")
     assert not Path(runs).exists()
 
+
+@pytest.mark.parametrize("recipe", ["clicks", "clicks_din", "next_item", "two_tower"])
+def test_example_schema_replaces_placeholder(recipe: str, capsys: Capture, tmp_path: Path) -> None:
+    placeholder = recipes.ALL[recipe]().workload.schema  # type: ignore[attr-defined]
     file = tmp_path / "schema.yaml"
     file.write_text(placeholder.example)
     schema = load_schema(placeholder.example, "example")
@@ -511,7 +515,7 @@ def test_recipe_with_placeholder_needs_schema(recipe: str, capsys: Capture, tmp_
         getattr(placeholder, field.name) for field in dataclasses.fields(Schema)
     ]
     (config,) = parse(
-        COMMANDS["train"], [recipe, "--schema", str(file), "--data", str(log)]
+        COMMANDS["train"], [recipe, "--schema", str(file), "--data", str(tmp_path)]
     ).arguments
     assert config.workload.schema == schema
     config.workload.check(config)

@@ -11,6 +11,8 @@ import pickle
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -579,44 +581,60 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     rejects("must be a checkpoint folder", checkpoint.step_of, str(tmp_path))
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "gone", "empty"])
-@pytest.mark.parametrize(
-    "name", ["data_00000.safetensors", "config.yaml", "more/words.txt", "manifest.json"]
-)
-def test_damage_error_names_file(tmp_path: Path, name: str, how: str) -> None:
-    good = save_files(tmp_path, 1, tensors={"model.weight": torch.zeros(40, 10)}, extra_files=extra)
-    saved = save_files(
-        tmp_path, 2, tensors={"model.weight": torch.randn(40, 10)}, extra_files=extra
+@dataclass(frozen=True)
+class Damaged:
+    """Checkpoint of zeros, and a later one of which a file is damaged."""
+
+    good: Checkpoint
+    saved: Checkpoint
+    name: str
+    how: str
+
+
+@pytest.fixture(params=["flipped", "cut", "gone", "empty"])
+def how(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["data_00000.safetensors", "config.yaml", "more/words.txt", "manifest.json"])
+def damaged(request: pytest.FixtureRequest, how: str, tmp_path: Path) -> Damaged:
+    good, saved = (
+        save_files(tmp_path, step, tensors={"model.weight": values}, extra_files=extra)
+        for step, values in ((1, torch.zeros(40, 10)), (2, torch.randn(40, 10)))
     )
-    path = Path(saved.path, name)
-    harm(path, how)
+    harm(Path(saved.path, request.param), how)
+    return Damaged(good, saved, request.param, how)
+
+
+def test_damage_error_names_file(damaged: Damaged) -> None:
+    saved = damaged.saved
+    path = re.escape(str(Path(saved.path, damaged.name)))
+    name = re.escape(damaged.name)
     tensor = {"model.weight": torch.ones(40, 10)}
-    named = rf"{re.escape(str(path))}: (damaged|truncated|missing).*use an earlier"
+    named = rf"{path}: (damaged|truncated|missing).*use an earlier"
     told = fails_with(DamagedError, named, checkpoint.restore, saved, tensor)
-    assert name != "data_00000.safetensors" or "model.weight" in told
-    fails_with(DamagedError, re.escape(name), checkpoint.verify, saved)
-    if name in {"data_00000.safetensors", "manifest.json"}:
-        fails_with(DamagedError, re.escape(name), checkpoint.weights_sha256, saved)
-    # A start goes back by one, and says so once; what only reading shows, the caller finds.
+    assert damaged.name != "data_00000.safetensors" or "model.weight" in told
+    fails_with(DamagedError, name, checkpoint.verify, saved)
+    if damaged.name in {"data_00000.safetensors", "manifest.json"}:
+        fails_with(DamagedError, name, checkpoint.weights_sha256, saved)
+
+
+def test_start_goes_back_by_damaged_checkpoint(damaged: Damaged, tmp_path: Path) -> None:
+    """It says so once, unless only reading shows the damage, or the manifest is gone."""
+    newest = partial(checkpoint.latest_valid_checkpoint, str(tmp_path))
     told: list[dict[str, Any]] = []
-    found = checkpoint.latest_valid_checkpoint(
-        str(tmp_path), log=lambda kind, fields: told.append({"kind": kind, **fields})
-    )
-    if how == "flipped" and name != "manifest.json":
-        assert (found, told) == (saved, [])
-        found = checkpoint.latest_valid_checkpoint(
-            str(tmp_path), log=lambda *_: told.append({}), exclude=[saved.path]
-        )
-        assert (found, told) == (good, [])
-    elif name == "manifest.json" and how == "gone":
-        assert (found, told) == (good, [])  # no checkpoint at all
-    else:
-        assert found == good
-        assert [(event["kind"], event["path"]) for event in told] == [
-            ("checkpoint_damaged", saved.path)
-        ]
-        assert str(path) in told[0]["cause"]
-    checkpoint.restore(good, tensor)
+    found = newest(log=lambda kind, fields: told.append({"kind": kind, **fields}))
+    if damaged.how == "flipped" and damaged.name != "manifest.json":
+        assert (found, told) == (damaged.saved, [])
+        found = newest(log=lambda *_: told.append({}), exclude=[damaged.saved.path])
+    if told:
+        (event,) = told
+        assert (event["kind"], event["path"]) == ("checkpoint_damaged", damaged.saved.path)
+        assert str(Path(damaged.saved.path, damaged.name)) in event["cause"]
+    is_silent = damaged.how == ("gone" if damaged.name == "manifest.json" else "flipped")
+    assert (found, told == []) == (damaged.good, is_silent)
+    tensor = {"model.weight": torch.ones(40, 10)}
+    checkpoint.restore(damaged.good, tensor)
     assert not tensor["model.weight"].any()
 
 

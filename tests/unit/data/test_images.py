@@ -122,8 +122,14 @@ def test_order_and_pixels_match_image_folder(folder: Path) -> None:
     assert (gray.shape, gray.dtype) == ((4, 24, 24), np.uint8)
 
 
-def test_shards_have_order_and_pixels_of_image_folder(folder: Path, tmp_path: Path) -> None:
-    index = index_of(folder / "train")
+@pytest.fixture
+def index(folder: Path) -> ImageIndex:
+    return index_of(folder / "train")
+
+
+def test_shards_have_order_and_pixels_of_image_folder(
+    folder: Path, tmp_path: Path, index: ImageIndex
+) -> None:
     expected = rows_of(index, 5).read_epoch(np.arange(60), 2)
     shards = index_of(write_shards(tmp_path / "shards", index, rows=25))
     assert (shards.chunk_rows, shards.classes) == ((25, 25, 10), ())
@@ -136,8 +142,7 @@ def test_shards_have_order_and_pixels_of_image_folder(folder: Path, tmp_path: Pa
             assert np.array_equal(array, expected[name])
 
 
-def test_split_of_images_takes_rows_of_every_class(folder: Path) -> None:
-    index = index_of(folder / "train")
+def test_split_of_images_takes_rows_of_every_class(folder: Path, index: ImageIndex) -> None:
     rest, split_off = index.split(6)
     assert len(rest) == 54
     assert split_off.labels.tolist() == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
@@ -147,8 +152,7 @@ def test_split_of_images_takes_rows_of_every_class(folder: Path) -> None:
     assert index.hash != rest.hash
 
 
-def test_random_crops_depend_on_seed_epoch_and_row(folder: Path) -> None:
-    index = index_of(folder / "train")
+def test_random_crops_depend_on_seed_epoch_and_row(folder: Path, index: ImageIndex) -> None:
     rows = rows_of(index, 5)
     numbers = np.arange(12)
     images = rows.read_epoch(numbers, 1)["images"]
@@ -213,13 +217,13 @@ def test_data_tasks_yield_same_batches(
     engine_of: Callable[[], StreamEngine],
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
+    index: ImageIndex,
 ) -> None:
     engine = engine_of()
     if isinstance(engine, ray_engine.RayEngine):
         request.getfixturevalue("local_ray")
         assert ray.is_initialized()
     monkeypatch.setattr(batches, "ITEM_BYTES", 6000)  # three images
-    index = index_of(folder / "train")
     expected = list(loader(rows_of(index, 5), None, rank=1))
     resumed = loader(rows_of(index, 5), engine, rank=1, state={"epoch": 0, "offset": 32})
     for start, some in ((0, loader(rows_of(index, 5), engine, rank=1)), (2, resumed)):
@@ -403,8 +407,9 @@ def test_unusable_input_is_rejected(
 
 
 @pytest.mark.extended
-def test_images_are_read_from_store(folder: Path, bucket: str, tmp_path: Path) -> None:
-    index = index_of(folder / "train")
+def test_images_are_read_from_store(
+    folder: Path, bucket: str, tmp_path: Path, index: ImageIndex
+) -> None:
     write_shards(tmp_path / "shards", index, rows=25)
     rayrec.storage.copy_files(str(folder), f"{bucket}/images")
     rayrec.storage.copy_files(str(tmp_path / "shards"), f"{bucket}/shards")

@@ -91,6 +91,11 @@ def write(table: pa.Table, folder: Path, kind: str) -> None:
     (folder / f"part.{kind}").write_bytes(gzip.compress(data) if kind == "csv.gz" else data)
 
 
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> SlowStore:
+    return SlowStore(latency_s=0).installed(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders with the same rows: `flat`, with all columns in the files, and one for each format
@@ -263,7 +268,6 @@ def test_commands_read_partitions_like_columns(
     logs: Path,
     tmp_path: Path,
     capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
     expected: dict[str, Any],
     command: str,
     scheme: str,
@@ -274,7 +278,6 @@ def test_commands_read_partitions_like_columns(
         expected[command] = getattr(Commands(logs, tmp_path / "flat", capsys), command)(
             f"{logs}/flat"
         )
-    SlowStore(latency_s=0).installed(monkeypatch)
     assert (
         getattr(Commands(logs, tmp_path, capsys), command)(f"{scheme}{logs}/{kind}")
         == expected[command]
@@ -284,9 +287,8 @@ def test_commands_read_partitions_like_columns(
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("scheme", "kind"), LAYOUTS.values(), ids=LAYOUTS)
 def test_drafted_schema_names_partition_columns(
-    logs: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, scheme: str, kind: str
+    logs: Path, tmp_path: Path, capsys: Any, scheme: str, kind: str
 ) -> None:
-    SlowStore(latency_s=0).installed(monkeypatch)
     assert (
         cli.run(["schema", f"{scheme}{logs}/{kind}", "--out", str(tmp_path / "draft.yaml")]) == 0
     ), capsys.readouterr().err
@@ -393,10 +395,7 @@ def write_lake(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("scheme", ["", "file://", "slow://"])
 @pytest.mark.parametrize("kind", TABLES)
-def test_paths_in_table_formats_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, scheme: str
-) -> None:
-    SlowStore(latency_s=0).installed(monkeypatch)
+def test_paths_in_table_formats_are_rejected(tmp_path: Path, kind: str, scheme: str) -> None:
     inside = write_lake(tmp_path / "lake", kind)
     reader = {
         "Delta": "ray.data.read_delta",
@@ -423,10 +422,7 @@ def test_paths_in_table_formats_are_rejected(
 
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
-def test_tables_in_partitions_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
-    SlowStore(latency_s=0).installed(monkeypatch)
+def test_tables_in_partitions_are_rejected(tmp_path: Path, scheme: str) -> None:
     write(part_of(0), tmp_path / "log" / "land=de" / "dt=1", "parquet")
     write_lake(tmp_path / "log" / "land=fr", "Delta")
     rejects(
@@ -449,10 +445,7 @@ def test_folders_of_globs_are_checked_evenly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
-def test_folders_beside_tables_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
-    SlowStore(latency_s=0).installed(monkeypatch)
+def test_folders_beside_tables_are_listed(tmp_path: Path, scheme: str) -> None:
     write(part_of(0), tmp_path / "log", "parquet")
     write_lake(tmp_path / "log" / "old", "Delta")
     (tmp_path / "log" / "metadata").mkdir()
@@ -462,10 +455,7 @@ def test_folders_beside_tables_are_listed(
     ]
 
 
-def test_store_lookups_for_tables_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = SlowStore(latency_s=0).installed(monkeypatch)
+def test_store_lookups_for_tables_are_bounded(tmp_path: Path, store: SlowStore) -> None:
     for number in range(200):
         write(part_of(0), tmp_path / "log" / f"dt={number}", "parquet")
     assert len(storage.list_files(f"slow://{tmp_path}/log/dt=*/*")) == 200

@@ -128,6 +128,11 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return rows_of_log()
+
+
 @pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize(
     "declared", [pytest.param(False, id="header row"), pytest.param(True, id="declared header")]
@@ -142,9 +147,13 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("order", [pytest.param(order, id=name) for name, order in ORDERS.items()])
 def test_raw_lines_score_like_json(
-    tmp_path: Path, order: tuple[str, ...], suffix: str, delimiter: str, declared: bool
+    tmp_path: Path,
+    order: tuple[str, ...],
+    suffix: str,
+    delimiter: str,
+    declared: bool,
+    rows: list[dict[str, Any]],
 ) -> None:
-    rows = rows_of_log()
     log = tmp_path / f"log.{suffix}"
     log.write_text(text_of(rows, order, delimiter, header=not declared))
     schema = CLICKS.replace(header=order) if declared else CLICKS
@@ -181,8 +190,9 @@ def test_raw_lines_score_like_json(
 
 @pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("order", [pytest.param(order, id=name) for name, order in ORDERS.items()])
-def test_files_and_encoder_read_stored_order(tmp_path: Path, order: tuple[str, ...]) -> None:
-    rows = rows_of_log()
+def test_files_and_encoder_read_stored_order(
+    tmp_path: Path, order: tuple[str, ...], rows: list[dict[str, Any]]
+) -> None:
     log = tmp_path / "log.csv"
     log.write_text(text_of(rows, order, ",", header=True))
     preprocessor = counted(log, CLICKS, tmp_path / "prepared")
@@ -277,8 +287,9 @@ def criteo_json(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("cache_folder")
 @pytest.mark.parametrize("kind", ["earlier version", "files that differ"])
-def test_lines_of_unknown_order_are_rejected(tmp_path: Path, kind: str) -> None:
-    rows = rows_of_log()
+def test_lines_of_unknown_order_are_rejected(
+    tmp_path: Path, kind: str, rows: list[dict[str, Any]]
+) -> None:
     order = ORDERS["label last"]
     folder = tmp_path / "log"
     folder.mkdir()
@@ -331,8 +342,7 @@ def test_parquet_order_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_extended_preprocessor_keeps_order(tmp_path: Path) -> None:
-    rows = rows_of_log()
+def test_extended_preprocessor_keeps_order(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     (tmp_path / "log.csv").write_text(text_of(rows, ORDERS["label last"], ",", header=True))
     old = counted(tmp_path / "log.csv", CLICKS, tmp_path / "old")
     (tmp_path / "next.csv").write_text(text_of(rows, ORDERS["label last"], ",", header=False))

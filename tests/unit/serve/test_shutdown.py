@@ -40,33 +40,36 @@ def _end(reason: str) -> None:
     raise Ended(reason)
 
 
+@pytest.fixture
+def stop() -> StopRequest:
+    return StopRequest(_end)
+
+
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
-def test_signal_before_server_is_ready_ends_command(number: signal.Signals) -> None:
-    stop = StopRequest(_end)
+def test_signal_before_server_is_ready_ends_command(
+    number: signal.Signals, stop: StopRequest
+) -> None:
     with pytest.raises(Ended, match=f"stopped by {number.name} before it was ready"):
         stop.receive(number)
     assert not stop.requested.is_set()
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
-def test_signal_lets_server_answer_requests(number: signal.Signals) -> None:
-    stop = StopRequest(_end)
+def test_signal_lets_server_answer_requests(number: signal.Signals, stop: StopRequest) -> None:
     stop.begin_serving()
     assert not stop.requested.is_set()
     stop.receive(number)
     assert stop.requested.is_set()
 
 
-def test_second_signal_ends_command() -> None:
-    stop = StopRequest(_end)
+def test_second_signal_ends_command(stop: StopRequest) -> None:
     stop.begin_serving()
     stop.receive(TERM)
     with pytest.raises(Ended, match="second signal"):
         stop.receive(INT)
 
 
-def test_late_answers_end_command() -> None:
-    stop = StopRequest(_end)
+def test_late_answers_end_command(stop: StopRequest) -> None:
     stop.begin_serving()
     stop.receive(TERM)
     with pytest.raises(Ended, match="more than 4 s"):

@@ -8,9 +8,11 @@ import logging
 import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,6 +200,10 @@ class Run:
     def saved(self) -> list[int]:
         return [save[0] for save in self.saves]
 
+    def evaluated(self) -> list[tuple[int, bool]]:
+        """Return the step of each evaluation, and whether it counts for early stopping."""
+        return [(event["step"], event["counted"]) for event in self.fields if "set" in event]
+
 
 def finished(**arguments: Any) -> Run:
     """Return a run after its last step."""
@@ -217,20 +223,20 @@ def test_pause_evaluates_and_saves_without_changing_run() -> None:
     again = Run(progress=run.progress)
     assert not again.run(pause_at=0.25)  # nothing is left to train
     assert (again.pipeline.trained, again.saves, again.events) == ([], [], [])
-    assert not again.run(pause_at=0.4)  # where the run evaluates in any case
-    assert again.saves == [(8, 80, 0.58, True, True)]
-    assert again.progress.early_stopping.best_step == 8
-    last = Run(progress=again.progress)
+    assert finished(progress=run.progress).evaluated() == [(8, True), (16, True), (20, True)]
+    assert run.evaluated() == [(5, False)]
+
+
+def test_pause_at_evaluation_of_run_counts() -> None:
+    run = Run(ahead=3)
+    assert not run.run(pause_at=0.4)
+    assert run.saves == [(8, 80, 0.58, True, True)]
+    assert run.progress.early_stopping.best_step == 8
+    last = Run(progress=run.progress)
     assert last.run(pause_at=1.0)
     assert last.pipeline.trained == list(range(8, 20))
     assert last.saves == [(16, 160, 0.66, False, False), (20, 200, 0.7, True, True)]
-    fields = [event for each in (run, again, last) for event in each.fields if "set" in event]
-    assert [(event["step"], event["counted"]) for event in fields] == [
-        (5, False),
-        (8, True),
-        (16, True),
-        (20, True),
-    ]
+    assert [*run.evaluated(), *last.evaluated()] == [(8, True), (16, True), (20, True)]
 
 
 @pytest.mark.parametrize(
@@ -1023,11 +1029,10 @@ def test_preemption_notice_saves_and_ends_before_deadline(
         StopMonitor(None, rank=rank, saves=saves, preemption=lambda: now["info"]) for rank in (0, 1)
     )
     saves = []
-    ended = None
-    second = 0
-    while second < 200 and ended is None:
+    seconds = iter(range(200))
+    for second in seconds:
         now["s"] = 5000.0 + second
-        if second >= 20:
+        if second == 20:
             deadline_ms = None if deadline_s is None else 5_000_000 + 1000 * deadline_s
             now["info"] = PreemptionInfo(
                 deadline_ms=deadline_ms, preempted_node_to_ranks={"a": [1]}
@@ -1035,13 +1040,13 @@ def test_preemption_notice_saves_and_ends_before_deadline(
         asked, look = watch.poll()
         assert other.poll() == (False, False)  # only rank 0 looks at the clock
         if asked:
-            ended = second
-        elif look:
-            cut = watch.preempted()
-            assert other.preempted() == cut
-            saves += [second] if cut else []
-            second += save_s if cut else 0
-        second += 1
+            break
+        cut = look and watch.preempted()
+        assert not look or other.preempted() == cut
+        if cut:
+            saves.append(second)
+            deque(islice(seconds, save_s), maxlen=0)  # the save takes so long
+    ended = second if asked else None
     assert (saves, ended) == ([20], None if ended_at is None else max(ended_at, 21 + save_s))
     assert watch.cause == (None if ended_at is None else NODE_PREEMPTED)
     assert watch.urgent() == (ended_at is not None)  # an evaluation is not waited for

@@ -364,7 +364,9 @@ def test_summary_covers_all_drivers_despite_damaged_events(tmp_path: Path) -> No
     assert not notes
 
 
-def test_result_has_attributes_of_ray_train(tmp_path: Path) -> None:
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Result:
+    """Result of a run of two workers with evaluations and checkpoints at steps 5 and 15."""
     evaluations = [
         {
             "kind": "evaluate",
@@ -383,7 +385,11 @@ def test_result_has_attributes_of_ray_train(tmp_path: Path) -> None:
         {**event, **(workers if event["kind"] == "step" else {})} for event in told()
     ] + evaluations
     checkpoint.save(folder_of(str(tmp_path), 5), {"model.weight": torch.ones(3)}, state={})
-    result, _ = summarized(tmp_path, [json.dumps(event) + "\n" for event in events])
+    return summarized(tmp_path, [json.dumps(event) + "\n" for event in events])[0]
+
+
+def test_result_has_attributes_of_ray_train(evaluated: Result, tmp_path: Path) -> None:
+    result = evaluated
     assert (result.path, result.filesystem.type_name, result.error) == (
         str(tmp_path),
         "local",
@@ -403,6 +409,12 @@ def test_result_has_attributes_of_ray_train(tmp_path: Path) -> None:
         [0.75, 0.7],
         [0.75, 0.6],
     ]
+    assert repr(result).startswith("Result(\n  metrics={'accuracy': 0.5},\n")
+    assert "<tr><th>accuracy</th><td>0.5000</td></tr>" in result._repr_html_()
+
+
+def test_result_finds_best_checkpoint(evaluated: Result, tmp_path: Path) -> None:
+    result = evaluated
     (early, first), (late, last) = result.best_checkpoints
     assert (early, first) == (folder_of(str(tmp_path), 5), {"accuracy": 0.75, "loss": 0.7})
     assert (late, last) == (result.checkpoint, {"accuracy": 0.5, "loss": 0.6})
@@ -415,15 +427,13 @@ def test_result_has_attributes_of_ray_train(tmp_path: Path) -> None:
         "max",
     )
     rejects("mode: must be min or max, got 'best'", result.get_best_checkpoint, "loss", "best")
-    assert repr(result).startswith("Result(\n  metrics={'accuracy': 0.5},\n")
-    assert "<tr><th>accuracy</th><td>0.5000</td></tr>" in result._repr_html_()
 
     of_ray = result.to_ray()
     assert isinstance(of_ray, ray.train.Result)
     assert (of_ray.path, of_ray.error, of_ray.metrics) == (result.path, None, result.metrics)
     assert of_ray.checkpoint.path == result.checkpoint
     assert of_ray.get_best_checkpoint("accuracy", "max").path == early
-    assert of_ray.metrics_dataframe.equals(frame)
+    assert of_ray.metrics_dataframe.equals(result.metrics_dataframe)
 
 
 def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:

@@ -247,8 +247,12 @@ SHORT_S = 0.02
 ROUNDING_S = 1e-6
 
 
-def test_phases_are_exclusive_and_add_up() -> None:
-    clock = step_timer.HostTimer()
+@pytest.fixture
+def clock() -> step_timer.HostTimer:
+    return step_timer.HostTimer()
+
+
+def test_phases_are_exclusive_and_add_up(clock: step_timer.HostTimer) -> None:
     outer_s = time.perf_counter()
     clock.start()
     inner_s = time.perf_counter()
@@ -272,8 +276,7 @@ def test_phases_are_exclusive_and_add_up() -> None:
     assert sum(clock.read().values()) <= next_s + ROUNDING_S  # the next interval begins at the cut
 
 
-def test_time_outside_start_and_stop_and_errors_do_not_count() -> None:
-    clock = step_timer.HostTimer()
+def test_time_outside_start_and_stop_and_errors_do_not_count(clock: step_timer.HostTimer) -> None:
     begin_s = time.perf_counter()
     clock.start()
     clock.stop()
@@ -335,8 +338,7 @@ def test_device_timer_uses_events_in_compute_stream(monkeypatch: pytest.MonkeyPa
     assert made.call_count < 15  # they are used again
 
 
-def test_model_and_optimizer_phases_are_timed_unless_disabled() -> None:
-    clock = step_timer.HostTimer()
+def test_model_and_optimizer_phases_are_timed_unless_disabled(clock: step_timer.HostTimer) -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = step_timer.TimedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), clock)
     step_timer.time_forward(model, clock)
@@ -361,8 +363,9 @@ def test_model_and_optimizer_phases_are_timed_unless_disabled() -> None:
     assert clock.read() == {}
 
 
-def test_collective_waits_exclude_saving_thread(single_rank: None) -> None:
-    clock = step_timer.HostTimer()
+def test_collective_waits_exclude_saving_thread(
+    single_rank: None, clock: step_timer.HostTimer
+) -> None:
     plain = distributed.Work.wait
     with step_timer.time_collective_waits(clock):
         clock.start()

@@ -107,8 +107,12 @@ def test_absent_json_field_is_missing_number() -> None:
     assert dense[2, 0] == 0.0
 
 
-def test_encode_py_gives_indicators(tmp_path: Path) -> None:
-    preprocessor = trained()
+@pytest.fixture
+def preprocessor() -> Preprocessor:
+    return trained()
+
+
+def test_encode_py_gives_indicators(tmp_path: Path, preprocessor: Preprocessor) -> None:
     preprocessor.save(str(tmp_path))
     (tmp_path / "encode.py").write_text(encoder_program())
     encoder = runpy.run_path(str(tmp_path / "encode.py"))["Encoder"](str(tmp_path))
@@ -205,8 +209,7 @@ def test_preprocessors_of_earlier_versions_encode_as_before() -> None:
     assert dense.tolist() == [[value, 0.0] for value in expected]
 
 
-def test_extension_keeps_numbers_and_indicators() -> None:
-    preprocessor = trained()
+def test_extension_keeps_numbers_and_indicators(preprocessor: Preprocessor) -> None:
     counts = RAYREC.counting(LOG).empty()
     counts.add_rows(block(with_gaps(DAY, [2]), AGES), 0)
     extended = extend(preprocessor, RAYREC, counts).preprocessor
@@ -227,8 +230,7 @@ def test_warm_start_keeps_indicators_of_network() -> None:
 
 
 # -- Bounds
-def test_inputs_stay_in_counted_range() -> None:
-    preprocessor = trained()
+def test_inputs_stay_in_counted_range(preprocessor: Preprocessor) -> None:
     dense = preprocessor.encode(block([DAY[0] - 1e6, DAY[-1] + 1e6, 0.0, 1e18], [30.0] * 4)).dense[
         :, 0
     ]
@@ -310,8 +312,7 @@ LATER = block(DAY + 86400, with_gaps(AGES, list(range(0, 100, 2))))
 """Rows of the next day, half of them without an age."""
 
 
-def test_clipped_numbers_are_counted_by_column() -> None:
-    preprocessor = trained()
+def test_clipped_numbers_are_counted_by_column(preprocessor: Preprocessor) -> None:
     dense = preprocessor.encode(LATER).dense
     counter = ClipCounter(preprocessor)
     total = ClipSum(preprocessor)
@@ -325,8 +326,7 @@ def test_clipped_numbers_are_counted_by_column() -> None:
     }
 
 
-def test_clipped_columns_of_tables_are_totalled() -> None:
-    preprocessor = trained()
+def test_clipped_columns_of_tables_are_totalled(preprocessor: Preprocessor) -> None:
     flags = ClipCounter(preprocessor).columns(preprocessor.encode(LATER).dense)
     table = pa.table(
         {"row": np.arange(100), **{name: arrow_flags(values) for name, values in flags.items()}}
