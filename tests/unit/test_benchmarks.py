@@ -226,9 +226,7 @@ def test_stages_sum_to_command_time_also_after_late_save() -> None:
     assert (stages["test"], sum(stages.values())) == (0.0, pytest.approx(21.0))
 
 
-def found_by(
-    seconds: float, *, trainings: tuple[str, ...], with_lightgbm: bool = False
-) -> dict[str, Any]:
+def found_by(seconds: float, *, trainings: tuple[str, ...]) -> dict[str, Any]:
     training = {
         "imports": seconds,
         "shutdown": 1.0,
@@ -236,14 +234,13 @@ def found_by(
         "exit_s": seconds + 1.0,
         "auroc": 0.7,
     }
-    found = {
+    return {
         "bare Ray": {"first_step_s": 8.0},
         **dict.fromkeys((*trainings, *start.PLAIN.values()), training),
         start.SERVE: {"answer_s": seconds},
         "import torch": {"exit_s": 2.0},
         **{name: {"exit_s": seconds} for name in start.SCORINGS},
     }
-    return {**found, "LightGBM": {"exit_s": 10.0, "auroc": 0.6}} if with_lightgbm else found
 
 
 def test_plain_script_has_settings_of_recipe() -> None:
@@ -288,30 +285,6 @@ def test_plain_script_has_settings_of_recipe() -> None:
 
 
 report_of = partial(start.Report, rows=1000, repeats=3)
-
-
-@pytest.mark.parametrize("with_lightgbm", [True, False])
-def test_rows(capsys: pytest.CaptureFixture[str], with_lightgbm: bool) -> None:
-    rounds = [
-        found_by(seconds, trainings=start.TRAININGS, with_lightgbm=with_lightgbm)
-        for seconds in (4.0, 40.0, 3.0)
-    ]
-    found = start.medians_of({name: [of_round[name] for of_round in rounds] for name in rounds[0]})
-    report_of(with_lightgbm=with_lightgbm).print(found)
-    rows = printed(capsys)
-    assert len(rows) == 4 * len(start.TRAININGS) + len(start.SCORINGS) + 1
-    first, to_plain, whole, to_plain_whole = rows[:4]
-    assert (to_plain["peer"], to_plain["ratio"]) == (start.PLAIN[1], 1.0)
-    assert (to_plain_whole["peer_s"], to_plain_whole["peer_auroc"]) == (5.0, 0.7)
-    assert (first["s"], first["ratio"], first["stages_s"]) == (
-        4.0,
-        0.5,
-        {"imports": 4.0, "shutdown": 1.0},
-    )
-    assert (whole["s"], whole["ratio"]) == (5.0, 0.5 if with_lightgbm else None)
-    assert ("peer_auroc" in whole) == with_lightgbm
-    assert [(row["s"], row["ratio"]) for row in rows[-4:]] == [(4.0, 2.0)] * 4
-    assert rows[-1]["workload"].endswith("serve: command -> first answer")
 
 
 def test_row_prints_once_both_sides_are_known(capsys: pytest.CaptureFixture[str]) -> None:

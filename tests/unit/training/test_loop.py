@@ -23,6 +23,7 @@ import torch
 from builders import savers
 from builders.faults import fails_with, flip, raising, rejects
 from builders.loops import StopSignal, fake_setup
+from ranks.checkpoint import run_ranks
 from ray.train import PreemptionInfo
 
 from rayrec import recipes
@@ -928,18 +929,14 @@ def test_failed_matrix_product_is_skipped_or_returns_zero(
     assert "Cannot measure the peak of cuda (CUDA out of memory)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("mine", "other", "expected"), [(5.0, 15.0, 20.0), (5.0, 0.0, None), (0.0, 15.0, None)]
-)
-def test_peak_requires_all_workers(
-    monkeypatch: pytest.MonkeyPatch, mine: float, other: float, expected: float | None
-) -> None:
-    def over_workers(*values: float) -> tuple[list[float], list[float]]:
-        pairs = list(zip(values, (other, float(other == 0.0)), strict=True))
-        return [sum(pair) / 2 for pair in pairs], [max(pair) for pair in pairs]
+def peaks(folder: str, rank: int) -> None:
+    assert worker.peak_of_all((5.0, 15.0)[rank], world_size=2) == 20.0
+    for unknown in (0, 1):
+        assert worker.peak_of_all(5.0 * (rank != unknown), world_size=2) is None
 
-    monkeypatch.setattr(worker, "over_workers", over_workers)
-    assert worker.peak_of_all(mine, world_size=2) == expected
+
+def test_peak_requires_all_workers(tmp_path: Path) -> None:
+    run_ranks(peaks, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -189,12 +189,15 @@ def test_trainer_leaves_out_two_callbacks(tmp_path: Path) -> None:
 def test_abandoned_workers_are_ended(
     nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: Any
 ) -> None:
-    monkeypatch.setattr(ray_launcher, "_placement_groups", {"another's"}.copy)
-    freed: list[set[str]] = []
-    monkeypatch.setattr(ray_launcher, "_free_workers", freed.append)
+    """Only the placement group that the attempt made is removed."""
+    another = "00" * 18
+    own = "11" * 18
+    groups = Mock(side_effect=[{another}, {another, own}])
+    monkeypatch.setattr(ray_launcher, "_placement_groups", groups)
+    monkeypatch.setattr(ray_launcher, "remove_placement_group", remove := Mock())
     with contextlib.suppress(KeyboardInterrupt, InputError):
         assert Attempts(monkeypatch, [ending], config(), tmp_path).run() is None
-    assert freed == [{"another's"}]
+    assert [group.args[0].id.hex() for group in remove.call_args_list] == [own]
 
 
 def test_run_uses_or_waits_for_resources_of_other_jobs(
