@@ -744,8 +744,10 @@ def test_site_describes_code(site: Path) -> None:
         "configuration": "max_outage_s",
         "recipes": "criteo_kaggle",
         "metrics": "ray_rayrec_blocked_fraction",
+        "exit-statuses": "143",
+        "formats": "manifest.json",
+        "http": "POST /v1/score",
     }
-    named |= {"exit-statuses": "143", "formats": "manifest.json", "http": "POST /v1/score"}
     assert [page for page, name in named.items() if name not in pages[page]] == []
     assert "rayrec_serve_rows_total" in pages["metrics"]
 

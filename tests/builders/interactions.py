@@ -71,6 +71,12 @@ def small(name: str, log: str, storage: Path, steps: int, **changes: Any) -> ray
         **constant,
         **{f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")},
     }
-    fields: dict[str, Any] = {"workload": workload, "eval_data": {"path": log}, "batch_size": 32}
-    fields |= {"early_stopping": {"patience": 0}, "trackers": LEAN["trackers"], **changes}
+    fields: dict[str, Any] = {
+        "workload": workload,
+        "eval_data": {"path": log},
+        "batch_size": 32,
+        "early_stopping": {"patience": 0},
+        "trackers": LEAN["trackers"],
+        **changes,
+    }
     return short_run(recipes.ALL[name](log, schema), storage, steps, **fields)

@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,11 @@ def state_of_process() -> dict[str, Any]:
     }
 
 
-def check_unchanged(before: dict[str, Any]) -> None:
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Check that what is called inside leaves the process as it was."""
+    before = state_of_process()
+    yield
     until(lambda: set(threading.enumerate()) <= before["threads"], timeout_s=20)
     after = state_of_process()
     before = {**before, "threads": after["threads"]}  # some of the caller's may have ended

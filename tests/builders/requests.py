@@ -55,14 +55,13 @@ async def request(
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "scheme": "http",
-    }
-    scope |= {
         "method": method,
         "path": path,
         "raw_path": path.encode(),
         "root_path": root_path,
+        "query_string": query.encode(),
+        "headers": encoded,
     }
-    scope |= {"query_string": query.encode(), "headers": encoded}
     await app(scope, receive, send)
     if not sent:
         return None

@@ -179,9 +179,8 @@ SUMMARY: dict[str, Any] = {
     "rows": 12_800,
     "rows_per_s": 1234.5,
     "blocked_fraction": 0.0123,
-}
-SUMMARY |= {"train_s": 75.0, "checkpoint_stall_fraction": 0.004}
-SUMMARY |= {
+    "train_s": 75.0,
+    "checkpoint_stall_fraction": 0.004,
     "metrics": {"loss": 0.5, "perplexity": 1.6487},
     "validation": {"loss": 0.25, "perplexity": None},
 }

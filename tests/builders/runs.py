@@ -71,8 +71,6 @@ def small_run(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
         "steps": 480,
         "batch_size": 64,
         "evaluate_every": 160,
-    }
-    fields |= {
         "checkpoint": {"every": 40, "num_to_keep": 5},
         "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
     }

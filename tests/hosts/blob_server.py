@@ -30,12 +30,13 @@ _SIGNED = (
 )
 _DATE = "Mon, 23 Nov 2026 00:00:00 GMT"
 
-_CONTAINER = {"x-ms-has-immutability-policy": "false", "x-ms-has-legal-hold": "false"}
-_CONTAINER |= {
+_CONTAINER = {
+    "x-ms-has-immutability-policy": "false",
+    "x-ms-has-legal-hold": "false",
     "x-ms-default-encryption-scope": "$account-encryption-key",
     "x-ms-deny-encryption-scope-override": "false",
+    "x-ms-immutable-storage-with-versioning-enabled": "false",
 }
-_CONTAINER |= {"x-ms-immutable-storage-with-versioning-enabled": "false"}
 
 
 class BlobServer:

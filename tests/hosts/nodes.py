@@ -163,8 +163,6 @@ class Node:
             "mount --make-rprivate /",
             f"hostname {name}",
             f"mount -t tmpfs -o size={_SHM_BYTES} tmpfs /dev/shm",
-        ]
-        setup += [
             *(f"mount --bind {source} {target}" for source, target in mounts),
             "ip link set lo up",
         ]

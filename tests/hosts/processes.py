@@ -36,8 +36,11 @@ ROLES = {
 POLL_S = 0.02
 RAYREC = (sys.executable, "-m", "rayrec")
 # Ray notices a node that is gone in 2 s rather than 15.
-FREQUENT_CHECKS = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
-FREQUENT_CHECKS |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}
+FREQUENT_CHECKS = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+}
 
 _CLUSTER = """
 import json, sys, time
@@ -525,8 +528,18 @@ def torchrun(folder: Path, name: str, config: str | Path, *, kill: bool = False)
         *RAYREC[1:],
         "train",
     )
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--config", str(config)]
-    command += ["--storage-path", str(folder), "--name", name]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "--config",
+        str(config),
+        "--storage-path",
+        str(folder),
+        "--name",
+        name,
+    ]
     with Session(
         command, environment=dict(os.environ), output=folder / f"{name}-command"
     ) as session:

@@ -148,8 +148,13 @@ def test_run_survives_repeated_faults(undisturbed: dict[str, Any], begin: Begin)
 
 
 # -- One worker, in the process of the command
-ALONE: dict[str, Any] = {"steps": 800, "evaluate_every": 400, "log_every": 10}
-ALONE |= {"scaling": threads_of(1), "cluster": {"num_cpus": 2, "address": "none"}}
+ALONE: dict[str, Any] = {
+    "steps": 800,
+    "evaluate_every": 400,
+    "log_every": 10,
+    "scaling": threads_of(1),
+    "cluster": {"num_cpus": 2, "address": "none"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -366,8 +371,10 @@ def test_workers_shrink_and_grow_again(
     with Session(command, environment=environment, output=tmp_path / "pod") as pod:
         wait_for_ray(pod)
         scaling = {**IN_SLOTS, **threads_of((1, 2)), "resize_interval_s": 1.0}
-        saves: dict[str, Any] = {"checkpoint": {"every": 1_000_000, "num_to_keep": 2}}
-        saves |= {"failure": {"max_failures": 1, "node_wait_s": 60}}
+        saves: dict[str, Any] = {
+            "checkpoint": {"every": 1_000_000, "num_to_keep": 2},
+            "failure": {"max_failures": 1, "node_wait_s": 60},
+        }
         run = begin(
             cluster={"address": address},
             scaling=scaling,

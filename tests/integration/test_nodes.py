@@ -84,15 +84,18 @@ def cluster(own: Path, _namespaces: None) -> Iterator[list[Node]]:
 def train_flags(
     log: Path, storage: Path, name: str, resource: str = "accelerator", **flags: Any
 ) -> list[str]:
-    given = {"train-data.path": log / "train.txt", "storage-path": storage, "name": name}
-    given |= {
+    given = {
+        "train-data.path": log / "train.txt",
+        "storage-path": storage,
+        "name": name,
         "steps": 6,
         "batch-size": 64,
         "evaluate-every": 6,
         "scaling.num-workers": 3,
         "scaling.cpus-per-worker": 0.5,
+        "scaling.threads-per-worker": 1,
+        **flags,
     }
-    given |= {"scaling.threads-per-worker": 1, **flags}
     settings = [f"--{key}={value}" for key, value in given.items()]
     return ["train", "criteo_demo", "--scaling.resources-per-worker", resource, "1", *settings]
 
@@ -158,8 +161,8 @@ def test_credentials_only_in_command_reach_workers(cluster: list[Node], tmp_path
         "AWS_ACCESS_KEY_ID": "AKID",
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{head.address}:9000",
     }
-    settings |= {"AWS_ENDPOINT_URL": f"http://{head.address}:9000"}
     command = ("vocabulary", "s3://logs/train.txt", "--out", str(tmp_path / "vocabulary"))
     said = refusal(head.rayrec(*command, timeout_s=60, **settings))
     assert "does not reach the store, which this machine does" in said
@@ -350,8 +353,6 @@ def test_ssh_script_trains_on_two_machines(
             "RAYREC_BIN": f"{sys.prefix}/bin",
             "RAYREC_HEAD": machines[0].address,
             "RAY_AUTH_MODE": "disabled",
-        }
-        variables |= {
             "RAYREC_SSH": str(network.ssh()),
             "RAYREC_START": "--num-cpus=1 --object-store-memory=80000000",
         }

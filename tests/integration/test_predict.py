@@ -268,21 +268,6 @@ def test_evaluation_has_intervals_and_differences(sliced: dict[str, Any], whole:
 
 
 @pytest.mark.exhaustive
-def test_evaluation_slices_by_day(model: Model, sliced: dict[str, Any], whole: Columns) -> None:
-    found = sliced
-    count = len(model.lines)
-    assert all(
-        sum(piece["rows"] for piece in pieces) == count for pieces in found["slices"].values()
-    )
-    assert [piece["value"] for piece in found["slices"]["day"]] == [
-        f"seventh {number}" for number in range(1, 8)
-    ]
-    last = slice(count - found["slices"]["day"][-1]["rows"], None)
-    last_day = binary_metrics(whole["logit"][last], whole["label"][last])
-    assert found["slices"]["day"][-1]["auroc"] == pytest.approx(last_day["auroc"], abs=1e-12)
-
-
-@pytest.mark.exhaustive
 def test_evaluation_slices_by_category(
     model: Model, sliced: dict[str, Any], whole: Columns
 ) -> None:

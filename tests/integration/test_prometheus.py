@@ -116,8 +116,6 @@ def test_metrics_match_run(scraped: Samples) -> None:
         "goal_steps": 200,
         "steps_total": 120 + 100,
         "rows_total": 220 * 64,
-    }
-    of_run |= {
         "steps_redone_total": 20,
         "failures_total": 1,
         "checkpoints_total": 4,

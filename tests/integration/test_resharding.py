@@ -56,8 +56,6 @@ def state_of(
 ROUND_TRIPS = [
     ("rowwise_adagrad", "adam", "table_wise"),
     ("rowwise_adagrad", "adamw", "data_parallel"),
-]
-ROUND_TRIPS += [
     ("sgd", "sgd", "data_parallel"),
     ("adagrad", "adagrad", "column_wise"),
     ("adam", "adam", "column_wise"),
@@ -68,8 +66,8 @@ RULES = [
     ("adagrad", 1e-8),
     ("sgd", 1e-8),
     ("adam", 1e-2),
+    ("sparse_adam", 1e-2),
 ]
-RULES += [("sparse_adam", 1e-2)]
 
 
 def round_trip(sparse: str, dense: str, home: str) -> list[Stage]:

@@ -104,8 +104,6 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
         "batch_rows": 1024,
         "preprocessor": None,
         "blocks": None,
-    }
-    options |= {
         "key_columns": (),
         "frequency_columns": (),
         "day_slices": (),

@@ -15,11 +15,13 @@ from hosts.slurm_cluster import SlurmCluster
 
 from rayrec import storage
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.exhaustive]
-pytestmark += [
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         slurm_cluster.missing() is not None, reason=f"Slurm: {slurm_cluster.missing()}"
-    )
+    ),
 ]
 
 FILES = Path(__file__).parents[2] / "deploy" / "slurm"

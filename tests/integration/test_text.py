@@ -93,8 +93,12 @@ def test_killed_job_resumes_to_same_bytes(text: Path, alone: Path, tmp_path: Pat
         str(text),
         "--out",
         str(tmp_path / "out"),
+        "--format",
+        "mds",
+        "--address",
+        ray.get_runtime_context().gcs_address,
+        *flags,
     ]
-    command += ["--format", "mds", "--address", ray.get_runtime_context().gcs_address, *flags]
     partial = tmp_path / "out.partial"
     # killed while tokenising, then while writing shards
     for number, name in enumerate(("tokenize-*", "write-*")):

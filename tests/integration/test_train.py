@@ -22,7 +22,7 @@ import ray.train.torch
 import yaml
 from builders.faults import rejects
 from builders.golden import check_golden
-from builders.process_state import check_unchanged, state_of_process
+from builders.process_state import unchanged_process
 from builders.runs import (
     check_no_rows_lost,
     check_same_run,
@@ -51,7 +51,6 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.synthetic import generate
 from rayrec.ingest.block_order import spread
 from rayrec.ingest.loader import Loader
-from rayrec.layers import kernel_threads
 from rayrec.training.forecast import ClusterShape, Forecast, forecast
 from rayrec.training.result import Result
 from rayrec.training.resume import run_hash
@@ -63,8 +62,8 @@ from rayrec.workloads.recsys.workload import ClickWorkload
 pytestmark = pytest.mark.slow
 
 
-LEARNING: dict[str, Any] = {"model": {"top_mlp": (256, 128, 1), "embedding_penalty": 3e-3}}
-LEARNING |= {
+LEARNING: dict[str, Any] = {
+    "model": {"top_mlp": (256, 128, 1), "embedding_penalty": 3e-3},
     "sparse_optimizer": {"learning_rate": 0.05, "eps": 1e-8},
     "dense_optimizer": {"learning_rate": 0.002},
 }
@@ -202,18 +201,17 @@ def test_run_on_ray_leaves_callers_process_unchanged(
     config = finished[0].replace(
         storage_path=str(tmp_path), name="run", scaling=scaling, steps=4, evaluate_every=4
     )
-    before = state_of_process()
-    train(config)
-    for name, workload, cause in (
-        ("a", FailingSetUp, "no room for the tables"),
-        ("b", FailingStep, "no third step"),
-    ):
-        rejects(
-            cause,
-            train,
-            dataclasses.replace(config, name=name, workload=workload(**vars(config.workload))),
-        )
-    check_unchanged(before)
+    with unchanged_process():
+        train(config)
+        for name, workload, cause in (
+            ("a", FailingSetUp, "no room for the tables"),
+            ("b", FailingStep, "no third step"),
+        ):
+            rejects(
+                cause,
+                train,
+                dataclasses.replace(config, name=name, workload=workload(**vars(config.workload))),
+            )
 
 
 def test_plan_lists_tables_of_each_worker(finished: Trained) -> None:
@@ -242,20 +240,6 @@ def test_finished_run_is_not_retrained(finished: Trained) -> None:
         r"trained with other settings \(seed: 0 -> 1\)", train, config.replace(steps=21, seed=1)
     )
     assert json.loads(Path(result.folder, "summary.json").read_text()) == result.summary
-
-
-@pytest.mark.exhaustive
-def test_cpu_contention_is_logged_and_keeps_bits(
-    alone: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads = iter(range(10**9))
-    monkeypatch.setattr(kernel_threads, "_run_and_wait_ns", lambda path: (0, next(reads) * 10**9))
-    monkeypatch.setattr(kernel_threads, "_INTERVAL_S", 0.001)
-    config, result = alone
-    again = train(config.replace(storage_path=str(tmp_path)))
-    assert again.summary["weights_sha256"] == result.summary["weights_sha256"]
-    (event,) = events_of(again.folder, "cpu_contention")
-    assert (event["rank"], event["waiting_share"]) == (0, 1.0)
 
 
 class RepeatingWorkload(ClickWorkload):
@@ -497,8 +481,13 @@ def test_run_writes_trackers_and_profile_window(
     click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    trackers = {"mlflow": True, "mlflow_uri": (tmp_path / "mlruns").as_uri(), "wandb": "offline"}
-    trackers |= {"mllog": True, "iteration_lines": True}
+    trackers = {
+        "mlflow": True,
+        "mlflow_uri": (tmp_path / "mlruns").as_uri(),
+        "wandb": "offline",
+        "mllog": True,
+        "iteration_lines": True,
+    }
     config = observed(click_log, tmp_path, trackers=trackers, profile={"steps": "5:8"})
     folder = Path(train(config).folder)
     for pattern in (

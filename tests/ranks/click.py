@@ -26,8 +26,34 @@ from rayrec.workloads.base import TrainConfig, WorkerContext
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.run_config import ScalingConfig
 
-MANY = [1460, 583, 4000, 3000, 305, 24, 1251, 633, 3, 931, 568, 2500, 319, 27, 1499, 2700]
-MANY += [10, 565, 217, 4, 3500, 18, 15, 900, 105, 800]
+MANY = [
+    1460,
+    583,
+    4000,
+    3000,
+    305,
+    24,
+    1251,
+    633,
+    3,
+    931,
+    568,
+    2500,
+    319,
+    27,
+    1499,
+    2700,
+    10,
+    565,
+    217,
+    4,
+    3500,
+    18,
+    15,
+    900,
+    105,
+    800,
+]
 EQUAL = [50] * 24
 SHARED = [40, 900, 40]
 """Tables of a model with several labels: features 0 and 2 share one, the lists of feature 1 have

@@ -165,8 +165,6 @@ def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
         "batch_size": 16 // world_size,
         "eval_batch_size": 5,
         "evaluate_every": 6,
-    }
-    fields |= {
         "log_every": 1,
         "train_data": DataConfig(shuffle="full"),
         "scaling": ScalingConfig(num_workers=world_size),

@@ -106,8 +106,6 @@ def build(stage: Stage, rank: int) -> tuple[DistributedModelParallel, Any]:
     parts: dict[str, Any] = {
         "env": ShardingEnv.from_process_group(distributed.group.WORLD),
         "plan": plan,
-    }
-    parts |= {
         "sharders": embedding_sharders(),
         "data_parallel_wrapper": None if stage["ranks"] > 1 else Unwrapped(),
     }

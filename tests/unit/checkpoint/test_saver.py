@@ -64,9 +64,13 @@ def restored(saved: Checkpoint | None) -> dict[str, torch.Tensor]:
     return target
 
 
-def test_saver_logs_events_and_stall(run: Run) -> None:
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+def test_saver_logs_events_and_stall(run: Run, gate: threading.Event) -> None:
     saver = run.saver()
-    gate = threading.Event()
 
     def open_late() -> None:
         until(lambda: saver._stall_so_far[1] is not None)
@@ -189,9 +193,8 @@ def test_saver_overwrites_same_step(run: Run) -> None:
         assert len(os.listdir(run.path(1))) == 2
 
 
-def test_saver_without_lease_cannot_commit(run: Run) -> None:
+def test_saver_without_lease_cannot_commit(run: Run, gate: threading.Event) -> None:
     zombie = run.saver()
-    gate = threading.Event()
     save(zombie, 1, values(1))
     with writes(gate.wait):
         assert zombie.begin(2, values(2), state={}, score=None)
@@ -257,9 +260,8 @@ def test_begin_rejects_invalid_values(run: Run) -> None:
     assert run.steps() == [1]
 
 
-def test_byte_count_grows_during_save_also_of_empty_model(run: Run) -> None:
+def test_byte_count_grows_during_save_also_of_empty_model(run: Run, gate: threading.Event) -> None:
     saver = run.saver()
-    gate = threading.Event()
     block = checkpoint.writer.BLOCK_BYTES
     with writes(gate.wait):
         assert saver.begin(
@@ -289,10 +291,9 @@ def test_saves_do_not_change_random_state(run: Run) -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_close_waits_for_current_save(run: Run) -> None:
+def test_close_waits_for_current_save(run: Run, gate: threading.Event) -> None:
     run.saver().close()
     saver = run.saver()
-    gate = threading.Event()
     with writes(gate.wait):
         assert saver.begin(1, values(), state={}, score=None)
         threading.Timer(0.2, gate.set).start()

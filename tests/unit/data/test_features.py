@@ -543,8 +543,9 @@ def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
         "liked": [True, False, True],
         "age": [30, None, 4.5],
         "weight": [2, 1.5, 0],
+        "user": pd.Categorical(["u1", "7", "u2"]),
+        "genres": [["a", "b"], None, ["c"]],
     }
-    columns |= {"user": pd.Categorical(["u1", "7", "u2"]), "genres": [["a", "b"], None, ["c"]]}
     frame = pd.DataFrame(columns)
     raw, _ = parse_table(pa.concat_tables(read_csv(str(tmp_path / "log.csv"), CLICKS)), CLICKS)
     expected = named_columns(clicks().encode(raw), CLICKS).to_pandas()

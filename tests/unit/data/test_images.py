@@ -259,8 +259,10 @@ def run_of(folder: Path, storage: Path, **changes: Any) -> TrainConfig:
         "eval_batch_size": 9,
         "scaling": threads_of(1),
         "log_every": 1,
+        "cluster": {"address": "none"},
+        "eval_data": {"path": f"{folder}/val"},
+        **changes,
     }
-    fields |= {"cluster": {"address": "none"}, "eval_data": {"path": f"{folder}/val"}, **changes}
     fields["workload"] = {**workload, **fields.get("workload", {})}
     return short_run(image_folder(f"{folder}/train"), storage, **{"steps": 24, **fields})
 

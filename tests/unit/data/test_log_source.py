@@ -2,6 +2,7 @@
 
 import gzip
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,13 @@ def test_raw_files_reject_foreign_folders(tmp_path: Path, name: str, message: st
 # -- Idx files: correct reading, and rejection of damaged or missing files in one line
 IMAGES = np.arange(5 * 4 * 3, dtype=np.uint8).reshape(5, 4, 3)
 LABELS = np.array([3, 0, 9, 1, 1], np.uint8)
+MANY_CLASSES = np.array([3, 0, 10, 1, 200], np.uint8)
+IMAGE_FILE = "train-images-idx3-ubyte"
+LABEL_FILE = "train-labels-idx1-ubyte"
+
+
+def train_part(folder: Path) -> Any:
+    return read_part(str(folder), "train", num_classes=10)
 
 
 def test_read_idx_parses_bytes(tmp_path: Path) -> None:
@@ -337,64 +345,81 @@ def test_damaged_files_are_rejected(content: Any, message: str, tmp_path: Path) 
     assert "idx type" in message or f"rayrec fetch mnist --out {tmp_path}" in line
 
 
-def test_read_idx_rejects_wrong_shapes(tmp_path: Path) -> None:
-    images = tmp_path / "train-images-idx3-ubyte"
-    labels = tmp_path / "train-labels-idx1-ubyte"
-    rejects(
-        r"train-images-idx3-ubyte not found.* rayrec fetch mnist --out ",
-        read_part,
-        str(tmp_path),
-        "train",
-        num_classes=10,
-    )
-    images.write_bytes(idx(IMAGES))
-    rejects(
-        r"train-labels-idx1-ubyte not found.* rayrec fetch mnist --out ",
-        read_part,
-        str(tmp_path),
-        "train",
-        num_classes=10,
-    )
-    rejects(
-        r"nowhere: train-images-idx3-ubyte not found",
-        read_part,
-        str(tmp_path / "nowhere"),
-        "train",
-        num_classes=10,
-    )
-    rejects(
-        r"nowhere: no such file; get it again .rayrec fetch mnist",
-        read_images,
-        str(tmp_path / "nowhere"),
-    )
-    labels.write_bytes(idx(LABELS[:4]))
-    rejects(
-        r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels",
-        read_pair,
-        str(images),
-        str(labels),
-        num_classes=10,
-    )
-    labels.write_bytes(idx(np.array([3, 0, 10, 1, 200], np.uint8)))
-    rejects(
-        r"label of row 2 must be 0 to 9, got 10; set num_classes to 201",
-        read_part,
-        str(tmp_path),
-        "train",
-        num_classes=10,
-    )
-    assert read_labels(str(labels), num_classes=201).tolist() == [3, 0, 10, 1, 200]
-    rejects(
-        r"must have shape \(rows, height, width\), got \(5,\); name the file of the images",
-        read_images,
-        str(labels),
-    )
-    rejects(
-        r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels",
-        read_labels,
-        str(images),
-        num_classes=10,
-    )
+@pytest.mark.parametrize(
+    ("images", "labels", "message", "read"),
+    [
+        pytest.param(
+            None,
+            None,
+            r"images-idx3-ubyte not found.* rayrec fetch mnist --out ",
+            train_part,
+            id="none",
+        ),
+        pytest.param(
+            IMAGES,
+            None,
+            r"labels-idx1-ubyte not found.* rayrec fetch mnist --out ",
+            train_part,
+            id="no labels",
+        ),
+        pytest.param(
+            None,
+            None,
+            r"nowhere: train-images-idx3-ubyte not found",
+            lambda folder: train_part(folder / "nowhere"),
+            id="no folder",
+        ),
+        pytest.param(
+            None,
+            None,
+            r"nowhere: no such file; get it again .rayrec fetch mnist",
+            lambda folder: read_images(str(folder / "nowhere")),
+            id="no file",
+        ),
+        pytest.param(
+            IMAGES,
+            LABELS[:4],
+            r"has 5 images, but .*train-labels-idx1-ubyte has 4 labels",
+            lambda folder: read_pair(
+                str(folder / IMAGE_FILE), str(folder / LABEL_FILE), num_classes=10
+            ),
+            id="fewer labels",
+        ),
+        pytest.param(
+            IMAGES,
+            MANY_CLASSES,
+            r"label of row 2 must be 0 to 9, got 10; set num_classes to 201",
+            train_part,
+            id="more classes",
+        ),
+        pytest.param(
+            IMAGES,
+            LABELS,
+            r"must have shape \(rows, height, width\), got \(5,\); name the file of the images",
+            lambda folder: read_images(str(folder / LABEL_FILE)),
+            id="labels as images",
+        ),
+        pytest.param(
+            IMAGES,
+            LABELS,
+            r"must have shape \(rows,\), got \(5, 4, 3\); name the file of the labels",
+            lambda folder: read_labels(str(folder / IMAGE_FILE), num_classes=10),
+            id="images as labels",
+        ),
+    ],
+)
+def test_read_idx_rejects_wrong_shapes(
+    images: Any, labels: Any, message: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    for name, values in ((IMAGE_FILE, images), (LABEL_FILE, labels)):
+        if values is not None:
+            (tmp_path / name).write_bytes(idx(values))
+    rejects(message, read, tmp_path)
+
+
+def test_labels_may_have_given_number_of_classes(tmp_path: Path) -> None:
+    (tmp_path / LABEL_FILE).write_bytes(idx(MANY_CLASSES))
+    assert read_labels(str(tmp_path / LABEL_FILE), num_classes=201).tolist() == [3, 0, 10, 1, 200]
 
 
 # -- Labels other than 0 and 1: detected in the first scan, with the values and a fix

@@ -337,8 +337,12 @@ def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
     assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
     for capacity in range(len(wanted)):
         fails_with(ValueError, "must have room for", format_extremes, capacity)
-    good = {"dense": np.zeros((1, 2), np.int32), "tokens": np.zeros((1, 2), np.uint32)}
-    good |= {"missing": np.zeros(2, np.uint64), "out": np.zeros(100, np.uint8)}
+    good = {
+        "dense": np.zeros((1, 2), np.int32),
+        "tokens": np.zeros((1, 2), np.uint32),
+        "missing": np.zeros(2, np.uint64),
+        "out": np.zeros(100, np.uint8),
+    }
     labels = np.zeros(2, dtype=np.uint8)
     assert format_rows(labels, **good) == len("0\t0\t00000000\n") * 2
     for name, array in good.items():

@@ -552,8 +552,6 @@ def test_identity_depends_on_rows_and_order_but_not_on_folder() -> None:
         {"shuffle": "files"},
         {"segments_per_block": 3},
         {"parts": (first, part)},
-    ]
-    changes += [
         {"parts": (part, last, first)},
         *({"parts": (first, other, last)} for other in parts),
     ]

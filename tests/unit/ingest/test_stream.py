@@ -610,25 +610,6 @@ def test_lost_and_repeated_rows_are_counted(
     assert trained.lost_and_repeated(loading.trained_rows()) == (expected or (tasks[0][0],) * 2)
 
 
-@pytest.mark.parametrize(
-    ("calls", "expected"),
-    [
-        ((0, 1, 2, 4, 5), (64, 0)),
-        ((0, 1, 1, 2, 3), (0, 64)),
-        (range(5), (0, 0)),
-    ],
-)
-def test_skipped_and_repeated_batches_are_counted(
-    prepared: Prepared, calls: Sequence[int], expected: tuple[int, int]
-) -> None:
-    loading = loader(prepared)
-    trained = TrainedRows()
-    given = [next(loading) for _ in range(max(calls) + 1)]
-    for call in calls:
-        trained.add(given[call].row_numbers)
-    assert trained.lost_and_repeated(loading.trained_rows()) == expected
-
-
 def test_max_steps_limit_requests_and_epoch_end_is_next_start(prepared: Prepared) -> None:
     whole = list(loader(prepared, epochs=2))
     for max_steps in (0, 1, 5, 12, 1000):

@@ -27,6 +27,11 @@ from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import MLP, GlobalBatchNorm, Precision, Tower, linear_stack, relu_backward_
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def reference(mlp: MLP, *, final_activation: bool) -> nn.Sequential:
     modules = [module for layer in mlp.layers for module in (copy.deepcopy(layer), nn.ReLU())]
     return nn.Sequential(*(modules if final_activation else modules[:-1]))
@@ -52,7 +57,6 @@ def gradients(
 def test_fp32_equals_linear_layers(
     sizes: tuple[int, ...], rows: int, final_activation: bool
 ) -> None:
-    torch.manual_seed(0)
     mlp = MLP(13, sizes, final_activation=final_activation)
     inputs = torch.randn(rows, 13)
     weights = torch.randn(rows, sizes[-1])
@@ -74,7 +78,6 @@ def own_threads() -> Iterator[None]:
 
 
 def test_relu_backward_is_bit_identical_for_any_threads(own_threads: None) -> None:
-    torch.manual_seed(0)
     output = torch.randn(1000, 77)
     given = torch.randn(1000, 77)
     output[3, 5], given[4, 6] = float("nan"), float("inf")
@@ -93,7 +96,6 @@ def test_relu_backward_is_bit_identical_for_any_threads(own_threads: None) -> No
 
 @pytest.mark.parametrize("final_activation", [True, False])
 def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> None:
-    torch.manual_seed(0)
     mlp = MLP(130, (64, 32, 16), final_activation=final_activation, precision="bf16")
     inputs = torch.randn(512, 130)
     weights = torch.randn(512, 16)
@@ -110,7 +112,6 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_linear_stack_repeats_bits_for_any_number_of_rows(precision: str) -> None:
-    torch.manual_seed(0)
     mlp = MLP(40, (96, 1), final_activation=False, precision=precision)
     inputs = torch.randn(300, 40)
     weights = torch.randn(300, 1)
@@ -143,7 +144,6 @@ def test_backward_does_not_modify_incoming_gradient(in_features: int) -> None:
 
 
 def test_layers_without_bias_and_without_activation() -> None:
-    torch.manual_seed(0)
     down = torch.randn(24, 100)
     up = torch.randn(100, 24)
     bias = torch.randn(100)
@@ -164,7 +164,6 @@ def test_layers_without_bias_and_without_activation() -> None:
 def test_input_major_weight_gradient_matches_output_major(
     in_features: int, out_features: int
 ) -> None:
-    torch.manual_seed(0)
     inputs = torch.randn(50, in_features)
     factors = torch.randn(50, out_features)
     by_inputs = torch.randn(in_features, out_features, requires_grad=True)

@@ -131,8 +131,9 @@ ODD_NAMES = [
     "",
     "training",
     "_modules",
+    "\u00fcser/id \u5e97",
+    "a b",
 ]
-ODD_NAMES += ["\u00fcser/id \u5e97", "a b"]
 
 
 def test_table_name_supports_any_and_keeps_ordinary_names() -> None:

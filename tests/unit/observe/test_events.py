@@ -127,8 +127,6 @@ def test_writer_hides_secret_values_and_keeps_token_counts(path: Path) -> None:
         "aws_secret_access_key",
         "access_key",
         "accessKey",
-    ]
-    keys += [
         "api-key",
         "token",
         "hf_token",

@@ -509,8 +509,6 @@ def run(
             "kind": "step",
             "step": number * 10,
             "rows": number * ROWS,
-        }
-        step |= {
             "rows_per_s": ROWS / INTERVAL_S,
             "blocked_fraction": spent.get("data", 0.0),
             "steps": 100,

@@ -296,19 +296,25 @@ def replicas(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repl
             thread.join(60)
 
 
-def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
+@pytest.fixture
+def served(replicas: Replicas) -> Replicas:
+    """Replicas, of which the first has started."""
     replicas.start("first")
-    replicas.start("second")
+    return replicas
+
+
+def test_swap_rollback_and_shadow(served: Replicas) -> None:
+    served.start("second")
     server = Control("rayrec")
     rejects("no other model", server.change, revert_model)
-    result = replicas.swap("b")
+    result = served.swap("b")
     assert (result["model"], result["previous"], result["shadow"]) == ("b", "a", None)
-    assert replicas.cluster.versions() == [MODELS["b"].version] * 2
+    assert served.cluster.versions() == [MODELS["b"].version] * 2
     for path, cause in (
         ("other columns", "schemas differ in"),
         ("gone", r"gone: damaged \(the current model stays\)"),
     ):
-        rejects(cause, replicas.swap, path)
+        rejects(cause, served.swap, path)
         rejects(cause, server.change, lambda desired, path=path: change_shadow(desired, path))
     assert len(server.call_register("describe")["failures"]) == 4
     assert (server.change(revert_model)["model"], server.change(revert_model)["model"]) == (
@@ -324,9 +330,8 @@ def test_swap_rollback_and_shadow(replicas: Replicas) -> None:
     ] * 3
 
 
-def test_register_rejects_second_change(replicas: Replicas) -> None:
-    replicas.start("first")
-    register = replicas.cluster.register
+def test_register_rejects_second_change(served: Replicas) -> None:
+    register = served.cluster.register
     desired = register.desired()
     first = swap_model(desired, "b")
     second = swap_model(desired, "c")
@@ -336,26 +341,24 @@ def test_register_rejects_second_change(replicas: Replicas) -> None:
     assert register.desired() == first
 
 
-def test_replica_started_during_swap_has_new_model(replicas: Replicas) -> None:
-    replicas.start("first")
-    replicas.slow["a"] = threading.Event()
-    thread = replicas.begin(replicas.start, "second")
-    swap = replicas.begin(replicas.swap, "b")
-    replicas.slow["a"].set()
+def test_replica_started_during_swap_has_new_model(served: Replicas) -> None:
+    served.slow["a"] = threading.Event()
+    thread = served.begin(served.start, "second")
+    swap = served.begin(served.swap, "b")
+    served.slow["a"].set()
     thread.join(60)
     swap.join(60)
-    assert replicas.cluster.versions() == [MODELS["b"].version] * 2
+    assert served.cluster.versions() == [MODELS["b"].version] * 2
 
 
-def test_replica_started_during_rejected_swap_keeps_model(replicas: Replicas) -> None:
-    replicas.start("first")
-    replicas.slow["a"] = threading.Event()
-    thread = replicas.begin(replicas.start, "second")
+def test_replica_started_during_rejected_swap_keeps_model(served: Replicas) -> None:
+    served.slow["a"] = threading.Event()
+    thread = served.begin(served.start, "second")
     for path in ("other columns", "gone"):
-        rejects(r"schemas differ|damaged", replicas.swap, path)
-    replicas.slow["a"].set()
+        rejects(r"schemas differ|damaged", served.swap, path)
+    served.slow["a"].set()
     thread.join(60)
-    assert replicas.cluster.versions() == [MODELS["a"].version] * 2
+    assert served.cluster.versions() == [MODELS["a"].version] * 2
 
 
 def test_unreached_replica_catches_up(replicas: Replicas) -> None:
@@ -458,40 +461,37 @@ def test_restarted_register_recovers_from_replicas(replicas: Replicas) -> None:
     assert set(replicas.cluster.versions()) == {MODELS["a"].version}
 
 
-def test_replicas_have_time_of_change(replicas: Replicas) -> None:
-    replicas.start("first")
-    replicas.swap("b")
-    rejects("damaged", replicas.swap, "gone")
-    assert {method for method, _ in replicas.cluster.timeouts_s} == {"load", "switch", "drop"}
-    assert all(0 < timeout_s <= control.CHANGE_S for _, timeout_s in replicas.cluster.timeouts_s)
+def test_replicas_have_time_of_change(served: Replicas) -> None:
+    served.swap("b")
+    rejects("damaged", served.swap, "gone")
+    assert {method for method, _ in served.cluster.timeouts_s} == {"load", "switch", "drop"}
+    assert all(0 < timeout_s <= control.CHANGE_S for _, timeout_s in served.cluster.timeouts_s)
     assert all(
         timeout_s > control.CHANGE_S / 2
-        for method, timeout_s in replicas.cluster.timeouts_s
+        for method, timeout_s in served.cluster.timeouts_s
         if method != "drop"
     )
 
 
-def test_unresponsive_replica_rejects_change(replicas: Replicas) -> None:
-    replicas.start("first")
+def test_unresponsive_replica_rejects_change(served: Replicas) -> None:
     lost: Any = TimeoutError
-    replicas.cluster.calls["second"] = lambda method, desired: lost()
-    rejects("load: a replica did not answer in time", replicas.swap, "b")
-    assert replicas.cluster.versions() == [MODELS["a"].version]
+    served.cluster.calls["second"] = lambda method, desired: lost()
+    rejects("load: a replica did not answer in time", served.swap, "b")
+    assert served.cluster.versions() == [MODELS["a"].version]
 
 
 @pytest.mark.parametrize("failing", ["drop", "fail"])
 def test_failed_cleanup_keeps_first_error(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch, failing: str
+    served: Replicas, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """A replica or the register that is lost meanwhile neither hides the cause nor delays it by
     minutes.
     """
-    replicas.start("first")
-    call = replicas.cluster.calls["first"]
+    call = served.cluster.calls["first"]
     limits_s: list[float] = []
     if failing == "drop":
         lost: Any = TimeoutError()
-        replicas.cluster.calls["first"] = lambda method, desired: (
+        served.cluster.calls["first"] = lambda method, desired: (
             lost if method == "drop" else call(method, desired)
         )
     else:
@@ -506,25 +506,23 @@ def test_failed_cleanup_keeps_first_error(
             return call_register(self, method, *arguments, timeout_s=timeout_s)
 
         monkeypatch.setattr(Control, "call_register", fail)
-    rejects(r"^gone: damaged \(the current model stays\)$", replicas.swap, "gone")
-    limits_s += [timeout_s for method, timeout_s in replicas.cluster.timeouts_s if method == "drop"]
+    rejects(r"^gone: damaged \(the current model stays\)$", served.swap, "gone")
+    limits_s += [timeout_s for method, timeout_s in served.cluster.timeouts_s if method == "drop"]
     assert limits_s
     assert max(limits_s) <= 5
 
 
-def test_unexpected_error_of_change_outlives_failed_cleanup(replicas: Replicas) -> None:
-    replicas.start("first")
+def test_unexpected_error_of_change_outlives_failed_cleanup(served: Replicas) -> None:
     errors: Any = {"load": RuntimeError("no space"), "drop": RuntimeError("gone")}
-    replicas.cluster.calls["first"] = lambda method, desired: errors[method]
+    served.cluster.calls["first"] = lambda method, desired: errors[method]
     with pytest.raises(RuntimeError, match="no space"):
-        replicas.swap("b")
+        served.swap("b")
 
 
-def test_successful_change_omits_earlier_failures(replicas: Replicas) -> None:
-    replicas.start("first")
-    rejects("damaged", replicas.swap, "gone")
+def test_successful_change_omits_earlier_failures(served: Replicas) -> None:
+    rejects("damaged", served.swap, "gone")
     server = Control("rayrec")
-    assert replicas.swap("b")["failures"] == {}
+    assert served.swap("b")["failures"] == {}
     assert server.change(revert_model)["failures"] == {}
     assert server.change(lambda desired: change_shadow(desired, "c"))["failures"] == {}
     # For the server's log

@@ -232,8 +232,8 @@ def _answers(port: int, *pieces: bytes, half_close: bool = False) -> list[tuple[
     return result
 
 
-OFFERS = [b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"]
-OFFERS += [
+OFFERS = [
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n",
     b"Connection: upgrade\r\nUpgrade: websocket\r\n",
     b"upgrade: h2c, foo/2\r\nconnection: keep-alive, upgrade\r\n",
 ]

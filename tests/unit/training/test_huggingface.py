@@ -257,14 +257,15 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
         "max_steps": 10,
         "per_device_train_batch_size": 4,
         "lr_scheduler_type": "constant",
-    }
-    settings |= {
         "learning_rate": 0.01,
         "weight_decay": 0.01,
         "max_grad_norm": 0.5,
         "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
     }
-    settings |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     set_seed(wanted.seed)
     model = wanted.workload.build(None)
     trainer = InOrder(

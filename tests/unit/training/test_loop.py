@@ -188,8 +188,6 @@ class Run:
             "loader": self.loader,
             "progress": self.progress,
             "pause_at": pause_at,
-        }
-        parts |= {
             "stop_signal": self.stop_signal,
             "first_step": lambda *times_s: self.first_steps.append(times_s),
         }
@@ -787,8 +785,13 @@ class Evaluated:
         return iter(())
 
     def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
-        parts: dict[str, Any] = {"config": self.attempt.config, "setup": self.setup}
-        parts |= {"loader": None, "save": None, "stop_signal": self.stop_signal}
+        parts: dict[str, Any] = {
+            "config": self.attempt.config,
+            "setup": self.setup,
+            "loader": None,
+            "save": None,
+            "stop_signal": self.stop_signal,
+        }
         training = Training(
             progress=progress,
             log=lambda kind, fields: self.events.append((kind, fields)),

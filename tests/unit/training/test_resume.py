@@ -424,8 +424,9 @@ WORKLOAD: dict[str, Any] = {
     "schema": SCHEMA,
     "preset": {"min_count": 1},
     "schedule": {"decay_fraction": 0.0},
+    "sparse_optimizer": {"learning_rate": 0.1},
+    "dense_optimizer": {"learning_rate": 0.02},
 }
-WORKLOAD |= {"sparse_optimizer": {"learning_rate": 0.1}, "dense_optimizer": {"learning_rate": 0.02}}
 RUN = {
     "batch_size": 100,
     "min_steps_per_epoch": 1,

@@ -383,8 +383,10 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
         "nan": "missing",
         "tokens": "any",
         "category_rules": rules,
+        "lists": ("lists", "split"),
+        "integers": ("whole",),
+        "optional": ("absent",),
     }
-    settings |= {"lists": ("lists", "split"), "integers": ("whole",), "optional": ("absent",)}
     schema = Schema(
         label=None,
         dense=dense,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders.faults import fails_with, raising
-from builders.process_state import check_unchanged, state_of_process
+from builders.process_state import unchanged_process
 from builders.runs import LEAN, QUIET, events_of, one_worker
 from ranks import data_parallel
 
@@ -47,24 +47,22 @@ def config(click_log: Path, tmp_path: Path) -> TrainConfig:
 
 
 def test_run_leaves_callers_process_unchanged(config: TrainConfig) -> None:
-    before = state_of_process()
-    trainer.train(config, console=QUIET)
-    check_unchanged(before)
+    with unchanged_process():
+        trainer.train(config, console=QUIET)
 
 
 def test_scoring_commands_leave_callers_process_unchanged(
     config: TrainConfig, click_log: Path, tmp_path: Path
 ) -> None:
     run = trainer.train(config, console=QUIET).folder
-    before = state_of_process()
-    log = str(click_log / "train.txt")
-    rayrec.evaluate(run, log, console=QUIET)
-    rayrec.predict_to(run, log, out=str(tmp_path / "scores"), console=QUIET)
-    rayrec.export(run, out=str(tmp_path / "export"))
-    # The schema of a click model.
-    schema = config.workload.schema  # type: ignore[attr-defined]
-    rayrec.plan(config, tables=[100] * len(schema.sparse))
-    check_unchanged(before)
+    with unchanged_process():
+        log = str(click_log / "train.txt")
+        rayrec.evaluate(run, log, console=QUIET)
+        rayrec.predict_to(run, log, out=str(tmp_path / "scores"), console=QUIET)
+        rayrec.export(run, out=str(tmp_path / "export"))
+        # The schema of a click model.
+        schema = config.workload.schema  # type: ignore[attr-defined]
+        rayrec.plan(config, tables=[100] * len(schema.sparse))
 
 
 @pytest.mark.parametrize("part", ["prepare", "make_loader", "set_up", "checkpoint_files"])
@@ -73,10 +71,9 @@ def test_failed_start_leaves_callers_process_unchanged(
 ) -> None:
     trainer.train(config.replace(name="first"), console=QUIET)  # what is loaded once stays loaded
     monkeypatch.setattr(ClickWorkload, part, raising(InputError("no room for the tables")))
-    before = state_of_process()
-    for _ in range(2):
-        fails_with(InputError, "no room for the tables", trainer.train, config, console=QUIET)
-    check_unchanged(before)
+    with unchanged_process():
+        for _ in range(2):
+            fails_with(InputError, "no room for the tables", trainer.train, config, console=QUIET)
 
 
 def test_failed_step_leaves_callers_process_unchanged(
@@ -90,21 +87,19 @@ def test_failed_step_leaves_callers_process_unchanged(
         return setup
 
     monkeypatch.setattr(ClickWorkload, "set_up", set_up_badly)
-    before = state_of_process()
-    fails_with(ValueError, "shapes do not match", trainer.train, config, console=QUIET)
-    check_unchanged(before)
+    with unchanged_process():
+        fails_with(ValueError, "shapes do not match", trainer.train, config, console=QUIET)
 
 
 def test_rejected_run_leaves_callers_process_unchanged(config: TrainConfig) -> None:
-    before = state_of_process()
-    fails_with(
-        InputError,
-        "",
-        trainer.train,
-        config.updated({"train_data": {"path": "/nowhere.txt"}}),
-        console=QUIET,
-    )
-    check_unchanged(before)
+    with unchanged_process():
+        fails_with(
+            InputError,
+            "",
+            trainer.train,
+            config.updated({"train_data": {"path": "/nowhere.txt"}}),
+            console=QUIET,
+        )
 
 
 # -- Runs in two threads
@@ -176,18 +171,17 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Waiting:
 
 
 def test_stop_request_ends_one_run(waiting: Waiting) -> None:
-    before = state_of_process()
-    waiting.begin("a")
-    waiting.begin("b")
-    waiting.stop["a"].set()
-    stopped = waiting.end("a")
-    assert (type(stopped), stopped.code) == (SystemExit, 143)
-    assert waiting.end("b") == 6
-    assert 2 < latest(str(waiting.folder / "a")).step < 6
-    assert [event["cause"] for event in events_of(waiting.folder / "a", "stop")] == [
-        "a request to stop"
-    ]
-    check_unchanged(before)
+    with unchanged_process():
+        waiting.begin("a")
+        waiting.begin("b")
+        waiting.stop["a"].set()
+        stopped = waiting.end("a")
+        assert (type(stopped), stopped.code) == (SystemExit, 143)
+        assert waiting.end("b") == 6
+        assert 2 < latest(str(waiting.folder / "a")).step < 6
+        assert [event["cause"] for event in events_of(waiting.folder / "a", "stop")] == [
+            "a request to stop"
+        ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

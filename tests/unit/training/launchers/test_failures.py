@@ -356,7 +356,7 @@ def test_cpu_contention_names_host(tmp_path: Path) -> None:
     on_ray: Any = SimpleNamespace(rank=1, node="f" * 56)  # of which nobody knows the machine
     worker._log_contention(str(tmp_path), on_ray, 0.9)
     (event,) = events_of(tmp_path, "cpu_contention")
-    assert (event["rank"], event["node"]) == (1, platform.node())
+    assert (event["rank"], event["node"], event["waiting_share"]) == (1, platform.node(), 0.9)
 
 
 def test_data_nodes_on_one_host_are_separate() -> None:

@@ -179,8 +179,6 @@ def test_worker_memory_is_sum_of_parts() -> None:
     settings: dict[str, Any] = {
         "dense_weights": 100,
         "dense_state_bytes": workload.dense_optimizer.state_bytes(100),
-    }
-    settings |= {
         "batch_bytes": batch_bytes(workload, config, cost, values=2 * workload.model.table_width),
         "world_size": 2,
     }
