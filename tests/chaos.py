@@ -175,9 +175,12 @@ def main() -> int:
     bad = 0
 
     def run_of(name: str) -> Run:
-        failure = {"max_failures": -1}
         config = small_run(
-            folder / "log", str(folder), name=name, steps=arguments.steps, failure=failure
+            folder / "log",
+            str(folder),
+            name=name,
+            steps=arguments.steps,
+            failure={"max_failures": -1},
         )
         return Run(config, folder / f"{name}-commands", cache=folder / "cache")
 

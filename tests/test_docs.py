@@ -158,14 +158,12 @@ class Pages:
             | ({} if with_ray else {"RAY_TMPDIR": str(ray_files)})
         )
         if self._server is None:
-            pipes: Any = {
-                "stdin": subprocess.PIPE,
-                "stdout": subprocess.PIPE,
-                "text": True,
-                "start_new_session": True,
-            }
             self._server = subprocess.Popen(
-                [sys.executable, "-u", str(ROOT / "tests" / "hosts" / "page_server.py")], **pipes
+                [sys.executable, "-u", str(ROOT / "tests" / "hosts" / "page_server.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
         request = json.dumps(
             {

@@ -250,8 +250,14 @@ def predictions(name: str, folder: Path, *, address: str) -> dict[str, Any]:
         seed=3,
         scale=30.0,
     )
-    options = {"cluster_address": address, "console": QUIET, "batch_rows": 128}
-    rayrec.predict(str(saved.run), path, out=str(folder / "out"), **options)
+    rayrec.predict(
+        str(saved.run),
+        path,
+        out=str(folder / "out"),
+        cluster_address=address,
+        console=QUIET,
+        batch_rows=128,
+    )
     table = pq.read_table(folder / "out")
     floats = [column for column in table.column_names if column.startswith(("score", "logit"))]
     types = [(field.name, str(field.type)) for field in table.schema]

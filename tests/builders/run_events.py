@@ -43,9 +43,13 @@ class Events:
                     perplexity=2.0,
                     rows=640,
                 )
-                path = f"runs/run/checkpoints/step_{step:08d}"
                 self.add(
-                    "checkpoint", step=step, path=path, bytes=44_000_000, stall_s=0.25, write_s=1.5
+                    "checkpoint",
+                    step=step,
+                    path=f"runs/run/checkpoints/step_{step:08d}",
+                    bytes=44_000_000,
+                    stall_s=0.25,
+                    write_s=1.5,
                 )
 
 
@@ -67,9 +71,12 @@ def feed(
 
 def begin(events: Events, name: str = "<script>alert(1)</script>") -> None:
     """Add the events of the driver's start and of its first workers."""
-    versions = {"python": "3.11.7", "torch": "2.13.0"}
     events.add(
-        "run", recipe="gpt2_tiny", name=name, config_hash="0123456789abcdef", versions=versions
+        "run",
+        recipe="gpt2_tiny",
+        name=name,
+        config_hash="0123456789abcdef",
+        versions={"python": "3.11.7", "torch": "2.13.0"},
     )
     events.add("prepared", seconds=1.0)
     events.add(
@@ -298,14 +305,14 @@ def click_run(
         "capacity_rows_per_s": 3000.0,
         "stages": stages,
     }
-    backlog = {"backlog_rows": 0, "backlog_blocks": 0}
     events.add(
         "data",
         step=100,
         seconds=10.0 * seconds,
         rows=12_800,
         **speed,
-        **backlog,
+        backlog_rows=0,
+        backlog_blocks=0,
         **store,
     )
     events.add(

@@ -50,14 +50,19 @@ def config(
     recipe: TrainConfig, folder: Path, name: str = "run", *, gpu: bool = True, **changes: Any
 ) -> TrainConfig:
     scaling = {"num_workers": 1, "use_gpu": gpu and DEVICE == "cuda"}
-    fields: dict[str, Any] = {
-        "name": name,
-        "steps": STEPS,
-        "log_every": 1,
-        "evaluate_every": 1000,
-        "scaling": scaling,
-    }
-    return short_run(recipe, folder, **{**fields, "trackers": LEAN["trackers"], **changes})
+    return short_run(
+        recipe,
+        folder,
+        **{
+            "name": name,
+            "steps": STEPS,
+            "log_every": 1,
+            "evaluate_every": 1000,
+            "scaling": scaling,
+            "trackers": LEAN["trackers"],
+            **changes,
+        },
+    )
 
 
 def clicks(log: str, folder: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
@@ -221,21 +226,29 @@ def test_gpt2_trains(tmp_path: Path) -> None:
         pytest.importorskip(package)
     (tmp_path / "text.txt").write_text("the cat sees a dog.\n" * 2_000)
     tokens = str(tmp_path / "tokens")
-    options = {"format": "mds", "tokenizer": "characters", "block_size": 32}
     rayrec.preprocess(
         str(tmp_path / "text.txt"),
         out=tokens,
-        **options,
+        format="mds",
+        tokenizer="characters",
+        block_size=32,
         console=QUIET,
     )
-    workload = {
-        "model": {
-            "n_layer": 2,
-            "n_head": 2,
-            "n_embd": 32,
-            "n_positions": 32,
-        },
-        "max_new_tokens": 8,
-    }
-    found = losses(train(config(gpt2_tiny(tokens), tmp_path, workload=workload)).folder)
+    found = losses(
+        train(
+            config(
+                gpt2_tiny(tokens),
+                tmp_path,
+                workload={
+                    "model": {
+                        "n_layer": 2,
+                        "n_head": 2,
+                        "n_embd": 32,
+                        "n_positions": 32,
+                    },
+                    "max_new_tokens": 8,
+                },
+            )
+        ).folder
+    )
     assert found[-1] < found[0]

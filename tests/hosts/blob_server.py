@@ -184,8 +184,11 @@ class _Handler(BaseHTTPRequestHandler):
             r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("Range") or ""
         )
         if not found or self.command == "HEAD":
-            copied = {"x-ms-copy-id": "1", "x-ms-copy-status": "success"}
-            return self._send(200, data, {"x-ms-blob-type": "BlockBlob", **copied})
+            return self._send(
+                200,
+                data,
+                {"x-ms-blob-type": "BlockBlob", "x-ms-copy-id": "1", "x-ms-copy-status": "success"},
+            )
         start = int(found[1])
         end = min(int(found[2] or len(data)), len(data) - 1)
         if start >= len(data):

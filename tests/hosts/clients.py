@@ -15,8 +15,15 @@ TOKEN = "open sesame"
 
 def ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
-        headers = {"content-type": "text/tab-separated-values", "authorization": f"Bearer {TOKEN}"}
-        connection.request(method, path, body=body, headers=headers)
+        connection.request(
+            method,
+            path,
+            body=body,
+            headers={
+                "content-type": "text/tab-separated-values",
+                "authorization": f"Bearer {TOKEN}",
+            },
+        )
         response = connection.getresponse()
         return response.status, response.read()
 

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _INSIDE = """
 mount -t proc proc "$ROOT/proc"
@@ -123,17 +123,14 @@ class Stage:
             *(f"{name}={value}" for name, value in inner.items()),
             *command,
         ]
-        options: Any = {
-            "env": environment,
-            "stdin": subprocess.DEVNULL,
-            "capture_output": True,
-            "text": True,
-        }
         return subprocess.run(
             line,
             timeout=timeout_s,
             check=False,
-            **options,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
         )
 
 

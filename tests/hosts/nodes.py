@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hosts.processes import (
     FREQUENT_CHECKS,
@@ -111,14 +110,11 @@ class _Space:
         script = f"set -e\n{setup}\nexec {sys.executable} -c '{_INIT}'"
         # Ends with the test's process, however that ends.
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "sh", "-c", script]
-        streams: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-        }
         self._holder = subprocess.Popen(
             command,
-            **streams,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env=dict(environment),
         )

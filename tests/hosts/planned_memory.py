@@ -72,11 +72,9 @@ def _run(rows: int, folder: str) -> dict[str, int]:
     model = DLRMConfig(
         interaction="dot", embedding_dim=DIM, bottom_mlp=(512, 256, DIM), top_mlp=(512, 512, 256, 1)
     )
-    optimizers = {
-        "sparse_optimizer": {"kind": "rowwise_adagrad"},
-        "dense_optimizer": {"kind": "adam"},
-    }
-    workload = ClickWorkload(schema=schema, model=model).replace(**optimizers)
+    workload = ClickWorkload(schema=schema, model=model).replace(
+        sparse_optimizer={"kind": "rowwise_adagrad"}, dense_optimizer={"kind": "adam"}
+    )
     config = TrainConfig(
         recipe="memory", workload=workload, batch_size=TRAIN_ROWS, eval_batch_size=EVAL_ROWS
     )

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from builders.faults import until
 from hosts.ports import free_ports
@@ -117,14 +116,15 @@ class SlurmCluster:
         """What the command prints. Fails unless it succeeds."""
         out = self.folder / "call"  # a file: daemons keep what they are given open
         with open(out, "w") as file:
-            options: Any = {
-                "stdout": file,
-                "stderr": file,
-                "env": self._environment,
-                "cwd": self.folder,
-                "timeout": 60,
-            }
-            done = subprocess.run(command, check=False, **options)
+            done = subprocess.run(
+                command,
+                check=False,
+                stdout=file,
+                stderr=file,
+                env=self._environment,
+                cwd=self.folder,
+                timeout=60,
+            )
         assert done.returncode == 0, (command, out.read_text()[-2000:])
         return out.read_text().strip()
 

@@ -371,16 +371,13 @@ def test_workers_shrink_and_grow_again(
     with Session(command, environment=environment, output=tmp_path / "pod") as pod:
         wait_for_ray(pod)
         scaling = {**IN_SLOTS, **threads_of((1, 2)), "resize_interval_s": 1.0}
-        saves: dict[str, Any] = {
-            "checkpoint": {"every": 1_000_000, "num_to_keep": 2},
-            "failure": {"max_failures": 1, "node_wait_s": 60},
-        }
         run = begin(
             cluster={"address": address},
             scaling=scaling,
             steps=None,
             epochs=12,
-            **saves,
+            checkpoint={"every": 1_000_000, "num_to_keep": 2},
+            failure={"max_failures": 1, "node_wait_s": 60},
         )
         both = run.wait_for("start")
         run.wait_for_step(60)
@@ -462,10 +459,14 @@ def test_busy_cluster_is_waited_for(
 @pytest.mark.exhaustive
 def test_killed_student_resumes_with_equal_weights(click_log: Path, tmp_path: Path) -> None:
     def of(name: str, teacher: str | None, weight: float = 0.5) -> tuple[TrainConfig, Path]:
-        model = {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (16, 1)}
-        workload = {"model": model, "teacher": {"checkpoint": teacher, "weight": weight}}
         return small_run(
-            click_log, tmp_path / name, steps=160, workload=workload
+            click_log,
+            tmp_path / name,
+            steps=160,
+            workload={
+                "model": {"embedding_dim": 4, "bottom_mlp": (8, 4), "top_mlp": (16, 1)},
+                "teacher": {"checkpoint": teacher, "weight": weight},
+            },
         ), tmp_path / f"{name}_commands"
 
     # As wide as the student: what is looked at here is whom it learns from, not how much.

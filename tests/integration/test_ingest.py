@@ -163,8 +163,9 @@ def test_changed_log_stops_run(
     index = open_here(path, tmp_path)
     path.write_bytes(text[:-5000])
     loader = loader_of(order_of(index), shared)
-    message = r"log\.txt: bytes .* changed since the log was indexed; .* --name$"
-    rejects(message, lambda: list(loader))
+    rejects(
+        r"log\.txt: bytes .* changed since the log was indexed; .* --name$", lambda: list(loader)
+    )
     rejects(r"log\.txt: bytes .* changed since ", counts_of, index)
 
 

@@ -108,8 +108,11 @@ def test_server_accepts_recipe_of_custom_model() -> None:
     own = custom_network_class(f"{FILE}:own_model")
     assert own is not None
     assert own.__qualname__ == own_click_model.OwnConfig.__qualname__
-    message = r"does not train a click model\. Only click and retrieval models can be served"
-    rejects(message, custom_network_class, f"{FILE}:own_images")
+    rejects(
+        r"does not train a click model\. Only click and retrieval models can be served",
+        custom_network_class,
+        f"{FILE}:own_images",
+    )
     rejects(r"must be FILE\.py:FUNCTION, got 'criteo_demo'", ServeConfig, recipe="criteo_demo")
 
 
@@ -253,8 +256,13 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log", "two_tower", users=20)
     config = small("two_tower", log, tmp_path, 2)
     run = train(config)
-    message = r"recipe two_tower does not predict clicks\. Only click models can be compared"
-    rejects(message, rayrec.compare, [run.checkpoint, run.checkpoint], log, console=QUIET)
+    rejects(
+        r"recipe two_tower does not predict clicks\. Only click models can be compared",
+        rayrec.compare,
+        [run.checkpoint, run.checkpoint],
+        log,
+        console=QUIET,
+    )
     rejects(
         r"does not predict clicks, .*confidence",
         rayrec.evaluate,
@@ -264,13 +272,12 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
         console=QUIET,
     )
     rejects("members", train, config, name="two", workload={"model": {"members": 2}})
-    teacher = {"checkpoint": run.checkpoint, "weight": 0.5}
     rejects(
         r"teacher\.checkpoint: must be None for TwoTowerConfig",
         train,
         config,
         name="student",
-        workload={"teacher": teacher},
+        workload={"teacher": {"checkpoint": run.checkpoint, "weight": 0.5}},
     )
 
 
@@ -351,12 +358,13 @@ def _config(
     recipe: rayrec.TrainConfig, folder: Path, steps: int, model: Any, **workload: Any
 ) -> rayrec.TrainConfig:
     """Return a run that learns in some seconds, at the same rates however long it is."""
-    learning = {
+    workload = {
+        "model": model,
         "preset": {"min_count": 1},
         "schedule": {"decay_fraction": 0.0},
         "dense_optimizer": {"learning_rate": 0.02},
+        **workload,
     }
-    workload = {"model": model, **learning, **workload}
     return short_run(
         recipe, folder, steps, workload=workload, batch_size=100, min_steps_per_epoch=1
     )
@@ -432,8 +440,13 @@ def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None
         ("score_seconds", "score_seconds"),
     ):
         np.testing.assert_allclose(answer[name], columns[column][:20], atol=1e-5)
-    message = r"lists have weights \(tag_weights\), unsupported in exports"
-    rejects(message, export, whole.checkpoint, tmp_path / "export", parity_rows=100)
+    rejects(
+        r"lists have weights \(tag_weights\), unsupported in exports",
+        export,
+        whole.checkpoint,
+        tmp_path / "export",
+        parity_rows=100,
+    )
 
 
 def _interests(seed: int) -> pa.Table:
@@ -459,20 +472,24 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     table = _interests(0)
     log = _written(table, tmp_path)
     history = Feature(name="history", vocabulary="item", max_length=6)
-    names = {"sparse": ("item", "user", "history"), "lists": ("history",)}
     schema = SCHEMA.replace(
         labels=(),
         features=(history,),
         timestamp=None,
-        **names,
+        sparse=("item", "user", "history"),
+        lists=("history",),
     )
-    model = {
-        "embedding_dim": 8,
-        "attention": (16,),
-        "mlp": (16,),
-        "members": 2,
-    }
-    config = _config(recipes.clicks_din(log, schema), tmp_path, 150, model)
+    config = _config(
+        recipes.clicks_din(log, schema),
+        tmp_path,
+        150,
+        {
+            "embedding_dim": 8,
+            "attention": (16,),
+            "mlp": (16,),
+            "members": 2,
+        },
+    )
     run = train(config, name="whole", checkpoint={"every": 100})
     assert run.metrics["auroc"] > 0.75
 
@@ -508,8 +525,14 @@ def test_sequence_ensemble_trains_exports_and_serves(tmp_path: Path) -> None:
     )
     dense, ids = program["encoder"].encode(rows)
     np.testing.assert_allclose(program["score"](dense, ids), logits[:50], atol=1e-4)
-    message = "column history has a varying number of ids"
-    rejects(message, export, run.checkpoint, tmp_path / "triton", parity_rows=100, triton=True)
+    rejects(
+        "column history has a varying number of ids",
+        export,
+        run.checkpoint,
+        tmp_path / "triton",
+        parity_rows=100,
+        triton=True,
+    )
 
 
 def test_unsupported_model_is_rejected_before_training(tmp_path: Path) -> None:

@@ -75,13 +75,12 @@ class Model:
 def model(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     network = {"embedding_dim": 4, "bottom_mlp": (16, 4), "top_mlp": (16, 1)}
     log = click_log / "train.txt"
-    here = {"num_cpus": 2, "address": "none"}
     config = short_run(
         recipes.criteo_demo(str(log)),
         tmp_path_factory.mktemp("runs"),
         5,
         batch_size=256,
-        cluster=here,
+        cluster={"num_cpus": 2, "address": "none"},
     )
     return Model(train(config, workload={"model": network}), log)
 
@@ -244,12 +243,13 @@ def test_killed_predict_resumes(
 def sliced(model: Model) -> dict[str, Any]:
     """An evaluation with slices and intervals, compared with the same checkpoint."""
     checkpoints = sorted((Path(model.result.folder) / "checkpoints").iterdir())
-    slices: dict[str, Any] = {
-        "slice_by": ("day", "cat_0", "frequency:cat_2", "int_1"),
-        "slice_top": 3,
-    }
     options = EvaluationConfig(
-        confidence=0.9, resamples=20, compare=str(checkpoints[-1]), batch_rows=1000, **slices
+        confidence=0.9,
+        resamples=20,
+        compare=str(checkpoints[-1]),
+        batch_rows=1000,
+        slice_by=("day", "cat_0", "frequency:cat_2", "int_1"),
+        slice_top=3,
     )
     return model.evaluate(options=options, other=model.config)
 

@@ -192,14 +192,13 @@ def days(folder: Path) -> Path:
 def test_criteo_small_reads_days_and_names_missing(tmp_path: Path) -> None:
     folder = days(tmp_path)
     (folder / "day_7").write_text("not one of its files\n")
-    workload = {
-        "model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1)},
-        "preset": {"min_count": 2},
-    }
     config = small(
         recipes.criteo_small(str(folder)),
         tmp_path / "runs",
-        workload=workload,
+        workload={
+            "model": {"embedding_dim": 8, "bottom_mlp": (8,), "top_mlp": (8, 1)},
+            "preset": {"min_count": 2},
+        },
         scaling={"use_gpu": False},
     )
     sets = train(config).summary["rows_of_sets"]

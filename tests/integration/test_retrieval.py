@@ -112,9 +112,10 @@ def test_towers_with_several_item_features_rank_distinct_items(tmp_path: Path) -
     kind = pa.array(table["item"].to_numpy() % 3)
     pq.write_table(table.append_column("kind", kind), f"{log}/log.parquet")
     schema = PAIRS.replace(sparse=("user", "item", "kind"))
-    model = {"item_features": ("item", "kind")}
     run = train(
-        small("two_tower", log, tmp_path, 30).replace(workload={"schema": schema, "model": model})
+        small("two_tower", log, tmp_path, 30).replace(
+            workload={"schema": schema, "model": {"item_features": ("item", "kind")}}
+        )
     )
     rows = pq.read_table(log)
     metrics, predicted = evaluated_and_predicted(run.checkpoint, log, tmp_path / "scores")
@@ -138,8 +139,7 @@ def test_towers_with_several_item_features_rank_distinct_items(tmp_path: Path) -
 
 def test_answers_have_all_items_but_no_reserved_rows(tmp_path: Path) -> None:
     """Covers k above the number of items, an empty history, and a history of unknown items."""
-    lists = [[-1, 7, 8], [7, -1, 9], [8, 9, -1, 7]]
-    log = write_lists(tmp_path / "log", lists)
+    log = write_lists(tmp_path / "log", [[-1, 7, 8], [7, -1, 9], [8, 9, -1, 7]])
     run = train(small("next_item", log, tmp_path, 2), workload={"model": {"k": ALL_ITEMS}})
     export(run.checkpoint, tmp_path / "export")
     rows = [
@@ -238,10 +238,11 @@ def test_columns_before_list_are_no_targets(tmp_path: Path) -> None:
 def test_hashed_items_are_rejected_before_training(tmp_path: Path) -> None:
     log = write_lists(tmp_path / "log", [[1, 2, 3], [4, 5, 6]])
     hashed = {"preset": {"max_num_embeddings": 4}}
-    message = (
-        "each category of column item must have a separate id, because SASRecConfig predicts them"
+    rejects(
+        "each category of column item must have a separate id, because SASRecConfig predicts them",
+        train,
+        small("next_item", log, tmp_path, 3).replace(workload=hashed),
     )
-    rejects(message, train, small("next_item", log, tmp_path, 3).replace(workload=hashed))
     pairs = write_log(tmp_path / "pairs", "two_tower", users=20)
     run = train(small("two_tower", pairs, tmp_path, 1).replace(workload=hashed), name="vectors")
     assert run.metrics["recall_at_5"] == 1  # Of two rows
@@ -252,11 +253,10 @@ def test_k_above_number_of_items_is_noted(
 ) -> None:
     log = write_lists(tmp_path / "log", IN_ORDER)
     trainer.train(small("next_item", log, tmp_path, 1), console=Console())
-    line = (
+    assert (
         f"workload.model.k: column item has only 2 known items, got {K}. The first {K} are all of "
         "them"
-    )
-    assert line in capsys.readouterr().err
+    ) in capsys.readouterr().err
 
 
 def test_summary_names_rows_of_metrics(tmp_path: Path) -> None:

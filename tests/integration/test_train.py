@@ -197,9 +197,12 @@ class FailingStep(ClickWorkload):
 def test_run_on_ray_leaves_callers_process_unchanged(
     finished: Trained, tmp_path: Path, num_workers: int
 ) -> None:
-    scaling = {"num_workers": num_workers}
     config = finished[0].replace(
-        storage_path=str(tmp_path), name="run", scaling=scaling, steps=4, evaluate_every=4
+        storage_path=str(tmp_path),
+        name="run",
+        scaling={"num_workers": num_workers},
+        steps=4,
+        evaluate_every=4,
     )
     with unchanged_process():
         train(config)
@@ -399,15 +402,12 @@ def test_invalid_rows_are_counted_or_rejected(click_log: Path, tmp_path: Path) -
 
 
 def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "eval_rows": 300,
-        "early_stopping": {"patience": 0, "target": 0.4},
-        "log_every": 2,
-    }
     config = small(
         click_log,
         tmp_path,
-        **changes,
+        eval_rows=300,
+        early_stopping={"patience": 0, "target": 0.4},
+        log_every=2,
         observe={"accuracy": True, "by_worker": True},
         cluster={"address": "none"},
     )
@@ -438,15 +438,16 @@ def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None
 @pytest.mark.exhaustive
 def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path) -> None:
     """Two workers train to a checkpoint, one finishes the epoch, and every row counts once."""
-    fields = {
-        "steps": None,
-        "epochs": 2,
-        "evaluate_every": 300,
-        "checkpoint": {"every": 40},
-        "batch_size": 96,
-    }
     config = small(
-        click_log, tmp_path, **fields, scaling={"num_workers": 2}, cluster={"num_cpus": 2}
+        click_log,
+        tmp_path,
+        steps=None,
+        epochs=2,
+        evaluate_every=300,
+        checkpoint={"every": 40},
+        batch_size=96,
+        scaling={"num_workers": 2},
+        cluster={"num_cpus": 2},
     )
     with Run(config, tmp_path / "two", cache=tmp_path).start() as two:
         two.wait_for_save()

@@ -456,15 +456,16 @@ def test_torchrun_peer_ends_with_status_0(tmp_path: Path) -> None:
     )
     made = {"out": str(tmp_path / "npy"), "format": "npy", "split": "sevenths"}
     rayrec.preprocess(str(tmp_path / "train.txt"), **made, console=Console(quiet=True))
-    torchrun = [
+    command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
         "2",
+        str(ROOT / "benchmarks" / "peers" / "plain_dlrm.py"),
+        made["out"],
     ]
-    command = [*torchrun, str(ROOT / "benchmarks" / "peers" / "plain_dlrm.py"), made["out"]]
     for _ in range(3):
         done = subprocess.run(
             command,

@@ -174,8 +174,12 @@ def test_missing_store_or_bucket_raises_one_line_at_once(
         for name, value in store.environment.items():
             patch.setenv(name, value.replace(str(store.port), "9"))
         start = time.monotonic()
-        message = r"the store was unavailable for 0 s \((cannot|could not) connect to .*:9\b"
-        assert "\n" not in fails_with(OSError, message, storage.exists, folder)
+        assert "\n" not in fails_with(
+            OSError,
+            r"the store was unavailable for 0 s \((cannot|could not) connect to .*:9\b",
+            storage.exists,
+            folder,
+        )
         assert time.monotonic() - start < 1
     other = store.bucket.replace("logs", "none")
     for call in (

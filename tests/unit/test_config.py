@@ -236,8 +236,11 @@ def test_dumped_placeholder_declares_no_columns() -> None:
     dumped = recipes.load_config(recipes.clicks().replace(steps=3).to_yaml())
     assert isinstance(dumped.workload, ClickWorkload)
     assert isinstance(dumped.workload.schema, PlaceholderSchema)
-    columns = {"label": "label", "sparse": ["user", "item"]}
-    declared = recipes.load_config(recipes.clicks().replace(workload={"schema": columns}).to_yaml())
+    declared = recipes.load_config(
+        recipes.clicks()
+        .replace(workload={"schema": {"label": "label", "sparse": ["user", "item"]}})
+        .to_yaml()
+    )
     assert isinstance(declared.workload, ClickWorkload)
     assert type(declared.workload.schema) is Schema, "a log may have the example's columns"
 

@@ -194,14 +194,11 @@ def test_data_reports_are_golden(tmp_path: Path) -> None:
         lines[5],
     ]
     (tmp_path / "own.csv").write_bytes(b"".join(lines))
-    columns: Any = {
-        "label": "click",
-        "dense": ("age", "price"),
-        "sparse": ("user", "item", "flag"),
-        "integers": ("item",),
-    }
     text = Schema(
-        **columns,
+        label="click",
+        dense=("age", "price"),
+        sparse=("user", "item", "flag"),
+        integers=("item",),
         nan="missing",
         delimiter=",",
         tokens="any",
@@ -256,14 +253,15 @@ def _text(folder: Path, rows: int) -> rayrec.TrainConfig:
         for n in range(rows)
     )
     (folder / "log.txt").write_text(text)
-    options = {
-        "tokenizer": "characters",
-        "block_size": 16,
-        "part_bytes": 1024,
-        "shard_bytes": 1024,
-    }
     rayrec.preprocess(
-        str(folder / "log.txt"), out=str(folder / "tokens"), format="mds", console=QUIET, **options
+        str(folder / "log.txt"),
+        out=str(folder / "tokens"),
+        format="mds",
+        console=QUIET,
+        tokenizer="characters",
+        block_size=16,
+        part_bytes=1024,
+        shard_bytes=1024,
     )
     return recipes.gpt2_tiny(str(folder / "tokens")).replace(
         batch_size=7, workload={"model": {"n_positions": 16}}

@@ -60,9 +60,16 @@ def table(content: str | pa.Table, schema: str = SCHEMA, *, verb: str = "train")
 
 
 def good(flags: str, *variables: str) -> Make:
-    paths = "--train-data.path FOLDER/train.txt --storage-path FOLDER/runs"
     return command(
-        " ".join((*variables, "train criteo_demo", paths, flags)), train__txt=CRITEO * 50
+        " ".join(
+            (
+                *variables,
+                "train criteo_demo",
+                "--train-data.path FOLDER/train.txt --storage-path FOLDER/runs",
+                flags,
+            )
+        ),
+        train__txt=CRITEO * 50,
     )
 
 

@@ -235,8 +235,13 @@ def test_plan_explains_planner_error_and_reserves_copy() -> None:
     )
     model = Model([1_000_000])  # 64.8 MiB with its state
     assert plan_sharding(model, Site(1, "cpu", 135 * MIB), **settings)
-    message = "125.0 MiB are free, 0% kept free, half of the rest for checkpoints"
-    rejects(message, plan_sharding, model, Site(1, "cpu", 125 * MIB), **settings)
+    rejects(
+        "125.0 MiB are free, 0% kept free, half of the rest for checkpoints",
+        plan_sharding,
+        model,
+        Site(1, "cpu", 125 * MIB),
+        **settings,
+    )
     assert plan(1, "cuda", host_memory_bytes=GIB)
     # 229 MiB, their copy, 216 MiB of gradients
     assert plan(memory_bytes=700 * MIB, config=only("data_parallel", reserved_fraction=0.0))

@@ -611,8 +611,13 @@ def test_damage_error_names_file(damaged: Damaged) -> None:
     path = re.escape(str(Path(saved.path, damaged.name)))
     name = re.escape(damaged.name)
     tensor = {"model.weight": torch.ones(40, 10)}
-    named = rf"{path}: (damaged|truncated|missing).*use an earlier"
-    told = fails_with(DamagedError, named, checkpoint.restore, saved, tensor)
+    told = fails_with(
+        DamagedError,
+        rf"{path}: (damaged|truncated|missing).*use an earlier",
+        checkpoint.restore,
+        saved,
+        tensor,
+    )
     assert damaged.name != "data_00000.safetensors" or "model.weight" in told
     fails_with(DamagedError, name, checkpoint.verify, saved)
     if damaged.name in {"data_00000.safetensors", "manifest.json"}:

@@ -158,8 +158,12 @@ def test_partitions_are_split_and_give_columns(tmp_path: Path, csv: bool) -> Non
 def test_partitions_reject_invalid_columns(tmp_path: Path) -> None:
     (tmp_path / "log" / "land=de").mkdir(parents=True)
     pq.write_table(table(5), tmp_path / "log" / "land=de" / "part.parquet")
-    message = "column land is the partition land=de, which is not a number; add it to"
-    rejects(message, open_index, f"{tmp_path}/log", CLICKS.replace(dense=("land",)))
+    rejects(
+        "column land is the partition land=de, which is not a number; add it to",
+        open_index,
+        f"{tmp_path}/log",
+        CLICKS.replace(dense=("land",)),
+    )
     pq.write_table(table(5), tmp_path / "flat.parquet")
     flat = open_index(f"{tmp_path}/flat.parquet", CLICKS, cache=tmp_path / "cache")
     rejects(

@@ -241,12 +241,13 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> tuple[LogIndex, Preproces
     for number in range(2):
         rows_of = table.slice(number * 250, 250)
         pq.write_table(rows_of, folder / f"{number}.parquet", row_group_size=40, compression="none")
-    columns: dict[str, Any] = {"dense": ("price",), "sparse": ("shop", "seen"), "lists": ("seen",)}
     schema = Schema(
         label="clicked",
         weight="w",
         tokens="any",
-        **columns,
+        dense=("price",),
+        sparse=("shop", "seen"),
+        lists=("seen",),
     )
     return open_index(
         folder, schema, segment_bytes=2000, cache=tmp_path_factory.mktemp("cache")

@@ -248,13 +248,16 @@ def test_failed_log_is_removed(
         return genuine(plan, block, *rest)
 
     monkeypatch.setattr(synthetic, "_block_text", failing)
-    options: dict[str, Any] = {
-        "rows": ROWS,
-        "days": 2,
-        "dialect": "terabyte",
-        "parallelism": parallelism,
-    }
-    fails_with(RuntimeError, "a block failed", synthetic.generate, str(tmp_path), **options)
+    fails_with(
+        RuntimeError,
+        "a block failed",
+        synthetic.generate,
+        str(tmp_path),
+        rows=ROWS,
+        days=2,
+        dialect="terabyte",
+        parallelism=parallelism,
+    )
     assert os.listdir(tmp_path) == []
 
 

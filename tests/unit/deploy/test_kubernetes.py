@@ -464,8 +464,7 @@ def _last_stage() -> list[Instruction]:
 
 
 def test_instructions_are_read() -> None:
-    text = "# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n"
-    assert instructions(text) == [
+    assert instructions("# a\nFROM x AS y\nRUN a \\\n # in between\n && b\n\ncopy c d\n") == [
         Instruction("FROM", "x AS y"),
         Instruction("RUN", "a && b"),
         Instruction("COPY", "c d"),
@@ -537,8 +536,7 @@ def test_mode_selects_recipe_data_and_output(tmp_path: Path) -> None:
     assert kaggle == (
         "train criteo_kaggle --train-data.path /data --storage-path runs --name kaggle --epochs 2"
     )
-    folders = {"DATA_DIR": "/logs", "OUTPUT_DIR": "/out", "RUN_NAME": "first"}
-    (full,) = lines(RUN_MODE="criteo_full", **folders)
+    (full,) = lines(RUN_MODE="criteo_full", DATA_DIR="/logs", OUTPUT_DIR="/out", RUN_NAME="first")
     assert full == "train criteo_full --train-data.path /logs --storage-path /out --name first"
 
 

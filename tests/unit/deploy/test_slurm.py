@@ -98,9 +98,10 @@ class Started:
 def test_what_is_requeued(
     status: int, restarts: str, state: str, requeued: bool, tmp_path: Path
 ) -> None:
-    commands = {"srun": f"exit {status}", "squeue": f"echo {state}"}
     started = Started(
-        tmp_path, commands=commands, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})
+        tmp_path,
+        commands={"srun": f"exit {status}", "squeue": f"echo {state}"},
+        **({"SLURM_RESTART_COUNT": restarts} if restarts else {}),
     )
     assert started.process.wait(timeout=60) == status
     assert started.read("scontrol.called") == ("requeue 7\n" if requeued else "")

@@ -83,8 +83,14 @@ def test_initial_values_match_distribution_and_start_on_meta() -> None:
     # Runs and golden curves of earlier versions start with these values.
     part = torch.empty(2, 3)
     TableValues(3, "cat_1", 100, 3).fill(part)
-    expected = [-1114835955, -1127736896, 1027692397, -1116264761, -1120535357, 1014909978]
-    assert part.view(torch.int32).flatten().tolist() == expected
+    assert part.view(torch.int32).flatten().tolist() == [
+        -1114835955,
+        -1127736896,
+        1027692397,
+        -1116264761,
+        -1120535357,
+        1014909978,
+    ]
     one = build_embeddings(
         [100, 50],
         embedding_dim=4,
@@ -265,8 +271,11 @@ def test_label_fields_match_schema_and_ensembles_need_mean() -> None:
         CONFIG.replace,
         members=2,
     )
-    message = r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig"
-    rejects(message, EnsembleConfig, models=(DLRMConfig(), CONFIG))
+    rejects(
+        r"^EnsembleConfig.models\[1\]: must predict a label, got WithoutLabelConfig",
+        EnsembleConfig,
+        models=(DLRMConfig(), CONFIG),
+    )
 
 
 # -- Loading of stored configurations, which may only select networks of rayrec

@@ -62,21 +62,21 @@ def measured() -> list[dict[str, Any]]:
                 "peak_fraction": 0.25,
             }
             event["learning_rate"] = 0.00125
-    stage = {
-        "stage": "parse",
-        "rows_per_s": 20_000.0,
-        "busy": 0.8,
-        "cpu_share": 0.9,
-        "queue_share": 0.0,
-    }
     data = {
         "seconds": 5.0,
         "rows": 640,
         "cpus": 1.0,
         "backlog_rows": 12.0,
-        "stages": [stage],
+        "stages": [
+            {
+                "stage": "parse",
+                "rows_per_s": 20_000.0,
+                "busy": 0.8,
+                "cpu_share": 0.9,
+                "queue_share": 0.0,
+            }
+        ],
     }
-    store = {"object_store_bytes": 3e6, "object_store_limit_bytes": 3e8, "spilled_bytes": 0}
     return [
         *events,
         {
@@ -84,7 +84,9 @@ def measured() -> list[dict[str, Any]]:
             "kind": "data",
             "step": 150,
             **data,
-            **store,
+            "object_store_bytes": 3e6,
+            "object_store_limit_bytes": 3e8,
+            "spilled_bytes": 0,
         },
     ]
 
@@ -467,9 +469,13 @@ def test_console_survives_broken_pipe(unbuffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=write, text=True, check=False
+        command,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        stderr=write,
+        text=True,
+        check=False,
     )
     os.close(write)
     assert (done.returncode, done.stdout) == (0, "the result\n")

@@ -139,14 +139,15 @@ def test_restart_lasts_until_training_continues_unlike_pauses() -> None:
     first, second = run.attempts
     assert (first.end, first.last_step) == ("finished", 40)
     assert (second.first_step, second.last_step, second.end, second.restart) == (40, 50, None, None)
-    died = (
+    assert summary(
+        *BEGIN,
+        *END,
+        (31, "summary", {}),
+        *longer,
         (98, "failure", {"cause": "x"}),
         (99, "start", {"step": 40}),
         (100, "step", {"step": 60}),
-    )
-    assert summary(*BEGIN, *END, (31, "summary", {}), *longer, *died).restarts == [
-        Restart("x", 3, 10)
-    ]
+    ).restarts == [Restart("x", 3, 10)]
     # Without a summary, that driver was lost.
     assert [each.cause for each in summary(*BEGIN, *END, *longer).restarts] == [
         "the driver was lost"
@@ -201,23 +202,26 @@ def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
     assert second.restart == Restart("worker 1 died of SIGKILL & <more>", 9.0, 20)
     assert second.begin_s - first.begin_s == 19.0
     assert RunSummary(run_events.run(finished=False)).attempts[-1].end is None
-    lost = (
+    found = summary(
+        *BEGIN,
         (10, "run", {}),
         (11, "attempt", {}),
         (12, "failure", {"cause": "no room"}),
         (13, "attempt", {"number": 2}),
-    )
-    found = summary(
-        *BEGIN, *lost, (14, "start", {"step": 0}), (15, "stop", {"cause": "SIGTERM"})
+        (14, "start", {"step": 0}),
+        (15, "stop", {"cause": "SIGTERM"}),
     ).attempts
-    expected = [
+    assert [(each.end, each.first_step, each.restart is not None) for each in found] == [
         ("the driver was lost", 0, False),
         ("no room", None, False),
         ("stopped: SIGTERM", 0, True),
     ]
-    assert [(each.end, each.first_step, each.restart is not None) for each in found] == expected
-    failed = ((60, "run", {}), (61, "failure", {"cause": "no such log", "last": True}))
-    run = summary(*BEGIN, (6, "stop", {"cause": "SIGTERM"}), *failed)
+    run = summary(
+        *BEGIN,
+        (6, "stop", {"cause": "SIGTERM"}),
+        (60, "run", {}),
+        (61, "failure", {"cause": "no such log", "last": True}),
+    )
     assert [attempt.end for attempt in run.attempts] == ["stopped: SIGTERM"]
     assert run.standing() == "failed (no such log) at step 20 of 40"
     run = summary(*BEGIN[:3])
@@ -339,9 +343,18 @@ def test_dataframe_has_one_row_per_step_and_needs_pandas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame = metrics_dataframe(f"{run_events.write_run(tmp_path, run_events.run())}/events.jsonl")
-    measured = ["rows", "loss", "rows_per_s", "blocked_fraction"]
-    validated = ["validation_loss", "validation_perplexity", "validation_rows"]
-    assert list(frame.columns) == ["step", "epoch", *measured, *validated, "time_s"]
+    assert list(frame.columns) == [
+        "step",
+        "epoch",
+        "rows",
+        "loss",
+        "rows_per_s",
+        "blocked_fraction",
+        "validation_loss",
+        "validation_perplexity",
+        "validation_rows",
+        "time_s",
+    ]
     assert frame["step"].tolist() == list(range(10, 201, 10))
     assert frame["epoch"].isna().all()  # The events lack the number of training rows.
     assert frame.set_index("step")["validation_perplexity"].dropna().to_dict() == dict.fromkeys(
@@ -361,11 +374,12 @@ def test_interval_restarts_and_repeated_steps_are_marked() -> None:
     log = (1, "step", {"step": 20, "rows": 1280, "rows_per_s": 320.0})
     run = summary((0, "start", {"step": 0}), log)
     assert (run.interval, run.steps_redone) == (Interval(20, 1280, 4.0), 0)
-    again = (
+    run = summary(
+        (0, "start", {"step": 0}),
+        log,
         (2, "start", {"step": 10, "rows": 640}),
         (3, "step", {"step": 15, "rows": 960, "rows_per_s": 160.0}),
     )
-    run = summary((0, "start", {"step": 0}), log, *again)
     assert (run.interval, run.steps_redone) == (Interval(5, 320, 2.0), 10)
     run = RunSummary()
     for kind, step, is_repeat in (
@@ -410,8 +424,11 @@ def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
         start_up(restore=6.0, imports=0.5),
     )
     found = summary(*first, *again, *second).starts
-    restarted: list[dict[str, float]] = [{"set_up": 4.0}, {"imports": 5.5, "restore": 6.0}]
-    assert found == [{"imports": 1.0, "set_up": 2.0, "first_step": 3.0}, *restarted]
+    assert found == [
+        {"imports": 1.0, "set_up": 2.0, "first_step": 3.0},
+        {"set_up": 4.0},
+        {"imports": 5.5, "restore": 6.0},
+    ]
     assert in_order(found) == ["imports", "set_up", "restore", "first_step"]
     assert in_order([{"of a later version": 1.0, "first_step": 1.0}]) == [
         "first_step",
@@ -523,15 +540,18 @@ def run(
                 {"stage": name, **dict(zip(SHARES, each, strict=True))}
                 for name, each in stages.items()
             ]
-            fields = {
-                "seconds": INTERVAL_S,
-                "rows": ROWS,
-                "cpus": cpus,
-                "backlog_rows": 50.0,
-                "stages": told,
-                **data,
-            }
-            events.append({"time": step["time"], "kind": "data", **fields})
+            events.append(
+                {
+                    "time": step["time"],
+                    "kind": "data",
+                    "seconds": INTERVAL_S,
+                    "rows": ROWS,
+                    "cpus": cpus,
+                    "backlog_rows": 50.0,
+                    "stages": told,
+                    **data,
+                }
+            )
     return events + (then or [])
 
 
@@ -542,12 +562,12 @@ def spilling(spilled_bytes: list[float], *, filled: int) -> list[dict[str, Any]]
     """Return the events of a data-bound run with these spilled bytes since its start, and a store
     filled to `filled` percent.
     """
-    store: dict[str, Any] = {"object_store_bytes": filled, "object_store_limit_bytes": 100}
     events = run(
         {"data": 0.3},
         stages=CPU_BOUND,
         intervals=len(spilled_bytes),
-        **store,
+        object_store_bytes=filled,
+        object_store_limit_bytes=100,
     )
     data = [event for event in events if event["kind"] == "data"]
     for event, size in zip(data, spilled_bytes, strict=True):

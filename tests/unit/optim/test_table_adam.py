@@ -522,13 +522,13 @@ def test_lars_matches_paper() -> None:
     trust = 0.01
     parameter = Parameter(start.clone())
     zero = Parameter(torch.zeros(2))
-    settings: dict[str, Any] = {
-        "learning_rate": rate,
-        "weight_decay": decay,
-        "momentum": momentum,
-        "trust_coefficient": trust,
-    }
-    optimizer = optim.DenseOptimizerConfig(kind="lars", **settings).build([parameter, zero])
+    optimizer = optim.DenseOptimizerConfig(
+        kind="lars",
+        learning_rate=rate,
+        weight_decay=decay,
+        momentum=momentum,
+        trust_coefficient=trust,
+    ).build([parameter, zero])
     x = start.double().numpy()
     v = 0.0
     for step in range(1, 6):

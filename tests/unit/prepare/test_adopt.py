@@ -767,22 +767,20 @@ def test_adopted_shards_match_rayrec_shards_in_training(tmp_path: Path, tokenize
 
 
 def trained(path: Path, runs: Path, **changes: Any) -> dict[str, Any]:
-    workload = {
-        "model": {
-            "n_layer": 1,
-            "n_head": 2,
-            "n_embd": 16,
-            "n_positions": BLOCK,
-        },
-        "max_new_tokens": 2,
-    }
-    data: Any = {
-        "train_data": {"shuffle": "window", "segments_per_block": 2},
-        "steps": 6,
-        "batch_size": 8,
-    }
     config = recipes.gpt2_tiny(str(path)).replace(
-        workload=workload, scaling={"num_workers": 1}, **data
+        workload={
+            "model": {
+                "n_layer": 1,
+                "n_head": 2,
+                "n_embd": 16,
+                "n_positions": BLOCK,
+            },
+            "max_new_tokens": 2,
+        },
+        scaling={"num_workers": 1},
+        train_data={"shuffle": "window", "segments_per_block": 2},
+        steps=6,
+        batch_size=8,
     )
     return train(
         config,
@@ -946,9 +944,8 @@ def test_unadopted_shards_error_names_command(tmp_path: Path) -> None:
         recipes.gpt2_tiny(folder),
         scaling={"num_workers": 1},
     )
-    told = r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`"
     rejects(
-        told,
+        r"must contain plain text, got MDS shards.*`rayrec adopt [^`]*set --tokenizer DIR`",
         rayrec.preprocess,
         folder,
         out=str(tmp_path / "out"),

@@ -202,8 +202,13 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     in_order = np.sort(table.column("at").cast(pa.int64()).to_numpy())
     assert times["train"].max() < times["validation"].min() == in_order[3000 - 1050]
     assert times["validation"].max() < times["test"].min() == in_order[2700]
-    dates = {"validation_from": "1970-01-01T00:05:00", "test_from": "1970-01-01T00:10:00+00:00"}
-    split(path, tmp_path / "dates", "time", **dates)
+    split(
+        path,
+        tmp_path / "dates",
+        "time",
+        validation_from="1970-01-01T00:05:00",
+        test_from="1970-01-01T00:10:00+00:00",
+    )
     dated = {
         name: part.column("at").cast(pa.int64()).to_numpy()
         for name, part in parts_of(tmp_path / "dates").items()

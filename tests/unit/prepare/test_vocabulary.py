@@ -201,9 +201,8 @@ def test_schema_without_tokens_reads_headerless_text(tmp_path: Path) -> None:
         (Schema(**COLUMNS, lists=("shop",)), log_path),
         (Schema(**COLUMNS), texts),
     ):
-        message = "has no column named click|looks like data, so there is no header"
         rejects(
-            message,
+            "has no column named click|looks like data, so there is no header",
             vocabulary,
             str(path),
             out=str(tmp_path / "no"),
@@ -262,8 +261,12 @@ def test_local_ray_inherits_access_to_stores(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("address", ["head:6379", "local", "none"])
 def test_config_rejects_threads_with_address(address: str) -> None:
-    message = "^engine threads: must not be used with address, because it runs in this process"
-    rejects(message, PreparationConfig, engine="threads", address=address)
+    rejects(
+        "^engine threads: must not be used with address, because it runs in this process",
+        PreparationConfig,
+        engine="threads",
+        address=address,
+    )
 
 
 def test_recipe_supplies_rules(click_log: Path, tmp_path: Path) -> None:

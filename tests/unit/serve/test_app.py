@@ -113,14 +113,21 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
 def test_clipped_numbers_are_counted_by_column() -> None:
     bounded = DenseColumn(lower=-1.0, upper=2.0, indicator=True)
     app = make_app(make_model(make_preprocessor(ANY, dense=(bounded, DenseColumn()))))
-    rows = [
-        {"age": 1e6, "price": 1e6},
-        {"age": -1e6},
-        {"age": 3.0},
-        {"age": None},
-        {},
-    ]
-    assert post(app, {"rows": rows}).status == 200
+    assert (
+        post(
+            app,
+            {
+                "rows": [
+                    {"age": 1e6, "price": 1e6},
+                    {"age": -1e6},
+                    {"age": 3.0},
+                    {"age": None},
+                    {},
+                ]
+            },
+        ).status
+        == 200
+    )
     counts = {
         name: value
         for name, value in _samples(app).items()
@@ -186,13 +193,18 @@ def test_integer_buckets_are_categories() -> None:
             )
         )
     )
-    rows = [
-        {"int_0": 1},
-        {"int_0": 0},
-        {},
-        {"int_0": 1000, "int_3": -5},
-    ]
-    result = post(app, {"rows": rows}, query="columns=true").json()
+    result = post(
+        app,
+        {
+            "rows": [
+                {"int_0": 1},
+                {"int_0": 0},
+                {},
+                {"int_0": 1000, "int_3": -5},
+            ]
+        },
+        query="columns=true",
+    ).json()
     assert result["unknown_columns"] == [[], [], [], ["int_0", "int_3"]]
 
 
@@ -596,8 +608,16 @@ def test_content_types_and_request_sizes_are_checked(app: ScoringApp) -> None:
     error_of(post(app, b"x" * 2001), 413)
     # the first is refused before a byte of it is read
     for length, parts in (("9" * 30, [b""]), ("-1", [b"x" * 500] * 5)):
-        headers = {"content-type": "application/json", "content-length": length}
-        error_of(ask(app, "POST", "/v1/score", headers=headers, parts=parts), 413)
+        error_of(
+            ask(
+                app,
+                "POST",
+                "/v1/score",
+                headers={"content-type": "application/json", "content-length": length},
+                parts=parts,
+            ),
+            413,
+        )
 
 
 @pytest.mark.parametrize(

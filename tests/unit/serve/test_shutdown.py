@@ -231,16 +231,22 @@ def test_signal_ends_starting_command_and_processes(tmp_path: Path, number: sign
 
 def test_command_in_blocking_call_ends(tmp_path: Path) -> None:
     """Ray's calls may not return to Python, where a signal handler would run."""
-    body = "lock = threading.Lock(); lock.acquire(); lock.acquire()"
-    assert _run_command(tmp_path, body, TERM).status == STOPPED
+    assert (
+        _run_command(
+            tmp_path, "lock = threading.Lock(); lock.acquire(); lock.acquire()", TERM
+        ).status
+        == STOPPED
+    )
 
 
 def test_processes_outlive_signal_to_group_until_server_ends(tmp_path: Path) -> None:
-    body = (
+    result = _run_command(
+        tmp_path,
         f"{SERVE}; command.stop.requested.wait(); time.sleep(0.3); "
-        "print(len(shutdown.child_processes()), flush=True)"
+        "print(len(shutdown.child_processes()), flush=True)",
+        TERM,
+        to_group=True,
     )
-    result = _run_command(tmp_path, body, TERM, to_group=True)
     assert (result.status, result.err) == (0, "")
     assert result.out.split()[-1] == "2"
 
@@ -258,8 +264,12 @@ def test_unanswered_requests_end_process_after_limit(tmp_path: Path) -> None:
 
 
 def test_hangup_after_nohup_is_ignored(tmp_path: Path) -> None:
-    body = f"{SERVE}; time.sleep(0.6); print(command.stop.requested.is_set(), flush=True)"
-    result = _run_command(tmp_path, body, HUP, prefix=["nohup"])
+    result = _run_command(
+        tmp_path,
+        f"{SERVE}; time.sleep(0.6); print(command.stop.requested.is_set(), flush=True)",
+        HUP,
+        prefix=["nohup"],
+    )
     assert (result.status, result.out.split()[-1]) == (0, "False")
 
 
@@ -267,17 +277,25 @@ def test_unfinished_server_is_withdrawn_from_cluster(tmp_path: Path) -> None:
     """The deployment then fails in the main thread, which neither prints that nor ends the
     process.
     """
-    body = (
+    result = _run_command(
+        tmp_path,
         "gone = threading.Event(); command.withdraw = lambda: (print('withdrawn', flush=True), "
-        "gone.set(), time.sleep(0.3)); gone.wait(); return 1"
+        "gone.set(), time.sleep(0.3)); gone.wait(); return 1",
+        TERM,
     )
-    result = _run_command(tmp_path, body, TERM)
     assert (result.status, result.out.split()[-1]) == (STOPPED, "withdrawn")
 
 
 def test_silent_cluster_does_not_delay_end(tmp_path: Path) -> None:
-    body = "shutdown._WITHDRAW_S = 0.2; command.withdraw = lambda: time.sleep(600); time.sleep(600)"
-    assert _run_command(tmp_path, body, TERM).status == STOPPED
+    assert (
+        _run_command(
+            tmp_path,
+            "shutdown._WITHDRAW_S = 0.2; command.withdraw = lambda: time.sleep(600); "
+            "time.sleep(600)",
+            TERM,
+        ).status
+        == STOPPED
+    )
 
 
 def test_end_spares_earlier_children(tmp_path: Path) -> None:

@@ -76,8 +76,13 @@ def test_dataframe_run_matches_parquet_run(tmp_path: Path) -> None:
     assert result.summary["weights_sha256"] == expected.summary["weights_sha256"]
     assert result.metrics == expected.metrics
     longer = small.replace(steps=6)
-    message = r"data/train: the run started with other data \(rows: 600 -> 599\)"
-    rejects(message, rayrec.train, longer, data=frame.iloc[1:], console=QUIET)
+    rejects(
+        r"data/train: the run started with other data \(rows: 600 -> 599\)",
+        rayrec.train,
+        longer,
+        data=frame.iloc[1:],
+        console=QUIET,
+    )
     resumed = rayrec.train(longer, data=frame, eval_data=held_out, console=QUIET)
     assert (
         resumed.summary["steps"],
@@ -120,8 +125,13 @@ def test_resumed_run_keeps_written_data(tmp_path: Path) -> None:
         (ratings(601), r"rows: 600 -> 601"),
         (ratings().assign(age=1), retyped),
     ):
-        told = rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same"
-        rejects(told, write, config(tmp_path), changed, resumes=True)
+        rejects(
+            rf"{tmp_path}/run/data/train: .* other data \({message}\). Use the same",
+            write,
+            config(tmp_path),
+            changed,
+            resumes=True,
+        )
     write(config(tmp_path), ratings(601))  # nothing is trained yet
     assert pq.read_metadata(written).num_rows == 601
 
@@ -421,9 +431,13 @@ def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path:
         label="click", dense=("age",), sparse=("user", "item"), tokens="any", delimiter=","
     )
     for name in ("first", "second"):
-        options = {"schema": schema, "split": "sevenths", "console": QUIET}
         rayrec.preprocess(
-            str(trained / "log"), out=str(tmp_path / name), format="parquet", **options
+            str(trained / "log"),
+            out=str(tmp_path / name),
+            format="parquet",
+            schema=schema,
+            split="sevenths",
+            console=QUIET,
         )
     before = data_versions(recipes.clicks(str(tmp_path / "first"), schema=schema))
     assert before["train_data"]["files"] > 3  # in folders
@@ -441,18 +455,15 @@ def test_changed_data_is_rejected_for_preprocessed_rows(trained: Path, tmp_path:
 def test_changed_data_is_rejected_for_images_and_tokens(tmp_path: Path) -> None:
     digits = write_digits(tmp_path / "digits", train=20, test=10)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    small = {
-        "vocabulary_size": 300,
-        "block_size": 16,
-        "shard_bytes": 2000,
-        "validation_fraction": 0.2,
-    }
     rayrec.preprocess(
         str(tmp_path / "text.txt"),
         out=str(tmp_path / "tokens"),
         format="mds",
         console=QUIET,
-        **small,
+        vocabulary_size=300,
+        block_size=16,
+        shard_bytes=2000,
+        validation_fraction=0.2,
     )
     shard = next((tmp_path / "tokens" / "validation").glob("*.mds"))
     labels = digits / "t10k-labels-idx1-ubyte.gz"

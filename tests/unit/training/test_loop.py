@@ -785,17 +785,14 @@ class Evaluated:
         return iter(())
 
     def finish(self, progress: Progress = STOPPED_EARLY, *, evaluated_step: int | None = 7) -> Any:
-        parts: dict[str, Any] = {
-            "config": self.attempt.config,
-            "setup": self.setup,
-            "loader": None,
-            "save": None,
-            "stop_signal": self.stop_signal,
-        }
         training = Training(
             progress=progress,
             log=lambda kind, fields: self.events.append((kind, fields)),
-            **parts,
+            config=self.attempt.config,
+            setup=self.setup,
+            loader=None,
+            save=None,
+            stop_signal=self.stop_signal,
         )
         return FinalTest(
             attempt=self.attempt,

@@ -177,9 +177,10 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
             raise error
 
         monkeypatch.setattr(ray_launcher, "run_attempts", run_attempts)
-        trackers = {"prometheus": False, "tensorboard": False, "mllog": True}
         config = data_parallel.config(1).replace(
-            name="run", storage_path=str(tmp_path), trackers=trackers
+            name="run",
+            storage_path=str(tmp_path),
+            trackers={"prometheus": False, "tensorboard": False, "mllog": True},
         )
         config = config.replace(
             workload=Prepared(wrong=str(error) if wrong else ""), failure={"max_outage_s": 900.0}
@@ -306,8 +307,14 @@ def test_finished_run_of_earlier_version_returns_or_extends(tmp_path: Path) -> N
         workload={"parallel": "fsdp", "parallel_options": {"param_dtype": "bf16"}}
     )
     differences = changes_since(str(tmp_path), other)
-    message = r"\(workload.parallel_options.param_dtype: not set -> bf16\)"
-    rejects(message, finished_summary, str(tmp_path), other, differences, NOTES.append)
+    rejects(
+        r"\(workload.parallel_options.param_dtype: not set -> bf16\)",
+        finished_summary,
+        str(tmp_path),
+        other,
+        differences,
+        NOTES.append,
+    )
 
 
 def test_failed_set_up_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,11 +131,11 @@ def test_evaluation_may_have_fewer_rows(recipe: str) -> None:
 
 
 def test_configs_reject_early_stopping_plateau_and_schema(tmp_path: Path) -> None:
-    unkept = {"checkpoint": {"keep_best": 0}, "early_stopping": {"patience": 2}}
     rejects(
         "must be at least 1, because early stopping uses the best weights",
         recipes.criteo_demo().replace,
-        **unkept,
+        checkpoint={"keep_best": 0},
+        early_stopping={"patience": 2},
     )
     assert not Workload.SHORT_EVALUATIONS
     with pytest.MonkeyPatch.context() as patched:

@@ -43,11 +43,16 @@ class TwoRates(DenseOptimizerConfig):
     def build_named(self, named_parameters: Mapping[str, torch.nn.Parameter]) -> NamedOptimizer:
         matrices = [value for value in named_parameters.values() if value.dim() > 1]
         biases = [value for value in named_parameters.values() if value.dim() <= 1]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices},
-            {"params": biases, "lr": self.bias_rate},
-        ]
-        return NamedOptimizer(torch.optim.RMSprop(groups, lr=self.learning_rate), named_parameters)
+        return NamedOptimizer(
+            torch.optim.RMSprop(
+                [
+                    {"params": matrices},
+                    {"params": biases, "lr": self.bias_rate},
+                ],
+                lr=self.learning_rate,
+            ),
+            named_parameters,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -185,5 +185,10 @@ def test_bins_have_room_for_many_rows() -> None:
 
 def test_numbers_without_logarithm_are_rejected() -> None:
     raw = block([1.0, -3.0, -1.0, 5.0])
-    message = r"column x: 2 numbers have no logarithm after dense_shift 1\. Raise it"
-    rejects(message, made_from, raw, NUMBER, Preset(dense="log"))
+    rejects(
+        r"column x: 2 numbers have no logarithm after dense_shift 1\. Raise it",
+        made_from,
+        raw,
+        NUMBER,
+        Preset(dense="log"),
+    )

@@ -378,20 +378,17 @@ def own_logs(draw: st.DrawFn) -> tuple[Schema, pa.Table, pa.Table]:
     like = Feature(name="like", vocabulary=draw(st.sampled_from(["s", None])))
     lists = Feature(name="lists", max_length=draw(st.none() | st.integers(1, 3)))
     rules = draw(st.sampled_from([1, 2]))
-    settings = {
-        "features": (like, lists),
-        "nan": "missing",
-        "tokens": "any",
-        "category_rules": rules,
-        "lists": ("lists", "split"),
-        "integers": ("whole",),
-        "optional": ("absent",),
-    }
     schema = Schema(
         label=None,
         dense=dense,
         sparse=sparse,
-        **settings,
+        features=(like, lists),
+        nan="missing",
+        tokens="any",
+        category_rules=rules,
+        lists=("lists", "split"),
+        integers=("whole",),
+        optional=("absent",),
     )
     table = pa.table(columns)
     return schema, table.slice(0, NUM_ROWS), table.slice(NUM_ROWS)

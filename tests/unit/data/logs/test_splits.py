@@ -46,13 +46,16 @@ def test_sevenths(rows: int) -> None:
 
 
 def test_known_logs_are_split_by_sevenths_files_and_fractions() -> None:
-    ranges = [
-        (0, 39_291_958),
-        (39_291_958, 42_566_288),
-        (42_566_288, 45_840_617),
-    ]
     assert [*Split().rows(index_of(45_840_617)).items()] == list(
-        zip(("train", "validation", "test"), ranges, strict=True)
+        zip(
+            ("train", "validation", "test"),
+            [
+                (0, 39_291_958),
+                (39_291_958, 42_566_288),
+                (42_566_288, 45_840_617),
+            ],
+            strict=True,
+        )
     )
     split = Split(kind="last_file").rows(index_of(10, 5, 0, 7, 3, 4))
     assert split == {"train": (0, 22), "validation": (22, 26), "test": (26, 29)}
@@ -330,20 +333,23 @@ def _values(
 
 
 def test_text(tmp_path: Path) -> None:
-    lines = [
-        "1\t3\t\t0000000a\t",
-        "0\t-7\t5\t\tffffffff",
-        "nonsense",
-        "0\t\t123456789012\t0000000b\t00000000",
-    ]
-    (tmp_path / "log.tsv").write_text("\n".join(lines) + "\n")
-    expected = [
+    (tmp_path / "log.tsv").write_text(
+        "\n".join(
+            [
+                "1\t3\t\t0000000a\t",
+                "0\t-7\t5\t\tffffffff",
+                "nonsense",
+                "0\t\t123456789012\t0000000b\t00000000",
+            ]
+        )
+        + "\n"
+    )
+    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == [
         [3, -7, None],
         [None, 5, 123456789012],
         [0xA, None, 0xB],
         [None, 0xFFFFFFFF, 0],
     ]
-    assert _values(tmp_path / "log.tsv", HEXADECIMAL, "i", "j", "c", "d") == expected
     assert _values(tmp_path / "log.tsv", HEXADECIMAL, "c", start=1, stop=3) == [[None, 0xB]]
 
 

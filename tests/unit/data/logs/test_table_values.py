@@ -286,8 +286,10 @@ def clicks(values: Any, rule: LabelRule, **fields: Any) -> tuple[list[float], di
 
 
 def test_label_at_least_splits_numbers() -> None:
-    counts = {"label is missing": 1, "not a finite number": 1}
-    assert clicks(RATINGS, LabelRule(at_least=4)) == ([1, 0, 1], counts)
+    assert clicks(RATINGS, LabelRule(at_least=4)) == (
+        [1, 0, 1],
+        {"label is missing": 1, "not a finite number": 1},
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,10 +310,9 @@ def test_label_positive_matches_values(
 
 
 def test_label_markers_are_missing_labels() -> None:
-    counts = {"label is missing": 2}
     assert clicks(["1", "-1", "?", None], LabelRule(positive=("1",)), missing=("?", "-1")) == (
         [1, 0],
-        counts,
+        {"label is missing": 2},
     )
 
 

@@ -137,8 +137,9 @@ def test_raw_rows_are_scored_without_rayrec(
     assert saved.config.train_data.path is not None
     lines = Path(saved.config.train_data.path).read_text().splitlines()[:50]
     assert FROM_RAW in (folder / "README.md").read_text()
-    rows = "rows = encoder.parse(open('lines.tsv').read().splitlines())"
-    program = f"{LOADER}{FROM_RAW}".replace("rows = [{}, {}]", rows).replace("print(", "result = (")
+    program = f"{LOADER}{FROM_RAW}".replace(
+        "rows = [{}, {}]", "rows = encoder.parse(open('lines.tsv').read().splitlines())"
+    ).replace("print(", "result = (")
     (folder / "lines.tsv").write_text("\n".join(lines))
     result: dict[str, Any] = {}
     with monkeypatch.context() as hidden:
@@ -704,10 +705,13 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
         aligned_with="items",
     )
     features = (Feature(name="items", vocabulary="item", max_length=3), shops)
-    sparse = ("item", "shop", "items", "shops")
-    lists = ("items", "shops")
     schema = Schema(
-        label="click", sparse=sparse, lists=lists, features=features, tokens="any", delimiter=","
+        label="click",
+        sparse=("item", "shop", "items", "shops"),
+        lists=("items", "shops"),
+        features=features,
+        tokens="any",
+        delimiter=",",
     )
     preprocessor = Preprocessor(
         "test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64)

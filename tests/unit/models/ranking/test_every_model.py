@@ -208,9 +208,13 @@ ROWS = 24
 
 def inputs_with_lists(config: ClickModelConfig) -> ModelInputs:
     labels = (Label(name="like"),) * config.SEVERAL_LABELS
-    lists = (("history", 5), ("tags", None))
     return ModelInputs(
-        2, ("item", "history", "tags"), "click", labels, ("item", "item", "tags"), lists=lists
+        2,
+        ("item", "history", "tags"),
+        "click",
+        labels,
+        ("item", "item", "tags"),
+        lists=(("history", 5), ("tags", None)),
     )
 
 

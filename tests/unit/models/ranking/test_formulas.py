@@ -36,10 +36,12 @@ def dropped(net: nn.Module, values: torch.Tensor, share: float) -> torch.Tensor:
 
 def batch_normalized(values: torch.Tensor, norm: GlobalBatchNorm, eps: float) -> torch.Tensor:
     """Apply torch's batch norm, and keep the running statistics."""
-    weights = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
     return nn.functional.batch_norm(
         values,
-        *weights,
+        norm.running_mean,
+        norm.running_var,
+        norm.weight,
+        norm.bias,
         training=norm.training,
         momentum=0.0,
         eps=eps,

@@ -67,8 +67,14 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def config(**failure: Any) -> TrainConfig:
-    scaling = {"num_workers": (1, 4), "resources_per_worker": {"slot": 1.0}, "cpus_per_worker": 0.5}
-    return recipes.criteo_demo("none").replace(scaling=scaling, failure=failure)
+    return recipes.criteo_demo("none").replace(
+        scaling={
+            "num_workers": (1, 4),
+            "resources_per_worker": {"slot": 1.0},
+            "cpus_per_worker": 0.5,
+        },
+        failure=failure,
+    )
 
 
 class Attempts:
