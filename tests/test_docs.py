@@ -129,8 +129,11 @@ def _environment(folder: Path) -> dict[str, str]:
     for name, start in (("rayrec", "-m rayrec "), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start}"$@"\n')
         (programs / name).chmod(0o755)
-    own = {"RAYREC_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
-    own["PATH"] = f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    own = {
+        "RAYREC_CACHE": str(folder / ".cache"),
+        "PYTHONUNBUFFERED": "1",
+        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
 
 

@@ -49,9 +49,14 @@ DLRM = DLRMConfig(
     cross_low_rank=2,
 )
 SMALL = DLRM.replace(
-    embedding_dim=8, bottom_mlp=(16, 8), top_mlp=(16, 1), cross_layers=2, cross_low_rank=4
+    embedding_dim=8,
+    bottom_mlp=(16, 8),
+    top_mlp=(16, 1),
+    cross_layers=2,
+    cross_low_rank=4,
+    projection_first=(16, 16),
+    projection_second=(24, 16),
 )
-SMALL = SMALL.replace(projection_first=(16, 16), projection_second=(24, 16))
 NUM_TOKENS = 5
 
 

@@ -101,8 +101,7 @@ DLRM = small(
     top_mlp=(8, 5, 1),
     cross_layers=2,
     cross_low_rank=3,
-)
-DLRM = DLRM.replace(projection_first=(6, 8), projection_second=(5, 12))
+).replace(projection_first=(6, 8), projection_second=(5, 12))
 CONFIGS: dict[str, ClickModelConfig] = {
     "linear": models.config_class("linear")(number_scale=4.0, category_scale=0.5),
     "widedeep": WIDEDEEP,

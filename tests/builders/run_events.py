@@ -247,8 +247,8 @@ def click_run(
             "blocked_fraction": 0.2,
             "multiply_adds_per_s": 1e9,
             "peak_fraction": 0.125,
+            "times_s": {part: fraction * seconds for part, fraction in parts.items()},
         }
-        speed["times_s"] = {part: fraction * seconds for part, fraction in parts.items()}
         events.add(
             "step",
             after_s=seconds,

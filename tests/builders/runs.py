@@ -53,8 +53,8 @@ def one_worker(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
         "batch_size": 128,
         "evaluate_every": 8,
         "log_every": 4,
+        "workload": {"model": {"first_order": False}},
     }
-    fields["workload"] = {"model": {"first_order": False}}
     fields |= {
         "early_stopping": {"patience": 0},
         "train_data": {"block_bytes": 1 << 20, "segments_per_block": 4},

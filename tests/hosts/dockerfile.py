@@ -102,8 +102,8 @@ class Stage:
             "BINDS": str(listed),
             "FOLDER": self.folder,
             "PATH": path,
+            "USERSPEC": f"{self.user}:{self.user}",
         }
-        environment["USERSPEC"] = f"{self.user}:{self.user}"
         # In a separate mount namespace: what is mounted is gone when it ends.
         isolated = [
             "unshare",

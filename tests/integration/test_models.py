@@ -56,9 +56,12 @@ def test_custom_model_trains_exports_and_serves(log: str, tmp_path: Path) -> Non
     recipe = own_click_model.own_model
     own = own_click_model.OwnConfig
     # one that does not look at the last step
-    config = recipe(log).replace(workload={"schedule": {"decay_fraction": 0.0}})
-    config = config.replace(
-        storage_path=str(tmp_path), steps=20, evaluate_every=10, checkpoint={"every": 10}
+    config = recipe(log).replace(
+        workload={"schedule": {"decay_fraction": 0.0}},
+        storage_path=str(tmp_path),
+        steps=20,
+        evaluate_every=10,
+        checkpoint={"every": 10},
     )
 
     # Trained in one go, and in two: with the same weights.
@@ -303,12 +306,12 @@ NAMES: dict[str, Any] = {
     "dense": ("price",),
     "sparse": ("item", "user", "history", "tags"),
     "lists": ("history", "tags"),
+    "labels": (Label(name="like"), Label(name="seconds", kind="number")),
+    "features": (
+        Feature(name="history", vocabulary="item", max_length=4),
+        Feature(name="tags", weights="tag_weights"),
+    ),
 }
-NAMES["labels"] = (Label(name="like"), Label(name="seconds", kind="number"))
-NAMES["features"] = (
-    Feature(name="history", vocabulary="item", max_length=4),
-    Feature(name="tags", weights="tag_weights"),
-)
 SCHEMA = Schema(
     label="click",
     timestamp="at",

@@ -124,8 +124,7 @@ def test_datasets_score_like_their_file(local_ray: None, model: Model, tmp_path:
     columns = dict(zip(SCHEMA.columns, values, strict=True))
     frame = pd.DataFrame(
         {name: pd.to_numeric(pd.Series(columns[name])) for name in ("label", *SCHEMA.dense)}
-    )
-    frame = frame.assign(**{name: pd.Categorical(columns[name]) for name in SCHEMA.sparse})
+    ).assign(**{name: pd.Categorical(columns[name]) for name in SCHEMA.sparse})
     part = tmp_path / "part.txt"
     part.write_bytes(b"".join(model.lines[:900]))
     options: dict[str, Any] = {"cluster_address": "auto", "console": QUIET}

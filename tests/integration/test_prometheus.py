@@ -57,11 +57,14 @@ ray.shutdown()
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     """What an exporter says after a made-up run."""
-    more: dict[str, Any] = {"evaluate": {"auroc": 0.75}, "finish": {"metrics": {"auroc": 0.75}}}
-    more["step"] = {
-        "times_s": {"data": 0.5, "forward": 1.5, "other": 0.0},
-        "multiply_adds_per_s": 1e9,
-        "peak_fraction": 0.25,
+    more: dict[str, Any] = {
+        "evaluate": {"auroc": 0.75},
+        "finish": {"metrics": {"auroc": 0.75}},
+        "step": {
+            "times_s": {"data": 0.5, "forward": 1.5, "other": 0.0},
+            "multiply_adds_per_s": 1e9,
+            "peak_fraction": 0.25,
+        },
     }
     events = [{**event, **more.get(event["kind"], {})} for event in run_events.run()]
     events = [

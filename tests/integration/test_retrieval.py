@@ -75,8 +75,9 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     later = random_lists(100 + min_count, rows=80, items=90)
     log = write_lists(tmp_path / "log", trained)
     evaluated = write_lists(tmp_path / "later", later)
-    config = small("next_item", log, tmp_path, 3, eval_data={"path": evaluated})
-    config = config.replace(workload={"preset": {"min_count": min_count}})
+    config = small("next_item", log, tmp_path, 3, eval_data={"path": evaluated}).replace(
+        workload={"preset": {"min_count": min_count}}
+    )
     run = train(config)
     of_all = train(config, name="all", workload={"model": {"k": ALL_ITEMS}})
 

@@ -320,8 +320,8 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         "cpus_per_replica": 0.5,
         "replicas": 2,
         "ingress": "direct",
+        "recipe": f"{own_click_model.__file__}:slow_model",
     }
-    options["recipe"] = f"{own_click_model.__file__}:slow_model"
 
     with (
         rayrec.serving(first, console=QUIET, **options) as server,

@@ -45,8 +45,7 @@ def test_job_survives_two_slurm_interruptions(
         steps=undisturbed["steps"],
         cluster={},
         name=None,
-    )
-    config = config.replace(checkpoint={"every": 10_000})  # what the notice saves, or nothing
+    ).replace(checkpoint={"every": 10_000})  # what the notice saves, or nothing
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     job = slurm.submit(str(FILES / file), "--config", str(tmp_path / "config.yaml"))
     run = tmp_path / f"rayrec-{job}"

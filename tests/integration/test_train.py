@@ -732,8 +732,9 @@ def test_demo_forecast_matches_measured_speed(tmp_path: Path) -> None:
         "evaluate_every": 10**6,
         "early_stopping": {"patience": 0},
     }
-    config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt"))
-    config = config.replace(steps=STEPS, storage_path=str(tmp_path / "runs"), **fields)
+    config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt")).replace(
+        steps=STEPS, storage_path=str(tmp_path / "runs"), **fields
+    )
     found = [told(config)]
     for number in range(TRIES):
         measured = measured_rows_per_s(config.replace(name=f"demo-{number}"))

@@ -70,8 +70,9 @@ def train(folder: str, rank: int) -> None:
         ("sasrec", SASREC, LISTS, [ITEMS]),
     ):
         workload = ClickWorkload(schema=schema, model=model, **click.SGD)
-        config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size)
-        config = config.replace(scaling={"num_workers": size})
+        config = TrainConfig(recipe="small", workload=workload, batch_size=ROWS[0] // size).replace(
+            scaling={"num_workers": size}
+        )
         setup = workload.set_up(click.context(config, rank, size), click.prepared(tables, schema))
         setup.model.train()
         click.train_batches(

@@ -320,8 +320,8 @@ def test_run_name_results_and_summary_rows_are_well_formed(capsys: Capture) -> N
         "rows": 1,
         "steps": 1,
         "wall_s": 1.0,
+        "checkpoint": "runs/a/checkpoints/step_00000001",
     }
-    summary["checkpoint"] = "runs/a/checkpoints/step_00000001"
     rows = dict(summary_rows(summary, folder="runs/a"))
     assert rows["report"] == "runs/a/report.html"
     assert rows["next"].startswith("rayrec serve runs/a ")

@@ -493,8 +493,7 @@ TEXT = b"1\t2\t-3\t00000005\t000003e8\n0\t\t70000\t\t000003e9\n1\t5\t\t00000007\
 FRAME = pd.DataFrame(
     {"t": ["000003e8", "000003e9", None], "a": [2, None, 5], "b": [-3.0, 70000.0, np.nan]},
     index=[30, 10, 20],
-)
-FRAME = FRAME.assign(unused=[object(), 1, "x"], s=["00000005", None, "00000007"], y=[1, 0, 1])
+).assign(unused=[object(), 1, "x"], s=["00000005", None, "00000007"], y=[1, 0, 1])
 """The column `unused` is of no type that Arrow has."""
 
 

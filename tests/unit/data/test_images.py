@@ -246,14 +246,14 @@ def run_of(folder: Path, storage: Path, **changes: Any) -> TrainConfig:
     workload = {
         "model": {"blocks": (1, 1, 1, 1), "num_classes": 3},
         "images": {"size": 24, "resize": 32},
+        "optimizer": {
+            "kind": "adam",
+            "learning_rate": 0.003,
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+        },
+        "schedule": {"warmup_fraction": 0.0, "decay_fraction": 0.0},
     }
-    workload["optimizer"] = {
-        "kind": "adam",
-        "learning_rate": 0.003,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-    }
-    workload["schedule"] = {"warmup_fraction": 0.0, "decay_fraction": 0.0}
     fields: dict[str, Any] = {
         "batch_size": 8,
         "eval_batch_size": 9,

@@ -26,10 +26,13 @@ JOB = {
     "SLURM_JOB_NAME": "rayrec",
     "SLURM_NTASKS": "2",
     "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_CPUS_PER_TASK": "1",
 }
-JOB["SLURM_CPUS_PER_TASK"] = "1"
-COMMAND_TEXTS = {"squeue": "echo RUNNING", "scontrol": 'echo "$*" >>scontrol.called'}
-COMMAND_TEXTS["scancel"] = 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"'
+COMMAND_TEXTS = {
+    "squeue": "echo RUNNING",
+    "scontrol": 'echo "$*" >>scontrol.called',
+    "scancel": 'echo "$*" >>scancel.called; kill -TERM "$(cat begun)"',
+}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -72,8 +72,8 @@ def torchrec_dlrm(
         "dense_in_features": 13,
         "dense_arch_layer_sizes": [*bottom],
         "over_arch_layer_sizes": [*TOP],
+        "embedding_bag_collection": EmbeddingBagCollection(tables=configs),
     }
-    arguments["embedding_bag_collection"] = EmbeddingBagCollection(tables=configs)
     return DLRMTrain(
         DLRM_DCN(**arguments, dcn_num_layers=layers, dcn_low_rank_dim=4)
         if crosses

@@ -117,10 +117,10 @@ def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
         "batch_size": 64,
         "evaluate_every": 8,
         "checkpoint": {"every": 8, "num_to_keep": 3},
+        "workload": {"model": model, "sparse_optimizer": {"learning_rate": 0.1}},
+        "scaling": {"num_workers": 1, "use_gpu": False},
+        "train_data": {"files": (), "block_bytes": 3 << 15, "segments_per_block": 4},
     }
-    settings["workload"] = {"model": model, "sparse_optimizer": {"learning_rate": 0.1}}
-    settings["scaling"] = {"num_workers": 1, "use_gpu": False}
-    settings["train_data"] = {"files": (), "block_bytes": 3 << 15, "segments_per_block": 4}
     return recipes.mlperf_dcnv2(str(path)).updated(
         {
             **settings,

@@ -72,8 +72,8 @@ class Attempt:
         parts: dict[str, Any] = {
             "log": lambda kind, fields: self.events.append((kind, fields)),
             "save": save,
+            "stop_signal": StopSignal(lambda: progress.step, **stop_signal),
         }
-        parts["stop_signal"] = StopSignal(lambda: progress.step, **stop_signal)
         self.finished = run(
             Training(config=wanted, setup=self.setup, loader=loader, progress=progress, **parts)
         )

@@ -359,8 +359,13 @@ def test_target_ends_run_and_survives_resume() -> None:
         {"step": 16, "auroc": 0.66},
     ]
     assert run.progress.counters.evaluation_s == first["seconds"] + last["seconds"]
-    reached = {"target": 0.65, "target_metric": "auroc", "target_step": 16, "target_rows": 160}
-    reached["target_s"] = run.progress.counters.train_s + run.progress.counters.evaluation_s
+    reached = {
+        "target": 0.65,
+        "target_metric": "auroc",
+        "target_step": 16,
+        "target_rows": 160,
+        "target_s": run.progress.counters.train_s + run.progress.counters.evaluation_s,
+    }
     assert run.fields[-1] == {"step": 16, "best_step": 16, "best_score": 0.66, **reached}
     state = json.loads(json.dumps(run.progress.state()))
     again = finished(

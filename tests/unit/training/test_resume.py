@@ -495,8 +495,10 @@ def test_warm_start_keeps_known_and_starts_new_rows(
     tmp_path: Path, captured: Captured, sparse: Any, dense: Any
 ) -> None:
     decay = {"weight_decay": 0.01} if sparse in ("adam", "adamw") else {}
-    optimizers = {"sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay}}
-    optimizers["dense_optimizer"] = {"kind": dense, "learning_rate": 0.02}
+    optimizers = {
+        "sparse_optimizer": {"kind": sparse, "learning_rate": 0.1, **decay},
+        "dense_optimizer": {"kind": dense, "learning_rate": 0.02},
+    }
     train(warm_config(day(tmp_path, 0), tmp_path, "old", **optimizers))
     # Counted again, so that ids are in another order, some categories are new, and others dropped.
     new = warm_config(day(tmp_path, 1), tmp_path, "new", **optimizers)

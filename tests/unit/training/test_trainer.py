@@ -181,9 +181,8 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
             name="run",
             storage_path=str(tmp_path),
             trackers={"prometheus": False, "tensorboard": False, "mllog": True},
-        )
-        config = config.replace(
-            workload=Prepared(wrong=str(error) if wrong else ""), failure={"max_outage_s": 900.0}
+            workload=Prepared(wrong=str(error) if wrong else ""),
+            failure={"max_outage_s": 900.0},
         )
         CONFIGS.append(config)
         NOTES.clear()

@@ -291,8 +291,8 @@ def test_resumed_run_keeps_plateau_learning_rates(tmp_path: Path) -> None:
         "evaluate_every": 3,
         "log_every": 1,
         "early_stopping": {"patience": 0},
+        "plateau": {"patience": 1, "min_improvement": 1e3, "factor": 0.5},
     }
-    settings["plateau"] = {"patience": 1, "min_improvement": 1e3, "factor": 0.5}
     whole = run(tmp_path / "whole", **settings).summary["weights_sha256"]
     STATE.number = 0
     at(7, terminate)
@@ -488,9 +488,12 @@ def test_torchrun_with_one_process_matches_plain_run(
     click_log: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     config = recipes.criteo_demo(str(click_log / "train.txt")).replace(
-        steps=4, evaluate_every=4, batch_size=64
+        steps=4,
+        evaluate_every=4,
+        batch_size=64,
+        storage_path=str(tmp_path),
+        scaling={"num_workers": 1},
     )
-    config = config.replace(storage_path=str(tmp_path), scaling={"num_workers": 1})
     plain = train(config, name="plain", cluster={"address": "none"})
     request.getfixturevalue("alone")
     launched = train(config, name="launched", scaling={"num_workers": 2})
