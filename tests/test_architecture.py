@@ -38,11 +38,11 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     },
     "tests": {
         "statements": (35_040, 1_500),
-        "density": (7.8, 0.3),
+        "density": (7.7, 0.3),
         "wide": (0, 0),
-        "parallel": (26, 5),
-        "nested": (1, 0),
-        "complex": (15, 5),
+        "parallel": (24, 5),
+        "nested": (0, 0),
+        "complex": (10, 5),
     },
 }
 """Size and shape of the code, as `tools/house.py` counts. Write the plain form, which costs nothing

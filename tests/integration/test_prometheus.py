@@ -191,7 +191,7 @@ def test_dashboard_panels_have_separate_cells() -> None:
         cells |= taken
 
 
-def test_dashboard_panels_ask_for_run_and_scrape_interval() -> None:
+def test_dashboard_panels_use_run_and_scrape_interval() -> None:
     for panel in _panels():
         assert panel["datasource"]["uid"] == "${datasource}"
         for target in panel["targets"]:
@@ -203,7 +203,7 @@ def test_dashboard_panels_ask_for_run_and_scrape_interval() -> None:
                 assert panel["interval"] == "2m"
 
 
-def test_dashboard_shares_have_own_unit() -> None:
+def test_dashboard_shares_have_percent_unit() -> None:
     for panel in _panels():
         units = {
             override["matcher"]["options"]: value["value"]

@@ -115,7 +115,7 @@ def test_summary_describes_run(finished: Trained) -> None:
     assert summary["verdict"].endswith(".")
 
 
-def test_run_keeps_its_configuration(finished: Trained) -> None:
+def test_run_stores_configuration(finished: Trained) -> None:
     config, result = finished
     stored = Path(result.folder, "config.yaml").read_text()
     assert result.summary["config_hash"] in stored.splitlines()[0]
@@ -123,7 +123,7 @@ def test_run_keeps_its_configuration(finished: Trained) -> None:
     assert yaml.safe_load(stored)["steps"] == 20
 
 
-def test_events_tell_parts_of_steps(finished: Trained) -> None:
+def test_events_have_times_of_phases(finished: Trained) -> None:
     folder = Path(finished[1].folder)
     first, *others = (event["kind"] for event in events_of(folder))
     assert first == "run"

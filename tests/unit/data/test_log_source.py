@@ -421,7 +421,7 @@ def test_read_idx_rejects_wrong_shapes(
     rejects(message, read, tmp_path)
 
 
-def test_labels_may_have_given_number_of_classes(tmp_path: Path) -> None:
+def test_labels_reach_number_of_classes(tmp_path: Path) -> None:
     (tmp_path / LABEL_FILE).write_bytes(idx(MANY_CLASSES))
     assert read_labels(str(tmp_path / LABEL_FILE), num_classes=201).tolist() == [3, 0, 10, 1, 200]
 

@@ -131,7 +131,7 @@ def whole_log(tmp_path: Path) -> tuple[pa.Table, str]:
     return table, written(table, tmp_path / "log")
 
 
-def test_split_by_rows_writes_parts_of_given_shares(
+def test_split_by_rows_keeps_shares(
     whole_log: tuple[pa.Table, str], tmp_path: Path
 ) -> None:
     table, path = whole_log
