@@ -74,16 +74,13 @@ def make_preprocessor(schema: Schema = CRITEO, **changes: Any) -> Preprocessor:
     tokens = np.array(
         [token(column, n) for column in range(len(schema.sparse)) for n in range(NUM_TOKENS)], dtype
     )
-    columns = {
-        "dense": (dense,) * len(schema.dense),
-        "sparse": (sparse,) * len(schema.sparse),
-        "tokens": tokens,
-    }
     return Preprocessor(
         **{
             "preset": "test",
             "schema": schema,
-            **columns,
+            "dense": (dense,) * len(schema.dense),
+            "sparse": (sparse,) * len(schema.sparse),
+            "tokens": tokens,
             **changes,
         }
     )

@@ -248,18 +248,15 @@ def log_of(folder: Path, kind: str, schema: Schema, preset: str = "rayrec", **ch
 
 def prepared(log: Log, out: Path, *, format: str, shuffle: str) -> Log:
     """Write a log in a preprocessed format and open it. A full shuffle is one of the whole log."""
-    options: dict[str, Any] = {
-        "segments_per_task": 2,
-        "shuffle": "full" if shuffle == "full" else "none",
-        "seed": 9,
-    }
     preprocess(
         log.index,
         preprocessor=log.preprocessor,
         out=str(out),
         format=format,
         engine=ThreadEngine(2),
-        **options,
+        segments_per_task=2,
+        shuffle="full" if shuffle == "full" else "none",
+        seed=9,
     )
     return Log(opened(out, log.preprocessor.schema), Preprocessor.load(str(out / "preprocessor")))
 

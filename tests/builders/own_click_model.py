@@ -100,13 +100,15 @@ class WithoutLabelConfig(ClickModelConfig):
 
 def own_model(path: str | None = None) -> rayrec.TrainConfig:
     """A factorization machine on any log in Criteo's format."""
-    workload = {
-        "model": OwnConfig(embedding_dim=8),
-        "preset": {"min_count": 1},
-        "dense_optimizer": {"learning_rate": 0.003},
-    }
     return recipes.criteo_demo(path).replace(
-        recipe="own_model", workload=workload, batch_size=64, scaling={"num_workers": 1}
+        recipe="own_model",
+        workload={
+            "model": OwnConfig(embedding_dim=8),
+            "preset": {"min_count": 1},
+            "dense_optimizer": {"learning_rate": 0.003},
+        },
+        batch_size=64,
+        scaling={"num_workers": 1},
     )
 
 

@@ -26,13 +26,14 @@ class Events:
     def steps(self, first: int, last: int, *, loss: float | None = None) -> None:
         """Add a step event every 10 steps, and an evaluation and a checkpoint every 50."""
         for step in range(first, last + 1, 10):
-            fields = {"rows": step * 64, "rows_per_s": 1000.0 + step, "blocked_fraction": 0.01}
             self.add(
                 "step",
                 step=step,
                 steps=200,
                 loss=math.exp(-step / 100) if loss is None else loss,
-                **fields,
+                rows=step * 64,
+                rows_per_s=1000.0 + step,
+                blocked_fraction=0.01,
             )
             if step % 50 == 0:
                 self.add(

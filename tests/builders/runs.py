@@ -34,14 +34,16 @@ def short_run(
     config: TrainConfig, storage: str | Path, steps: int | None, **changes: Any
 ) -> TrainConfig:
     """Return a run of one worker and so many steps, evaluated at the last one."""
-    fields = {
-        "storage_path": str(storage),
-        "name": "run",
-        "steps": steps,
-        "evaluate_every": steps,
-        "scaling": {"num_workers": 1},
-    }
-    return config.replace(**{**fields, **changes})
+    return config.replace(
+        **{
+            "storage_path": str(storage),
+            "name": "run",
+            "steps": steps,
+            "evaluate_every": steps,
+            "scaling": {"num_workers": 1},
+            **changes,
+        }
+    )
 
 
 def one_worker(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
@@ -66,15 +68,19 @@ def small_run(log: Path, storage: str | Path, **changes: Any) -> TrainConfig:
     """Return a run of `one_worker` in two workers of a Ray, on any nodes: 480 steps, saved every
     40, room for several faults.
     """
-    fields: dict[str, Any] = {
-        **TWO_WORKERS,
-        "steps": 480,
-        "batch_size": 64,
-        "evaluate_every": 160,
-        "checkpoint": {"every": 40, "num_to_keep": 5},
-        "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
-    }
-    return one_worker(log, storage, **{**fields, **changes})
+    return one_worker(
+        log,
+        storage,
+        **{
+            **TWO_WORKERS,
+            "steps": 480,
+            "batch_size": 64,
+            "evaluate_every": 160,
+            "checkpoint": {"every": 40, "num_to_keep": 5},
+            "train_data": {"block_bytes": 1 << 17, "segments_per_block": 4},
+            **changes,
+        },
+    )
 
 
 def train(config: TrainConfig, **changes: Any) -> Result:

@@ -49,7 +49,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
 def config(
     recipe: TrainConfig, folder: Path, name: str = "run", *, gpu: bool = True, **changes: Any
 ) -> TrainConfig:
-    scaling = {"num_workers": 1, "use_gpu": gpu and DEVICE == "cuda"}
     return short_run(
         recipe,
         folder,
@@ -58,7 +57,7 @@ def config(
             "steps": STEPS,
             "log_every": 1,
             "evaluate_every": 1000,
-            "scaling": scaling,
+            "scaling": {"num_workers": 1, "use_gpu": gpu and DEVICE == "cuda"},
             "trackers": LEAN["trackers"],
             **changes,
         },

@@ -39,12 +39,18 @@ def train(folder: Path) -> dict[str, Any]:
     log = folder / "log"
     rayrec.generate(str(log), rows=ROWS, console=QUIET)
     ready = folder / "ready"
-    options: dict[str, Any] = {"recipe": "criteo_demo", "format": "raw"}
-    made = rayrec.preprocess(str(log), out=str(ready), console=QUIET, **options)
-    schedule: dict[str, Any] = {"decay_fraction": 0.5, "decay": "halved"}
-    workload = {"model": {"class": "sum_of_numbers"}, "schedule": LearningRateSchedule(**schedule)}
+    made = rayrec.preprocess(
+        str(log), out=str(ready), console=QUIET, recipe="criteo_demo", format="raw"
+    )
     config = short_run(
-        recipes.criteo_demo(str(ready)), folder, 4, batch_size=128, workload=workload
+        recipes.criteo_demo(str(ready)),
+        folder,
+        4,
+        batch_size=128,
+        workload={
+            "model": {"class": "sum_of_numbers"},
+            "schedule": LearningRateSchedule(decay_fraction=0.5, decay="halved"),
+        },
     )
     assert isinstance(config.workload, ClickWorkload)
     run = rayrec.train(config)
@@ -73,9 +79,9 @@ def train(folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> dict[str, Any]:
     app = make_app(make_model())
     described = ask(app, "GET", "/openapi.json").json()["paths"]
-    scaling: dict[str, Any] = {"label_selector": {"zone": "a"}}
     options = worker_group(
-        ScalingConfig(**scaling), Layout(1, 1.0, {"CPU": 1.0}, TaskPlacement(), TaskPlacement())
+        ScalingConfig(label_selector={"zone": "a"}),
+        Layout(1, 1.0, {"CPU": 1.0}, TaskPlacement(), TaskPlacement()),
     )
     location = parse_location("r2://bucket/folder/file")
     return {

@@ -217,15 +217,18 @@ class Node:
             else ()
         )
         resources = json.dumps({name: amount for name, amount in has.items() if name != "cpus"})
-        given = (
+        command = ray_start(
+            *place,
+            "--node-ip-address",
+            self.address,
             "--num-cpus",
             has["cpus"],
             "--resources",
             resources,
             "--object-store-memory",
             _STORE_BYTES,
+            *local,
         )
-        command = ray_start(*place, "--node-ip-address", self.address, *given, *local)
         return self.start(*command, **environment)
 
     def processes(self, holding: str) -> list[int]:

@@ -86,9 +86,16 @@ def _canonical(method: str, uri: str, headers: dict[str, str]) -> str:
         for name, value in parse_qsl(query, keep_blank_values=True)
     )
     lines = [f"{name}:{' '.join(headers[name].split())}" for name in sorted(headers)]
-    signed = [";".join(sorted(headers)), headers.get("x-amz-content-sha256", "")]
     return "\n".join(
-        [method, quote(unquote(path), safe="/-_.~"), "&".join(pairs), *lines, "", *signed]
+        [
+            method,
+            quote(unquote(path), safe="/-_.~"),
+            "&".join(pairs),
+            *lines,
+            "",
+            ";".join(sorted(headers)),
+            headers.get("x-amz-content-sha256", ""),
+        ]
     )
 
 

@@ -70,17 +70,14 @@ def test_spark_files_match_ray_files(
 ) -> None:
     (call, options), made = COMMANDS[command], []
     for engine_name in ("ray", name):
-        engines = {
-            "engine": engine_name,
-            "spark": SPARK,
-            "block_bytes": 1 << 20,
-            "console": QUIET,
-        }
         call(
             str(click_log / "train.txt"),
             out=str(tmp_path / engine_name),
             **options,
-            **engines,
+            engine=engine_name,
+            spark=SPARK,
+            block_bytes=1 << 20,
+            console=QUIET,
         )
         made.append(files_in(tmp_path / engine_name))
     assert made[0] == made[1]

@@ -339,8 +339,10 @@ def test_loss_of_node_with_workers_resumes(
 ) -> None:
     for _ in range(2):
         address = cluster.add_node(num_cpus=1, resources={"slot": 2})
-    scaling = {**IN_SLOTS, **threads_of(2), "placement_strategy": "STRICT_PACK"}
-    run = begin(cluster={"address": address}, scaling=scaling)
+    run = begin(
+        cluster={"address": address},
+        scaling={**IN_SLOTS, **threads_of(2), "placement_strategy": "STRICT_PACK"},
+    )
     run.wait_for_step(100)
     cluster.kill_node_of(cluster.find("train worker")[0])
     assert_still_training(run)
@@ -370,10 +372,9 @@ def test_workers_shrink_and_grow_again(
     environment = environment_for(cache, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="15")
     with Session(command, environment=environment, output=tmp_path / "pod") as pod:
         wait_for_ray(pod)
-        scaling = {**IN_SLOTS, **threads_of((1, 2)), "resize_interval_s": 1.0}
         run = begin(
             cluster={"address": address},
-            scaling=scaling,
+            scaling={**IN_SLOTS, **threads_of((1, 2)), "resize_interval_s": 1.0},
             steps=None,
             epochs=12,
             checkpoint={"every": 1_000_000, "num_to_keep": 2},

@@ -137,12 +137,11 @@ def test_training_and_evaluation_report_same_metrics(tmp_path: Path) -> None:
     log = str(tmp_path / "log" / "train.txt")
     schema = recipes.criteo_demo().workload.schema  # type: ignore[attr-defined]
     # Which would rank all of these rows right
-    workload = {"schema": schema.replace(group="cat_5"), "model": {"first_order": False}}
     config = short_run(
         recipes.criteo_demo(log),
         tmp_path,
         15,
-        workload=workload,
+        workload={"schema": schema.replace(group="cat_5"), "model": {"first_order": False}},
         batch_size=64,
         eval_data={"path": log},
     )

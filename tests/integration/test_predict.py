@@ -88,14 +88,14 @@ def model(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="module")
 def whole(local_ray: None, model: Model) -> Columns:
     """Predict the full log as a Dataset on Ray."""
-    options: Any = {
-        "config": model.config.replace(cluster={"address": "local"}),
-        "options": ScoringConfig(batch_rows=1000),
-    }
     batches = list(
-        prediction.predict(model.checkpoint, model.log, console=QUIET, **options).iter_batches(
-            batch_size=None
-        )
+        prediction.predict(
+            model.checkpoint,
+            model.log,
+            console=QUIET,
+            config=model.config.replace(cluster={"address": "local"}),
+            options=ScoringConfig(batch_rows=1000),
+        ).iter_batches(batch_size=None)
     )
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 

@@ -146,14 +146,13 @@ def test_preprocessor_of_other_log_is_rejected(log: Path, tmp_path: Path) -> Non
         min_count=50,
         console=QUIET,
     )
-    workload = {"preprocessor": str(tmp_path / "other")}
     rejects(
         ": Preprocessor .* does not match ",
         trained,
         tmp_path / "ready",
         tmp_path,
         name="run",
-        workload=workload,
+        workload={"preprocessor": str(tmp_path / "other")},
     )
 
 

@@ -98,11 +98,11 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
             **store,
         }
     )
-    settings = {
-        "RAY_metrics_report_interval_ms": "500",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    environment = environment_for(tmp_path_factory.mktemp("cache"), **settings)
+    environment = environment_for(
+        tmp_path_factory.mktemp("cache"),
+        RAY_metrics_report_interval_ms="500",
+        PYTHONPATH=str(Path(__file__).parents[1]),
+    )
     done = run_command(sys.executable, "-c", EXPORTER, input=json.dumps(events), env=environment)
     found: Samples = {}
     lines = [line for line in done.stdout.splitlines() if line.startswith(("#", "ray_rayrec_"))]

@@ -252,12 +252,11 @@ def test_documented_serve_config_and_model_change(tmp_path: Path, places: list[s
     _check_upgrade_offer(port)
     with Load(port, TEXT, num_clients=1) as load:
         replicas = _served_replicas()
-        arguments = {"model": places[1], "cpus_per_replica": 0.5}
         other = {
             **config["applications"][0],
             "name": "second",
             "route_prefix": "/second",
-            "args": arguments,
+            "args": {"model": places[1], "cpus_per_replica": 0.5},
         }
         config["applications"].append(other)
         deploy()

@@ -112,12 +112,12 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
     process = _ScoringTask(
         workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options
     )
-    given = {
-        "precision": config.precision,
-        "preprocessor": Preprocessor.load(f"{saved.checkpoint}/preprocessor"),
-    }
     scorer = load_scorer(
-        config.workload.model, checkpoint=str(saved.checkpoint), device="cpu", **given
+        config.workload.model,
+        checkpoint=str(saved.checkpoint),
+        device="cpu",
+        precision=config.precision,
+        preprocessor=Preprocessor.load(f"{saved.checkpoint}/preprocessor"),
     )
     table = pa.concat_tables(
         map(process.block_scorer(saved.preprocessor, blocks, scorer), range(len(blocks)))

@@ -101,7 +101,8 @@ class Supervised(Run):
         self._head = head
 
     def start(self, *flags: str) -> Self:
-        own = [
+        return self._start(
+            "supervise",
             "--address",
             self._head.url,
             "--python",
@@ -109,9 +110,10 @@ class Supervised(Run):
             "--state",
             str(self.state),
             *flags,
-        ]
-        return self._start(
-            "supervise", *own, "--", "train", "--config", str(self._folder / "config.yaml")
+            "--",
+            "train",
+            "--config",
+            str(self._folder / "config.yaml"),
         )
 
     @property

@@ -221,9 +221,13 @@ def test_plan_lists_tables_of_each_worker(finished: Trained) -> None:
     config, result = finished
     assert isinstance(config.workload, ClickWorkload)
     preprocessor = Preprocessor.load(os.path.join(result.folder, "preprocessor"))
-    cluster = {"target": Target(2, 2), "memory_bytes": local_memory(config, workers=2)}
     planned = tables_of(
-        config.workload, config, preprocessor.num_embeddings, inputs=preprocessor.inputs, **cluster
+        config.workload,
+        config,
+        preprocessor.num_embeddings,
+        inputs=preprocessor.inputs,
+        target=Target(2, 2),
+        memory_bytes=local_memory(config, workers=2),
     )
     (start,) = events_of(result.folder, "start")
     held = [
@@ -482,14 +486,18 @@ def test_run_writes_trackers_and_profile_window(
     click_log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    trackers = {
-        "mlflow": True,
-        "mlflow_uri": (tmp_path / "mlruns").as_uri(),
-        "wandb": "offline",
-        "mllog": True,
-        "iteration_lines": True,
-    }
-    config = observed(click_log, tmp_path, trackers=trackers, profile={"steps": "5:8"})
+    config = observed(
+        click_log,
+        tmp_path,
+        trackers={
+            "mlflow": True,
+            "mlflow_uri": (tmp_path / "mlruns").as_uri(),
+            "wandb": "offline",
+            "mllog": True,
+            "iteration_lines": True,
+        },
+        profile={"steps": "5:8"},
+    )
     folder = Path(train(config).folder)
     for pattern in (
         "run/tensorboard/*tfevents*",
@@ -726,14 +734,13 @@ def measured_rows_per_s(config: TrainConfig) -> float:
 @pytest.mark.exhaustive
 def test_demo_forecast_matches_measured_speed(tmp_path: Path) -> None:
     generate(str(tmp_path / "log"), rows=400_000, seed=0, parallelism=2)
-    fields = {
-        "batch_size": 1024,
-        "min_steps_per_epoch": 1,
-        "evaluate_every": 10**6,
-        "early_stopping": {"patience": 0},
-    }
     config = recipes.criteo_demo(str(tmp_path / "log" / "train.txt")).replace(
-        steps=STEPS, storage_path=str(tmp_path / "runs"), **fields
+        steps=STEPS,
+        storage_path=str(tmp_path / "runs"),
+        batch_size=1024,
+        min_steps_per_epoch=1,
+        evaluate_every=10**6,
+        early_stopping={"patience": 0},
     )
     found = [told(config)]
     for number in range(TRIES):

@@ -176,12 +176,14 @@ def read_some(folder: str, rank: int) -> None:
 
     # 6,400 bytes on rank 0: its last block is rank 1's first
     mine = torch.zeros(200 if rank == 0 else 312, 8)
-    whole_size: dict[str, Any] = {
-        "shape": torch.Size([512, 8]),
-        "stride": (8, 1),
-        "run_check": False,
-    }
-    target = DTensor.from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)], **whole_size)
+    target = DTensor.from_local(
+        mine,
+        init_device_mesh("cpu", (2,)),
+        [Shard(0)],
+        shape=torch.Size([512, 8]),
+        stride=(8, 1),
+        run_check=False,
+    )
     # unlike DTensor's, so that the border is within a block
     offsets = ((200, 8), (0, 0)) if rank == 0 else ((312, 8), (200, 0))
     function = "torch.distributed.checkpoint.planner_helpers.compute_local_shape_and_global_offset"

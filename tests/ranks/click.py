@@ -109,13 +109,14 @@ def schema(tables: list[int]) -> Schema:
         sparse=sparse,
     )
     if tables == SHARED:
-        features = (
-            Feature(name="cat_1", weights="weights"),
-            Feature(name="cat_2", vocabulary="cat_0"),
-        )
-        labels = (Label(name="other"), Label(name="seconds", kind="number"))
         return plain.replace(
-            tokens="any", labels=labels, lists=("cat_1", "cat_2"), features=features
+            tokens="any",
+            labels=(Label(name="other"), Label(name="seconds", kind="number")),
+            lists=("cat_1", "cat_2"),
+            features=(
+                Feature(name="cat_1", weights="weights"),
+                Feature(name="cat_2", vocabulary="cat_0"),
+            ),
         )
     if tables == SEQUENCES:
         sequence = Feature(name="cat_2", vocabulary="cat_0", max_length=4)
@@ -131,11 +132,12 @@ def context(
 
 
 def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
-    of_size: dict[str, Any] = {
-        "batch_size": ROWS // world_size,
-        "scaling": ScalingConfig(num_workers=world_size),
-    }
-    return TrainConfig(recipe="small", workload=workload(tables, **settings), **of_size)
+    return TrainConfig(
+        recipe="small",
+        workload=workload(tables, **settings),
+        batch_size=ROWS // world_size,
+        scaling=ScalingConfig(num_workers=world_size),
+    )
 
 
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
@@ -147,13 +149,14 @@ def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
             multi_hot=object(),
         )
     )
-    others = {
-        "sets": {"train": SimpleNamespace(rows=10_000)},
-        "preprocessor": preprocessor,
-        "teacher": None,
-        "training_clips": None,
-    }
-    return SimpleNamespace(inputs=inputs or schema(tables), num_embeddings=tables, **others)
+    return SimpleNamespace(
+        inputs=inputs or schema(tables),
+        num_embeddings=tables,
+        sets={"train": SimpleNamespace(rows=10_000)},
+        preprocessor=preprocessor,
+        teacher=None,
+        training_clips=None,
+    )
 
 
 def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int = ROWS) -> Batch:

@@ -160,16 +160,17 @@ def next_token_config(world_size: int, **workload: Any) -> TrainConfig:
 def config(world_size: int, *, steps: int = 12, **workload: Any) -> TrainConfig:
     optimizer = DenseOptimizerConfig(kind="adamw", learning_rate=0.02, max_gradient_norm=0.5)
     small = Small(optimizer=optimizer, schedule=LearningRateSchedule(warmup_steps=3), **workload)
-    fields: dict[str, Any] = {
-        "steps": steps,
-        "batch_size": 16 // world_size,
-        "eval_batch_size": 5,
-        "evaluate_every": 6,
-        "log_every": 1,
-        "train_data": DataConfig(shuffle="full"),
-        "scaling": ScalingConfig(num_workers=world_size),
-    }
-    return TrainConfig(recipe="small", workload=small, **fields)
+    return TrainConfig(
+        recipe="small",
+        workload=small,
+        steps=steps,
+        batch_size=16 // world_size,
+        eval_batch_size=5,
+        evaluate_every=6,
+        log_every=1,
+        train_data=DataConfig(shuffle="full"),
+        scaling=ScalingConfig(num_workers=world_size),
+    )
 
 
 def train(
@@ -193,26 +194,24 @@ def train(
     events: list[dict[str, Any]] = []
 
     def save(progress: Progress, position: dict[str, Any], **_: Any) -> None:
-        state = {"progress": progress.state(), "loader": position}
         checkpoint.save(
-            f"{folder}/{progress.step}", all_tensors(setup.model, setup.optimizer), state=state
+            f"{folder}/{progress.step}",
+            all_tensors(setup.model, setup.optimizer),
+            state={"progress": progress.state(), "loader": position},
         )
 
     def log(kind: str, fields: dict[str, Any]) -> None:
         events.append({"kind": kind, **fields})
 
-    parts: dict[str, Any] = {
-        "setup": setup,
-        "loader": loader,
-        "progress": progress,
-        "stop_signal": StopSignal(),
-    }
     loop.run(
         Training(
             config=configuration,
             log=log,
             save=save,
-            **parts,
+            setup=setup,
+            loader=loader,
+            progress=progress,
+            stop_signal=StopSignal(),
         )
     )
     loader.close()

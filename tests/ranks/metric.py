@@ -29,8 +29,12 @@ def cases() -> list[tuple[np.ndarray, np.ndarray]]:
         np.zeros(count, np.float32),
         np.sort(smooth),
     ]
-    few = [(smooth[:3], np.array([0, 1, 0], np.uint8)), (smooth[:0], labels[:0])]
-    return [*((each, labels) for each in logits), (smooth, np.zeros(count, np.uint8)), *few]
+    return [
+        *((each, labels) for each in logits),
+        (smooth, np.zeros(count, np.uint8)),
+        (smooth[:3], np.array([0, 1, 0], np.uint8)),
+        (smooth[:0], labels[:0]),
+    ]
 
 
 def bounds(count: int, world_size: int) -> list[list[int]]:

@@ -84,9 +84,13 @@ def build(stage: Stage, rank: int) -> tuple[DistributedModelParallel, Any]:
     if stage["plan"] == ["row_wise"]:  # which no planner gives a CPU, though tables can lie so
         sharder = embedding_sharders()[0]  # that of the pooled tables
         tables = {name: row_wise() for name in feature_names(len(TABLES))}
-        sizes = {"local_size": stage["ranks"], "world_size": stage["ranks"]}
         by_hand = construct_module_sharding_plan(
-            model.embeddings, tables, sharder, device_type="cpu", **sizes
+            model.embeddings,
+            tables,
+            sharder,
+            device_type="cpu",
+            local_size=stage["ranks"],
+            world_size=stage["ranks"],
         )
         plan = ShardingPlan(plan={"embeddings": by_hand})
     else:
@@ -103,13 +107,14 @@ def build(stage: Stage, rank: int) -> tuple[DistributedModelParallel, Any]:
             {row.sharding_type for row in placements(plan, model, state_bytes=sparse.state_bytes)},
         )
     disable_fused_update(model.embeddings, sparse)
-    parts: dict[str, Any] = {
-        "env": ShardingEnv.from_process_group(distributed.group.WORLD),
-        "plan": plan,
-        "sharders": embedding_sharders(),
-        "data_parallel_wrapper": None if stage["ranks"] > 1 else Unwrapped(),
-    }
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), **parts)
+    sharded = DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        env=ShardingEnv.from_process_group(distributed.group.WORLD),
+        plan=plan,
+        sharders=embedding_sharders(),
+        data_parallel_wrapper=None if stage["ranks"] > 1 else Unwrapped(),
+    )
     initialize_shards(sharded, seed=0)
     return sharded, make_optimizer(
         sharded, plan, sparse=sparse, dense=optim.DenseOptimizerConfig(kind=stage["dense"])

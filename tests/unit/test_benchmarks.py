@@ -323,14 +323,14 @@ os.kill(os.getpid(), 6)
 
 def emit_rates(rates: dict[str, Any]) -> None:
     for peer in ("whole", "aborts", "missing"):
-        theirs = {"ratio": rates["ours"] / rates[peer], "peer_rows_per_s": round(rates[peer])}
         measuring.emit(
             "some",
             peer=peer,
             workload="rows",
             value=rates["ours"],
             repeats=2,
-            **theirs,
+            ratio=rates["ours"] / rates[peer],
+            peer_rows_per_s=round(rates[peer]),
         )
 
 

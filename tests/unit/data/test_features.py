@@ -538,14 +538,15 @@ def test_lists_weights_and_rows_without_label(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text(
         "liked,age,user,genres,weight\n1,30,u1,a|b,2\n0,,7,,1.5\n1,4.5,u2,c,0\n"
     )
-    columns: dict[str, Any] = {
-        "liked": [True, False, True],
-        "age": [30, None, 4.5],
-        "weight": [2, 1.5, 0],
-        "user": pd.Categorical(["u1", "7", "u2"]),
-        "genres": [["a", "b"], None, ["c"]],
-    }
-    frame = pd.DataFrame(columns)
+    frame = pd.DataFrame(
+        {
+            "liked": [True, False, True],
+            "age": [30, None, 4.5],
+            "weight": [2, 1.5, 0],
+            "user": pd.Categorical(["u1", "7", "u2"]),
+            "genres": [["a", "b"], None, ["c"]],
+        }
+    )
     raw, _ = parse_table(pa.concat_tables(read_csv(str(tmp_path / "log.csv"), CLICKS)), CLICKS)
     expected = named_columns(clicks().encode(raw), CLICKS).to_pandas()
     inputs = rayrec.transform(clicks(), frame)

@@ -609,17 +609,17 @@ def log(click_log: Path, tmp_path: Path) -> Path:
 def run(log: Path | str, out: Path | str, **changes: Any) -> dict[str, Any]:
     index = open_index(log)
     sets = changes.pop("sets") if "sets" in changes else Split(kind="last_file").rows(index)
-    arguments: dict[str, Any] = {
-        "preprocessor": HASHED,
-        "format": "binary",
-        "engine": LoopEngine(),
-        "segments_per_task": 2,
-    }
     return preprocess(
         index,
         out=str(out),
         sets=sets,
-        **{**arguments, **changes},
+        **{
+            "preprocessor": HASHED,
+            "format": "binary",
+            "engine": LoopEngine(),
+            "segments_per_task": 2,
+            **changes,
+        },
     )
 
 

@@ -139,9 +139,19 @@ class Commands:
         return str(self._folder / name)
 
     def _train(self, command: str, path: str, *arguments: str) -> Any:
-        storage_path = ("--storage-path", self._out("runs"), "--name", "run", "--steps", "2")
         return self._run(
-            command, "clicks", "--data", path, *self._schema, *storage_path, *arguments
+            command,
+            "clicks",
+            "--data",
+            path,
+            *self._schema,
+            "--storage-path",
+            self._out("runs"),
+            "--name",
+            "run",
+            "--steps",
+            "2",
+            *arguments,
         )
 
     def train(self, path: str) -> Any:

@@ -75,14 +75,15 @@ class Started:
             (folder / name).write_text(f"#!/bin/bash\n{text}\n")
             (folder / name).chmod(0o755)
         self._folder = folder
-        environment = {
-            **os.environ,
-            **JOB,
-            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-            **variables,
-        }
         self.process = subprocess.Popen(
-            ["bash", file, "criteo_demo", *arguments], cwd=folder, env=environment
+            ["bash", file, "criteo_demo", *arguments],
+            cwd=folder,
+            env={
+                **os.environ,
+                **JOB,
+                "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+                **variables,
+            },
         )
 
     def read(self, name: str) -> str:

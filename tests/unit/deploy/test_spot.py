@@ -187,13 +187,16 @@ def test_notice_reaches_ray(
         '#!/bin/bash\nprintf "%s\\n" "$@" >called\n[ -e once ] || { touch once; exit 1; }\n'
     )
     (tmp_path / "ray").chmod(0o755)
-    variables = {
-        **metadata,
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "RAY_ADDRESS": "head:6379",
-    }
     subprocess.run(
-        [sys.executable, NOTICE, cloud], cwd=tmp_path, env=variables, timeout=60, check=True
+        [sys.executable, NOTICE, cloud],
+        cwd=tmp_path,
+        env={
+            **metadata,
+            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "RAY_ADDRESS": "head:6379",
+        },
+        timeout=60,
+        check=True,
     )
     assert Metadata.questions == 4
     called = (tmp_path / "called").read_text().splitlines()

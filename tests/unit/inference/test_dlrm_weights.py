@@ -139,19 +139,21 @@ def test_adopted_weights_score_like_their_network(
         "preprocessor": preprocessor,
     }
     crosses = {"cross_layers": 2, "cross_low_rank": 4} if "dcn" in kind else {}
-    model = {
-        **SMALL,
-        "interaction": report["interaction"],
-        "first_order": False,
-        **crosses,
-    }
     config = one_worker(
         click_log,
         tmp_path,
         steps=1,
         evaluate_every=1,
         init_from=out,
-        workload={**still, "model": model},
+        workload={
+            **still,
+            "model": {
+                **SMALL,
+                "interaction": report["interaction"],
+                "first_order": False,
+                **crosses,
+            },
+        },
     )
     assert train(config).summary["weights_sha256"] == weights_sha256(open_checkpoint(out))
 
@@ -245,12 +247,13 @@ def test_tables_without_column_or_number_are_rejected(equal_tables: str, tmp_pat
         deep_network("torchrec_dcn", [5] * 26), equal_tables, tmp_path / "as_columns"
     )
     torch.save(dict(sorted(state.items())), tmp_path / "model.pt")
-    options = {"out": str(tmp_path / "out"), "preprocessor": equal_tables, "console": QUIET}
     rejects(
         "cannot match the tables table_a, table_b, table_c, ...",
         rayrec.adopt,
         str(tmp_path / "model.pt"),
-        **options,
+        out=str(tmp_path / "out"),
+        preprocessor=equal_tables,
+        console=QUIET,
     )
 
 

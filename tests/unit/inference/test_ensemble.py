@@ -535,13 +535,12 @@ def test_invalid_comparison_is_rejected_first(
             **QUIET,
         )
     runs = ["runs/a", "runs/mnist"]
-    configs = [compared[0].config, recipes.mnist_resnet18()]
     rejects(
         "runs/mnist: recipe mnist_resnet18 does not predict clicks",
         compare_checkpoints,
         runs,
         "log",
-        configs=configs,
+        configs=[compared[0].config, recipes.mnist_resnet18()],
     )
 
 
@@ -599,12 +598,14 @@ def test_baselines_train_on_model_rows(
         assert model["auroc"] > 0.6
         assert model["parameters"] > 10
         assert model["label_rate"] == pytest.approx(labels.mean())
-    options: dict[str, Any] = {
-        "baselines": ("logistic",),
-        "baseline_rows": 500,
-        "gates": ComparisonGates(min_auroc_gain=0.0),
-    }
-    again = rayrec.compare([str(saved.run)] * 2, str(log), **options, **QUIET)
+    again = rayrec.compare(
+        [str(saved.run)] * 2,
+        str(log),
+        baselines=("logistic",),
+        baseline_rows=500,
+        gates=ComparisonGates(min_auroc_gain=0.0),
+        **QUIET,
+    )
     assert again["models"][-1]["trained_rows"] == 500
     assert again["failures"] == []  # of the second network, not of the baseline
     for flags, message in (

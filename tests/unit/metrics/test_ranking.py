@@ -517,14 +517,14 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
     scores = [SeededScores.from_seeds((row, labels) for row in each) for each in logits]
     found = significance.compare_seeds(*scores, confidence=0.9)
     difference = aurocs[:3].mean() - aurocs[3:].mean()
-    expected = (
-        difference,
-        2 * student.sf(abs(difference)),
-        difference + student.ppf(0.05),
-        difference + student.ppf(0.95),
-    )
     assert (found.difference, found.p_value, found.low, found.high) == pytest.approx(
-        expected, rel=1e-9
+        (
+            difference,
+            2 * student.sf(abs(difference)),
+            difference + student.ppf(0.05),
+            difference + student.ppf(0.95),
+        ),
+        rel=1e-9,
     )
     fixed = [SeededScores.from_seeds([(each[0], labels)] * 2) for each in logits]
     alone = vars(compare(logits[0][0], logits[1][0], labels, FEW)["auroc"])

@@ -242,8 +242,13 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
             }
         )
         mixed, _ = attention(hidden[None], hidden[None], hidden[None], attn_mask=is_later)
-        norm = of_block["attention_norm.weight"], of_block["attention_norm.bias"]
-        hidden = functional.layer_norm(hidden + mixed[0], (config.embedding_dim,), *norm, 1e-12)
+        hidden = functional.layer_norm(
+            hidden + mixed[0],
+            (config.embedding_dim,),
+            of_block["attention_norm.weight"],
+            of_block["attention_norm.bias"],
+            1e-12,
+        )
         inner = functional.gelu(
             functional.linear(hidden, of_block["first.weight"], of_block["first.bias"])
         )
@@ -655,17 +660,25 @@ def test_evaluations_average_measures_and_add_up_counts() -> None:
         ([1.0], [1, 0]),
         ([], []),
     ):
-        measures = {
-            "recall": torch.tensor(recall),
-            "targets": torch.tensor(targets, dtype=torch.int64),
-        }
-        rows.update(StepOutput(torch.tensor(0.0), measures=measures))
+        rows.update(
+            StepOutput(
+                torch.tensor(0.0),
+                measures={
+                    "recall": torch.tensor(recall),
+                    "targets": torch.tensor(targets, dtype=torch.int64),
+                },
+            )
+        )
         padded = np.array([*recall, *[math.nan] * (len(targets) - len(recall))])
-        columns = {
-            "recall": pa.array(padded, from_pandas=True),
-            "targets": pa.array(targets, pa.int64()),
-        }
-        tables.update(pa.table({"row": pa.array(range(len(targets)), pa.int64()), **columns}))
+        tables.update(
+            pa.table(
+                {
+                    "row": pa.array(range(len(targets)), pa.int64()),
+                    "recall": pa.array(padded, from_pandas=True),
+                    "targets": pa.array(targets, pa.int64()),
+                }
+            )
+        )
     for metrics in (rows.compute(), tables.compute()):
         assert metrics == {"recall": 0.5, "targets": 4}
         assert [type(value) for value in metrics.values()] == [float, int]

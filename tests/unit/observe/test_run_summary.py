@@ -412,18 +412,16 @@ def test_startup_times_group_by_attempt_and_stages_are_timed() -> None:
         start_up(first_step=3.0),
     )
     attempts = [(0, "attempt", {"number": number}) for number in (2, 3)]
-    again = (
+    found = summary(
+        *first,
         (0, "failure", {"cause": "x"}),
         *attempts,
         start_up(set_up=4.0),
-    )
-    second = (
         (0, "run", {}),
         start_up(imports=5.0),
         (0, "attempt", {}),
         start_up(restore=6.0, imports=0.5),
-    )
-    found = summary(*first, *again, *second).starts
+    ).starts
     assert found == [
         {"imports": 1.0, "set_up": 2.0, "first_step": 3.0},
         {"set_up": 4.0},
@@ -730,18 +728,15 @@ def test_diagnosis_skips_first_interval_and_sums_restarts() -> None:
     told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
     assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
     events = run({"data": 0.2, "backward": 0.3})
-    again = [
-        {
-            **events[0],
-            "time": 50.0,
-            "step": 20,
-            "rows": 2 * ROWS,
-        }
-    ]
     whole = RunSummary(
         [
             *events,
-            *again,
+            {
+                **events[0],
+                "time": 50.0,
+                "step": 20,
+                "rows": 2 * ROWS,
+            },
             {
                 **events[-1],
                 "step": 30,
@@ -783,12 +778,12 @@ def test_warm_time_excludes_first_interval_with_saves() -> None:
         3.0,
         1.0,
     )
-    again = [
-        {**start, "time": 50.0},
-        {**SAVED, "time": 51.0, "step": 20},
-        *held_up(first),
-    ]
-    assert RunSummary([*events, *again]).warm_time == warm
+    assert (
+        RunSummary(
+            [*events, {**start, "time": 50.0}, {**SAVED, "time": 51.0, "step": 20}, *held_up(first)]
+        ).warm_time
+        == warm
+    )
 
 
 def data_side(events: list[dict[str, Any]]) -> PipelineStats:

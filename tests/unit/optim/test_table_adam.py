@@ -109,14 +109,15 @@ def test_sparse_adam_matches_torch() -> None:
 
 
 def step_of(number: int, *, every_row: bool) -> AdamStep:
-    of_rows = {"l2": 0.01 * every_row, "decay": 0.1 * every_row, "every_row": every_row}
     return AdamStep(
         learning_rate=0.1,
         number=number,
         betas=(0.9, 0.999),
         eps=1e-8,
         gradient_scale=0.5,
-        **of_rows,
+        l2=0.01 * every_row,
+        decay=0.1 * every_row,
+        every_row=every_row,
     )
 
 

@@ -106,18 +106,20 @@ def write_raw(path: Path, dense: np.ndarray, ids: list[np.ndarray], labels: np.n
 
 
 def config_of(path: Path, runs: Path, name: str, **changes: Any) -> TrainConfig:
-    model = {
-        "embedding_dim": 8,
-        "bottom_mlp": (16, 8),
-        "top_mlp": (16, 1),
-        "cross_low_rank": 4,
-    }
     settings = {
         "steps": 16,
         "batch_size": 64,
         "evaluate_every": 8,
         "checkpoint": {"every": 8, "num_to_keep": 3},
-        "workload": {"model": model, "sparse_optimizer": {"learning_rate": 0.1}},
+        "workload": {
+            "model": {
+                "embedding_dim": 8,
+                "bottom_mlp": (16, 8),
+                "top_mlp": (16, 1),
+                "cross_low_rank": 4,
+            },
+            "sparse_optimizer": {"learning_rate": 0.1},
+        },
         "scaling": {"num_workers": 1, "use_gpu": False},
         "train_data": {"files": (), "block_bytes": 3 << 15, "segments_per_block": 4},
     }
@@ -538,15 +540,24 @@ def test_unadopted_arrays_name_command_and_extend_nothing(
 def test_adopt_command_returns_summary(
     arrays: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        "adopt",
-        str(arrays),
-        "--out",
-        str(tmp_path / "out"),
-        "--num-embeddings-per-feature",
-        ",".join(["40"] * 26),
-    ]
-    assert cli.run([*command, "--files", "day_1", "day_2", "--split", "none"]) == 0
+    assert (
+        cli.run(
+            [
+                "adopt",
+                str(arrays),
+                "--out",
+                str(tmp_path / "out"),
+                "--num-embeddings-per-feature",
+                ",".join(["40"] * 26),
+                "--files",
+                "day_1",
+                "day_2",
+                "--split",
+                "none",
+            ]
+        )
+        == 0
+    )
     made = json.loads(capsys.readouterr().out)
     assert (made["days"], made["sets"], made["num_embeddings"]) == (
         ["day_1", "day_2"],

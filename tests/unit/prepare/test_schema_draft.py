@@ -591,13 +591,22 @@ def test_draft_rejects_log(
 def test_split_by_time_takes_drafted_schema(tmp_path: Path) -> None:
     log = write(tmp_path / "log.csv", SHAPES["only-times.csv"][0])
     (tmp_path / "schema.yaml").write_text(draft(log))
-    paths = [
-        "--out",
-        str(tmp_path / "parts"),
-        "--schema",
-        str(tmp_path / "schema.yaml"),
-    ]
-    assert cli.run(["split", log, "--by", "time", *paths, "-q"]) == 0
+    assert (
+        cli.run(
+            [
+                "split",
+                log,
+                "--by",
+                "time",
+                "--out",
+                str(tmp_path / "parts"),
+                "--schema",
+                str(tmp_path / "schema.yaml"),
+                "-q",
+            ]
+        )
+        == 0
+    )
 
 
 def test_times_in_text_are_equal_numbers_in_files_and_exports() -> None:

@@ -41,14 +41,18 @@ def beer(here: LoopEngine, tmp_path: Path) -> Path:
 
 
 def prepared(path: Path | str, out: Path, **options: Any) -> dict[str, Any]:
-    small = {
-        "block_size": 16,
-        "part_bytes": 2048,
-        "shard_bytes": 4096,
-        "vocabulary_size": None if "tokenizer" in options else 300,
-    }
     return rayrec.preprocess(
-        str(path), out=str(out), console=QUIET, **{"format": "mds", **small, **options}
+        str(path),
+        out=str(out),
+        console=QUIET,
+        **{
+            "format": "mds",
+            "block_size": 16,
+            "part_bytes": 2048,
+            "shard_bytes": 4096,
+            "vocabulary_size": None if "tokenizer" in options else 300,
+            **options,
+        },
     )
 
 

@@ -620,11 +620,12 @@ ROWS = st.lists(
 
 def block_of_rows(rows: Sequence[Row]) -> RawBlock:
     labels, a, s, tags, weights = zip(*rows, strict=True)
-    others = {
-        "labels": {"y": np.array(labels, np.float32)},
-        "weights": np.array(weights, np.float32),
-    }
-    return block_of(LISTS, {"a": a, "s": s, "tags": tags}, **others)
+    return block_of(
+        LISTS,
+        {"a": a, "s": s, "tags": tags},
+        labels={"y": np.array(labels, np.float32)},
+        weights=np.array(weights, np.float32),
+    )
 
 
 @given(ROWS)

@@ -147,8 +147,14 @@ def test_unsuitable_rules_are_rejected_before_reading(tmp_path: Path) -> None:
             tokens="any",
         ),
     )
-    options = {"out": str(tmp_path / "out"), "rows": RowOutput(format="npy"), "config": config}
-    rejects("need a log of hexadecimal tokens", preprocess, str(tmp_path / "log.csv"), **options)
+    rejects(
+        "need a log of hexadecimal tokens",
+        preprocess,
+        str(tmp_path / "log.csv"),
+        out=str(tmp_path / "out"),
+        rows=RowOutput(format="npy"),
+        config=config,
+    )
 
 
 COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("shop",)}

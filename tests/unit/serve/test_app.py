@@ -662,8 +662,13 @@ def test_memory_of_waiting_requests_is_limited() -> None:
 def test_memory_limit_rejects_one_request(num_parts: int) -> None:
     app = make_app(MODEL, max_held_bytes=3 * 8 * len(TEXT))
     blank = b" " * (2 * len(TEXT) // num_parts)  # Of JSON each byte counts for several
-    parts = [b'{"rows": [', *[blank] * num_parts, b"{}]}"]
-    reply = ask(app, "POST", "/v1/score", headers={"content-type": "application/json"}, parts=parts)
+    reply = ask(
+        app,
+        "POST",
+        "/v1/score",
+        headers={"content-type": "application/json"},
+        parts=[b'{"rows": [', *[blank] * num_parts, b"{}]}"],
+    )
     assert "send them in several requests" in error_of(reply, 413)["message"]
     assert app.held_bytes == 0
 

@@ -529,14 +529,23 @@ def test_train_without_test_rows_reports_validation(
 def test_train_accepts_split_files_without_test(
     csv_folder: Path, capsys: pytest.CaptureFixture[str], by: str
 ) -> None:
-    paths = [
-        str(csv_folder / "log"),
-        "--out",
-        str(csv_folder / "parts"),
-        "--schema",
-        str(csv_folder / "schema.yaml"),
-    ]
-    assert cli.run(["split", *paths, "--by", *by.split(), "--test", "0"]) == 0
+    assert (
+        cli.run(
+            [
+                "split",
+                str(csv_folder / "log"),
+                "--out",
+                str(csv_folder / "parts"),
+                "--schema",
+                str(csv_folder / "schema.yaml"),
+                "--by",
+                *by.split(),
+                "--test",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert list(printed(capsys)["parts"]) == ["train", "validation"]  # type: ignore[call-overload]
     assert not train(csv_folder, "--workload.preset.split.kind", "named_files", log="parts")
     found = printed(capsys)

@@ -66,13 +66,17 @@ def train(
             {"step": progress.step, "stall_s": save_s, "bytes": 1000, "write_s": save_s or 1.0},
         )
 
-    parts: dict[str, Any] = {
-        "progress": Progress(),
-        "log": log,
-        "save": save,
-        "stop_signal": StopSignal(),
-    }
-    loop.run(Training(config=configuration, setup=setup, loader=loader, **parts))
+    loop.run(
+        Training(
+            config=configuration,
+            setup=setup,
+            loader=loader,
+            progress=Progress(),
+            log=log,
+            save=save,
+            stop_signal=StopSignal(),
+        )
+    )
     loader.close()
     # Beside so few steps the evaluation at the end would be the largest part.
     return diagnose(RunSummary(event for event in events if event["kind"] != "evaluate")), events

@@ -665,6 +665,12 @@ def test_extension_is_shared_with_vocabulary(tmp_path: Path, second: str) -> Non
 def test_extension_rejects_other_rules(
     old: str, changes: dict[str, Any], message: str, tmp_path: Path, second: str
 ) -> None:
-    options = {"extend": str(tmp_path / old), "config": CONFIG.replace(**changes)}
-    rejects(message, make_vocabulary, second, out=str(tmp_path / "new"), **options)
+    rejects(
+        message,
+        make_vocabulary,
+        second,
+        out=str(tmp_path / "new"),
+        extend=str(tmp_path / old),
+        config=CONFIG.replace(**changes),
+    )
     assert not (tmp_path / "new").exists()

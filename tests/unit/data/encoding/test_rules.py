@@ -508,10 +508,9 @@ def test_encode_py_reads_all_preprocessor_settings(encoder_class: Any, tmp_path:
         "integers": ("s",),
         "optional": ("s",),
     }
-    features = (Feature(name="t", max_length=3),)
     schema = Schema(
         label="y",
-        features=features,
+        features=(Feature(name="t", max_length=3),),
         labels=(),
         timestamp="at",
         nan="missing",

@@ -355,15 +355,20 @@ def test_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("faulty", [False, True])
 def test_csv(tmp_path: Path, faulty: bool) -> None:
-    rows = [
-        "1,30,ann,a|b",
-        "0,,bob,",
-        '0,2.5,"x,y",a',
-        *(["7,1,eve,a"] if faulty else []),
-        "1,-1,,b",
-        "0,4,ann,",
-    ]
-    (tmp_path / "log.csv").write_text("\n".join(["click,age,user,tags", *rows]) + "\n")
+    (tmp_path / "log.csv").write_text(
+        "\n".join(
+            [
+                "click,age,user,tags",
+                "1,30,ann,a|b",
+                "0,,bob,",
+                '0,2.5,"x,y",a',
+                *(["7,1,eve,a"] if faulty else []),
+                "1,-1,,b",
+                "0,4,ann,",
+            ]
+        )
+        + "\n"
+    )
     assert open_index(tmp_path / "log.csv", ANY).faults.total == faulty
     ages = [30.0, None, 2.5, -1.0, 4.0]
     users = ["ann", "bob", "x,y", None, "ann"]

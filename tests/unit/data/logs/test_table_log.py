@@ -312,8 +312,12 @@ def test_criteo_s_columns_come_out_as_of_text(tmp_path: Path, labelled: bool) ->
 
 
 def test_criteo_s_numbers_may_be_floats_with_gaps(tmp_path: Path) -> None:
-    values = [1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18]
-    table = pa.table({"d": pa.array(values, pa.float64()), "s": ["0000000a"] * 8})
+    table = pa.table(
+        {
+            "d": pa.array([1.0, None, -3.0, 2.0**40, 0.5, math.inf, math.nan, 1e18], pa.float64()),
+            "s": ["0000000a"] * 8,
+        }
+    )
     raw, faults = parse_table(
         table,
         Schema(

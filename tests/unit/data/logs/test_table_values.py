@@ -346,12 +346,11 @@ def test_text_outside_brackets_is_fault() -> None:
 
 
 def test_list_weights_use_mark_of_list() -> None:
-    features = (Feature(name="s", weights="w", list_delimiter="^"),)
     schema = Schema(
         label=None,
         sparse=("s",),
         lists=("s",),
-        features=features,
+        features=(Feature(name="s", weights="w", list_delimiter="^"),),
     )
     raw, faults = parse_table(pa.table({"s": ["a^b", "a"], "w": ["1^0.5", "2"]}), schema)
     assert raw.lists[0].weights is not None

@@ -316,8 +316,14 @@ def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
         (str(tmp_path / "absent.tsv"), r"absent\.tsv"),
     ):
         rejects(message, export_of, saved, tmp_path / "out", parity_path=path)
-    of_images = {"config": recipes.mnist_resnet18(), "settings": ExportConfig(triton=True)}
-    rejects("is not for click models", export, str(saved.run), str(tmp_path / "out"), **of_images)
+    rejects(
+        "is not for click models",
+        export,
+        str(saved.run),
+        str(tmp_path / "out"),
+        config=recipes.mnist_resnet18(),
+        settings=ExportConfig(triton=True),
+    )
     rejects("parity_rows", ExportConfig, parity_rows=0)
     assert not (tmp_path / "out").exists()
 
@@ -654,9 +660,12 @@ def _own_log(folder: Path) -> Saved:
         tokens="any",
         delimiter=",",
     )
-    columns = (SparseColumn(100, None, mixed=True), SparseColumn(4, 2))
     preprocessor = Preprocessor(
-        "test", schema, (DenseColumn(),), columns, np.array([1, 2], np.uint64)
+        "test",
+        schema,
+        (DenseColumn(),),
+        (SparseColumn(100, None, mixed=True), SparseColumn(4, 2)),
+        np.array([1, 2], np.uint64),
     )
     lines = [f"{row % 3 // 2},{row % 40},u{row % 150},{row % 4}|{row % 3}" for row in range(300)]
     log = folder / "log.csv"
@@ -704,12 +713,11 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
         max_length=3,
         aligned_with="items",
     )
-    features = (Feature(name="items", vocabulary="item", max_length=3), shops)
     schema = Schema(
         label="click",
         sparse=("item", "shop", "items", "shops"),
         lists=("items", "shops"),
-        features=features,
+        features=(Feature(name="items", vocabulary="item", max_length=3), shops),
         tokens="any",
         delimiter=",",
     )

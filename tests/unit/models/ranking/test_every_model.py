@@ -99,13 +99,13 @@ def assert_scored_alike(
         trained = model.score(
             batch.tensors["dense"], batch.sparse_features, batch.sequence_features
         )
-    settings = {
-        "width": config.table_width,
-        "sequences": config.sequences(inputs),
-        "unpooled": unpooled,
-    }
     plain = PlainModel(
-        model.head.network, inputs, config.output_heads(inputs), **settings
+        model.head.network,
+        inputs,
+        config.output_heads(inputs),
+        width=config.table_width,
+        sequences=config.sequences(inputs),
+        unpooled=unpooled,
     ).requires_grad_(requires_grad=False)
     weights = model.state_dict()
     tables = [weights[table] for table in plain.table_weights().values()]

@@ -104,13 +104,12 @@ def config(folder: Path, **changes: Any) -> TrainConfig:
         optimizer=plain.workload.optimizer,  # type: ignore[attr-defined]
         schedule=plain.workload.schedule,  # type: ignore[attr-defined]
     )
-    scaling = {"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1}
     made = plain.replace(
         name="run",
         storage_path=str(folder),
         workload=workload,
         evaluate_every=6,
-        scaling=scaling,
+        scaling={"num_workers": 1, "threads_per_worker": torch.get_num_threads() + 1},
         **LEAN,
     )
     return made.updated(changes)

@@ -601,16 +601,13 @@ def test_single_worker_step_has_no_device_sync(
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     meta = torch.device("meta")
-    alone = {
-        "env": ShardingEnv.from_local(1, 0),
-        "plan": ShardingPlan({}),
-        "data_parallel_wrapper": Unwrapped(),
-    }
     sharded = DistributedModelParallel(
         model,
         device=meta,
         init_parameters=False,
-        **alone,
+        env=ShardingEnv.from_local(1, 0),
+        plan=ShardingPlan({}),
+        data_parallel_wrapper=Unwrapped(),
     )
     assert {tensor.device.type for tensor in sharded.state_dict().values()} == {"meta"}
     # Each of these methods blocks the host on a GPU. torch's optimizers call them on host memory

@@ -293,9 +293,12 @@ def test_model_without_label_measures_and_predicts(tmp_path: Path) -> None:
     )
     tokens = np.array([70, 80, 90], np.uint64)
     items = (SparseColumn(num_embeddings=5, num_tokens=3),)
-    numbers = (DenseColumn(mean=0.0, scale=1.0, kind="identity"),)
     preprocessor = Preprocessor(
-        preset="rayrec", schema=schema, dense=numbers, sparse=items, tokens=tokens
+        preset="rayrec",
+        schema=schema,
+        dense=(DenseColumn(mean=0.0, scale=1.0, kind="identity"),),
+        sparse=items,
+        tokens=tokens,
     )
     model = WithoutLabelConfig(embedding_dim=2)
     saved = save_clicks(
