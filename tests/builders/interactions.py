@@ -66,13 +66,12 @@ def small(name: str, log: str, storage: Path, steps: int, **changes: Any) -> ray
     """Return the recipe with a small model, which learns from the log and evaluates on it."""
     schema = LISTS if name == "next_item" else PAIRS
     constant = {"schedule": {"decay_fraction": 0.0}}  # A decay depends on the number of steps
-    workload = {
-        "model": SMALL[name],
-        **constant,
-        **{f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")},
-    }
     fields: dict[str, Any] = {
-        "workload": workload,
+        "workload": {
+            "model": SMALL[name],
+            **constant,
+            **{f"{kind}_optimizer": {"learning_rate": 0.02} for kind in ("sparse", "dense")},
+        },
         "eval_data": {"path": log},
         "batch_size": 32,
         "early_stopping": {"patience": 0},

@@ -158,12 +158,13 @@ def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> 
     )
     assert synthetic.exact_auroc(scores, np.ones(2_000, dtype=np.uint8)) is None
     calls: list[tuple[int, int]] = []
-    options: dict[str, Any] = {
-        "dialect": "terabyte",
-        "days": 3,
-        "progress": lambda *of_rows: calls.append(of_rows),
-    }
-    truth = synthetic.generate(str(tmp_path / "new"), rows=1_001, **options)
+    truth = synthetic.generate(
+        str(tmp_path / "new"),
+        rows=1_001,
+        dialect="terabyte",
+        days=3,
+        progress=lambda *of_rows: calls.append(of_rows),
+    )
     assert sorted(os.listdir(tmp_path / "new")) == ["day_0", "day_1", "day_2", "truth.json"]
     lines = [len((tmp_path / "new" / f"day_{day}").read_text().splitlines()) for day in range(3)]
     assert lines == [detail["rows"] for detail in truth["days_detail"]] == [334, 334, 333]
@@ -221,9 +222,15 @@ def test_dated_folders_apply_drift(tmp_path: Path) -> None:
 
 
 def test_failed_dated_log_leaves_no_folder_and_tokens_drift(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"days": 2, "first_date": "2026-01-01", "progress": lambda *_: 1 // 0}
     fails_with(
-        ZeroDivisionError, "", synthetic.generate, str(tmp_path / "log"), rows=100, **options
+        ZeroDivisionError,
+        "",
+        synthetic.generate,
+        str(tmp_path / "log"),
+        rows=100,
+        days=2,
+        first_date="2026-01-01",
+        progress=lambda *_: 1 // 0,
     )
     assert list((tmp_path / "log").iterdir()) == []
     plan = GroundTruth("kaggle", 0)

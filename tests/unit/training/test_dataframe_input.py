@@ -248,12 +248,16 @@ def test_dataframe_input_accepts_criteo_not_other_recipes(tmp_path: Path) -> Non
     # missing values.
     recipe = criteo_demo().replace(name="run", storage_path=str(tmp_path))
     schema = recipe.workload.table_schema
-    columns = {
-        schema.label: [0, 1],
-        **{name: [None, 3] for name in schema.dense},
-        **dict.fromkeys(schema.sparse, "0000000a"),
-    }
-    write(recipe, pd.DataFrame(columns))
+    write(
+        recipe,
+        pd.DataFrame(
+            {
+                schema.label: [0, 1],
+                **{name: [None, 3] for name in schema.dense},
+                **dict.fromkeys(schema.sparse, "0000000a"),
+            }
+        ),
+    )
     assert pq.read_schema(tmp_path / "run/data/train/part-000000.parquet").names == list(
         schema.columns
     )

@@ -69,13 +69,16 @@ class Attempt:
                 progress=copy.deepcopy(progress), loader=state, tensors=copies
             )
 
-        parts: dict[str, Any] = {
-            "log": lambda kind, fields: self.events.append((kind, fields)),
-            "save": save,
-            "stop_signal": StopSignal(lambda: progress.step, **stop_signal),
-        }
         self.finished = run(
-            Training(config=wanted, setup=self.setup, loader=loader, progress=progress, **parts)
+            Training(
+                config=wanted,
+                setup=self.setup,
+                loader=loader,
+                progress=progress,
+                log=lambda kind, fields: self.events.append((kind, fields)),
+                save=save,
+                stop_signal=StopSignal(lambda: progress.step, **stop_signal),
+            )
         )
         loader.close()
 

@@ -183,15 +183,19 @@ class Run:
         setup = fake_setup(
             self.pipeline, clock=self.clock, make_metrics=lambda: metrics, eval_batches=evaluation
         )
-        parts: dict[str, Any] = {
-            "config": self.config,
-            "loader": self.loader,
-            "progress": self.progress,
-            "pause_at": pause_at,
-            "stop_signal": self.stop_signal,
-            "first_step": lambda *times_s: self.first_steps.append(times_s),
-        }
-        return loop.run(Training(setup=setup, log=log, save=save, **parts))
+        return loop.run(
+            Training(
+                setup=setup,
+                log=log,
+                save=save,
+                config=self.config,
+                loader=self.loader,
+                progress=self.progress,
+                pause_at=pause_at,
+                stop_signal=self.stop_signal,
+                first_step=lambda *times_s: self.first_steps.append(times_s),
+            )
+        )
 
     def told(self, kind: str) -> list[int]:
         return [step for each, step in self.events if each == kind]
