@@ -131,9 +131,7 @@ def whole_log(tmp_path: Path) -> tuple[pa.Table, str]:
     return table, written(table, tmp_path / "log")
 
 
-def test_split_by_rows_keeps_shares(
-    whole_log: tuple[pa.Table, str], tmp_path: Path
-) -> None:
+def test_split_by_rows_keeps_shares(whole_log: tuple[pa.Table, str], tmp_path: Path) -> None:
     table, path = whole_log
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
     parts = parts_of(tmp_path / "out")
