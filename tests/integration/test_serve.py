@@ -91,6 +91,18 @@ def _kill_replica(server: Session, port: int, version: str) -> None:
     until(lambda: _rows(port, version) >= counted + 10 * len(later))
 
 
+def _check_answers(port: int, model: Any) -> None:
+    status, body = ask(port, "POST", "/v1/score", TEXT)
+    assert status == 200, body
+    np.testing.assert_allclose(json.loads(body)["logits"], logits_of(model, TEXT), atol=1e-5)
+    assert ask(port, "POST", "/v1/score", b"1")[0] == 400
+
+
+def _check_port_is_used(error: str, port: int, pid: int) -> None:
+    assert f"127.0.0.1:{port}: cannot listen there" in error
+    assert f"by process {pid} " in error
+
+
 @pytest.mark.parametrize("ingress", [pytest.param("serve", marks=pytest.mark.exhaustive), "direct"])
 def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None:
     models = [make_model(seed=seed) for seed in (1, 2)]
@@ -124,15 +136,9 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
         told = json.loads(server.out)
         address = told["cluster_address"]
         assert told["url"] == f"http://127.0.0.1:{port}"
-        status, body = ask(port, "POST", "/v1/score", TEXT)
-        assert status == 200, body
-        np.testing.assert_allclose(
-            json.loads(body)["logits"], logits_of(models[0], TEXT), atol=1e-5
-        )
-        assert ask(port, "POST", "/v1/score", b"1")[0] == 400
+        _check_answers(port, models[0])
         second = run_command(*start, env=environment, status=2)
-        assert f"127.0.0.1:{port}: cannot listen there" in second.stderr
-        assert f"by process {server.process.pid} " in second.stderr
+        _check_port_is_used(second.stderr, port, server.process.pid)
         for replica in _replicas(server):
             assert b"sesame" not in Path(f"/proc/{replica}/environ").read_bytes()
 
