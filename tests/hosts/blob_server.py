@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         if container not in store.blobs:
             return self._refuse(404, "ContainerNotFound")
         blobs = store.blobs[container]
-        place = (container, name)
+        blob_key = (container, name)
         match self.command, query.get("comp"):
             case "POST", "batch":
                 return self._delete_batch(body)
@@ -129,51 +129,51 @@ class _Handler(BaseHTTPRequestHandler):
                 store.staged[container, name, query["blockid"]] = body
                 return self._send(201, b"")
             case ("PUT", "blocklist"):
-                return self._join_blocks(place, body)
+                return self._join_blocks(blob_key, body)
             case ("PUT", _) if self.headers.get("x-ms-copy-source"):
-                return self._copy(place)
+                return self._copy(blob_key)
             case ("PUT", _) if self.headers.get("x-ms-blob-type") == "BlockBlob":
-                store.blocks.pop(place, None)
+                store.blocks.pop(blob_key, None)
                 blobs[name] = body
                 return self._send(201, b"")
         if name not in blobs:
             return self._refuse(404, "BlobNotFound")
         match self.command, query.get("comp"):
             case ("GET", "blocklist"):
-                return self._list_blocks(place)
+                return self._list_blocks(blob_key)
             case (_, "lease"):
                 return self._send(201, b"", {"x-ms-lease-id": str(uuid.UUID(int=1))})
             case ("DELETE", _):
                 del blobs[name]
-                store.blocks.pop(place, None)
+                store.blocks.pop(blob_key, None)
                 return self._send(202, b"")
             case ("GET" | "HEAD", None):
                 return self._send_blob(blobs[name])
         return self._refuse(501, "NotImplemented")
 
-    def _join_blocks(self, place: tuple[str, str], body: bytes) -> None:
+    def _join_blocks(self, blob_key: tuple[str, str], body: bytes) -> None:
         store = self.server_store
-        container, name = place
-        known = dict(store.blocks.get(place, ()))
+        container, name = blob_key
+        known = dict(store.blocks.get(blob_key, ()))
         ids = re.findall(r"<(?:Latest|Committed|Uncommitted)>([^<]*)<", body.decode())
-        blocks = [(one, store.staged.pop((*place, one), None) or known[one]) for one in ids]
-        store.blocks[place] = blocks
+        blocks = [(one, store.staged.pop((*blob_key, one), None) or known[one]) for one in ids]
+        store.blocks[blob_key] = blocks
         store.blobs[container][name] = b"".join(data for _, data in blocks)
         self._send(201, b"")
 
-    def _copy(self, place: tuple[str, str]) -> None:
+    def _copy(self, blob_key: tuple[str, str]) -> None:
         store = self.server_store
-        container, name = place
+        container, name = blob_key
         source = urlsplit(self.headers["x-ms-copy-source"]).path.split("/", 3)
         store.blobs[container][name] = store.blobs[source[2]][unquote(source[3])]
-        store.blocks.pop(place, None)
+        store.blocks.pop(blob_key, None)
         self._send(202, b"", {"x-ms-copy-id": "1", "x-ms-copy-status": "success"})
 
-    def _list_blocks(self, place: tuple[str, str]) -> None:
-        container, name = place
+    def _list_blocks(self, blob_key: tuple[str, str]) -> None:
+        container, name = blob_key
         listed = [
             f"<Block><Name>{one}</Name><Size>{len(data)}</Size></Block>"
-            for one, data in self.server_store.blocks.get(place, ())
+            for one, data in self.server_store.blocks.get(blob_key, ())
         ]
         text = f"<BlockList><CommittedBlocks>{''.join(listed)}</CommittedBlocks></BlockList>"
         size = len(self.server_store.blobs[container][name])

@@ -73,13 +73,13 @@ class Stage:
     folder: str = "/"
     command: list[str] = field(default_factory=list)
 
-    def enter(self, word: str, place: str) -> None:
+    def enter(self, word: str, argument: str) -> None:
         """Carry out USER or WORKDIR."""
         if word == "USER":
-            self.user = place
+            self.user = argument
         else:
-            self.folder = place
-            (self.root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
+            self.folder = argument
+            (self.root / argument.lstrip("/")).mkdir(parents=True, exist_ok=True)
 
     def run(
         self, *command: str, binds: Mapping[Path, str], timeout_s: float

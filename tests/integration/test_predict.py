@@ -86,7 +86,7 @@ def model(click_log: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="module")
-def whole(local_ray: None, model: Model) -> Columns:
+def predicted_rows(local_ray: None, model: Model) -> Columns:
     """Predict the full log as a Dataset on Ray."""
     batches = list(
         prediction.predict(
@@ -100,17 +100,22 @@ def whole(local_ray: None, model: Model) -> Columns:
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def test_predictions_are_in_order(whole: Columns, model: Model, click_log: Path) -> None:
-    assert list(whole) == ["row", "score", "logit", "label"]
-    assert [whole[name].dtype for name in whole] == [np.int64, np.float32, np.float32, np.float32]
-    assert whole["row"].tolist() == list(range(len(model.lines)))
-    assert whole["label"].tolist() == [float(line[:1]) for line in model.lines]
+def test_predictions_are_in_order(predicted_rows: Columns, model: Model, click_log: Path) -> None:
+    assert list(predicted_rows) == ["row", "score", "logit", "label"]
+    assert [predicted_rows[name].dtype for name in predicted_rows] == [
+        np.int64,
+        np.float32,
+        np.float32,
+        np.float32,
+    ]
+    assert predicted_rows["row"].tolist() == list(range(len(model.lines)))
+    assert predicted_rows["label"].tolist() == [float(line[:1]) for line in model.lines]
     np.testing.assert_allclose(
-        whole["score"], 1 / (1 + np.exp(-whole["logit"].astype(float))), rtol=1e-6
+        predicted_rows["score"], 1 / (1 + np.exp(-predicted_rows["logit"].astype(float))), rtol=1e-6
     )
-    assert len(np.unique(whole["logit"])) > 10_000
+    assert len(np.unique(predicted_rows["logit"])) > 10_000
     metrics = model.evaluate(click_log)
-    by_hand = binary_metrics(whole["logit"], whole["label"])
+    by_hand = binary_metrics(predicted_rows["logit"], predicted_rows["label"])
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
 
 
@@ -141,7 +146,7 @@ def test_datasets_score_like_their_file(local_ray: None, model: Model, tmp_path:
 
 
 def test_scores_ignore_labels_packing_and_neighbours(
-    whole: Columns, model: Model, tmp_path: Path
+    predicted_rows: Columns, model: Model, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
     log.mkdir()
@@ -152,11 +157,13 @@ def test_scores_ignore_labels_packing_and_neighbours(
     single = model.columns(tmp_path / "single.txt")
     assert list(got) == ["row", "score", "logit"]
     assert (got["row"].tolist(), single["row"].tolist()) == (list(range(1500)), [0])
-    np.testing.assert_allclose(got["logit"], whole["logit"][:1500], atol=1e-6)
-    np.testing.assert_allclose(single["logit"], whole["logit"][3:4], atol=1e-6)
+    np.testing.assert_allclose(got["logit"], predicted_rows["logit"][:1500], atol=1e-6)
+    np.testing.assert_allclose(single["logit"], predicted_rows["logit"][3:4], atol=1e-6)
 
 
-def test_invalid_lines_keep_row_numbers(whole: Columns, model: Model, tmp_path: Path) -> None:
+def test_invalid_lines_keep_row_numbers(
+    predicted_rows: Columns, model: Model, tmp_path: Path
+) -> None:
     # several blocks, one of them all good
     count = 6000
     path = tmp_path / "faulty.txt"
@@ -172,7 +179,7 @@ def test_invalid_lines_keep_row_numbers(whole: Columns, model: Model, tmp_path: 
     got = model.columns(path, **lenient)
     expected = np.delete(np.arange(count), faulty)
     np.testing.assert_array_equal(got["row"], expected)
-    np.testing.assert_allclose(got["logit"], whole["logit"][expected], atol=1e-6)
+    np.testing.assert_allclose(got["logit"], predicted_rows["logit"][expected], atol=1e-6)
     metrics = model.evaluate(path, **lenient)
     assert (metrics["rows"], metrics["bad_rows"]) == (len(expected), len(faulty))
 
@@ -192,7 +199,7 @@ def _small_parts(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_predict_writes_parquet(
-    whole: Columns, scores: tuple[Path, dict[str, Any]], model: Model
+    predicted_rows: Columns, scores: tuple[Path, dict[str, Any]], model: Model
 ) -> None:
     out, done = scores
     assert (done["rows"], done["bad_rows"], done["out"]) == (20_000, 0, str(out))
@@ -204,7 +211,7 @@ def test_predict_writes_parquet(
         "part-00002.parquet": 6000,
     }
     table = pq.read_table(out)
-    for name, values in whole.items():
+    for name, values in predicted_rows.items():
         np.testing.assert_array_equal(table.column(name).to_numpy(), values, name)
     rejects("exists already", model.predict_to, out)
 
@@ -254,34 +261,35 @@ def sliced(model: Model) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_evaluation_has_intervals_and_differences(sliced: dict[str, Any], whole: Columns) -> None:
-    found = sliced
-    metrics = binary_metrics(whole["logit"], whole["label"])
-    assert {name: found[name] for name in metrics} == metrics
+def test_evaluation_has_intervals_and_differences(
+    sliced: dict[str, Any], predicted_rows: Columns
+) -> None:
+    metrics = binary_metrics(predicted_rows["logit"], predicted_rows["label"])
+    assert {name: sliced[name] for name in metrics} == metrics
     for name in METRICS:
-        low, high = found["intervals"][name]
-        assert low < found[name] < high
-        assert found["compared"][name] == found[name]
-        assert found["compared"]["differences"][name]["p_value"] == 1  # it is the same checkpoint
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+        low, high = sliced["intervals"][name]
+        assert low < sliced[name] < high
+        assert sliced["compared"][name] == sliced[name]
+        assert sliced["compared"]["differences"][name]["p_value"] == 1  # it is the same checkpoint
+    assert json.loads(json.dumps(sliced, allow_nan=False)) == sliced
 
 
 @pytest.mark.exhaustive
 def test_evaluation_slices_by_category(
-    model: Model, sliced: dict[str, Any], whole: Columns
+    model: Model, sliced: dict[str, Any], predicted_rows: Columns
 ) -> None:
-    found = sliced
     tokens = np.array([line.rstrip(b"\n").split(b"\t")[14].decode() for line in model.lines])
     values, counts = np.unique(tokens, return_counts=True)
     most = [value or "(missing)" for value in values[np.argsort(-counts)][:4].tolist()]
-    assert {piece["value"] for piece in found["slices"]["cat_0"]} <= {
+    assert {piece["value"] for piece in sliced["slices"]["cat_0"]} <= {
         *most,
         "(others)",
         "(missing)",
     }
-    piece = found["slices"]["cat_0"][0]
+    piece = sliced["slices"]["cat_0"][0]
     expected = binary_metrics(
-        whole["logit"][tokens == piece["value"]], whole["label"][tokens == piece["value"]]
+        predicted_rows["logit"][tokens == piece["value"]],
+        predicted_rows["label"][tokens == piece["value"]],
     )
     assert piece["rows"] == expected["rows"]
     assert piece["logloss"] == pytest.approx(expected["logloss"], rel=1e-12)
@@ -289,8 +297,7 @@ def test_evaluation_slices_by_category(
 
 @pytest.mark.exhaustive
 def test_evaluation_slices_by_frequency(sliced: dict[str, Any]) -> None:
-    found = sliced
-    frequencies = [piece["value"] for piece in found["slices"]["frequency:cat_2"]]
+    frequencies = [piece["value"] for piece in sliced["slices"]["frequency:cat_2"]]
     known = [
         "1",
         "2-9",
@@ -303,7 +310,7 @@ def test_evaluation_slices_by_frequency(sliced: dict[str, Any]) -> None:
     ]
     assert frequencies == [name for name in known if name in frequencies]
     assert len(frequencies) > 3
-    assert "by int_1:\n" in evaluation_text(found)
+    assert "by int_1:\n" in evaluation_text(sliced)
 
 
 def test_unsupported_evaluation_options_are_rejected(model: Model, click_log: Path) -> None:

@@ -203,7 +203,7 @@ def test_dashboard_panels_use_run_and_scrape_interval() -> None:
                 assert panel["interval"] == "2m"
 
 
-def test_dashboard_shares_have_percent_unit() -> None:
+def test_dashboard_fractions_have_percent_unit() -> None:
     for panel in _panels():
         units = {
             override["matcher"]["options"]: value["value"]

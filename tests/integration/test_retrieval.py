@@ -65,7 +65,7 @@ def expected_at_k(scores: dict[int, float], item: int, k: int) -> tuple[float, f
     return sum(1 / math.log2(rank + 2) for rank in ranks) / tied, len(ranks) / tied
 
 
-def known_items(lists: Sequence[Sequence[int | None]]) -> list[list[int]]:
+def present_items(lists: Sequence[Sequence[int | None]]) -> list[list[int]]:
     return [[item for item in items if item is not None] for items in lists]
 
 
@@ -81,11 +81,11 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     run = train(config)
     of_all = train(config, name="all", workload={"model": {"k": ALL_ITEMS}})
 
-    counts = Counter(itertools.chain(*known_items(trained)))
+    counts = Counter(itertools.chain(*present_items(trained)))
     vocabulary = {item for item, count in counts.items() if count >= min_count}
     assert -1 in vocabulary
     metrics = rayrec.evaluate(run.checkpoint, evaluated, console=QUIET)
-    present = known_items(later)
+    present = present_items(later)
     before = write_lists(tmp_path / "before", [items[:-1] for items in present])
     _, predicted = evaluated_and_predicted(of_all.checkpoint, before, tmp_path / "scores")
     results = []
@@ -102,9 +102,9 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     assert (metrics["targets"], metrics["unknown_targets"]) == (len(results), unknown)
     assert metrics["unknown_targets"] > 0
     names = (f"ndcg_at_{K}", f"recall_at_{K}")
-    found = [metrics[name] for name in names]
-    assert found == pytest.approx(np.mean(results, axis=0).tolist(), rel=1e-5)
-    assert [run.metrics[name] for name in names] == pytest.approx(found, abs=1e-6)
+    result = [metrics[name] for name in names]
+    assert result == pytest.approx(np.mean(results, axis=0).tolist(), rel=1e-5)
+    assert [run.metrics[name] for name in names] == pytest.approx(result, abs=1e-6)
 
 
 def test_towers_with_several_item_features_rank_distinct_items(tmp_path: Path) -> None:

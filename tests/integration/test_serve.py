@@ -289,11 +289,11 @@ def _served_replicas(application: str = "clicks", field: str = "replica_id") -> 
     }
 
 
-def _reject_three_times(place: str) -> None:
+def _reject_three_times(path: str) -> None:
     """Check that three swaps at once to a model with another schema are rejected."""
     with ThreadPoolExecutor(3) as pool:
         for done in [
-            pool.submit(rejects, "schemas differ in", control.swap, place, address=None)
+            pool.submit(rejects, "schemas differ in", control.swap, path, address=None)
             for _ in range(3)
         ]:
             done.result()

@@ -841,17 +841,17 @@ def check_rows(schema: Schema, rows: list[Row], order: list[int] | None) -> None
         assert_same(list(again.ids), list(encoded.ids))
 
 
-def check_numbers(found: np.ndarray, rule: DenseColumn, values: list[Any]) -> None:
+def check_numbers(encoded: np.ndarray, rule: DenseColumn, values: list[Any]) -> None:
     present = np.array([0 if value is None else value for value in values], np.float64)
     expected = rule.encode(present, np.array([value is None for value in values], bool))
-    np.testing.assert_array_almost_equal_nulp(found, expected, 1)
+    np.testing.assert_array_almost_equal_nulp(encoded, expected, 1)
 
 
-def check_ids(ids: Any, rule: SparseColumn, cells: list[Any], schema: Schema, place: int) -> None:
+def check_ids(ids: Any, rule: SparseColumn, cells: list[Any], schema: Schema, column: int) -> None:
     known = {}
     if rule.num_tokens is not None:
-        known = dict(zip(KNOWN[schema.tokens][place], rule.ids().tolist(), strict=True))
-    is_list = schema.sparse[place] in schema.lists
+        known = dict(zip(KNOWN[schema.tokens][column], rule.ids().tolist(), strict=True))
+    is_list = schema.sparse[column] in schema.lists
     bags = cells if is_list else [[] if cell is None else [cell] for cell in cells]
     tokens = np.array([token for bag in bags for token in bag or [0]], category_type(schema))
     missing = np.array([not bag for bag in bags for _ in bag or [0]], bool)

@@ -361,7 +361,7 @@ def _labels(log: Path) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def found(
+def comparison(
     compared: list[Saved], log: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
@@ -377,27 +377,27 @@ def _logits(saved: Saved, log: Path) -> np.ndarray:
 
 
 def test_comparison_matches_single_evaluations(
-    found: dict[str, Any], compared: list[Saved], log: Path
+    comparison: dict[str, Any], compared: list[Saved], log: Path
 ) -> None:
     labels = _labels(log)
-    assert (found["rows"], found["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
-    assert [model["name"] for model in found["models"]] == ["a", "b", "c"]
-    for report, saved in zip(found["models"], compared, strict=True):
+    assert (comparison["rows"], comparison["label_rate"]) == (ROWS, pytest.approx(labels.mean()))
+    assert [model["name"] for model in comparison["models"]] == ["a", "b", "c"]
+    for report, saved in zip(comparison["models"], compared, strict=True):
         metrics = binary_metrics(_logits(saved, log), labels)
         assert {name: report[name] for name in metrics} == pytest.approx(metrics, abs=1e-4)
         low, high = report["intervals"]["auroc"]
         assert low < report["auroc"] < high
         assert 0 < report["gauc"] < 1
         assert report["rows_per_s"] > 0
-    assert found["failures"] == []
+    assert comparison["failures"] == []
 
 
 def test_comparison_differences_match_resampling(
-    found: dict[str, Any], compared: list[Saved], log: Path
+    comparison: dict[str, Any], compared: list[Saved], log: Path
 ) -> None:
     labels = _labels(log)
     logits = [_logits(saved, log) for saved in (compared[2], compared[0])]
-    pairs = {(pair["model"], pair["other"]): pair for pair in found["differences"]}
+    pairs = {(pair["model"], pair["other"]): pair for pair in comparison["differences"]}
     assert len(pairs) == 3
     for name, expected_difference in compare(*logits, labels, Resampling(resamples=50)).items():
         report = pairs["c", "a"][name]
@@ -408,9 +408,9 @@ def test_comparison_differences_match_resampling(
 
 
 def test_costs_of_compared_models_match_checkpoints(
-    found: dict[str, Any], compared: list[Saved]
+    comparison: dict[str, Any], compared: list[Saved]
 ) -> None:
-    for saved, report in zip(compared, found["models"], strict=True):
+    for saved, report in zip(compared, comparison["models"], strict=True):
         assert report["parameters"] == sum(
             parameter.numel() for parameter in saved.model.parameters()
         )

@@ -126,13 +126,15 @@ def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
 
 
 @pytest.fixture
-def whole_log(tmp_path: Path) -> tuple[pa.Table, str]:
+def table_and_path(tmp_path: Path) -> tuple[pa.Table, str]:
     table = table_of()
     return table, written(table, tmp_path / "log")
 
 
-def test_split_by_rows_keeps_shares(whole_log: tuple[pa.Table, str], tmp_path: Path) -> None:
-    table, path = whole_log
+def test_split_by_rows_writes_fractions(
+    table_and_path: tuple[pa.Table, str], tmp_path: Path
+) -> None:
+    table, path = table_and_path
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
     parts = parts_of(tmp_path / "out")
     check_whole(parts, table)
@@ -151,22 +153,22 @@ def test_split_by_rows_keeps_shares(whole_log: tuple[pa.Table, str], tmp_path: P
 
 
 def test_split_by_rows_depends_on_row_numbers_and_seed(
-    whole_log: tuple[pa.Table, str], tmp_path: Path
+    table_and_path: tuple[pa.Table, str], tmp_path: Path
 ) -> None:
     """The parts do not depend on files, row groups or tasks."""
-    table, path = whole_log
-    found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
+    table, path = table_and_path
+    first = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
     parts = parts_of(tmp_path / "out")
     again = split(
         written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2
     )
-    assert again["parts"]["validation"]["rows"] == found["parts"]["validation"]["rows"]
+    assert again["parts"]["validation"]["rows"] == first["parts"]["validation"]["rows"]
     assert all(
         numbers(part) == numbers(parts[name]) for name, part in parts_of(tmp_path / "again").items()
     )
     other = split(path, tmp_path / "other", "rows", seed=1)
     assert numbers(parts_of(tmp_path / "other")["test"]) != numbers(parts["test"])
-    assert other["parts"].keys() == found["parts"].keys()
+    assert other["parts"].keys() == first["parts"].keys()
 
 
 def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def build_preprocessor(
     return made
 
 
-def ids_of_known(made: Preprocessor, place: int, tokens: set[int]) -> dict[int, int]:
+def ids_by_token(made: Preprocessor, place: int, tokens: set[int]) -> dict[int, int]:
     column = made.sparse[place]
     if column.num_tokens is None:
         return {token: 2 + token % (column.num_embeddings - 2) for token in tokens}
@@ -291,7 +291,7 @@ def test_unknown_and_collision_rates_match_encoding(tmp_path: Path) -> None:
     assert report["unknown_to"] == f"Preprocessor {made.hash()}"
     tokens = [[row[3 + s] for row in varied(300) + varied(300, 1)] for s in range(2)]
     for s, name in enumerate(("s", "t")):
-        ids = ids_of_known(made, s, set(tokens[s]))
+        ids = ids_by_token(made, s, set(tokens[s]))
         found = report["sparse"][name]
         if made.sparse[s].num_tokens is None:
             assert found["unknown_rate"] is None

@@ -355,17 +355,17 @@ def test_counts_match_values_of_log(log_text: bytes, tmp_path: Path, first_rows:
 def test_counts_are_independent_of_tasks(
     log_text: bytes, tmp_path: Path, first_rows: bool, segment_bytes: int
 ) -> None:
-    whole = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
+    expected = everything(count_rows(parts_in(tmp_path, CRITEO, log_text, 1 << 21), first_rows))
     parts = parts_in(tmp_path, CRITEO, log_text, segment_bytes)
     assert len(parts) > 10
     for task_bytes in (1, 100_000, 1 << 30):
         for order in (parts, parts[::-1]):
-            assert everything(count_rows(order, first_rows, task_bytes=task_bytes)) == whole
+            assert everything(count_rows(order, first_rows, task_bytes=task_bytes)) == expected
     for memory_bytes in (1, 300_000, 1 << 30):
         limits = {"memory_bytes": memory_bytes, "spill_folder": str(tmp_path)}
         with count_rows(parts, first_rows, **limits) as counts:
             assert counts.spill.has_spilled == (memory_bytes < 1 << 30)
-            assert everything(counts) == whole
+            assert everything(counts) == expected
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])

@@ -607,9 +607,9 @@ def test_extension_keeps_ids_for_all_presets(click_log: Path, tmp_path: Path, na
         assert (made["kept"][column], made["appended"][column]) == (len(before), len(fresh))
 
 
-def ids_by_token(preprocessor: Preprocessor, place: int) -> dict[int, int]:
-    tokens = preprocessor.vocabulary(place).tolist()
-    return dict(zip(tokens, preprocessor.sparse[place].ids().tolist(), strict=True))
+def ids_by_token(preprocessor: Preprocessor, column: int) -> dict[int, int]:
+    tokens = preprocessor.vocabulary(column).tolist()
+    return dict(zip(tokens, preprocessor.sparse[column].ids().tolist(), strict=True))
 
 
 ANY = Schema(

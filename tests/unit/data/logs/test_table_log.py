@@ -1190,56 +1190,58 @@ class RowSplitter:
 
     def rows(self, text: str) -> Iterator[tuple[int, list[str]]]:
         """Yield the kind (0, TOO_FEW, TOO_MANY, UNMATCHED, TRAILING) and fields of every row."""
-        place = 0
-        while place < len(text):
-            if text[place] in "\r\n":
-                place += 1
+        position = 0
+        while position < len(text):
+            if text[position] in "\r\n":
+                position += 1
                 continue
-            kind, fields, end = self._row(text, place)
+            kind, fields, end = self._row(text, position)
             yield kind, fields
             # A row whose quotes do not match ends with its first line.
-            place = re.compile("[^\r\n]*").match(text, place).end() if kind == UNMATCHED else end
+            position = (
+                re.compile("[^\r\n]*").match(text, position).end() if kind == UNMATCHED else end
+            )
 
-    def _row(self, text: str, place: int) -> tuple[int, list[str], int]:
+    def _row(self, text: str, position: int) -> tuple[int, list[str], int]:
         fields = []
         spans = False
         trails = False
         while True:
             value = None
-            if text[place : place + 1] == '"':
-                value, num_lines, place = self._quoted(text, place)
-                has_text = text[place : place + 1] not in ("", ",", "\r", "\n")
+            if text[position : position + 1] == '"':
+                value, num_lines, position = self._quoted(text, position)
+                has_text = text[position : position + 1] not in ("", ",", "\r", "\n")
                 if value is None or (num_lines > 0 and has_text):
-                    return UNMATCHED, [], place
+                    return UNMATCHED, [], position
                 spans |= num_lines > 0
                 trails |= has_text
-            rest = re.compile("[^,\r\n]*").match(text, place)
-            place = rest.end()
+            rest = re.compile("[^,\r\n]*").match(text, position)
+            position = rest.end()
             if value is None:
                 value = rest[0].strip(" \t") if self.trim else rest[0]
             fields.append(value)
-            if text[place : place + 1] != ",":
+            if text[position : position + 1] != ",":
                 break
-            place += 1
+            position += 1
         if spans and len(fields) != self.columns:
-            return UNMATCHED, [], place
+            return UNMATCHED, [], position
         if trails:
-            return TRAILING, [], place
+            return TRAILING, [], position
         if len(fields) == self.columns:
-            return 0, fields, place
-        return TOO_FEW if len(fields) < self.columns else TOO_MANY, fields, place
+            return 0, fields, position
+        return TOO_FEW if len(fields) < self.columns else TOO_MANY, fields, position
 
-    def _quoted(self, text: str, place: int) -> tuple[str | None, int, int]:
+    def _quoted(self, text: str, position: int) -> tuple[str | None, int, int]:
         """Return the value, or None if its quotes do not match, its line breaks and its end with
         blanks.
         """
         pair = r'""' if self.escape is None else r'""|\\["\\]'
-        inside = re.compile(rf'"((?:{pair}|[^"])*+)"').match(text, place)
+        inside = re.compile(rf'"((?:{pair}|[^"])*+)"').match(text, position)
         if inside is None or len(inside[1]) > self.max_bytes:
-            return None, 0, place
+            return None, 0, position
         num_lines = len(re.findall("\r\n|\r|\n", inside[1]))
         if num_lines > self.max_lines:
-            return None, 0, place
+            return None, 0, position
         end = re.compile("[ \t]*").match(text, inside.end()).end()
         return re.sub(pair, lambda match: match[0][1], inside[1]), num_lines, end
 

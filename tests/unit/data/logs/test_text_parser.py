@@ -75,7 +75,7 @@ def reference_line(schema: Schema, line: bytes) -> Row | tuple[str, str]:
         return "not an integer", name
     for name in other_fields(schema.sparse, tokens, rb"[0-9a-fA-F]{8}"):
         return "not 8 hexadecimal digits", name
-    missing = sum((not field) << place for place, field in enumerate(fields))
+    missing = sum((not field) << bit for bit, field in enumerate(fields))
     return (
         label,
         [int(field or b"0") for field in integers],

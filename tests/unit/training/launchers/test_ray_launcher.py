@@ -197,13 +197,13 @@ def test_abandoned_workers_are_ended(
 ) -> None:
     """Only the placement group that the attempt made is removed."""
     another = "00" * 18
-    own = "11" * 18
-    groups = Mock(side_effect=[{another}, {another, own}])
+    new = "11" * 18
+    groups = Mock(side_effect=[{another}, {another, new}])
     monkeypatch.setattr(ray_launcher, "_placement_groups", groups)
     monkeypatch.setattr(ray_launcher, "remove_placement_group", remove := Mock())
     with contextlib.suppress(KeyboardInterrupt, InputError):
         assert Attempts(monkeypatch, [ending], config(), tmp_path).run() is None
-    assert [group.args[0].id.hex() for group in remove.call_args_list] == [own]
+    assert [group.args[0].id.hex() for group in remove.call_args_list] == [new]
 
 
 def test_run_uses_or_waits_for_resources_of_other_jobs(
