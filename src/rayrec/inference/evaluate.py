@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -72,70 +72,92 @@ def evaluate(
         of the other checkpoint and `differences`, first minus second (metric -> difference, low,
         high, p_value, method). `baselines` has each baseline's name, trained_rows and metrics.
     """
-    options, console = options or EvaluationConfig(), console or Console()
+    options = options or EvaluationConfig()
+    console = console or Console()
     request = ScoringRequest(checkpoint, path, config, options, console)
     opened = request.open(
         evaluating=True, spare_cpus=0, slice_by=options.slice_by, ranking_k=options.ranking_k
     )
     if options.ranking_k or options.asks_for_more:
         _check_clicks(opened, config, options)
-    rows_of_run = {"training_rows": _training_rows(opened, config, path, console)}
-    if not options.asks_for_more:
-        totals = opened.scoring.make_totals()
-        for table in opened.tables(console):
-            totals.update(table)
-        assert totals.rows == opened.scoring.rows, (
-            f"{totals.rows} of {opened.scoring.rows} rows were scored"
-        )
-        return json_values(
-            {**totals.compute(), "rows": totals.rows, **rows_of_run, **opened.described}
-        )
+    training_rows = {"training_rows": _training_rows(opened, config, path, console)}
+    if options.asks_for_more:
+        return json_values(_click_report(request, options, opened, other, training_rows))
+    totals = opened.scoring.make_totals()
+    for table in opened.tables(console):
+        totals.update(table)
+    rows = totals.rows
+    assert rows == opened.scoring.rows, f"{rows} of {opened.scoring.rows} rows were scored"
+    return json_values({**totals.compute(), "rows": rows, **training_rows, **opened.described})
+
+
+def _click_report(
+    request: ScoringRequest,
+    options: EvaluationConfig,
+    opened: ScoringJob,
+    other: TrainConfig | None,
+    training_rows: dict[str, int | None],
+) -> dict[str, Any]:
+    """Return the metrics of a click model with everything that the options add. Opens the other
+    checkpoint and the baselines before scoring any row, so that errors show up early.
+    """
+    path = request.path
     compared: ScoringJob | None = None
-    other_rows: ScoredRows | None = None
-    if options.compare is not None:  # Opened before scoring, so that errors show up early
+    if options.compare is not None:
         assert other is not None
-        compared = ScoringRequest(options.compare, path, other, options, console).open(
+        compared = replace(request, checkpoint=options.compare, config=other).open(
             evaluating=True, spare_cpus=0
         )
         _check_clicks(compared, other, options)
-        _check_same_rows([checkpoint, options.compare], [opened, compared])
-    baselines = None
-    if options.baseline_kinds:
-        folder = opened.checkpoint.path
-        baselines = open_baselines(
-            config, folder, max_rows=options.baseline_rows, kinds=options.baseline_kinds
-        )
-    scored = scored_rows(opened, console, keys=options.slice_by)
+        _check_same_rows([request.checkpoint, options.compare], [opened, compared])
+    baselines = _open_baselines(
+        options.baseline_kinds, request.config, opened, max_rows=options.baseline_rows
+    )
+    scored = scored_rows(opened, request.console, keys=options.slice_by)
+    other_logits = None
     if compared is not None:
-        other_rows = scored_rows(compared, console)
+        other_rows = scored_rows(compared, request.console)
         if (other_rows.rows, other_rows.checksums) != (scored.rows, scored.checksums):
             raise InputError(
                 f"compare: rows of {path or 'the run'} for {options.compare} do not match "
-                f"{checkpoint}. Compare checkpoints with one schema."
+                f"{request.checkpoint}. Compare checkpoints with one schema."
             )
-    measured = _Measured(
-        scored.logits, other_rows and other_rows.logits, scored.labels, scored.groups, options
-    )
-    result = {**measured.report(), **rows_of_run, **opened.described}
-    if baselines is not None:
+        other_logits = other_rows.logits
+    measured = _Measured(scored.logits, other_logits, scored.labels, scored.groups, options)
+    result = {**measured.report(), **training_rows, **opened.described}
+    if baselines:
+        scores = _baseline_scores(baselines, opened, path, measured.labels, request.console)
         result["baselines"] = [
-            _baseline_report(kind, baselines, opened, path, measured, console)
-            for kind in options.baseline_kinds
+            {
+                "name": described["name"],
+                "trained_rows": described["trained_rows"],
+                **replace(measured, logits=logits, other_logits=None).report(),
+            }
+            for logits, described in scores
         ]
     if compared is not None:
         result["compared"] = {**result["compared"], **compared.described}
     if options.confidence is not None or compared is not None:
         result["resampling"] = vars(options.resampling)
+    if options.slice_by:
+        result["slices"] = _slice_reports(scored, measured, request.console)
+    return result
+
+
+def _slice_reports(
+    scored: ScoredRows, measured: _Measured, console: Console
+) -> dict[str, list[dict[str, Any]]]:
+    options = measured.options
+    reports: dict[str, list[dict[str, Any]]] = {by: [] for by in options.slice_by}
     done = 0
-    total = scored.rows * len(options.slice_by)
+    total = scored.rows * len(reports)
     with console.preparing():
-        for by in options.slice_by:
-            slices = result.setdefault("slices", {}).setdefault(by, [])
+        for by, slices in reports.items():
             for row_slice in slices_of(by, scored.key(by), max_values=options.slice_top):
                 slices.append({"value": row_slice.name, **measured.select(row_slice.rows).report()})
                 done += len(row_slice.rows)
                 console.progress("slices (rows)", done, total)
-    return json_values(result)
+    return reports
 
 
 def _training_rows(
@@ -164,28 +186,31 @@ def _check_same_rows(names: Sequence[str], jobs: Sequence[ScoringJob]) -> None:
             )
 
 
-def _baseline_rows(
-    baselines: Baselines, job: ScoringJob, path: str | None
-) -> Iterable[EncodedRows]:
-    """Return the rows of a job for its baselines."""
-    if path is not None:
-        return baselines.rows(path)
-    first = job.scoring.first_row
-    return baselines.evaluation_rows(first, first + job.scoring.rows)
+def _open_baselines(
+    kinds: tuple[Kind, ...], config: TrainConfig, job: ScoringJob, *, max_rows: int
+) -> dict[Kind, Baselines]:
+    """Return the training rows of each baseline, which all share. Empty without baselines."""
+    if not kinds:
+        return {}
+    opened = open_baselines(config, job.checkpoint.path, max_rows=max_rows, kinds=kinds)
+    return dict.fromkeys(kinds, opened)
 
 
-def _baseline_report(
-    kind: Kind,
-    baselines: Baselines,
+def _baseline_scores(
+    baselines: dict[Kind, Baselines],
     job: ScoringJob,
     path: str | None,
-    measured: _Measured,
+    labels: np.ndarray,
     console: Console,
-) -> dict[str, Any]:
-    rows = _baseline_rows(baselines, job, path)
-    logits, described = score_baseline(kind, baselines, rows, measured.labels, console)
-    measured = _Measured(logits, None, measured.labels, measured.groups, measured.options)
-    return {"name": kind, "trained_rows": described["trained_rows"], **measured.report()}
+) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    """Train each baseline, score the job's rows, and yield the result of `score_baseline`."""
+    for kind, opened in baselines.items():
+        if path is None:
+            first = job.scoring.first_row
+            rows = opened.evaluation_rows(first, first + job.scoring.rows)
+        else:
+            rows = opened.rows(path)
+        yield score_baseline(kind, opened, rows, labels, console)
 
 
 def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationConfig) -> None:
@@ -414,19 +439,10 @@ def compare(
         has each pair of models, `model` minus the earlier `other` (metric -> difference, low, high,
         p_value, method).
     """
-    options, gates, console = (
-        options or ComparisonConfig(),
-        gates or ComparisonGates(),
-        console or Console(),
-    )
-    if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
-        raise InputError(
-            "compare: needs at least two checkpoints, or one and --baselines, and then, if any, a "
-            "labelled log"
-        )
-    if len(checkpoints) < 2 and gates != ComparisonGates():
-        raise InputError("compare: gates need at least two checkpoints. Add another one.")
-    _check_schemas(checkpoints, configs)
+    options = options or ComparisonConfig()
+    gates = gates or ComparisonGates()
+    console = console or Console()
+    _check_comparison(checkpoints, configs, options, gates)
     # Opens all before scoring the first, so that errors of the last one show up before hours of
     # scoring.
     jobs = [
@@ -441,54 +457,64 @@ def compare(
         _training_rows(job, config, path, console)
         for job, config in zip(jobs, configs, strict=True)
     ]
-    baselines = None
-    if options.baselines:
-        baselines = open_baselines(
-            configs[0],
-            jobs[0].checkpoint.path,
-            max_rows=options.baseline_rows,
-            kinds=options.baselines,
-        )
-    models: list[tuple[np.ndarray, dict[str, Any]]] = []
-    labels = np.empty(0, np.uint8)
-    groups = None
-    checksums = (0, 0)
-    for name, job, config, trained in zip(
-        _names(checkpoints), jobs, configs, training_rows, strict=True
-    ):
+    baselines = _open_baselines(
+        options.baselines, configs[0], jobs[0], max_rows=options.baseline_rows
+    )
+    names = _names(checkpoints)
+    models, labels, groups = _score_models(names, jobs, configs, training_rows, console)
+    models += _baseline_scores(baselines, jobs[0], path, labels, console)
+    return json_values(_result(models, labels, groups, options, gates, len(jobs) - 1))
+
+
+def _score_models(
+    names: Sequence[str],
+    jobs: Sequence[ScoringJob],
+    configs: Sequence[TrainConfig],
+    training_rows: Sequence[int | None],
+    console: Console,
+) -> tuple[list[tuple[np.ndarray, dict[str, Any]]], np.ndarray, np.ndarray | None]:
+    """Return the logits and description of each model, and the labels and groups of all rows.
+    Raises InputError if models did not score the same rows.
+    """
+    models = []
+    first_checksums = None
+    for name, job, config, trained in zip(names, jobs, configs, training_rows, strict=True):
         start = time.perf_counter()
         scored = scored_rows(job, console)
         seconds = time.perf_counter() - start
-        if not models:
+        if first_checksums is None:
+            first_checksums = scored.checksums
             labels = scored.labels
             groups = scored.groups
-            checksums = scored.checksums
-        elif (len(scored.labels), scored.checksums) != (len(labels), checksums):
+        elif (scored.rows, scored.checksums) != (len(labels), first_checksums):
             raise InputError(
-                f"{name}: rows or labels do not match {models[0][1]['name']}. Compare models of "
-                "one log."
+                f"{name}: rows or labels do not match {names[0]}. Compare models of one log."
             )
-        speed = scored.rows / seconds if seconds else math.nan
         described = {
             "name": name,
             "training_rows": trained,
             **job.described,
             **model_cost(job.checkpoint, config),
-            "rows_per_s": speed,
+            "rows_per_s": scored.rows / seconds if seconds else math.nan,
         }
         models.append((scored.logits, described))
-    last = len(models) - 1
-    if baselines is not None:
-        models += [
-            score_baseline(
-                kind, baselines, _baseline_rows(baselines, jobs[0], path), labels, console
-            )
-            for kind in options.baselines
-        ]
-    return json_values(_result(models, labels, groups, options, gates, last))
+    return models, labels, groups
 
 
-def _check_schemas(checkpoints: Sequence[str], configs: Sequence[TrainConfig]) -> None:
+def _check_comparison(
+    checkpoints: Sequence[str],
+    configs: Sequence[TrainConfig],
+    options: ComparisonConfig,
+    gates: ComparisonGates,
+) -> None:
+    """Check the number of models, and that all are click models of one log. Raises InputError."""
+    if not checkpoints or len(checkpoints) + len(options.baselines) < 2:
+        raise InputError(
+            "compare: needs at least two checkpoints, or one and --baselines, and then, if any, a "
+            "labelled log"
+        )
+    if len(checkpoints) < 2 and gates != ComparisonGates():
+        raise InputError("compare: gates need at least two checkpoints. Add another one.")
     schemas = []
     for checkpoint, config in zip(checkpoints, configs, strict=True):
         if not isinstance(config.workload, ClickWorkload) or not config.workload.predicts_clicks:

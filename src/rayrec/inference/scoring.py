@@ -79,6 +79,12 @@ def plan_pool(
                 "machine."
             )
         return Pool(max(1, min(int(node.resources["CPU"]), blocks)), 1.0, 0.0)
+    num_actors, cpus_each = _plan_processes(nodes, needed, spare_cpus)
+    return Pool(max(1, min(num_actors, blocks)), cpus_each, 0.0)
+
+
+def _plan_processes(nodes: Sequence[Node], needed: int, spare_cpus: int) -> tuple[int, float]:
+    """Return the number of processes with weights of their own, and the CPUs of each."""
     usable = [
         (node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed))
         for node in nodes
@@ -105,7 +111,7 @@ def plan_pool(
         free += cpus_each
     if free < spare_cpus:
         cpus_each = max(cpus_each - spare_cpus, cpus_each / 2)
-    return Pool(max(1, min(num_actors, blocks)), cpus_each, 0.0)
+    return num_actors, cpus_each
 
 
 def weight_bytes(checkpoint: Checkpoint) -> int:

@@ -130,6 +130,35 @@ def _turns(gradient: torch.Tensor, inputs: torch.Tensor, *, fused: bool) -> bool
     return fused and wide and gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
+def _layer_backward(
+    gradient: torch.Tensor,
+    inputs: torch.Tensor,
+    output: torch.Tensor | None,
+    *,
+    fused: bool,
+    input_major: bool,
+    needs_bias: bool,
+    may_modify: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the gradients before the ReLU, of the weight and of the bias, if it needs one.
+    `output` is None without ReLU. `may_modify`: whether `gradient` may be overwritten.
+    """
+    if output is not None and _turns(gradient, inputs, fused=fused) and not input_major:
+        gradient = gradient if may_modify else gradient.clone()
+        turned, sums = relu_backward_(gradient, output)
+        weight_gradient = linear_pointwise(turned, inputs.t(), None, "none")
+        return gradient, weight_gradient, sums if needs_bias else None
+    if output is not None:
+        masked = torch.ops.aten.threshold_backward
+        if may_modify:  # In place, because fresh memory costs as much as the arithmetic
+            masked.grad_input(gradient, output, 0, grad_input=gradient)
+        else:
+            gradient = masked(gradient, output, 0)
+    weight_gradient = _weight_gradient(gradient, inputs, fused=fused, input_major=input_major)
+    bias_gradient = gradient.sum(0).float() if needs_bias else None
+    return gradient, weight_gradient.float(), bias_gradient
+
+
 class _LinearStack(torch.autograd.Function):
     """Sequence of linear layers, each with or without ReLU, with an explicit backward pass."""
 
@@ -182,38 +211,27 @@ class _LinearStack(torch.autograd.Function):
         parameter_gradients: list[torch.Tensor | None] = [None] * (2 * layers)
         input_gradient: torch.Tensor | None = None
         for layer in reversed(range(layers)):
+            is_last = layer == layers - 1
             inputs = activations[layer]
-            if layer == layers - 1 and ctx.float_last:
+            if is_last and ctx.float_last:
                 inputs = inputs.float()
-            last = layer == layers - 1  # Its gradient is not ours to modify
-            input_major = not weights[layer].is_contiguous()
-            wants_bias = ctx.needs_input_grad[5 + 2 * layer]
-            if ctx.relus[layer] and _turns(gradient, inputs, fused=ctx.fused) and not input_major:
-                gradient = gradient.clone() if last else gradient
-                turned, sums = relu_backward_(gradient, activations[layer + 1])
-                weight_gradient = linear_pointwise(turned, inputs.t(), None, "none")
-                bias_gradient = sums if wants_bias else None
-            else:
-                if ctx.relus[layer]:
-                    masked = torch.ops.aten.threshold_backward
-                    output = activations[layer + 1]
-                    if last:
-                        gradient = masked(gradient, output, 0)
-                    else:  # In place, because fresh memory costs as much as the arithmetic
-                        masked.grad_input(gradient, output, 0, grad_input=gradient)
-                weight_gradient = _weight_gradient(
-                    gradient, inputs, fused=ctx.fused, input_major=input_major
-                ).float()
-                bias_gradient = gradient.sum(0).float() if wants_bias else None
+            weight = weights[layer]
+            gradient, weight_gradient, bias_gradient = _layer_backward(
+                gradient,
+                inputs,
+                activations[layer + 1] if ctx.relus[layer] else None,
+                fused=ctx.fused,
+                input_major=not weight.is_contiguous(),
+                needs_bias=ctx.needs_input_grad[5 + 2 * layer],
+                may_modify=not is_last,  # The caller owns the gradient of the last layer
+            )
             parameter_gradients[2 * layer : 2 * layer + 2] = [weight_gradient, bias_gradient]
             if layer or ctx.needs_input_grad[0]:
-                gradient, weight = gradient.to(ctx.dtype), weights[layer]
-                fused = ctx.low_fused and weight.shape[0] >= _NARROW_OUTPUT
-                gradient = (
-                    linear_pointwise(gradient, weight.t(), None, "none")
-                    if fused
-                    else gradient @ weight
-                )
+                gradient = gradient.to(ctx.dtype)
+                if ctx.low_fused and weight.shape[0] >= _NARROW_OUTPUT:
+                    gradient = linear_pointwise(gradient, weight.t(), None, "none")
+                else:
+                    gradient = gradient @ weight
         if ctx.needs_input_grad[0]:
             input_gradient = gradient.to(ctx.input_dtype)
         return (input_gradient, None, None, None, *parameter_gradients)

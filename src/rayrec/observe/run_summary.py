@@ -79,6 +79,17 @@ class Attempt:
     """Cost of resuming training after the previous attempt."""
 
 
+# Events of a run in time order, and their effect on its attempts. An event may be missing, because
+# whatever wrote it was killed.
+#
+#   run        a driver began; if training had a sign of life, the previous driver was lost
+#   attempt    a new attempt; ends the one before as lost if nothing else ended it
+#   start      its workers train; the time since the last sign of life is the cost of a restart
+#   step       training went on, which ends a restart
+#   failure    cause of the end, unless a driver failed only because its workers had
+#   stop       ends the attempt; a pause expects no further sign of life
+#   finish     ends the attempt
+#   summary    the run is complete, so silence from then on is no loss
 @final
 class Attempts:
     """Attempts of a run, built from its events in time order."""
@@ -103,6 +114,14 @@ class Attempts:
         self._begin_s = event["time"] if self._begin_s is None else self._begin_s
         is_planned = kind == "summary" or bool(kind == "stop" and event.get("paused"))
         self._prolong_restart(event, is_planned=is_planned)
+        self._record(event)
+        if is_planned:  # Extending or pausing a run is not a loss.
+            self._alive_s = self._cause = None
+        elif kind in _SIGNS_OF_LIFE:
+            self._alive_s = event["time"]
+
+    def _record(self, event: Event) -> None:
+        kind = event["kind"]
         if kind == "run":
             self._driver_begun = True
             if self._alive_s is not None:
@@ -121,10 +140,6 @@ class Attempts:
         elif kind in ("step", "evaluate"):
             self._change(last_step=event["step"])
             self._step = event["step"] if kind == "step" else self._step
-        if is_planned:  # Extending or pausing a run is not a loss.
-            self._alive_s = self._cause = None
-        elif kind in _SIGNS_OF_LIFE:
-            self._alive_s = event["time"]
 
     def _fail(self, event: Event) -> None:
         if not self._driver_begun and self.all and self.all[-1].end is None:

@@ -27,7 +27,7 @@ from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
 from rayrec.serve.control import APPLICATION, Control, announce, end, silence_serve_logs, swap_model
 from rayrec.serve.deployment import custom_network_class, make_application
 from rayrec.serve.listener import lock_port
-from rayrec.serve.shutdown import StopRequest, command_end
+from rayrec.serve.shutdown import CommandEnd, StopRequest, command_end
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -87,6 +87,7 @@ def serving(
     cluster or port already has a server.
     """
     digest = config.token_digest()
+    command = command_end() if is_command else None
     if is_command and config.token_env:
         del os.environ[config.token_env]  # Before Ray starts, whose processes inherit it
     path = resolve_source(path)
@@ -99,65 +100,88 @@ def serving(
         )
     silence_serve_logs()
     import ray
+
+    requested_ray = address or os.environ.get("RAY_ADDRESS")
+    private_ray = not ray.is_initialized() and requested_ray in (None, "", "local")
+    if command is not None:
+        command.owns_ray = private_ray
+    make = partial(
+        make_application, token_digest=digest, model=path, shadow=shadow, announced=not is_command
+    )
+    with contextlib.ExitStack() as resources:
+        yield _start(
+            resources, config, make, address, console, private_ray=private_ray, command=command
+        )
+
+
+def _start(
+    resources: contextlib.ExitStack,
+    config: ServeConfig,
+    make: Callable[..., Application],
+    address: str | None,
+    console: Console,
+    *,
+    private_ray: bool,
+    command: CommandEnd | None,
+) -> Server:
+    """Start the application that `make` returns for a ServeConfig, and leave its end to
+    `resources`.
+    """
     from ray import serve
 
-    private_ray = not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS")) in (
-        None,
-        "",
-        "local",
-    )
-    command = command_end() if is_command else None
     ends_with_process = private_ray and command is not None
-    with contextlib.ExitStack() as resources:
-        if private_ray:
-            resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
-            if config.ingress == "serve":
-                os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
-        if command is not None:
-            command.owns_ray = private_ray
-        reached = resources.enter_context(
-            _connected(address, console, ends_with_process=ends_with_process)
+    if private_ray:
+        resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
+        if config.ingress == "serve":
+            os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
+    reached = resources.enter_context(
+        _connected(address, console, ends_with_process=ends_with_process)
+    )
+    instance = find_instance(APPLICATION)
+    fresh = instance is None or instance.is_empty
+    ends_serve = fresh and not private_ray  # A private Ray ends anyway
+    config = _agreed_config(config, instance, reached, console, private_ray=private_ray)
+    if not private_ray and (fresh or config.ingress == "direct"):
+        resources.enter_context(lock_port(config.host, config.port))
+    if fresh and instance is not None:
+        serve.shutdown()
+    control = Control(APPLICATION)
+    leave = partial(_end_ignoring_errors, started_serve=ends_serve)
+    # A Ray that ends with the process takes a failed start along. Any other one must be left by the
+    # application however far its start came.
+    if not ends_with_process:
+        resources.callback(leave)
+    if command is not None:
+        resources.callback(command.hold)
+        command.withdraw = None if private_ray else leave
+    url = _deploy(config, partial(make, config, started_serve=ends_serve), control)
+    if ends_with_process:  # Nothing was to be answered before
+        resources.callback(leave)
+    return Server(url, control, reached)
+
+
+def _agreed_config(
+    config: ServeConfig,
+    instance: ServeInstance | None,
+    reached: str,
+    console: Console,
+    *,
+    private_ray: bool,
+) -> ServeConfig:
+    """Return the configuration with the address that requests reach. Raises InputError if the
+    cluster at `reached` has a server of rayrec, or a Ray Serve that `config` does not suit.
+    """
+    if instance is not None and APPLICATION in instance.applications:
+        raise InputError(
+            f"{reached}: this Ray cluster already runs a `rayrec serve`. Change its model "
+            f"(--swap) or stop it (--stop), both with --cluster.address {reached}"
         )
-        instance = find_instance(APPLICATION)
-        # A server left one without applications and proxies behind, whose proxies cannot be enabled
-        # later.
-        fresh = instance is None or not (instance.applications or instance.with_proxies)
-        if instance is not None and APPLICATION in instance.applications:
-            raise InputError(
-                f"{reached}: this Ray cluster already runs a `rayrec serve`. Change its model "
-                f"(--swap) or stop it (--stop), both with --cluster.address {reached}"
-            )
-        ends_serve = fresh and not private_ray  # A private Ray ends anyway
-        requested = config
-        config = settle(config, instance, private_ray=private_ray)
-        if (requested.host, requested.port) != (config.host, config.port):
-            console.note(
-                f"Using the Ray Serve of this cluster, which listens at {config.host}:{config.port}"
-            )
-        if not private_ray and (fresh or config.ingress == "direct"):
-            resources.enter_context(lock_port(config.host, config.port))
-        if fresh and instance is not None:
-            serve.shutdown()
-        control = Control(APPLICATION)
-        make = partial(
-            make_application,
-            config,
-            token_digest=digest,
-            model=path,
-            shadow=shadow,
-            started_serve=ends_serve,
-            announced=not is_command,
+    agreed = settle(config, instance, private_ray=private_ray)
+    if (agreed.host, agreed.port) != (config.host, config.port):
+        console.note(
+            f"Using the Ray Serve of this cluster, which listens at {agreed.host}:{agreed.port}"
         )
-        leave = partial(_end_ignoring_errors, started_serve=ends_serve)
-        if not ends_with_process:
-            resources.callback(leave)
-        if command is not None:
-            resources.callback(command.hold)
-            command.withdraw = None if private_ray else leave
-        server = Server(_deploy(config, make, control), control, reached)
-        if ends_with_process:  # Nothing was to be answered before
-            resources.callback(leave)
-        yield server
+    return agreed
 
 
 @contextlib.contextmanager
@@ -236,6 +260,13 @@ class ServeInstance:
     replica_ips: tuple[str, ...]
     """IP addresses of nodes with a replica of the requested application."""
     applications: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is served, not even by proxies. A server leaves such an instance behind,
+        whose proxies cannot be enabled later.
+        """
+        return not (self.applications or self.with_proxies)
 
 
 def find_instance(application: str) -> ServeInstance | None:

@@ -115,23 +115,24 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
     if CLASS in stored and CLASS in plain and not same_class(stored[CLASS], plain[CLASS]):
         yield Change(f"{prefix}{CLASS}", stored[CLASS], plain[CLASS])
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        new = plain[field.name]
         old = stored.get(field.name, _ABSENT)
-        name = f"{prefix}{field.name}"
-        if isinstance(value, Config) and (
-            isinstance(old, Mapping) or (old == _ABSENT and value != default_of(field))
-        ):
-            yield from _changes({} if old == _ABSENT else old, value, f"{name}.")
-        elif _are_items(old, value):
-            for number, (stored_item, item) in enumerate(zip(old, value, strict=True)):
-                yield from _changes(stored_item, item, f"{name}[{number}].")
-        elif _canonical(old) != _canonical(new) and not (
-            old == _ABSENT and value == default_of(field)
-        ):
-            yield Change(name, old, new)
+        value = getattr(config, field.name)
+        # Settings of an earlier version do not have a later field, whose default keeps its results.
+        if old != _ABSENT or value != default_of(field):
+            yield from _value_changes(f"{prefix}{field.name}", old, value, plain[field.name])
     for name in stored.keys() - plain.keys():
         yield Change(f"{prefix}{name}", stored[name], _ABSENT)
+
+
+def _value_changes(name: str, old: Any, value: Any, new: Any) -> Iterator[Change]:
+    """Yield the changes from a stored value, if any, to `value`, which is `new` in plain JSON."""
+    if isinstance(value, Config) and (isinstance(old, Mapping) or old == _ABSENT):
+        yield from _changes({} if old == _ABSENT else old, value, f"{name}.")
+    elif _are_items(old, value):
+        for number, (stored_item, item) in enumerate(zip(old, value, strict=True)):
+            yield from _changes(stored_item, item, f"{name}[{number}].")
+    elif _canonical(old) != _canonical(new):
+        yield Change(name, old, new)
 
 
 def _are_items(old: Any, value: Any) -> bool:

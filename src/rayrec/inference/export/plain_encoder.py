@@ -267,63 +267,56 @@ class Encoder:
 
     def _number(self, value: Any, name: str, row: int) -> float | int | None:
         value = _plain(value)
-        if isinstance(value, Decimal):
-            value = int(value) if self._hexadecimal and _is_integer(value) else float(value)
-        if isinstance(value, date) and not self._hexadecimal:
-            value = seconds_of(value)
-        if isinstance(value, str):
-            text = value.strip(" \t")
-            if text == "" or value in self._missing:
-                return None
-            if self._hexadecimal and re.fullmatch("-?[0-9]+", text):
-                value = int(text)
-            elif not self._hexadecimal and text in ("nan", "NaN", "NAN"):
-                value = float("nan")
-            elif not self._hexadecimal and (_NUMBER.fullmatch(text) or text in _BOOLEANS):
-                value = _BOOLEANS[text] if text in _BOOLEANS else float(text)
-            elif not self._hexadecimal and (seconds := seconds_of(text)) is not None:
-                value = seconds
-        if value is None or (
-            isinstance(value, float) and np.isnan(value) and self.schema.get("nan") == "missing"
-        ):
+        if isinstance(value, str) and (value in self._missing or not value.strip(" \t")):
             return None
-        if self._hexadecimal and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if (
-            not isinstance(value, int if self._hexadecimal else (int, float))
-            or not -_LIMIT <= value <= _LIMIT
-        ):
-            raise ValueError(f"row {row}: {name} must be a number of this column, got {value!r}")
-        return None if value in self._missing_numbers else value
+        number = _log_integer(value) if self._hexadecimal else _log_number(value)
+        if number is None:
+            return None
+        if isinstance(number, float) and np.isnan(number) and self.schema.get("nan") == "missing":
+            return None
+        kinds = int if self._hexadecimal else (int, float)
+        if not isinstance(number, kinds) or not -_LIMIT <= number <= _LIMIT:
+            raise ValueError(f"row {row}: {name} must be a number of this column, got {number!r}")
+        return None if number in self._missing_numbers else number
 
     def _categories(
         self, rows: Sequence[Mapping[str, Any]], name: str
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return tokens, a mask of missing ones, and for lists the number of tokens in each row."""
-        values = [_plain(row.get(name)) for row in rows]
         lengths = None
         if name in self.schema["lists"]:
-            lists = self._lists(rows, name)
-            other = self._features.get(name, {}).get("aligned_with")
-            for row, (row_tokens, other_tokens) in enumerate(
-                zip(lists, self._lists(rows, other) if other else lists, strict=True)
-            ):
-                if _positions(row_tokens) != _positions(other_tokens):
-                    raise ValueError(
-                        f"row {row}: categories of {name} are not aligned with {other}"
-                    )
             max_length = self._features.get(name, {}).get("max_length") or 0
             present = [
                 [token for token in row_list if token is not None][-max_length:]
-                for row_list in lists
+                for row_list in self._aligned_lists(rows, name)
             ]
             lengths = np.array([max(1, len(row_list)) for row_list in present], np.int64)
             tokens = [token for row_list in present for token in row_list or (None,)]
         else:
-            tokens = [self._token(value, name, row) for row, value in enumerate(values)]
+            tokens = [
+                self._token(_plain(values.get(name)), name, row) for row, values in enumerate(rows)
+            ]
         missing = np.array([token is None for token in tokens], bool)
         dtype = np.uint32 if self._hexadecimal else np.uint64
         return np.array([token or 0 for token in tokens], dtype), missing, lengths
+
+    def _aligned_lists(
+        self, rows: Sequence[Mapping[str, Any]], name: str
+    ) -> list[list[int | None]]:
+        """Return the tokens of each row's list, None if missing. Raises ValueError if the feature's
+        `aligned_with` has its tokens at other positions.
+        """
+        lists = self._lists(rows, name)
+        other = self._features.get(name, {}).get("aligned_with")
+        if other:
+            for row, (tokens, others) in enumerate(
+                zip(lists, self._lists(rows, other), strict=True)
+            ):
+                if _positions(tokens) != _positions(others):
+                    raise ValueError(
+                        f"row {row}: categories of {name} are not aligned with {other}"
+                    )
+        return lists
 
     def _lists(self, rows: Sequence[Mapping[str, Any]], name: str) -> list[list[int | None]]:
         """Return the tokens of each row's list, None if missing."""
@@ -352,35 +345,37 @@ class Encoder:
         return text.split(self.schema["list_delimiter"])
 
     def _token(self, value: Any, name: str, row: int) -> int | None:
-        if isinstance(value, str) and value in self._missing:
-            return None
-        token = self._present_token(value, name, row)
-        return None if token in self._missing_tokens else token
-
-    def _present_token(self, value: Any, name: str, row: int) -> int | None:
         if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
             return None
+        if isinstance(value, str) and value in self._missing:
+            return None
         if self._hexadecimal:
-            if isinstance(value, str) and _HEXADECIMAL.fullmatch(value):
-                return int(value, 16)
-            raise ValueError(
-                f"row {row}: {name} must be 8 hexadecimal digits as text, got {value!r}"
-            )
+            if not (isinstance(value, str) and _HEXADECIMAL.fullmatch(value)):
+                raise ValueError(
+                    f"row {row}: {name} must be 8 hexadecimal digits as text, got {value!r}"
+                )
+            token: int | None = int(value, 16)
+        else:
+            token = self._category_token(value, name, row)
+        return None if token in self._missing_tokens else token
+
+    def _category_token(self, value: Any, name: str, row: int) -> int | None:
         if isinstance(value, date) and not isinstance(value, datetime):
             return _text_token(value.isoformat(), self._booleans)
-        if isinstance(value, Decimal) and value.is_nan():
-            return None
-        if isinstance(value, Decimal) and _is_integer(value):
-            value = str(int(value))  # Of any size, as the digits in a file
+        if isinstance(value, Decimal):
+            if value.is_nan():
+                return None
+            if _is_integer(value):
+                value = str(int(value))  # Of any size, as the digits in a file
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
         if isinstance(value, int) and -(2**63) <= value < 2**64:  # Includes True and False
             return _text_token(str(int(value)), self._booleans)
-        if isinstance(value, str) and name in self.schema.get("integers", ()):
+        if not isinstance(value, str):
+            raise ValueError(f"row {row}: {name} must be text or a 64-bit integer, got {value!r}")
+        if name in self.schema.get("integers", ()):
             return _integer_token(value, f"row {row}: {name} must be an integer, got {value!r}")
-        if isinstance(value, str):
-            return _text_token(value, self._booleans)
-        raise ValueError(f"row {row}: {name} must be text or a 64-bit integer, got {value!r}")
+        return _text_token(value, self._booleans)
 
     def _expanded(self, ids: list[Ids]) -> list[Ids]:
         if self._multi_hot is None:
@@ -422,6 +417,34 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
     return value
+
+
+def _log_integer(value: Any) -> Any:
+    """Convert a value to an integer if it is one. Others are returned as they are."""
+    if isinstance(value, Decimal):
+        value = int(value) if _is_integer(value) else float(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and re.fullmatch("-?[0-9]+", value.strip(" \t")):
+        return int(value)
+    return value
+
+
+def _log_number(value: Any) -> Any:
+    """Convert a value to a number, dates and times to seconds. Others are returned as they are."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, date):
+        return seconds_of(value)
+    if not isinstance(value, str):
+        return value
+    text = value.strip(" \t")
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    if text in ("nan", "NaN", "NAN") or _NUMBER.fullmatch(text):
+        return float(text)
+    seconds = seconds_of(text)
+    return value if seconds is None else seconds
 
 
 def _is_integer(value: Decimal) -> bool:

@@ -4,9 +4,9 @@ log slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from rayrec.schema import Schema
 from rayrec.sharding.communication import CommunicationVolume, Lookup, estimate_communication
 from rayrec.sharding.placement import (
     PROCESS_BYTES,
+    TablePlacement,
     WorkerMemory,
     describe,
     placements,
@@ -215,20 +216,13 @@ def tables_of(
             recipe's preset.
         rows: Rows per epoch.
     """
-    from rayrec.models.cost import network_cost, sequence_lengths
+    from rayrec.models.cost import network_cost
 
     model_inputs = ModelInputs.from_schema(inputs)
     model = build_model(workload, num_embeddings, inputs=model_inputs)
     workers = target.num_workers
-    device: Literal["cpu", "cuda"] = "cuda" if config.scaling.use_gpu else "cpu"
     state_bytes = workload.sparse_optimizer.state_bytes
-    site = Site(
-        world_size=workers,
-        device=device,
-        memory_bytes=memory_bytes,
-        host_memory_bytes=target.host_memory_bytes,
-        nodes=[str(rank // target.workers_per_node) for rank in range(workers)],
-    )
+    site = _site_of(target, memory_bytes, use_gpu=config.scaling.use_gpu)
     max_batch = config.worker_batch_size
     sharding_plan = plan_sharding(
         model, site, batch_size=max_batch, config=workload.sharding, state_bytes=state_bytes
@@ -237,48 +231,16 @@ def tables_of(
     cost = network_cost(
         model.head.network, model_inputs, workload.model, num_embeddings=num_embeddings
     )
-    lengths = sequence_lengths(workload.model, model_inputs).values()
-    vectors = len(inputs.sparse) - len(lengths) + sum(lengths)
     table_rows = dict(zip(model_inputs.features, num_embeddings, strict=True))
     full_tables = {name: table_rows[name] for name in workload.model.full_tables(model_inputs)}
-    memories = worker_memories(
-        placed,
-        dense_weights=cost.weights,
-        dense_state_bytes=workload.dense_optimizer.state_bytes(cost.weights),
-        batch_bytes=batch_bytes(
-            workload,
-            config,
-            cost,
-            values=vectors * workload.model.table_width,
-            constant_values=sum(full_tables.values()) * workload.model.table_width,
-        ),
-        world_size=workers,
-    )
-    text = "\n".join(
-        [
-            describe(sharding_plan, model, state_bytes=state_bytes),
-            "the fullest worker needs about "
-            f"{max(memories, key=lambda memory: memory.tables).text(device)}",
-            *(
-                []
-                if cost.multiply_adds is None
-                else [f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"]
-            ),
-        ]
-    )
-    table_bytes = tuple(
-        sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers)
+    memories = _memories(
+        workload, config, model_inputs, placed, cost, full_tables=full_tables, num_workers=workers
     )
     batch_size = config.effective_batch_size(rows=rows, world_size=workers)
+    read_tables = full_tables if workload.model.TRAINS_ON_TABLES else {}
     traffic = estimate_communication(
         placed,
-        lookups_of(
-            workload,
-            model_inputs,
-            hotness,
-            tables=full_tables if workload.model.TRAINS_ON_TABLES else {},
-            rows=batch_size,
-        ),
+        lookups_of(workload, model_inputs, hotness, tables=read_tables, rows=batch_size),
         num_workers=workers,
         workers_per_node=target.workers_per_node,
         batch_size=batch_size,
@@ -286,7 +248,57 @@ def tables_of(
         exchange_bytes=_EXCHANGE_BYTES[workload.sharding.exchange_precision],
         id_bytes=4 if max(num_embeddings, default=0) <= 2**31 else 8,
     )
-    return Tables(text, table_bytes, tuple(memories), traffic)
+    table_bytes = [sum(row.bytes_of_rank.get(rank, 0) for row in placed) for rank in range(workers)]
+    text = [
+        describe(sharding_plan, model, state_bytes=state_bytes),
+        *_cost_lines(memories, cost, site.device),
+    ]
+    return Tables("\n".join(text), tuple(table_bytes), tuple(memories), traffic)
+
+
+def _site_of(target: Target, memory_bytes: int, *, use_gpu: bool) -> Site:
+    return Site(
+        world_size=target.num_workers,
+        device="cuda" if use_gpu else "cpu",
+        memory_bytes=memory_bytes,
+        host_memory_bytes=target.host_memory_bytes,
+        nodes=[str(rank // target.workers_per_node) for rank in range(target.num_workers)],
+    )
+
+
+def _cost_lines(memories: Sequence[WorkerMemory], cost: NetworkCost, device: str) -> Iterator[str]:
+    fullest = max(memories, key=lambda memory: memory.tables)
+    yield f"the fullest worker needs about {fullest.text(device)}"
+    if cost.multiply_adds is not None:
+        yield f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"
+
+
+def _memories(
+    workload: ClickSettings,
+    config: TrainConfig,
+    inputs: ModelInputs,
+    placed: Sequence[TablePlacement],
+    cost: NetworkCost,
+    *,
+    full_tables: Mapping[str, int],
+    num_workers: int,
+) -> list[WorkerMemory]:
+    """Return the memory of each worker, with the activations of the largest batch."""
+    from rayrec.models.cost import sequence_lengths
+
+    lengths = sequence_lengths(workload.model, inputs).values()
+    vectors = len(inputs.features) - len(lengths) + sum(lengths)
+    width = workload.model.table_width
+    constants = sum(full_tables.values()) * width
+    return worker_memories(
+        placed,
+        dense_weights=cost.weights,
+        dense_state_bytes=workload.dense_optimizer.state_bytes(cost.weights),
+        batch_bytes=batch_bytes(
+            workload, config, cost, values=vectors * width, constant_values=constants
+        ),
+        world_size=num_workers,
+    )
 
 
 def batch_bytes(
@@ -386,26 +398,17 @@ def probe_speed(
         rows_per_s = local_workers * target.gpu_rows_per_s
         cpu_s_per_row = 0.0
     else:
-        num_embeddings = log_slice.preprocessor.num_embeddings
-        memory_bytes = local_memory(config, workers=local_workers)
-        cut_embeddings = cut_to_fit(
-            workload,
-            config,
-            num_embeddings,
-            inputs=log_slice.preprocessor.inputs,
-            workers=local_workers,
-            memory_bytes=int(memory_bytes * _MEMORY_FOR_TABLES),
-        )
-        if cut_embeddings != num_embeddings:
+        embeddings = _fitting_embeddings(workload, config, log_slice, local_workers)
+        if embeddings != log_slice.preprocessor.num_embeddings:
             notes.append(
                 "The tables do not fit this machine. The model was measured with "
-                f"{max(cut_embeddings):,} rows in the largest, "
+                f"{max(embeddings):,} rows in the largest, "
                 "so caches helped more than they will."
             )
         with storage.Scratch("speed-probe") as scratch:
             folder = storage.join(scratch, "preprocessor")
             log_slice.preprocessor.save(folder)
-            rows = SliceRows(folder, log_slice.index, cut_embeddings, log_slice.rows_of_log)
+            rows = SliceRows(folder, log_slice.index, embeddings, log_slice.rows_of_log)
             trained = train(config, rows, workers=local_workers, threads=threads, cuda=cuda)
         rows_per_s = sum(rows / seconds for rows, seconds, _ in trained)
         cpu_s_per_row = sum(cpu_s for _, _, cpu_s in trained) / sum(rows for rows, _, _ in trained)
@@ -424,6 +427,20 @@ def probe_speed(
         traffic=tables.traffic,
         given=target.gpu_rows_per_s is not None,
         notes=tuple(notes),
+    )
+
+
+def _fitting_embeddings(
+    workload: ClickSettings, config: TrainConfig, log_slice: _Slice, workers: int
+) -> list[int]:
+    """Return the rows of each table, cut to what the workers of this machine have memory for."""
+    return cut_to_fit(
+        workload,
+        config,
+        log_slice.preprocessor.num_embeddings,
+        inputs=log_slice.preprocessor.inputs,
+        workers=workers,
+        memory_bytes=int(local_memory(config, workers=workers) * _MEMORY_FOR_TABLES),
     )
 
 

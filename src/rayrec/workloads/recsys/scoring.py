@@ -53,35 +53,15 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     logs, `label`. Further labels L have `score_L`, `logit_L`, `label_L`, other heads
     `Head.columns`. Invalid lines count as positions without a score.
     """
-    preprocessor = load_preprocessor(context.checkpoint)
-    group = workload.schema.group if context.evaluating else None
-    if group is not None:
-        check_grouped(workload.schema, context.path)
-        preprocessor = preprocessor.grouped_by(group)
-    elif context.evaluating and context.ranking_k:
-        raise InputError(
-            "ranking_k: metrics at k require groups. Name the group column with --group."
-        )
+    preprocessor = _load_preprocessor(workload, context)
     heads = workload.model.output_heads(model_inputs(preprocessor))
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
-    labelled = LogSource.at(context.path).is_labelled(preprocessor.schema)
-    if preprocessor.schema.label is None:  # Only evaluations need the labels and times.
-        labelled = context.evaluating
-    if context.evaluating and not (labelled or measuring):
-        raise InputError(
-            f"{context.path}: has no labels to evaluate against. Use `rayrec predict` to score it."
-        )
+    labelled = _is_labelled(context, preprocessor.schema, measuring=measuring)
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
-    index, set_name, (first_row, stop_row) = _index(context, schema)
-    blocks = _blocks(context, index, (first_row, stop_row))
-    slice_columns = dict.fromkeys((*columns, *frequencies))
-    if slice_columns and index.is_preprocessed:
-        raise InputError(
-            f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log "
-            f"to slice metrics by {', '.join(slice_columns)}."
-        )
+    index, set_name, rows = _index(context, schema, dict.fromkeys((*columns, *frequencies)))
+    blocks = _blocks(context, index, rows)
     engine = context.engine()
     process = _ScoringTask(
         workload=workload,
@@ -97,26 +77,61 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         day_slices=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
         counts_clipped=context.counts_clipped,
     )
-    assert sum(scored.block.rows for scored in blocks) == stop_row - first_row
-    described = {"bad_rows": index.faults.total, "preprocessor": preprocessor.hash()}
-    if set_name:
-        described = {"set": set_name, "path": context.path, **described}
+    block_rows = tuple(scored.block.rows for scored in blocks)
+    assert sum(block_rows) == rows[1] - rows[0]
+    of_set = {"set": set_name, "path": context.path} if set_name else {}
     return Scoring(
-        block_rows=tuple(scored.block.rows for scored in blocks),
+        block_rows=block_rows,
         load=process.load,
         make_totals=MeasureTotals
         if measuring
         else functools.partial(
-            _ClickTotals, heads, grouped=group is not None, ks=context.ranking_k or DEFAULT_KS
+            _ClickTotals,
+            heads,
+            grouped=schema.group is not None,
+            ks=context.ranking_k or DEFAULT_KS,
         ),
-        described=described,
+        described={
+            **of_set,
+            "bad_rows": index.faults.total,
+            "preprocessor": preprocessor.hash(),
+        },
         thread_safe=True,
         is_clicks=isinstance(heads[0], BinaryHead),
         bounded=ClipCounter(preprocessor).names if context.counts_clipped and not measuring else (),
         set_name=set_name,
-        first_row=first_row,
-        rows_key=_rows_key(index.parts(first_row, stop_row)) if set_name else "",
+        first_row=rows[0],
+        rows_key=_rows_key(index.parts(*rows)) if set_name else "",
     )
+
+
+def _load_preprocessor(workload: ClickSettings, context: ScoringContext) -> Preprocessor:
+    """Return the checkpoint's Preprocessor, for an evaluation with the group of the workload."""
+    preprocessor = load_preprocessor(context.checkpoint)
+    if not context.evaluating:
+        return preprocessor
+    if workload.schema.group is not None:
+        check_grouped(workload.schema, context.path)
+        return preprocessor.grouped_by(workload.schema.group)
+    if context.ranking_k:
+        raise InputError(
+            "ranking_k: metrics at k require groups. Name the group column with --group."
+        )
+    return preprocessor
+
+
+def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) -> bool:
+    """Return whether the log has the labels and times, which only evaluations need. Raises
+    InputError for an evaluation without them, unless the network itself measures rows.
+    """
+    labelled = LogSource.at(context.path).is_labelled(schema)
+    if schema.label is None:
+        return context.evaluating
+    if context.evaluating and not (labelled or measuring):
+        raise InputError(
+            f"{context.path}: has no labels to evaluate against. Use `rayrec predict` to score it."
+        )
+    return labelled
 
 
 def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
@@ -148,9 +163,11 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
     return tuple(columns)
 
 
-def _index(context: ScoringContext, schema: Schema) -> tuple[LogIndex, str, tuple[int, int]]:
+def _index(
+    context: ScoringContext, schema: Schema, slice_columns: Iterable[str]
+) -> tuple[LogIndex, str, tuple[int, int]]:
     """Return the log index, the name of the run's own set if only its rows are scored, and the row
-    range [start, stop).
+    range [start, stop). Raises InputError if the log does not have the values of `slice_columns`.
     """
     config = context.config
     console = context.console
@@ -172,6 +189,11 @@ def _index(context: ScoringContext, schema: Schema) -> tuple[LogIndex, str, tupl
                 console.warn,
             ),
             max_bad_fraction=config.max_bad_fraction,
+        )
+    if index.is_preprocessed and (names := ", ".join(slice_columns)):
+        raise InputError(
+            f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log "
+            f"to slice metrics by {names}."
         )
     if not context.evaluation_rows:
         return index, "", (0, index.rows)

@@ -51,34 +51,11 @@ def warm_start(
     Preprocessor, a sorted copy of one vocabulary, and 4 bytes (8 beyond 2^31 rows) per row in
     tables that do not keep all old ids.
     """
-    config = context.config
-    stored = stored_settings(checkpoint)
-    model, _ = click_settings(checkpoint, own=type(workload.model))
-    if type(model) is not type(workload.model):
-        raise InputError(
-            f"init_from {checkpoint.path}: model must be {type(workload.model).__name__}, as in "
-            f"this run, got {type(model).__name__}"
-        )
-    if model.table_width != workload.model.table_width:
-        raise InputError(
-            f"init_from {checkpoint.path}: embedding width (embedding_dim times members) must be "
-            f"{workload.model.table_width}, as in this run, got {model.table_width}"
-        )
-    if not checkpoint.has_only_weights():
-        require_same_optimizer(
-            checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",)
-        )
-        require_same_optimizer(
-            checkpoint,
-            stored,
-            "dense_optimizer",
-            workload.dense_optimizer,
-            fields=("kind", "momentum"),
-        )
+    _require_same_model(workload, checkpoint)
     old = load_preprocessor(checkpoint.path)
     new = prepared.preprocessor.get()
     require_same_inputs(checkpoint, old, new)
-    empty = empty_model(workload.model, preprocessor=new, precision=config.precision)
+    empty = empty_model(workload.model, preprocessor=new, precision=context.config.precision)
     require_same_weights(checkpoint, expected_weights(empty, old))
     owners = new.inputs.vocabulary_owners
     by_owner = {
@@ -107,6 +84,33 @@ def warm_start(
         context.engine.share(maps),
         {"preprocessor": old.hash(), **totals, "tables": counts},
     )
+
+
+def _require_same_model(workload: ClickSettings, checkpoint: Checkpoint) -> None:
+    """Check that the checkpoint has this run's model, widths and optimizers. Raises InputError."""
+    stored = stored_settings(checkpoint)
+    model, _ = click_settings(checkpoint, own=type(workload.model))
+    if type(model) is not type(workload.model):
+        raise InputError(
+            f"init_from {checkpoint.path}: model must be {type(workload.model).__name__}, as in "
+            f"this run, got {type(model).__name__}"
+        )
+    if model.table_width != workload.model.table_width:
+        raise InputError(
+            f"init_from {checkpoint.path}: embedding width (embedding_dim times members) must be "
+            f"{workload.model.table_width}, as in this run, got {model.table_width}"
+        )
+    if not checkpoint.has_only_weights():
+        require_same_optimizer(
+            checkpoint, stored, "sparse_optimizer", workload.sparse_optimizer, fields=("kind",)
+        )
+        require_same_optimizer(
+            checkpoint,
+            stored,
+            "dense_optimizer",
+            workload.dense_optimizer,
+            fields=("kind", "momentum"),
+        )
 
 
 def require_same_inputs(checkpoint: Checkpoint, old: Preprocessor, new: Preprocessor) -> None:

@@ -39,7 +39,7 @@ from rayrec.ingest.loader import Loader
 from rayrec.ingest.stream import MappedSource, TaskSource
 from rayrec.models.base import ModelInputs, table_key
 from rayrec.models.cost import network_multiply_adds
-from rayrec.models.sharded_model import initialize_shards, saved_name
+from rayrec.models.sharded_model import ClickModel, initialize_shards, saved_name
 from rayrec.optim.config import DenseOptimizerConfig, SparseOptimizerConfig
 from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimizer
 from rayrec.optim.table_adam import TableAdam, disable_fused_update
@@ -198,30 +198,8 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         "batch_size": batch_size,
         "multiply_adds_per_row": cost,
     }
-    process_group = torch.distributed.group.WORLD
-    assert process_group is not None
-    for tables in model.table_modules():
-        disable_fused_update(tables, workload.sparse_optimizer)
     with memory_errors(described, rank=context.rank, device=context.device):
-        sharded = DistributedModelParallel(
-            model,
-            env=ShardingEnv.from_process_group(process_group),
-            device=context.device,
-            plan=plan,
-            sharders=embedding_sharders(
-                workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"
-            ),
-            data_parallel_wrapper=gradient_exchange(context),
-        )
-        initialize_shards(sharded, seed=config.seed, start=workload.table_start)
-        optimizer = make_optimizer(
-            sharded,
-            plan,
-            sparse=workload.sparse_optimizer,
-            dense=workload.dense_optimizer,
-            max_gradient_norm=workload.max_gradient_norm,
-        )
-
+        sharded, optimizer = _shard(workload, context, model, plan)
     columns = counted_columns(
         inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None
     )
@@ -233,15 +211,6 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         training_clips=prepared.training_clips,
     )
 
-    def eval_batches(name: str, max_rows: int | None = None) -> Iterator[Any]:
-        loader = _loader(
-            context, prepared, name, batch_size=config.eval_batch_size, epochs=1, max_rows=max_rows
-        )
-        try:
-            yield from counts.counted(name, loader)
-        finally:
-            loader.close()  # stops the batch thread of an interrupted evaluation
-
     clock = make_step_timer(context.device, measure=config.observe.times)
     return WorkerSetup(
         model=sharded,
@@ -251,13 +220,46 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
         multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
         eval_batches={
-            name: partial(eval_batches, name) for name in prepared.sets if name != "train"
+            name: partial(_eval_batches, context, prepared, counts, name)
+            for name in prepared.sets
+            if name != "train"
         },
         make_metrics=counts.make_metrics,
         make_samples=counts.shown,
         count_correct=count_correct if workload.predicts_clicks else None,
         described=described,
     )
+
+
+def _shard(
+    workload: ClickSettings, context: WorkerContext, model: ClickModel, plan: ShardingPlan
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Shard the tables, draw the weights of this rank's shards, and create the optimizer.
+    Collective.
+    """
+    process_group = torch.distributed.group.WORLD
+    assert process_group is not None
+    for tables in model.table_modules():
+        disable_fused_update(tables, workload.sparse_optimizer)
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(process_group),
+        device=context.device,
+        plan=plan,
+        sharders=embedding_sharders(
+            workload.sharding, device="cuda" if context.device.type == "cuda" else "cpu"
+        ),
+        data_parallel_wrapper=gradient_exchange(context),
+    )
+    initialize_shards(sharded, seed=context.config.seed, start=workload.table_start)
+    optimizer = make_optimizer(
+        sharded,
+        plan,
+        sparse=workload.sparse_optimizer,
+        dense=workload.dense_optimizer,
+        max_gradient_norm=workload.max_gradient_norm,
+    )
+    return sharded, optimizer
 
 
 def make_optimizer(
@@ -306,6 +308,21 @@ def train_loader(
         epochs=None if config.steps is not None else config.epochs,
         max_steps=None if config.steps is None else max(0, config.steps - step),
     )
+
+
+def _eval_batches(
+    context: WorkerContext,
+    prepared: Prepared,
+    counts: EvaluationCounts,
+    name: str,
+    max_rows: int | None = None,
+) -> Iterator[Any]:
+    batch_size = context.config.eval_batch_size
+    loader = _loader(context, prepared, name, batch_size=batch_size, epochs=1, max_rows=max_rows)
+    try:
+        yield from counts.counted(name, loader)
+    finally:
+        loader.close()  # stops the batch thread of an interrupted evaluation
 
 
 def _loader(
