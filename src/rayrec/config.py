@@ -50,14 +50,12 @@ CLASS: Final = "class"
 """Key of the class name in a stored configuration. No field can have this name."""
 
 
-@lru_cache(maxsize=1024)
-def field_types(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+# Resolving annotations takes milliseconds, and every configuration that is built needs them.
+_type_hints = lru_cache(maxsize=1024)(typing.get_type_hints)
 
 
-@lru_cache(maxsize=1024)
-def _checked_types(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
+def field_types(cls: type, *, include_extras: bool = False) -> dict[str, Any]:
+    return _type_hints(cls, include_extras=include_extras)
 
 
 @lru_cache(maxsize=1024)
@@ -164,7 +162,7 @@ class Config:
     def __post_init__(self) -> None:
         import pydantic
 
-        types = _checked_types(type(self))  # type: ignore[arg-type]
+        types = field_types(type(self), include_extras=True)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             annotation = types[field.name]
@@ -240,7 +238,7 @@ class Config:
         if changes.keys() & self.RENAMED.keys():
             changes = self._with_new_names(changes, where)
         changes = self.expanded(changes)
-        types = field_types(type(self))  # type: ignore[arg-type]
+        types = field_types(type(self))
         new: dict[str, Any] = {}
         for name, value in changes.items():
             self._check_field(name, where)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import distributed
@@ -75,9 +75,9 @@ class Communicator:
         """Return the value of rank 0."""
         if self.size == 1:
             return value
-        shared = [value if self.first else None]
+        shared = [value]
         distributed.broadcast_object_list(shared, src=0, group=self.group)
-        return shared[0]  # type: ignore[return-value]
+        return shared[0]
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:
         """Run the function on rank 0 only and broadcast its result or exception."""
@@ -85,7 +85,7 @@ class Communicator:
         outcome, failure = self.broadcast((outcome, failure))
         if failure is not None:
             raise failure
-        return outcome  # type: ignore[return-value]
+        return cast("T", outcome)
 
     def each(self, function: Callable[[], T]) -> list[T]:
         """Run the function on all ranks and return all results. If it raises on any rank, raise on
@@ -93,7 +93,7 @@ class Communicator:
         """
         results = self.all_gather(attempt(function))
         raise_most_severe([failure for _, failure in results])
-        return [outcome for outcome, _ in results]  # type: ignore[misc]
+        return [cast("T", outcome) for outcome, _ in results]
 
     def run_on_all_ranks(self, function: Callable[[], T]) -> T:
         """Run the function on all ranks and return this rank's result. If it raises on any rank,
@@ -101,7 +101,7 @@ class Communicator:
         """
         outcome, failure = attempt(function)
         raise_most_severe(self.all_gather(failure))
-        return outcome  # type: ignore[return-value]
+        return cast("T", outcome)
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -96,7 +96,7 @@ def flag_name(path: str) -> str:
 def config_flags(config: Config | type[Config], prefix: str = "", old: str = "") -> Iterator[Flag]:
     """Yield a flag for each field of a configuration, or of a class with its defaults."""
     cls = config if isinstance(config, type) else type(config)
-    kinds = field_types(cls)  # type: ignore[arg-type]
+    kinds = field_types(cls)
     old_names = {new: name for name, new in cls.RENAMED.items()}
     for field in dataclasses.fields(cls):
         value = default_of(field) if isinstance(config, type) else getattr(config, field.name)

@@ -394,7 +394,7 @@ def adopt(
 def _path_text(path: object) -> str:
     """Return a text or path object as text. Raises InputError for others, such as a DataFrame."""
     if isinstance(path, str | os.PathLike):
-        return os.fspath(path)  # type: ignore[no-any-return]
+        return str(os.fspath(path))
     fix = (
         "Write its rows to a file first, such as by `to_parquet`"
         if hasattr(path, "columns")

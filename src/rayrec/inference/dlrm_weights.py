@@ -191,10 +191,11 @@ def _tables_in_order(rows: Mapping[str, int], columns: Preprocessor, path: str) 
         }
         if set(keys.values()) == set(column_numbers):
             return sorted(rows, key=lambda name: column_numbers[keys[name]])
-    numbers = {name: re.search(r"^(.*?)(\d+)$", key) for name, key in keys.items()}
-    prefixes = {match and match[1] for match in numbers.values()}
-    if len(prefixes) == 1 and None not in prefixes:
-        return sorted(rows, key=lambda name: int(numbers[name][2]))  # type: ignore[index]
+    numbered = {
+        name: match for name, key in keys.items() if (match := re.search(r"^(.*?)(\d+)$", key))
+    }
+    if len(numbered) == len(keys) and len({match[1] for match in numbered.values()}) == 1:
+        return sorted(rows, key=lambda name: int(numbered[name][2]))
     sizes = columns.num_embeddings
     if sorted(rows.values()) == sorted(sizes) and len(set(sizes)) == len(sizes):
         return sorted(rows, key=lambda name: sizes.index(rows[name]))

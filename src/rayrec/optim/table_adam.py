@@ -252,8 +252,8 @@ class _LookupFunction(torch.autograd.Function):
         return collector.look_up(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.collector.collect(*ctx.arguments, gradient)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        ctx.collector.collect(*ctx.arguments, *gradients)
         return (None,) * 5
 
 

@@ -329,8 +329,8 @@ def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
     in_color = not isinstance(pixels[0][0], int)
     lines = []
     for row in pixels:
-        values = list(chain.from_iterable(row)) if in_color else row  # type: ignore[arg-type]
-        lines.append(b"\0" + bytes(values))  # type: ignore[arg-type]  # 0: no filter
+        values = chain.from_iterable((each,) if isinstance(each, int) else each for each in row)
+        lines.append(b"\0" + bytes(values))  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if in_color else 0, 0, 0, 0)
     parts = (
         _chunk(b"IHDR", header),
