@@ -202,8 +202,10 @@ def documented(tree: ast.Module) -> Iterator[tuple[str, Prose]]:
 
 
 def _sentences(text: str) -> Iterator[str]:
+    """Yield sentences. A row of a table, which a comment indents, is one by itself."""
     for paragraph in re.split(
-        r"\n\s*\n|\n\s*[-*>]\s|\n\s*\w+ ?(?:\([^)\n]*\))?:\s", re.sub(r"`[^`]*`", "X", text)
+        r"\n\s*\n|\n\s*[-*>]\s|\n\s*\w+ ?(?:\([^)\n]*\))?:\s|\n#[ \t]*(?=\n)|\n# {2,}",
+        re.sub(r"`[^`]*`", "X", text),
     ):
         yield from (
             " ".join(sentence.split())

@@ -50,6 +50,7 @@ class Communicator:
         if self.size == 1:
             return list(flags)
         tensor = torch.tensor(flags, dtype=torch.uint8)
+        # Flags are one byte each and travel together, so that a decision costs one round trip.
         distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in tensor.tolist()]
 
@@ -81,6 +82,8 @@ class Communicator:
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:
         """Run the function on rank 0 only and broadcast its result or exception."""
+        # The outcome and the failure travel in one broadcast, so that ranks that wait learn of a
+        # failure at once instead of at the timeout.
         outcome, failure = attempt(function) if self.first else (None, None)
         outcome, failure = self.broadcast((outcome, failure))
         if failure is not None:
@@ -91,6 +94,7 @@ class Communicator:
         """Run the function on all ranks and return all results. If it raises on any rank, raise on
         every rank.
         """
+        # No rank may raise before the collective: the others would wait in it.
         results = self.all_gather(attempt(function))
         raise_most_severe([failure for _, failure in results])
         return [cast("T", outcome) for outcome, _ in results]

@@ -28,6 +28,17 @@ _FOLDER = "claims"
 """Lease folder within the run folder. Earlier versions use the same name."""
 
 
+# Lease of a run folder. A lease is a file NNNNNN-UUID in it; the one with the highest number, then
+# the highest name, is valid. Nothing is locked, because object stores have no locks, and a lock
+# would outlive a lost node.
+#
+#   attempt starts        rank 0 lists the leases, writes the next number
+#   two start at once     both write; the order of names decides, and both see the same winner
+#   before a manifest     the lease must still be the latest, else the save fails with InputError
+#   before a removal      the same, since files may belong to a newer attempt
+#
+# A process that is suspended between the check and the manifest can still commit one save. So the
+# check comes last before it.
 @dataclass(frozen=True)
 class Lease:
     """Lease of one attempt at a run. Picklable."""
@@ -73,6 +84,7 @@ def acquire_lease(run_folder: str) -> Lease:
         storage.join(run_folder, _FOLDER, name),
         {"host": socket.gethostname(), "process": os.getpid(), "time": time.time()},
     )
+    # Written first, removed later: a reader of the folder always finds the latest lease.
     for old in present[: -_MAX_LEASES + 1]:
         with contextlib.suppress(OSError):  # the next attempt will remove it
             storage.remove_file(storage.join(run_folder, _FOLDER, old))
@@ -115,6 +127,8 @@ def check_shared(token: str, ranks: Communicator) -> None:
     InputError on all ranks if a rank does not see it, because no other process would find its part
     of a checkpoint.
     """
+    # Each rank returns its host name with the result, so that rank 0 can name the ranks that do not
+    # see the file.
     visible = ranks.each(lambda: (socket.gethostname(), _appears(token)))
     if ranks.first:
         with log_cleanup_errors(f"Cannot remove {token}"):
@@ -131,6 +145,7 @@ def check_shared(token: str, ranks: Communicator) -> None:
 
 def _appears(path: str) -> bool:
     deadline_s = time.monotonic() + _APPEARS_S
+    # Polls, because NFS has no notice of new files.
     while not storage.exists(path):
         if time.monotonic() > deadline_s:
             return False

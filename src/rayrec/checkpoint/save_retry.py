@@ -43,6 +43,7 @@ class RetryPolicy:
         `max_outage_s` of OSErrors.
         """
 
+        # Storage has its own retries within PATIENCE_S. This loop outlasts an outage.
         def attempt() -> T:
             with storage.retry_timeout(PATIENCE_S):
                 return function()

@@ -61,6 +61,20 @@ class _Job:
     start_s: float = field(default_factory=time.monotonic)
 
 
+# A save, on three kinds of threads. Collectives of the caller and of the saver threads have a
+# group each, because the two overlap in any order.
+#
+#   caller, every rank     begin: agree on busy, changed and failed (one all-reduce)
+#                          fill the copy in host memory, then training continues
+#   saver, every rank      wait for rank 0's removal of old files, write the rank's file
+#                          gather the results on rank 0
+#   saver, rank 0          write the extra files, check the lease, write the manifest: the save is
+#                          complete from this moment on
+#   saver, every rank      receive the outcome; remove the rank's file if it failed
+#   saver, rank 0          apply the retention policy
+#
+# A failure stays in `_failure` until the next `begin` or `wait`, which raise it on every rank. A
+# rank that was killed leaves a folder without a manifest, which the next attempt removes.
 @final
 class Saver:
     """Background checkpoint writer of a run: one save at a time, then removal according to the
@@ -97,6 +111,7 @@ class Saver:
         self._max_outage_s = max_outage_s
         self._log = log
         timeout_s = max_outage_s + _PATIENCE_S
+        # Ranks arrive late if one of them waits out an outage, so the groups' timeout covers it.
         self._caller = Communicator.with_new_group(timeout_s=timeout_s)
         self._thread_ranks = Communicator.with_new_group(timeout_s=timeout_s)
         assert (lease is not None) == self._caller.first
@@ -107,7 +122,11 @@ class Saver:
         self._signature: Hashable = None
         self._copy: HostCopy | None = None
         self._failure: Exception | None = None
+        # Set while no save runs. The saver thread sets it, also after a failure, or `wait` would
+        # block.
         self._idle = threading.Event()
+        # Set by `close`. It ends the pauses between retries, so that a process with an unreachable
+        # store ends within seconds.
         self._ended = threading.Event()
         self._idle.set()
         self._stall_so_far: tuple[float, float | None] = (0.0, None)
@@ -115,6 +134,8 @@ class Saver:
         thread reads it.
         """
         self._told_stall_s = 0.0
+        # Holds at most one job and None, which ends the thread. `begin` reports busy instead of
+        # adding a second one.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # Daemon, so that a failed rank can exit while the others are gone.
         self._thread = threading.Thread(target=self._work, name="checkpoint-save", daemon=True)
@@ -137,6 +158,8 @@ class Saver:
             busy = not self._idle.is_set()
             ready, failure = (None, None) if busy else attempt(lambda: self._ready(tensors, state))
             changed = ready is not None and ready[0].signature() != self._signature
+            # One collective for all three decisions. Every rank must take the same branch below,
+            # since each branch has collectives of its own.
             busy, changed, unfit = self._caller.any(busy, changed, failure is not None)
             if busy:
                 return False
@@ -150,6 +173,8 @@ class Saver:
                 if self._copy is not None:
                     self._copy.free()
                     self._copy = None
+                # Shapes or placement changed, as after a resize. The old copy goes first: host
+                # memory may not have room for two.
                 plan = make_plan(local, self._caller)
                 self._copy = self._caller.run_on_all_ranks(lambda: HostCopy(plan, local.data))
                 self._signature = local.signature()
@@ -173,6 +198,8 @@ class Saver:
         """
         self._ended.set()
         self._jobs.put(None)
+        # The thread reads the copy until it ends. If it does not end in time, the copy is left to
+        # the process's end, because freed memory must not be written to storage.
         self._thread.join(CLOSE_S)
         if self._copy is not None and not self._thread.is_alive():
             self._copy.free()
@@ -222,6 +249,8 @@ class Saver:
             write_rank, job.folder, job.copy, rank=ranks.rank, tag=job.tag, on_write=self._count
         )
         file, failure = attempt(lambda: policy.run(write))
+        # Every rank takes part, even if its own file failed. Otherwise the others would wait for
+        # the timeout.
         results = ranks.gather((file, failure, causes[:1]))
         outcome = ranks.broadcast(
             attempt(lambda: self._commit(job, results, policy, causes)) if ranks.first else None

@@ -214,6 +214,8 @@ def write_rank(
             for key, part in zip(keys, parts, strict=True)
         ]
     )
+    # Hashing takes about as long as a fast disk. The thread reads the same copy as the stream,
+    # which nobody changes until the save ends.
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-sums") as pool:
         future = pool.submit(_checksums, copy)  # both release the GIL, so they overlap
         storage.write_stream(storage.join(folder, name), _file_chunks(head, copy, on_write))

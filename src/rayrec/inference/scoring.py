@@ -84,7 +84,7 @@ def plan_pool(
 
 
 def _plan_processes(nodes: Sequence[Node], needed: int, spare_cpus: int) -> tuple[int, float]:
-    """Return the number of processes with weights of their own, and the CPUs of each."""
+    """Return the number of processes and the CPUs of one. Each has a copy of the weights."""
     usable = [
         (node.resources.get("CPU", 0.0), int(node.resources.get("memory", 0) // needed))
         for node in nodes

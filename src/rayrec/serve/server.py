@@ -263,8 +263,8 @@ class ServeInstance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is served, not even by proxies. A server leaves such an instance behind,
-        whose proxies cannot be enabled later.
+        """Flag of an instance without applications and proxies, as a server leaves it behind. Its
+        proxies cannot be enabled later.
         """
         return not (self.applications or self.with_proxies)
 

@@ -14,12 +14,20 @@ from rayrec.data.engine import StopToken
 from rayrec.observe.console import handling_signals
 from rayrec.workloads.run_config import FailureConfig
 
+# Python delivers signals to the main thread alone, but runs may train in other threads.
 _running: Final[set["Signals"]] = set()
 """Contexts of all runs of this process. Only the main thread's gets signals, and passes them to the
 others.
 """
 
 
+# Signals of a run, by its context:
+#
+#   state        first signal                     second signal
+#   entered      raise                            raise
+#   deferred     note; the driver asks workers    raise
+#                to save and stop
+#   exited       the caller's handlers            the caller's handlers
 class Signals:
     """Context in which SIGTERM and SIGHUP raise SystemExit(143) and Ctrl-C KeyboardInterrupt. In
     `deferred` the first signal is only noted, and the second raises. Only the main thread gets
@@ -79,6 +87,11 @@ _WRITE_MARGIN: Final = 1.5
 _MARGIN_S: Final = 2.0
 
 
+# States after a stop request. A save that writes bytes earns time, up to a limit:
+#
+#   requested       deadline = now + grace_s
+#   new bytes       deadline = now + grace_s, but never after request + max_grace_s
+#   deadline over   the driver leaves without the last checkpoint
 @final
 class GracePeriod:
     """Time to save after a stop request: failure.grace_s, restarted by polls with new bytes,
@@ -121,6 +134,13 @@ def last_save_s(deadline_s: float, *, write_s: float, between_s: float) -> float
 ProfileRequest = dict[str, Any]
 
 
+# Messages of an attempt. Each direction has one kind of writer, so that no message needs an answer:
+#
+#   driver -> workers    stop reason, which stays; the first one counts
+#   driver -> rank 0     profile requests, each once
+#   workers -> driver    bytes written by saves, which only grow
+#
+# A lost message delays, but does not harm: reasons and byte counts are states and polled again.
 class ControlChannel(Protocol):
     """Messages of one attempt's driver and workers. Picklable for worker processes. Raises OSError
     if unreachable.
@@ -160,6 +180,19 @@ class PreemptionInfo(Protocol):
     deadline_ms: int | None
 
 
+# All workers must stop at the same step. So rank 0 decides, and the loop shares its answer with the
+# others in the collective of the next step.
+#
+#   thread of rank 0     polls the channel each POLL_S; sets `cause`
+#   thread of others     polls each _RANKS_POLL_S; only ends the waits of their readers
+#   loop, each step      `poll` reads `cause` and the clock of a preemption
+#   loop, all ranks      each PREEMPTION_POLL_S together: `preempted` asks Ray Train
+#
+#   cause                  effect
+#   signal, request        save and end
+#   MORE_WORKERS           save and end after a running evaluation, then another attempt with more
+#   NO_DATA_NODES          save and end, then another attempt
+#   NODE_PREEMPTED         save in time for the node's deadline, then another attempt
 class StopMonitor:
     """Stop detection of a worker; implements `rayrec.training.progress.StopSignal`. Only worker 0
     acts on channel and clock, so that all workers act at the same step. Other workers also read the
@@ -189,9 +222,13 @@ class StopMonitor:
         self._deadline_s: float | None = None
         """Unix time of a node's preemption."""
         self._known: set[str] = set()
+        # Ends the thread's wait between polls, instead of a sleep that `close` would have to sit
+        # out.
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if channel is not None:
+            # A thread, because a channel through a busy driver may take longer to answer than a
+            # step does. Daemon, because a call to a lost driver may never return.
             self._thread = threading.Thread(
                 target=self._poll, args=(channel,), name="stop-watch", daemon=True
             )
@@ -262,4 +299,6 @@ def report_saves(
                 with contextlib.suppress(OSError):  # the run has ended
                     channel.report_saved_bytes(rank, now)
 
+    # In a thread of its own: the saver's thread may be blocked in the write whose bytes are
+    # reported.
     return in_background(report, name="save-reporter")

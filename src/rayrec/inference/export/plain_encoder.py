@@ -309,10 +309,10 @@ class Encoder:
         lists = self._lists(rows, name)
         other = self._features.get(name, {}).get("aligned_with")
         if other:
-            for row, (tokens, others) in enumerate(
+            for row, (tokens, other_tokens) in enumerate(
                 zip(lists, self._lists(rows, other), strict=True)
             ):
-                if _positions(tokens) != _positions(others):
+                if _positions(tokens) != _positions(other_tokens):
                     raise ValueError(
                         f"row {row}: categories of {name} are not aligned with {other}"
                     )

@@ -106,6 +106,8 @@ def follow_attempt(
     """Run an attempt in a thread, and request a stop after a signal or when `poll` returns a
     reason. Returns None after a signal if the workers do not save within their `GracePeriod`.
     """
+    # A Future instead of the thread's end: it also carries the error, and can be waited for with a
+    # timeout while signals arrive.
     future: Future[dict[str, Any]] = Future()
 
     def run() -> None:
@@ -114,6 +116,9 @@ def follow_attempt(
         except BaseException as error:
             future.set_exception(error)
 
+    # The attempt runs in a thread, since Python handles signals between the bytecodes of the main
+    # thread only: a main thread inside Ray would not see them. Daemon, because after the grace
+    # period the process ends without it.
     thread = threading.Thread(target=run, name="attempt", daemon=True)
     thread.start()
     grace: GracePeriod | None = None
@@ -206,6 +211,8 @@ _logger = logging.getLogger(__name__)
 _warnings_logger = logging.getLogger("py.warnings")
 
 
+# Runs of several threads share the root logger. The first one redirects it, and the last one
+# restores it, so opening and closing are atomic.
 _open_lock: Final = threading.Lock()
 _open_logs: Final[list[logging.Handler]] = []
 _restore_logging: Callable[[], None] | None = None
