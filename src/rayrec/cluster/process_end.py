@@ -25,6 +25,7 @@ def end_with_children(status: int, *, spared: Collection[int] = ()) -> NoReturn:
     try:
         # Processes whose parents are killed become children of this process, and thus visible to
         # the program below.
+        # A glibc function, since Python has none. The setting stays in the process across `execv`.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # A new program in this process ends all threads at once. Ray's would otherwise notice the
         # end of Ray's processes, print a stack and abort with another status.

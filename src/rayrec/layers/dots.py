@@ -109,6 +109,8 @@ class _CDots(ctypes.Structure):
 def _structure(
     dense: torch.Tensor, sparse: torch.Tensor, positions: list[int], *results: torch.Tensor
 ) -> _CDots:
+    # A ctypes structure keeps a reference to an array that is set on a field of pointer type.
+    # Tensors have none: callers keep them until the kernel has returned.
     array = (ctypes.c_int64 * len(positions))(*positions)  # The structure keeps it alive
     kinds = _KINDS[dense.dtype], _KINDS[sparse.dtype]
     pointers = [tensor.data_ptr() for tensor in (dense, sparse, *results)]

@@ -37,6 +37,7 @@ def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> N
     longer DLRM steps). If torch has no OpenMP, the kernel runs in the calling thread. Raises
     MemoryError.
     """
+    # An address is no reference. `arguments` is a parameter, and so outlives the parallel region.
     work = _CWork(
         ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(arguments), count, at_once, 0, 0
     )
@@ -45,11 +46,19 @@ def run_kernel(kernel: Kernel, arguments: Any, count: int, *, at_once: int) -> N
     if parallel is None:
         _take_part()(ctypes.byref(work))
     else:
+        # Returns when all threads have ended, and the GIL is released meanwhile. No thread calls
+        # Python.
         parallel(_take_part(), ctypes.byref(work), num_threads, 0)
     if work.failed:
         raise MemoryError(f"{kernel.__name__}: out of memory")
 
 
+# All threads of one `run_kernel` share this structure, which is a variable of that call:
+#
+#   kernel, arguments   of the caller, which keeps the arguments
+#   count, at_once      constant
+#   next                threads take items by adding to it atomically
+#   failed              a thread sets it if memory is exhausted; read after all have ended
 class _CWork(ctypes.Structure):
     """Mirror of rayrec_work in native/kernels.h."""
 
@@ -120,7 +129,9 @@ class CpuWatch:
             for thread in _run_in_team(torch.get_num_threads())
         ]
         self._short: Final = _ShortWaits() if _can_shorten_waits(len(self._paths)) else None
+        # Also the wait between two measurements, so that `close` returns at once.
         self._ended: Final = threading.Event()
+        # A daemon without locks: `on_contention` may be in a store when the process ends.
         self._thread: Final = threading.Thread(
             target=self._run, name="rayrec-cpu-watch", daemon=True
         )
@@ -151,6 +162,12 @@ class CpuWatch:
 
 
 @final
+# States of the waits:
+#
+#   state    interval is contended                         interval is not
+#   long     short after _CONTENDED_INTERVALS in a row     stays long; the next trial is after 1 s
+#   short    stays until its time is over                  the same: short waits hide contention
+#   trial    short again, for twice as long, up to 60 s    long
 class WaitPolicy:
     """Decision when to shorten waits: after half a second of contention. Then tries long waits for
     one interval after 1 s, and during further contention after 2, 4, ... 60 s. Pure.
@@ -203,6 +220,7 @@ def _run_and_wait_ns(path: Path) -> tuple[int, int]:
     return int(run), int(wait)
 
 
+# `ids` is a ctypes array, which the structure keeps alive. Threads write to distinct places of it.
 class _CTeam(ctypes.Structure):
     """Mirror of rayrec_team in native/kernels.h."""
 
@@ -250,6 +268,8 @@ class _ShortWaits:
     def set(self, short: bool) -> None:
         """Make waits short or long, effective on return."""
         if short and self._released is None:
+            # Two events, because waits change only when the team exists, and back only when it has
+            # ended.
             started = threading.Event()
             self._released = threading.Event()
             self._keeper = threading.Thread(

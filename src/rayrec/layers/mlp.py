@@ -43,6 +43,7 @@ def _relu_backward(
     blocks = -(-rows // _BLOCK)
     turned = gradient.new_empty(columns, rows)
     sums = gradient.new_zeros(blocks, columns)
+    # All four are variables of this call, which outlive the kernel. `gradient` is overwritten.
     pointers = [tensor.data_ptr() for tensor in (output, gradient, turned, sums)]
     run_kernel(
         vectorized("rayrec_relu_backward"),

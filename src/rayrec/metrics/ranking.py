@@ -123,6 +123,13 @@ def _rounds(rows: Rows, *, max_rows: int = _ROUND_ROWS) -> Iterator[Rows]:
         yield rows[0][selected], rows[1][selected], rows[2][selected]
 
 
+# Mirror of rayrec_ranking in native/kernels.h:
+#
+#   ks, discounts   arrays of the accumulator, read by all threads
+#   room            scratch memory of one thread
+#   sums, counts    results of one part: a sum and its rounding error each
+#
+# `_summed` keeps the arrays until the kernel returns.
 class _CRanking(ctypes.Structure):
     _fields_ = c_fields("void* ks discounts room sums counts; int64 num_ks")
 
@@ -156,6 +163,8 @@ class _Sums:
         )
         num_threads = max(min(host_resources.usable_cpus(), _MAX_THREADS, len(starts) - 1), 1)
         turns = [range(first, len(starts) - 1, num_threads) for first in range(num_threads)]
+        # Parts have no group in common, so threads share nothing that they write. Kernels release
+        # the GIL.
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ranking") as pool:
             for values in pool.map(lambda turn: self._summed(ranked, starts, turn), turns):
                 self._round_sums += values

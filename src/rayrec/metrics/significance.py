@@ -273,6 +273,7 @@ def _resampled(models: Sequence[_Model], resampling: Resampling) -> Array:
 
     max_threads = _WORKING_BYTES // (_ROW_BYTES * max(1, rows))
     # NumPy releases the GIL in all slow parts.
+    # Limited by memory: each thread has copies of all rows for one resample.
     with ThreadPoolExecutor(max(1, min(len(os.sched_getaffinity(0)), max_threads))) as pool:
         return np.stack(list(pool.map(resample, range(resampling.resamples))))
 

@@ -184,6 +184,12 @@ class Tables(ABC):
         """
 
 
+# Mirror of rayrec_lookup in native/kernels.h. Owners of its pointers:
+#
+#   table                   array of HostTables, for its lifetime
+#   ids, offsets, weights   arrays of the request, which the caller keeps until the call returns
+#
+# A template without the request's pointers is copied for each batch, so threads share none.
 class _CLookup(ctypes.Structure):
     _fields_ = c_fields(
         "void* table; int64 num_embeddings row_bytes; void* ids offsets; int64 size id_bytes; "
@@ -262,6 +268,7 @@ class HostTables(Tables):
         dim = self.row_format.dim
         kind = ctypes.c_int32(self._kind)
         out = torch.empty(rows, len(columns) * dim)
+        # The kernel checks ids before it reads a row: a wrong one must not read foreign memory.
         bad = call(
             "rayrec_pool_tables",
             columns,

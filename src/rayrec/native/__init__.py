@@ -28,6 +28,8 @@ def call(name: str, *arguments: Any, returns: type = ctypes.c_int64) -> int:
     return result
 
 
+# An address is no reference. The caller's frame keeps each array until the kernel has returned, and
+# kernels keep no pointer after that.
 def _converted(argument: Any) -> Any:
     if argument is None:
         return ctypes.c_void_p(None)

@@ -108,6 +108,8 @@ class Lookups:
         lookups = _CLookups(*pointers, self.bags, self.gradient.shape[1], self.pooled)
         gathered = (_CGathered * len(tables))()
         for item, table, rows in zip(gathered, tables, results, strict=True):
+            # An address is no reference: `lookups` and `results` are variables here, and live until
+            # the kernel returns.
             item.lookup = ctypes.addressof(lookups)
             item.first_feature = table.first
             item.num_features = table.number
@@ -257,10 +259,14 @@ class _LookupFunction(torch.autograd.Function):
         return (None,) * 5
 
 
+# Mirror of rayrec_looked_up in native/kernels.h, shared by all tables of a kernel call. Its tensors
+# are fields of `Lookups`, which outlives the call. `stride` is the width of a gradient's row.
 class _CLookups(ctypes.Structure):
     _fields_ = c_fields("void* ids offsets weights gradient; int64 bags stride pooled")
 
 
+# Mirror of rayrec_gathered_table, one per table. `distinct` and `sums` point into tensors of the
+# result, which have room for every lookup; `found` is the number of rows that the kernel filled.
 class _CGathered(ctypes.Structure):
     _fields_ = c_fields(
         "void* lookup; int64 first_feature num_features column dim; void* distinct sums; int64 "
@@ -517,6 +523,7 @@ class TableAdam(KeyedOptimizer):
         assert closure is None
         (group,) = self.param_groups
         gradients_of_tables, self._gradients = self._gradients or self._gathered(), None
+        # The tasks point into the rules, so both stay here until `_update_all` has returned.
         rules: dict[int, _CRule] = {}
         rows: list[_CRows] = []
         for number, (_, parts), part_gradients in zip(
@@ -598,12 +605,21 @@ def _update_all(rows: Sequence[_CRows]) -> None:
     )
 
 
+# Mirror of rayrec_adam: the constants of one step. `TablePart.update` or the step's `rules` own it.
 class _CRule(ctypes.Structure):
     _fields_ = c_fields(
         "float step_size root_scale eps mean_rate square_keep square_rate l2 keep scale"
     )
 
 
+# Mirror of rayrec_adam_rows: rows that one thread updates. Owners of its pointers:
+#
+#   weights, mean, square   tensors of the TablePart
+#   rule                    variable of the caller, see _CRule
+#   ids, gradients          RowGradients of the step
+#   marks                   tensor of the TablePart, which it keeps for the next steps
+#
+# Tasks of one table touch distinct rows, so threads need no lock and sums no order.
 class _CRows(ctypes.Structure):
     _fields_ = c_fields(
         "void* weights mean square; int64 dim; void* rule ids gradients marks; int64 start stop "

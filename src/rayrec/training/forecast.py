@@ -245,6 +245,8 @@ def train_locally(
     config: TrainConfig, rows: TrainingRows, *, workers: int, threads: int, cuda: bool
 ) -> list[tuple[float, float, float]]:
     """Train some steps in local processes with the regular training loop; see `LocalTrainer`."""
+    # Spawned, not forked: torch's and Arrow's threads of this process would not exist in a fork,
+    # but their locks would.
     processes = multiprocessing.get_context("spawn")
     results = processes.Queue()
     with storage.Scratch("speed-probe") as folder:
@@ -260,6 +262,8 @@ def train_locally(
         deadline_s = time.monotonic() + _TIMEOUT_S
         measured: list[tuple[float, float, float]] = []
         try:
+            # A process that fails sends nothing. So this waits with a timeout and looks at the exit
+            # statuses.
             while len(measured) < workers:
                 with contextlib.suppress(queue.Empty):
                     measured.append(results.get(timeout=1.0))
@@ -317,6 +321,7 @@ def _train_rank(
         )
     )
     results.put((measured.rows / workers, measured.seconds, measured.cpu_s))
+    # A rank that ends first closes its connections while others are in their last collective.
     torch.distributed.barrier()
 
 

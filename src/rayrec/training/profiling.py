@@ -80,6 +80,12 @@ def worker_variables(
 # -- Driver
 
 
+# A profile on request, between a command and a run that share only a folder:
+#
+#   command     writes profile/request.json with the steps to record
+#   driver      reads and removes it, which confirms it, and sends it through the channel
+#   workers     record these steps, and write profile/NAME/rank_N
+#   command     waits for all ranks' traces, and meanwhile follows the events for a failure
 def watched_requests(
     folder: str, channel: ControlChannel
 ) -> contextlib.AbstractContextManager[None]:
@@ -153,6 +159,8 @@ def request_profile(
     ranks = [storage.join(target, f"rank_{rank}") for rank in range(start["world_size"])]
     deadline_s = time.monotonic() + timeout_s
     failures = list[str]()
+    # Follows the events in a thread, since the main one polls for the traces, which may be in a
+    # store.
     watch = partial(_watch_failures, folder, window.name, events[-1]["time"], failures)
     try:
         with in_background(watch, name="profile-failures"):

@@ -125,6 +125,8 @@ class StepProfiler:
 
     def _finish(self, recording: _Recording) -> None:
         self._active = None
+        # A trace of 200 steps takes seconds to write, which must not stall all workers' next step.
+        # `close` waits for it, so that the process does not end with half a file.
         writer = threading.Thread(
             target=self._write, args=(recording,), name="profile", daemon=True
         )

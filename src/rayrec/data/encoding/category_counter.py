@@ -30,6 +30,12 @@ NO_ROW = 2**63 - 1
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD)
 
 
+# Mirror of rayrec_counter in native/kernels.h. A TokenCounter owns it and what it points to:
+#
+#   slots           array `_slots` of the counter, replaced together with this structure
+#   size, shift     number of slots, a power of two, and 64 minus its logarithm; constant
+#   used            the kernels raise it
+#   factor, words   hash function, and numbers of a slot; constant
 class _CCounter(ctypes.Structure):
     _fields_ = c_fields("void* slots; int64 size used; uint64 factor; int32 shift words")
 
@@ -44,6 +50,8 @@ def _zeros(slots: int, words: int) -> np.ndarray:
     size = slots * words * 8
     if size < _HUGE_PAGE:
         return np.zeros((slots, words), np.uint64)
+    # The array keeps the mapping alive, and unmaps it when it is freed. malloc would keep the pages
+    # for other arrays of this process.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel built without them
@@ -134,6 +142,7 @@ class TokenCounter:
         size = self._slots_with(tokens)
         if size > self._c.size:
             # Kept until the move is done
+            # The old structure points into the old array, and `_allocate` replaces both.
             slots = self._slots
             old = self._c
             self._allocate(size)
@@ -168,6 +177,8 @@ class TokenCounter:
         counts = None if counts is None else _plain(counts, np.int64)
         rows = _plain(rows, np.int64) if self.first_rows and rows is not None else None
         done = 0
+        # The kernel counts until the table is two thirds full, and returns the number of counted
+        # tokens. So a table never grows for tokens that repeat.
         while True:
             counted, numbers = (None if each is None else each[done:] for each in (counts, rows))
             sizes = (shift_rows, len(tokens) - done, ctypes.byref(self._c))
@@ -185,6 +196,8 @@ class TokenCounter:
 
 
 def _plain(array: np.ndarray, dtype: Any) -> np.ndarray:
+    # The kernels read contiguous and aligned numbers. A copy lives as long as the caller's
+    # variable.
     return np.require(array, dtype, ["C", "A"])
 
 
@@ -201,6 +214,8 @@ def count_columns(
         return
     assert all(tokens.itemsize <= counter.dtype.itemsize for counter in counters)
     while True:
+        # Made again in each round: a counter that grew has another structure. `counters` owns all
+        # of them until the call returns.
         pointers = (ctypes.c_void_p * len(counters))(
             *(ctypes.addressof(counter._c) for counter in counters)
         )

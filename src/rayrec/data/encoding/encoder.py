@@ -181,6 +181,9 @@ class MultiHot(Config):
 DENSE_KINDS = ("signed_log", "log", "identity")
 
 
+# Mirror of rayrec_sparse_column in native/kernels.h. `slots` points into the array of the column's
+# lookup table, or is NULL for a hashed column. The Encoder owns both as long as it exists, so it
+# cannot be pickled.
 class CSparseColumn(ctypes.Structure):
     _fields_ = c_fields(
         "void* slots; int64 num_slots; uint64 modulo; int64 base missing_id unknown_id hash; "
@@ -188,6 +191,7 @@ class CSparseColumn(ctypes.Structure):
     )
 
 
+# Mirror of rayrec_dense_column in native/kernels.h. Plain values, without a pointer.
 class CDenseColumn(ctypes.Structure):
     _fields_ = c_fields(
         "int64 kind lowest; double shift mean mean_low scale; float missing_value lower upper; "
@@ -336,9 +340,12 @@ class Encoder:
         num_dense = block.numbers.shape[1]
         num_sparse = block.categories.shape[1]
         dense = np.empty((rows, len(self._numbers)), np.float32)
+        # Column by column, since embedding lookups read one column at a time.
         ids: Any = np.empty((len(self._categories), rows), self._id_type)  # A sequence of rows
         matrices = (block.numbers, block.categories, block.missing)
         assert all(matrix.flags.c_contiguous for matrix in matrices)
+        # Points into the block's matrices, which the block owns during the call. The kernel reads
+        # no labels.
         raw = CRawRows(*(matrix.ctypes.data for matrix in matrices), None, block.rows)
         layout = CLayout(0, num_dense, num_sparse, MAX_LINE_BYTES)
         buckets = ctypes.c_int32(self._derivation.buckets)

@@ -97,6 +97,8 @@ class TextParser:
         details = np.zeros(max_faults, _FAULT_DTYPE)
         num_details = ctypes.c_int64()
         layout = CLayout(labelled, len(schema.dense), len(schema.sparse), MAX_LINE_BYTES)
+        # Points to the first free row of the parser's own arrays, which never move: their capacity
+        # is known before the text is parsed.
         out = CRawRows(
             *(start + before * row_bytes for start, row_bytes in self._addresses),
             self.capacity - before,

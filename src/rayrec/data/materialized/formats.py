@@ -506,6 +506,7 @@ class MappedRows:
         self, name: str, runs: Sequence[MappedRange]
     ) -> tuple[_CRuns, tuple[np.ndarray, np.ndarray]]:
         """Return the runs as a kernel argument, and the arrays to keep alive during the call."""
+        # Addresses in mapped files. `_matrices` keeps the maps open as long as this object exists.
         addresses = np.empty(len(runs), np.uint64)
         for number, run in enumerate(runs):
             matrix, values, address = self._matrix(run.file, name)
@@ -563,6 +564,7 @@ class MappedRows:
         labels = np.empty(len(order), np.float32)
         c_runs, buffers = self._c_runs("rows", runs)
         sizes = (len(order), ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
+        # The rules and buffers are local variables, so they live until the call has returned.
         rules = (CDenseColumn * num_dense)(*map(c_dense_column, preprocessor.dense))
         call("rayrec_unpack_rows", ctypes.byref(c_runs), order, *sizes, rules, dense, ids, labels)
         del buffers

@@ -46,6 +46,16 @@ _REQUESTS = "requests"
 _CHUNK: Final = 4 << 20
 
 
+# Keys of a run in torch's store, below attempt_N/rayrec. A value is published as chunks KEY/0, ...,
+# then their number as KEY, so that a reader who sees KEY finds all chunks.
+#
+#   process 0            others                             key
+#   publishes input      poll, then count themselves        attempt, taken
+#   (the last reader removes the input)
+#   all: collectives in a group of their own                attempt_N/group
+#   any: stop reason, bytes saved, profile requests         cause, wrote/RANK, requests/NUMBER
+#   publishes result     poll, then count themselves        ended, left
+#   waits for `left`, since its end may end the store
 @final
 class StoreRendezvous:
     """Messages between the processes of a run, in torch's key-value store."""
@@ -55,8 +65,12 @@ class StoreRendezvous:
         # torchrun may keep the store, with earlier processes' values, across restarts.
         attempt = f"attempt_{env.restarts}"
         self.group_store = distributed.PrefixStore(f"{attempt}/group", store)
+        # A second connection: torch's group may block its own in a wait, for as long as a
+        # collective takes.
         cloned = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it
         self._store = distributed.PrefixStore(f"{attempt}/rayrec", cloned)
+        # One call to the connection at a time. `close` takes it too, so that no call is in C++ code
+        # after it.
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watchers: list[threading.Thread] = []
@@ -119,6 +133,7 @@ class StoreRendezvous:
     def watch(self, target: Callable[[threading.Event], None], name: str) -> None:
         """Call `target` in a thread, with the event of the end, which it must heed."""
         self._watchers.append(
+            # Daemon: `close` waits for it, but not for one that is in a call to a lost store.
             threading.Thread(target=target, args=(self._closed,), name=name, daemon=True)
         )
         self._watchers[-1].start()
@@ -212,6 +227,8 @@ def train_other(config: TrainConfig, rendezvous: StoreRendezvous) -> dict[str, A
     to `end`.
     """
     with Signals() as signals:
+        # The run may end before it begins, such as with an error of the first process. So this
+        # waits for either key.
         while (ended := rendezvous.get(_ENDED)) is None:
             value = rendezvous.get(_ATTEMPT)
             if value is not None:
@@ -243,6 +260,7 @@ def end(rendezvous: StoreRendezvous, how: dict[str, Any]) -> None:
     read it.
     """
     rendezvous.publish(_ENDED, storage.json_text(how).encode())
+    # Limited, because a process that was killed never counts itself.
     deadline_s = time.monotonic() + _LEAVE_S
     while (
         rendezvous.add(_LEFT, 0) < rendezvous.env.world_size - 1 and time.monotonic() < deadline_s
@@ -328,6 +346,7 @@ def _work(
         return run_worker(attempt, context, stopwatch=stopwatch)
 
 
+# Python has one default group per process, and runs of several threads may begin and end at once.
 _group_lock: Final = threading.Lock()
 _num_group_users = 0
 """Number of runs that train alone in this process at the moment, and share torch's one default

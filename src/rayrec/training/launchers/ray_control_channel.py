@@ -17,6 +17,13 @@ _MAX_CALLS = 100_000
 """Maximum number of concurrent calls of the actor. Each worker has a permanently waiting one."""
 
 
+# Calls of this actor. All are coroutines of one thread, so its fields need no lock.
+#
+#   driver    send, saved_bytes (polled, without waiting), request_profile
+#   worker    read (each poll), report_bytes (no answer), next_request (waits for the next one)
+#
+# The actor runs on the driver's node, and ends with the attempt. So a worker whose driver is lost
+# gets an error instead of an old reason.
 class _Holder:
     """Actor that stores the first reason to stop and passes profile requests to all waiting
     workers.
@@ -25,6 +32,7 @@ class _Holder:
     def __init__(self) -> None:
         self._cause: str | None = None
         self._request: ProfileRequest | None = None
+        # Each worker waits in one call. Polling instead would cost a call per worker and second.
         self._requested = asyncio.Condition()
         self._bytes_by_rank: dict[int, int] = {}
 
@@ -47,6 +55,7 @@ class _Holder:
 
     async def next_request(self) -> ProfileRequest:
         """Return the next request from now on."""
+        # Compared by identity: a repeated request is a new object.
         before = self._request
         async with self._requested:
             await self._requested.wait_for(lambda: self._request is not before)
@@ -86,6 +95,8 @@ class RayControlChannel:
                 requested(future.result())
                 self.subscribe(requested)
 
+        # The callback runs in a thread of Ray and subscribes again. A request that arrives in
+        # between is lost, and its sender times out.
         self.actor.next_request.remote().future().add_done_callback(arrived)
 
 

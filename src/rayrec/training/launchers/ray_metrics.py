@@ -132,6 +132,8 @@ class ObjectStoreMonitor:
         self._latest: dict[str, int] = {}
         self._spilled_before: int | None = None
         self._stop = threading.Event()
+        # In a thread, because the call asks all nodes and takes up to its timeout. Daemon, and
+        # never joined: it holds nothing that must be closed.
         self._thread = threading.Thread(target=self._watch, name="store-watch", daemon=True)
         self._thread.start()
 
