@@ -69,6 +69,7 @@ def gathered(values: torch.Tensor, group: ProcessGroup | None = None) -> list[to
         return [values]
     local = values.to(group_device(group))
     parts = [torch.empty_like(local) for _ in range(num_workers(group))]
+    # Gathers instead of reducing, so that callers add the parts in rank order, on every rank alike.
     distributed.all_gather(parts, local, group=group)
     return parts
 
@@ -107,6 +108,7 @@ def _gathered_rows() -> type[torch.autograd.Function]:
             ctx.own = values.shape
             if len(counts) == 1:
                 return values.view_as(values)
+            # all_gather needs equal shapes.
             padded = values.new_zeros(max(counts), *values.shape[1:])
             padded[: len(values)] = values
             parts = [
@@ -123,6 +125,8 @@ def _gathered_rows() -> type[torch.autograd.Function]:
                 return gradient, None, None
             sent = gradient.contiguous().to(group_device(ctx.group))
             received = sent.new_empty(len(counts) * rows, *ctx.own[1:])
+            # The transpose of the gathering: each worker returns the gradients of a row to its
+            # owner.
             distributed.all_to_all_single(
                 received, sent, [rows] * len(counts), counts, group=ctx.group
             )

@@ -78,6 +78,15 @@ def shell_status(status: int | None) -> int | None:
     return 128 - status if status is not None and status < 0 else status
 
 
+# Decision after a job ends:
+#
+#   outcome                         next
+#   succeeded                       quit with 0
+#   stopped by a supervisor         again at once, with a new count
+#   stopped, or exit status 130     quit with 130: a user wanted that
+#   user's error, never healthy     quit with 2: it would fail again
+#   healthy, then failed            again at once, with a new count
+#   short-lived                     again after a pause, until max_failures in a row
 def judge(
     policy: Policy, tally: AttemptHistory, ending: AttemptResult, *, jitter: float
 ) -> tuple[AttemptHistory, float | Quit]:

@@ -234,6 +234,8 @@ class _Supervisor:
         return self.state.submission_id or ""
 
     def run(self) -> Outcome:
+        # Ends by `_quit`, or when the head has been away for too long. Each round follows one job
+        # to its end.
         while True:
             try:
                 job = self._attempt()
@@ -389,6 +391,7 @@ class _Supervisor:
         if silent_s >= limit_s:
             return f"no head at {self.jobs.url} for {silent_s:,.0f} s ({why})"
         # Jitter keeps supervisors of many runs from calling a new head at the same time.
+        # The wait grows with the outage itself, so it doubles without a counter.
         wait_s = min(max(silent_s, _FIRST_PROBE_S), _LONGEST_PROBE_S) * random.uniform(0.75, 1.25)
         time.sleep(min(wait_s, limit_s - silent_s))
         return None
@@ -426,6 +429,7 @@ class _Supervisor:
         try:
             # SIGTERM for the job's processes, SIGKILL after RAY_JOB_STOP_WAIT_TIME_S.
             self.jobs.stop_job(submission_id)
+            # Ray Jobs has no call that waits. It polls until the job has saved and ended.
             while (job := self.jobs.find(self._id)) and not job.status.is_terminal():
                 if time.monotonic() > deadline_s:
                     self._report(f"{submission_id} has not ended; see to it with `ray job stop`")

@@ -33,6 +33,7 @@ class StopToken:
     """
 
     def __init__(self) -> None:
+        # An event: readers wait for it with a timeout, instead of polling a flag.
         self._event = threading.Event()
 
     def __reduce__(self) -> tuple[type[StopToken], tuple[()]]:

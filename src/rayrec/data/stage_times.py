@@ -143,6 +143,7 @@ class StageTimes:
         self.nodes: Final[set[tuple[str, str]]] = set()
         """Nodes that made blocks; see `host_resources.this_node`."""
         self._cpus = cpus
+        # Blocks arrive in the reader's thread, and the log takes their sums in another one.
         self._lock = threading.Lock()
         self._sums = self._zeros()
 

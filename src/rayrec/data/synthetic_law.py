@@ -262,6 +262,7 @@ class GroundTruth:
         self._missing_draw = first + len(leaders)
         self._num_draws = self._missing_draw + len(law.missing)
         self._days: dict[int, _DayTables] = {}
+        # Threads that make rows of one day share its tables, so one thread computes them for all.
         self._lock = threading.Lock()
         self._bias = 0.0
         self._sparse_scale = 1.0

@@ -125,6 +125,17 @@ class BlockRange:
         return self.stop - self.start
 
 
+# How rows reach workers. Every step is a pure function of (seed, epoch, workers, position), so no
+# process hands out rows and nothing is lost with one:
+#
+#   parts of segments -- permutation of (seed, epoch) --> blocks of segments_per_block parts
+#   blocks            -- permutation of (seed, epoch, block) --> rows of a block, in random order
+#   block ranges      -- round-robin, then balanced to one row --> shard of each worker
+#   shard             -- batch_size rows each --> steps
+#
+# After a resize, `remaining` lists the block ranges that no worker has trained. These are sharded
+# again, as `pieces` of the new position. So a row is trained once per epoch, however often the
+# number of workers changes.
 @dataclass(frozen=True)
 class BlockOrder:
     """Epoch order over row ranges of a click log."""

@@ -376,6 +376,7 @@ class _EagerIterator:
     def __init__(self, values: Tables, stop: StopToken) -> None:
         self._values = values
         self._stop = stop
+        # None if there is no table. A Future also hands an error of the thread to the reader.
         self._first: Future[pa.Table | None] = Future()
         threading.Thread(
             target=copy_context().run, args=(self._make,), name="next-dataset", daemon=True

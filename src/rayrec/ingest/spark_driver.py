@@ -165,7 +165,9 @@ def main() -> None:
     # Protocol with the parent: it writes a job per line, {folder, tasks}, to standard input, and
     # waits for the results as files in that folder. Closing standard input ends the driver, as the
     # parent's death does. The main thread runs the jobs, so another one has to notice that.
+    # Unbounded, since the parent sends one job at a time. None is the end of standard input.
     lines: queue.Queue[str | None] = queue.Queue()
+    # Set while a job runs, whose end the parent no longer waits for if standard input is closed.
     running = threading.Event()
 
     def listen() -> None:

@@ -78,6 +78,7 @@ class Prefetcher(Generic[T]):
         """
         self._values = values
         self._stop = stop
+        # Its size limits the rows in memory ahead of the reader.
         self._made: queue.Queue[T | _End] = queue.Queue(max_prefetch)
         self._closed = threading.Event()
         self._ended = False

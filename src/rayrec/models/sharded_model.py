@@ -118,6 +118,8 @@ class TableValues:
             for block in blocks:
                 fill_block(block)
             return
+        # Each block has a generator of its own, by its number. So values do not depend on the
+        # threads.
         with ThreadPoolExecutor(threads, thread_name_prefix="start-values") as pool:
             for _ in pool.map(fill_block, blocks):
                 pass

@@ -56,6 +56,15 @@ class _Part:
     waiting_bytes: int = 0
 
 
+# Lines on their way to a store, which cannot append. `_changed` guards all fields below it:
+#
+#   append    adds a line to the last part; starts the thread at the first line
+#   thread    waits for lines, then for _INTERVAL_S or an urgent line, and writes each changed part
+#             as one object; a failed write is repeated after a growing wait
+#   flush     makes the thread skip its waits, until nothing waits
+#   close     flushes within CLOSE_S, then drops and reports the rest
+#
+# A part is closed at PART_BYTES and never written again, so that a run of weeks rewrites little.
 @final
 class EventUploader:
     """Background uploader of one writer's lines, as objects FOLDER/WRITER-000001.jsonl, ...
@@ -77,6 +86,8 @@ class EventUploader:
         self._process = os.getpid()
         self._writer = uuid.uuid4().hex[:12]
         self._parts = deque([_Part(1)])
+        # A Condition instead of a queue: the thread, `flush` and `close` wait for different
+        # changes.
         self._changed = threading.Condition()
         self._urgent = False
         self._num_flushing = 0
@@ -141,6 +152,7 @@ class EventUploader:
         changed = self._changed
         failure_wait_s = 0.0
         next_s = 0.0
+        # Waits outlast any outage, because events are worth keeping as long as the process lives.
         while True:
             with changed:
                 changed.wait_for(lambda: self._closed or self._num_waiting())
@@ -158,6 +170,7 @@ class EventUploader:
                 if self._closed:
                     return
                 self._urgent = False
+                # Copies, since lines are appended while they are written, without the lock.
                 waiting = [
                     (part, bytes(part.lines), part.num_waiting, part.waiting_bytes)
                     for part in self._parts

@@ -143,6 +143,8 @@ class JointlyClippedOptimizer(CombinedOptimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        # Each worker has other tables, but the norm of all gradients limits them. In float64,
+        # because the squares of many rows differ by orders of magnitude.
         squares = float(sum_over_workers(np.array(self._sharded.squared_norm(), np.float64)))
         squares += sum(tables.squared_norm() for tables in self._replicated)
         norm = math.sqrt(squares + torch.nn.utils.get_total_norm(gradients).item() ** 2)

@@ -289,6 +289,7 @@ class ScoringApp:
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _ANNOUNCEMENT_S
+        # Polls, because the state comes with the answer to a report.
         while not self._models.announced:
             if loop.time() > end_s:
                 raise RequestError(503, "the server starts", headers={"retry-after": "1"})

@@ -52,6 +52,8 @@ class Batcher:
         self._max_waiting_requests = config.max_waiting_requests
         self._waiting: deque[_Job] = deque()
         self._at_work = False
+        # One thread: models have state for one batch at a time, and torch's operators use several
+        # cores anyway. The event loop reads the next requests meanwhile.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
         self.waiting_rows = 0
 
@@ -70,6 +72,8 @@ class Batcher:
             self._waiting and self.waiting_rows + body.num_rows > self._max_waiting_rows
         ):
             raise RequestError(503, "too many rows are waiting; retry later", headers=_RETRY)
+        # A request waits, is scored in a batch, and is answered. A cancelled one leaves the queue,
+        # but not a batch that is being scored: its answer is dropped.
         job = _Job(body, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self.waiting_rows += body.num_rows

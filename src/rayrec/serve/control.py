@@ -251,6 +251,21 @@ def _next(desired: DesiredState) -> int:
 # -- a running server
 
 
+# A change of the served models, by a command or a leading replica. Two phases, so that all replicas
+# serve one model or keep the old one:
+#
+#   step       register                      replicas
+#   desired    returns the accepted state    -
+#   load       -                             load the new models as standby; any failure rejects
+#   accept     stores the state, if its      -
+#              serial is still the former
+#   (raced)    returns False: begin again on top of the other change
+#   switch     -                             standby becomes serving, without a gap
+#   waiting    lists replicas that lag       report at each health check, and switch by themselves
+#   drop,fail  records the cause             free the models that were rejected
+#
+# Replicas that start meanwhile load the accepted state. A register that restarts gets it from their
+# reports, newest first. Serials only grow, so a lost change cannot return.
 @final
 class Control:
     """Client of a running server's register and replicas."""
@@ -279,6 +294,8 @@ class Control:
             reply = getattr(self._register, method).remote(*arguments)
             return ray.get(reply, timeout=max(0.0, deadline_s - time.monotonic()))
 
+        # Ray Serve restarts a lost register within seconds. The application's absence is the only
+        # sign of a stopped server, since both look the same to a call.
         def forget_register(error: Exception) -> None:
             self._register = None
             if self._application not in serve.status().applications:
@@ -308,6 +325,8 @@ class Control:
             new = changed(desired)
             try:
                 self._load(new, deadline_s, timeout_s)
+                # Compare and set: the register takes the state only if nobody changed it since
+                # `desired` was read.
                 if self.call_register("accept", new, desired.serial):
                     break
             except BaseException as error:
@@ -320,6 +339,8 @@ class Control:
                 raise
             _wait(deadline_s, timeout_s)  # Another change was faster, so retry on top of it
         self._call("switch", new, deadline_s=deadline_s)
+        # The call itself is lost with a replica that restarts. So this asks for the state instead
+        # of trusting the answers.
         while True:
             missing, cause = self.call_register("waiting", new)
             if cause:
@@ -343,6 +364,7 @@ class Control:
         """Make every replica load the models. Repeats the call until it has reached all serving
         replicas.
         """
+        # A replica that has begun to serve since the call may have missed it.
         while True:
             results = self._call("load", new, deadline_s=deadline_s)
             if causes := [cause for _, cause in results if cause]:

@@ -103,6 +103,7 @@ class _BulkHistogram(Collector):
         self._name = name
         self._documentation = documentation
         self._bounds = bounds
+        # Several threads observe values, and `collect` needs counts and a sum of the same ones.
         self._lock = threading.Lock()
         self._counts = np.zeros(len(bounds) + 1, np.int64)
         self._sum = 0.0

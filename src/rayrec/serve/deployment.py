@@ -140,6 +140,8 @@ class _Replica:
         """Newest application configuration, until the register has accepted it."""
         self._control = Control(self._application, partial(ray_compat.get_shared_actor, REGISTER))
         self._silent = False
+        # Held while models are loaded in a thread. Health checks come every 2 s, and loading may
+        # take minutes, so a second thread must not start: it would load the same models.
         self._mending = threading.Lock()
         self._scoring = ScoringApp(
             self._models,
@@ -237,6 +239,8 @@ class _Replica:
             self._silent = True
             return
         if models.ready and (leads or models.incomplete) and self._mending.acquire(blocking=False):
+            # Not in the event loop, which answers requests meanwhile. Daemon: a replica that Ray
+            # Serve ends must not wait for a model to load.
             threading.Thread(target=self._mend, args=(leads,), name="models", daemon=True).start()
 
     def _mend(self, leads: bool) -> None:

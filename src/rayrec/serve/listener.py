@@ -91,11 +91,14 @@ class Listener:
             limit_concurrency=_MAX_CONNECTIONS,
         )
         self._server = uvicorn.Server(settings)
+        # A thread with a separate event loop, so that requests do not wait for calls of Ray Serve
+        # in the replica's loop. Daemon, because `close` limits the wait for clients.
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="http", daemon=True
         )
         self._thread.start()
         deadline_s = time.monotonic() + _START_S
+        # uvicorn has no event for this.
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline_s:
                 raise InputError(f"{host}:{port}: the HTTP server did not start. See its log.")
@@ -120,6 +123,8 @@ def lock_port(host: str, port: int) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as lock:
         name = f"\0rayrec-serve-{port}"
         try:
+            # The replicas share the port by SO_REUSEPORT, which a second server could join
+            # unnoticed. So the lock, not the port, keeps it out.
             lock.bind(name)
         except OSError as error:
             raise _cannot_listen(host, port, error, _pid_at(name)) from None

@@ -326,6 +326,8 @@ class ReplicaModels:
                 return cause
             if not self._serves(desired.model):
                 assert self._standby is not None
+                # One assignment each: a request reads `_serving` once, so it has the old or the new
+                # model.
                 before, self._serving, self._standby = self._serving, self._standby, self._serving
                 model = self._serving.scorer.model
                 self._counters.replicas.clear()
@@ -470,11 +472,15 @@ class Shadow:
         self.source = loaded.source
         self._answerer = loaded.scorer
         self._counters = counters
+        # Bounded, so that a slow shadow costs memory for eight batches at most, and never delays an
+        # answer.
         self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(
             _SHADOW_BATCHES
         )
+        # Both the scoring thread and the shadow's thread change the number of bytes.
         self._lock = threading.Lock()
         self._waiting_bytes = 0
+        # In a thread, since answers must not wait for a second model.
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
 
@@ -502,6 +508,7 @@ class Shadow:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._batches.get_nowait()
+        # None ends the thread after the batch that it scores.
         self._batches.put(None)
         self._thread.join()
 

@@ -344,6 +344,7 @@ def first_answering(
     # Ignores the environment's proxies
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline_s = time.monotonic() + timeout_s
+    # Replicas and proxies need some seconds to listen, and no event reports it.
     while True:
         problem = "no replica or proxy has an address"
         for url in candidates:
@@ -445,6 +446,14 @@ def _stop_request() -> Iterator[StopRequest]:
         yield stop
 
 
+# Checkpoints that the server follows. An entry of `_attempts` is (number, earliest time of the
+# next):
+#
+#   newest checkpoint is new         attempt 1 now
+#   InputError, such as damage       next attempt after 30 s, 60 s, ...; none after _ATTEMPTS
+#   switched                         no further attempt, so that a rollback stays
+#   a newer checkpoint appears       begins again, with its own entry
+#   storage or head unavailable      try again at the next poll
 class _Watch:
     """Watcher of a running server and of the followed run. The server keeps its models while
     storage or head is unavailable.
@@ -462,6 +471,8 @@ class _Watch:
         """Attempts to switch to each checkpoint of the followed run, and the earliest time of the
         next.
         """
+        # Loading takes minutes, in which the loop must still notice signals and a stopped server.
+        # One thread, because changes of one server wait for each other anyway.
         self._changing = ThreadPoolExecutor(1, thread_name_prefix="follow")
         self._change: tuple[str, Future[Any]] | None = None
         """Checkpoint that the server is switching to."""

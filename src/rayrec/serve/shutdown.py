@@ -38,6 +38,7 @@ class StopRequest:
 
     def __init__(self, end: Callable[[str], object]) -> None:
         """`end` ends the command at once, or raises. It gets the reason."""
+        # An event, since the main thread waits for it between polls and a signal thread sets it.
         self.requested = threading.Event()
         """Set when the server must answer its requests in flight and end."""
         self._state: Literal["starting", "serving", "stopping"] = "starting"
@@ -96,6 +97,7 @@ class CommandEnd:
     def hold(self) -> None:
         """Return, unless this process is ending: errors are then consequences of that."""
         if self._ending:
+            # Waits forever: the thread that ends the process is at work.
             threading.Event().wait()
 
     def finish(self, status: int) -> int:

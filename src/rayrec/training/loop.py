@@ -41,6 +41,7 @@ def run(training: Training) -> bool:
     course = iterate_segments(training)
     account = StepAccounting(training)
     cut: Cut | None = None
+    # `course` plans, and this loop trains: a generator keeps the plan's place between two segments.
     while True:
         try:
             stop = next(course) if cut is None else course.send(cut)
@@ -167,6 +168,8 @@ class EvaluationWatch:
         if self._batches < self._poll_at:
             return False
         _, preemption_poll = self._stop_signal.poll()
+        # Workers reach this after the same batch, because the poll's interval comes from shared
+        # numbers too.
         (elapsed_s, *_), (_, stop_requested, poll) = over_workers(
             time.perf_counter() - self._start_s, self._stop_signal.urgent(), preemption_poll
         )

@@ -212,6 +212,8 @@ class Progress:
         """Return the rows trained by all workers, or None if a batch did not provide its rows;
         collective.
         """
+        # All workers or none must take part in the next collectives, so they first agree on what is
+        # known.
         _, (unknown,) = over_workers(float(self.trained is None))
         if unknown or self.trained is None:
             return None

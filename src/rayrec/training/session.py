@@ -47,6 +47,14 @@ _PATIENCE_S = 5.0
 # finish    Summary.                                               The result.
 #
 # After `connect`, the run's events are merged and its report is written, however it ends.
+# Stages of a driver, and what an error leaves behind:
+#
+#   stage     effect                                      error before its end
+#   check     none outside the process, but given data    the run is unchanged
+#   connect   Ray, signals, folder, config.yaml           a folder without a step
+#   prepare   index, vocabulary, Preprocessor             events, reusable caches
+#   run       attempts of the workers                     the latest checkpoint
+#   finish    summary.json                                the same command writes it again
 @final
 class RunSession:
     """Driver of one run."""

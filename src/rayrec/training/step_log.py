@@ -321,6 +321,8 @@ class StepAccounting:
             else []
         )
         data = self._data.take() if self._data else []
+        # One collective for all numbers of a log and the stop request. Its maxima decide, so that
+        # all workers act on a request at the same step.
         means, maxima = over_workers(*values, *data, *self._stop_signal.poll())
         *_, stop_requested, poll_preemption = maxima
         times_max_s = dict(zip(times_s, maxima[5:], strict=False))
@@ -363,6 +365,7 @@ class StepAccounting:
         """Poll between logs; return whether the cut changed; collective. Exchanges three numbers.
         NCCL waits for the device.
         """
+        # Without a log, only the clock and the requests are exchanged.
         (elapsed_s, *_), (_, stop_requested, poll_preemption) = over_workers(
             time.perf_counter() - self._start_s, *self._stop_signal.poll()
         )

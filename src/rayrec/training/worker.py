@@ -427,6 +427,8 @@ class Resumption:
         be read.
         """
         self._stopwatch.lap("storage")
+        # Each round restores one checkpoint or rejects it. Every rank takes part in every decision,
+        # since a rank that continued alone would wait in its first collective.
         while True:
             checkpoint = self._latest()
             state: dict[str, Any] = {}

@@ -113,6 +113,7 @@ def tracking(
     first error of each is logged with `note`. Exit takes at most `CLOSE_S` seconds. Close all event
     writers before.
     """
+    # One event for all trackers: it ends their reading of the file at its current end.
     stop = threading.Event()
     feeds = [TrackerThread(name, make, path, stop=stop, note=note) for name, make in makers.items()]
     for feed in feeds:
@@ -153,6 +154,8 @@ class TrackerThread:
         self._noted = False
         self._has_taken = False
         self._next_flush_s = 0.0
+        # A thread each: a tracker whose server is slow must delay neither training nor other
+        # trackers. Daemon, because its client may hang.
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
 
     def start(self) -> None:
@@ -203,6 +206,7 @@ class TrackerThread:
         """Call `flush` if it is due. Retry it until it succeeds or the run ends."""
         if not self._has_taken or time.monotonic() < self._next_flush_s:
             return
+        # The file keeps the events, so a server may be away for as long as the run takes.
         with contextlib.suppress(Exception):  # See `_run`. Reported below
             retry_errors(
                 tracker.flush,

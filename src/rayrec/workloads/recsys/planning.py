@@ -168,6 +168,8 @@ def cut_to_fit(
     """
     max_rows = max(num_embeddings, default=1)
     target = Target(workers, workers)
+    # Halves the largest tables until all fit. There is no formula, because the planner may choose
+    # another sharding for fewer rows.
     while True:
         cut = [min(rows, max_rows) for rows in num_embeddings]
         try:

@@ -92,6 +92,7 @@ def _device_bytes(device: torch.device) -> int:
 
 def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[RankResources]:
     """Return the `RankResources` of each rank. Collective."""
+    # Workers of one node share its memory, so each counts them.
     workers = ranks.all_gather(context.node).count(context.node)
     store = context.object_store_bytes
     memory = host_resources.memory()
@@ -114,6 +115,8 @@ def shared_plan(
     """
     ranks = Communicator.all()
     deadline_s = time.monotonic() + _MEMORY_WAIT_S
+    # The previous attempt's processes may take seconds to free their memory. All ranks share one
+    # clock's decision, that of rank 0.
     while True:
         resources = gather_rank_resources(context, ranks)
         # TorchRec builds its process groups from this number, which must be equal on all ranks.
