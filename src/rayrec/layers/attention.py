@@ -51,6 +51,8 @@ class AttentionPooling(nn.Module):
         per row.
         """
         assert isinstance(layer, UninitializedLinear)
+        # W [t, v, t - v, t * v] = (Wt + Wd) t + (Wv - Wd) v + Wp (t * v). Ids share the row's first
+        # term.
         target_weight, value_weight, difference_weight, product_weight = layer.weight.chunk(
             4, dim=1
         )

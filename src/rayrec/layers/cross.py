@@ -104,6 +104,7 @@ class CrossMixture(nn.Module):
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
         crossed = first
+        # Indices: r rows, w width, e experts, k and j the low rank.
         for down, core, up, bias in zip(self.down, self.core, self.up, self.biases, strict=True):
             expert_weights = self.gate(crossed.float()).softmax(1).to(self._dtype)
             hidden = torch.einsum("rw,ekw->rek", crossed, down.to(self._dtype)).tanh()

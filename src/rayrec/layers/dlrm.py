@@ -48,6 +48,7 @@ class DotInteraction(Interaction):
         num_sparse = len(features)
         self.out_features = dim + num_sparse * (num_sparse + 1) // 2
 
+    # Dots need no order of features, so arriving embeddings are not copied.
     def combine(self, dense: torch.Tensor, sparse: torch.Tensor, order: Order) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self._plain(dense, in_feature_order(sparse, order, dim=self.dim))
@@ -133,6 +134,15 @@ class ProjectionInteraction(Interaction):
         return torch.cat([dense, torch.bmm(first, second).flatten(1)], dim=1)
 
 
+# Shapes, for S features of width D:
+#
+#   dense [rows, num_dense] -> bottom MLP -> [rows, D]
+#   interaction    dot          S + 1 vectors -> D + products of all pairs
+#                  cross        S + 1 vectors, concatenated -> (S + 1) * D
+#                  projection   two MLPs -> D + F1 * F2 products
+#   top MLP -> one logit per label
+#
+# The bottom MLP runs first: embeddings arrive from other workers meanwhile.
 class DLRM(nn.Module):
     """Bottom MLP, interaction and top MLP with one logit for each label. `first_order` is added to
     the first logit, and takes the value after the interaction's `dim` of each embedding.

@@ -22,6 +22,7 @@ def piecewise_linear(dense: torch.Tensor) -> torch.Tensor:
     num_dense * NUMBER_WIDTH]. Source: Gorishniy et al., "On Embeddings for Numerical Features in
     Tabular Deep Learning", NeurIPS 2022. Ours have equal bins.
     """
+    # A number fills the bins below it and part of its own. So a weight per bin is the slope there.
     starts = _FIRST_BIN + _BIN_WIDTH * torch.arange(
         _NUM_BINS, dtype=dense.dtype, device=dense.device
     )

@@ -160,6 +160,16 @@ def _layer_backward(
     return gradient, weight_gradient.float(), bias_gradient
 
 
+# Why not `nn.Linear`: the steps below save copies and passes over memory.
+#
+#   forward     one oneDNN call per layer: product, bias and ReLU, while the product is in cache
+#   backward    last layer first; `gradient` is overwritten where it belongs to this function
+#     ReLU      mask, transpose and bias gradient in one pass (`relu_backward_`), if the next
+#               product needs the transposed gradient
+#     weight    gradient^T x inputs, laid out as the weight is
+#     input     gradient x weight, in the precision's dtype
+#
+# Weights are float32. With bf16, products read copies, which `ctx` keeps for the backward pass.
 class _LinearStack(torch.autograd.Function):
     """Sequence of linear layers, each with or without ReLU, with an explicit backward pass."""
 

@@ -52,6 +52,12 @@ class AutoIntConfig(MLPConfig):
         return AutoInt(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D and A = attention_dim:
+#
+#   numbers and embeddings -> vectors [rows, F, D]
+#   vectors -> layers of FieldAttention -> [rows, F, A] -> logit
+#   vectors -> MLP (if any) -> logit, added
+#   weight of each category, and of each number (use_wide) -> logit, added
 class AutoInt(nn.Module):
     def __init__(self, config: AutoIntConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

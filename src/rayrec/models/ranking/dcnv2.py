@@ -83,6 +83,12 @@ class DCNv2Config(MLPConfig):
         )
 
 
+# Shapes, for F fields of width D and W = F * D. `CrossAndDeep` combines the branches:
+#
+#   numbers and embeddings -> x0 [rows, W]
+#   parallel            x0 -> crosses [rows, W];  x0 -> MLP;  both concatenated -> logit
+#   stacked             x0 -> crosses -> MLP -> logit
+#   stacked_parallel    x0 -> crosses -> MLP;  x0 -> MLP;  both concatenated -> logit
 class CrossNetwork(nn.Module):
     """Cross layers and MLPs, created by `network` for the width of all features."""
 

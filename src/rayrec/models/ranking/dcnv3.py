@@ -56,6 +56,12 @@ class DCNv3Config(ClickModelConfig):
         return DCNv3(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D and H heads. Each head crosses its part of every field:
+#
+#   numbers and embeddings -> [rows, F, D] -> parts [rows, H, F * D / H]
+#   parts -> deep crosses x * (Wx + b) + x        -> logit of each head -> mean [rows]
+#   parts -> shallow crosses x0 * (Wx + b) + x    -> logit of each head -> mean [rows]
+#   logit = mean of both; each network also has its own loss
 class DCNv3(nn.Module):
     def __init__(self, config: DCNv3Config, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

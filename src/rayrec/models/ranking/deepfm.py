@@ -24,6 +24,11 @@ class DeepFMConfig(MLPConfig):
         return DeepFM(self, inputs, precision=precision)
 
 
+# Logits that are added, for F fields of width D. Each embedding has D + 1 values:
+#
+#   linear    last value of each embedding, and a weight per number
+#   pairs     products of all pairs of the vectors [rows, F, D], in linear time
+#   deep      vectors [rows, F * D] -> MLP
 class DeepFM(nn.Module):
     def __init__(self, config: DeepFMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

@@ -60,6 +60,10 @@ class DINConfig(ClickModelConfig):
         return DIN(self, inputs, precision=precision)
 
 
+# Shapes, for width D. A unit is a list with its aligned lists, and has one attention:
+#
+#   unit: items [ids, lists * D], target [rows, lists * D] -> weight of each id -> sums [rows, D]
+#   numbers, sums, and embeddings of the other features [rows, F * D] -> MLP with Dice -> logit
 class DIN(nn.Module):
     def __init__(self, config: DINConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

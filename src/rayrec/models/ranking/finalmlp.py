@@ -75,6 +75,12 @@ class FinalMLPConfig(ClickModelConfig):
         return FinalMLP(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D, and A and B outputs of the two MLPs:
+#
+#   numbers and embeddings -> [rows, F * D]
+#   times gates of the first context  -> first MLP  -> a [rows, A]
+#   times gates of the second context -> second MLP -> b [rows, B]
+#   a, b -> a weight each, and a bilinear product in each of the heads -> logit
 class FinalMLP(nn.Module):
     """Logit w1 a + w2 b + sum over the heads of a_h W_h b_h, for outputs a and b of the two MLPs.
     The contexts of gates have the same embeddings as the MLPs. In FuxiCTR they have separate

@@ -55,6 +55,12 @@ class FinalNetConfig(ClickModelConfig):
         return FinalNet(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D. With the gate, the first tower sees both versions of the fields:
+#
+#   numbers and embeddings -> vectors [rows, F, D]
+#   vectors, and vectors times gates [rows, 2 F * D] -> first tower  -> y1
+#   vectors [rows, F * D]                            -> second tower -> y2
+#   layer of a tower: linear halves h1, h2 -> [h2, h1 * h2]
 class FinalNet(nn.Module):
     """Network with logit (y1 + y2) / 2 of two towers."""
 

@@ -52,6 +52,8 @@ class LinearConfig(ClickModelConfig):
         return Linear(self, inputs)
 
 
+# An embedding is one value, the category's weight. Their sum, and a piecewise-linear function of
+# each number, is the logit.
 class Linear(FirstOrder):
     def __init__(self, config: LinearConfig, inputs: ModelInputs) -> None:
         super().__init__(

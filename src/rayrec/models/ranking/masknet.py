@@ -57,6 +57,12 @@ class MaskNetConfig(ClickModelConfig):
         return MaskNet(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D. A block multiplies its input by a mask computed from all
+# features:
+#
+#   numbers and embeddings -> features [rows, F * D]
+#   parallel    each block: mask(features) * norm(features) -> block_dim;  all concatenated -> MLP
+#   serial      block 1: mask(features) * norm(features) -> h1;  block 2: mask(features) * h1 -> ...
 class MaskNet(nn.Module):
     def __init__(self, config: MaskNetConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

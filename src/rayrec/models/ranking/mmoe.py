@@ -26,6 +26,10 @@ class MMoEConfig(ExpertsConfig):
         return MMoE(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D, E experts of width X:
+#
+#   numbers and embeddings -> inputs [rows, F * D] -> experts [rows, E, X], shared by all labels
+#   each label: gate(inputs) [rows, E] -> mixture [rows, X] -> tower -> logit
 class MMoE(nn.Module):
     def __init__(self, config: MMoEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

@@ -35,6 +35,13 @@ class PLEConfig(ExpertsConfig):
         return PLE(self, inputs, precision=precision)
 
 
+# States of a level, for L labels and width X. One state more than labels is shared:
+#
+#   level 1     inputs [rows, F * D], L + 1 times
+#   each        own and shared experts of each state -> a gate per label mixes its own and the
+#               shared ones; the shared gate mixes all -> L + 1 states [rows, X]
+#   last        the same without a shared state
+#   towers      one per label -> logit
 class PLE(nn.Module):
     def __init__(self, config: PLEConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

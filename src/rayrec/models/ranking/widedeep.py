@@ -19,6 +19,7 @@ class WideDeepConfig(DeepFMConfig):
         return WideDeep(self, inputs, precision=precision)
 
 
+# Logits as in DeepFM without `pairs`. Parameters have the same names, so checkpoints fit both.
 class WideDeep(DeepFM):
     """DeepFM's linear model and MLP without products. A cross product of features is a column of
     the data.

@@ -53,6 +53,12 @@ class WukongConfig(ClickModelConfig):
         return Wukong(self, inputs, precision=precision)
 
 
+# Shapes, for F fields of width D. Each layer doubles the order of interactions:
+#
+#   numbers and embeddings -> vectors [rows, F, D]
+#   layer: products with `rank` mixtures -> MLP -> product_vectors;  linear -> linear_vectors
+#          both concatenated [rows, product_vectors + linear_vectors, D], plus the shortcut, normed
+#   last layer -> MLP -> logit
 class Wukong(nn.Module):
     def __init__(self, config: WukongConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

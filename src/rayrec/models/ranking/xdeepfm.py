@@ -37,6 +37,11 @@ class XDeepFMConfig(DeepFMConfig):
         return XDeepFM(self, inputs, precision=precision)
 
 
+# Logits that are added, for F fields of width D:
+#
+#   linear         last value of each embedding, and a weight per number
+#   interaction    CIN: vectors [rows, F, D] -> layers of weighted products, summed over D
+#   deep           vectors [rows, F * D] -> MLP (if any)
 class XDeepFM(nn.Module):
     def __init__(self, config: XDeepFMConfig, inputs: ModelInputs, *, precision: Precision) -> None:
         super().__init__()

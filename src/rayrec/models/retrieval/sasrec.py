@@ -95,6 +95,13 @@ class SASRecConfig(ClickModelConfig):
         return SASRec(self, inputs, precision=precision)
 
 
+# Shapes, for lists of up to L items of width D and C known items:
+#
+#   list of ids -> embeddings, padded [rows, L, D], plus positions
+#   blocks of causal attention and feed-forward layers -> hidden [rows, L, D]
+#   training      hidden after item i against all candidates [C, D] -> cross entropy of item i + 1
+#   evaluation    hidden before the last item -> rank of the last item
+#   prediction    hidden after the last item -> the k best candidates
 class SASRec(nn.Module):
     """Layer norm follows attention and feed-forward layers, as in RecBole. Products have the
     precision's dtype.

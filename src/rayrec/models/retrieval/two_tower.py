@@ -111,6 +111,13 @@ class TwoTowerConfig(ClickModelConfig):
         return TwoTower(self, inputs, precision=precision)
 
 
+# Shapes, for R rows of all workers in a step and vectors of width V:
+#
+#   user features -> user tower -> user [rows, V], norm 1
+#   item features -> item tower -> item [rows, V], norm 1
+#   training      items of all workers [R, V] are the candidates; an item's frequency is subtracted,
+#                 since frequent ones are negatives more often
+#   evaluation    candidates are the whole table, or the step's distinct items
 class TwoTower(nn.Module):
     """Two MLPs with outputs of norm 1."""
 
