@@ -153,6 +153,8 @@ def latest_valid_checkpoint(
     # imports torch, which callers of the other functions here avoid
     from rayrec.checkpoint.communicator import Communicator
 
+    # On rank 0 alone: ranks that listed a folder at different moments would choose different
+    # checkpoints.
     def find() -> Checkpoint | None:
         # The call that chose an excluded checkpoint has logged all newer ones.
         oldest = min((step_of(path) for path in exclude), default=None)

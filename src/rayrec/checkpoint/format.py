@@ -18,6 +18,15 @@ from typing_extensions import TypedDict
 from rayrec import storage
 from rayrec.config import InputError
 
+# Folder of a checkpoint, and the order in which its files are written:
+#
+#   data_RANK-TAG.safetensors   weights and optimizer state of a rank: chunks of tensors
+#   preprocessor/..., config    extra files, equal in all checkpoints of an attempt
+#   manifest.json               last; a folder without it is no checkpoint
+#
+# The manifest has, for each tensor, the chunks of all ranks with their place in a file and a
+# SHA-256 per block of BLOCK_BYTES. Its own `checksum` covers the rest. TAG is unique per save, so
+# that files of a save that was given up are never mistaken for those of the next one.
 MANIFEST = "manifest.json"
 VERSION = 2
 BLOCK_BYTES = 16 * 2**20
@@ -27,6 +36,12 @@ _UNREADABLE: Final = {errno.EIO, errno.ESTALE, errno.EBADMSG}
 """Errors of a bad disk sector, a file that an NFS server lost, and a file system checksum."""
 
 
+# What a reader does about an error of a checkpoint:
+#
+#   DamagedError       the content is wrong: skip it, remove it after the next save
+#   UnreadableError    the content may be right: skip it, but do not start over without it
+#   InputError         another model or version: end the run, which the user has to decide
+#   OSError            storage is unavailable: retry
 class DamagedError(InputError):
     """Checkpoint file that is missing, truncated or changed; the message names it. An earlier
     checkpoint may be valid.

@@ -121,6 +121,12 @@ class SyncCheckpoints(TrainerCallback):
         listed = ranks.each(lambda: file_sizes(local).keys() - {MANIFEST})
         # ranks of a node share the folder
         local_names = sorted(listed[ranks.rank].difference(*listed[: ranks.rank]))
+        # A save of Trainer, in four steps that all ranks take together:
+        #
+        #   1. rank 0 removes the manifest of an earlier save of this step
+        #   2. each rank uploads its files; of ranks that share a folder, the first one takes a file
+        #   3. all entries are gathered
+        #   4. rank 0 checks the lease and writes the manifest
         ranks.run_on_rank0(lambda: self._prepare(target))
         uploaded = ranks.each(lambda: _copied(local, target, local_names))
         files = {file: entry for rank_files in uploaded for file, entry in rank_files.items()}

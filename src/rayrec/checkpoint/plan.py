@@ -118,6 +118,8 @@ def make_plan(local: LocalTensors, ranks: Communicator) -> Plan:
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
+    # Plans have sizes and places only, so this exchange is small, and happens again only if they
+    # change.
     gathered = ranks.all_gather((local.plan, local.shapes, local.sharded))
     shapes: Shapes = {}
     for _, local_shapes, _ in gathered:
@@ -150,6 +152,8 @@ def lay_out(items: Iterable[WriteItem]) -> tuple[Part, ...]:
     for item in items:
         _check_item(item)
     parts = []
+    # Widest dtypes first: then every part starts at a multiple of its item size, and readers can
+    # view it without a copy.
     start = 0
     for item in sorted(items, key=lambda item: -_layout(item)[0].itemsize):
         dtype, shape, offsets, sizes = _layout(item)
@@ -213,6 +217,8 @@ class HostCopy:
             for part, target in zip(self.plan.parts, targets, strict=True):
                 target.copy_(values(part))
             return
+        # A separate stream: the copies wait for the training's kernels, but these wait for nothing
+        # until the synchronization below.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for part, target in zip(self.plan.parts, targets, strict=True):
@@ -226,6 +232,7 @@ class HostCopy:
         """Free the memory. Must not be called while the body is being written."""
         if self._pinned:
             # Ignores errors, because the device error that ended the run is the one to report.
+            # Before the memory is freed, or CUDA would keep a mapping of foreign memory.
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -51,6 +51,7 @@ def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
     """
     ranks = Communicator.all()
     manifest = ranks.run_on_rank0(checkpoint.manifest)
+    # Broadcasting is faster than a store, but not than a disk or its cache.
     shared = assign_readers(tensors, ranks) if storage.is_url(checkpoint.path) else {}
     local = {
         name: tensor
@@ -60,6 +61,7 @@ def restore(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
     ranks.run_on_all_ranks(
         lambda: _restore_local(checkpoint.path, manifest, local, extra_files=ranks.first)
     )
+    # All ranks go through the same names in the same order, as `assign_readers` promises.
     for name, reader in shared.items():
         distributed.broadcast(tensors[name].detach(), src=reader)
 
@@ -474,6 +476,8 @@ def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
     ]
     shared: Shared = {}
     load = [0] * ranks.size
+    # Largest first, each to the rank with the fewest bytes so far. Ties go by name, so that all
+    # ranks agree.
     for name in sorted(replicated, key=lambda name: (-local[name][2], name)):
         reader = load.index(min(load))
         load[reader] += local[name][2]

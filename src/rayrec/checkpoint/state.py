@@ -103,6 +103,12 @@ def restore_model(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     forget_cached_rows(model)
 
 
+# Sources of a restore, by the tensors' names:
+#
+#   same shape, no map        each rank reads its shards of the stored tensor
+#   table with a row map      each rank reads ranges of rows and copies those that it needs
+#   row-wise optimizer state  stored per column part; joined, or averaged over other parts
+#   optimizer without state   one step with zero gradients creates it; weights are restored after
 def start_from(
     checkpoint: Checkpoint, row_maps: Mapping[str, RowMap], model: torch.nn.Module, optimizer: Any
 ) -> None:
@@ -118,6 +124,7 @@ def start_from(
     targets = Targets(model, optimizer, stored=set(stored))
     if only_weights:
         targets.tensors = model_tensors(model)
+    # A tensor may live on one rank only, so only the union shows what nobody would read.
     live = set[str]().union(*Communicator.all().all_gather(list(targets.tensors)))
     if surplus := min(set(stored) - live, default=None):
         owner = "optimizer" if surplus.startswith("optimizer.") else "model"
@@ -385,6 +392,7 @@ def _row_parts(tensor: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
 def _fill(
     reader: TableReader, name: str, target: torch.Tensor, sources: np.ndarray, first_column: int
 ) -> None:
+    # Sorted, so that the file is read once from start to end, in windows.
     order = np.argsort(sources, kind="stable")
     ordered = sources[order]
     columns = None if target.dim() == 1 else (first_column, first_column + target.shape[1])

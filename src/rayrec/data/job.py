@@ -94,6 +94,17 @@ def _marker(kind: str, number: int) -> str:
     return f"{kind}-{number:06d}.json"
 
 
+# Protocol of a job, whose processes may be killed at any moment. The folder is OUT.partial, or OUT
+# at a URL with a last file:
+#
+#   lock                a second process of the same job is rejected
+#   _job/made_of.json   inputs; a resume needs equal ones
+#   task                writes its files, then _job/done/KIND-NUMBER.json with its result
+#   resume              skips tasks with a marker; others write the same bytes again
+#   finish, local       rename to OUT, then remove _job
+#   finish, URL         last file in place; or copy all files, then _SUCCESS
+#
+# A reader finds nothing, or a complete folder.
 @final
 @dataclass(frozen=True)
 class ResumableJob:
@@ -126,6 +137,7 @@ class ResumableJob:
         results in order. `progress` receives the numbers of finished and of all items.
         """
         finished = self.finished(kind, items)
+        # Results come in the order of the items, so `next` belongs to the first unfinished one.
         tables = engine.run(
             kind, task, [item for item in items if item.number not in finished], block_bytes=1 << 16
         )
@@ -165,6 +177,7 @@ def resumable_job(
         try:
             yield ResumableJob(folder, resumed)
         except BaseException:
+            # Nothing is worth resuming, and a folder that stays would have to be explained.
             if not folder.has_finished_tasks():
                 _remove(folder.path)
             raise
@@ -230,6 +243,7 @@ def _finish(folder: JobFolder, out: str) -> None:
         storage.remove_file(folder.aid(_INPUTS))  # First: no call can resume the job from now on
         storage.remove_folder(folder.path)
         return
+    # Tasks write files as NAME.partial and rename them.
     for path, _, names in os.walk(folder.path):
         for name in filter(PARTIAL.search, names):  # left by a task that was killed
             os.remove(os.path.join(path, name))

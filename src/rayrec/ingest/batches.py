@@ -166,6 +166,12 @@ def _split(windows: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.n
         yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+# From source to batch, and what runs where:
+#
+#   data tasks or a thread     blocks -> encoded rows, ahead of the reader
+#   this thread, or one that   rows -> batches: one copy, labels of a teacher
+#     pins memory for a GPU
+#   the caller                 takes batches; the loader counts them
 @final
 class ClickBatches:
     """Batches of a click log, sliced from encoded rows."""
@@ -191,6 +197,7 @@ class ClickBatches:
         batches = self._slice(rows, plans, sharding)
         if not self._num_pinned:
             return batches
+        # Pinning copies, and the thread that launches kernels has no time for it.
         self._pinned = Prefetcher(
             (batch.pin_memory() for batch in batches), max_prefetch=self._num_pinned
         )
@@ -209,6 +216,8 @@ class ClickBatches:
     ) -> Iterator[Batch]:
         slicer = self._slicer(rows=rows)
         for plan, steps in plans():
+            # Each worker weights its loss by its share of the step's rows, so that a step with
+            # uneven shards has the gradient of one worker with all rows.
             for step in range(steps):
                 weight = sharding.world_size / (plan.rows_until(step + 1) - plan.rows_until(step))
                 yield slicer.take(plan.worker_rows(step), loss_weight=weight, epoch=plan.epoch)

@@ -30,6 +30,15 @@ from rayrec.data.engine import Task
 from rayrec.storage import Scratch, locked
 
 
+# Files between this process and Spark, in a folder that executors share:
+#
+#   parent                                driver               executor
+#   starts the driver                     writes ready
+#   writes job.pickle, sends its folder   starts the tasks     writes NUMBER.arrow
+#   reads NUMBER.arrow in order, removes  -                    writes error.json
+#   closes standard input                 stops Spark, ends
+#
+# Files are renamed into place. The parent polls, because shared file systems have no notices.
 @dataclass(frozen=True, kw_only=True)
 class SparkConfig(Config):
     """Settings of the engines spark and spark-on-ray."""
@@ -210,6 +219,7 @@ class SparkEngine:
         last = time.monotonic()
         for number in range(tasks):
             path = os.path.join(folder, f"{number:06d}.arrow")
+            # Ends by the result, an error file, the driver's end, or timeout_s without a new file.
             while not os.path.exists(path):
                 last = self._check(name, folder, last)
                 time.sleep(_POLL_S)
@@ -273,6 +283,7 @@ class SparkEngine:
     def _await_start(self) -> None:
         ready = os.path.join(self.folder, "ready")
         start_s = time.monotonic()
+        # Spark has no call that waits for its executors.
         while not os.path.exists(ready):
             if self.process.poll() is not None:
                 raise InputError(self._exit_message())

@@ -161,13 +161,13 @@ class CpuWatch:
             self._short.set(False)
 
 
-@final
 # States of the waits:
 #
 #   state    interval is contended                         interval is not
 #   long     short after _CONTENDED_INTERVALS in a row     stays long; the next trial is after 1 s
 #   short    stays until its time is over                  the same: short waits hide contention
 #   trial    short again, for twice as long, up to 60 s    long
+@final
 class WaitPolicy:
     """Decision when to shorten waits: after half a second of contention. Then tries long waits for
     one interval after 1 s, and during further contention after 2, 4, ... 60 s. Pure.

@@ -71,6 +71,7 @@ def preprocess(
     check(output.format, preprocessor, labelled=output.labelled)
     layout = lay_out(index, preprocessor, output)
     sources = _sources(index)
+    # What the bytes of the output depend on. The same call resumes, others are rejected.
     identity = {
         "version": VERSION,
         "format": output.format,
@@ -218,6 +219,11 @@ def _check_disk(
         )
 
 
+# Phases of the tasks. Each row has one place in the output, known before anything is written:
+#
+#   plain       write_rows      read, encode, write in place
+#   shuffled    scatter_rows    read, encode, sort by shuffled position, write a run file
+#               gather_rows     read a range of positions from all run files, write in place
 def _run(
     running: ResumableJob,
     engine: Engine,

@@ -14,9 +14,9 @@ from rayrec.models.base import MLPConfig, ModelInputs
 from rayrec.models.ranking.dcnv2 import CrossNetwork
 
 
-@dataclass(frozen=True, kw_only=True)
 # A `CrossNetwork` as in DCN V2. Its gate multiplies each cross product by a sigmoid of the layer's
 # input.
+@dataclass(frozen=True, kw_only=True)
 class GDCNConfig(MLPConfig):
     """DCN V2 with gated cross layers, which suppress unhelpful products and make more layers
     useful.
