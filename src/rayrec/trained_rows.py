@@ -26,6 +26,13 @@ class RowNumbers:
     """Number of each row in the log or data set, int64 [rows]."""
 
 
+# What proves that each row was trained once, without a list of rows:
+#
+#   counts       rows by number modulo RESIDUES; differences are lost and repeated rows
+#   checksums    two sums modulo 2^64; equal only for equal multisets, but for chance
+#
+# Sums can be added over workers and removed again, in any order. The expected sums of an epoch come
+# from ranges of rows in closed form.
 @final
 class TrainedRows:
     """Multiset of (epoch, row number), stored as counts and checksums, independent of the row
@@ -59,6 +66,8 @@ class TrainedRows:
         if not pairs:
             return
         starts, stops = np.array(pairs, np.int64).T
+        # A range covers each residue `num_cycles` times, and `rest` of them, from its first one on,
+        # once more.
         num_cycles, rest = np.divmod(stops - starts, RESIDUES)
         first = starts % RESIDUES
         edges = np.zeros(2 * RESIDUES + 1, np.int64)

@@ -191,6 +191,8 @@ def _table_settings(
     return list(tables.values())
 
 
+# Values depend on (seed, table, block of rows) alone, so that any sharding starts with the same
+# table.
 def initialize_shards(model: nn.Module, *, seed: int, start: TableInit | None = None) -> None:
     """Set the initial values of this worker's row-wise and column-wise shards. Call once after
     sharding `model`. Skips full (table-wise) tables, which got their values on placement. `start`
@@ -213,6 +215,13 @@ _NETWORK = "head.network."
 """Prefix that torch adds to the names of a network's weights. Files store the names without it."""
 
 
+# A step's path, and the exchanges between workers of a sharded model:
+#
+#   batch -> ids to the owners of tables        the pipeline does this for the next batch
+#   tables -> embeddings to the rows' workers   begins in `forward`, ends at their first use
+#   dense features -> network                   meanwhile
+#   loss -> gradients of the network            averaged by DDP
+#   loss -> gradients of embeddings             to the owners, which update their tables
 class ClickModel(nn.Module):
     """Network with its tables. `state_dict` has the tables under `embeddings.` and the network's
     without prefix, for scoring.
@@ -487,6 +496,8 @@ def build_click_model(
         unpooled_tables[key] = table_of[feature]
         rows_of[key] = rows_of[feature]
     shared: dict[str, Any] = {"embedding_dim": config.table_width, "seed": seed, "start": start}
+    # Building must not change the caller's generator: runs in one process would depend on each
+    # other.
     with torch.random.fork_rng(devices=[]):
         # Inside, because building tables on "cpu" also draws from the global generator before our
         # values replace theirs.

@@ -43,6 +43,14 @@ class Lookup:
     """Whether each id has a float32 weight."""
 
 
+# Exchanges of a step for each table, per pair of workers:
+#
+#   ids            worker of a row -> owner of the table
+#   embeddings     owner -> worker of the row: pooled sums, or one per id
+#   gradients      worker -> owner, as large as the embeddings
+#   all_reduce     a ring over all workers: dense weights and data_parallel tables
+#
+# Links inside a node and between nodes are counted apart, since one of them is the bottleneck.
 class ExchangeBytes:
     """Payload bytes of one exchange in a step. Workers are numbered by rank. A node has consecutive
     ranks.

@@ -131,6 +131,18 @@ class Site:
     """
 
 
+# Layouts of a table over workers, and where each works:
+#
+#   type                 parts                              limits
+#   table_wise           one worker has all of it           -
+#   column_wise          columns, each on a worker          row-wise Adagrad has a state per part
+#   table_column_wise    columns, on workers of one node    not for sequences
+#   row_wise             rows, on all workers               GPUs only
+#   table_row_wise       rows, on workers of one node       GPUs, equally large nodes
+#   data_parallel        a copy on each worker              not for sequences
+#
+# Memory is checked three times: all tables before planning, which names the fix; each worker by the
+# planner; then gradients and host memory, which the planner ignores.
 def plan_sharding(
     model: nn.Module,
     site: Site,
@@ -277,6 +289,11 @@ class _MemoryLimit:
         return f"{readable(self.size_bytes)} ({self.reason})"
 
 
+# Memory of a worker, without `reserved_fraction` for the dense part, activations and batches:
+#
+#   cpu                 half for tables, half for the copy of a save
+#   cuda                device memory for tables; host memory for the copy limits them too
+#   cuda, uvm_caching   a cache on the device; host memory: half tables, half copy
 def _table_memory_limit(config: ShardingConfig, site: Site) -> _MemoryLimit:
     reserved = f"{config.reserved_fraction:.0%} kept free"
     usable = int(site.memory_bytes * (1 - config.reserved_fraction))

@@ -114,6 +114,9 @@ class HostTimer(StepTimer):
         return self._read
 
 
+# Events are recorded when a phase begins, and read after a log's synchronization, so the host never
+# waits for them. `cut` moves the events of an interval to `_cut`, and keeps the last one, which
+# begins the next interval. Events are reused, because each one takes driver memory.
 @final
 class DeviceTimer(StepTimer):
     """Timer of a CUDA device with events in the compute stream, which separate waiting from

@@ -256,6 +256,7 @@ class _Run:
             arrays = []
             for dtype in self.dtypes:
                 array = np.empty(high - low, dtype)
+                # Without a seek, so that the position of `write` stays.
                 num_read = os.preadv(file, [array.view(np.uint8).data], base + low * dtype.itemsize)
                 assert num_read == array.nbytes
                 arrays.append(array)
@@ -263,6 +264,14 @@ class _Run:
             yield arrays
 
 
+# A file of runs. A run is one column's table at some moment, ordered by 2^6 partitions of the
+# tokens' hash:
+#
+#   write     all tables -> a run per column; then the tables are empty
+#   merged    for each group of partitions that fits into memory: read it from all runs, add up
+#
+# Equal tokens are in equal partitions, so a partition's counts are final after one group. A
+# partition that does not fit is read 2^n times, each time for a part of its tokens.
 class Spill:
     """Counts that exceeded the memory limit, in one unnamed file, whose space is freed however this
     process ends.
@@ -339,6 +348,7 @@ class Spill:
                         counter.merge(*arrays)
                 distinct += counter.used
                 _extend(result, frequent_items(counter, min_count, always))
+                # Before the next table is made, or two would be in memory.
                 del counter
         return result, distinct
 

@@ -111,6 +111,14 @@ class CountingJob:
         )
 
 
+# Two passes become one: rows are counted where they are read, and only sums travel.
+#
+#   task      CountAccumulator: tables of tokens -> packed when large -> one or more table rows
+#   driver    Counts.add merges them; tables beyond memory_bytes move to a Spill
+#   result    frequent_tokens: from memory, or from the Spill, partition by partition
+#
+# Everything is a sum, minimum or count of integers, so the result does not depend on tasks or
+# engine.
 @dataclass
 class Counts:
     """Result of counting rows, independent of their order and grouping."""
@@ -408,6 +416,7 @@ class Counts:
 def add_logarithms(moments: np.ndarray, logarithms: np.ndarray) -> None:
     """Add float64 numbers to a row of Counts.dense_moments."""
     fixed = np.rint(logarithms * DENSE_UNITS).astype(np.int64)
+    # Below 2^52. Their sum would overflow, so its upper and lower bits are added apart.
     squares = fixed * fixed
     low = squares & ((1 << DENSE_LOW_BITS) - 1)
     moments += len(fixed), fixed.sum(), (squares >> DENSE_LOW_BITS).sum(), low.sum()
@@ -606,6 +615,11 @@ class _PartialCounts:
     """First and last rows, exclusive, of the counted ranges, which together are one range."""
 
 
+# Which rows are counted is known only with the index, and that needs the same pass over the log:
+#
+#   guess    bytes of each file that surely belong to the chosen rows: estimated, minus a margin
+#   pass     index all, count the segments inside the guess
+#   after    index known: count what is missing at both borders; if the guess was wrong, all
 @final
 class CountingIndexer:
     """Indexer of a text log that counts most of the chosen rows in the same pass. Must be closed.
