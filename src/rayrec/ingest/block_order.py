@@ -128,8 +128,8 @@ class BlockRange:
 # How rows reach workers. Every step is a pure function of (seed, epoch, workers, position), so no
 # process hands out rows and nothing is lost with one:
 #
-#   parts of segments -- permutation of (seed, epoch) --> blocks of segments_per_block parts
-#   blocks            -- permutation of (seed, epoch, block) --> rows of a block, in random order
+#   parts of segments -- permuted by (seed, epoch) --> blocks of segments_per_block parts
+#   blocks            -- permuted by (seed, epoch, block) --> rows of a block, in random order
 #   block ranges      -- round-robin, then balanced to one row --> shard of each worker
 #   shard             -- batch_size rows each --> steps
 #

@@ -149,6 +149,7 @@ def _sums(logits: Floats, labels: Labels) -> list[float]:
     return [len(labels), int(np.count_nonzero(labels)), *totals]
 
 
+# Keys instead of logits, since equal keys are ties and integers can be exchanged without a loss.
 def _sorted_keys(logits: Floats, labels: Labels) -> tuple[Keys, Keys]:
     """Return sorted unsigned keys, ordered as logits, of negatives and positives, 4 bytes per
     row.
@@ -229,6 +230,7 @@ def distributed_binary_metrics(
         return binary_metrics(logits, labels)
 
     group = Collectives(process_group)
+    # Raised only after the first collective: the other ranks wait in it.
     error: InputError | None = None
     checked_logits = np.empty(0, np.float32)
     checked_labels = np.empty(0, np.uint8)
@@ -255,6 +257,14 @@ def distributed_binary_metrics(
     return _metrics(rank_sums, twice_u)
 
 
+# Exact AUROC over ranks, without one that holds all rows. Collectives in order:
+#
+#   1. gather    samples of each rank's keys -> the same splitters on all ranks
+#   2. exchange  number of keys for each rank
+#   3. exchange  keys, negatives and then positives: rank r gets the r-th range of keys
+#   4. gather    U of each range, and its class counts
+#
+# A positive of a range is above all negatives of lower ranges, which the sum adds.
 def _distributed_twice_u(
     keys: tuple[Keys, Keys], *, group: Collectives, rank_rows: Sequence[int]
 ) -> int:

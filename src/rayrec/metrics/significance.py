@@ -164,6 +164,8 @@ def _too_few(labels: Labels) -> tuple[str, ...]:
     return tuple(metric.name for metric in _METRICS if metric.needs_both_classes and too_few)
 
 
+# A resample only changes weights, so the order by logit is computed once. Its AUROC is then two
+# cumulative sums.
 @final
 class _Model:
     """Rows of one model, sorted once for all resamples."""

@@ -116,6 +116,7 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
         if not text.strip(b"\r\n"):
             return
         splitter = _Splitter.from_file(path, text, schema)
+        # `text` is the beginning of a row that the last bytes cut.
         while True:
             more = stream.read(read_bytes)
             tables, text = splitter.split(text + more, final=not more)
@@ -125,6 +126,14 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
             splitter.check_length(text)
 
 
+# Ranges of a CSV file are read by different tasks, and a row may contain line ends in quotes:
+#
+#   start         where the previous range has ended, or a guess (`row_start`) that is checked later
+#   inside        rows are split as in a full read
+#   at `stop`     the row that it cuts is read to its end, one at a time
+#   open quote    rows are read on until it closes, or until the file ends
+#
+# The end of one range must be the start of the next, or the guess was in a quoted field.
 class CsvRange:
     """Rows that begin in bytes [start, stop) of a plain CSV file in UTF-8, independent of earlier
     rows, as tables like those from `read_csv`. `start` is 0 or the first byte of a row.
@@ -284,6 +293,8 @@ def _in_utf8(chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
 def _head(stream: _ByteStream, path: str, read_bytes: int, schema: Schema) -> bytes:
     """Return the file's start up to at least the end of its header, without a byte order mark."""
     text = b""
+    # A line end in a quoted name does not end the header: its quotes are even only after the last
+    # one.
     while len(text) < _HEADER_BYTES and (more := stream.read(read_bytes)):
         text += more
         line, ended, _ = text.lstrip(b"\r\n").partition(b"\n")

@@ -123,6 +123,16 @@ class Block:
         )
 
 
+# From a log to the rows of a step; each level is found in the one above without reading the log
+# again:
+#
+#   log        files in natural order
+#   Segment    full lines, or rows of a table file, with the number of its first row
+#   Part       rows of a segment: a set's border may divide one
+#   Block      parts that are read together; rows in one permuted order
+#
+# Row numbers count valid rows only. They are stable as long as the files are, whatever the
+# segments.
 @dataclass(frozen=True)
 class LogIndex:
     """Segments of a click log, and the faults of its invalid lines."""
@@ -272,6 +282,12 @@ def sources_in_order(paths: Iterable[str]) -> list[tuple[str, str]]:
     return sorted(sources, key=lambda source: source[1])
 
 
+# An entry belongs to (paths, schema, segment size), and is valid for one version of the files:
+#
+#   same version           read
+#   other version          index again, replace; report a segment whose bytes changed
+#   damaged, or absent     index again
+#   derived file missing   index again, which makes it
 @dataclass(frozen=True)
 class CachedIndex:
     """Cached index of some files, segmented in one way."""
@@ -329,6 +345,7 @@ class CachedIndex:
             for file in storage.files_in(folder)
             if storage.name_of(file.path).startswith("index-")
         ]
+        # Other schemas and segment sizes leave entries behind, so only the latest stay.
         for file in sorted(indices, key=lambda file: file.modified_ns)[:-_MAX_INDICES]:
             storage.remove_file(file.path)
         return None if old is None else _edited(old, index)

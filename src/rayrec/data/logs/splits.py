@@ -142,6 +142,12 @@ class Split(SplitParts):
             )
         return split
 
+    # Parts of a log, in its order. Held-out rows come last, as later rows do in production:
+    #
+    #   0 ---------- train ---------- stop    boundary -- first -- middle -- second -- rows
+    #
+    # `first` is the validation set and `second` the test set, or the reverse with test_first.
+    # Between `stop` and `boundary` are days that `train_days` leaves out.
     def _at_end(self, index: LogIndex) -> dict[str, tuple[int, int]]:
         """Return the parts of the kinds that hold out the end of a log; they may be empty."""
         train_stop = None

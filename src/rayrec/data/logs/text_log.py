@@ -35,6 +35,12 @@ def cut(files: Sequence[storage.File], chunk_bytes: int) -> list[Chunk]:
     ]
 
 
+# A line belongs to the chunk in which it starts:
+#
+#   ...line\n|line\nline\nli|ne\n...       chunk = bytes between the bars
+#   skipped   ^ first line       ^ read beyond the chunk, up to its end
+#
+# So chunks are read without knowing each other, and each line once.
 def read_lines(chunk: Chunk) -> tuple[np.ndarray, int, int]:
     """Read the chunk's lines: (padded uint8 text, its length, its first byte in the file). A line
     longer than the parser accepts is cut off where the next chunk starts to search for its first

@@ -37,6 +37,15 @@ VERSION = 1
 MANIFEST = "dataset.json"
 
 
+# Folder of a preprocessed dataset:
+#
+#   dataset.json      last; rows, sets, files with CRC-32, segments, matrices, Preprocessor's hash
+#   preprocessor/     the Preprocessor that made the rows
+#   STEM_*.npy        npy: dense, labels and sparse of each raw file, rows at their places
+#   STEM.bin          binary: rows of 32-bit integers
+#   part-*.parquet    parquet: a file per task, a row group per segment
+#
+# Its segments are the raw log's, so that row orders and stored positions stay the same.
 @dataclass(frozen=True)
 class PreprocessedDataset:
     """Folder written by `preprocess`."""
@@ -124,6 +133,8 @@ def open_preprocessed(path: str, *, verify: bool = False) -> PreprocessedDataset
     return dataset
 
 
+# Reading all bytes takes as long as a first epoch, so the record of a pass is worth keeping. It
+# names sizes and times, which change with the files.
 def open_verified(path: str, context: TaskContext) -> PreprocessedDataset:
     """Open a preprocessed dataset and compare the CRC-32 of its files in data tasks. Skips this if
     a record in the cache folder shows that files with the same names, sizes, times and checksums

@@ -123,6 +123,8 @@ def _power(length: int) -> int:
     return result
 
 
+# CRC-32 is linear: crc(A + B) = crc(A) * x^(8 |B|) + crc(B), in polynomials over GF(2). So tasks
+# compute checksums of their ranges in any order, and nobody reads a file again.
 def combine(first: int, second: int, length: int) -> int:
     """Compute the CRC-32 of two concatenated pieces from their CRC-32 values and the length of the
     second.
@@ -138,6 +140,7 @@ def file_checksum(path: str) -> str:
     return f"{checksum:08x}"
 
 
+# Sparse files of full size: tasks write their rows in place, in any order, without appending.
 def create_files(folder: str, plans: Sequence[FilePlan]) -> None:
     """Create sparse files of full size, with headers and without rows."""
     for plan in plans:
