@@ -190,87 +190,85 @@ def layout(
         )
     training = _training_nodes(nodes, required, special)
     # Without special resources, every node suits workers, and there are no others.
-    demand = _Demand(
-        nodes=nodes,
-        training=training,
-        other_nodes=[node for node in nodes if node not in training],
-        required=required,
-        cpus_per_worker=cpus_per_worker,
-        use_gpu=use_gpu,
-        max_workers=max_workers,
-    )
-    if data_nodes == "separate" and not _cpus(demand.other_nodes):
+    other_nodes = [node for node in nodes if node not in training]
+    if data_nodes == "separate" and not _cpus(other_nodes):
         raise InputError(
             "cluster.data_nodes separate: every node with CPUs suits workers. Add other nodes, or "
             "choose auto"
         )
     # The most workers that fit. If not even the fewest fit, the reason is theirs.
     for workers in range(max_workers, min_workers - 1, -1):
-        is_separate = demand.is_separate(data_nodes, workers)
-        unfit_reason = demand.unfit_reason(workers, is_separate=is_separate)
+        enough = has_enough_cpus(
+            _cpus(other_nodes),
+            all_cpus=_cpus(nodes),
+            workers=workers,
+            cpus_per_worker=cpus_per_worker or float(use_gpu),
+        )
+        is_separate = {"separate": True, "auto": enough, "any": False}[data_nodes]
+        usual = 1.0 if use_gpu or is_separate else min(1.0, _cpus(training) / (2 * max_workers))
+        each = usual if cpus_per_worker is None else cpus_per_worker
+        share = _Share(
+            workers, each, {"CPU": each, **required}, nodes, training, other_nodes, is_separate
+        )
+        unfit_reason = share.unfit_reason()
         if unfit_reason is None:
-            return demand.layout(workers, task_memory_bytes, is_separate=is_separate)
+            return share.layout(task_memory_bytes)
     raise InputError(unfit_reason)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Demand:
-    """Nodes of a cluster by use, and the resources that a worker requires."""
+@dataclass(frozen=True)
+class _Share:
+    """Assignment of a cluster's nodes to workers and data tasks, which may not fit."""
 
+    workers: int
+    cpus_per_worker: float
+    worker_resources: dict[str, float]
     nodes: list[Node]
     training: list[Node]
     """Nodes that suit workers."""
     other_nodes: list[Node]
-    required: dict[str, float]
-    cpus_per_worker: float | None
-    use_gpu: bool
-    max_workers: int
+    is_separate: bool
+    """Whether data tasks run on the other nodes alone."""
 
-    def is_separate(self, data_nodes: DataNodes, workers: int) -> bool:
-        """Return whether data tasks run on the other nodes alone."""
-        return data_nodes == "separate" or (
-            data_nodes == "auto"
-            and has_enough_cpus(
-                _cpus(self.other_nodes),
-                all_cpus=_cpus(self.nodes),
-                workers=workers,
-                cpus_per_worker=self.cpus_per_worker or float(self.use_gpu),
-            )
-        )
+    @property
+    def data_cpus(self) -> float:
+        """CPUs of all data tasks."""
+        if self.is_separate:
+            return _cpus(self.other_nodes)
+        return _cpus(self.nodes) - self.cpus_per_worker * self.workers
 
-    def unfit_reason(self, workers: int, *, is_separate: bool) -> str | None:
+    def unfit_reason(self) -> str | None:
         """Return why the workers do not fit, or None."""
-        reason = _unfit_reason(workers, self.training, self._worker_resources(is_separate))
-        if reason is None and self._data_cpus(workers, is_separate) <= 0:
+        reason = _unfit_reason(self.workers, self.training, self.worker_resources)
+        if reason is None and self.data_cpus <= 0:
             reason = (
-                f"scaling: {workers} workers reserve all {_cpus(self.nodes):g} CPUs and leave none "
-                "for data tasks. Lower --scaling.cpus-per-worker or --scaling.num-workers"
+                f"scaling: {self.workers} workers reserve all {_cpus(self.nodes):g} CPUs and leave "
+                "none for data tasks. Lower --scaling.cpus-per-worker or --scaling.num-workers"
             )
         return reason
 
-    def layout(self, workers: int, task_memory_bytes: int | None, *, is_separate: bool) -> Layout:
+    def layout(self, task_memory_bytes: int | None) -> Layout:
         """Return the layout of workers that fit. Raises InputError if a data task does not fit."""
-        takes_data = self.other_nodes if is_separate else self.nodes
+        takes_data = self.other_nodes if self.is_separate else self.nodes
         _check_memory(takes_data, task_memory_bytes)
         store = sum(node.resources.get("object_store_memory", 0) for node in takes_data)
         workers_only: frozenset[str] = frozenset()
         selector = None
-        if is_separate:
+        if self.is_separate:
             workers_only = frozenset(node.node_id for node in self.training)
             # Excludes workers' nodes instead of listing the others, so that nodes that join later
             # accept data tasks.
             selector = {"ray.io/node-id": f"!in({','.join(sorted(workers_only))})"}
-        resources = self._worker_resources(is_separate)
-        data_cpus = self._data_cpus(workers, is_separate) / workers
+        data_cpus = self.data_cpus / self.workers
         return Layout(
-            num_workers=workers,
-            cpus_per_worker=self._cpus_each(is_separate),
-            worker_resources=resources,
+            num_workers=self.workers,
+            cpus_per_worker=self.cpus_per_worker,
+            worker_resources=self.worker_resources,
             per_worker=TaskPlacement(
                 num_cpus=min(1.0, data_cpus),
                 memory_bytes=task_memory_bytes,
                 max_cpus=data_cpus,
-                max_object_store_bytes=int(store * _OBJECT_STORE_FRACTION / workers) or None,
+                max_object_store_bytes=int(store * _OBJECT_STORE_FRACTION / self.workers) or None,
                 label_selector=selector,
             ),
             driver=TaskPlacement(
@@ -280,24 +278,8 @@ class _Demand:
             ),
             workers_only=workers_only,
             num_nodes=len(self.nodes),
-            idle_cpus=0.0 if is_separate else _cpus(self.other_nodes),
+            idle_cpus=0.0 if self.is_separate else _cpus(self.other_nodes),
         )
-
-    def _cpus_each(self, is_separate: bool) -> float:
-        if self.cpus_per_worker is not None:
-            return self.cpus_per_worker
-        if self.use_gpu or is_separate:
-            return 1.0
-        return min(1.0, _cpus(self.training) / (2 * self.max_workers))
-
-    def _worker_resources(self, is_separate: bool) -> dict[str, float]:
-        return {"CPU": self._cpus_each(is_separate), **self.required}
-
-    def _data_cpus(self, workers: int, is_separate: bool) -> float:
-        """Return the CPUs of all data tasks."""
-        if is_separate:
-            return _cpus(self.other_nodes)
-        return _cpus(self.nodes) - self._cpus_each(is_separate) * workers
 
 
 def _check_memory(nodes: list[Node], task_memory_bytes: int | None) -> None:
