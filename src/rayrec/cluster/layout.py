@@ -181,7 +181,7 @@ def layout(
     required = dict(resources_per_worker)
     if use_gpu:
         required.setdefault("GPU", 1.0)
-    special = {name for name in required if name != "CPU"}
+    special = required.keys() - {"CPU"}
     if min_workers < max_workers and not special and cpus_per_worker is None:
         raise InputError(
             f"scaling.num_workers {min_workers} to {max_workers}: how many fit depends on the "
