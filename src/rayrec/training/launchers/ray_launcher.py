@@ -81,6 +81,17 @@ def wait_for_resources(
             time.sleep(_NODES_S)
 
 
+# End of an attempt, and what follows:
+#
+#   end                                    next
+#   finished, with a result                return it
+#   stopped after a signal                 return None; the same command resumes
+#   not saved within the grace period      end the workers, return None
+#   stopped for nodes, workers, data       another attempt; failures so far are forgotten
+#   failed after a signal                  return None
+#   failed, no room for the workers        wait for resources that others use, then another attempt
+#   failed otherwise                       pause, then another attempt, as `FailurePolicy` allows
+#   any other exception                    end the workers, raise it
 def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     """Run attempts until the run finishes, and return worker 0's result, or None after a signal.
     Raises InputError if the user can fix the problem (never retried), and the last attempt's error
@@ -88,40 +99,31 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
     """
     number = 0
     is_shared = False
-    config = run.config
+    failure = run.config.failure
     events = driver.events
     signals = driver.signals
-    tolerance = FailurePolicy(config.failure)
+    tolerance = FailurePolicy(failure)
     groups = _placement_groups()
     while True:
         number += 1
         events.write("attempt", number=number, num_workers=run.layout.num_workers)
         start_s = time.monotonic()
-        before = _newest_step(config, run.folder)
+        before = _newest_step(run)
         try:
             outcome = _attempt(run, signals, is_shared=is_shared)
         except (ray.train.TrainingFailedError, ray.exceptions.RayError) as error:
             attempt_s = time.monotonic() - start_s
-            was_shared, is_shared = is_shared, lacks_resources(error)
             _free_workers(groups)
             if signals.cause is not None:
-                events.write(
-                    "failure",
-                    cause=f"{cause_of(error)}, before a last checkpoint was made",
-                    last=True,
-                )
+                cause = f"{cause_of(error)}, before a last checkpoint was made"
+                events.write("failure", cause=cause, last=True)
                 return None
             # Raises errors that end the run.
             pause_s = tolerance.pause_s(
-                error, attempt_s=attempt_s, progressed=_newest_step(config, run.folder) > before
+                error, attempt_s=attempt_s, progressed=_newest_step(run) > before
             )
-            if not is_shared:
-                events.write("failure", cause=cause_of(error))
-            elif not was_shared:  # the attempt never began
-                driver.note(
-                    f"Waiting for resources for {run.layout.num_workers} workers, in use by other "
-                    "jobs"
-                )
+            _report_failure(error, run, driver, was_shared=is_shared)
+            is_shared = lacks_resources(error)
             time.sleep(pause_s)
         except BaseException:  # e.g. a second signal
             _abandon_workers(groups)
@@ -129,28 +131,39 @@ def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any] | None:
         else:
             if outcome is None:
                 _abandon_workers(groups)
-                events.write(
-                    "failure", cause=unsaved_cause(signals.cause, config.failure), last=True
-                )
+                events.write("failure", cause=unsaved_cause(signals.cause, failure), last=True)
                 return None
             if "stopped" not in outcome:
                 return outcome
             if signals.cause is not None:
                 return None
             is_shared = False
-            tolerance = FailurePolicy(config.failure)
-        since_s = time.time()
-        before_text = run.layout.text()
-        run = dataclasses.replace(
-            run, since_s=since_s, layout=wait_for_resources(config, driver.note, free=is_shared)
+            tolerance = FailurePolicy(failure)
+        run = _allocated_again(run, driver, free=is_shared)
+
+
+def _report_failure(
+    error: Exception, run: PreparedRun, driver: Driver, *, was_shared: bool
+) -> None:
+    if not lacks_resources(error):
+        driver.events.write("failure", cause=cause_of(error))
+    elif not was_shared:  # the attempt never began
+        driver.note(
+            f"Waiting for resources for {run.layout.num_workers} workers, in use by other jobs"
         )
-        if run.layout.num_nodes > 1 and run.layout.text() != before_text:
-            driver.note(run.layout.text())
 
 
-def _newest_step(config: TrainConfig, folder: str) -> int:
-    with storage.retry_timeout(config.failure.max_outage_s):
-        checkpoint = latest(folder)
+def _allocated_again(run: PreparedRun, driver: Driver, *, free: bool) -> PreparedRun:
+    since_s = time.time()
+    layout = wait_for_resources(run.config, driver.note, free=free)
+    if layout.num_nodes > 1 and layout.text() != run.layout.text():
+        driver.note(layout.text())
+    return dataclasses.replace(run, since_s=since_s, layout=layout)
+
+
+def _newest_step(run: PreparedRun) -> int:
+    with storage.retry_timeout(run.config.failure.max_outage_s):
+        checkpoint = latest(run.folder)
     return checkpoint.step if checkpoint else 0
 
 
@@ -195,13 +208,13 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
     data_nodes = _DataNodes(config, layout)
 
     def poll() -> str | None:
-        return (
-            MORE_WORKERS
-            if growth.possible()
-            else NO_DATA_NODES
-            if data_nodes.are_missing()
-            else None
-        )
+        # Both look at the cluster. Room for more workers comes first: the attempt that follows
+        # also places its data tasks anew.
+        if growth.possible():
+            return MORE_WORKERS
+        if data_nodes.are_missing():
+            return NO_DATA_NODES
+        return None
 
     try:
         with watched_requests(run.folder, request.channel):
