@@ -54,6 +54,12 @@ def is_connected() -> bool:
     return ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized()
 
 
+# Which Ray a process reaches, in this order:
+#
+#   connected already           that one, if it has the requested environment
+#   `address`                   that cluster
+#   RAY_ADDRESS, no address     that cluster
+#   neither, or `local`         a new local Ray, which ends with this process
 def connect(
     address: str | None,
     *,
@@ -224,6 +230,7 @@ def _blocked_hangup() -> Iterator[None]:
     closed terminal sends it to all processes of a command, and those of a local Ray must live until
     its workers have saved. This process gets it afterwards.
     """
+    # A mask is inherited by processes and threads that start meanwhile, unlike a handler.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield

@@ -51,6 +51,11 @@ SNIFFED_FILES = 256
 """Maximum number of files in a store that one process checks for gzip. Data tasks check more."""
 
 
+# Gzip files are unpacked, since only plain text can be read from the middle:
+#
+#   known       the cache has the file's version: no reading
+#   new         a data task each; files of other versions are removed afterwards
+#   plain       as it is
 def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[storage.File]:
     """Return the files as splittable text. Gzip files are unpacked once to the cache folder, where
     older versions are removed.
@@ -116,6 +121,7 @@ Consume = Callable[[pa.Table, Mapping[str, Any], int], None]
 """Consumer of a task's table, its reply, and the log's row at which the task began."""
 
 
+# The first row of a task depends on all tasks before it, so replies are merged in order.
 def index_with(
     run: Callable[[], Iterable[pa.Table]],
     files: Sequence[storage.File],

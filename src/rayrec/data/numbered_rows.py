@@ -59,6 +59,7 @@ class RowSource(Protocol):
         return
 
 
+# A data task may read the rows elsewhere. So unreadable ones are marked there, and counted here.
 @runtime_checkable
 class EpochRows(Protocol):
     """Further methods of a RowSource whose rows differ by epoch, such as random crops, or may be

@@ -57,6 +57,7 @@ class RowOrder:
         rows = sum(self.chunk_rows)
         return rows if self.max_rows is None else min(rows, self.max_rows)
 
+    # One window at a time: an epoch's order of all rows may be larger than memory.
     def numbers(self, epoch: int, offset: int) -> Iterator[np.ndarray]:
         """Yield the row numbers of an epoch from `offset`, int64, one window at a time."""
         if self.max_rows is not None:
@@ -146,6 +147,13 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+# Row numbers reach workers as in torch's DistributedSampler: row i of a step belongs to worker i
+# modulo their number. A position is an offset in the epoch's order, so it needs nothing of the
+# former workers:
+#
+#   offset        rows trained in the epoch
+#   steps         of batch_size * workers rows; a small rest is left out, or is a small step
+#   resize        other steps from the same offset on
 @dataclass(frozen=True)
 class RowPlan:
     """Steps of one worker from a position to the end of its epoch."""
@@ -161,6 +169,8 @@ class RowPlan:
     @cached_property
     def steps(self) -> int:
         full, rest = divmod(self._rows, self._step_rows)
+        # A rest smaller than two rows per worker is dropped: batch norm has no statistics of one
+        # row.
         fewest = 1 if self.order.small_steps else min(2 * self.sharding.world_size, self._step_rows)
         return full if full and rest < fewest else full + bool(rest)
 

@@ -61,6 +61,13 @@ def key_path(folder: JobFolder, kind: str, number: int) -> str:
     return folder.aid(kind, f"{number:06d}.bin")
 
 
+# How `last-out` finds the last rows of each user in a log that is in no order:
+#
+#   examine      each task writes (user, time, row) of its rows, sorted by partition of users
+#   mark_last    each partition reads its events from all tasks, sorts them, marks the last two rows
+#   write        each task reads its marks from all partitions, and writes rows to their parts
+#
+# A partition has all rows of its users and fits into memory; tasks share nothing but files.
 class Keys:
     """Key file of a task: times, or events in chunks, each sorted by partition."""
 
@@ -100,6 +107,7 @@ class Keys:
             partition_of = (
                 mix64(events["user"].view(np.uint64)) % np.uint64(self._partitions)
             ).astype(np.intp)
+            # Sorted, so that a partition is one range of the chunk.
             self._file.write(events[np.argsort(partition_of, kind="stable")].view(np.uint8).data)
             self.sizes.append(np.bincount(partition_of, minlength=self._partitions).tolist())
 
@@ -117,6 +125,9 @@ def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray
     return data.view(dtype)
 
 
+# The quantile of times without sorting them: a histogram of the upper 16 bits, then of the next 16
+# bits among the times with the found prefix, four times. Tasks read the times again, and keep 65,536
+# counts.
 @dataclass(frozen=True)
 class DigitTask:
     """Task that counts the times with each leading bit prefix by their next 16 bits."""

@@ -44,6 +44,15 @@ def folder(run_folder: str | None = None) -> str:
     return os.path.join(storage.home(), ".cache", "rayrec")
 
 
+# Locks of the cache's processes on one node. Each is an flock, which the kernel drops with its
+# process:
+#
+#   NAME.lock, exclusive    one process fetches a file; others wait, and then find it
+#   room, exclusive         evicts and creates the new file, so that others count its size
+#   file, shared            a process maps it: no eviction
+#
+# Files appear by a rename, after `check`. A leftover NAME.*.partial under a free lock is of a
+# killed process.
 @final
 class ShardCache:
     """Cache of one store folder, in a local folder that all processes of the node share. Uses file

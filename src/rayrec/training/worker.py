@@ -195,7 +195,9 @@ class WorkerRun:
         )
         # A start may wait for storage as long as a save.
         with storage.retry_timeout(config.failure.max_outage_s):
+            # Before the lease: a worker that sees other storage must not commit there.
             check_shared(attempt.storage_token, Communicator.all())
+            # Before the checkpoint is chosen: no earlier attempt can add one after that.
             lease = self._acquire_lease()
             resumption = Resumption(
                 worker, attempt, self._log_event, self._damaged, self._stopwatch, stack

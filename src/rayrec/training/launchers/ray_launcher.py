@@ -209,7 +209,7 @@ def _attempt(run: PreparedRun, signals: Signals, *, is_shared: bool) -> dict[str
 
     def poll() -> str | None:
         # Both look at the cluster. Room for more workers comes first: the attempt that follows
-        # also places its data tasks anew.
+        # also places its data tasks again.
         if growth.possible():
             return MORE_WORKERS
         if data_nodes.are_missing():

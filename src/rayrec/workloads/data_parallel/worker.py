@@ -179,6 +179,13 @@ def eval_batches(
         reader.stop()  # the next evaluation uses the source again
 
 
+# A step on a GPU, on two streams:
+#
+#   copy stream       batch n + 1: pinned memory -> device, while batch n computes
+#   compute stream    waits for the copy of its batch; then forward, backward and optimizer
+#
+# `record_stream` keeps the allocator from reusing a batch's memory before the compute stream is
+# done. With `accumulate`, only the last part exchanges gradients.
 @final
 class RowPipeline:
     """Pipeline of training steps. On a GPU, the next batch is copied while the current one
@@ -237,6 +244,7 @@ class RowPipeline:
 
     def _train(self, batch: Batch) -> StepOutput:
         self._optimizer.zero_grad()
+        # On the device, so that adding the parts' losses does not wait for it.
         total = torch.zeros((), device=self.device)
         parts = batch.parts(self._workload.accumulate)
         for number, part in enumerate(parts):
