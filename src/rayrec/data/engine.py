@@ -62,7 +62,6 @@ class Engine(Protocol):
         items are picklable; `block_bytes` is the expected size of a result. Raises the InputError
         of a task unchanged.
         """
-        ...
 
 
 class Shared(Protocol[_Shared_co]):
@@ -86,12 +85,10 @@ class StreamEngine(Engine, Protocol):
     @property
     def cpus(self) -> float:
         """CPUs that the tasks of one stream use at once."""
-        ...
 
     @property
     def stop(self) -> StopToken:
         """Token that ends the readers' waits for tasks."""
-        ...
 
     def stream(
         self,
@@ -105,11 +102,9 @@ class StreamEngine(Engine, Protocol):
         """Run like `run`, but only `prefetch_blocks` results ahead of the reader, until it closes
         the generator.
         """
-        ...
 
     def share(self, value: _Value) -> Shared[_Value]:
         """Make a value readable in all tasks and workers, stored once per machine."""
-        ...
 
 
 @dataclass(frozen=True)

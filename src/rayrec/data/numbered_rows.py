@@ -42,13 +42,11 @@ class RowSource(Protocol):
         """Row counts of the parts that are cheap to read at once, such as shards, in the order of
         row numbers.
         """
-        ...
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Read rows `indices`, int64 [n], in the given order as named arrays [n, ...]. Raises
         InputError for damaged data.
         """
-        ...
 
     def will_read(self, indices: np.ndarray) -> None:
         """Hint that these rows will be read soon; returns at once."""
@@ -68,13 +66,11 @@ class EpochRows(Protocol):
 
     def read_epoch(self, indices: np.ndarray, epoch: int) -> dict[str, np.ndarray]:
         """Read rows like `read`, as trained in an epoch."""
-        ...
 
     def check(self, indices: np.ndarray, epoch: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Check rows that were read, maybe by another process. Raises InputError for too many
         unreadable ones.
         """
-        ...
 
 
 @final

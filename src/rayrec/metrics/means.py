@@ -31,7 +31,6 @@ class Accumulator(Protocol):
     @property
     def rows(self) -> int:
         """Number of rows so far on this rank."""
-        ...
 
     def update(self, *rows: Any, **named: Any) -> None: ...
 

@@ -258,7 +258,6 @@ def _opened(path: str, schema: Schema) -> Iterator[_ByteStream]:
 class _ByteStream(Protocol):
     def read(self, size: int, /) -> bytes:
         """Return the next bytes, at most `size`, none at the end."""
-        ...
 
 
 class _Chunks:
