@@ -349,6 +349,7 @@ class RowSlice:
     """Ascending row numbers, int64 [rows]."""
 
 
+# Codes are small integers even for text, so that slices of a large log cost a few bytes per row.
 def slices_of(by: str, values: pa.ChunkedArray, *, max_values: int) -> list[RowSlice]:
     """Assign each row, by its value, to a slice; return nonempty ones. Memory: 12 bytes per row.
     day: the log's files or sevenths, in order. COLUMN: the `max_values` values with most rows (of

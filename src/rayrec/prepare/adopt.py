@@ -137,6 +137,13 @@ class AdoptionConfig(Config):
         return Split(kind="last_file" if len(days) > 1 else "sevenths")
 
 
+# Folder of foreign arrays, and what becomes of it. Rows stay where they are:
+#
+#   find     days, their files and columns            before anything is read
+#   scan     data tasks: ids, labels, invalid rows    one pass over all rows
+#   tables   rows of each: given, or the largest id + 1
+#   index    segments of valid rows; an invalid row cuts a segment
+#   write    Preprocessor, then dataset.json, last    a folder without it is as before
 def adopt(
     path: str, *, out: str | None = None, config: AdoptionConfig, console: Console
 ) -> dict[str, Any]:
@@ -305,6 +312,7 @@ def _scan(days: Sequence[Day], running: Engine, console: Console) -> ScanResult:
 
 
 def _sizes(scanned: ScanResult, path: str) -> list[int]:
+    # Only without given sizes: with them, any id is taken modulo its table.
     below = np.flatnonzero(scanned.min_ids < 0)
     if len(below):
         raise InputError(
@@ -364,6 +372,8 @@ def _index(
     entries = []
     for day, faulty in zip(days, scanned.faulty_rows, strict=True):
         path = storage.join(folder, f"{names.index(day.name):05d}", day.name)
+        # Cuts at regular rows, and around each invalid row, which is then a segment of its row
+        # alone.
         cuts = np.unique(
             np.concatenate(
                 [np.arange(0, day.rows, rows_per_segment), faulty, faulty + 1, [day.rows]]
@@ -391,6 +401,8 @@ def _target(path: str, out: str | None, days: Sequence[Day]) -> Iterator[tuple[s
     with storage.writing_folder(out) as folder:
         for day in days:
             for source in day.paths:
+                # Links, since arrays of a terabyte are not copied. The target is absolute, so the
+                # new folder may move.
                 os.symlink(storage.absolute(source), storage.join(folder, storage.name_of(source)))
         yield folder, storage.absolute(out).rstrip("/")
 

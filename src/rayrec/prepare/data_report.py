@@ -46,6 +46,9 @@ def wilson_interval(hits: int, rows: int) -> tuple[float, float] | None:
     return max(0.0, (centre - radius) / (1 + spread)), min(1.0, (centre + radius) / (1 + spread))
 
 
+# The expectation for samples of one distribution is a sum of half-normal means, one per value:
+#
+#   E |p1 - p2| = sqrt(2 / pi) * deviation,  deviation^2 = p (1 - p) (1 / n + 1 / m)
 def total_variation(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
     """Return the total variation distance of two distributions given as counts, and its approximate
     expectation for two samples of one distribution. None if either has no rows.
@@ -70,6 +73,8 @@ def mean_and_deviation(moments: Sequence[int]) -> tuple[float, float] | None:
     return mean, math.sqrt(variance)
 
 
+# A prior of `_PRIOR_ROWS` rows pulls rare values towards the average: without it, a value seen once
+# would look like a perfect predictor.
 def rate_auroc(outcomes: np.ndarray) -> float | None:
     """Return the AUROC on held-out rows, scored by the click rate of their value among the other
     rows. None if few rows of a label are held out. `outcomes` counts by label + 2 * held out, int64
@@ -134,6 +139,7 @@ def collision_rate(
     ids = encoder.ids(tokens, 0)
     if column.num_tokens is not None:
         in_vocabulary = np.isin(column.apply_modulo(tokens), vocabulary)
+        # Unknown values share an id on purpose.
         ids, counts = ids[in_vocabulary], counts[in_vocabulary]
     _, index, categories = np.unique(ids, return_inverse=True, return_counts=True)
     return fraction(counts[categories[index] > 1].sum(), counts.sum())
@@ -471,6 +477,11 @@ def _limited(content: dict[str, Any]) -> dict[str, list[_Value]]:
     }
 
 
+# A gate's limit applies to each value alone, and the worst one is reported:
+#
+#   min_...    the lowest value below the limit fails
+#   max_...    the highest value above the limit fails
+#   None       not measured, such as the drift of the first file; passes
 def _check(
     gate: str, limit: float, values: Sequence[_Value], text: str, fix: str
 ) -> Failure | None:

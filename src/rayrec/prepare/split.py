@@ -188,6 +188,16 @@ def split(
     return {"out": out, **result}
 
 
+# Phases of a split. Each phase is a set of data tasks of one resumable job:
+#
+#   by          examine                 choose                     write
+#   rows        tables only             -                          hash of the row's number
+#   group       tables only             -                          hash of the group
+#   time        times of all rows       radix search of quantiles  time of the row
+#   last-out    events by partition     last rows of each user     marks of the row
+#
+# Text needs no examination: its index has the rows. A table's first row is known only after the
+# rows before it were counted.
 @final
 class _Work:
     """State of one call of `split`."""
@@ -299,6 +309,7 @@ class _Work:
         for number, (before, item) in enumerate(pairwise(tasks), start=1):
             if item.is_row_start or before.file != item.file:
                 continue
+            # The previous range knows where a row ends; this one has only guessed it.
             start = markers[number - 1]["end"]
             tasks[number] = replace(item, start=start, is_row_start=True)
             # the line break at the cut was within a quoted field
@@ -377,6 +388,7 @@ class _Work:
                 for task in tasks
                 if task.rows
             ]
+            # One pass finds 16 bits of all positions at once.
             counts = np.zeros((len(positions), 1 << 16), np.int64)
             for table in self.engine.run(
                 "times", split_tasks.count_digits, items, block_bytes=len(positions) << 19

@@ -126,8 +126,7 @@ def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray
 
 
 # The quantile of times without sorting them: a histogram of the upper 16 bits, then of the next 16
-# bits among the times with the found prefix, four times. Tasks read the times again, and keep 65,536
-# counts.
+# bits among the times with the found prefix, four times. A pass keeps 65,536 counts per prefix.
 @dataclass(frozen=True)
 class DigitTask:
     """Task that counts the times with each leading bit prefix by their next 16 bits."""

@@ -108,6 +108,14 @@ def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
     check_types(empty.schema, schema, path=path)
 
 
+# Row groups are the smallest units of reading, so they should have about the size of a segment:
+#
+#   Parquet, small groups    used as it is
+#   Parquet, large groups    rewritten once into the cache
+#   CSV                      rewritten once into the cache, with its invalid rows
+#
+# A rewritten folder is valid once it has a manifest. Its key has the file's version and everything
+# that changes the rewritten rows.
 def prepared(
     file: storage.File, schema: Schema, segment_bytes: int, folder: str
 ) -> list[ParquetPart]:
@@ -270,6 +278,7 @@ def read_rows(
     footer = _footer(path, version)
     groups = _groups(footer, start, stop)
     if groups is None and version is None:  # The file at the URL may have changed
+        # All footers: the cache has no way to drop one, and changed files are rare.
         _footer.cache_clear()
         footer = _footer(path, version)
         groups = _groups(footer, start, stop)
@@ -320,6 +329,7 @@ def _column_chunks(
     return chunks
 
 
+# Requests to a store cost more than some unused bytes between two columns.
 def _spans(chunks: Iterable[Range]) -> list[Range]:
     spans: list[Range] = []
     for start, stop in sorted(chunks):

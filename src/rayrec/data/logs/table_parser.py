@@ -98,6 +98,13 @@ _POSITION_BITS = 32
 """Low bits for a list item's position in its row, below the row number."""
 
 
+# A row is valid if no column rejects it. Columns are parsed in the schema's order, and the first
+# fault of a row counts, so that a row has one fault and counts of faults add up to invalid rows.
+#
+#   status of a value    effect
+#   VALUE                taken
+#   EMPTY                missing: a default, or a fault for a required label
+#   REJECTED             fault of its row
 class _TableParser:
     """Parser of one table's columns, with the first fault of each row in schema order."""
 
@@ -139,6 +146,7 @@ class _TableParser:
             weights = np.where(good, values, 0).astype(np.float32)
         rows = table.num_rows
         hexadecimal = schema.tokens == "hexadecimal"
+        # Kernels for hexadecimal tokens read by row, all others by column.
         order: Literal["C", "F"] = "C" if hexadecimal else "F"
         block = RawBlock(
             schema,

@@ -86,6 +86,12 @@ class ParityRows:
         return len(batch) / best_s
 
 
+# Rows that prove an export, best first:
+#
+#   parity_path             given; must be labelled
+#   test or evaluation rows of the run, if there are enough
+#   rows of the run's log   training rows compare two models as well
+#   random rows             only with ignore_parity; `fault` says so in the report
 def parity_rows(
     config: TrainConfig, preprocessor: Preprocessor, *, settings: ExportConfig, cache: str
 ) -> ParityRows:

@@ -106,6 +106,16 @@ class _Reference:
     weight_bytes: int
 
 
+# Order of an export, by memory and by what may fail early:
+#
+#   1. settings, packages        fail at once
+#   2. rows to compare           may be missing
+#   3. encode.py and its rows    small
+#   4. checkpoint's scores       all weights in memory, freed afterwards
+#   5. tables, one at a time; network; program
+#   6. manifest                  so that the export can be opened
+#   7. export's scores, report   differences raise, and the folder never appears
+#   8. manifest again            with the report
 def export_clicks(
     checkpoint: Checkpoint, out: str, *, config: TrainConfig, settings: ExportConfig
 ) -> dict[str, Any]:
@@ -223,6 +233,7 @@ def _write_weights(checkpoint: Checkpoint, out: str, exported: ExportedModel) ->
         for feature, weight in model.table_weights().items()
     }
 
+    # A generator, so that one part of one table is in memory besides the tensor that it comes from.
     def chunks() -> Iterator[memoryview]:
         for name, tensor in full_tensors(checkpoint, PREFIX):
             if name not in vocabulary_of:
