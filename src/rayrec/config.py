@@ -150,6 +150,12 @@ def renamed(old: str, new: str) -> str:
     return f"{old} is now {new}; the old name will be removed in the next release"
 
 
+# How a value reaches a field:
+#
+#   built in code         types and bounds are checked by pydantic, in __post_init__
+#   flags, YAML, JSON     `updated` with plain values: renamed fields, nested configurations and
+#                         lists of them are resolved first
+#   stored                `to_dict`, with the class of a nested configuration under `CLASS`
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Base class for configurations: frozen dataclasses whose field types are checked when they are

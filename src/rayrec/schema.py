@@ -114,6 +114,13 @@ class Feature(Config):
             _check_delimiter(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
 
 
+# Columns of a log by their use. A column has one use, but for those that a rule repeats:
+#
+#   label, labels        what to learn; `label_rule` makes clicks of other values
+#   dense                numbers
+#   sparse               categories, one per row; `lists`: any number per row
+#   weight, timestamp    of the row, for training and splits
+#   group                of the row, for ranking metrics; one of the sparse columns
 @dataclass(frozen=True, kw_only=True)
 class Schema(Config):
     """Columns of a click log, in the order label, dense, sparse without a header; otherwise they

@@ -149,6 +149,13 @@ class ModelInputs:
         return dict(zip(self.features, self.vocabularies or self.features, strict=True))
 
 
+# What a click model declares, and what follows from it:
+#
+#   sequences      features whose embeddings are not summed: one vector per id
+#   full_tables    features whose table the network reads
+#   output_heads   labels, or vectors and items; decide metrics, columns and answers
+#   width          values of an embedding, such as a weight behind the vector
+#   build          the network: forward(dense, embedded) -> outputs by name
 @dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(Config):
     """Base configuration of click models. A model is a subclass, in a file of

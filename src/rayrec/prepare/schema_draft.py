@@ -100,6 +100,13 @@ class _Head:
     """Names of CSV columns that cannot be read by name, and the reasons."""
 
 
+# Order of the decisions, each of which uses the ones before:
+#
+#   1. rows       of the first file, or more; encoding, delimiter and header of text
+#   2. columns    each one's kind, from its values and its name
+#   3. label      given; else 0 and 1, two words, or a rating, by name; a name beats a place
+#   4. features   numbers are dense, the rest sparse; constant and unreadable columns are left out
+#   5. check      the drafted schema must parse these rows
 def draft(path: str, *, label: str | None = None) -> str:
     """Return the schema of a log as YAML text with comments on each decision, from up to 100,000
     rows at its start. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are
@@ -153,6 +160,7 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
     names = [name for name in head.table.column_names if name != FAULT]
 
     def rows_of(file: storage.File) -> list[pa.Table]:
+        # FAULT, which only text has, is no column.
         if len(names) == head.table.num_columns:
             return [_parquet_head(file.path).table.slice(0, _ENOUGH_ROWS)]
         schema = _text_schema(names, head.delimiter, head.header, head.encoding)
@@ -262,6 +270,7 @@ def _find_delimiter(text: str) -> str:
         return number if rows >= _MIN_REGULAR * counts.total() else 0
 
     num_fields = {mark: regular_fields(mark) for mark in _DELIMITERS}
+    # Common marks first: text has blanks and colons in regular numbers, too.
     likely = max(_DELIMITERS[:4], key=num_fields.__getitem__)
     return likely if num_fields[likely] > 1 else max(_DELIMITERS, key=num_fields.__getitem__)
 

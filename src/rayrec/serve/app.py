@@ -56,6 +56,16 @@ def _response(
     )
 
 
+# Way of a scoring request, and where it may end:
+#
+#   Host, path, method     421, 404, 405
+#   token                  401
+#   body, chunk by chunk   413 too large, 408 too slow, 503 too much memory in use
+#   parsing                400, 415
+#   queue                  503 full, 504 not scored in time
+#   scores                 422 not finite; 200
+#
+# Memory is reserved by estimate while the body is read, and given back with the answer.
 @final
 class ScoringApp:
     """ASGI application that scores rows. docs/serve.md lists its paths."""
@@ -227,6 +237,7 @@ class ScoringApp:
                 raise RequestError(413, message, headers=_CLOSE)
             if self.held_bytes + num_bytes > self.max_held_bytes:
                 raise RequestError(503, "too much memory is in use; retry later", headers=_LATER)
+            # No lock: the event loop's thread is the only one that changes these.
             reserved += num_bytes
             self.held_bytes += num_bytes
 
@@ -248,6 +259,8 @@ class ScoringApp:
         announced = request.headers.get("content-length", "")
         chunks = request.stream()
         if announced.isdecimal() and int(announced[:20]) > max_bytes:
+            # Reads on for a while, or many clients would see a broken connection instead of the
+            # answer.
             await _drain(chunks, _DRAIN_FACTOR * max_bytes)
             raise too_large
         parts: list[bytes] = []

@@ -111,6 +111,12 @@ class RowReader(ABC):
     """Further format with column names, as the end of a message."""
 
 
+# One parser for all formats, that of the training log, so that scores are those of training:
+#
+#   JSON objects                  lines of text, labelled 0
+#   lines like the log's          as they are
+#   lines with other columns      reordered first
+#   a line with an invalid label  its label is cut off: nobody reads it
 @final
 class HexadecimalReader(RowReader):
     """Reader for schemas with hexadecimal tokens. The native parser reads text, and JSON rows as
@@ -141,6 +147,7 @@ class HexadecimalReader(RowReader):
                         self._parse(parser, self._reordered(body.text, columns), labelled=False)
                 outcomes.append(slice(start, parser.rows))
             except RequestError as error:
+                # Rows of a rejected body, which the parser has taken until its fault.
                 parser.drop_after(start)
                 outcomes.append(error)
         return parser.block(), outcomes

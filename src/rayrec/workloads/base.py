@@ -390,6 +390,16 @@ class WorkerSetup:
     """
 
 
+# Life of a workload. Methods run on the driver (D), on each worker (W), or where scores are made
+# (S):
+#
+#   D   adapted, check         settings, before anything expensive
+#   D   prepare                index, vocabularies; its result is shared with all workers
+#   W   set_up, make_loader    model and batches, collective
+#   W   score, metrics         evaluations
+#   D   summarize              summary.json
+#   S   open_scoring           predict, evaluate
+#   D   export                 files for other programs
 @dataclass(frozen=True, kw_only=True)
 class Workload(Config, abc.ABC):
     """Base class for workloads: configuration and implementation of one kind of training."""

@@ -116,6 +116,7 @@ PROMPT_TOKENS = 32
 """Prompt length of each of these texts, from the validation set."""
 
 
+# What workers need, in a few bytes: tokens stay in the folder, which each worker maps.
 @dataclass(frozen=True)
 class Prepared:
     """Driver results shared with all workers."""

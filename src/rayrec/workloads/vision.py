@@ -95,6 +95,13 @@ class Part:
     stop: int
 
 
+# Sets of a run on image files, and the rows of each:
+#
+#   train         all but the last validation_rows rows of the training files
+#   validation    those rows; without any, the test rows
+#   test          all rows of the test files
+#
+# Arrays are shared once per node; a Part is only a range in them.
 @dataclass(frozen=True)
 class Prepared:
     """Driver results shared with all workers."""

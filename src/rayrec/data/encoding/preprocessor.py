@@ -97,6 +97,14 @@ def _check_sparse(name: str, column: SparseColumn) -> None:
         )
 
 
+# Parts of a Preprocessor, and who needs them:
+#
+#   description    preprocessor.json: rules of columns; small; hashed
+#   tokens         tokens.npy: vocabularies in id order; hashed
+#   slots          lookup tables, made from tokens once per process tree; shared, never stored
+#   encoder        pointers into `slots`; made in each process, never pickled
+#
+# The hash of description and tokens identifies it in checkpoints, exports and preprocessed data.
 @dataclass(frozen=True)
 class Preprocessor:
     """Immutable conversion of raw rows of a click log to model inputs. Built by `rayrec
@@ -164,6 +172,7 @@ class Preprocessor:
             raise InputError(
                 "preprocessor: multi_hot.sizes do not match its sparse columns; it is damaged"
             )
+        # Lookups and tables are shared by vocabulary, so columns of one must have one rule.
         for column, owner in zip(self.sparse, self.inputs.vocabulary_owners, strict=True):
             if column != self.sparse[owner]:
                 raise InputError(

@@ -313,6 +313,7 @@ def build_vocabulary(preset: Preset, counts: Counts, number: int) -> VocabularyC
         first_rows = first_rows[frequent]
         order = np.argsort(first_rows, kind="stable")
     else:
+        # Ties by token, so that the order does not depend on tasks.
         order = np.lexsort((tokens, -amounts))
     gap = None
     if preset.missing == "token" and missing_count >= preset.min_count:
@@ -322,6 +323,16 @@ def build_vocabulary(preset: Preset, counts: Counts, number: int) -> VocabularyC
     return VocabularyColumn(tokens[order], gap, amounts[order] if first_rows is None else None)
 
 
+# Rows of a table, by id. Where two numbers fall together, the categories share a row:
+#
+#   0 ... first_id - 1     unknown and missing ids, if the preset has them
+#   first_id ...           tokens in vocabulary order; `gap` is the empty field among them
+#   last                   unknown_id, if it is None in the preset
+#
+#   table size             rule
+#   as many as ids         each token has a row
+#   fixed, or the limit    ids modulo the size
+#   beyond, "hash"         no vocabulary: token modulo the rest of the table
 def _sparse_column(
     preset: Preset, counts: Counts, number: int
 ) -> tuple[SparseColumn, VocabularyColumn]:

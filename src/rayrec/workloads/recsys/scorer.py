@@ -161,6 +161,13 @@ def flat_values(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> np.ndarray:
     )
 
 
+# From rows to logits. All parts are read only, so threads score at the same time:
+#
+#   EncodedRows -- ids --> Tables.pool, one native call -----> pooled [rows, features * width]
+#               -- ids --> Tables.one_by_one, per sequence --> embeddings [ids, width], lengths
+#               -- dense -------------------------------------> PlainModel --> values of heads
+#
+# A request with one id per column has a shorter way, `pool_one_each`.
 @final
 class ClickScorer:
     """Thread-safe scorer of encoded rows with a trained click model."""
@@ -331,6 +338,7 @@ def _limited_weights(stored_bytes: int | None, where: str) -> Iterator[None]:
     """
     # some parts may be built and dropped
     remaining_bytes = math.inf if stored_bytes is None else 2 * stored_bytes + (16 << 20)
+    # The hook is global to torch, but other threads may build networks of other sizes.
     thread = threading.get_ident()
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -386,6 +394,8 @@ def load_scorer(
     }
     names = model.table_weights().values()
     tables = {name: left.pop(name) for name in dict.fromkeys(names)}
+    # Mapped from the files: reading touches only the rows that are looked up, and processes share
+    # them.
     arrays = [tables[name] for name in names]
     model.network.load_state_dict(left, assign=True)
     return make_scorer(model, arrays, row_format=RowFormat("fp32", model.width), device=device)
@@ -403,6 +413,7 @@ def make_scorer(
     if torch_device.type == "cpu":
         on_device = HostTables(row_format, [table.numpy() for table in tables])
     else:
+        # By identity: features that share a table must share its copy.
         moved = {id(table): table.to(torch_device) for table in tables}
         on_device = DeviceTables(row_format, [moved[id(table)] for table in tables], torch_device)
     return ClickScorer(model.to(torch_device), on_device, device=torch_device)
