@@ -60,6 +60,8 @@ class JaggedIds:
         )
 
 
+# One cumulative count replaces a loop over rows: within each range the count rises by 1, and the
+# repeated difference moves the range to its start.
 def expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the ranges starts[i], ..., starts[i] + lengths[i] - 1 concatenated, int64."""
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -115,6 +117,9 @@ class EncodedRows:
         return next(iter(self.labels.values()))
 
 
+# Encoded rows travel between processes as Arrow tables, because Ray stores Arrow buffers in shared
+# memory: a reader on the same node maps them and copies nothing. `from_arrow` must therefore not
+# write to its arrays.
 def to_arrow(rows: EncodedRows) -> pa.Table:
     """Convert rows to a table without copies. Columns: `dense`, fixed-size lists of float32, if
     any. `id_s`, integers or lists, for sparse column s, `of_s`, its weights. `label:NAME`,

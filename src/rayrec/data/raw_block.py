@@ -38,6 +38,13 @@ def packed_bits(missing: np.ndarray) -> np.ndarray:
     return packed.view(np.uint64).ravel()
 
 
+# Memory layouts of a block, by schema.tokens:
+#
+#   tokens        numbers    categories   matrices       missing
+#   hexadecimal   int64      uint32       row-major      one bit per column, uint64 [rows]
+#   any           float64    uint64       column-major   bool [rows, columns]
+#
+# All rows of one log have one layout, and kernels are chosen by it.
 @dataclass(frozen=True)
 class RawBlock:
     """Rows with the values of a log. Matrices have one row per log row. In a log of hexadecimal
@@ -160,6 +167,8 @@ class RawBlock:
     ) -> RawBlock:
         """Return the rows, with matrices in the same memory layout."""
 
+        # Indexing a column-major matrix by rows would return a row-major one, which the encoders of
+        # columns would have to stride through.
         def matrix_rows(matrix: np.ndarray) -> np.ndarray:
             return (
                 matrix[rows]

@@ -23,6 +23,14 @@ from rayrec.workloads.scoring import PREFIX
 if TYPE_CHECKING:
     from rayrec.workloads.base import TrainConfig
 
+# Names of weights by part. Indices of layers are in the names, so that parts are sorted by number,
+# not as text (10 follows 9).
+#
+#   part         dlrm_s_pytorch.py   TorchRec                here
+#   table        emb_l.N             embedding_bags.NAME     table of a sparse column
+#   bottom       bot_l.N             dense_arch              bottom_mlp.layers.N
+#   top          top_l.N             over_arch               top_mlp.layers.N
+#   down, up     -                   inter_arch.crossnet     interaction (DCNv2, low rank)
 _V1: Final = {
     "table": r"emb_l\.\d+\.weight",
     "bottom": r"bot_l\.\d+\.(weight|bias)",
@@ -79,6 +87,7 @@ def adopt_dlrm(path: str, *, out: str, preprocessor: str, config: TrainConfig) -
         storage.write_bytes(storage.join(folder, "config.yaml"), described.to_yaml().encode())
         columns.save(storage.join(folder, PREPROCESSOR_FOLDER))
 
+    # The folder appears under its name once it is complete: a killed adoption leaves no checkpoint.
     with storage.writing_folder(out) as folder:
         tensors = {PREFIX + name: tensor.float().contiguous() for name, tensor in named.items()}
         save(folder, tensors, state={}, extra_files=write_extra_files)
@@ -114,6 +123,8 @@ def _converted(
             "Train a new model"
         )
     if _is_v1(state):  # pairs (1, 0), (2, 0), (2, 1), ...; here (0, 1), (0, 2), ...
+        # Only the order of dot products differs between programs, so that the columns of the top
+        # MLP's first layer are permuted and the result is the same network.
         first, second = torch.triu_indices(vectors, vectors, offset=1)
         top[0] = torch.cat(
             [top[0][:, :dim], top[0][:, dim + second * (second - 1) // 2 + first]], dim=1

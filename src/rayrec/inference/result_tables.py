@@ -28,6 +28,9 @@ SEEDS_NOTE = (
 )
 
 
+# Columns of a metric's line. Brackets: only with resampling, or only with another checkpoint.
+#
+#   name | value | [interval] | [other | difference | its interval | p]
 def evaluation_text(result: dict[str, Any]) -> str:
     """Format the result of `evaluate`: a line per metric with interval and comparison, then a table
     per slice_by.

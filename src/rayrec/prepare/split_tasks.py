@@ -125,8 +125,8 @@ def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray
     return data.view(dtype)
 
 
-# The quantile of times without sorting them: a histogram of the upper 16 bits, then of the next 16
-# bits among the times with the found prefix, four times. A pass keeps 65,536 counts per prefix.
+# Times are not sorted for their quantile. A pass counts them by their upper 16 bits, the next by 16
+# bits more among those with the found prefix, four times. Each keeps 65,536 counts per prefix.
 @dataclass(frozen=True)
 class DigitTask:
     """Task that counts the times with each leading bit prefix by their next 16 bits."""

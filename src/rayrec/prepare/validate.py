@@ -124,6 +124,8 @@ def _merge_categories(
     return tokens, amounts
 
 
+# past = all - latest, per category. Thus a category is known to the past if its count over all rows
+# exceeds its count in the latest rows by min_count.
 def _unknown_to_the_past(
     counts: Counts, latest: Counts, number: int, rules: Preset
 ) -> float | None:
@@ -330,6 +332,8 @@ def validate(
         )
 
 
+# Rows whose hash starts with `shift` zero bits are a sample by content. It has all copies of a row
+# or none, so that the rate of duplicates is unbiased.
 def _hash_shift(rows: int, memory_bytes: int | None) -> int:
     """Return the shift for which one in 2^shift row hashes, stored twice while they are collected,
     fits the memory.
@@ -338,6 +342,12 @@ def _hash_shift(rows: int, memory_bytes: int | None) -> int:
     return max(0, (-(-rows // max_rows) - 1).bit_length()) if rows else 0
 
 
+# A report needs three jobs of tasks over the log:
+#
+#   categories   count_log       all rows; without a Preprocessor also the last slice, whose
+#                                difference to all is the past
+#   examine      _stats_task     numbers, labels and drift by slice, with quantiles of the first
+#   faults       _faults_task    only if there are invalid lines, and only of text
 def examine(
     index: LogIndex,
     *,

@@ -32,6 +32,8 @@ EMPTY = 1
 REJECTED = 2
 
 
+# The arrays are views of Arrow's buffers. NumPy's views hold references to them, so that the
+# pointers that `call` passes to a kernel stay valid until it returns.
 @dataclass(frozen=True)
 class Text:
     """Text column for the kernels. Value i is data[offsets[i] : offsets[i + 1]]."""
@@ -89,6 +91,7 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
     out.view(np.uint64 if types.is_uint64(array.type) else np.int64)[:] = values
     if types.is_uint64(array.type):
+        # CSV files cannot tell unsigned from signed integers: there, text beyond int64 is hashed.
         large = np.flatnonzero(values >= 2**63)
         if len(large):
             tokens = np.empty(len(large), np.uint64)
@@ -177,6 +180,13 @@ _ITEM_END = "\x1e"
 """End of an item while lists in brackets are split. Values that contain it are no lists."""
 
 
+# Arrow has no parser of bracketed lists. A sequence of its vectorized expressions replaces one:
+#
+#   1. BRACKETED   rejects text that is no list at all
+#   2. GLUED       rejects items without a separator, after quoted items are shortened
+#   3. inner       the text between the brackets
+#   4. marked      each item without its quotes, followed by _ITEM_END
+#   5. lists       marked text, split at _ITEM_END
 def _split_brackets(text: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Split lists in brackets. Values of RE2's and Python's expressions are equal, see
     `rules.bracket_items`.
@@ -282,6 +292,12 @@ def _formatted_times(text: pa.Array) -> pa.Array:
     return times
 
 
+# Each rule reads only the values that the earlier ones did not:
+#
+#   1. a number          seconds since 1970, or smaller units by magnitude
+#   2. ISO 8601          with and without zone apart, because Arrow casts one kind at a time
+#   3. other formats     in order of _TIME_FORMATS, then _US_FORMATS
+#   4. anything else     REJECTED
 def read_times(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO
     8601 date or time. `formats` also allows other common forms. Times without a zone are UTC.
@@ -321,6 +337,8 @@ def _utf8_or_null(binary: pa.Array) -> pa.Array:
     return pc.cast(pc.if_else(is_ascii, binary, pa.scalar(None, binary.type)), pa.large_string())
 
 
+# Arrow's cast fails for the whole array and does not say where. Halves are cast again, so that k
+# impossible values among n cost about k log n casts.
 def _cast_or_null(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """Cast the values to `kind`; impossible ones, such as February 30, become null. Each of these
     costs several casts.

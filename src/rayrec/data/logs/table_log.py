@@ -60,6 +60,14 @@ def _has_columns(path: str, schema: Schema) -> bool:
     return is_parquet(path) or 2 * count_names(path, schema) > len(schema.columns)
 
 
+# A table is indexed in two jobs, whose results are cached:
+#
+#   tables   _prepare_task   CSV files and Parquet files with large row groups become Parquet files
+#                            with row groups of a segment; other Parquet files stay
+#   index    _check_task     each segment is read and parsed once: valid rows, checksum, faults
+#
+# Tasks have one part of a large file, or up to _TASK_FILES small ones, whose requests to a store
+# run at the same time.
 def index_tables(
     files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
 ) -> LogIndex:
@@ -141,6 +149,8 @@ def _prepared_parts(
             f"{2 * segment_bytes >> 10:,} KiB, too large to "
             f"shuffle, to {folder} (once)"
         )
+    # Rewritten files of an older state of the log would fill the cache folder. A name starts with
+    # the hash of its source.
     if rewritten:
         remove_older(
             folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten}
@@ -165,6 +175,8 @@ Chunk = tuple[ParquetPart, list[tuple[int, int]]]
 """Row ranges of a part, one per segment. An indexing task has one or more chunks."""
 
 
+# A segment ends where the next row group would exceed its size by more than half of that group. Row
+# groups are never divided.
 def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
     """Yield the chunks of a part, each with its approximate size in bytes."""
     ranges: list[tuple[int, int, int]] = []

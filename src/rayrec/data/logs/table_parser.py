@@ -99,7 +99,7 @@ _POSITION_BITS = 32
 
 
 # A row is valid if no column rejects it. Columns are parsed in the schema's order, and the first
-# fault of a row counts, so that a row has one fault and counts of faults add up to invalid rows.
+# fault of a row counts. Thus a row has one fault, and counts of faults add up to invalid rows.
 #
 #   status of a value    effect
 #   VALUE                taken

@@ -75,6 +75,15 @@ class Day:
         )
 
 
+# Adoption of TorchRec's arrays:
+#
+#   find_days      names and headers only; a missing, truncated or unlike file is an error here
+#   row_ranges     tasks of _TASK_BYTES with the same rows in all arrays of one day
+#   scan           checksums, smallest and largest ids, invalid rows; a reply of JSON per task
+#   ScanResult     replies in order of rows: a file's checksum is combined from those of its parts,
+#                  so that each byte is read once
+#
+# The arrays stay where they are; the manifest refers to them by byte offsets.
 def find_days(folders: Sequence[str], *, ids: IdFiles | None, names: Sequence[str]) -> list[Day]:
     """Find the days stored in the folders and read the headers of their files. Returns the days in
     the order of `names`, or all in natural order if it is empty. `ids` selects the id files; None
@@ -179,6 +188,9 @@ def _npy(path: str, name: str, *, kinds: str, sizes: Sequence[int]) -> FilePlan:
     return FilePlan(matrix.file, size_bytes, rows, (matrix,))
 
 
+# Arrays inside an archive are mapped as if they were files, so that members must be stored, not
+# compressed. The local header before a member repeats its name and extra field, with lengths that
+# may differ from those in the central directory. Only the local ones lead to the array.
 def _npz(path: str) -> FilePlan:
     matrices: list[Matrix] = []
     rows: list[int] = []
@@ -377,6 +389,7 @@ class ScanResult:
                 f"{bare[0]}: all labels are {UNLABELLED}, so unlabelled. Exclude it with --files "
                 f"{labelled_days}."
             )
+        # Without labels in any day, the label -1 is the normal case and no fault.
         for day, day_faults in zip(days, by_day, strict=True):
             if not self.labelled:
                 day_faults.rows.pop(LABEL_FAULT, None)

@@ -37,6 +37,16 @@ class MlLogTracker:
         self._end: tuple[int, dict[str, Any]] = 0, {}
         """Time and position of the end of training."""
 
+    # Events of a run and the lines that they write:
+    #
+    #   run         the first one only   submission_*, seed, init_start
+    #   start       the first one only   settings, init_stop, run_start
+    #   step        in a new epoch       epoch_stop, block_stop, block_start, epoch_start
+    #   evaluate    no repeat            eval_start, eval_accuracy, eval_stop
+    #   close       after an end         epoch_stop, block_stop, run_stop
+    #
+    # A resumed run continues the file: run_stop waits for `close`, because a failure may be
+    # followed by another attempt.
     def update(self, event: dict[str, Any], run: RunSummary) -> None:
         kind = event["kind"]
         before_ms = self._last_ms

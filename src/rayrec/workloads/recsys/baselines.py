@@ -93,6 +93,13 @@ class Baselines:
         )
 
 
+# Rows of the baselines:
+#
+#   run with eval_data       all training rows       all rows of the evaluation log
+#   run without              its training set        its validation set
+#
+# They train on the last `max_rows`, the nearest in time to the predicted rows, and validate on the
+# first `max_rows`.
 def open_baselines(
     config: TrainConfig, checkpoint: str, *, max_rows: int, kinds: tuple[Kind, ...]
 ) -> Baselines:
@@ -207,6 +214,8 @@ class _Prior:
         return np.full(len(rows), self._logit, np.float32)
 
 
+# A category's click rate includes the row's own label. Trees would learn to read it, so that each
+# training row gets rates of the four folds without it; other rows get those of all.
 class _Trees:
     """Gradient-boosted trees on numbers and target-encoded categories: click rate and count from
     other folds. Skips lists.
@@ -278,6 +287,8 @@ class _Trees:
         return scores.astype(np.float32)
 
 
+# Without the columns that no training row has, the solver's vectors are as long as the data need
+# instead of 2^20.
 class _Logistic:
     """Logistic regression on numbers and 2^20 hashed category weights."""
 
@@ -328,6 +339,7 @@ def one_hot(rows: EncodedRows) -> sparse.csr_matrix:
         else:
             flat = ids.reshape(-1)
             owner = np.repeat(np.arange(len(rows)), ids.size // max(len(rows), 1))
+        # Multiplicative hashing, modulo 2^64: the highest 20 bits are the best mixed ones.
         with np.errstate(over="ignore"):
             mixed = (flat.astype(np.uint64) + np.uint64(number + 1) * np.uint64(1 << 40)) * _PRIME
         values.append((mixed >> np.uint64(44)).astype(np.int32))

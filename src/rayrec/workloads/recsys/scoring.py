@@ -48,6 +48,13 @@ _OUTPUT = "output:"
 """Prefix of head outputs in scored columns."""
 
 
+# Who does what, to score a log:
+#
+#   driver     open_scoring    index, blocks of segments; shares Preprocessor and blocks once
+#   process    _ScoringTask    loads the scorer once, then opens blocks by number
+#   block      _LogBlock       `score`: batches on the device; `columns`: the block's table
+#   driver     _ClickTotals    metrics of the tables in log order, so that bits do not depend on
+#                              the number of processes
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     """Implement `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled
     logs, `label`. Further labels L have `score_L`, `logit_L`, `label_L`, other heads
@@ -215,6 +222,8 @@ def _blocks(context: ScoringContext, index: LogIndex, rows: tuple[int, int]) -> 
     ]
 
 
+# Two checkpoints are compared only on equal rows. A checksum identifies rows that moved to another
+# path; names stand in for it in logs that have none.
 def _rows_key(parts: Iterable[SegmentRange]) -> str:
     """Hash these rows by the checksums of their segments, or by file names without checksums."""
     digest = hashlib.sha256()
@@ -433,6 +442,8 @@ class _LogBlock:
         return read_column(self._scored.block, self._opened.raw, name, self._schema)
 
 
+# Invalid lines have line numbers but no rows. Only a segment with one is parsed again for the
+# numbers of its valid lines.
 def _rows(scored: ScoredBlock, schema: Schema) -> np.ndarray:
     """Return the line number of each row of the block in the log, int64."""
     line_numbers = []
