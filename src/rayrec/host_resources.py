@@ -43,6 +43,7 @@ def memory(root: Path = _ROOT) -> Memory:
     machine = psutil.virtual_memory()
     total = machine.total
     available = machine.available
+    # Every group up to the root limits this process, so that the smallest limit counts.
     for folder in _groups(root, "memory", "memory.max", "memory.limit_in_bytes"):
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
@@ -68,6 +69,8 @@ def bound_to_cores(index: int, count: int, *, root: Path = _ROOT) -> Iterator[No
         _bind(before)
 
 
+# Ordered by NUMA node, then core: a worker's threads share memory and caches, and two workers never
+# share a core's hardware threads.
 def worker_cores(cores: Iterable[int], index: int, count: int, *, root: Path = _ROOT) -> list[int]:
     """Return part `index` of `count`, at least one core: neighbours in a NUMA node, with a core's
     threads together.

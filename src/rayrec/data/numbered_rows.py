@@ -103,6 +103,14 @@ _GZIP_HEAD: Final = b"\x1f\x8b"
 _FETCH: Final = "rayrec fetch mnist --out {folder} fetches MNIST's"
 
 
+# Layout of an idx file, all integers big-endian:
+#
+#   bytes    content
+#   0, 1     zero
+#   2        type: 0x08 for bytes
+#   3        number of dimensions d
+#   4 ...    d sizes, uint32 each
+#   ...      the values, row by row, to the end of the file
 def read_idx(path: str) -> np.ndarray:
     """Read the uint8 array of an idx file, plain or gzip, local or a URL. Raises InputError if it
     is missing or damaged.
@@ -269,6 +277,13 @@ _MAX_RATIO: Final = 4 / 3
 _CROP_TRIES: Final = 10
 
 
+# Where an image lies:
+#
+#   layout       names             ranges of a row                label
+#   folder       a file per image  its file, 0, size of the file  folder below `folder`
+#   tar shards   a file per shard  its shard, first byte, size    member KEY.cls
+#
+# A shard is never unpacked: an image is one read of a byte range, also in a store.
 @dataclass(frozen=True)
 class ImageIndex:
     """Byte range and label of each image, in the order of row numbers."""
@@ -419,6 +434,8 @@ def index_images(
     return ImageIndex(folder, arrow_texts(names), ranges, labels, tuple(classes), is_sharded)
 
 
+# Indices of shards are cached by name, size and time of change, so that only new shards are read in
+# full when a run starts.
 def _scan_shards(
     files: Sequence[storage.File], engine: Engine
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -522,6 +539,8 @@ class ImageConfig(Config):
         """
         from PIL import Image
 
+        # All draws of an image depend on seed, epoch and row only. Whichever process decodes it,
+        # also after a resumption, gets equal pixels.
         draws = None if key is None else np.random.default_rng(key).random(1 + 4 * _CROP_TRIES)
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
             width, height = image.size
@@ -624,6 +643,8 @@ class ImageRows(RowSource):
         ):
             return None
 
+    # A damaged image must not stop a run of days. It is trained as a black one without weight,
+    # until their number shows that the data are at fault.
     def check(self, indices: np.ndarray, epoch: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Count unreadable images of an epoch and log them. Raises InputError if there are more
         than `max_unreadable`.

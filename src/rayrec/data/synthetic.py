@@ -138,6 +138,8 @@ def _truth(
     }
 
 
+# Files of several names cannot appear in one step. `truth.json` is renamed last and marks the log
+# as complete; after an error, those that got their names before are removed.
 @contextlib.contextmanager
 def _new_files(folder: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield temporary paths for new files. At the end, they get their names in this order, or are
@@ -261,6 +263,12 @@ def _block_text(
     return texts
 
 
+# A block of rows depends on the plan and its number only, so that threads make blocks in any order
+# and the text is the same for any number of them:
+#
+#   threads        _block_text    rows of a block, as text by day; labels and logits into arrays
+#   this thread    in_order       blocks by number, written to the file of their day
+#   at the end     _truth         metrics of the true logits, then `truth.json`
 def generate(
     out: str,
     *,
@@ -364,6 +372,7 @@ def format_rows(
             )
     if not out.flags.writeable:
         raise ValueError("out: is read-only")
+    # The kernel's arguments of 32 bits. `call` passes Python integers as 64 bits.
     columns = (ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
     size = call(
         "rayrec_format_rows", labels, dense, tokens, missing, rows, rows, *columns, out, out.size

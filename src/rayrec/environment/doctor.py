@@ -91,6 +91,11 @@ class Report:
         return [*lines, "", "all fits together" if self.ok else problems]
 
 
+# Findings come from three comparisons, cheapest first:
+#
+#   version_findings   installed versions with the requirements of rayrec
+#   import_findings    modules that fail to import, in another process: a crash there is a finding
+#   machine_findings   compiled kernels, /dev/shm and memory
 def doctor(
     *,
     requirements: Sequence[str] | None = None,

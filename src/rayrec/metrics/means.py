@@ -91,6 +91,8 @@ class LabelsAccumulator:
         return metrics
 
 
+# Sums of ranks are added by fsum, whose result is correctly rounded in any order. Metrics thus do
+# not depend on which rank gathered first.
 class SumsAccumulator(ABC):
     """Sums of row terms, exact over all ranks."""
 
@@ -181,6 +183,8 @@ class RowMetrics:
         import torch
 
         names = sorted(self._sums)
+        # Workers evaluate equal numbers of batches, so that either all or none of them have
+        # measures, and all or none enter the collective.
         if not names:  # On every worker
             return self._finish({})
         results = (

@@ -96,6 +96,17 @@ class Column:
         return self.numbers is not None and bool((np.diff(self.numbers) >= 0).all())
 
 
+# The first rule that fits decides the kind:
+#
+#   1. unusable       without a name, or of a type without numbers, text or lists
+#   2. list           Arrow's lists of integers or text
+#   3. constant       fewer than two different values
+#   4. numbers        `_describe_numbers`: time, binary, decimal, epoch, row number, integer
+#   5. time           text in a format that only `Schema.timestamp` reads
+#   6. list           text whose items are joined by a mark
+#   7. text           anything else
+#
+# Markers of missing numbers are removed before, or a column with one "NA" would be text.
 def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
     """Return the kind of a column."""
     kind = array.type
@@ -253,6 +264,9 @@ def list_mark(array: pa.Array) -> str:
     return next((mark for mark in _MARKS if _is_joined(text, mark)), "")
 
 
+# A mark joins items if it occurs often enough and the items recur more than the texts do, which
+# they do not in names, sentences or codes. Blanks and commas are frequent in prose, so that words
+# need many more texts than items.
 def _is_joined(text: pa.Array, mark: str) -> bool:
     """Return whether a mark joins the items of lists in text."""
     several = pc.mean(pc.greater(pc.count_substring(text, pattern=mark), 0)).as_py()
@@ -357,6 +371,14 @@ median. Codes spread evenly.
 """
 
 
+# The first line that fits decides whether integers are amounts or codes:
+#
+#   beyond 2^53                 codes, which float64 cannot tell apart
+#   RecBole's type in the name  as it says
+#   name of an id, or codes     codes (leading zeros, many digits)
+#   name of an amount           amounts, if they have enough different values
+#   floats                      amounts
+#   else                        amounts if there are many values, concentrated in their range
 def is_amount(column: Column) -> bool:
     """Return whether a column of integers has amounts, by its name, else by the shape of its
     values; else it has codes.

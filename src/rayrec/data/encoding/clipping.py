@@ -57,6 +57,11 @@ class ClipCounter:
         inputs = dense.take(self._indices, axis=1)
         return (inputs <= self._lower) | (inputs >= self._upper)
 
+    # What tells a value beyond its bound from others, without the original number:
+    #
+    #   input equal to a bound   beyond it, because no row in between has that input
+    #   indicator set            missing, if the column has an indicator
+    #   otherwise                within the bounds
     def count(self, dense: np.ndarray) -> np.ndarray:
         """Return the values, and those beyond the bounds, of each column in `names`: int64
         [columns, 2], from model inputs, float32 [rows, num_dense]. Without an indicator, a missing

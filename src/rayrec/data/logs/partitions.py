@@ -38,6 +38,8 @@ def parse_partitions(path: str) -> dict[str, str | None]:
     return columns
 
 
+# A writer may store a partition's column in the file, too. The file's values are then typed and
+# win.
 def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
     """Return the partition columns of a file that are not among its own columns `names`, which take
     precedence.

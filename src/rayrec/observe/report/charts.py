@@ -204,6 +204,8 @@ def tick_step(low: float, high: float, *, max_ticks: int) -> float:
     )
 
 
+# Thinning by means would hide spikes of the loss, which readers look for. Extremes of each group
+# keep them.
 def _thin(points: list[Point], *, keep: int) -> list[Point]:
     """Return at most `keep` points: the lowest and highest of each group of consecutive points."""
     if len(points) <= keep:
@@ -320,6 +322,11 @@ def _numbers(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return folded(f"Numbers: {title}", table(heads, rows, name=title, unfolded=True))
 
 
+# A PNG needs no library: signature, header, rows compressed by zlib, and an end.
+#
+#   IHDR   width, height, 8 bits per channel, 0 (gray) or 2 (RGB)
+#   IDAT   each row after its filter byte, all compressed
+#   IEND   empty
 def data_url(pixels: Sequence[Sequence[int | Sequence[int]]]) -> str:
     """Encode pixel rows, each pixel 0 to 255 or (red, green, blue), as
     `data:image/png;base64,...`.

@@ -116,6 +116,7 @@ def time_split(events: Sequence[Event]) -> Section | None:
     for begin, end in pairwise([0, *bounds]):
         for event in events[begin:end]:
             run.update(event)
+        # One summary for all fifths, since an event's times depend on the events before it.
         sums.append(run.time.parts_s())
     spent = sums[-1]
     names = [name for name in WORDS if spent[name]]
@@ -203,6 +204,8 @@ def course(events: Sequence[Event], attempts: Sequence[Attempt]) -> Section | No
     trained = []
     down = []
     for number, (attempt, next_s) in enumerate(zip(attempts, lasts, strict=True), start=1):
+        # An attempt's first and last sign of life. Its begin is when it was started, which on a
+        # full cluster is long before.
         alive = [
             _since(events, event)
             for event in events

@@ -198,6 +198,13 @@ class Tables:
     """Communication between workers."""
 
 
+# A plan combines, in this order:
+#
+#   build_model              tables on the meta device, without memory
+#   plan_sharding            TorchRec's planner: which worker has which part of a table
+#   network_cost             weights and activations of the dense network
+#   _memories                sum of both per worker, for the largest batch
+#   estimate_communication   bytes that a step exchanges
 def tables_of(
     workload: ClickSettings,
     config: TrainConfig,
@@ -270,6 +277,7 @@ def _site_of(target: Target, memory_bytes: int, *, use_gpu: bool) -> Site:
 
 def _cost_lines(memories: Sequence[WorkerMemory], cost: NetworkCost, device: str) -> Iterator[str]:
     fullest = max(memories, key=lambda memory: memory.tables)
+    # The fullest worker decides whether the run fits.
     yield f"the fullest worker needs about {fullest.text(device)}"
     if cost.multiply_adds is not None:
         yield f"{cost.multiply_adds:,.0f} multiply-adds a row, forward"
