@@ -165,6 +165,7 @@ def all_reduce_sum(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
     import torch
     from torch.distributed.nn.functional import all_reduce
 
+    # Few values: the wait for all ranks costs more than the bytes, so that they go together.
     return all_reduce(torch.cat(parts)).split([len(part) for part in parts])
 
 
@@ -210,5 +211,6 @@ class Collectives:
 
         local = torch.from_numpy(np.ascontiguousarray(values)).to(group_device(self._group))
         received = torch.empty(sum(receive_counts), dtype=local.dtype, device=local.device)
+        # The caller knows both counts, so that no sizes are exchanged first.
         dist.all_to_all_single(received, local, receive_counts, send_counts, group=self._group)
         return received.cpu().numpy()

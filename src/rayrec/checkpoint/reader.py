@@ -468,6 +468,7 @@ def assign_readers(tensors: dict[str, Any], ranks: Communicator) -> Shared:
         and tensor.device.type == device
         and tensor.is_contiguous()
     }
+    # Ranks see only their own tensors. A tensor is replicated if all ranks name one of equal kind.
     gathered = ranks.all_gather(local)
     replicated = [
         name

@@ -77,6 +77,7 @@ def retry_write(function: Callable[[], T], *, path: str, max_outage_s: float) ->
     def on_failure(cause: str) -> None:
         _logger.warning("Cannot write %s yet (%s)", path, cause)
 
+    # Nobody ends this wait, so that its event is never set.
     return RetryPolicy(path, max_outage_s, ended=threading.Event(), on_failure=on_failure).run(
         function
     )

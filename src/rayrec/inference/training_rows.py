@@ -50,7 +50,7 @@ errors.
 #   rows of other segments                        by content, with their neighbours (_RUNS)
 #   too many or too large to read                 unknown: None
 #
-# The run's held-out rows tell how often rows repeat by chance. A length of runs counts only if no
+# The run's held-out rows tell how often rows repeat at random. A length of runs counts only if no
 # held-out row would.
 def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int | None:
     """Return how many rows of the log at `path` are in the training set of a checkpoint's run,

@@ -237,6 +237,8 @@ def _run_in_team(num_threads: int) -> list[int]:
     if parallel is None or num_threads == 1:
         return [threading.get_native_id()]
     parallel(
+        # GNU's entry point of a parallel region: each of its threads calls the function with the
+        # team. It returns after the last one, so that `team` and `ids` may be local.
         ctypes.cast(library().rayrec_add_thread_id, ctypes.c_void_p),
         ctypes.byref(team),
         num_threads,
@@ -272,6 +274,7 @@ class _ShortWaits:
             # ended.
             started = threading.Event()
             self._released = threading.Event()
+            # Only the thread that started a team of OpenMP can keep it, so this is one of our own.
             self._keeper = threading.Thread(
                 target=_keep_team,
                 args=(started, self._released),

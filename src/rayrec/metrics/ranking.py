@@ -183,6 +183,7 @@ class _Sums:
             sums = np.zeros(4 + 6 * len(self._ks))
             counts = np.zeros(3, np.int64)
             arrays = (self._ks, self._discounts, at_ks, sums, counts)
+            # Addresses of arrays that this frame holds until the call has returned.
             ranking = _CRanking(*(array.ctypes.data for array in arrays), len(self._ks))
             call(
                 "rayrec_rank_rows",

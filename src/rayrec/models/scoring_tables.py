@@ -268,6 +268,7 @@ class HostTables(Tables):
         dim = self.row_format.dim
         kind = ctypes.c_int32(self._kind)
         out = torch.empty(rows, len(columns) * dim)
+        # The columns hold addresses only: their arrays belong to the caller, `out` to this frame.
         # The kernel checks ids before it reads a row: a wrong one must not read foreign memory.
         bad = call(
             "rayrec_pool_tables",

@@ -15,6 +15,7 @@ def library() -> ctypes.CDLL:
             "rayrec's compiled kernels are missing. Install rayrec with `pip install .` or `pip "
             "install -e .`"
         )
+    # Never unloaded: OpenMP's threads and cached functions point into it.
     return ctypes.CDLL(spec.origin)
 
 

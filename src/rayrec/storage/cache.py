@@ -146,6 +146,8 @@ def in_use(descriptor: int) -> bool:
     """Lock an open cache file against eviction until its descriptor and maps are closed. Return
     False if already evicted.
     """
+    # Readers share a lock on the file itself; eviction asks for it alone and gives up at once.
+    # Eviction may have won before the lock: then the file has no name left.
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     os.utime(descriptor)
     return os.fstat(descriptor).st_nlink > 0

@@ -206,6 +206,8 @@ def evaluate(
     batches = Batches(source, StepTimer())
     stopped = False
     try:
+        # All workers have equal numbers of batches, so that they leave this loop, and enter the
+        # metrics' collectives, together.
         while True:
             try:
                 metrics.update(setup.pipeline.progress(batches))

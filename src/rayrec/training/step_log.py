@@ -187,6 +187,7 @@ def _measure_cuda(device: torch.device, dtype: torch.dtype) -> float:
     size = 4096
     repeats = 10
     left = torch.ones(size, size, device=device, dtype=dtype)
+    # Kernels run after their calls return. Events take the device's own time between them.
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.no_grad():
         left @ left

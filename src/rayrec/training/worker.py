@@ -268,6 +268,7 @@ class WorkerRun:
                 "steps": progress.step + training.loader.steps,
                 "rows": progress.counters.rows,
                 "world_size": self._worker.world_size,
+                # All ranks enter here, but only rank 0 writes the event.
                 **node_fields(Communicator.all().all_gather(this_node())),
                 "peak_multiply_adds_per_s": setup.peak_multiply_adds_per_s,
                 "checkpoint": checkpoint and checkpoint.path,

@@ -270,6 +270,7 @@ class ShardRows:
         return tokens
 
 
+# Threads of a loader may import at the same time. The second must not see the empty modules.
 _import_lock: Final = threading.Lock()
 
 

@@ -103,6 +103,7 @@ def gather_rank_resources(context: WorkerContext, ranks: Communicator) -> list[R
         max(0, memory.total - store) // workers,
         _device_bytes(context.device) if context.device.type == "cuda" else None,
     )
+    # Each rank plans alone and must plan the same, so that all need all resources.
     return ranks.all_gather(resources)
 
 
