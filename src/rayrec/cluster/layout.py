@@ -207,17 +207,17 @@ def layout(
         is_separate = {"separate": True, "auto": enough, "any": False}[data_nodes]
         usual = 1.0 if use_gpu or is_separate else min(1.0, _cpus(training) / (2 * max_workers))
         each = usual if cpus_per_worker is None else cpus_per_worker
-        share = _Share(
+        assignment = _Assignment(
             workers, each, {"CPU": each, **required}, nodes, training, other_nodes, is_separate
         )
-        unfit_reason = share.unfit_reason()
+        unfit_reason = assignment.unfit_reason()
         if unfit_reason is None:
-            return share.layout(task_memory_bytes)
+            return assignment.layout(task_memory_bytes)
     raise InputError(unfit_reason)
 
 
 @dataclass(frozen=True)
-class _Share:
+class _Assignment:
     """Assignment of a cluster's nodes to workers and data tasks, which may not fit."""
 
     workers: int

@@ -263,8 +263,8 @@ def _block_text(
     return texts
 
 
-# A block of rows depends on the plan and its number only, so that threads make blocks in any order
-# and the text is the same for any number of them:
+# A block of rows depends on the plan and its number only. Threads make blocks in any order, and the
+# text is the same for any number of threads:
 #
 #   threads        _block_text    rows of a block, as text by day; labels and logits into arrays
 #   this thread    in_order       blocks by number, written to the file of their day

@@ -193,7 +193,7 @@ def split(
 #   by          examine                 choose                     write
 #   rows        tables only             -                          hash of the row's number
 #   group       tables only             -                          hash of the group
-#   time        times of all rows       radix search of quantiles  time of the row
+#   time        times of all rows       quantiles by radix search  time of the row
 #   last-out    events by partition     last rows of each user     marks of the row
 #
 # Text needs no examination: its index has the rows. A table's first row is known only after the
