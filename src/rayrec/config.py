@@ -206,7 +206,6 @@ class Config:
         """Return a configuration of another class that can replace this one, given its stored
         `class`, or None if unknown.
         """
-        del name
 
     def _allowed_classes(self) -> str:
         class_name = type(self)._custom_class() or type(self).__qualname__

@@ -261,21 +261,18 @@ class ClickModelConfig(Config):
         (`KeyedEmbeddings.sequences`). Default: none. Pure. Raises InputError for inputs that the
         model does not support.
         """
-        del inputs
         return ()
 
     def full_tables(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the features whose full table the network reads (`KeyedEmbeddings.table`).
         Default: none.
         """
-        del inputs
         return ()
 
     def candidate_feature(self, inputs: ModelInputs) -> str | None:
         """Return the feature whose known categories the model ranks, None for models of labels. In
         a list, each item after the first is a target. Default: None.
         """
-        del inputs
         return None
 
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:

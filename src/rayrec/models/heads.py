@@ -74,7 +74,6 @@ class Head(ABC):
 
     def columns(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:
         """Return the prediction columns, [rows, ...] each."""
-        del tokens
         return {name: values[name] for name in self.names}
 
     def answer(self, values: Mapping[str, np.ndarray], tokens: Tokens) -> dict[str, np.ndarray]:

@@ -166,7 +166,6 @@ class _ConstantGate(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        del vectors
         return 2.0 * self.bias.sigmoid()
 
 

@@ -123,7 +123,6 @@ class SASRec(nn.Module):
         """Return `hidden` [rows, max_length, dim], the state after each item, `ids` [rows,
         max_length], `lengths` and `table`.
         """
-        del dense
         items = embedded.sequences(self._feature)
         # The last position of a full list has no target in training, so it has no separate position
         # embedding.
@@ -141,7 +140,6 @@ class SASRec(nn.Module):
         """Return each row's mean cross entropy over the known items after the first, 0 for lists
         without one, float32 [rows].
         """
-        del batch
         ids = outputs["ids"]
         targets = self._candidates.numbers(ids[:, 1:])
         positions = torch.arange(1, self._length, device=ids.device)
@@ -156,7 +154,6 @@ class SASRec(nn.Module):
         """Return `rank_measures` of each list's last item among all known ones, given those before.
         Lists of one item, and those with a missing last one, have no target.
         """
-        del batch
         last = (outputs["lengths"] - 1).clamp(min=1)
         logits = candidate_logits(
             self._after(outputs["hidden"], last - 1), self._candidates.of_table(outputs["table"])
@@ -175,7 +172,6 @@ class SASRec(nn.Module):
         """Return the k next items with the highest scores for each list, or all known ones if there
         are fewer.
         """
-        del embedded
         last = (outputs["lengths"] - 1).clamp(min=0)
         logits = self._logits(self._after(outputs["hidden"], last), outputs["table"], torch.float32)
         scores, numbers = logits.topk(min(self._k, logits.shape[1]), dim=1)

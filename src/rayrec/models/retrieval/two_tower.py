@@ -93,15 +93,12 @@ class TwoTowerConfig(ClickModelConfig):
         """Return the item table if the items have no other features. Evaluations then rank all
         items.
         """
-        del inputs
         return () if self.item_features[1:] else self.item_features
 
     def candidate_feature(self, inputs: ModelInputs) -> str:
-        del inputs
         return self.item_features[0]
 
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
-        del inputs
         return (VectorHead("user", self.vector), VectorHead("item", self.vector))
 
     def objective(self, metrics: Mapping[str, float]) -> str:
@@ -163,7 +160,6 @@ class TwoTower(nn.Module):
         """Return each row's cross entropy of its item among the known items of all rows in the
         step, 0 for rows without a known item, float32 [rows]. Collective.
         """
-        del batch
         items, local_rows = gathered_rows(outputs["item"])
         ids, _ = gathered_rows(outputs["ids"])
         logits = outputs["user"] @ items.T / self._temperature - self._log_frequency(ids)
@@ -180,7 +176,6 @@ class TwoTower(nn.Module):
         """Return `rank_measures` of each row's item among the table's known items, or among the
         step's distinct ones. Rows with a missing item have no target. Collective.
         """
-        del batch
         ids = outputs["ids"]
         if "table" in outputs:
             logits = candidate_logits(
@@ -216,7 +211,6 @@ class TwoTower(nn.Module):
         self, outputs: dict[str, torch.Tensor], embedded: KeyedEmbeddings
     ) -> dict[str, torch.Tensor]:
         """Return the vectors."""
-        del embedded
         return {name: outputs[name] for name in ("user", "item")}
 
     @staticmethod
