@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -17,11 +17,9 @@ from rayrec.checkpoint.writer import save
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.ranking.dlrm import DLRMConfig
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import empty_model, expected_weights
 from rayrec.workloads.scoring import PREFIX
-
-if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
 
 # Names of weights by part. Indices of layers are in the names, so that parts are sorted by number,
 # not as text (10 follows 9).

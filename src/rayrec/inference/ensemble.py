@@ -5,18 +5,16 @@ serving.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayrec import storage
 from rayrec.checkpoint import Checkpoint, open_checkpoint
 from rayrec.checkpoint.writer import join
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.scorer import click_settings, load_preprocessor, merge_checkpoints
 from rayrec.workloads.recsys.workload import ClickWorkload
-
-if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
 
 
 def ensemble(

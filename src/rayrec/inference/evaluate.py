@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import numpy as np
 import pyarrow as pa
@@ -28,14 +28,12 @@ from rayrec.metrics.significance import METRICS, Difference, compare_models, int
 from rayrec.models.base import ModelInputs
 from rayrec.models.cost import network_multiply_adds
 from rayrec.observe.console import Console
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.baselines import Baselines, Kind, open_baselines
 from rayrec.workloads.recsys.scorer import load_preprocessor
 from rayrec.workloads.recsys.scoring import DAY, FREQUENCY
 from rayrec.workloads.recsys.workload import ClickWorkload
 from rayrec.workloads.scoring import GROUP, KEY, PREFIX
-
-if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
 
 MISSING = "(missing)"
 OTHER_VALUES = "(others)"

@@ -84,8 +84,9 @@ def _random_rows(
     }
     dense = torch.rand(rows, inputs.num_dense, device=device)
     pooled = random(rows, (len(inputs.features) - len(sequences)) * config.table_width)
+    # Ids of known categories, because the loss of others may cost nothing
     ids = {
-        name: embeddings.rows.new_full((len(embeddings.values),), _any_id(inputs, name))
+        name: embeddings.rows.new_full((len(embeddings.values),), inputs.candidates_of(name).first)
         for name, embeddings in sequences.items()
     }
     rows_of = dict(zip(inputs.features, num_embeddings, strict=False))
@@ -95,11 +96,6 @@ def _random_rows(
     return dense, KeyedEmbeddings.in_order(
         inputs.features, config.table_width, pooled, sequences, ids=ids, tables=tables
     )
-
-
-def _any_id(inputs: ModelInputs, feature: str) -> int:
-    """Return the id of a known category, because the loss of other ids may cost nothing."""
-    return inputs.candidates_of(feature).first
 
 
 def _saved_bytes(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from rayrec import host_resources
 from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import Delivery, JaggedEmbeddings, KeyedEmbeddings
+from rayrec.layers.mlp import Precision
 from rayrec.models.base import (
     ClickModelConfig,
     ModelInputs,
@@ -31,9 +32,6 @@ from rayrec.models.base import (
 from rayrec.models.ensemble import build_network
 from rayrec.models.heads import Head, LabelHead, measured, named_outputs, network_loss
 from rayrec.models.scoring_tables import find_table, table_name
-
-if TYPE_CHECKING:
-    from rayrec.layers.mlp import Precision
 
 # Rows drawn from one seed. Small enough to waste little at shard edges, large enough to add no
 # cost.

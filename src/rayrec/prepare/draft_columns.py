@@ -55,6 +55,7 @@ _DECIMAL: Final = r"^-?[0-9]*\.[0-9]+(e[+-]?[0-9]+)?$"
 _DATE: Final = r"^\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}"
 _GROUPED: Final = r"^[+-]?\d{1,3}(,\d{3})+(\.\d+)?$|^[+-]?\d+,\d+$"
 """Numbers with commas: 1,234 or 3,14."""
+_INDEX_NAME: Final = r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid"
 _EPOCH: Final = (946_684_800, 4_102_444_800)
 """Seconds from 1970 to 2000 and to 2100."""
 
@@ -195,7 +196,8 @@ def _describe_numbers(column: Column, numbers: np.ndarray, *, is_time: bool) -> 
         len(steps) == 1 and steps[0] != 0 and bool((np.diff(column.numbers) == steps[0]).all())
     )
     if not column.has_missing and (
-        is_counter or (_is_index_name(column.name) and column.distinct == len(array))
+        is_counter
+        or (re.fullmatch(_INDEX_NAME, column.name.strip()) and column.distinct == len(array))
     ):
         return replace(column, kind="row number")
     return replace(column, kind="integer")
@@ -219,7 +221,8 @@ def _is_epoch(column: Column) -> bool:
     assert column.numbers is not None
     for unit in (1, 10**3, 10**6):
         if column.numbers.min() >= _EPOCH[0] * unit and column.numbers.max() < _EPOCH[1] * unit:
-            return column.distinct > 1 and (_is_time_name(column.name) or column.is_ordered)
+            is_named = not _TIMES.isdisjoint(split_words(column.name))
+            return column.distinct > 1 and (is_named or column.is_ordered)
     return False
 
 
@@ -330,16 +333,6 @@ def is_amount_name(name: str) -> bool:
     words = split_words(name)
     return not is_id_name(name) and (
         not _AMOUNTS.isdisjoint(words) or bool(re.fullmatch(r"i[0-9]+", "".join(words)))
-    )
-
-
-def _is_time_name(name: str) -> bool:
-    return not _TIMES.isdisjoint(split_words(name))
-
-
-def _is_index_name(name: str) -> bool:
-    return bool(
-        re.fullmatch(r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid", name.strip())
     )
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.counts import CountingIndexer
+from rayrec.data.encoding.counts import CountingIndexer, Counts
 from rayrec.data.encoding.extension import Extension, extension_rules, with_id_tables
 from rayrec.data.encoding.extension import extend as extend_preprocessor
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -29,9 +29,6 @@ from rayrec.prepare.config import (
     reject_options,
 )
 from rayrec.prepare.text import TextConfig, preprocess_text
-
-if TYPE_CHECKING:
-    from rayrec.data.encoding.counts import Counts
 
 _OF_COUNTS = ("min_count", "max_num_embeddings", "token_modulo")
 """Overrides of a preset that apply to counted vocabularies."""

@@ -549,7 +549,7 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "features": [
             {"name": each, "list_delimiter": columns[each].detail}
             for each in plan.lists
-            if _needs_mark(columns[each])
+            if columns[each].detail not in ("", "|")
         ],
         "timestamp": plan.timestamp or "",
         "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
@@ -565,10 +565,6 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
     return yaml.safe_dump(
         fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
     )
-
-
-def _needs_mark(column: Column) -> bool:
-    return column.detail not in ("", "|")
 
 
 def _markers(columns: Mapping[str, Column]) -> list[str]:

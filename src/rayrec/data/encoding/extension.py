@@ -5,7 +5,6 @@ other programs wrote.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.encoding.counts import Counts
 from rayrec.data.encoding.known_categories import ENDS
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, VocabularyColumn, build_vocabulary
@@ -22,9 +22,6 @@ from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.logs.column_values import plain_array
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.schema import Schema
-
-if TYPE_CHECKING:
-    from rayrec.data.encoding.counts import Counts
 
 
 @dataclass(frozen=True)

@@ -46,18 +46,15 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     if not texts:
         return True
     first = next((file for file in texts if file.size_bytes), None)
-    has_columns = first is not None and _has_columns(first.path, schema)
+    has_columns = first is not None and (
+        is_parquet(first.path) or 2 * count_names(first.path, schema) > len(schema.columns)
+    )
     if len(texts) < len(files) and not has_columns:
         table = next(file for file in files if file not in texts)
         raise InputError(
             f"{table.path} is a table and {texts[0].path} is not; select the files of one log"
         )
     return has_columns
-
-
-def _has_columns(path: str, schema: Schema) -> bool:
-    """Return whether a file is Parquet, or text whose first line names most columns."""
-    return is_parquet(path) or 2 * count_names(path, schema) > len(schema.columns)
 
 
 # A table is indexed in two jobs, whose results are cached:

@@ -550,10 +550,10 @@ class MappedRows:
             return out
         out = np.empty(shape, values.dtype)
         if out.size:
-            c_runs, buffers = self._c_runs(name, runs)
+            # The buffers are local variables, so they live until the call has returned.
+            c_runs, _buffers = self._c_runs(name, runs)
             sizes = (len(order), matrix.columns, values.itemsize, ctypes.c_int32(transposed))
             call("rayrec_gather_rows", ctypes.byref(c_runs), order, *sizes, out)
-            del buffers
         return out
 
     def _unpack(
@@ -565,12 +565,11 @@ class MappedRows:
         dense = np.empty((len(order), num_dense), np.float32)
         ids = np.empty((num_sparse, len(order)), np.int32)
         labels = np.empty(len(order), np.float32)
-        c_runs, buffers = self._c_runs("rows", runs)
+        # The buffers and rules are local variables, so they live until the call has returned.
+        c_runs, _buffers = self._c_runs("rows", runs)
         sizes = (len(order), ctypes.c_int32(num_dense), ctypes.c_int32(num_sparse))
-        # The rules and buffers are local variables, so they live until the call has returned.
         rules = (CDenseColumn * num_dense)(*map(c_dense_column, preprocessor.dense))
         call("rayrec_unpack_rows", ctypes.byref(c_runs), order, *sizes, rules, dense, ids, labels)
-        del buffers
         columns: Any = ids.astype(preprocessor.id_dtype, copy=False)
         return EncodedRows(
             dense,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, Required
+from typing import Any, Final, Literal, Required
 
 import numpy as np
 import torch
@@ -32,9 +32,7 @@ from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.models.base import ClickModelConfig, ModelInputs, stored_model
 from rayrec.models.scoring_tables import QUANTIZATIONS, Quantization, RowFormat
 from rayrec.workloads.recsys.scorer import ClickScorer, empty_model, make_scorer
-
-if TYPE_CHECKING:
-    from rayrec.workloads.scoring import Device
+from rayrec.workloads.scoring import Device
 
 FORMAT: Final = "rayrec-export"
 VERSION: Final = 1

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 import torch
@@ -40,11 +40,9 @@ from rayrec.models.scoring_tables import (
     table_name,
     table_weight,
 )
+from rayrec.workloads.base import TrainConfig
 from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.scoring import PREFIX, check_weights, stored_settings
-
-if TYPE_CHECKING:
-    from rayrec.workloads.base import TrainConfig
 
 
 class PlainModel(nn.Module):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 import numpy as np
 import pyarrow as pa
@@ -34,10 +34,8 @@ from rayrec.workloads.base import ScoringContext, TrainConfig
 from rayrec.workloads.recsys.candidates import model_inputs
 from rayrec.workloads.recsys.scorer import ClickScorer, load_preprocessor, load_scorer
 from rayrec.workloads.recsys.settings import ClickSettings, check_grouped
+from rayrec.workloads.run_config import DataConfig
 from rayrec.workloads.scoring import GROUP, KEY, BlockScorer, Device, Scoring
-
-if TYPE_CHECKING:
-    from rayrec.workloads.run_config import DataConfig
 
 DAY = "day"
 FREQUENCY = "frequency:"

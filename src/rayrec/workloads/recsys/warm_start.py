@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from rayrec.workloads.recsys.scorer import (
     expected_weights,
     load_preprocessor,
 )
+from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 from rayrec.workloads.scoring import require_same_optimizer, require_same_weights, stored_settings
-
-if TYPE_CHECKING:
-    from rayrec.workloads.recsys.settings import ClickSettings, Prepared
 
 _TOKENS_AT_ONCE: Final = 1 << 20
 """Categories per lookup batch."""
