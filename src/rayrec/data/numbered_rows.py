@@ -50,9 +50,11 @@ class RowSource(Protocol):
 
     def will_read(self, indices: np.ndarray) -> None:
         """Hint that these rows will be read soon; returns at once."""
+        return
 
     def close(self) -> None:
         """Release the rows."""
+        return
 
 
 # A data task may read the rows elsewhere. So unreadable ones are marked there, and counted here.

@@ -108,9 +108,7 @@ class Encoder:
         numbers = [_marker_number(marker) for marker in self._missing]
         self._missing_numbers = {number for number in numbers if number is not None}
         self._missing_tokens = {
-            int(number) % 2**64
-            for number in self._missing_numbers
-            if number.is_integer() and abs(number) < 2**53
+            int(number) % 2**64 for number in self._missing_numbers if _is_integral(number)
         }
         self._buckets: bool = stored["integer_buckets"]
         minimum = stored["file_minimum"]
@@ -406,6 +404,10 @@ def _marker_number(marker: str) -> float | None:
     if text in _BOOLEANS:
         return float(_BOOLEANS[text])
     return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def _is_integral(number: float) -> bool:
+    return number.is_integer() and abs(number) < 2**53
 
 
 def _plain(value: Any) -> Any:
