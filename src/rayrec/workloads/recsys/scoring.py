@@ -84,7 +84,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
     assert sum(block_rows) == rows[1] - rows[0]
-    of_set = {"set": set_name, "path": context.path} if set_name else {}
+    set_fields = {"set": set_name, "path": context.path} if set_name else {}
     return Scoring(
         block_rows=block_rows,
         load=process.load,
@@ -97,7 +97,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
             ks=context.ranking_k or DEFAULT_KS,
         ),
         described={
-            **of_set,
+            **set_fields,
             "bad_rows": index.faults.total,
             "preprocessor": preprocessor.hash(),
         },
