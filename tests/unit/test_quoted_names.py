@@ -15,6 +15,7 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CON
 QUOTED = re.compile(r"(?<![`\w])`([A-Za-z_][\w.]*\w)(?:\(\))?`")
 WORD = re.compile(r"[A-Za-z_]\w*")
 FOREIGN = {
+    "yaml",
     "Dataset",
     "named_parameters",
     "autoscaling",
@@ -141,6 +142,7 @@ def test_docstrings_quote_existing_names(path: Path) -> None:
 PROJECT = ("src", "tests", "deploy", "examples", "benchmarks", "tools", "packaging")
 TEXT = {".py", ".yaml", ".yml", ".toml", ".sh", ".sbatch", ".json", ".ipynb", ".service", ".timer"}
 FOREIGN_IN_PAGES = {
+    "RAY_worker_oom_score_adjustment",
     "CLOUD",
     "IterableDataset",
     "LD_PRELOAD",
