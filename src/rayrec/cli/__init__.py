@@ -77,6 +77,7 @@ def run(arguments: list[str]) -> int:
     words = arguments[1:]
     if name == "resume" and not words:
         return _fail("rayrec resume: missing run. Usage: rayrec resume RUN, such as runs/demo")
+    # `resume` is `train` with the folder of a run. What the run stored is its recipe.
     if name == "resume":  # A trailing slash marks a folder instead of a recipe.
         words = [
             word if word.startswith("-") or number else f"{word.rstrip('/')}/"
@@ -101,6 +102,7 @@ def _status(command: Command, name: str, words: list[str]) -> int:
         )
         if is_user_error and error.filename is not None:
             return _fail(f"rayrec {name}: {error.filename}: {error.strerror}")
+        # `rayrec ... | head` closes the pipe. That is no error to report, but the work is not done.
         if _drop_closed_output():
             return 1
         # Store outage or full disk.
@@ -128,6 +130,7 @@ def _run(command: Command, words: list[str]) -> int:
 
     call = parse(command, words)
     out = sys.stdout
+    # With torchrun, each rank runs this command, and one of them speaks.
     is_first = _is_first(command)
     quiet = "-q" in switches or not is_first
     # -q hides the output of a job, but not of its supervisor.
@@ -148,6 +151,7 @@ def _run(command: Command, words: list[str]) -> int:
         keywords["show"] = (
             None if quiet else functools.partial(print, end="", file=sys.stderr, flush=True)
         )
+    # A shell reads results from a pipe, so that nothing else may be in it.
     # Only results reach standard output. Output of Ray and other libraries goes to standard error.
     with contextlib.nullcontext() if command.prints else contextlib.redirect_stdout(sys.stderr):
         result = command.function(*call.arguments, **keywords)

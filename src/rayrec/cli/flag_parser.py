@@ -18,6 +18,8 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+# argparse assigns words and lists the flags. Conversion is left to pydantic (`value_of`), which
+# knows the types of configuration fields, unions and literals.
 class _Switch(argparse.Action):
     """Action of a flag without a value, which its negative form makes False."""
 

@@ -169,6 +169,7 @@ def value_of(flag: Flag, words: list[str] | bool) -> Any:
     label = flag.names[0] if flag.name else flag.shown
     if flag.read is not None:
         return flag.read(label, ",".join(words))
+    # Types of fields carry their bounds, so that a value is checked here as in a YAML file.
     adapter = pydantic.TypeAdapter(flag.type)
     errors = []
     for candidate in _candidates(flag.type, words):
@@ -186,6 +187,8 @@ def _candidates(kind: Any, words: list[str]) -> Iterator[Any]:
     has_names = any(typing.get_origin(member) is dict for member in members(kind))
     if has_names and len(words) % 2 == 0:
         yield dict(zip(words[::2], words[1::2], strict=True))
+    # pydantic takes texts for numbers, but not for lists, mappings and None. The first candidate's
+    # error is the one to show.
     if len(words) != 1 or takes_many(kind):
         yield words
     if len(words) == 1:

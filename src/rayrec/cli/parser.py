@@ -127,6 +127,7 @@ def configured(command: Command, words: list[str]) -> tuple[Any, list[str]]:
             f"missing recipe. Usage: rayrec {command.name} RECIPE, where RECIPE is one of "
             f"{choices}."
         )
+    # Taken before the other flags, because these two determine which flags there are.
     (schema, model), rest = take(rest, "schema", "model")
     settings = {
         name: text for name, text in (("schema", schema), ("model", model)) if text is not None
@@ -222,6 +223,8 @@ def _reject_unknown(prog: str, flags: Iterable[Flag], word: str) -> NoReturn:
         for flag in difflib.get_close_matches(unknown, names, cutoff=0.7)
         if _is_similar(flag, unknown)
     ][:1]
+    # A wrong suggestion is worse than none, so that each word of it must resemble one that was
+    # typed.
     if not suggestions:  # A nested field without its prefix.
         last = {flag: flag.removeprefix("--").rpartition(".")[2] for flag in names}
         similar = difflib.get_close_matches(

@@ -87,6 +87,14 @@ def serve(
         )
 
 
+# A server is changed through its control actor on the Ray cluster, by any process that reaches the
+# cluster. Actions, of which a call has one:
+#
+#   swap       the model becomes the active one as soon as it is loaded and checked
+#   rollback   the model before it becomes active again
+#   shadow     a model gets copies of requests, and its answers are only compared
+#   no_shadow  the shadow model is removed
+#   stop       the server ends, even if the process that started it was killed
 def _change_server(
     requested: list[str], model: str | None, config: "ServerConfig", address: str | None
 ) -> dict[str, Any]:
@@ -101,6 +109,8 @@ def _change_server(
             f"{' and '.join(requested)}"
         )
     (action,) = requested
+    # An option of a start, such as a port, would be ignored here. It is refused, so that nobody
+    # believes that it was applied.
     default = vars(type(config)())
     unused = [name for name, value in default.items() if getattr(config, name) != value]
     unused = [name for name in unused if name != action]

@@ -38,6 +38,7 @@ def resolve_alias(config: Config, name: str) -> str | None:
     """Return the setting with a short name, or None if the configuration lacks it, or one of
     several.
     """
+    # Recipes differ in their fields: `--lr` is the dense optimizer's where tables have their own.
     path = next((path for path in ALIASES.get(name, ()) if _has(config, path)), None)
     return path if all(_has(config, companion) for companion in COMPANIONS.get(name, ())) else None
 
@@ -84,6 +85,13 @@ def updated(config: Settings, changes: Mapping[str, Any]) -> Settings:
     return config.updated({name: _value(config, name, value) for name, value in changes.items()})
 
 
+# What a value may be, by the kind of the current setting:
+#
+#   configuration, a text              read by its kind: schema file, model name or data path
+#   configuration, a mapping + TEXT    the text, then settings of what it names
+#   configuration, a mapping           settings, each by these rules
+#   list of configurations, a mapping  settings by number; the others stay
+#   anything else                      the value itself, which `Config.updated` checks
 def _value(config: Config, name: str, value: Any) -> Any:
     current = getattr(config, name, None)
     if isinstance(current, Config) and (
@@ -137,6 +145,13 @@ def _model(current: Any, names: str) -> Config:
     return model
 
 
+# How a text is understood, by the first rule that fits:
+#
+#   FILE.py:FUNCTION              a recipe of the user's file
+#   ends in .yaml, .yml or .json  a configuration file
+#   has a slash, or is a folder   a run, which resumes; anything else there is probably data
+#   names a file                  data, which the error explains
+#   otherwise                     the name of a recipe
 def named_configuration(text: str) -> TrainConfig:
     """Return the configuration of a recipe's name, FILE.py:FUNCTION, FILE.yaml, or the folder of a
     run, which then resumes.

@@ -140,6 +140,8 @@ def train(
     """
     from rayrec.training.trainer import train as run
 
+    # A path belongs to the configuration, which is stored, so that the run resumes by its name
+    # alone. Objects must be given again.
     if isinstance(data, str):
         settings, data = {**settings, "data": data}, None
     resolved = configuration(config, settings)

@@ -141,6 +141,15 @@ def require_space(folder: str, name: str, needed_bytes: int) -> None:
         )
 
 
+# States of a file:
+#
+#   missing     not in the folder
+#   incomplete  .fetch/NAME, while it is transferred or unpacked, and checked
+#   complete    NAME, by an atomic rename after the checks
+#   recorded    and in fetched.json, with its checksum and the kind of check
+#
+# A killed call may leave incomplete files. The next call removes them. It may also leave a complete
+# file without a record. The next call checks it against the published checksum.
 @dataclass(frozen=True)
 class _Call:
     """State shared by all transfers of a `fetch` call."""
@@ -170,6 +179,7 @@ def _extract(
     writing. Raises InputError if the archive is damaged, or a member is missing, not a regular
     file, or not the published one.
     """
+    # Members are found by their last name. A path in the archive could lead out of the folder.
     missing = {file.name: file for file in members}
     results = []
     try:
@@ -207,6 +217,7 @@ def _extract_member(
     source = tar.extractfile(member)
     assert source is not None
     with writing_to(path):
+        # Reading and writing fail for different reasons, with different fixes.
         # Closed below: errors of reading are not those of writing.
         output = open(path, "wb")  # noqa: SIM115
     with output:
@@ -214,6 +225,7 @@ def _extract_member(
             with writing_to(path):
                 output.write(chunk)
             digests.add(chunk)
+            # Another transfer failed. Threads cannot be killed, so each looks for it.
             if call.stop.is_set():
                 raise Stopped
     try:

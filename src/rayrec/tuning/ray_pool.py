@@ -37,6 +37,7 @@ def ray_pool(
     InputError if none fits.
     """
     connection.connect(cluster.address, **cluster.connection, log_to_driver=console.verbose)
+    # A signal must not interrupt Ray's calls halfway: tasks would run on without an owner.
     with Signals() as signals, signals.deferred():
         pool = RayPool(options, signals, max_failures=config.failure.max_failures)
         if not _num_fitting(options, free=True):
@@ -48,6 +49,13 @@ def ray_pool(
 
 
 @final
+# What becomes of a part:
+#
+#   the task returns          its result, which may be a failure of the trial's settings
+#   its process or node dies  the part runs again, before the waiting ones, from its checkpoint
+#   too many deaths           given up after `max_failures`; the next search retries it
+#   the task cannot start     given up; the next search retries it
+#   a signal                  all tasks are canceled and awaited: each saves, as on Ctrl-C
 class RayPool:
     """Pool with as many tasks as Ray has room for. If a task's process is killed (out of memory,
     node loss), its trial resumes in another, up to `max_failures` times (-1: any).
@@ -88,6 +96,7 @@ class RayPool:
                 job = waiting.popleft()
                 connection.ship_code(job.config)
                 self._running[self._task.remote(job)] = job
+            # A limit, because signals are deferred and looked for here.
             done, _ = ray.wait([*self._running], timeout=_POLL_S)
             if self._signals.cause is not None:
                 self.stop()
@@ -104,6 +113,7 @@ class RayPool:
         """Interrupt all tasks and wait until their trials have saved, which takes at most
         `failure.max_grace_s` seconds.
         """
+        # Not `force`: the tasks get a KeyboardInterrupt, and save before they end.
         for reference in self._running:
             ray.cancel(reference)
         if self._running:

@@ -85,6 +85,12 @@ class Trial:
     """Selected checkpoint. None if the trial is not finished."""
 
 
+# Sequence of a search. Every step can be killed: the same call repeats what is not stored yet.
+#
+#   begin    search.json and the first group's values    a changed search is refused from here on
+#   prepare  data/                                       indexed, counted and preprocessed once
+#   train    journal.log, trials/trial_NNNN              group by group, wave by wave
+#   conclude trials.json, best.yaml, report.html         computed again by each call
 def tune(
     config: TrainConfig,
     space: Space,
@@ -175,6 +181,8 @@ class _Search:
         self._groups = groups_of(len(self._settings) * options.seeds, options)
         self.configs: list[TrainConfig] = []
         """Configurations of the trials."""
+        # Where trials train, how many at once and which baselines join may change between calls,
+        # because they change no result.
         # The settings that all searches of a folder share.
         self._shared = {
             "config": config.replace(cluster=ClusterConfig()).to_dict(),
@@ -210,7 +218,7 @@ class _Search:
     def train(self, data: str, console: Console) -> None:
         """Train all trials on preprocessed rows."""
         with contextlib.ExitStack() as stack:
-
+            # Opened by the first wave with something to train, and shared by all groups.
             @functools.cache
             def pool() -> TrainParts:
                 # Ray is connected only if there is something to train.
@@ -222,6 +230,9 @@ class _Search:
                 opened = ray_pool(cluster, self._options, self.configs[0], console=console)
                 return stack.enter_context(opened).run
 
+            # A group's values may depend on the results of the groups before (TPE), so they are
+            # drawn only now. They are stored before training begins: a resumed search must train
+            # the same values.
             for group in self._groups:
                 self._create_trials(group)
                 self._study.save()
@@ -368,6 +379,7 @@ def _conclude(
         ", ".join(f"{field}: {value}" for field, value in best.values.items())
         or "the recipe's own settings"
     )
+    # The file is a configuration for `rayrec train --config`. Its head tells people its origin.
     head = (
         f"# The best of a search: {settings}\n"
         f"# {options.metric} {best.best:.5f} on {prepared.sets['validation'].rows:,} validation "
@@ -439,6 +451,7 @@ def _score_test_rows(config: TrainConfig, checkpoint: str, console: Console) -> 
     job = ScoringRequest(checkpoint, path, config, ScoringConfig(), console).open(
         evaluating=True, spare_cpus=0
     )
+    # The job scores to the end of its last block, which may lie behind the test rows.
     test_rows = ScoredRows()
     for part in job.tables(console, title="score test rows", first_row=first):
         test_rows.update(part.slice(0, count - test_rows.rows))
@@ -453,6 +466,7 @@ def _groups(
     """Compare settings over the seeds of their finished trials, and baselines, on the test rows."""
     groups: list[dict[str, Any]] = []
     scores: list[SeededScores] = []
+    # Trials of a setting are neighbours: number = setting x seeds + seed.
     for start in range(0, len(trials), options.seeds):
         finished = [
             trial for trial in trials[start : start + options.seeds] if trial.checkpoint is not None
@@ -512,6 +526,8 @@ def _add_differences(groups: Sequence[dict[str, Any]], scores: Sequence[SeededSc
         compare_seeds(group_scores, scores[0], confidence=Resampling.confidence)
         for group_scores in scores[1:]
     ]
+    # All settings are compared with the same first one. Without a correction, one of twenty equal
+    # settings would look better at random.
     corrected = holm([test.p_value for test in tests])
     for group, test, p_value in zip(groups[1:], tests, corrected, strict=True):
         group |= {**vars(test), "corrected_p_value": p_value}

@@ -106,9 +106,12 @@ class Space:
             dict(zip((grid.field for grid in grids), positions, strict=True))
             for positions in itertools.product(*(range(len(grid.values)) for grid in grids))
         ]
+        # Other fields are drawn, so that no setting can equal the recipe's own.
         if len(grids) < len(self.domains):
             num_draws = max(1, (options.trials - 1) // len(combinations))
             return [{}, *combinations * num_draws]
+        # Only grids: the recipe's own settings may be among the points, and need not be trained
+        # twice.
         equal = (
             positions
             for positions in combinations

@@ -53,6 +53,8 @@ class Study:
             direction="maximize" if options.metric == "auroc" else "minimize",
         )
         self._study_id = self._storage.get_study_id_from_name(_NAME)
+        # Not a failure in the journal: the settings are not to blame, and a sampler must not learn
+        # from an outage.
         self._outside_errors: dict[int, str] = {}
         """Errors of trials that the next search trains again, which the journal does not keep."""
 
@@ -94,6 +96,7 @@ class Study:
             self._storage.set_trial_user_attr(trial_id, _ERROR, result.error)
             self._study.tell(number, state=TrialState.FAIL)
         else:
+            # The journal needs a value to tell a trained wave from one that was not.
             value = math.nan if result.value is None else result.value
             self._storage.set_trial_intermediate_value(trial_id, wave, value)
             if result.finished:
@@ -161,6 +164,15 @@ def _distribution(domain: Domain) -> BaseDistribution:
     return FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 
+# Protocol of the journal. Optuna appends operations while trials run, and reads them all when a
+# study is opened.
+#
+#   append_logs  keeps the operation in memory, several for one change of a trial
+#   save         replaces the file after the last operation of a change
+#
+# A kill before `save` loses the whole change, never a part of it. The trial is then RUNNING without
+# its last value, and trains that part again, to the same bits. There is one writer: this process.
+# Optuna's own file backend locks and appends, which object stores cannot do.
 class _Journal(BaseJournalBackend):
     """Journal in Optuna's file format, one operation a line, local or at a URL. Object stores
     cannot append, so `save` replaces the file.

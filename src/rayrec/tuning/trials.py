@@ -60,6 +60,8 @@ def train_part(job: Job) -> PartResult:
     try:
         result = train_until(job.config, job.fraction, console=Console(quiet=True))
     except Exception as error:
+        # Settings cause an InputError, unless it only words an error of storage. Other errors may
+        # be those of the machine.
         can_retry = not isinstance(error, InputError) or isinstance(error.__cause__, OSError)
         return PartResult(error=line_of(error), can_retry=can_retry)
     if result is None:
@@ -99,6 +101,7 @@ def selected_metric(
         }
         return config.workload.score(metrics)
 
+    # Stable: of equal ones, the last counts, which is the one that training keeps.
     if config.early_stopping.patience:
         candidates.sort(key=score)
     value = candidates[-1][metric] if candidates else None

@@ -69,6 +69,15 @@ def groups_of(num_trials: int, options: TuneConfig) -> list[list[int]]:
     return groups
 
 
+# Waves of a group, with keep_fraction 1/3 and 28 trials:
+#
+#   wave   share of steps   trained                    then
+#   0      1/27             all 28                     the best 9 of 27 continue, and trial 0
+#   1      1/9              10                         the best 3 of 9 continue, and trial 0
+#   2      1/3              4                          the best of 3 continues, and trial 0
+#   3      1                2                          both are finished
+#
+# A wave is over when all its trials have paused, so that who continues depends on the metrics only.
 def train_waves(
     group: Sequence[int],
     configs: Sequence[TrainConfig],
@@ -94,6 +103,7 @@ def train_waves(
                 progress = "finished" if result.finished else f"{fraction:.1%} of its steps"
                 value = "" if result.value is None else f", {options.metric} {result.value:.5f}"
                 note(f"trial {job.number}: {result.error or progress}{value}")
+        # Read from the study, not from the results above: a resumed search skips what is trained.
         if fraction < 1:
             metrics = {number: study.metric(number, wave) for number in group if number}
             best = rank_best(metrics, options.keep_fraction, sign=sign)

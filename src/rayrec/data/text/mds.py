@@ -112,6 +112,7 @@ class TokenColumn:
         begin with their length.
         """
         size = self.block_size
+        # Rows of one shard only: a block over two shards would need both to be fetched.
         if self.layout == "pack":
             if self.end_token is not None:
                 rows = [
@@ -218,6 +219,15 @@ def damaged(path: str, how: str) -> InputError:
     return InputError(f"{path}: damaged: {how}. Copy it again or prepare the text again.")
 
 
+# Layout of a shard (little-endian), as MosaicML streaming writes it:
+#
+#   uint32               number of rows
+#   uint32 [rows + 1]    offset of each row in the file, and of its end
+#   rows                 sizes (uint32) of columns without a fixed one, then their bytes
+#
+# The offsets are checked before any row is decoded: streaming trusts them, and would read a damaged
+# shard as other tokens. Shards are mapped: the processes of a node share their pages. A mapping
+# must outlive the rows read from it, so `ShardRows` holds it.
 @final
 class ShardRows:
     """Rows of a mapped shard, each decoded by streaming when read."""
@@ -283,6 +293,7 @@ def load_streaming() -> ModuleType:
     with _import_lock:
         if "streaming" in sys.modules:
             return importlib.import_module("streaming")
+        # Restored even if the import fails: the caller may use these modules.
         # Empty modules in their place while the package is imported.
         empty = {
             f"streaming.{name}": ModuleType(f"streaming.{name}")
@@ -305,6 +316,7 @@ def write_shard(tokens: np.ndarray, path: str) -> dict[str, Any]:
     """
     streaming = load_streaming()
     columns = {COLUMN: f"ndarray:{tokens.dtype.name}:{tokens.shape[1]}"}
+    # Streaming writes local folders only, and does not write atomically.
     with storage.Scratch("shard") as folder:
         with streaming.MDSWriter(
             out=folder, columns=columns, hashes=["xxh64"], size_limit=None
