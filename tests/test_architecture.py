@@ -25,7 +25,7 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     "src/rayrec": {
         "files": (316, 10),
         "statements": (42_660, 1_500),
-        "density": (6.1, 0.3),
+        "density": (6.0, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
         "nested": (0, 0),
