@@ -103,8 +103,6 @@ def serving(
 
     requested_ray = address or os.environ.get("RAY_ADDRESS")
     private_ray = not ray.is_initialized() and requested_ray in (None, "", "local")
-    if command is not None:
-        command.owns_ray = private_ray
     make = partial(
         make_application, token_digest=digest, model=path, shadow=shadow, announced=not is_command
     )
@@ -134,6 +132,9 @@ def _start(
         resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
         if config.ingress == "serve":
             os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
+    if command is not None:
+        # Not before, because an error above leaves the process to its caller.
+        command.owns_ray = private_ray
     reached = resources.enter_context(
         _connected(address, console, ends_with_process=ends_with_process)
     )
