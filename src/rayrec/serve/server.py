@@ -107,6 +107,13 @@ def serving(
         make_application, token_digest=digest, model=path, shadow=shadow, announced=not is_command
     )
     with contextlib.ExitStack() as resources:
+        if private_ray:
+            resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
+            if config.ingress == "serve":
+                os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
+        if command is not None:
+            # Not before, because an error above leaves the process to its caller.
+            command.owns_ray = private_ray
         yield _start(
             resources, config, make, address, console, private_ray=private_ray, command=command
         )
@@ -128,13 +135,6 @@ def _start(
     from ray import serve
 
     ends_with_process = private_ray and command is not None
-    if private_ray:
-        resources.enter_context(lock_port(config.host, config.port))  # Fails before Ray starts
-        if config.ingress == "serve":
-            os.environ.setdefault(PROXY_CALLBACK_VARIABLE, PROXY_CALLBACK)
-    if command is not None:
-        # Not before, because an error above leaves the process to its caller.
-        command.owns_ray = private_ray
     reached = resources.enter_context(
         _connected(address, console, ends_with_process=ends_with_process)
     )
