@@ -37,12 +37,12 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
         "circles": (0, 0),
     },
     "tests": {
-        "statements": (34_700, 1_500),
+        "statements": (34_710, 1_500),
         "density": (7.7, 0.3),
         "wide": (0, 0),
         "parallel": (24, 5),
         "nested": (0, 0),
-        "complex": (7, 5),
+        "complex": (0, 0),
     },
 }
 """Size and shape of the code, as `tools/house.py` counts. Write the plain form, which costs nothing

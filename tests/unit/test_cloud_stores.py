@@ -61,14 +61,18 @@ def folder(store: CloudStore, request: pytest.FixtureRequest) -> str:
     return f"{store.bucket}/{request.node.name.partition('[')[0]}"
 
 
-def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> None:
+def write_three_files(folder: str) -> None:
+    storage.write_bytes(f"{folder}/a.txt", b"abc")
+    storage.write_json(f"{folder}/deep.partial/er/100% b#1 ?.json", {"ä": 1})
+    storage.write_bytes(f"{folder}/empty", b"")
+
+
+def test_cloud_files_are_read_and_listed(folder: str) -> None:
     assert not storage.exists(folder)
     assert storage.list_folder(folder) == []
     storage.make_folder(folder)
     assert not storage.exists(folder)
-    storage.write_bytes(f"{folder}/a.txt", b"abc")
-    storage.write_json(f"{folder}/deep.partial/er/100% b#1 ?.json", {"ä": 1})
-    storage.write_bytes(f"{folder}/empty", b"")
+    write_three_files(folder)
     assert storage.list_folder(folder) == ["a.txt", "deep.partial", "empty"]
     assert storage.list_folder(f"{folder}/deep.partial") == ["er"]
     assert storage.read_json(f"{folder}/deep.partial/er/100% b#1 ?.json") == {"ä": 1}
@@ -81,6 +85,10 @@ def test_cloud_files_and_folders_match_local(folder: str, tmp_path: Path) -> Non
     storage.write_bytes(f"{folder}/a.txt", b"replaced")
     assert storage.read_into(f"{folder}/a.txt", 4, buffer) == 4
     assert buffer.tobytes() == b"aced"
+
+
+def test_cloud_files_are_copied_and_removed(folder: str, tmp_path: Path) -> None:
+    write_three_files(folder)
     assert storage.clone_file(f"{folder}/a.txt", f"{folder}2/b.txt")
     storage.copy_files(folder, str(tmp_path / "here"))
     storage.copy_files(str(tmp_path / "here"), f"{folder}3")

@@ -67,21 +67,28 @@ def outcomes(result: dict[str, Any]) -> list[list[Any]]:
     return [[trial[name] for name in names] for trial in result["trials"]]
 
 
-def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: TrainConfig) -> None:
-    folder = Path(result["folder"])
+def summaries_of(result: dict[str, Any], *numbers: int) -> list[dict[str, Any]]:
+    """Read the summaries of a search's trials."""
+    trials = f"{result['folder']}/trials"
+    return [storage.read_json(f"{trials}/trial_000{number}/summary.json") for number in numbers]
+
+
+def test_tune_stops_weak_trials(result: dict[str, Any]) -> None:
     by_number = {trial["number"]: trial for trial in result["trials"]}
     states = [by_number[number]["state"] for number in range(5)]
     assert (len(by_number), states) == (5, ["finished", "finished", "failed", "stopped", "stopped"])
     assert result["trials"][0]["number"] == 1
-    best = by_number[1]
-    own = by_number[0]
-    failed = by_number[2]
-    assert "the loss is nan" in failed["error"]
+    assert "the loss is nan" in by_number[2]["error"]
     # Two of four continue after step 2, one after step 6.
     assert [by_number[number]["step"] for number in range(5)] == [54, 54, 0, 6, 2]
-    assert [step for step, _ in best["curve"]] == [2, 6, 18, 36, 54]
-    assert [step for step, _ in own["curve"]] == [2, 6, 18, 36, 54]
+    for number in (0, 1):
+        assert [step for step, _ in by_number[number]["curve"]] == [2, 6, 18, 36, 54]
     assert result["trained_share"] == pytest.approx((54 + 54 + 6 + 2 + 2) / (54 * 5))
+
+
+def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: TrainConfig) -> None:
+    folder = Path(result["folder"])
+    best = result["trials"][0]
     assert result["best"] == {
         "number": 1,
         "values": {RATE: 0.004},
@@ -92,10 +99,7 @@ def test_tune_compares_best_trial_with_recipe(result: dict[str, Any], config: Tr
     assert (result["validation_rows"], result["test_rows"]) == (1429, 1428)
     compared = result["compared"]["auroc"]
     assert compared["low"] < compared["difference"] < compared["high"]
-    trials = [
-        storage.read_json(f"{folder}/trials/trial_000{number}/summary.json") for number in (1, 0)
-    ]
-    one, other = (trial["metrics"]["auroc"] for trial in trials)
+    one, other = (trial["metrics"]["auroc"] for trial in summaries_of(result, 1, 0))
     assert compared["difference"] == pytest.approx(one - other, abs=1e-6)
     assert json.loads((folder / "trials.json").read_text())["best"] == result["best"]
     assert "auroc by workload.dense_optimizer.learning_rate" in (folder / "report.html").read_text()
@@ -173,6 +177,35 @@ def test_killed_search_matches_uninterrupted_one(
     assert again["compared"] == result["compared"]
 
 
+def test_tune_rejects_baselines_for_one_seed(config: TrainConfig) -> None:
+    rejects(
+        r"^tune\.baselines: require several seeds",
+        rayrec.tune,
+        config,
+        search={RATE: {"grid": [0.004, 0.008]}},
+        console=QUIET,
+        baselines=["logistic"],
+    )
+
+
+def check_spread(group: dict[str, Any], metric: str, values: list[float]) -> None:
+    expected = statistics.mean(values), statistics.stdev(values)
+    assert (group[metric], group[f"{metric}_std"]) == pytest.approx(expected, abs=1e-6)
+
+
+def check_setting(result: dict[str, Any], position: int, name: str, numbers: list[int]) -> None:
+    """Check a setting of 18 steps against the summaries of its trials, one for each seed."""
+    group = result["groups"][position]
+    assert (group["name"], group["trials"], group["seconds"] > 0) == (name, numbers, True)
+    runs = summaries_of(result, *numbers)
+    assert [(run["steps"], run["metrics"]["rows"]) for run in runs] == [
+        (18, result["test_rows"])
+    ] * 2
+    check_spread(group, "auroc", [run["metrics"]["auroc"] for run in runs])
+    check_spread(group, "logloss", [run["metrics"]["logloss"] for run in runs])
+    check_spread(group, "validation", [run["validation"]["auroc"] for run in runs])
+
+
 def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
     """With a model of user code, and the recipe's own settings in the grid. Baselines are added
     later.
@@ -187,13 +220,6 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
         "seeds": 2,
         "console": QUIET,
     }
-    rejects(
-        r"^tune\.baselines: require several seeds",
-        rayrec.tune,
-        searched,
-        **{**options, "seeds": 1},
-        baselines=["logistic"],
-    )
     result = rayrec.tune(searched, **options)
     assert sorted((trial["number"], trial["values"]["seed"]) for trial in result["trials"]) == [
         (0, 5),
@@ -201,23 +227,8 @@ def test_seeds_compare_models_on_test_rows(config: TrainConfig) -> None:
         (2, 5),
         (3, 6),
     ]
-    for group, name, numbers in zip(result["groups"], ("dlrm", own), ([0, 1], [2, 3]), strict=True):
-        assert (group["name"], group["trials"], group["seconds"] > 0) == (name, numbers, True)
-        runs = [
-            storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json")
-            for number in numbers
-        ]
-        assert [(run["steps"], run["metrics"]["rows"]) for run in runs] == [
-            (18, result["test_rows"])
-        ] * 2
-        for metric, rows in (
-            ("auroc", "metrics"),
-            ("logloss", "metrics"),
-            ("validation", "validation"),
-        ):
-            values = [run[rows]["auroc" if metric == "validation" else metric] for run in runs]
-            expected = statistics.mean(values), statistics.stdev(values)
-            assert (group[metric], group[f"{metric}_std"]) == pytest.approx(expected, abs=1e-6)
+    check_setting(result, 0, "dlrm", [0, 1])
+    check_setting(result, 1, own, [2, 3])
     again = rayrec.tune(searched, **options, baselines=["logistic"])
     dlrm, other, logistic = again["groups"]
     assert [dlrm["auroc"], other["auroc"]] == [group["auroc"] for group in result["groups"]]
@@ -398,10 +409,7 @@ def test_search_matches_training_from_raw_rows(
     assert [trial["error"] for trial in result["trials"]] == [None, None]
     assert open_preprocessed(f"{result['folder']}/data").format == format
     assert result["best"]["number"] == 1
-    trials = [
-        storage.read_json(f"{result['folder']}/trials/trial_000{number}/summary.json")
-        for number in (0, 1)
-    ]
+    trials = summaries_of(result, 0, 1)
     difference = trials[1]["metrics"]["auroc"] - trials[0]["metrics"]["auroc"]
     assert result["compared"]["auroc"]["difference"] == pytest.approx(difference, abs=1e-6)
     best = recipes.load_config(Path(result["best_config"]).read_text())
@@ -904,7 +912,7 @@ def search_result(**changes: Any) -> dict[str, Any]:
     return {**result, "trials": [trial(1, values, 0.75), trial(0, {}, 0.74), failed], **changes}
 
 
-def test_search_table_and_page_show_trials() -> None:
+def test_search_table_shows_trials() -> None:
     lines = search_module.table_text(search_result()).splitlines()
     assert lines[0].split() == [
         "trial",
@@ -924,6 +932,9 @@ def test_search_table_and_page_show_trials() -> None:
     assert lines[5] == "Trained 13.5% of the rows of these trials: weak trials were stopped early."
     assert "On 1,428 test rows, its AUROC differs by +0.01200 from" in lines[6]
     assert "(+0.00200 to +0.02200, p = 0.0123)" in lines[6]
+
+
+def test_search_table_shows_recipe_as_best() -> None:
     text = search_module.table_text(
         search_result(
             best={"number": 0, "values": {}, "auroc": 0.74, "checkpoint": "c"},
@@ -938,6 +949,9 @@ def test_search_table_and_page_show_trials() -> None:
     assert "1,428 test rows are too few" in search_module.table_text(
         search_result(compared={"auroc": nothing})
     )
+
+
+def test_search_page_shows_trials() -> None:
     page = search_module.render("first", search_result())
     words = [
         "Search first",
