@@ -32,7 +32,7 @@ def checkpoint_of(path: str) -> str:
     from rayrec.models.sharded_model import build_click_model
 
     run = os.path.join(os.path.dirname(path), "run")
-    folder = checkpoints.folder_of(run, STEP)
+    folder = checkpoints.step_folder(run, STEP)
     if not os.path.exists(folder):
         config = recipes.criteo_kaggle(path)
         preprocessor = Preprocessor.load(build_preprocessor(path))

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from rayrec.config import line_of
+from rayrec.config import error_line
 from rayrec.environment.installation import versions
 from rayrec.observe.event_json import redact_secrets
 
@@ -125,7 +125,7 @@ def attempt(name: str, function: Callable[[], Result]) -> Result | Any:
         return function()
     except Exception as error:
         note(redact_secrets(f"  {name} failed: {error}"))
-        return Failed(redact_secrets(line_of(error)))
+        return Failed(redact_secrets(error_line(error)))
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def part(name: str, workload: str, *, passing: tuple[type[Exception], ...] = ())
         raise
     except Exception as error:
         note(redact_secrets(traceback.format_exc()))
-        cause = Failed(redact_secrets(line_of(error)))
+        cause = Failed(redact_secrets(error_line(error)))
         emit(name, peer=None, workload=workload, unit="value", value=cause, ratio=None, repeats=0)
 
 

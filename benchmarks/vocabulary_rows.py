@@ -49,7 +49,7 @@ ENGINE = RayEngine(TaskPlacement())
 WARM_FILES = storage.list_files(synthetic_log(1000)) * 4
 
 
-def parts_of(index: LogIndex) -> list[SegmentRange]:
+def split_parts(index: LogIndex) -> list[SegmentRange]:
     return [SegmentRange(segment, 0, segment.rows) for segment in index.segments]
 
 
@@ -90,7 +90,7 @@ def two_passes_rate(path: str) -> float:
             segment_bytes=SEGMENT_BYTES,
             context=TaskContext(ENGINE, None),
         )
-        return count_log(CountingJob(SCHEMA), parts_of(index), engine=ENGINE).rows
+        return count_log(CountingJob(SCHEMA), split_parts(index), engine=ENGINE).rows
 
     rows, seconds = timed(count)
     return rows / seconds
@@ -235,7 +235,7 @@ def bounded_counting(distinct: int, memory_bytes: int) -> None:
         segment_bytes=SEGMENT_BYTES,
         context=TaskContext(ENGINE, None),
     )
-    parts = parts_of(index)
+    parts = split_parts(index)
     counted: dict[str, np.ndarray] = {}
     for min_count in (2, 3):
         for name, bound in (("bounded", memory_bytes), ("unbounded", None)):

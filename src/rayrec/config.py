@@ -370,7 +370,7 @@ def _merged(before: Any, value: Any) -> Any:
     return {**earlier, TEXT: value} if isinstance(before, dict) else value
 
 
-def line_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error as one line: the text of an InputError, else the class and the last line of
     its text.
     """

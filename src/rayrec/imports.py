@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 
 Returned = TypeVar("Returned")
 
@@ -69,7 +69,7 @@ def function_in_file(name: str, *, returns: type[Returned]) -> Callable[[], Retu
             else (path, lines[-1] if lines else 1)
         )
         raise InputError(
-            f"{location[0]}, line {location[1]}: {line_of(error)}. Fix the file."
+            f"{location[0]}, line {location[1]}: {error_line(error)}. Fix the file."
         ) from error
     if not callable(value):
         raise InputError(f"{file}: function '{function}' not found")

@@ -240,7 +240,7 @@ def _save(
         Path(target, "config.yaml").write_text("# rayrec 0, config hash 0\n" + config.to_yaml())
         preprocessor.save(f"{target}/preprocessor")
 
-    place = checkpoints.folder_of(str(run), step)
+    place = checkpoints.step_folder(str(run), step)
     tensors = {f"{PREFIX}{name}": tensor for name, tensor in weights.items()}
     checkpoints.save(
         place, {**tensors, "optimizer.exp_avg": torch.zeros(8)}, state={}, extra_files=add_files

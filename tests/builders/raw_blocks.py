@@ -10,7 +10,7 @@ from rayrec.data.raw_block import RawBlock, category_type, number_type
 from rayrec.schema import Schema
 
 
-def block_of(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any) -> RawBlock:
+def find_block(schema: Schema, columns: Mapping[str, Sequence[Any]], **others: Any) -> RawBlock:
     """Return the rows of columns of values, None where missing, or of lists. `others` are further
     fields of RawBlock.
     """

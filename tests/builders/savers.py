@@ -9,8 +9,8 @@ from rayrec.checkpoint import (
     Retention,
     Saver,
     acquire_lease,
-    folder_of,
     latest_valid_checkpoint,
+    step_folder,
 )
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -52,7 +52,7 @@ class Run:
         return [found.step for found in checkpoint.committed(self.folder)]
 
     def at(self, step: int) -> Checkpoint:
-        return Checkpoint(folder_of(self.folder, step))
+        return Checkpoint(step_folder(self.folder, step))
 
     def path(self, step: int, *names: str) -> Path:
         return Path(self.at(step).path.removeprefix("file://"), *names)

@@ -93,7 +93,7 @@ def trained(folder: Path) -> tuple[str, Net]:
         f"model.{name}": tensor
         for name, tensor in checkpoints.drop_tied_tensors(model.state_dict()).items()
     }
-    place = checkpoints.folder_of(str(folder), 1)
+    place = checkpoints.step_folder(str(folder), 1)
 
     def write_config(target: str) -> None:
         Path(target, "config.yaml").write_text(scored().to_yaml())

@@ -17,7 +17,7 @@ from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.ray_pool import RayPool
 from rayrec.tuning.space import TuneConfig
-from rayrec.tuning.trials import Job, PartResult, folder_of
+from rayrec.tuning.trials import Job, PartResult, trial_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.extended]
 
@@ -70,7 +70,7 @@ def dies(job: Job) -> PartResult:
     """Kill this process for trial 0, and once for trial 1. Trial 3 waits for Ctrl-C, the others
     finish.
     """
-    folder = Path(folder_of(job.config))
+    folder = Path(trial_folder(job.config))
     folder.mkdir(exist_ok=True)
     (folder / f"{len(list(folder.iterdir()))}").touch()
     if job.number == 0 or (job.number == 1 and len(list(folder.iterdir())) == 1):

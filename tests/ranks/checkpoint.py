@@ -29,8 +29,8 @@ from rayrec.checkpoint import (
     Checkpoint,
     acquire_lease,
     check_shared,
-    folder_of,
     lease,
+    step_folder,
     write_token,
     writer,
 )
@@ -131,23 +131,23 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def save(folder: str, rank: int) -> None:
-    checkpoint.save(folder_of(folder, 1), sharded(), state={"rank": rank})
+    checkpoint.save(step_folder(folder, 1), sharded(), state={"rank": rank})
 
 
 def reshard(folder: str, rank: int) -> None:
     """Restore step 2 and save it as step 3."""
     target = sharded(0)
-    checkpoint.restore(Checkpoint(folder_of(folder, 2)), target)
+    checkpoint.restore(Checkpoint(step_folder(folder, 2)), target)
     assert same(target, sharded())
-    checkpoint.save(folder_of(folder, 3), target, state={})
+    checkpoint.save(step_folder(folder, 3), target, state={})
 
 
 def restore(folder: str, rank: int) -> None:
     """Restore step 3 and report the damage of step 4."""
     target = sharded(0)
-    checkpoint.restore(Checkpoint(folder_of(folder, 3)), target)
+    checkpoint.restore(Checkpoint(step_folder(folder, 3)), target)
     assert same(target, sharded())
-    print(raised(lambda: checkpoint.restore(Checkpoint(folder_of(folder, 4)), target)))
+    print(raised(lambda: checkpoint.restore(Checkpoint(step_folder(folder, 4)), target)))
     # The step after is short of a file, so that all ranks go back to the third.
     told: list[str] = []
     newest = partial(
@@ -155,15 +155,15 @@ def restore(folder: str, rank: int) -> None:
         folder,
         log=lambda kind, fields: told.append(fields["path"]),
     )
-    assert newest(exclude={folder_of(folder, 4)}) == Checkpoint(folder_of(folder, 3))
-    assert newest() == Checkpoint(folder_of(folder, 4))
-    assert told == ([folder_of(folder, 5)] if rank == 0 else [])
+    assert newest(exclude={step_folder(folder, 4)}) == Checkpoint(step_folder(folder, 3))
+    assert newest() == Checkpoint(step_folder(folder, 4))
+    assert told == ([step_folder(folder, 5)] if rank == 0 else [])
 
 
 def read_some(folder: str, rank: int) -> None:
     """Check that each rank reads only the blocks of its rows."""
     values = torch.arange(4096.0).reshape(512, 8)  # 16 KiB
-    path = f"file://{folder_of(folder, 1)}"
+    path = f"file://{step_folder(folder, 1)}"
     if rank == 0:  # one chunk with blocks of 1 KiB, as one process saves it
         with (
             mock.patch.object(writer, "BLOCK_BYTES", 1024),
@@ -203,7 +203,7 @@ def read_once(folder: str, rank: int) -> None:
     values = {f"model.{size}": torch.arange(float(size)) for size in (100, 200, 300, 400)} | {
         "own": torch.ones(50)
     }
-    path = f"file://{folder_of(folder, 1)}"
+    path = f"file://{step_folder(folder, 1)}"
     checkpoint.save(path, values, state={})
     names = [name for name in values if name != "own" or rank == 1]
     target = {name: torch.nn.Parameter(torch.zeros_like(values[name])) for name in names}

@@ -16,7 +16,7 @@ from builders.faults import rejects
 
 import rayrec
 from rayrec import recipes
-from rayrec.config import TEXT, Config, InputError, line_of, nest
+from rayrec.config import TEXT, Config, InputError, error_line, nest
 from rayrec.optim.config import LearningRateSchedule
 from rayrec.recipes import criteo_demo
 from rayrec.schema import PlaceholderSchema, Schema
@@ -380,4 +380,4 @@ def test_nested_settings_are_copied() -> None:
     ],
 )
 def test_errors_are_shown_in_one_line(error: Exception, line: str) -> None:
-    assert line_of(error) == line
+    assert error_line(error) == line

@@ -363,7 +363,7 @@ def test_google_and_azure_locations_match_their_tools(monkeypatch: pytest.Monkey
     assert AzureLocation.parse(url) == AzureLocation(
         "logs/a/b", "https://acct.blob.core.windows.net", "acct"
     )
-    assert storage.folder_of(url) == "abfss://logs@acct.dfs.core.windows.net/a"
+    assert storage.parent_folder(url) == "abfss://logs@acct.dfs.core.windows.net/a"
     assert files.same_store(url, "az://logs@acct/c")
     assert not files.same_store(url, "az://logs@other/c")
     monkeypatch.setenv(
@@ -392,9 +392,9 @@ def test_s3_location_matches_aws_tools_and_keeps_url_options(
     assert storage.join("s3://bucket/day_?", "a") == "s3://bucket/day_?/a"  # a glob's
     assert storage.join("/runs?region=x", "a") == "/runs?region=x/a"  # a local folder's name
     inside = storage.join(url, "day_1.parquet")
-    assert (storage.folder_of(inside), storage.name_of(inside)) == (url, "day_1.parquet")
+    assert (storage.parent_folder(inside), storage.name_of(inside)) == (url, "day_1.parquet")
     assert S3Location.parse(inside).inner == "bucket/runs/day_1.parquet"
-    assert (storage.folder_of("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
+    assert (storage.parent_folder("/a/b"), storage.name_of("/a/b?c=d")) == ("/a", "b?c=d")
     for name in (
         "AWS_ENDPOINT_URL",
         "AWS_ENDPOINT_URL_S3",

@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # public names are those in `_NAMES`
 _NAMES = {
     "dcp": "CheckpointReader CheckpointWriter",
     "discovery": (
-        "SUMMARY Checkpoint committed folder_of latest latest_valid_checkpoint open_checkpoint "
-        "runs_beside step_of"
+        "SUMMARY Checkpoint committed step_folder latest latest_valid_checkpoint open_checkpoint "
+        "runs_beside parse_step"
     ),
     "format": "MANIFEST VERSION DamagedError",
     "huggingface": "SyncCheckpoints",

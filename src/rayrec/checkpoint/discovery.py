@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        return step_of(self.path)
+        return parse_step(self.path)
 
     @property
     def is_committed(self) -> bool:
@@ -58,11 +58,11 @@ class Checkpoint:
         )
 
 
-def folder_of(run_folder: str, step: int) -> str:
+def step_folder(run_folder: str, step: int) -> str:
     return storage.join(run_folder, "checkpoints", f"step_{step:08d}")
 
 
-def step_of(path: str) -> int:
+def parse_step(path: str) -> int:
     match = re.fullmatch(r"step_(\d+)", storage.name_of(path.rstrip("/")))
     if not match:
         raise InputError(f"{path}: must be a checkpoint folder, such as step_00001000")
@@ -112,7 +112,7 @@ def open_checkpoint(path: str) -> Checkpoint:
                 f"{summary}: damaged, chosen_step must be a step, got {step!r}. Use a checkpoint "
                 "folder"
             )
-        checkpoint = Checkpoint(folder_of(path, step))
+        checkpoint = Checkpoint(step_folder(path, step))
     if checkpoint is None:
         problem = (
             f"contains no complete checkpoint (no {MANIFEST})"
@@ -127,7 +127,7 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 def runs_beside(path: str) -> str:
     """Return a sentence with the runs in the folder of a path, as a hint for a wrong path."""
-    folder = storage.folder_of(storage.absolute(path.rstrip("/")))
+    folder = storage.parent_folder(storage.absolute(path.rstrip("/")))
     runs = [
         name
         for name in storage.list_folder(folder)[:_LISTED]
@@ -157,7 +157,7 @@ def latest_valid_checkpoint(
     # checkpoints.
     def find() -> Checkpoint | None:
         # The call that chose an excluded checkpoint has logged all newer ones.
-        oldest = min((step_of(path) for path in exclude), default=None)
+        oldest = min((parse_step(path) for path in exclude), default=None)
         unreadable = None
         for checkpoint in reversed(committed(run_folder)):
             if checkpoint.path in exclude:

@@ -21,7 +21,7 @@ from rayrec.checkpoint.discovery import (
     Checkpoint,
     committed,
     file_sizes,
-    folder_of,
+    step_folder,
     uncommitted_folders,
 )
 from rayrec.checkpoint.format import (
@@ -183,7 +183,9 @@ class Saver:
             self._num_saves += 1
             tag = f"{self._tag}-{self._num_saves:04d}"
             self._idle.clear()
-            self._jobs.put(_Job(step, folder_of(self._folder, step), tag, self._copy, plain, score))
+            self._jobs.put(
+                _Job(step, step_folder(self._folder, step), tag, self._copy, plain, score)
+            )
         return True
 
     def wait(self) -> None:

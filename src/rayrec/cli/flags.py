@@ -158,7 +158,7 @@ def type_metavar(kind: Any) -> str:
     return " | ".join(metavars)
 
 
-def value_of(flag: Flag, words: list[str] | bool) -> Any:
+def convert_value(flag: Flag, words: list[str] | bool) -> Any:
     """Convert the words given for a flag to its type. Raises InputError."""
     import pydantic
 

@@ -14,10 +14,10 @@ from rayrec.cli.flags import (
     SWITCHES,
     Flag,
     config_flags,
+    convert_value,
     flag_name,
     recipe_flags,
     takes_many,
-    value_of,
 )
 from rayrec.commands.declaration import COMMANDS, Argument, Command, table_sizes
 from rayrec.commands.settings import named_configuration, nest_settings, updated
@@ -158,7 +158,9 @@ def read(prog: str, flags: Sequence[Flag], words: Sequence[str]) -> dict[str, An
     if missing:
         raise InputError(f"missing {', '.join(missing)}. See `{prog} --help`.")
     return {
-        flag.path: value_of(flag, assigned[flag.path]) for flag in flags if flag.path in assigned
+        flag.path: convert_value(flag, assigned[flag.path])
+        for flag in flags
+        if flag.path in assigned
     }
 
 

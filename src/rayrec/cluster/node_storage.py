@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from rayrec import storage
-from rayrec.config import Config, InputError, line_of
+from rayrec.config import Config, InputError, error_line
 from rayrec.storage.filesystems import SENT_SETTINGS
 from rayrec.storage.urls import in_object_store, split_options
 
@@ -84,7 +84,7 @@ class RuntimeEnvConfig(Config):
             fields = yaml.safe_load(storage.read_text(self.runtime_env))
         except (OSError, yaml.YAMLError) as error:
             raise InputError(
-                f"runtime_env {self.runtime_env}: cannot be read ({line_of(error)})"
+                f"runtime_env {self.runtime_env}: cannot be read ({error_line(error)})"
             ) from None
         field_names = {name.removeprefix("_") for name in RuntimeEnv.known_fields}
         if not isinstance(fields, dict) or not field_names.issuperset(fields):
@@ -108,7 +108,7 @@ class RuntimeEnvConfig(Config):
         try:
             RuntimeEnv(**fields)
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise InputError(f"runtime_env {self.runtime_env}: {line_of(error)}") from None
+            raise InputError(f"runtime_env {self.runtime_env}: {error_line(error)}") from None
         return fields
 
 

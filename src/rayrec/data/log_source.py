@@ -429,7 +429,7 @@ def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
     names = [storage.name_of(file.path) for file in files]
     arrays = [name for name in names if name.endswith((".npy", ".npz"))]
     if arrays:
-        folder = storage.folder_of(files[0].path)
+        folder = storage.parent_folder(files[0].path)
         raise InputError(
             f"{path}: has {arrays[0]}, an array of TorchRec's scripts; `rayrec adopt {folder}` "
             "checks such arrays once and makes the folder usable, without copying them"

@@ -252,7 +252,7 @@ class ScoringJob:
         """Yield the scores from a row on, in order, with progress on the console, and a warning if
         many numbers were clipped.
         """
-        first_block, begin = self.scoring.block_of(first_row)
+        first_block, begin = self.scoring.find_block(first_row)
         skip = first_row - begin
         done = first_row
         with console.preparing():

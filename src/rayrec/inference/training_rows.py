@@ -163,7 +163,7 @@ class _RunRows:
 
 def _has_changed(config: TrainConfig, checkpoint: str) -> bool:
     """Return whether the files of a finished run's log are other ones now."""
-    run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))
+    run = storage.parent_folder(storage.parent_folder(checkpoint.rstrip("/")))
     summary = storage.join(run, SUMMARY)
     stored = storage.read_json(summary).get("data") if storage.exists(summary) else None
     return bool(stored) and stored != data_versions(config)

@@ -447,7 +447,7 @@ def _write(
             ],
             "segments": [
                 [
-                    int(storage.name_of(storage.folder_of(each.path))),
+                    int(storage.name_of(storage.parent_folder(each.path))),
                     each.start,
                     each.stop,
                     each.rows,

@@ -163,7 +163,7 @@ class _Work:
         self.running = running
         self.engine = engine
         self.console = console
-        self.parts = text_blocks.parts_of(
+        self.parts = text_blocks.split_parts(
             sources, validation_fraction=text.validation_fraction, part_bytes=text.part_bytes
         )
         if not self.parts:

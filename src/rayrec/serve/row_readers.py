@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.data.encoding.rules import seconds_of
 from rayrec.data.logs.csv_reader import FAULT, read_csv_text
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
@@ -263,7 +263,7 @@ class AnyReader(RowReader):
             except RequestError as error:
                 outcomes.append(error)
             except InputError as error:
-                outcomes.append(RequestError(400, line_of(error)))
+                outcomes.append(RequestError(400, error_line(error)))
         return RawBlock.concatenated(parts or [RawBlock.empty(self.schema)]), outcomes
 
     def _table(self, rows: list[Any]) -> pa.Table:

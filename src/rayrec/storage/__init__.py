@@ -40,4 +40,4 @@ from rayrec.storage.folders import (
 )
 from rayrec.storage.range_reader import in_parallel
 from rayrec.storage.retry import OUTAGE_S, outage_s, retry_timeout
-from rayrec.storage.urls import absolute, folder_names, folder_of, home, is_url, join, name_of
+from rayrec.storage.urls import absolute, folder_names, home, is_url, join, name_of, parent_folder

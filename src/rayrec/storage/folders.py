@@ -20,12 +20,12 @@ from rayrec.storage.lakehouse import reject_enclosing_tables, reject_listed_tabl
 from rayrec.storage.range_reader import in_order, in_parallel
 from rayrec.storage.urls import (
     bucket_url,
-    folder_of,
     in_object_store,
     is_url,
     join,
     local_path,
     name_of,
+    parent_folder,
     split_options,
     to_url,
 )
@@ -220,7 +220,7 @@ def find_files(paths: Sequence[str]) -> dict[str, File]:
     """
     by_folder: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
-        by_folder.setdefault(folder_of(path), []).append(path)
+        by_folder.setdefault(parent_folder(path), []).append(path)
 
     def find_in(folder: str) -> list[File]:
         if len(by_folder[folder]) < _LISTED_FILES:
@@ -332,7 +332,7 @@ def _check_removable(path: str) -> None:
     if (
         names
         and not any(map(_MARKER.fullmatch, names))
-        and JOB_FOLDER not in list_folder(folder_of(path))
+        and JOB_FOLDER not in list_folder(parent_folder(path))
     ):
         raise InputError(
             f"{path}: not removed, because rayrec did not write it: it contains {names[0]}. {fix}"

@@ -16,10 +16,10 @@ from rayrec.storage.filesystems import with_retries
 from rayrec.storage.range_reader import in_parallel
 from rayrec.storage.urls import (
     bucket_url,
-    folder_of,
     join,
     local_path,
     name_of,
+    parent_folder,
     split_options,
     to_url,
 )
@@ -69,7 +69,7 @@ def reject_enclosing_tables(path: str, files: Sequence[str]) -> None:
     """
     if not any(name_of(file).endswith(_DATA_FILES) for file in files):
         return
-    inside = sorted(set(map(folder_of, files)))
+    inside = sorted(set(map(parent_folder, files)))
     sampled = inside[:: -(-len(inside) // _SAMPLED)]
     candidates = list(dict.fromkeys(above for folder in sampled for above in _upwards(folder)))
     for folder, kind in zip(
@@ -88,7 +88,7 @@ def _upwards(folder: str) -> list[str]:
     while folder != bucket_url(folder) + split_options(folder)[1] and _INNER.fullmatch(
         name_of(folder)
     ):
-        folder = folder_of(folder)
+        folder = parent_folder(folder)
         folders.append(folder)
     return folders
 

@@ -73,7 +73,7 @@ def join(folder: str, *names: str) -> str:
     return posixpath.join(body, *names) + options
 
 
-def folder_of(path: str) -> str:
+def parent_folder(path: str) -> str:
     """Return the parent folder. Options of an object store's URL stay at the end."""
     body, options = split_options(path)
     return posixpath.dirname(body) + options

@@ -22,9 +22,9 @@ from rayrec.checkpoint import (
     Saver,
     acquire_lease,
     check_shared,
-    folder_of,
     latest_valid_checkpoint,
-    step_of,
+    parse_step,
+    step_folder,
     weights_sha256,
 )
 from rayrec.checkpoint.communicator import Communicator
@@ -78,7 +78,7 @@ def run_worker(
     folder = attempt.folder
     keep_freed_memory()
     if worker.device.type == "cpu":
-        torch.set_num_threads(threads_of_worker(config.scaling, node_cpus=worker.cpus))
+        torch.set_num_threads(worker_threads(config.scaling, node_cpus=worker.cpus))
     else:
         allow_tf32(config.tf32)
     torch.manual_seed(config.seed)
@@ -122,7 +122,7 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def threads_of_worker(scaling: ScalingConfig, *, node_cpus: int) -> int:
+def worker_threads(scaling: ScalingConfig, *, node_cpus: int) -> int:
     """Return the number of threads for CPU operators: threads_per_worker, else the CPUs reserved by
     cpus_per_worker, else `node_cpus`, the worker's share of its node. Pure.
     """
@@ -211,7 +211,7 @@ class WorkerRun:
         setup = dataclasses.replace(
             resumed.setup,
             begin_step=profiled(begin_step, profiler),
-            peak_multiply_adds_per_s=peak_of_all(peak, world_size=worker.world_size)
+            peak_multiply_adds_per_s=sum_peaks(peak, world_size=worker.world_size)
             if config.observe.times
             else None,
         )
@@ -366,7 +366,7 @@ class SaverLog:
             self._log("checkpoint_slow", slow)
 
 
-def peak_of_all(peak: float, *, world_size: int) -> float | None:
+def sum_peaks(peak: float, *, world_size: int) -> float | None:
     """Return the sum of all workers' peaks, or None if one is unknown (0). Collective, so all
     workers must call it.
     """
@@ -508,7 +508,7 @@ class Resumption:
         return _repaired(checkpoint, self._attempt, self._log)
 
     def _log_damaged(self, kind: str, fields: dict[str, Any]) -> None:
-        self._damaged.add(step_of(fields["path"]))
+        self._damaged.add(parse_step(fields["path"]))
         self._log(kind, fields)
 
 
@@ -584,7 +584,7 @@ class FinalTest:
         if config.early_stopping.patience and early_stopping.best_step is not None:
             step = early_stopping.best_step
             validation = early_stopping.best_metrics
-        chosen = Checkpoint(folder_of(self.attempt.folder, step))
+        chosen = Checkpoint(step_folder(self.attempt.folder, step))
         if step != progress.step:
             self._restore(chosen)
         tested = self._evaluate(step)

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import ray
 
 from rayrec.cluster import connection
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.observe.console import Console
 from rayrec.training.stop_monitor import Signals
 from rayrec.tuning.space import TuneConfig
@@ -132,7 +132,7 @@ class RayPool:
                 return PartResult(error=text, can_retry=True)
             return None
         except ray.exceptions.RayError as error:  # The task cannot start anywhere.
-            return PartResult(error=line_of(error), can_retry=True)
+            return PartResult(error=error_line(error), can_retry=True)
 
 
 def _num_fitting(options: TuneConfig, *, free: bool = False) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from rayrec import host_resources, storage
 from rayrec.checkpoint import open_checkpoint
 from rayrec.cluster import connection
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.materialized.dataset import open_preprocessed
@@ -44,7 +44,7 @@ from rayrec.observe.run_summary import RunSummary
 from rayrec.training.session import check_settings, preflight
 from rayrec.tuning.space import Space, TuneConfig, with_values
 from rayrec.tuning.study import Study
-from rayrec.tuning.trials import PartResult, folder_of, train_parts, validations_in
+from rayrec.tuning.trials import PartResult, train_parts, trial_folder, validations_in
 from rayrec.tuning.waves import TrainParts, groups_of, train_waves, wave_fractions
 from rayrec.workloads.base import RunContext, TrainConfig
 from rayrec.workloads.recsys.baselines import PACKAGES, open_baselines
@@ -245,7 +245,7 @@ class _Search:
 
     def trial(self, number: int) -> Trial:
         """Return the results of a trial, from the study and the trial's folder."""
-        folder = folder_of(self.configs[number])
+        folder = trial_folder(self.configs[number])
         path = storage.join(folder, "events.jsonl")
         summary = storage.join(folder, "summary.json")
         events = read_events(path) if storage.exists(path) else []
@@ -284,7 +284,7 @@ class _Search:
             check_settings(config)
         except InputError as error:
             if not self._study.has_ended(number, 0):
-                self._study.record(number, 0, PartResult(error=line_of(error)))
+                self._study.record(number, 0, PartResult(error=error_line(error)))
         return config.replace(
             name=f"trial_{number:04d}",
             storage_path=storage.join(self._folder, _TRIALS),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayrec import storage
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.observe.console import Console
 from rayrec.observe.events import read_events
 from rayrec.training.trainer import train_until
@@ -42,7 +42,7 @@ class PartResult:
     """
 
 
-def folder_of(config: TrainConfig) -> str:
+def trial_folder(config: TrainConfig) -> str:
     """Return the run folder of a trial."""
     return storage.join(config.storage_path, str(config.name))
 
@@ -63,9 +63,9 @@ def train_part(job: Job) -> PartResult:
         # Settings cause an InputError, unless it only words an error of storage. Other errors may
         # be those of the machine.
         can_retry = not isinstance(error, InputError) or isinstance(error.__cause__, OSError)
-        return PartResult(error=line_of(error), can_retry=can_retry)
+        return PartResult(error=error_line(error), can_retry=can_retry)
     if result is None:
-        path = storage.join(folder_of(job.config), "events.jsonl")
+        path = storage.join(trial_folder(job.config), "events.jsonl")
         validations = validations_in(read_events(path))
         return PartResult(selected_metric(validations, job.config, job.metric))
     value = result.summary["validation"][job.metric]

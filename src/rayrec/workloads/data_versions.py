@@ -27,7 +27,7 @@ def data_versions(config: TrainConfig) -> dict[str, dict[str, Any]]:
 def _version(files: Sequence[storage.File]) -> dict[str, Any]:
     identity = [
         (
-            *partition_names(storage.folder_of(file.path)),
+            *partition_names(storage.parent_folder(file.path)),
             storage.name_of(file.path),
             file.size_bytes,
             file.modified_ns,

@@ -70,7 +70,7 @@ class Scoring:
     def num_blocks(self) -> int:
         return len(self.block_rows)
 
-    def block_of(self, row: int) -> tuple[int, int]:
+    def find_block(self, row: int) -> tuple[int, int]:
         """Return the number and first row of the block that contains a row. After the last row, the
         number is the block count.
         """

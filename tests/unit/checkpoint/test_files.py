@@ -150,7 +150,7 @@ def test_unreadable_disk_sector_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     """An earlier checkpoint is used for unreadable files, but not during an outage of a store."""
-    first, second = (Checkpoint(checkpoint.folder_of(str(tmp_path), step)) for step in (1, 2))
+    first, second = (Checkpoint(checkpoint.step_folder(str(tmp_path), step)) for step in (1, 2))
     for saved in (first, second):
         checkpoint.save(
             saved.path,
@@ -180,7 +180,7 @@ def test_unreadable_disk_sector_is_damage(
 
 
 def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(checkpoint.folder_of(str(tmp_path), 1), {"a": torch.ones(3)}, state={})
+    checkpoint.save(checkpoint.step_folder(str(tmp_path), 1), {"a": torch.ones(3)}, state={})
     monkeypatch.setattr(storage, "read_json", raising(OSError(errno.EIO, "Input/output error")))
     nothing = r"cannot be read .* there is no other checkpoint to resume from\. Fix the storage"
     rejects(nothing, checkpoint.latest_valid_checkpoint, str(tmp_path), log=lambda *_: None)
@@ -188,7 +188,7 @@ def test_unreadable_only_checkpoint_raises(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_truncated_file_raises_instead_of_crashing(tmp_path: Path, scheme: str) -> None:
-    path = checkpoint.folder_of(f"{scheme}{tmp_path}", 1)
+    path = checkpoint.step_folder(f"{scheme}{tmp_path}", 1)
     checkpoint.save(path, {"a": torch.ones(100_000)}, state={})
     tensors = checkpoint.full_tensors(checkpoint.open_checkpoint(f"{scheme}{tmp_path}"))
     os.truncate(f"{path.removeprefix('file://')}/data_00000.safetensors", 1000)
@@ -388,7 +388,7 @@ def test_restore_rejects_another_optimizer_and_makes_state_once(tmp_path: Path) 
     model = torch.nn.Linear(8, 3)
     adam = DenseOptimizerConfig(kind="adam").build_keyed(dict(model.named_parameters()))
     state_module.make_state(adam)
-    saved = Checkpoint(checkpoint.folder_of(str(tmp_path), 1))
+    saved = Checkpoint(checkpoint.step_folder(str(tmp_path), 1))
     checkpoint.save(saved.path, all_tensors(model, adam), state={})
     restore_all(saved, model, adam)
     sgd = DenseOptimizerConfig(kind="sgd").build_keyed(dict(model.named_parameters()))
@@ -459,7 +459,7 @@ def zeros() -> dict[str, torch.Tensor]:
 
 
 def save_files(folder: Path, step: int = 1, **arguments: Any) -> Checkpoint:
-    saved = Checkpoint(checkpoint.folder_of(str(folder), step))
+    saved = Checkpoint(checkpoint.step_folder(str(folder), step))
     checkpoint.save(saved.path, **{"tensors": tensors(), "state": {"step": step}, **arguments})
     return saved
 
@@ -541,7 +541,7 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_json", dies)
         fails_with(KeyboardInterrupt, "", save_files, tmp_path, 3, extra_files=extra)
-    torn = checkpoint.folder_of(str(tmp_path), 3)
+    torn = checkpoint.step_folder(str(tmp_path), 3)
     assert sorted(os.listdir(torn)) == ["config.yaml", "data_00000.safetensors", "more"]
     assert (checkpoint.committed(str(tmp_path)), checkpoint.latest(str(tmp_path))) == (
         [before],
@@ -555,7 +555,7 @@ def test_manifest_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_save_raises_failures_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with writes(full):  # it is not retried
         fails_with(OSError, "No space left", save_files, tmp_path)
-    assert os.listdir(checkpoint.folder_of(str(tmp_path), 1)) == []
+    assert os.listdir(checkpoint.step_folder(str(tmp_path), 1)) == []
     monkeypatch.setattr(storage, "write_json", raising(OSError(28, "No space left on device")))
     fails_with(OSError, "No space left", save_files, tmp_path)
     fails_with(
@@ -576,9 +576,9 @@ def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000099").mkdir()
     assert [found.step for found in checkpoint.committed(str(tmp_path))] == [5, 40, 200_000_000]
     assert checkpoint.open_checkpoint(str(tmp_path)).step == 200_000_000
-    one = checkpoint.folder_of(str(tmp_path), 40)
-    assert (checkpoint.open_checkpoint(one).path, checkpoint.step_of(one + "/")) == (one, 40)
-    rejects("must be a checkpoint folder", checkpoint.step_of, str(tmp_path))
+    one = checkpoint.step_folder(str(tmp_path), 40)
+    assert (checkpoint.open_checkpoint(one).path, checkpoint.parse_step(one + "/")) == (one, 40)
+    rejects("must be a checkpoint folder", checkpoint.parse_step, str(tmp_path))
 
 
 @dataclass(frozen=True)
@@ -670,21 +670,21 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_files(tmp_path, step, tensors={"a": torch.zeros(1)})
     folder = str(tmp_path)
-    harm(Path(checkpoint.folder_of(folder, 4), "manifest.json"), "cut")
-    harm(Path(checkpoint.folder_of(folder, 2), "manifest.json"), "cut")
+    harm(Path(checkpoint.step_folder(folder, 4), "manifest.json"), "cut")
+    harm(Path(checkpoint.step_folder(folder, 2), "manifest.json"), "cut")
     told: list[int] = []
 
     def log(kind: str, fields: dict[str, Any]) -> None:
-        told.append(checkpoint.step_of(fields["path"]))
+        told.append(checkpoint.parse_step(fields["path"]))
 
     def newest(*exclude: str) -> int | None:
         found = checkpoint.latest_valid_checkpoint(folder, log=log, exclude=exclude)
         return found and found.step
 
-    third = checkpoint.folder_of(folder, 3)
+    third = checkpoint.step_folder(folder, 3)
     assert (newest(), told) == (3, [4])
     assert (newest(third), told) == (1, [4, 2])
-    harm(Path(checkpoint.folder_of(folder, 1), "manifest.json"), "cut")
+    harm(Path(checkpoint.step_folder(folder, 1), "manifest.json"), "cut")
     assert newest(third) is None
     assert checkpoint.latest_valid_checkpoint(str(tmp_path / "none"), log=lambda *_: None) is None
 

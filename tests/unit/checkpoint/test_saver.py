@@ -29,10 +29,10 @@ from rayrec.checkpoint import (
     Retention,
     Saver,
     acquire_lease,
-    folder_of,
     reader,
     save_retry,
     saver,
+    step_folder,
 )
 from rayrec.checkpoint.communicator import Communicator
 from rayrec.config import InputError
@@ -652,7 +652,7 @@ def test_attempt_waits_for_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- Saves and restores of several processes, asynchronous saves and failing ranks
 def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    one, two, three = (Checkpoint(folder_of(folder, step)) for step in (1, 2, 3))
+    one, two, three = (Checkpoint(step_folder(folder, step)) for step in (1, 2, 3))
     run_ranks("save", 2, folder)
     assert sorted(os.listdir(one.path)) == [
         "data_00000.safetensors",
@@ -678,12 +678,12 @@ def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
             == checkpoint.weights_sha256(two)
             == checkpoint.weights_sha256(three)
         )
-    shutil.copytree(two.path, folder_of(folder, 4))
+    shutil.copytree(two.path, step_folder(folder, 4))
     (chunk,) = two.manifest()["tensors"]["model.rows"]["chunks"]
-    harmed = Path(folder_of(folder, 4), chunk["file"])
+    harmed = Path(step_folder(folder, 4), chunk["file"])
     flip(harmed, chunk["start"] + chunk["bytes"] - 1)  # whichever rank reads it, all are to know
-    shutil.copytree(two.path, folder_of(folder, 5))
-    Path(folder_of(folder, 5), chunk["file"]).unlink()
+    shutil.copytree(two.path, step_folder(folder, 5))
+    Path(step_folder(folder, 5), chunk["file"]).unlink()
     outputs = run_ranks("restore", 2, folder)
     expected = f"damaged: {harmed}: damaged, the checksum of model.rows does not match"
     assert all(expected in output for output in outputs), outputs

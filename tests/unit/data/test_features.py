@@ -13,7 +13,7 @@ import pytest
 import torch
 from builders.faults import fails_with, rejects
 from builders.logs import made_from
-from builders.raw_blocks import block_of
+from builders.raw_blocks import find_block
 from builders.same import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
@@ -769,7 +769,7 @@ def make(schema: Schema = ANY) -> Preprocessor:
 def raw_of(rows: list[Row], schema: Schema = ANY) -> RawBlock:
     columns = {name: [row[2][d] for row in rows] for d, name in enumerate(schema.dense)}
     columns |= {name: [row[3][s] for row in rows] for s, name in enumerate(schema.sparse)}
-    return block_of(
+    return find_block(
         schema,
         columns,
         labels={"y": np.array([row[0] for row in rows], np.float32)} if schema.label else {},
@@ -878,7 +878,7 @@ def test_encode_matches_rules(schema: Schema, rows: int) -> None:
 
 def test_small_integer_table_matches_computation() -> None:
     """A row is encoded alike alone (as when serving) and among thousands (as when training)."""
-    raw = block_of(
+    raw = find_block(
         HEXADECIMAL,
         {"a": range(-20, 3000), "b": range(20, -3000, -1), **dict.fromkeys("stu", [None] * 3020)},
     )

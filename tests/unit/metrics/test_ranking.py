@@ -293,10 +293,12 @@ def test_auroc_matches_fraction_of_ordered_pairs(case: tuple[np.ndarray, np.ndar
 
 
 def test_calibration_error_auroc_and_logloss_of_extreme_logits() -> None:
-    def value_of(name: str, logits: Any, labels: list[int]) -> float:
+    def convert_value(name: str, logits: Any, labels: list[int]) -> float:
         return metrics.binary_metrics(logits, labels)[name]
 
-    error, logloss = (partial(value_of, name) for name in ("expected_calibration_error", "logloss"))
+    error, logloss = (
+        partial(convert_value, name) for name in ("expected_calibration_error", "logloss")
+    )
     assert (error([-np.inf, np.inf], [0, 1]), error([-np.inf, np.inf], [1, 0])) == (0, 1)
     assert error([0.0, 0.0, 0.0, 0.0], [0, 0, 0, 1]) == pytest.approx(0.25)
     # In fifteen bins, opposite errors do not cancel.

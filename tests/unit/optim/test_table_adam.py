@@ -108,7 +108,7 @@ def test_sparse_adam_matches_torch() -> None:
     assert torch.equal(found.detach()[35:], start().detach()[35:])
 
 
-def step_of(number: int, *, every_row: bool) -> AdamStep:
+def parse_step(number: int, *, every_row: bool) -> AdamStep:
     return AdamStep(
         learning_rate=0.1,
         number=number,
@@ -133,8 +133,8 @@ def test_adam_operators_match_kernels(every_row: bool, monkeypatch: pytest.Monke
             torch.cat([gradients.ids, torch.tensor([39])]),
             torch.cat([gradients.values, torch.zeros(1, 6)]),
         )
-        parts[0].update(step_of(number, every_row=every_row), gradients)
-        parts[1].update_with_torch_ops(step_of(number, every_row=every_row), gradients)
+        parts[0].update(parse_step(number, every_row=every_row), gradients)
+        parts[1].update_with_torch_ops(parse_step(number, every_row=every_row), gradients)
     for name in ("weights", "exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(
             getattr(parts[0], name), getattr(parts[1], name), rtol=1e-5, atol=1e-7
@@ -146,7 +146,7 @@ def test_moments_decay_without_subnormals_alike_on_any_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part = TablePart(torch.ones(3, 4), lambda: pytest.fail("not asked for"))
-    part.update(step_of(1, every_row=True), RowGradients(torch.tensor([1]), torch.ones(1, 4)))
+    part.update(parse_step(1, every_row=True), RowGradients(torch.tensor([1]), torch.ones(1, 4)))
     rule = AdamStep(
         learning_rate=0.1, number=2, betas=(0.9, 0.9), eps=1e-8, l2=0.0, decay=0.0, every_row=True
     )

@@ -99,7 +99,7 @@ def split(
     )
 
 
-def parts_of(out: Path) -> dict[str, pa.Table]:
+def split_parts(out: Path) -> dict[str, pa.Table]:
     files = {
         name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")
     }
@@ -136,7 +136,7 @@ def test_split_by_rows_writes_fractions(
 ) -> None:
     table, path = table_and_path
     found = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
-    parts = parts_of(tmp_path / "out")
+    parts = split_parts(tmp_path / "out")
     check_whole(parts, table)
     sizes = {name: len(part) for name, part in parts.items()}
     assert {name: part["rows"] for name, part in found["parts"].items()} == sizes
@@ -158,16 +158,17 @@ def test_split_by_rows_depends_on_row_numbers_and_seed(
     """The parts do not depend on files, row groups or tasks."""
     table, path = table_and_path
     first = split(path, tmp_path / "out", "rows", validation=0.2, test=0.1)
-    parts = parts_of(tmp_path / "out")
+    parts = split_parts(tmp_path / "out")
     again = split(
         written(table, tmp_path / "one", files=1), tmp_path / "again", "rows", validation=0.2
     )
     assert again["parts"]["validation"]["rows"] == first["parts"]["validation"]["rows"]
     assert all(
-        numbers(part) == numbers(parts[name]) for name, part in parts_of(tmp_path / "again").items()
+        numbers(part) == numbers(parts[name])
+        for name, part in split_parts(tmp_path / "again").items()
     )
     other = split(path, tmp_path / "other", "rows", seed=1)
-    assert numbers(parts_of(tmp_path / "other")["test"]) != numbers(parts["test"])
+    assert numbers(split_parts(tmp_path / "other")["test"]) != numbers(parts["test"])
     assert other["parts"].keys() == first["parts"].keys()
 
 
@@ -176,7 +177,7 @@ def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     found = split(
         written(table, tmp_path / "log"), tmp_path / "out", "group", test=0.0, validation=0.3
     )
-    parts = parts_of(tmp_path / "out")
+    parts = split_parts(tmp_path / "out")
     check_whole(parts, table)
     users = {name: set(part["user"].to_pylist()) for name, part in parts.items()}
     assert users.keys() == {"train", "validation"}
@@ -187,7 +188,7 @@ def test_split_by_group_keeps_groups_together(tmp_path: Path) -> None:
     split(str(tmp_path / "log"), tmp_path / "items", "group", group="item")
     items = {
         name: set(part.column("item").to_pylist())
-        for name, part in parts_of(tmp_path / "items").items()
+        for name, part in split_parts(tmp_path / "items").items()
     }
     assert not items["train"] & items["test"]
 
@@ -196,7 +197,7 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     table = table_of()
     path = written(table, tmp_path / "log")
     split(path, tmp_path / "out", "time", validation=0.25, test=0.1)
-    parts = parts_of(tmp_path / "out")
+    parts = split_parts(tmp_path / "out")
     check_whole(parts, table)
     times = {name: part.column("at").cast(pa.int64()).to_numpy() for name, part in parts.items()}
     in_order = np.sort(table.column("at").cast(pa.int64()).to_numpy())
@@ -211,9 +212,9 @@ def test_split_by_time_holds_out_latest_rows(tmp_path: Path) -> None:
     )
     dated = {
         name: part.column("at").cast(pa.int64()).to_numpy()
-        for name, part in parts_of(tmp_path / "dates").items()
+        for name, part in split_parts(tmp_path / "dates").items()
     }
-    check_whole(parts_of(tmp_path / "dates"), table)
+    check_whole(split_parts(tmp_path / "dates"), table)
     assert [times.min() // 1_000_000 for times in dated.values()] == [0, 300, 600]
 
 
@@ -223,7 +224,7 @@ def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
         2, "at", [pa.array(np.arange(3000) % 7 * 1_000_000, pa.timestamp("us"))]
     )
     found = split(written(table, tmp_path / "log"), tmp_path / "out", "last-out")
-    parts = parts_of(tmp_path / "out")
+    parts = split_parts(tmp_path / "out")
     check_whole(parts, table)
     rows = table.append_column("row", pa.array(range(3000))).to_pandas().dropna(subset="user")
     of_users = [
@@ -316,7 +317,7 @@ def test_split_writes_csv_as_parquet_text(tmp_path: Path) -> None:
         file.write("row 400,7,,,,\n")  # no label
     found = split(str(tmp_path / "log"), tmp_path / "out", "time", max_bad_fraction=0.01)
     assert (found["rows"], found["bad_rows"]) == (400, 1)
-    parts = parts_of(tmp_path / "out")
+    parts = split_parts(tmp_path / "out")
     assert parts["train"].column_names == table.column_names
     assert sorted(number for part in parts.values() for number in numbers(part)) == list(range(400))
     row = parts["test"].slice(0, 1).to_pylist()[0]
@@ -356,7 +357,7 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
             split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, max_bad_fraction=0.01)
             parts = {
                 part: table["note"].to_pylist()
-                for part, table in parts_of(tmp_path / f"{name}-{by}").items()
+                for part, table in split_parts(tmp_path / f"{name}-{by}").items()
             }
             assert found.setdefault(by, parts) == parts
             again = len(examined) - len({task.number for task in examined})

@@ -17,7 +17,7 @@ import pytest
 from builders.engines import LoopEngine
 from builders.faults import rejects
 from builders.logs import learn, open_index
-from builders.raw_blocks import block_of
+from builders.raw_blocks import find_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
@@ -620,7 +620,7 @@ ROWS = st.lists(
 
 def block_of_rows(rows: Sequence[Row]) -> RawBlock:
     labels, a, s, tags, weights = zip(*rows, strict=True)
-    return block_of(
+    return find_block(
         LISTS,
         {"a": a, "s": s, "tags": tags},
         labels={"y": np.array(labels, np.float32)},

@@ -16,7 +16,7 @@ import ray
 from builders.faults import raising, rejects
 from hosts.ports import free_ports
 
-from rayrec.checkpoint import folder_of
+from rayrec.checkpoint import step_folder
 from rayrec.checkpoint.format import MANIFEST, VERSION, seal
 from rayrec.commands.serving import serve
 from rayrec.config import InputError
@@ -363,7 +363,7 @@ SOUND: dict[str, Any] = {
 
 
 def _save(run: Path, step: int, score: float | None, *, without: str = "", **changes: Any) -> str:
-    folder = folder_of(str(run), step)
+    folder = step_folder(str(run), step)
     manifest = {**SOUND, "score": score, **changes}
     write_json(
         f"{folder}/{MANIFEST}",
@@ -405,7 +405,7 @@ def test_following_skips_damaged_checkpoints(
         start=22,
     ):
         _save(tmp_path, step, **{"score": 0.9, name: value})
-    (Path(folder_of(str(tmp_path), 30)) / MANIFEST).mkdir(parents=True)
+    (Path(step_folder(str(tmp_path), 30)) / MANIFEST).mkdir(parents=True)
     watched = Watched("the first", monkeypatch)
     for which in ("newest", "best"):
         assert choose(str(tmp_path), which) == good  # type: ignore[arg-type]

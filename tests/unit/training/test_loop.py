@@ -27,7 +27,7 @@ from ranks.checkpoint import run_ranks
 from ray.train import PreemptionInfo
 
 from rayrec import recipes
-from rayrec.checkpoint import Checkpoint, Retention, folder_of, weights_sha256
+from rayrec.checkpoint import Checkpoint, Retention, step_folder, weights_sha256
 from rayrec.checkpoint.save_retry import SaveStats
 from rayrec.checkpoint.state import model_tensors
 from rayrec.models.base import ClickModelConfig
@@ -837,7 +837,7 @@ def test_finish_evaluates_chosen_weights(
     assert (told["step"], told["chosen_step"], told["checkpoint"]) == (
         7,
         chosen,
-        folder_of(str(tmp_path), chosen),
+        step_folder(str(tmp_path), chosen),
     )
     assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
     assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
@@ -862,7 +862,7 @@ def test_finish_evaluates_all_rows_after_short_evaluations(tmp_path: Path) -> No
 
 def test_damaged_best_weights_raise_input_error(tmp_path: Path) -> None:
     run = Evaluated(tmp_path)
-    (file,) = Path(folder_of(str(tmp_path), 4)).glob("data_*.safetensors")
+    (file,) = Path(step_folder(str(tmp_path), 4)).glob("data_*.safetensors")
     flip(file, -1)
     rejects(r"best weights of the run\. Train it again", run.finish)
 
@@ -939,9 +939,9 @@ def test_failed_matrix_product_is_skipped_or_returns_zero(
 
 
 def peaks(folder: str, rank: int) -> None:
-    assert worker.peak_of_all((5.0, 15.0)[rank], world_size=2) == 20.0
+    assert worker.sum_peaks((5.0, 15.0)[rank], world_size=2) == 20.0
     for unknown in (0, 1):
-        assert worker.peak_of_all(5.0 * (rank != unknown), world_size=2) is None
+        assert worker.sum_peaks(5.0 * (rank != unknown), world_size=2) is None
 
 
 def test_peak_requires_all_workers(tmp_path: Path) -> None:
@@ -962,7 +962,7 @@ def test_peak_requires_all_workers(tmp_path: Path) -> None:
     ],
 )
 def test_threads_respect_reserved_cpus(settings: dict[str, Any], share: int, threads: int) -> None:
-    assert worker.threads_of_worker(ScalingConfig(**settings), node_cpus=share) == threads
+    assert worker.worker_threads(ScalingConfig(**settings), node_cpus=share) == threads
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -29,10 +29,10 @@ from rayrec import checkpoint as checkpoints
 from rayrec.checkpoint import (
     Checkpoint,
     DamagedError,
-    folder_of,
     full_tensors,
     latest_valid_checkpoint,
     open_checkpoint,
+    step_folder,
 )
 from rayrec.checkpoint.state import all_tensors, start_from
 from rayrec.checkpoint.writer import ExtraFiles
@@ -71,7 +71,7 @@ class Resumed:
             state = {"progress": Progress(Counters(step)).state(), "loader": {"at": step}}
             weights = {"model.weight": torch.full((1, 1), float(step))}
             checkpoint.save(
-                folder_of(self.folder, step), weights, state=state, extra_files=extra.write
+                step_folder(self.folder, step), weights, state=state, extra_files=extra.write
             )
 
     def checkpoint_files(self, prepared: Any) -> dict[str, bytes | str]:
@@ -96,7 +96,7 @@ class Resumed:
         attempt: Any = SimpleNamespace(folder=self.folder, prepared=None, config=config)
 
         def log(kind: str, fields: dict[str, Any]) -> None:
-            self.events.append((kind, checkpoint.step_of(fields["path"])))
+            self.events.append((kind, checkpoint.parse_step(fields["path"])))
 
         stack = contextlib.ExitStack()
         return worker.Resumption(context, attempt, log, self.damaged, Stopwatch(), stack).run()
@@ -104,7 +104,7 @@ class Resumed:
 
 def tear(folder: str, step: int, name: str) -> None:
     # before it, a file so small is mostly header
-    flip(f"{folder_of(folder, step)}/{name}", -2, bit=4)
+    flip(f"{step_folder(folder, step)}/{name}", -2, bit=4)
 
 
 def test_manifest_damaged_after_check_is_skipped(
@@ -161,16 +161,16 @@ def test_shared_checkpoint_file_is_repaired_from_run(tmp_path: Path) -> None:
         with pytest.raises(
             DamagedError, match=r"tokens\.npy: damaged, its checksum does not match"
         ):
-            checkpoint.verify(Checkpoint(folder_of(resumed.folder, step)))
+            checkpoint.verify(Checkpoint(step_folder(resumed.folder, step)))
     found, setup, loader, _ = resumed.start()
     assert (found.step, loader.state, float(setup.model.weight)) == (3, {"at": 3}, 3)
     assert (resumed.events, resumed.damaged) == ([("checkpoint_repaired", 3)], set())
     checkpoint.verify(found)
     with pytest.raises(DamagedError, match="damaged"):  # the link to the others is broken
-        checkpoint.verify(Checkpoint(folder_of(resumed.folder, 2)))
+        checkpoint.verify(Checkpoint(step_folder(resumed.folder, 2)))
     tear(resumed.folder, 3, "data_00000.safetensors")  # so that the one before is needed
     # shorter: seen without reading
-    Path(folder_of(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")
+    Path(step_folder(resumed.folder, 1), "more/tokens.npy").write_bytes(b"abc")
     found, setup, *_ = resumed.start()
     assert (found.step, float(setup.model.weight)) == (2, 2)
     assert resumed.events[1:] == [("checkpoint_damaged", 3), ("checkpoint_repaired", 2)]

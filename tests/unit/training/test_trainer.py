@@ -22,7 +22,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from rayrec import checkpoint, recipes, storage
-from rayrec.checkpoint import folder_of, full_tensors, open_checkpoint
+from rayrec.checkpoint import full_tensors, open_checkpoint, step_folder
 from rayrec.config import InputError, settings_hash
 from rayrec.data.engine import TaskPlacement
 from rayrec.data.numbered_rows import read_part
@@ -67,7 +67,7 @@ def lines() -> list[str]:
 
 def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, list[str]]:
     (folder / "events.jsonl").write_text("".join(lines() if damaged is None else damaged))
-    saved = folder_of(str(folder), 15)
+    saved = step_folder(str(folder), 15)
     checkpoint.save(saved, {"model.weight": torch.ones(3)}, state={})
     metrics = {"accuracy": 0.5}
     finish: dict[str, Any] = {
@@ -235,7 +235,7 @@ def test_resumed_run_waits_longer_for_store(
     for waits_s in (30, 900):
         failing(InputError("no such log"), wrong=True)
         assert f"waits {waits_s} s for a store, its tasks {waits_s} s" in NOTES
-        checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
+        checkpoint.save(step_folder(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
 
 
 def test_rejected_settings_change_no_file(
@@ -250,7 +250,7 @@ def test_rejected_settings_change_no_file(
         f"Starting {tmp_path}/run again with other settings, because no step was saved (seed: 0 "
         "-> 5)" in NOTES
     )
-    checkpoint.save(folder_of(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
+    checkpoint.save(step_folder(str(tmp_path / "run"), 5), {"a": torch.ones(1)}, state={})
     settings = tmp_path / "run" / "config.yaml"
     before = settings.read_bytes()
     other = "trained with other settings (seed: 5 -> 6). Use its config.yaml, or another --name"
@@ -389,7 +389,7 @@ def evaluated(tmp_path: Path) -> Result:
     events = [
         {**event, **(workers if event["kind"] == "step" else {})} for event in told()
     ] + evaluations
-    checkpoint.save(folder_of(str(tmp_path), 5), {"model.weight": torch.ones(3)}, state={})
+    checkpoint.save(step_folder(str(tmp_path), 5), {"model.weight": torch.ones(3)}, state={})
     return summarized(tmp_path, [json.dumps(event) + "\n" for event in events])[0]
 
 
@@ -421,7 +421,7 @@ def test_result_has_attributes_of_ray_train(evaluated: Result, tmp_path: Path) -
 def test_result_finds_best_checkpoint(evaluated: Result, tmp_path: Path) -> None:
     result = evaluated
     (early, first), (late, last) = result.best_checkpoints
-    assert (early, first) == (folder_of(str(tmp_path), 5), {"accuracy": 0.75, "loss": 0.7})
+    assert (early, first) == (step_folder(str(tmp_path), 5), {"accuracy": 0.75, "loss": 0.7})
     assert (late, last) == (result.checkpoint, {"accuracy": 0.5, "loss": 0.6})
     assert result.get_best_checkpoint("accuracy", "max") == early
     assert result.get_best_checkpoint("loss", "min") == late

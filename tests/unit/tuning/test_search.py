@@ -26,7 +26,7 @@ from pyarrow import csv
 
 import rayrec
 from rayrec import recipes, storage
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.materialized import writer
 from rayrec.data.materialized.dataset import open_preprocessed
@@ -616,7 +616,7 @@ def test_failed_trial_records_retry(
     monkeypatch.setattr(trials, "train_until", raising(error))
     (config,) = configs(tmp_path, 1)
     result = trials.train_part(trials.Job(0, config, 0, 1.0, "auroc"))
-    assert result == PartResult(error=line_of(error), can_retry=can_retry)
+    assert result == PartResult(error=error_line(error), can_retry=can_retry)
 
 
 def test_selected_metric_skips_earlier_pauses() -> None:

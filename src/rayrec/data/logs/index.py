@@ -262,7 +262,7 @@ def resolve_source(path: str) -> tuple[str, str]:
     segment's file may have been unpacked (see `unpacked_path`) or rewritten in several parts (see
     data/logs/parquet.py).
     """
-    folder = storage.folder_of(path)
+    folder = storage.parent_folder(path)
     base = storage.name_of(path)
     plain = folder.partition("?")[0]
     partitions = "".join(f"{name}/" for name in partition_names(path))
@@ -339,7 +339,7 @@ class CachedIndex:
             return None
         _, old = self._stored()
         storage.write_json(self.path, {"version": self.version, **index.to_dict()})
-        folder = storage.folder_of(self.path)
+        folder = storage.parent_folder(self.path)
         indices = [
             file
             for file in storage.files_in(folder)

@@ -291,7 +291,7 @@ def read_rows(
     spans = _spans(chunks)
     buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, path=path))
     file = _Spans(path, footer.size_bytes, spans, buffers)
-    sums = np.array([checksum(file.bytes_of(*chunk)) for chunk in chunks], np.int64)
+    sums = np.array([checksum(file.span_bytes(*chunk)) for chunk in chunks], np.int64)
     try:
         with pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer.metadata) as parquet:
             table = parquet.read_row_groups(groups, columns=stored, use_threads=False)
@@ -361,7 +361,7 @@ class _Spans(RangeFile):
     def size(self) -> int:
         return self._size_bytes
 
-    def bytes_of(self, start: int, stop: int) -> np.ndarray:
+    def span_bytes(self, start: int, stop: int) -> np.ndarray:
         number = bisect_right(self._starts, start) - 1
         if number >= 0 and stop <= self._starts[number] + len(self._buffers[number]):
             offset = start - self._starts[number]
@@ -369,4 +369,4 @@ class _Spans(RangeFile):
         return _read_span(self._path, (start, stop))
 
     def read_range(self, start: int, size: int) -> memoryview:
-        return self.bytes_of(start, min(start + size, self._size_bytes)).data
+        return self.span_bytes(start, min(start + size, self._size_bytes)).data

@@ -215,8 +215,8 @@ def _check_files(
 
 def open_dataset(segment: Segment) -> tuple[PreprocessedDataset, int]:
     """Return the segment's dataset and raw file number."""
-    file_folder = storage.folder_of(segment.path)
-    folder = storage.folder_of(file_folder)
+    file_folder = storage.parent_folder(segment.path)
+    folder = storage.parent_folder(file_folder)
     number = storage.name_of(file_folder)
     if folder not in _OPENED:
         _load(folder)

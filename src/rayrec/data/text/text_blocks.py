@@ -197,7 +197,7 @@ def cut(read: Read, size_bytes: int, position: int) -> int:
     return position + next((i for i, byte in enumerate(around) if byte & 0xC0 != 0x80), 0)
 
 
-def parts_of(
+def split_parts(
     sources: Sequence[Source], *, validation_fraction: float, part_bytes: int
 ) -> list[TextPart]:
     """Split the text into parts, in order. The last `validation_fraction` of its bytes becomes the

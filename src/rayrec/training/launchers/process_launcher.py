@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rayrec.cluster.connection import is_in_process
 from rayrec.cluster.layout import Layout, TorchrunEnv
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.data.engine import StreamEngine, ThreadEngine
 from rayrec.observe.console import Console
 from rayrec.training.launchers.base import Driver, PreparedRun, local_layout
@@ -126,7 +126,7 @@ class ProcessLauncher:
         return None
 
     def cause_of(self, error: BaseException) -> str:
-        return line_of(error)
+        return error_line(error)
 
     def close(self) -> None:
         if self._imports is not None:  # still running after an error of `prepare`

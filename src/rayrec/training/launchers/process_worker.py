@@ -18,7 +18,7 @@ from torch import distributed
 from rayrec import host_resources, storage
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.collectives import group_arguments, use_device
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.data.engine import ThreadEngine
 from rayrec.process_state import preserved_process
 from rayrec.training.launchers.base import AttemptContext, PreparedRun, follow_attempt, worker_logs
@@ -194,7 +194,9 @@ class StoreControlChannel:
         try:
             return self._rendezvous.get(key)
         except RuntimeError as error:
-            raise OSError(f"the store of the run's processes is gone ({line_of(error)})") from None
+            raise OSError(
+                f"the store of the run's processes is gone ({error_line(error)})"
+            ) from None
 
 
 def train_first(

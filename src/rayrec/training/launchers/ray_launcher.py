@@ -25,7 +25,7 @@ from rayrec.compat.ray_compat import (
     WorkerGroupStartupTimeoutError,
     data_parallel_trainer,
 )
-from rayrec.config import InputError, line_of
+from rayrec.config import InputError, error_line
 from rayrec.data.engine import Shared, StreamEngine, Task, ThreadEngine
 from rayrec.ingest.ray_engine import RayEngine, RayShared
 from rayrec.observe.console import Console
@@ -393,7 +393,8 @@ def errors_in_code(error: BaseException) -> frozenset[str] | None:
         return None
     # Other workers fail with connection errors to the failed worker.
     return (
-        frozenset(line_of(failure) for failure in failures if isinstance(failure, _IN_CODE)) or None
+        frozenset(error_line(failure) for failure in failures if isinstance(failure, _IN_CODE))
+        or None
     )
 
 
@@ -428,7 +429,7 @@ def _unwrapped(error: BaseException) -> BaseException:
 def cause_of(error: BaseException) -> str:
     """Describe in one line why an attempt or run failed."""
     if isinstance(error, InputError):
-        return line_of(error)
+        return error_line(error)
     if is_preemption(error):
         return "a node was preempted, as announced"
     failures = worker_failures(error)
@@ -442,13 +443,13 @@ def cause_of(error: BaseException) -> str:
         return f"worker {', '.join(map(str, dead))} died"
     if failures:
         rank, failure = min(failures.items())
-        return f"worker {rank}: {line_of(failure)}"
+        return f"worker {rank}: {error_line(failure)}"
     if isinstance(error, ControllerError):
-        return line_of(error.controller_failure)
+        return error_line(error.controller_failure)
     return (
         "the controller of Ray Train died"
         if isinstance(error, ray.exceptions.RayActorError)
-        else line_of(error)
+        else error_line(error)
     )
 
 

@@ -238,8 +238,8 @@ def cache_folder(checkpoint: str) -> str:
     reach it.
     """
     # ROOT/RUN/checkpoints/step_00001000
-    run = storage.folder_of(storage.folder_of(checkpoint.rstrip("/")))
-    return cache.folder(storage.join(storage.folder_of(run), ".cache"))
+    run = storage.parent_folder(storage.parent_folder(checkpoint.rstrip("/")))
+    return cache.folder(storage.join(storage.parent_folder(run), ".cache"))
 
 
 def open_run_log(

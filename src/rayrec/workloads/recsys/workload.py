@@ -403,7 +403,7 @@ def _best_auroc(path: str, index: LogIndex, test: tuple[int, int] | None) -> flo
     """Return the best AUROC of the test rows from truth.json next to a generated log, or None if
     unknown.
     """
-    for folder in () if index.format == "random" else (path, storage.folder_of(path)):
+    for folder in () if index.format == "random" else (path, storage.parent_folder(path)):
         path_of_truth = storage.join(folder, "truth.json")
         if storage.exists(path_of_truth):
             truth = storage.read_json(path_of_truth)

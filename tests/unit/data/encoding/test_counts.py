@@ -19,7 +19,7 @@ import pytest
 from builders.engines import LoopEngine
 from builders.faults import fails_with, raising, rejects
 from builders.logs import open_index
-from builders.raw_blocks import block_of
+from builders.raw_blocks import find_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,7 +198,7 @@ def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> Non
     schema = Schema(tokens=kind, label=None, dense=("d", "e", "f"))
     counts = CountingJob(schema).empty()
     counts.add_rows(
-        block_of(schema, {"d": values, "e": [3] * len(values), "f": [None] * len(values)}), 0
+        find_block(schema, {"d": values, "e": [3] * len(values), "f": [None] * len(values)}), 0
     )
     there = [value for value in values if value is not None]
     (first, *others), wanted = counts.dense_moments.tolist(), moments(there)
@@ -217,7 +217,7 @@ def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:
         Schema(label=None, dense=("a",), tokens=tokens) for tokens in ("hexadecimal", "any")
     ):
         counts = CountingJob(schema).empty()
-        counts.add_rows(block_of(schema, {"a": values}), 0)
+        counts.add_rows(find_block(schema, {"a": values}), 0)
         found.append(counts.dense_moments.tolist())
     assert found[0] == found[1]
     schema = Schema(
@@ -308,7 +308,7 @@ def test_columns_of_any_log_are_counted(rows: list[tuple[int | None, list[int]]]
         "s": [token for token, _ in rows],
         "t": [bag for _, bag in rows],
     }
-    raw = block_of(
+    raw = find_block(
         schema, columns, labels={"l": np.array([len(tokens) > 0 for _, tokens in rows], np.float32)}
     )
     counts = CountingJob(schema, first_rows=True).empty()
@@ -582,7 +582,7 @@ def test_counting_memory_is_bounded_for_all_presets(
     schema = Schema(tokens="hexadecimal", label=None, sparse=("s",))
     preset = RAYREC.replace(min_count=3, **changes)
     # 0 and all others once
-    raw = block_of(schema, {"s": [*range(299_994), None, None, 7, 7, 7, 7]})
+    raw = find_block(schema, {"s": [*range(299_994), None, None, 7, 7, 7, 7]})
     job = preset.counting(schema)
     task = job.empty()
     task.add_rows(job.derivation.counted(raw), 0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from builders.faults import rejects
 from builders.logs import counts_of, learn, made_from, open_index
-from builders.raw_blocks import block_of
+from builders.raw_blocks import find_block
 from builders.same import assert_same
 from builders.torchrec_scripts import torchrec_criteo, write_npy
 
@@ -238,7 +238,7 @@ def test_fuxictr_x4_ids_are_independent_of_block_size(
     numbers = np.where(draw.random((5000, 2)) < 0.7, draw.integers(-3, 3000, (5000, 2)), 0)
     numbers[:8, 0] = [-(10**17), -(2**31), -1, 0, 2, 2047, 2048, 10**17]
     columns = [*numbers.T.tolist(), *draw.integers(0, 300, (2, 5000)).tolist()]
-    raw = block_of(
+    raw = find_block(
         SCHEMA.unlabelled(), dict(zip((*SCHEMA.dense, *SCHEMA.sparse), columns, strict=True))
     )
     preset = FUXICTR_X4.replace(num_embeddings=limit and (limit,) * 4, **changes)

@@ -21,7 +21,7 @@ import pytest
 from builders import click_models
 from builders.faults import fails_with, rejects
 from builders.logs import made_from
-from builders.raw_blocks import block_of
+from builders.raw_blocks import find_block
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +103,7 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
         data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))), bool
     )
     schema = Schema(label=None, sparse=("s",), tokens="any" if wide else "hexadecimal")
-    raw = block_of(
+    raw = find_block(
         schema,
         {"s": [None if m else t for t, m in zip(tokens.tolist(), missing.tolist(), strict=True)]},
     )
@@ -187,7 +187,9 @@ def test_kernel_structs_match_rules(
 )
 @CHECKED
 def test_bucket_kernel_matches_rule(integers: list[int]) -> None:
-    found = Derivation(buckets=True).applied(block_of(ONE_NUMBER, {"d": integers})).categories[:, 0]
+    found = (
+        Derivation(buckets=True).applied(find_block(ONE_NUMBER, {"d": integers})).categories[:, 0]
+    )
     assert found.tolist() == bucket_tokens(np.array(integers, np.int64)).tolist()
 
 
@@ -230,7 +232,7 @@ def test_bag_kernel_matches_rule(
 )
 @CHECKED
 def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> None:
-    raw = block_of(
+    raw = find_block(
         ONE_NUMBER, {"d": [None if place % 3 == 2 else value for place, value in enumerate(values)]}
     )
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))

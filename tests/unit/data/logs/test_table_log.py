@@ -1457,7 +1457,7 @@ def test_bytes_outside_fetched_spans_are_read(tmp_path: Path, span: tuple[int, i
     file = parquet._Spans(
         str(path), len(content), spans, [parquet._read_span(str(path), each) for each in spans]
     )
-    assert file.bytes_of(*span).tobytes() == content[slice(*span)]
+    assert file.span_bytes(*span).tobytes() == content[slice(*span)]
 
 
 def test_parquet_columns_are_checked_before_rows(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from rayrec.data.text import mds, text_blocks
 from rayrec.data.text.mds import TokenRows
-from rayrec.data.text.text_blocks import Source, cut, parts_of, read_part
+from rayrec.data.text.text_blocks import Source, cut, read_part, split_parts
 from rayrec.data.text.tokenizer import load_tokenizer
 from rayrec.storage import cache
 from rayrec.storage.cache import MIN_FILES, ShardCache
@@ -435,7 +435,7 @@ def test_parts_cover_text(
     for number, text in enumerate(texts):
         (folder / str(number)).write_bytes(text.encode())
         sources.append(Source(str(folder / str(number)), f"{number}.txt", len(text.encode())))
-    parts = parts_of(sources, validation_fraction=share, part_bytes=part_bytes)
+    parts = split_parts(sources, validation_fraction=share, part_bytes=part_bytes)
     assert "".join(map(read_part, parts)) == "".join(texts)
     assert [part.number for part in parts] == list(range(len(parts)))
     sets = [part.set for part in parts]
@@ -449,7 +449,7 @@ def test_parts_cover_text(
 
 def test_invalid_utf8_has_position_and_bpe_matches_on_threads(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\n" * 10 + "hé".encode("latin-1"))
-    parts = parts_of(
+    parts = split_parts(
         [Source(str(tmp_path / "latin.txt"), "latin.txt", 52)],
         validation_fraction=0.0,
         part_bytes=16,

@@ -120,7 +120,7 @@ def test_failures_with_progress_do_not_accumulate(
 
     def gets_on() -> dict[str, Any]:
         checkpoint.save(
-            checkpoint.folder_of(str(tmp_path), next(saved)), {"a": torch.zeros(1)}, state={}
+            checkpoint.step_folder(str(tmp_path), next(saved)), {"a": torch.zeros(1)}, state={}
         )
         raise DIED
 
