@@ -145,7 +145,7 @@ class Pages:
     def run(
         self,
         name: str,
-        wanted: list[Block],
+        desired: list[Block],
         folder: Path,
         *,
         with_ray: bool = False,
@@ -171,7 +171,7 @@ class Pages:
         request = json.dumps(
             {
                 "name": name,
-                "blocks": wanted,
+                "blocks": desired,
                 "folder": str(folder),
                 "environment": environment,
             }
@@ -315,10 +315,10 @@ def test_troubleshooting_messages_match_source() -> None:
         for text in _messages(ast.parse(path.read_text()))
     ]
     for message in shown:
-        wanted = re.compile(
+        desired = re.compile(
             ".*".join(re.escape(part) for part in message.split("...") if part), re.DOTALL
         )
-        assert any(wanted.search(text) for text in texts), message
+        assert any(desired.search(text) for text in texts), message
 
 
 def _messages(tree: ast.AST) -> Iterator[str]:
@@ -336,14 +336,14 @@ def test_guarantees_name_targets_of_their_tests() -> None:
     marks: dict[str, set[str]] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         tree = ast.parse(path.read_text())
-        of_file = [
+        file_entry = [
             line.value
             for line in tree.body
             if isinstance(line, ast.Assign) and "pytestmark" in ast.unparse(line)
         ]
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                places = map(ast.unparse, (*of_file, *node.decorator_list))
+                places = map(ast.unparse, (*file_entry, *node.decorator_list))
                 found = " ".join(place for place in places if "parametrize" not in place)
                 marks[node.name] = set(re.findall(r"mark\.(\w+)", found))
     rows = re.findall(
@@ -932,5 +932,5 @@ def test_flags_exist(page: Path, flags: dict[str, set[str]]) -> None:
         text,
     ):
         named = set(re.findall(r"--[a-z][\w.-]*", line.partition("#")[0]))
-        of_command = flags.get(verb, flags["train"])
-        assert named <= {*of_command, "--help", "--help-all"}, (verb, named - of_command)
+        valid_flags = flags.get(verb, flags["train"])
+        assert named <= {*valid_flags, "--help", "--help-all"}, (verb, named - valid_flags)

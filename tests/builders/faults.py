@@ -107,13 +107,13 @@ def until(
     *,
     timeout_s: float = 60,
     pause_s: float = 0.01,
-    told: Callable[[], object] = str,
+    reported: Callable[[], object] = str,
 ) -> Any:
-    """Wait for a condition, and return what it comes to. `told`: more text of the error if it does
+    """Wait for a condition, and return its value. `reported`: more text of the error if it does
     not come.
     """
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {told()}"
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {reported()}"
         time.sleep(pause_s)
     return found

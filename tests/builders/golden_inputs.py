@@ -290,7 +290,9 @@ def click_loader(
     """Return a worker's loader; `state`: that of a loader of any number of workers."""
     settings: dict[str, Any] = {"epochs": 1, "batch_size": BATCH_SIZE, **changes}
     in_memory = settings.pop("in_memory", False)
-    of_reader = {name: settings.pop(name) for name in ("targets", "unpooled") if name in settings}
+    reader_options = {
+        name: settings.pop(name) for name in ("targets", "unpooled") if name in settings
+    }
     inputs = log.preprocessor.inputs
     source = MappedSource(log.preprocessor, in_memory, prefetch_blocks=1)
     if log.index.format not in MAPPED:
@@ -303,7 +305,7 @@ def click_loader(
         )
     sharding = BatchSharding(rank, world_size, settings.pop("batch_size"))
     return Loader(
-        order, ClickBatches(source, inputs, **of_reader), sharding, state=state, **settings
+        order, ClickBatches(source, inputs, **reader_options), sharding, state=state, **settings
     )
 
 
@@ -347,18 +349,18 @@ def fields(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
 def digests(loaders: Iterable[Iterator[Batch]]) -> dict[str, Any]:
     """Digests of every batch of every worker, and of each of the fields over all of them."""
     batches = []
-    of_fields = {}
+    field_arrays = {}
     for loader in loaders:
         batches.append([])
         for batch in loader:
             arrays = list(fields(batch))
             batches[-1].append(digest(arrays))
             for name, array in arrays:
-                of_fields.setdefault(name, []).append((name, array))
+                field_arrays.setdefault(name, []).append((name, array))
         loader.close()
     return {
         "batches": batches,
-        "fields": {name: digest(arrays) for name, arrays in of_fields.items()},
+        "fields": {name: digest(arrays) for name, arrays in field_arrays.items()},
     }
 
 

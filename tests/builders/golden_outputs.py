@@ -50,18 +50,18 @@ OWN = Schema(
 """A log with a column of every kind."""
 
 
-def digests(folder: Path, *, of: Path) -> dict[str, str]:
-    """SHA-256 of the content of each file in a folder, without folder `of`, times and what depends
+def digests(folder: Path, *, root: Path) -> dict[str, str]:
+    """Hash each file in a folder, without folder `root`, times and what depends
     on a library's version.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(_content(path, of)).hexdigest()[:32]
+        path.relative_to(folder).as_posix(): hashlib.sha256(_content(path, root)).hexdigest()[:32]
         for path in paths
     }
 
 
-def _content(path: Path, of: Path) -> bytes:
+def _content(path: Path, root: Path) -> bytes:
     if path.suffix == ".parquet":
         table = pq.read_table(path)
         types = [(field.name, str(field.type)) for field in table.schema]
@@ -70,7 +70,7 @@ def _content(path: Path, of: Path) -> bytes:
         )
     if path.suffix != ".json":
         return path.read_bytes()
-    values = json.loads(path.read_text().replace(str(of), "FOLDER"))
+    values = json.loads(path.read_text().replace(str(root), "FOLDER"))
     for source in values.get("source", ()):
         del source["bytes"]
     if values.get("format") == "parquet":
@@ -141,7 +141,9 @@ def own_table(rows: int, *, seed: int = 5) -> pa.Table:
         "history": [rng.integers(-20, 60, n).tolist() for n in lengths],
         "shops": [[shops[k] for k in rng.integers(0, 5, n)] for n in lengths],
         "tags": tags,
-        "tag_weights": [np.round(rng.normal(1, 0.5, len(of_row)), 3).tolist() for of_row in tags],
+        "tag_weights": [
+            np.round(rng.normal(1, 0.5, len(row_values)), 3).tolist() for row_values in tags
+        ],
         "at": pa.array(np.sort(rng.integers(0, 10**6, rows)) * 10**6, pa.timestamp("us")),
     }
     return pa.table(columns)

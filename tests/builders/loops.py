@@ -19,7 +19,7 @@ class StopSignal:
     preempt_at: float = math.inf
     stop_after_scored: float = math.inf
     preempt_after_scored: float = math.inf
-    told: bool = False
+    reported: bool = False
 
     def poll(self) -> tuple[bool, bool]:
         trained = self.trained()
@@ -33,7 +33,7 @@ class StopSignal:
         return self.scored() >= self.stop_after_scored
 
     def preempted(self) -> bool:
-        self.told, before = True, self.told
+        self.reported, before = True, self.reported
         return not before
 
 

@@ -74,10 +74,10 @@ class MotoStore:
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, message: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.write(f"{message}\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "done\n"
 

@@ -112,7 +112,7 @@ def kill_all(find: Callable[[], list[int]], *, timeout_s: float = 120) -> None:
         none_left,
         timeout_s=timeout_s,
         pause_s=POLL_S,
-        told=find,
+        reported=find,
     )
 
 
@@ -215,7 +215,7 @@ class Session(EndsOnExit):
             found,
             timeout_s=timeout_s,
             pause_s=pause_s,
-            told=self._last_lines,
+            reported=self._last_lines,
         )
 
     def _last_lines(self) -> str:
@@ -235,7 +235,7 @@ class Session(EndsOnExit):
     def kill(self, role: str) -> None:
         """SIGKILLs the first process of a role, as soon as there is one."""
         found = until(
-            lambda: self.find(role), timeout_s=180, pause_s=POLL_S, told=lambda: f"a {role}"
+            lambda: self.find(role), timeout_s=180, pause_s=POLL_S, reported=lambda: f"a {role}"
         )
         os.kill(found[0].pid, signal.SIGKILL)
 
@@ -249,7 +249,7 @@ class Session(EndsOnExit):
             is_ready,
             timeout_s=180,
             pause_s=0.5,
-            told=lambda: f"{num_processes} processes in standby",
+            reported=lambda: f"{num_processes} processes in standby",
         )
 
     def kill_data_task(self, *, timeout_s: float = 180) -> None:
@@ -268,7 +268,7 @@ class Session(EndsOnExit):
                 stopped,
                 timeout_s=timeout_s,
                 pause_s=0,
-                told=lambda: "a data task",
+                reported=lambda: "a data task",
             ),
             signal.SIGKILL,
         )

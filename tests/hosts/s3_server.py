@@ -61,12 +61,12 @@ class Signed:
         kind, _, rest = environment.get("HTTP_AUTHORIZATION", "").partition(" ")
         if kind != "AWS4-HMAC-SHA256":
             return False
-        told = dict(part.strip().split("=", 1) for part in rest.split(","))
-        key, _, region, service, _ = told["Credential"].split("/")
+        reported = dict(part.strip().split("=", 1) for part in rest.split(","))
+        key, _, region, service, _ = reported["Credential"].split("/")
         names = {"content-type": "CONTENT_TYPE", "content-length": "CONTENT_LENGTH"}
         headers = {
             name: environment.get(names.get(name, "HTTP_" + name.upper().replace("-", "_")), "")
-            for name in told["SignedHeaders"].split(";")
+            for name in reported["SignedHeaders"].split(";")
         }
         request = AWSRequest()
         request.context["timestamp"] = environment.get("HTTP_X_AMZ_DATE", "")
@@ -74,7 +74,7 @@ class Signed:
         canonical = _canonical(environment["REQUEST_METHOD"], environment["REQUEST_URI"], headers)
         text = signer.string_to_sign(request, canonical)
         return key == self._user.access_key and hmac.compare_digest(
-            told["Signature"], signer.signature(text, request)
+            reported["Signature"], signer.signature(text, request)
         )
 
 

@@ -145,14 +145,14 @@ class SlurmCluster:
             requeued = int(self.field(job, "Restarts")) >= restarts
             return requeued and self.field(job, "JobState") == state
 
-        def told() -> str:
+        def reported() -> str:
             return self.call("scontrol", "show", "job", job) + self.log(job)
 
         until(
             is_there,
             timeout_s=240,
             pause_s=0.2,
-            told=told,
+            reported=reported,
         )
 
     def log(self, job: str) -> str:

@@ -144,7 +144,7 @@ def test_killed_executor_is_replaced_or_reported(
     marks.mkdir()
     started = time.monotonic()
     numbers = []
-    told = ""
+    reported = ""
     try:
         with spark(timeout_s=60.0) as running:
             results = running.run(
@@ -154,8 +154,8 @@ def test_killed_executor_is_replaced_or_reported(
             kill_executor(marks)
             numbers += [table.column("number")[0].as_py() for table in results]
     except InputError as error:
-        told = str(error)
-    assert numbers == list(range(12)) or re.fullmatch(r"Spark[^\n]*Log: [^\n]*", told)
+        reported = str(error)
+    assert numbers == list(range(12)) or re.fullmatch(r"Spark[^\n]*Log: [^\n]*", reported)
     assert time.monotonic() - started < 500
 
 

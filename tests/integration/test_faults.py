@@ -459,7 +459,7 @@ def test_busy_cluster_is_waited_for(
 # -- A student's run, which is the same after a crash
 @pytest.mark.exhaustive
 def test_killed_student_resumes_with_equal_weights(click_log: Path, tmp_path: Path) -> None:
-    def of(name: str, teacher: str | None, weight: float = 0.5) -> tuple[TrainConfig, Path]:
+    def distilled(name: str, teacher: str | None, weight: float = 0.5) -> tuple[TrainConfig, Path]:
         return small_run(
             click_log,
             tmp_path / name,
@@ -472,10 +472,10 @@ def test_killed_student_resumes_with_equal_weights(click_log: Path, tmp_path: Pa
 
     # As wide as the student: what is looked at here is whom it learns from, not how much.
     cache = tmp_path / "cache"
-    teacher = finished(*of("teacher", None, weight=0.0), cache=cache)
+    teacher = finished(*distilled("teacher", None, weight=0.0), cache=cache)
     checkpoint = teacher["checkpoint"]
-    whole = finished(*of("whole", checkpoint), cache=cache)
-    with Run(*of("again", checkpoint), cache=cache).start() as run:
+    whole = finished(*distilled("whole", checkpoint), cache=cache)
+    with Run(*distilled("again", checkpoint), cache=cache).start() as run:
         run.wait_for_step(60)
         run.kill_driver()
         assert not run.events("finish")

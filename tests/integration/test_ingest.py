@@ -110,12 +110,15 @@ def test_workers_read_each_row_once(
     make_loader: MakeLoader, expected: Counter[Row], world_size: int
 ) -> None:
     batches = [list(make_loader(rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert len({len(mine) for mine in batches}) == 1
-    for of_step in zip(*batches, strict=True):
+    assert len({len(rank_batches) for rank_batches in batches}) == 1
+    for step_batches in zip(*batches, strict=True):
         assert sum(
-            batch.loss_weight * len(batch) / world_size for batch in of_step
+            batch.loss_weight * len(batch) / world_size for batch in step_batches
         ) == pytest.approx(1)
-    assert Counter(row for mine in batches for batch in mine for row in rows_of(batch)) == expected
+    assert (
+        Counter(row for rank_batches in batches for batch in rank_batches for row in rows_of(batch))
+        == expected
+    )
 
 
 def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
@@ -143,7 +146,7 @@ def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -
     files = storage.list_files(str(click_log / "train.txt"))
     done: list[int] = []
     context = TaskContext(
-        RayEngine(PLACEMENT), str(tmp_path), progress=lambda what, size, total: done.append(size)
+        RayEngine(PLACEMENT), str(tmp_path), progress=lambda label, size, total: done.append(size)
     )
     made = index_log(files, SCHEMA, segment_bytes=SEGMENT_BYTES, context=context)
     assert made.rows == 20_000
@@ -230,7 +233,7 @@ def test_outputs_of_ray_are_golden(tmp_path: Path) -> None:
         "text by characters",
     ):
         makers[name](tmp_path / name, "ray")
-        assert digests(tmp_path / name, of=tmp_path) == golden[name], name
+        assert digests(tmp_path / name, root=tmp_path) == golden[name], name
     check_golden(
         "predictions_own", predictions("own", tmp_path / "scored", address="local"), tolerance=1e-4
     )

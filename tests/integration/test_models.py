@@ -125,10 +125,10 @@ def grouped_auroc(groups: np.ndarray, labels: np.ndarray, logits: np.ndarray) ->
     total = 0.0
     rows = 0
     for group in set(groups) - {""}:
-        mine = groups == group
-        if 0 < labels[mine].sum() < mine.sum():
-            total += roc_auc_score(labels[mine], logits[mine]) * mine.sum()
-            rows += mine.sum()
+        group_mask = groups == group
+        if 0 < labels[group_mask].sum() < group_mask.sum():
+            total += roc_auc_score(labels[group_mask], logits[group_mask]) * group_mask.sum()
+            rows += group_mask.sum()
     return total / rows, rows
 
 
@@ -329,7 +329,7 @@ def _rows(seed: int = 0) -> pa.Table:
     user = rng.integers(0, 50, ROWS)
     history = [rng.integers(0, 30, rng.integers(0, 7)) for _ in range(ROWS)]
     tags = [rng.integers(0, 8, rng.integers(0, 3)) for _ in range(ROWS)]
-    weights = [rng.uniform(-1, 1, len(of_row)) for of_row in tags]
+    weights = [rng.uniform(-1, 1, len(row_values)) for row_values in tags]
     pull = np.array([float(w[t == 3].sum()) for t, w in zip(tags, weights, strict=True)])
     logit = 2.0 * (item % 3 == 0) - 1 + 3 * pull
     click = (rng.random(ROWS) < 1 / (1 + np.exp(-logit))).astype(np.int8)
@@ -348,7 +348,7 @@ def _rows(seed: int = 0) -> pa.Table:
 
 
 def _listed(rows: list[np.ndarray]) -> pa.Array:
-    return pa.array([of_row.tolist() for of_row in rows])
+    return pa.array([row_values.tolist() for row_values in rows])
 
 
 def _written(table: pa.Table, folder: Path) -> str:
@@ -457,7 +457,7 @@ def _interests(seed: int) -> pa.Table:
     item = rng.integers(0, 12, ROWS)
     history = [rng.integers(0, 12, rng.integers(0, 9)) for _ in range(ROWS)]
     seen = np.array(
-        [int(shown in of_row[-6:]) for shown, of_row in zip(item, history, strict=True)]
+        [int(shown in row_values[-6:]) for shown, row_values in zip(item, history, strict=True)]
     )
     click = (rng.random(ROWS) < 1 / (1 + np.exp(2 - 4 * seen))).astype(np.int8)
     columns = {

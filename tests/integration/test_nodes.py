@@ -379,7 +379,7 @@ def test_ssh_script_trains_on_two_machines(
             until(
                 lambda: not any(node.started_processes() for node in machines),
                 timeout_s=30,
-                told=lambda: left(machines),
+                reported=lambda: left(machines),
             )
             session = Session(
                 command, environment={**os.environ, **variables}, output=tmp_path / "second"
@@ -388,7 +388,7 @@ def test_ssh_script_trains_on_two_machines(
         until(
             lambda: not any(node.started_processes() for node in machines),
             timeout_s=30,
-            told=lambda: left(machines),
+            reported=lambda: left(machines),
         )
     check_no_rows_lost(result)
     assert result["steps"] == LONG["steps"]

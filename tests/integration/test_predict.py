@@ -280,9 +280,9 @@ def test_evaluation_slices_by_category(
 ) -> None:
     tokens = np.array([line.rstrip(b"\n").split(b"\t")[14].decode() for line in model.lines])
     values, counts = np.unique(tokens, return_counts=True)
-    most = [value or "(missing)" for value in values[np.argsort(-counts)][:4].tolist()]
+    frequent = [value or "(missing)" for value in values[np.argsort(-counts)][:4].tolist()]
     assert {piece["value"] for piece in sliced["slices"]["cat_0"]} <= {
-        *most,
+        *frequent,
         "(others)",
         "(missing)",
     }
@@ -350,10 +350,12 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
             logits, torch.from_numpy(arrays["label"]), reduction="none"
         )
     here = {"recipe": scored, "cluster_address": "none", "console": QUIET}
-    told = rayrec.evaluate(str(tmp_path / "run"), path, **here)
-    assert told.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
-    assert told.pop("perplexity") == pytest.approx(np.exp(losses.double().mean().item()), rel=1e-6)
-    assert told == {
+    reported = rayrec.evaluate(str(tmp_path / "run"), path, **here)
+    assert reported.pop("loss") == pytest.approx(losses.double().mean().item(), rel=1e-6)
+    assert reported.pop("perplexity") == pytest.approx(
+        np.exp(losses.double().mean().item()), rel=1e-6
+    )
+    assert reported == {
         "bits": 32.0,
         "rows": 333,
         "training_rows": None,
@@ -361,14 +363,18 @@ def test_rows_are_evaluated_and_predicted(local_ray: None, tmp_path: Path) -> No
     }
 
     out = tmp_path / "out"
-    told = rayrec.predict(
+    reported = rayrec.predict(
         checkpoint,
         path,
         out=str(out),
         batch_rows=7,
         **here,
     )
-    assert (told["rows"], told["out"], told["checkpoint"]) == (333, str(out), checkpoint)
+    assert (reported["rows"], reported["out"], reported["checkpoint"]) == (
+        333,
+        str(out),
+        checkpoint,
+    )
     table = pq.read_table(out)
     assert table.column_names == ["row", "logits", "best", "named"]
     assert table.column("row").to_pylist() == list(range(333))

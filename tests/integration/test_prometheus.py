@@ -114,7 +114,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 def test_metrics_match_run(scraped: Samples) -> None:
     # 20 steps again
-    of_run = {
+    run_values = {
         "step": 200,
         "goal_steps": 200,
         "steps_total": 120 + 100,
@@ -125,7 +125,7 @@ def test_metrics_match_run(scraped: Samples) -> None:
         "checkpoint_stall_s_total": 1.0,
     }
     for name, labels, expected in (
-        *((name, {"run": "run-1"}, value) for name, value in of_run.items()),
+        *((name, {"run": "run-1"}, value) for name, value in run_values.items()),
         ("workers", {"run": "run-1"}, 1),
         ("metric", {"set": "validation", "metric": "auroc"}, 0.75),
         ("time_s_total", {"phase": "forward"}, 22 * 1.5),
@@ -149,10 +149,10 @@ def _queries() -> list[str]:
 
 def _selected(samples: list[dict[str, str]], matchers: str) -> list[dict[str, str]]:
     """Return the labels of the samples that a selector matches."""
-    for label, operator, wanted in MATCHER.findall(matchers):
+    for label, operator, desired in MATCHER.findall(matchers):
         assert all(label in labels for labels in samples), label
         if operator == "=":
-            samples = [labels for labels in samples if labels[label] == wanted]
+            samples = [labels for labels in samples if labels[label] == desired]
     return samples
 
 

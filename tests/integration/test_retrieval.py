@@ -79,7 +79,7 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
         workload={"preset": {"min_count": min_count}}
     )
     run = train(config)
-    of_all = train(config, name="all", workload={"model": {"k": ALL_ITEMS}})
+    complete = train(config, name="all", workload={"model": {"k": ALL_ITEMS}})
 
     counts = Counter(itertools.chain(*present_items(trained)))
     vocabulary = {item for item, count in counts.items() if count >= min_count}
@@ -87,7 +87,7 @@ def test_next_item_metrics_match_naive_ranks(min_count: int, tmp_path: Path) -> 
     metrics = rayrec.evaluate(run.checkpoint, evaluated, console=QUIET)
     present = present_items(later)
     before = write_lists(tmp_path / "before", [items[:-1] for items in present])
-    _, predicted = evaluated_and_predicted(of_all.checkpoint, before, tmp_path / "scores")
+    _, predicted = evaluated_and_predicted(complete.checkpoint, before, tmp_path / "scores")
     results = []
     unknown = 0
     for items, order, scores in zip(

@@ -313,8 +313,8 @@ def test_profile_request_is_served(folder: str, monkeypatch: pytest.MonkeyPatch)
         storage.write_bytes(f"{folder}/profile/{wish['name']}/rank_0/trace.json.gz", b"[]")
 
     with watched_requests(folder, SimpleNamespace(send_profile_request=send)):
-        told = request_profile(folder, events, steps=2, note=lambda text: None, timeout_s=60.0)
-    assert told["profile"].startswith(f"{folder}/profile/step_")
+        reported = request_profile(folder, events, steps=2, note=lambda text: None, timeout_s=60.0)
+    assert reported["profile"].startswith(f"{folder}/profile/step_")
     assert not storage.exists(f"{folder}/profile/request.json")
 
 

@@ -133,9 +133,9 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
         [*start, "--token-env", "SERVE_TOKEN"], environment=environment, output=tmp_path / "server"
     ) as server:
         server.until(lambda: server.out.rstrip().endswith("}"), timeout_s=400)
-        told = json.loads(server.out)
-        address = told["cluster_address"]
-        assert told["url"] == f"http://127.0.0.1:{port}"
+        reported = json.loads(server.out)
+        address = reported["cluster_address"]
+        assert reported["url"] == f"http://127.0.0.1:{port}"
         _check_answers(port, models[0])
         second = run_command(*start, env=environment, status=2)
         _check_port_is_used(second.stderr, port, server.process.pid)
@@ -148,7 +148,7 @@ def test_server_process_answers_and_drains(tmp_path: Path, ingress: str) -> None
             before = len(load.answers)
             _until(lambda: len(load.answers) > before + 20)
         assert load.failed == []
-        assert load.models() == {told["replicas"].popitem()[1]["model"], version}
+        assert load.models() == {reported["replicas"].popitem()[1]["model"], version}
         assert "contains no complete checkpoint" in tell(str(tmp_path), "--swap", status=2).stderr
 
         _kill_replica(server, port, version)

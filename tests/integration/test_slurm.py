@@ -58,7 +58,7 @@ def test_job_survives_two_slurm_interruptions(
             reached,
             timeout_s=180,
             pause_s=0.1,
-            told=lambda: slurm.log(job),
+            reported=lambda: slurm.log(job),
         )
 
     wait_for_step(60)

@@ -74,7 +74,10 @@ class Head:
             return "Ray runtime started" in self._session.out and self._answers()
 
         until(
-            is_ready, timeout_s=300, pause_s=0.2, told=lambda: self._session.out + self._session.err
+            is_ready,
+            timeout_s=300,
+            pause_s=0.2,
+            reported=lambda: self._session.out + self._session.err,
         )
 
     def _answers(self) -> bool:

@@ -376,7 +376,10 @@ def test_one_worker_on_ray_matches_in_process_run(
     stages = [
         [event["stages"] for event in events_of(run.folder, "start_up")] for run in (here, on_ray)
     ]
-    assert [any("worker_imports" in each for each in of_run) for of_run in stages] == [False, True]
+    assert [any("worker_imports" in each for each in run_values) for run_values in stages] == [
+        False,
+        True,
+    ]
     check_same_run(on_ray.summary, here.summary, "metrics", "validation", "bad_rows")
     assert losses(on_ray.folder) == losses(here.folder)
 
@@ -548,18 +551,18 @@ def test_profile_command_records_running_job(click_log: Path, tmp_path: Path) ->
         (worker, *_) = run.session.find("train worker")
         assert b"KINETO_USE_DAEMON=1" in Path(f"/proc/{worker.pid}/environ").read_bytes()
         command = (*RAYREC, "profile", run.path, "--steps", "3")
-        told = json.loads(run_command(*command).stdout)
-        assert told["ranks"] == 2
+        reported = json.loads(run_command(*command).stdout)
+        assert reported["ranks"] == 2
         starts = set()
         for rank in range(2):
             trace = gzip.decompress(
-                Path(told["profile"], f"rank_{rank}", "trace.json.gz").read_bytes()
+                Path(reported["profile"], f"rank_{rank}", "trace.json.gz").read_bytes()
             )
             names = {event["name"] for event in json.loads(trace)["traceEvents"]}
             starts.add(min(int(name[5:]) for name in names if name.startswith("step ")))
-        assert starts == {told["first_step"] + 1}  # Equal on both ranks.
-        assert run.wait_for("profile")["path"] == told["profile"]
-        assert json.loads(Path(told["profile"], "ray_timeline.json").read_bytes())
+        assert starts == {reported["first_step"] + 1}  # Equal on both ranks.
+        assert run.wait_for("profile")["path"] == reported["profile"]
+        assert json.loads(Path(reported["profile"], "ray_timeline.json").read_bytes())
         run.session.process.terminate()
         assert run.exit_status() == 143
     assert "is not training" in run_command(*command, status=2).stderr
@@ -721,7 +724,7 @@ another meanwhile.
 """
 
 
-def told(config: TrainConfig) -> Forecast:
+def reported(config: TrainConfig) -> Forecast:
     ray.shutdown()
     return forecast(config, ClusterShape(float(os.cpu_count() or 1)))
 
@@ -746,10 +749,10 @@ def test_demo_forecast_matches_measured_speed(tmp_path: Path) -> None:
         evaluate_every=10**6,
         early_stopping={"patience": 0},
     )
-    found = [told(config)]
+    found = [reported(config)]
     for number in range(TRIES):
         measured = measured_rows_per_s(config.replace(name=f"demo-{number}"))
-        found.append(told(config))
+        found.append(reported(config))
         expected = sum(one.rows_per_s for one in found[-2:]) / 2
         if expected == pytest.approx(measured, rel=0.25):
             break

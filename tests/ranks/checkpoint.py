@@ -40,7 +40,7 @@ from rayrec.config import InputError
 
 
 def run_ranks(
-    what: str | Callable[[str, int], None],
+    case: str | Callable[[str, int], None],
     size: int,
     folder: str,
     *,
@@ -52,7 +52,7 @@ def run_ranks(
     begin as one process group.
     """
     with tempfile.TemporaryDirectory() as meeting:
-        places = [(what, rank, size, folder, meeting, grouped) for rank in range(size)]
+        places = [(case, rank, size, folder, meeting, grouped) for rank in range(size)]
         exit_codes = server.call_each(_be_rank, places)
         outputs = [Path(meeting, f"output_{rank}").read_text() for rank in range(size)]
     expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(size)]
@@ -61,7 +61,7 @@ def run_ranks(
 
 
 def _be_rank(
-    what: str | Callable[[str, int], None],
+    case: str | Callable[[str, int], None],
     rank: int,
     size: int,
     folder: str,
@@ -73,7 +73,7 @@ def _be_rank(
         os.dup2(output.fileno(), 2)
         sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
-        function = globals()[what] if isinstance(what, str) else what
+        function = globals()[case] if isinstance(case, str) else case
         if not grouped:
             return function(folder, rank)
         distributed.init_process_group(
@@ -149,15 +149,15 @@ def restore(folder: str, rank: int) -> None:
     assert same(target, sharded())
     print(raised(lambda: checkpoint.restore(Checkpoint(step_folder(folder, 4)), target)))
     # The step after is short of a file, so that all ranks go back to the third.
-    told: list[str] = []
+    reported: list[str] = []
     newest = partial(
         checkpoint.latest_valid_checkpoint,
         folder,
-        log=lambda kind, fields: told.append(fields["path"]),
+        log=lambda kind, fields: reported.append(fields["path"]),
     )
     assert newest(exclude={step_folder(folder, 4)}) == Checkpoint(step_folder(folder, 3))
     assert newest() == Checkpoint(step_folder(folder, 4))
-    assert told == ([step_folder(folder, 5)] if rank == 0 else [])
+    assert reported == ([step_folder(folder, 5)] if rank == 0 else [])
 
 
 def read_some(folder: str, rank: int) -> None:
@@ -175,9 +175,9 @@ def read_some(folder: str, rank: int) -> None:
     assert (chunk["bytes"], len(chunk["sha256"])) == (16384, 16)
 
     # 6,400 bytes on rank 0: its last block is rank 1's first
-    mine = torch.zeros(200 if rank == 0 else 312, 8)
+    local_rows = torch.zeros(200 if rank == 0 else 312, 8)
     target = DTensor.from_local(
-        mine,
+        local_rows,
         init_device_mesh("cpu", (2,)),
         [Shard(0)],
         shape=torch.Size([512, 8]),
@@ -191,7 +191,7 @@ def read_some(folder: str, rank: int) -> None:
         reads = watched(patch, storage, "read_into")
         patch.setattr(function, lambda *_, **__: offsets)
         checkpoint.restore(Checkpoint(path), {"a": target})
-    assert torch.equal(mine, values[:200] if rank == 0 else values[200:])
+    assert torch.equal(local_rows, values[:200] if rank == 0 else values[200:])
     first, last = (0, 7168) if rank == 0 else (6144, 16384)
     assert [(start, start + len(buffer)) for _, start, buffer, _ in reads] == [
         (chunk["start"] + first, chunk["start"] + last)
@@ -283,8 +283,8 @@ def save_in_background(folder: str, rank: int) -> None:
     fail_on_one_rank(saver, values, rank)
     lose_lease(saver, values, folder, rank)
     if rank == 0:
-        told = [(kind, fields["step"]) for kind, fields in run.events]
-        assert told == [
+        reported = [(kind, fields["step"]) for kind, fields in run.events]
+        assert reported == [
             ("checkpoint", 1),
             ("checkpoint_late", 2),
             ("checkpoint", 3),
@@ -300,9 +300,9 @@ def save_apart(folder: str, rank: int) -> None:
     own = f"{folder}/{rank}"
     name = Communicator.all().broadcast(os.path.basename(write_token(own, max_outage_s=1.0)))
     with mock.patch.object(lease, "_APPEARS_S", 0.1):
-        told = raised(lambda: check_shared(f"{own}/{name}", Communicator.all()))
+        reported = raised(lambda: check_shared(f"{own}/{name}", Communicator.all()))
     host = socket.gethostname()
-    assert f"/{rank} must be shared by all nodes, but worker 1 on {host} does not see" in told
+    assert f"/{rank} must be shared by all nodes, but worker 1 on {host} does not see" in reported
     shared_token = Communicator.all().broadcast(
         write_token(folder, max_outage_s=1.0) if rank == 0 else ""
     )
@@ -313,15 +313,17 @@ def save_apart(folder: str, rank: int) -> None:
 
     saver = Run(own).saver(**lease_of(rank, own), max_outage_s=0.3)
     assert saver.begin(1, sharded(), state={}, score=None)
-    assert "data_00001-000001-" in (told := raised(saver.wait))
-    assert "missing after it was written. storage_path must be shared by all workers" in told
+    assert "data_00001-000001-" in (reported := raised(saver.wait))
+    assert "missing after it was written. storage_path must be shared by all workers" in reported
     assert checkpoint.latest(own) is None
     # nobody holds the table; both hold its first rows
-    for mine, elements in (([], 0), ([rank], 14)):
-        told = raised(
-            partial(saver.begin, 2, {"model.table": claimed_table(mine)}, state={}, score=None)
+    for local_rows, elements in (([], 0), ([rank], 14)):
+        reported = raised(
+            partial(
+                saver.begin, 2, {"model.table": claimed_table(local_rows)}, state={}, score=None
+            )
         )
-        assert f"model.table: the workers have {elements} of its 7 elements" in told
+        assert f"model.table: the workers have {elements} of its 7 elements" in reported
     saver.close()
 
 

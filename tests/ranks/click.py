@@ -165,37 +165,38 @@ def batch(tables: list[int], step: int, rank: int, world_size: int, *, rows: int
     ids = [torch.randint(size, (rows,), generator=chance) for size in tables]
     dense = torch.rand(rows, 2, generator=chance)
     labels = torch.rand(rows, generator=chance).round()
-    mine = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
-    columns: list[Ids] = [column[mine].int().numpy() for column in ids]
-    named = {"label": labels[mine]}
+    rank_slice = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    columns: list[Ids] = [column[rank_slice].int().numpy() for column in ids]
+    named = {"label": labels[rank_slice]}
     if tables == SHARED:
         lists = [
-            torch.randint(size, (rows, 3), generator=chance)[mine].int().numpy() for size in tables
+            torch.randint(size, (rows, 3), generator=chance)[rank_slice].int().numpy()
+            for size in tables
         ]
-        of_lists = torch.rand(rows, 3, generator=chance)[mine].numpy()
+        list_values = torch.rand(rows, 3, generator=chance)[rank_slice].numpy()
         lengths = np.full(len(lists[0]), 3, np.int32)
         columns[1:] = [
-            JaggedIds(lists[1].reshape(-1), lengths, of_lists.reshape(-1)),
+            JaggedIds(lists[1].reshape(-1), lengths, list_values.reshape(-1)),
             JaggedIds(lists[2].reshape(-1), lengths),
         ]
         other = torch.rand(rows, generator=chance).round()
         seconds = torch.rand(rows, generator=chance)
         other[torch.rand(rows, generator=chance) < 0.3] = torch.nan
-        named |= {"other": other[mine], "seconds": seconds[mine]}
-    count = len(labels[mine])
+        named |= {"other": other[rank_slice], "seconds": seconds[rank_slice]}
+    count = len(labels[rank_slice])
     keys = schema(tables).sparse
     sequences = None
     if tables == SEQUENCES:
         listed = torch.randint(tables[2], (rows, 4), generator=chance).int()
-        counts = torch.randint(0, 5, (rows,), generator=chance)[mine]
+        counts = torch.randint(0, 5, (rows,), generator=chance)[rank_slice]
         bags = JaggedIds(
-            listed[mine][torch.arange(4) < counts[:, None]].numpy(), counts.int().numpy()
+            listed[rank_slice][torch.arange(4) < counts[:, None]].numpy(), counts.int().numpy()
         )
         sequences = sparse_features([keys[0], keys[2]], [columns[0], bags], count)
         keys, columns = keys[1:2], columns[1:2]
     features = sparse_features(keys, columns, count, weighted=tables == SHARED)
     return Batch(
-        {DENSE: dense[mine]}, world_size / rows, features, named, sequence_features=sequences
+        {DENSE: dense[rank_slice]}, world_size / rows, features, named, sequence_features=sequences
     )
 
 

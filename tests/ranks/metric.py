@@ -79,10 +79,12 @@ def gathered_rows_of_ranks(folder: str, rank: int) -> None:
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(sum(counts), 3, generator=generator).to(dtype).requires_grad_()
         factors = [torch.randn(sum(counts), 3, generator=generator).to(dtype) for _ in range(size)]
-        mine = whole.detach()[starts[rank] : starts[rank + 1]].clone().requires_grad_()
-        rows, own = gathered_rows(mine)
+        local_rows = whole.detach()[starts[rank] : starts[rank + 1]].clone().requires_grad_()
+        rows, own = gathered_rows(local_rows)
         assert torch.equal(rows, whole)
-        assert torch.equal(rows[own], mine)
+        assert torch.equal(rows[own], local_rows)
         (rows * factors[rank]).sum().backward()
-        assert mine.grad is not None
-        assert torch.equal(mine.grad, sum(factors[1:], factors[0])[starts[rank] : starts[rank + 1]])
+        assert local_rows.grad is not None
+        assert torch.equal(
+            local_rows.grad, sum(factors[1:], factors[0])[starts[rank] : starts[rank + 1]]
+        )

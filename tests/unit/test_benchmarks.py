@@ -402,18 +402,21 @@ def test_failed_own_rate_leaves_peer_figures(capsys: pytest.CaptureFixture[str])
 
 def test_results_are_known_before_later_candidates_run() -> None:
     seen: list[list[str]] = []
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
 
     def measure(name: str) -> str:
-        seen.append([*(told[-1] if told else ())])
+        seen.append([*(reported[-1] if reported else ())])
         return name
 
     candidates = {name: partial(measure, name) for name in "abc"}
     measuring.in_turn(
-        2, lambda number: candidates, shown=str, on_result=lambda found: told.append(dict(found))
+        2,
+        lambda number: candidates,
+        shown=str,
+        on_result=lambda found: reported.append(dict(found)),
     )
     assert seen == [[], [], [], [], ["a"], ["a", "b"]]
-    assert told[-1] == {name: [name, name] for name in "abc"}
+    assert reported[-1] == {name: [name, name] for name in "abc"}
 
 
 def test_failed_part_of_all_benchmarks_is_skipped(

@@ -34,7 +34,7 @@ def test_outputs_of_threads_are_golden(tmp_path: Path) -> None:
     made: dict[str, Any] = {}
     for name, make in outputs.output_makers(tmp_path).items():
         make(tmp_path / name, "threads")
-        made[name] = outputs.digests(tmp_path / name, of=tmp_path)
+        made[name] = outputs.digests(tmp_path / name, root=tmp_path)
     check_golden("outputs", made)
 
 
@@ -129,7 +129,9 @@ def _check_encoder(preprocessor: Path, frame: pandas.DataFrame) -> dict[str, str
         )
         expected = [np.atleast_1d(value) for value in inputs[name]]
         np.testing.assert_array_equal(values.reshape(-1), np.concatenate(expected), err_msg=name)
-        np.testing.assert_array_equal(lengths, [len(of_row) for of_row in expected], err_msg=name)
+        np.testing.assert_array_equal(
+            lengths, [len(row_values) for row_values in expected], err_msg=name
+        )
         categories.update(values.astype(np.int64).tobytes() + lengths.astype(np.int64).tobytes())
     return {"numbers": numbers.hexdigest()[:32], "ids": categories.hexdigest()[:32]}
 

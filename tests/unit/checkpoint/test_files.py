@@ -160,7 +160,7 @@ def test_unreadable_disk_sector_is_damage(
         )
     unreadable(monkeypatch, f"{second.path}/{name}", OSError(number, os.strerror(number)))
     target = {"a": torch.zeros(3)}
-    told = []
+    reported = []
     fails_with(
         UnreadableError,
         rf"{name}: cannot be read \(.+\); use an earlier checkpoint",
@@ -169,12 +169,12 @@ def test_unreadable_disk_sector_is_damage(
         target,
     )
     found = checkpoint.latest_valid_checkpoint(
-        str(tmp_path), log=lambda kind, fields: told.append((kind, fields["path"]))
+        str(tmp_path), log=lambda kind, fields: reported.append((kind, fields["path"]))
     )
     if name == "manifest.json":
-        assert (found, told) == (first, [("checkpoint_damaged", second.path)])
+        assert (found, reported) == (first, [("checkpoint_damaged", second.path)])
     else:
-        assert (found, told) == (second, [])
+        assert (found, reported) == (second, [])
     unreadable(monkeypatch, f"{second.path}/{name}", OSError("the store was out for 60 s"))
     fails_with(OSError, "the store was out", checkpoint.restore, second, target)
 
@@ -611,14 +611,14 @@ def test_damage_error_names_file(damaged: Damaged) -> None:
     path = re.escape(str(Path(saved.path, damaged.name)))
     name = re.escape(damaged.name)
     tensor = {"model.weight": torch.ones(40, 10)}
-    told = fails_with(
+    reported = fails_with(
         DamagedError,
         rf"{path}: (damaged|truncated|missing).*use an earlier",
         checkpoint.restore,
         saved,
         tensor,
     )
-    assert damaged.name != "data_00000.safetensors" or "model.weight" in told
+    assert damaged.name != "data_00000.safetensors" or "model.weight" in reported
     fails_with(DamagedError, name, checkpoint.verify, saved)
     if damaged.name in {"data_00000.safetensors", "manifest.json"}:
         fails_with(DamagedError, name, checkpoint.weights_sha256, saved)
@@ -627,17 +627,17 @@ def test_damage_error_names_file(damaged: Damaged) -> None:
 def test_start_goes_back_by_damaged_checkpoint(damaged: Damaged, tmp_path: Path) -> None:
     """It says so once, unless only reading shows the damage, or the manifest is gone."""
     newest = partial(checkpoint.latest_valid_checkpoint, str(tmp_path))
-    told: list[dict[str, Any]] = []
-    found = newest(log=lambda kind, fields: told.append({"kind": kind, **fields}))
+    reported: list[dict[str, Any]] = []
+    found = newest(log=lambda kind, fields: reported.append({"kind": kind, **fields}))
     if damaged.how == "flipped" and damaged.name != "manifest.json":
-        assert (found, told) == (damaged.saved, [])
-        found = newest(log=lambda *_: told.append({}), exclude=[damaged.saved.path])
-    if told:
-        (event,) = told
+        assert (found, reported) == (damaged.saved, [])
+        found = newest(log=lambda *_: reported.append({}), exclude=[damaged.saved.path])
+    if reported:
+        (event,) = reported
         assert (event["kind"], event["path"]) == ("checkpoint_damaged", damaged.saved.path)
         assert str(Path(damaged.saved.path, damaged.name)) in event["cause"]
     is_silent = damaged.how == ("gone" if damaged.name == "manifest.json" else "flipped")
-    assert (found, told == []) == (damaged.good, is_silent)
+    assert (found, reported == []) == (damaged.good, is_silent)
     tensor = {"model.weight": torch.ones(40, 10)}
     checkpoint.restore(damaged.good, tensor)
     assert not tensor["model.weight"].any()
@@ -672,18 +672,18 @@ def test_damage_is_logged_once(tmp_path: Path) -> None:
     folder = str(tmp_path)
     harm(Path(checkpoint.step_folder(folder, 4), "manifest.json"), "cut")
     harm(Path(checkpoint.step_folder(folder, 2), "manifest.json"), "cut")
-    told: list[int] = []
+    reported: list[int] = []
 
     def log(kind: str, fields: dict[str, Any]) -> None:
-        told.append(checkpoint.parse_step(fields["path"]))
+        reported.append(checkpoint.parse_step(fields["path"]))
 
     def newest(*exclude: str) -> int | None:
         found = checkpoint.latest_valid_checkpoint(folder, log=log, exclude=exclude)
         return found and found.step
 
     third = checkpoint.step_folder(folder, 3)
-    assert (newest(), told) == (3, [4])
-    assert (newest(third), told) == (1, [4, 2])
+    assert (newest(), reported) == (3, [4])
+    assert (newest(third), reported) == (1, [4, 2])
     harm(Path(checkpoint.step_folder(folder, 1), "manifest.json"), "cut")
     assert newest(third) is None
     assert checkpoint.latest_valid_checkpoint(str(tmp_path / "none"), log=lambda *_: None) is None
@@ -827,13 +827,13 @@ def test_lease_reports_removed_storage(tmp_path: Path, scheme: str, removed: str
 
 
 def test_other_files_are_no_leases_and_one_of_two_is_valid(tmp_path: Path) -> None:
-    mine = acquire_lease(str(tmp_path / "two"))
+    first_lease = acquire_lease(str(tmp_path / "two"))
     (tmp_path / "two" / "claims" / ("000001-" + "f" * 32)).touch()
-    assert not mine.valid()
-    mine = acquire_lease(str(tmp_path))
+    assert not first_lease.valid()
+    first_lease = acquire_lease(str(tmp_path))
     for name in ("zzz", "000009-" + "f" * 32 + ".abc.partial", "9-x"):
         (tmp_path / "claims" / name).touch()
-    assert mine.valid()
+    assert first_lease.valid()
     assert acquire_lease(str(tmp_path)).name.startswith("000002-")
 
 

@@ -110,7 +110,7 @@ def test_saver_replans_only_if_tensors_change(run: Run, monkeypatch: pytest.Monk
 
 def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
     folder = run.path(1)
-    of_a_successor = "data_00000-000009-aaaaaaaa-0001.safetensors"
+    successor_file = "data_00000-000009-aaaaaaaa-0001.safetensors"
     left = [
         "data_00000.safetensors",
         "data_00007-000000-aaaaaaaa-0001.safetensors",
@@ -119,13 +119,13 @@ def test_saver_writes_extra_files_and_removes_stale_data(run: Run) -> None:
     saver = run.saver(extra_files={"more/words.txt": b"abc"})
     save(saver, 0, values())  # after it, the saver removes no uncommitted folder
     folder.mkdir(parents=True)
-    for name in (*left, of_a_successor):
+    for name in (*left, successor_file):
         (folder / name).write_bytes(b"abc")
     files = save(saver, 1, values()).manifest()["files"]
     (data,) = (name for name in files if name.startswith("data_00000-000001-"))
     assert files.keys() == {data, "more/words.txt"}
     saver.close()  # rank 0 cleans after all know that the save is through
-    assert sorted(os.listdir(folder)) == sorted([data, of_a_successor, "more", "manifest.json"])
+    assert sorted(os.listdir(folder)) == sorted([data, successor_file, "more", "manifest.json"])
     checkpoint.verify(run.at(1))
 
 
@@ -516,8 +516,8 @@ def test_transient_write_error_is_logged_once(hurried: Run) -> None:
     with writes(at_first([OSError("store\nis out"), OSError("still"), OSError("still")])):
         save(saver, 1, many())
     assert_good(hurried, 1)
-    told = [(kind, fields.get("cause")) for kind, fields in hurried.events]
-    assert told == [("checkpoint_late", "store is out"), ("checkpoint", None)]
+    reported = [(kind, fields.get("cause")) for kind, fields in hurried.events]
+    assert reported == [("checkpoint_late", "store is out"), ("checkpoint", None)]
     with writes(at_first([OSError("again")])):
         save(saver, 2, many())
     assert [(kind, fields["step"]) for kind, fields in hurried.events[2:]] == [
@@ -526,11 +526,11 @@ def test_transient_write_error_is_logged_once(hurried: Run) -> None:
     ]
 
 
-@pytest.mark.parametrize("of", ["config.yaml", "manifest.json"])
+@pytest.mark.parametrize("failing_file", ["config.yaml", "manifest.json"])
 def test_transient_commit_error_is_retried(
-    hurried: Run, monkeypatch: pytest.MonkeyPatch, of: str
+    hurried: Run, monkeypatch: pytest.MonkeyPatch, failing_file: str
 ) -> None:
-    write = at_first([OSError("out"), OSError("out")], storage.write_stream, end=of)
+    write = at_first([OSError("out"), OSError("out")], storage.write_stream, end=failing_file)
     for module in (storage, storage.files):
         monkeypatch.setattr(module, "write_stream", write)
     save(hurried.saver(extra_files={"config.yaml": b"a: 1"}), 1, many())
@@ -689,9 +689,9 @@ def test_checkpoint_restores_at_other_world_sizes(tmp_path: Path) -> None:
     assert all(expected in output for output in outputs), outputs
 
 
-@pytest.mark.parametrize("what", ["read_some", "read_once", "save_in_background", "save_apart"])
-def test_two_ranks_agree(tmp_path: Path, what: str) -> None:
-    run_ranks(what, 2, str(tmp_path))
+@pytest.mark.parametrize("case", ["read_some", "read_once", "save_in_background", "save_apart"])
+def test_two_ranks_agree(tmp_path: Path, case: str) -> None:
+    run_ranks(case, 2, str(tmp_path))
 
 
 def test_rank_killed_during_save_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -571,11 +571,11 @@ def test_commands_reject_ray_client_server(
 def test_connection_through_client_server_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "is_connected", lambda: True)
     monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
-    told = (
+    reported = (
         r"^ray\.init: must be reached directly, got Ray's client server \(ray://\).*rayrec "
         r"supervise"
     )
-    rejects(told, connection.connect, None)
+    rejects(reported, connection.connect, None)
 
 
 def test_listener_without_ray_head_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,8 +593,8 @@ def test_failed_local_ray_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     timed_out = Exception("The current node timed out during startup.\nThis could happen because")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", raising(timed_out))
-    told = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
-    assert "\n" not in fails_with(OSError, told, connection.connect, "local", num_cpus=1)
+    reported = r"cannot start a local Ray \(The current node timed out.*\. The machine may"
+    assert "\n" not in fails_with(OSError, reported, connection.connect, "local", num_cpus=1)
 
 
 @pytest.mark.usefixtures("user")

@@ -97,8 +97,8 @@ def torchvision_files(root: Path) -> list[tuple[str, int]]:
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     return [
         (os.path.join(inside, name), label)
-        for label, of_class in enumerate(classes)
-        for inside, _, names in sorted(os.walk(root / of_class, followlinks=True))
+        for label, class_folder in enumerate(classes)
+        for inside, _, names in sorted(os.walk(root / class_folder, followlinks=True))
         for name in sorted(names)
     ]
 
@@ -133,12 +133,12 @@ def test_shards_have_order_and_pixels_of_image_folder(
     expected = rows_of(index, 5).read_epoch(np.arange(60), 2)
     shards = index_of(write_shards(tmp_path / "shards", index, rows=25))
     assert (shards.chunk_rows, shards.classes) == ((25, 25, 10), ())
-    for of_shards in (
+    for shard_inputs in (
         shards,
         index_of(tmp_path / "shards" / "*.tar"),
         index_of(tmp_path / "shards"),
     ):
-        for name, array in rows_of(of_shards, 5).read_epoch(np.arange(60), 2).items():
+        for name, array in rows_of(shard_inputs, 5).read_epoch(np.arange(60), 2).items():
             assert np.array_equal(array, expected[name])
 
 

@@ -132,8 +132,8 @@ def test_folders_of_partitions_are_one_log(tmp_path: Path, glob: str, csv: bool)
 def test_files_of_partitions_are_slices(tmp_path: Path, csv: bool) -> None:
     hive(tmp_path / "log", csv=csv)
     index = open_index(f"{tmp_path}/log", CLICKS, cache=tmp_path / "cache")
-    what, slices = slices_of(index)
-    assert what == "file"
+    subject, slices = slices_of(index)
+    assert subject == "file"
     parts = [
         f"dt=2026-01-{day:02d}/hour={day}/part-{part}" for day in (1, 2, 10) for part in (0, 1)
     ]
@@ -185,11 +185,11 @@ def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
     assert open_index(str(log), SCHEMA, cache=cache, note=notes.append).rows == first.rows == 100
-    told = (
+    reported = (
         f"{log}/b.txt: bytes 0-{len(line(0)) * 50} changed since the log was last indexed; runs "
         "on the old rows cannot resume"
     )
-    assert [note for note in notes if "changed" in note] == [told]
+    assert [note for note in notes if "changed" in note] == [reported]
     (log / "a.txt.gz").write_bytes(gzip.compress(line(1) * 51))
     assert open_index(str(log), SCHEMA, cache=cache).rows == 101
     assert len(list((cache / "unpacked").iterdir())) == 1
@@ -268,9 +268,9 @@ def test_idx_names_match_fetched_files(tmp_path: Path) -> None:
     for file in PUBLISHED["mnist"]:
         (tmp_path / file.name).touch()
     found = [
-        find(str(tmp_path), part, what)
+        find(str(tmp_path), part, subject)
         for part in ("train", "t10k")
-        for what in ("images", "labels")
+        for subject in ("images", "labels")
     ]
     assert found == [str(tmp_path / file.name) for file in PUBLISHED["mnist"]]
     # unpacked beside its packed self: the same rows, faster to read

@@ -478,8 +478,10 @@ def test_damaged_files_raise(
         verify=True,
     )
     (out / name).write_bytes(content[:-5])
-    told = f"{name}: size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`"
-    rejects(told, open_preprocessed, str(out))
+    reported = (
+        f"{name}: size must be {size} bytes, got {size - 5}: .* again with `rayrec preprocess`"
+    )
+    rejects(reported, open_preprocessed, str(out))
     (out / name).unlink()
     rejects(f"{name}: not found", open_preprocessed, str(out))
     (out / name).write_bytes(content)
@@ -577,7 +579,7 @@ def test_checksums_are_compared_once(
         context = TaskContext(
             LoopEngine(),
             str(tmp_path / "cache"),
-            progress=lambda _, *of_bytes: done.append(of_bytes),
+            progress=lambda _, *byte_counts: done.append(byte_counts),
         )
         return LogSource.at(str(out)).index(SCHEMA, segment_bytes=1, context=context)
 

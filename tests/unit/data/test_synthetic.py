@@ -92,10 +92,10 @@ def test_rows_are_criteo_rows(kaggle: tuple[Path, dict[str, Any]]) -> None:
     assert all(row.fullmatch(line) for line in lines[:-1])
     cells = np.array([line.split("\t") for line in lines[:20_000]])
     empty = (cells[:, 1:] == "").mean(axis=0)
-    wanted = np.zeros(39)
+    desired = np.zeros(39)
     for rate, columns in DIALECTS["kaggle"].missing:
-        wanted[list(columns)] = rate
-    assert np.abs(empty - wanted).max() < 0.015
+        desired[list(columns)] = rate
+    assert np.abs(empty - desired).max() < 0.015
     # int_0 and int_9 are missing together
     assert ((cells[:, 1] == "") == (cells[:, 10] == "")).all()
     assert (cells[:, 2] == "-1").mean() == pytest.approx(0.1, abs=0.01)
@@ -163,7 +163,7 @@ def test_auroc_counts_ties_half_and_terabyte_has_daily_files(tmp_path: Path) -> 
         rows=1_001,
         dialect="terabyte",
         days=3,
-        progress=lambda *of_rows: calls.append(of_rows),
+        progress=lambda *row_terms: calls.append(row_terms),
     )
     assert sorted(os.listdir(tmp_path / "new")) == ["day_0", "day_1", "day_2", "truth.json"]
     lines = [len((tmp_path / "new" / f"day_{day}").read_text().splitlines()) for day in range(3)]
@@ -339,13 +339,13 @@ def format_extremes(capacity: int) -> bytes:
 
 
 def test_format_rows_matches_python_and_rejects_mismatched_arrays() -> None:
-    wanted = "".join(
+    desired = "".join(
         f"1\t{value}\t{token}\n"
         for value, token in zip(EXTREMES[0], [*["0a1f9bcd"] * 9, ""], strict=True)
     ).encode()
-    assert format_extremes(10 * max_row_bytes(1, 1)) == wanted
-    assert format_extremes(len(wanted)) == wanted  # a buffer of just the right size will do
-    for capacity in range(len(wanted)):
+    assert format_extremes(10 * max_row_bytes(1, 1)) == desired
+    assert format_extremes(len(desired)) == desired  # a buffer of just the right size will do
+    for capacity in range(len(desired)):
         fails_with(ValueError, "must have room for", format_extremes, capacity)
     good = {
         "dense": np.zeros((1, 2), np.int32),
@@ -388,19 +388,19 @@ def test_run_matches_generated_log_and_resumes(click_log: Path, tmp_path: Path) 
     the rows too.
     """
     config = one_worker(click_log, tmp_path, train_data={"shuffle": "none"})
-    of_log = train(config, name="log")
-    of_random = train(config, name="random", train_data={"path": PATH})
-    assert of_random.summary["weights_sha256"] == of_log.summary["weights_sha256"]
+    log_result = train(config, name="log")
+    random_result = train(config, name="random", train_data={"path": PATH})
+    assert random_result.summary["weights_sha256"] == log_result.summary["weights_sha256"]
     constant = {"schedule": {"decay_fraction": 0.0}}  # A decay depends on the number of steps.
     shuffled = config.replace(train_data={"path": PATH, "shuffle": "window"}, workload=constant)
     check_same_in_two_parts(shuffled, train(shuffled, name="run"), steps=7)
-    of_log_rows = rayrec.evaluate(of_log.folder, str(click_log / "train.txt"), console=QUIET)
-    assert rayrec.evaluate(of_log.folder, PATH, console=QUIET)["auroc"] == of_log_rows["auroc"]
+    log_scores = rayrec.evaluate(log_result.folder, str(click_log / "train.txt"), console=QUIET)
+    assert rayrec.evaluate(log_result.folder, PATH, console=QUIET)["auroc"] == log_scores["auroc"]
     made = rayrec.preprocess(
         PATH, out=str(tmp_path / "ready"), format="binary", split="last_file", console=QUIET
     )
     assert made["rows"] == 20_000
-    assert rayrec.export(of_random.folder, out=str(tmp_path / "exported"))
+    assert rayrec.export(random_result.folder, out=str(tmp_path / "exported"))
     assert isinstance(config.workload, ClickWorkload)
     assert (
         planning._read_slice(config.workload, config.replace(train_data={"path": PATH})).rows_of_log

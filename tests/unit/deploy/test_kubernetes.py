@@ -265,10 +265,10 @@ def test_minio_has_matching_ports_and_labels() -> None:
     (rule,) = policy["spec"]["ingress"]
     assert rule["ports"] == [{"port": ports["s3"]}]
     nightly = _objects("nightly/cronjob.yaml")["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]
-    of_ray, of_clients = (one["podSelector"]["matchLabels"] for one in rule["from"])
-    assert of_ray == {"ray.io/is-ray-node": "yes"}
+    ray_result, client_labels = (one["podSelector"]["matchLabels"] for one in rule["from"])
+    assert ray_result == {"ray.io/is-ray-node": "yes"}
     assert all(
-        of_clients.items() <= pod["metadata"]["labels"].items()
+        client_labels.items() <= pod["metadata"]["labels"].items()
         for pod in (PLAIN["spec"]["template"], nightly)
     )
 

@@ -50,7 +50,14 @@ class FirstDLRM(nn.Module):
     def forward(self, dense: torch.Tensor, ids: list[torch.Tensor]) -> torch.Tensor:
         x = self.bot_l(dense)
         vectors = torch.stack(
-            [x, *(table(of[:, None]) for table, of in zip(self.emb_l, ids, strict=True))], dim=1
+            [
+                x,
+                *(
+                    table(column_ids[:, None])
+                    for table, column_ids in zip(self.emb_l, ids, strict=True)
+                ),
+            ],
+            dim=1,
         )
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         pairs = [(i, j) for i in range(27) for j in range(i)]
@@ -104,12 +111,12 @@ def test_adopted_weights_score_like_their_network(
         network = torchrec_dlrm(columns.num_embeddings, crosses=kind == "torchrec_dcn")
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.2)
-    of_script = (
+    script_weights = (
         {"state_dict": network.state_dict(), "nepochs": 1}
         if kind == "dlrm_s_pytorch"
         else network.state_dict()
     )
-    torch.save(of_script, tmp_path / "model.pt")
+    torch.save(script_weights, tmp_path / "model.pt")
     out = str(tmp_path / "adopted")
     log = str(click_log / "train.txt")
     report = rayrec.adopt(
@@ -122,7 +129,7 @@ def test_adopted_weights_score_like_their_network(
     _, predicted = evaluated_and_predicted(out, log, tmp_path / "predicted.parquet")
     rows = columns.encode(parse(SCHEMA, (click_log / "train.txt").read_bytes())[0])
     dense = torch.from_numpy(rows.dense)
-    ids = [torch.from_numpy(np.asarray(of)).long() for of in rows.ids]
+    ids = [torch.from_numpy(np.asarray(column_ids)).long() for column_ids in rows.ids]
     with torch.inference_mode():
         if kind == "dlrm_s_pytorch":
             expected = network(dense, ids)
@@ -193,13 +200,13 @@ def renamed(state: dict[str, torch.Tensor], names: list[str]) -> dict[str, torch
     columns.
     """
     pairs = zip(SCHEMA.sparse, names, strict=True)
-    of_columns = {
+    column_names = {
         f"embedding_bags.t_{column}.": f"embedding_bags.{name}." for column, name in pairs
     }
     result = {}
     for name, tensor in state.items():
-        found = next((old for old in of_columns if old in name), "")
-        result[name.replace(found, of_columns.get(found, ""))] = tensor
+        found = next((old for old in column_names if old in name), "")
+        result[name.replace(found, column_names.get(found, ""))] = tensor
     return result
 
 

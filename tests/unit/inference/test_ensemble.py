@@ -637,9 +637,11 @@ def test_baseline_features(tmp_path: Path) -> None:
     only_lists = EncodedRows(
         np.zeros((2, 0), np.float32), [lists], {"label": np.array([0.0, 1.0], np.float32)}
     )
-    of_lists = Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo())
+    list_values = Baselines(preprocessor, only_lists, only_lists, "", recipes.criteo_demo())
     rejects(
-        "neither numbers nor columns of one category. Leave out lightgbm", of_lists.fit, "lightgbm"
+        "neither numbers nor columns of one category. Leave out lightgbm",
+        list_values.fit,
+        "lightgbm",
     )
     checkpoint = str(save_clicks(tmp_path / "run").checkpoint)
     rejects(

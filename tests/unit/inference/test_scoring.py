@@ -485,8 +485,8 @@ TEXT = pa.chunked_array(
 )
 
 
-def _found(by: str, values: pa.ChunkedArray, most: int = 10) -> dict[str, list[int]]:
-    result = slices_of(by, values, max_values=most)
+def _found(by: str, values: pa.ChunkedArray, maximum: int = 10) -> dict[str, list[int]]:
+    result = slices_of(by, values, max_values=maximum)
     assert sorted(np.concatenate([chunk.rows for chunk in result]).tolist()) == list(
         range(len(values))
     )
@@ -501,12 +501,12 @@ def test_slices_by_value_frequency_and_day_keep_order() -> None:
         ("(missing)", [3]),
     ]
     assert list(_found("c", HEXADECIMAL).items()) == by_count
-    assert _found("c", HEXADECIMAL, most=1) == {
+    assert _found("c", HEXADECIMAL, maximum=1) == {
         "0000000a": [0, 2, 5],
         "(others)": [1, 4, 6],
         "(missing)": [3],
     }
-    assert _found("c", TEXT, most=2) == {
+    assert _found("c", TEXT, maximum=2) == {
         "x": [0, 2, 5],
         "y": [1, 6],
         "(others)": [4],

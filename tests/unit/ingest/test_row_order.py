@@ -127,8 +127,8 @@ def test_full_shuffle_matches_distributed_sampler() -> None:
                 epochs=2,
                 order=_order(source, seed=7),
             )
-            mine = _numbers(list(loader))[4 * epoch : 4 * epoch + 4]
-            assert [number for batch in mine for number in batch] == list(sampler)
+            block_rows = _numbers(list(loader))[4 * epoch : 4 * epoch + 4]
+            assert [number for batch in block_rows for number in batch] == list(sampler)
 
 
 @given(
@@ -396,10 +396,10 @@ def make_order(
 def log_rows(blocks: list[Block]) -> list[int]:
     rows: list[int] = []
     for block in blocks:
-        of_segments = [
+        segment_rows = [
             segment.first_row + i for segment in block.segments for i in range(segment.rows)
         ]
-        rows += [of_segments[place] for place in block.order()]
+        rows += [segment_rows[place] for place in block.order()]
     return rows
 
 
@@ -434,14 +434,14 @@ def test_every_row_once_across_reshards(
     blocks = make_order(sizes, shuffle).blocks(0)
     position = Position()
     used = []
-    for world_size, batch_size, wanted in [*moves, (1, 1, 10_000)]:
+    for world_size, batch_size, desired in [*moves, (1, 1, 10_000)]:
         position = Position.from_dict(json.loads(json.dumps(position.to_dict())))
         position = position.for_workers(blocks, world_size=world_size, batch_size=batch_size)
         left = [
             skip_rows(shard, position.steps_since_sharding * batch_size)
             for shard in position.shards(blocks)
         ]
-        steps = min(wanted, -(-max(len(rows_of(shard)) for shard in left) // batch_size))
+        steps = min(desired, -(-max(len(rows_of(shard)) for shard in left) // batch_size))
         for shard in left:
             used += rows_of(shard)[: steps * batch_size]
         position = Position(
@@ -521,15 +521,15 @@ def test_blocks_of_window_mix_segments_and_shuffle_rows() -> None:
         # of any places of the log
         assert [part for block in blocks for part in block.parts] != list(order.parts)
         for block in blocks:
-            mine = log_rows([block])
+            block_rows = log_rows([block])
             expected = [
                 p.segment.first_row + row for p in block.parts for row in range(p.start, p.stop)
             ]
-            assert sorted(mine) == sorted(expected)
-            assert mine != sorted(mine)
+            assert sorted(block_rows) == sorted(expected)
+            assert block_rows != sorted(block_rows)
 
 
-def of_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
+def order_paths(*paths: str, shuffle: str = "window", seed: int = 7) -> BlockOrder:
     parts = [SegmentRange(Segment(path, 0, 90, 4 * i, 4), 0, 4) for i, path in enumerate(paths)]
     return BlockOrder(tuple(parts), shuffle, seed, 2)
 
@@ -558,16 +558,16 @@ def test_identity_depends_on_rows_and_order_but_not_on_folder() -> None:
     assert len({order.identity, *(replace(order, **change).identity for change in changes)}) == 12
     unmixed = replace(order, shuffle="none")
     assert unmixed.identity == replace(unmixed, seed=8).identity  # it draws nothing
-    assert of_paths("a/x", "a/y").identity == of_paths("b/x", "b/y").identity
-    assert of_paths("a/x", "a/y").identity != of_paths("a/x", "a/x").identity
-    assert of_paths("a/day", "b/day").identity == of_paths("c/day", "b/day").identity
+    assert order_paths("a/x", "a/y").identity == order_paths("b/x", "b/y").identity
+    assert order_paths("a/x", "a/y").identity != order_paths("a/x", "a/x").identity
+    assert order_paths("a/day", "b/day").identity == order_paths("c/day", "b/day").identity
     # Where files are permuted, that begins with the order of their whole paths.
     assert (
-        of_paths("a/day", "b/day", shuffle="files").identity
-        != of_paths("c/day", "b/day", shuffle="files").identity
+        order_paths("a/day", "b/day", shuffle="files").identity
+        != order_paths("c/day", "b/day", shuffle="files").identity
     )
-    assert [of_paths(f"cache/{mark:016x}-day_0").identity for mark in (1, 2)] == [
-        of_paths("log/day_0").identity
+    assert [order_paths(f"cache/{mark:016x}-day_0").identity for mark in (1, 2)] == [
+        order_paths("log/day_0").identity
     ] * 2
 
 
@@ -576,7 +576,7 @@ def test_identity_depends_on_rows_and_order_but_not_on_folder() -> None:
 )
 def test_cached_files_keep_permutation_after_move(made: str) -> None:
     orders = [
-        of_paths(
+        order_paths(
             *(f"/cache/{made.format(mark, day)}" for day, mark in enumerate(marks)), shuffle="files"
         )
         for marks in ((1, 2, 3), (3, 1, 2))  # the digits depend on the folder of the log

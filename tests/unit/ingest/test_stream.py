@@ -293,12 +293,12 @@ def test_epoch_returns_every_row_once(prepared: Prepared, world_size: int, batch
         log_rows(prepared)
     )
     done = 0
-    for step, of_step in enumerate(steps):
-        assert total_weight(of_step) == pytest.approx(1)
-        done += sum(len(batch) for batch in of_step)
+    for step, step_batches in enumerate(steps):
+        assert total_weight(step_batches) == pytest.approx(1)
+        done += sum(len(batch) for batch in step_batches)
         assert loaders[0].rows(step + 1) == done
         if step + 1 < loaders[0].steps:
-            assert {len(batch) for batch in of_step} == {batch_size}
+            assert {len(batch) for batch in step_batches} == {batch_size}
     assert done == ROWS
 
 
@@ -461,7 +461,7 @@ def test_slicer_adds_full_tables_to_empty_batch() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
     end = Position(3, 0, world_size, 100, None, order_of(prepared[0]).identity)
-    of_ranks = []
+    rank_states = []
     for rank in range(world_size):
         settings = {
             "epochs": 3,
@@ -472,7 +472,7 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
         first = loader(prepared, **settings)
         states = [first.state()]
         whole = []
-        of_ranks.append(states)
+        rank_states.append(states)
         for batch in first:
             whole.append(batch)
             states.append(first.state())
@@ -487,7 +487,7 @@ def test_every_step_resumes(prepared: Prepared, world_size: int) -> None:
             assert len(rest) == again.steps
             assert all(same(one, other) for one, other in zip(rest, whole[step:], strict=True))
             assert again.state() == states[-1] == end.to_dict()
-    assert all(states == of_ranks[0] for states in of_ranks)
+    assert all(states == rank_states[0] for states in rank_states)
 
 
 @pytest.mark.parametrize(
@@ -528,9 +528,9 @@ def test_loader_resumes_with_other_world_sizes(
         loaders = [loader(prepared, rank=rank, **options) for rank in range(world_size)]
         assert len({each.steps for each in loaders}) == 1
         for _ in range(min(steps, loaders[0].steps)):
-            of_step = [next(each) for each in loaders]
-            assert total_weight(of_step) == pytest.approx(1)
-            for batch in of_step:
+            step_batches = [next(each) for each in loaders]
+            assert total_weight(step_batches) == pytest.approx(1)
+            for batch in step_batches:
                 used.update(rows_of(batch))
                 trained.add(batch.row_numbers)
                 numbers.update(epoch_and_row(batch))
@@ -599,7 +599,7 @@ def test_lost_and_repeated_rows_are_counted(
     class Faulty(TaskSource):
         def make(self, block_ranges: Any) -> Generator[EncodedBlock, None, None]:
             tasks.append([block_range.rows for _, block_range in block_ranges])
-            made = [rows for of_piece, _ in super().make(block_ranges) for rows in of_piece]
+            made = [rows for range_rows, _ in super().make(block_ranges) for rows in range_rows]
             yield from (([rows], None) for rows in fault(*made))
 
     loading = loader(prepared, source=Faulty(**vars(resolve_source(prepared))), epochs=epochs)

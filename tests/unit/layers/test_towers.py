@@ -65,8 +65,8 @@ def test_fp32_equals_linear_layers(
         reference(mlp, final_activation=final_activation), inputs, weights
     )
     torch.testing.assert_close(output, expected_output, atol=1e-5, rtol=1e-4)
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    for actual, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(actual, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_bf16_is_close_and_keeps_float32_gradients(final_activation: bool) -> No
     )
     assert output.dtype == (torch.bfloat16 if final_activation else torch.float32)
     assert (output.float() - expected_output).norm() < 0.01 * expected_output.norm()
-    for mine, theirs in zip(got, expected, strict=True):
-        assert mine.dtype == torch.float32
-        assert (mine - theirs).norm() < 0.12 * theirs.norm()  # Mostly ReLUs that flip near zero
+    for actual, theirs in zip(got, expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert (actual - theirs).norm() < 0.12 * theirs.norm()  # Mostly ReLUs that flip near zero
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -217,13 +217,13 @@ def weights(count: int) -> torch.Tensor:
 
 
 def test_global_batch_norm_matches_torch_on_one_worker() -> None:
-    mine = GlobalBatchNorm(FEATURES)
+    actual = GlobalBatchNorm(FEATURES)
     theirs = nn.BatchNorm1d(FEATURES)
     for step in range(STEPS):
-        torch.testing.assert_close(mine(rows(step)), theirs(rows(step)))
-    torch.testing.assert_close(mine.running_var, theirs.running_var)
-    torch.testing.assert_close(mine.eval()(rows(9)), theirs.eval()(rows(9)))
-    assert mine(rows(9).bfloat16()).dtype == torch.bfloat16
+        torch.testing.assert_close(actual(rows(step)), theirs(rows(step)))
+    torch.testing.assert_close(actual.running_var, theirs.running_var)
+    torch.testing.assert_close(actual.eval()(rows(9)), theirs.eval()(rows(9)))
+    assert actual(rows(9).bfloat16()).dtype == torch.bfloat16
 
 
 def a_rank(folder: str, rank: int) -> None:

@@ -58,10 +58,10 @@ def by_hand(groups: np.ndarray, logits: np.ndarray, labels: np.ndarray) -> dict[
     counted = 0
     found = 0
     for group in set(groups.tolist()) - {NO_GROUP}:
-        mine = groups == group
-        if len(set(labels[mine].tolist())) == 2:
-            total += roc_auc_score(labels[mine], logits[mine]) * mine.sum()
-            counted, found = counted + int(mine.sum()), found + 1
+        actual = groups == group
+        if len(set(labels[actual].tolist())) == 2:
+            total += roc_auc_score(labels[actual], logits[actual]) * actual.sum()
+            counted, found = counted + int(actual.sum()), found + 1
     return {
         "gauc": total / counted if counted else math.nan,
         "gauc_groups": found,
@@ -89,16 +89,16 @@ def over_all_orders(
     """Return the metrics at k as the mean over all orders that the scores allow."""
     means = []
     for group in set(groups.tolist()) - {NO_GROUP}:
-        mine = groups == group
-        if labels[mine].any():
-            orders = itertools.permutations(range(int(mine.sum())))
-            scores = logits[mine]
+        actual = groups == group
+        if labels[actual].any():
+            orders = itertools.permutations(range(int(actual.sum())))
+            scores = logits[actual]
             allowed = (
                 order
                 for order in orders
                 if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))
             )
-            means.append(np.mean([at_k(order, labels[mine], k) for order in allowed], axis=0))
+            means.append(np.mean([at_k(order, labels[actual], k) for order in allowed], axis=0))
     names = (f"ndcg_at_{k}", f"recall_at_{k}", f"hit_rate_at_{k}", "mrr")
     values = np.mean(means, axis=0) if means else [math.nan] * 4
     return {**dict(zip(names, map(float, values), strict=True)), "ranked_groups": len(means)}
@@ -126,10 +126,10 @@ def test_ties_match_mean_of_orders(case: Rows, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 3, 10, 100])
 def test_ndcg_matches_scikit_learn(k: int) -> None:
     groups, logits, labels = many()
-    of_groups = (groups == group for group in set(groups.tolist()) - {NO_GROUP})
+    group_terms = (groups == group for group in set(groups.tolist()) - {NO_GROUP})
     expected = [
         ndcg_score(labels[None, rows], logits[None, rows], k=k)
-        for rows in of_groups
+        for rows in group_terms
         if labels[rows].any()
     ]
     assert ranking_metrics(groups, logits, labels, ks=(k,))[f"ndcg_at_{k}"] == pytest.approx(
@@ -147,9 +147,9 @@ def test_sums_over_groups_have_no_rounding_error(monkeypatch: pytest.MonkeyPatch
     logits = np.tile(-np.arange(size), num_groups)
     labels = (np.arange(1, size + 1) == rank[:, None]).reshape(-1)
     metrics = ranking_metrics(groups, logits, labels, ks=(2,))
-    of_groups = (2 * (size - 1) - 2 * (rank - 1)) / (2 * (size - 1)) * size
+    group_terms = (2 * (size - 1) - 2 * (rank - 1)) / (2 * (size - 1)) * size
     assert metrics["mrr"] == math.fsum(1 / rank) / num_groups
-    assert metrics["gauc"] == math.fsum(of_groups) / (size * num_groups)
+    assert metrics["gauc"] == math.fsum(group_terms) / (size * num_groups)
 
 
 def test_spilling_and_rounds_do_not_change_ranking_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,13 +376,13 @@ def test_distributed_metrics_match_one_process(world_size: int, tmp_path: Path) 
     )
     expected = [metrics.binary_metrics(*case) for case in cases]
     assert len(expected) == len(results[0])
-    for index, wanted in enumerate(expected):
+    for index, desired in enumerate(expected):
         for ranks_result in results:
             got = ranks_result[index]
             assert repr(got) == repr(results[0][index])  # Bit-identical on all ranks, including NaN
             for name in ("auroc", "accuracy", "rows", "label_rate"):
-                assert repr(got[name]) == repr(wanted[name])
-            assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
+                assert repr(got[name]) == repr(desired[name])
+            assert got == pytest.approx(desired, rel=1e-12, nan_ok=True)
 
 
 # -- Intervals contain the true value as often as their confidence; comparisons detect real
@@ -487,14 +487,14 @@ def seeded(
     labels: np.ndarray,
     seeds: int,
     own: float,
-    of_seed: float,
+    seed_spread: float,
     quality: float,
 ) -> Any:
-    """Logits of each seed: `own` noise of the setting, noise `of_seed` on rows, and a varying
+    """Logits of each seed: `own` noise of the setting, noise `seed_spread` on rows, and a varying
     `quality`.
     """
     factor = 1 + quality * rng.normal(size=(seeds, 1))
-    logits = factor * (2 * labels + own * rng.normal(size=len(labels))) + of_seed * rng.normal(
+    logits = factor * (2 * labels + own * rng.normal(size=len(labels))) + seed_spread * rng.normal(
         size=(seeds, len(labels))
     )
     return logits.astype(np.float32)
@@ -511,10 +511,11 @@ def test_seed_comparison_matches_anova_of_readers() -> None:
     rows = (
         covariance[[0, 0, 1], [1, 2, 2]].mean() + covariance[3, 4] - 2 * covariance[:3, 3:].mean()
     )
-    of_seeds = [aurocs[:3].var(ddof=1) / 3, aurocs[3:].var(ddof=1) / 2]
-    variance = sum(of_seeds) + max(0, rows)
+    seed_variances = [aurocs[:3].var(ddof=1) / 3, aurocs[3:].var(ddof=1) / 2]
+    variance = sum(seed_variances) + max(0, rows)
     student = stats.t(
-        variance**2 / (of_seeds[0] ** 2 / 2 + of_seeds[1] ** 2), scale=math.sqrt(variance)
+        variance**2 / (seed_variances[0] ** 2 / 2 + seed_variances[1] ** 2),
+        scale=math.sqrt(variance),
     )
     scores = [SeededScores.from_seeds((row, labels) for row in each) for each in logits]
     found = significance.compare_seeds(*scores, confidence=0.9)

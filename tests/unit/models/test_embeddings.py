@@ -255,9 +255,9 @@ def test_label_fields_match_schema_and_ensembles_need_mean() -> None:
     metrics = head.accumulator()
     metrics.update(logs, counts)
     means = logs.exp().double().numpy()
-    wanted = counts.double().numpy()
+    desired = counts.double().numpy()
     deviance = 2 * np.mean(
-        np.where(wanted > 0, wanted * np.log(np.maximum(wanted, 1) / means), 0) - wanted + means
+        np.where(desired > 0, desired * np.log(np.maximum(desired, 1) / means), 0) - desired + means
     )
     assert metrics.compute() == pytest.approx(
         {"deviance": deviance, "calibration": means.sum() / 3, "rows": 3}

@@ -74,20 +74,20 @@ def test_ensemble_members_learn_independently(
         columns = slice(number * DIM, (number + 1) * DIM)
         with torch.no_grad():
             alone.head.network.load_state_dict(network.state_dict())
-            for mine, its in zip(
+            for actual, its in zip(
                 alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True
             ):
-                mine.copy_(its[:, columns])
+                actual.copy_(its[:, columns])
         network_loss, own_output = alone(rows)
         network_loss.backward()
         logits.append(own_output.outputs["click"])
         losses.append(network_loss.detach())
-        for mine, its in zip(alone.head.network.parameters(), network.parameters(), strict=True):
-            torch.testing.assert_close(its.grad, mine.grad)
-        for mine, its in zip(
+        for actual, its in zip(alone.head.network.parameters(), network.parameters(), strict=True):
+            torch.testing.assert_close(its.grad, actual.grad)
+        for actual, its in zip(
             alone.embeddings.parameters(), whole.embeddings.parameters(), strict=True
         ):
-            torch.testing.assert_close(its.grad[:, columns], mine.grad)
+            torch.testing.assert_close(its.grad[:, columns], actual.grad)
     torch.testing.assert_close(output.outputs["click"], torch.stack(logits).mean(0))
     torch.testing.assert_close(loss.detach(), torch.stack(losses).mean())
     assert list(output.outputs) == list(inputs.label_names)
@@ -231,16 +231,16 @@ def test_embedding_penalty_applies_to_network_inputs() -> None:
     item = torch.tensor([0, 1, 2])
     history = torch.tensor([1, 1, 3, 0])
     tags = torch.tensor([0, 1, 1, 4, 2])
-    of_history = torch.tensor([3, 0, 1])
-    of_tags = torch.tensor([2, 3, 0])
+    history_lengths = torch.tensor([3, 0, 1])
+    tag_lengths = torch.tensor([2, 3, 0])
     pooled = KeyedJaggedTensor(
         keys=["tags"],
         values=tags,
-        lengths=of_tags,
+        lengths=tag_lengths,
         stride=3,
     )
     ids = torch.cat([item, history])
-    lengths = torch.cat([torch.ones(3, dtype=torch.int64), of_history])
+    lengths = torch.cat([torch.ones(3, dtype=torch.int64), history_lengths])
     listed = KeyedJaggedTensor(
         keys=["item", "history"],
         values=ids,
@@ -258,12 +258,12 @@ def test_embedding_penalty_applies_to_network_inputs() -> None:
             embedding_penalty=penalty,
         )
         model = whole_model(config, [4, 4, 5], inputs=inputs)
-        items, of_tag = (
+        items, tag_table = (
             next(tables.parameters()) for tables in (model.sequences, model.embeddings)
         )
-        gradients.append(torch.autograd.grad(model(batch)[0], [items, of_tag]))
-    sums = torch.stack([part.sum(0) for part in of_tag[tags].split(of_tags.tolist())])
+        gradients.append(torch.autograd.grad(model(batch)[0], [items, tag_table]))
+    sums = torch.stack([part.sum(0) for part in tag_table[tags].split(tag_lengths.tolist())])
     squares = items[item].square().sum() + items[history].square().sum() + sums.square().sum()
-    expected = torch.autograd.grad(0.6 / 2 * squares / 3, [items, of_tag])
+    expected = torch.autograd.grad(0.6 / 2 * squares / 3, [items, tag_table])
     for with_it, without, own in zip(gradients[1], gradients[0], expected, strict=True):
         torch.testing.assert_close(with_it - without, own, atol=1e-6, rtol=1e-5)

@@ -225,7 +225,7 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
     )
     is_later = torch.ones(len(items), len(items), dtype=torch.bool).triu(1)
     for number in range(config.blocks):
-        of_block = {
+        block_weights = {
             name.split(".", 2)[2]: value
             for name, value in weights.items()
             if name.startswith(f"blocks.{number}.")
@@ -235,29 +235,31 @@ def plain_hidden(network: SASRec, config: SASRecConfig, items: torch.Tensor) -> 
         )
         attention.load_state_dict(
             {
-                "in_proj_weight": of_block["query_key_value.weight"],
-                "in_proj_bias": of_block["query_key_value.bias"],
-                "out_proj.weight": of_block["mixed.weight"],
-                "out_proj.bias": of_block["mixed.bias"],
+                "in_proj_weight": block_weights["query_key_value.weight"],
+                "in_proj_bias": block_weights["query_key_value.bias"],
+                "out_proj.weight": block_weights["mixed.weight"],
+                "out_proj.bias": block_weights["mixed.bias"],
             }
         )
         mixed, _ = attention(hidden[None], hidden[None], hidden[None], attn_mask=is_later)
         hidden = functional.layer_norm(
             hidden + mixed[0],
             (config.embedding_dim,),
-            of_block["attention_norm.weight"],
-            of_block["attention_norm.bias"],
+            block_weights["attention_norm.weight"],
+            block_weights["attention_norm.bias"],
             1e-12,
         )
         inner = functional.gelu(
-            functional.linear(hidden, of_block["first.weight"], of_block["first.bias"])
+            functional.linear(hidden, block_weights["first.weight"], block_weights["first.bias"])
         )
-        outer = functional.linear(inner, of_block["second.weight"], of_block["second.bias"])
+        outer = functional.linear(
+            inner, block_weights["second.weight"], block_weights["second.bias"]
+        )
         hidden = functional.layer_norm(
             hidden + outer,
             (config.embedding_dim,),
-            of_block["norm.weight"],
-            of_block["norm.bias"],
+            block_weights["norm.weight"],
+            block_weights["norm.bias"],
             1e-12,
         )
     return hidden.detach()
@@ -343,12 +345,12 @@ def test_sasrec_loss_skips_reserved_targets_and_candidates(
     losses = sasrec.loss(outputs, BATCH)
     expected = []
     for row, items in enumerate(lists):
-        of_items = []
+        item_losses = []
         for position, item in enumerate(items[1:], start=1):
             if 2 <= item < 9:
                 logits = outputs["hidden"][row, position - 1].double() @ table[2:9].double().T
-                of_items.append(float(logits.logsumexp(0) - logits[item - 2]))
-        expected.append(np.mean(of_items) if of_items else 0.0)
+                item_losses.append(float(logits.logsumexp(0) - logits[item - 2]))
+        expected.append(np.mean(item_losses) if item_losses else 0.0)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert np.count_nonzero(expected) == 2
 
@@ -577,9 +579,9 @@ def test_two_towers_loss_skips_unknown_items() -> None:
         negatives = [
             other for other in range(len(rows)) if 2 <= item[other] < 9 and item[other] != item[row]
         ]
-        of_row = logits[row, [row, *negatives]]
+        row_values = logits[row, [row, *negatives]]
         assert losses[row].item() == pytest.approx(
-            (of_row.logsumexp(0) - of_row[0]).item(), rel=1e-4, abs=1e-5
+            (row_values.logsumexp(0) - row_values[0]).item(), rel=1e-4, abs=1e-5
         )
 
 
@@ -611,9 +613,9 @@ def test_two_towers_evaluation_loss_of_rare_items_is_bounded() -> None:
         (2, [0, 3]),
         (3, [1, 2]),
     ):
-        of_row = expected[row, [row, *negatives]]
+        row_values = expected[row, [row, *negatives]]
         assert losses[row].item() == pytest.approx(
-            (of_row.logsumexp(0) - of_row[0]).item(), rel=1e-3, abs=1e-6
+            (row_values.logsumexp(0) - row_values[0]).item(), rel=1e-3, abs=1e-6
         )
     assert network.item_counts.sum() == 1000
     torch.testing.assert_close(network.loss(outputs, BATCH), losses)

@@ -146,14 +146,14 @@ def test_writer_hides_secret_values_and_keeps_token_counts(path: Path) -> None:
         "tokenizer": "gpt2",
         "password": None,
     }
-    of_texts = {
+    text_fields = {
         "tokens": "0f3a9c1b22d4e5f6",
         "schema": {"tokens": "any"},
         "data": {"tokens": [1, 2]},
     }
     assert (
-        _written(path, **{**counts, "num_tokens": np.int64(7)}, **of_texts).items()
-        >= {**counts, **of_texts}.items()
+        _written(path, **{**counts, "num_tokens": np.int64(7)}, **text_fields).items()
+        >= {**counts, **text_fields}.items()
     )
 
 

@@ -197,14 +197,14 @@ def test_figures_grow_with_events_and_panel_shows_phases() -> None:
     run = RunSummary(measured())
     assert run.last_time_s is not None
     text = shown(run, full=True, now_s=run.last_time_s + 1)
-    wanted = [
+    desired = [
         "step 150 of 200",
         "waiting for data 20%",
         "parse",
         "20k",
         "object store 3 MB of 300 MB",
     ]
-    assert [word for word in (*wanted, "Blocked on data") if word not in text] == []
+    assert [word for word in (*desired, "Blocked on data") if word not in text] == []
     assert "no events" not in text
     assert "no events for 5 min" in shown(run, full=True, now_s=run.last_time_s + 300)
     assert "Blocked on data" not in shown(run, now_s=run.last_time_s)
@@ -391,10 +391,10 @@ def test_top_follows_until_run_finishes(tmp_path: Path, monkeypatch: pytest.Monk
 def test_top_returns_when_run_fails_or_stops(
     tmp_path: Path, last: dict[str, Any], status: str
 ) -> None:
-    told = measured()
-    last |= {"time": told[-1]["time"] + 1}
-    assert not RunSummary([*told, {**last, "last": False}]).ended  # Another attempt follows.
-    run_events.write_run(tmp_path, [*told, {**last, "last": True}])
+    reported = measured()
+    last |= {"time": reported[-1]["time"] + 1}
+    assert not RunSummary([*reported, {**last, "last": False}]).ended  # Another attempt follows.
+    run_events.write_run(tmp_path, [*reported, {**last, "last": True}])
     run = top(str(tmp_path), console=screen(io.StringIO(), force_terminal=True))
     assert (run.ended, run.status) == (True, status)
     assert "no events" not in shown(run, full=True)

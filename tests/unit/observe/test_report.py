@@ -119,7 +119,7 @@ def test_page_shows_key_figures_and_charts_of_step_events(finished: str) -> None
         )
         == []
     )
-    wanted = [
+    desired = [
         "finished",
         "0123456789abcdef",
         "torch 2.13.0",
@@ -134,7 +134,7 @@ def test_page_shows_key_figures_and_charts_of_step_events(finished: str) -> None
         "0:00:02",
         "20repeated steps",
     ]
-    assert _lacking(_Page(finished).text, *wanted) == []
+    assert _lacking(_Page(finished).text, *desired) == []
     log = (Path(rayrec.__file__).parent / "training" / "step_log.py").read_text()
     for title, name in STEP_CHARTS.items():
         assert f'"{name}"' in log, title
@@ -437,7 +437,7 @@ def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> 
     }
     best = {"share_of_best_auroc": 0.953, "best_auroc": 0.8123, "chosen_step": 50}
     text = _text(report.Run("", [*events, early], run_events.click_summary() | best))
-    wanted = [
+    desired = [
         "commit0123abcd+",
         "machinehost, 8 CPUs",
         "commandrayrec train criteo_demo",
@@ -448,7 +448,7 @@ def test_comparison_averages_over_seeds_and_shows_provenance(tmp_path: Path) -> 
     assert "targetauroc 0.9 not reached" in _text(
         report.Run("", events, run_events.click_summary() | missed)
     )
-    assert _lacking(text, *wanted, "95.3% of the way from 0.5 to the best possible 0.8123") == []
+    assert _lacking(text, *desired, "95.3% of the way from 0.5 to the best possible 0.8123") == []
     (one, two), out = (
         (run_events.write_run(tmp_path / name) for name in ("one", "two")),
         str(tmp_path / "both.html"),

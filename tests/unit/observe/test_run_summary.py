@@ -226,14 +226,14 @@ def test_attempts_have_end_and_cost_and_standing_follows_events() -> None:
     assert run.standing() == "failed (no such log) at step 20 of 40"
     run = summary(*BEGIN[:3])
     assert run.standing() == "not finished before its first step"
-    for described, told in (
+    for described, reported in (
         (BEGIN[3], "not finished at step 20 of 40"),
         ((6, "failure", {"cause": "a worker died"}), "failed (a worker died) at step 20 of 40"),
         ((7, "stop", {"cause": "SIGTERM"}), "stopped (SIGTERM) at step 20 of 40"),
         (END[0], "finished"),
     ):
         run.update(event(*described))
-        assert run.standing() == told
+        assert run.standing() == reported
 
 
 def test_nodes_are_of_current_attempt() -> None:
@@ -534,7 +534,7 @@ def run(
             step["peak_fraction"] = peak_fraction
         events.append(step)
         if stages is not None:
-            told = [
+            reported = [
                 {"stage": name, **dict(zip(SHARES, each, strict=True))}
                 for name, each in stages.items()
             ]
@@ -546,7 +546,7 @@ def run(
                     "rows": ROWS,
                     "cpus": cpus,
                     "backlog_rows": 50.0,
-                    "stages": told,
+                    "stages": reported,
                     **data,
                 }
             )
@@ -725,8 +725,8 @@ def test_diagnosis_matches_planted_bottleneck(case: str) -> None:
 
 def test_diagnosis_skips_first_interval_and_sums_restarts() -> None:
     events = run({"data": 0.02}, stages=CPU_BOUND)
-    told = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
-    assert [found and found.bottleneck for found in told] == [None, None, "data", "model"]
+    reported = [diagnose(RunSummary(events[:count])) for count in (0, 1, 2, len(events))]
+    assert [found and found.bottleneck for found in reported] == [None, None, "data", "model"]
     events = run({"data": 0.2, "backward": 0.3})
     whole = RunSummary(
         [
@@ -807,7 +807,7 @@ def test_pipeline_stats_contain_stages() -> None:
 
 def test_pipeline_stats_sum_blocks() -> None:
     start, _, first, *_ = run({"data": 0.2}, stages=CPU_BOUND)
-    told = [
+    reported = [
         {
             "stage": "parse",
             "busy": 0.6,
@@ -815,9 +815,9 @@ def test_pipeline_stats_sum_blocks() -> None:
             "queue_share": 0.0,
         }
     ]
-    block = {**first, "seconds": 10.0, "stages": told}
+    block = {**first, "seconds": 10.0, "stages": reported}
     nothing = {**block, "rows": 0, "stages": []}
-    whole = {**block, "seconds": 30.0, "stages": [{**told[0], "busy": 0.2}]}
+    whole = {**block, "seconds": 30.0, "stages": [{**reported[0], "busy": 0.2}]}
     apart = data_side([start, first, nothing, nothing, block])
     together = data_side([start, first, whole])
     assert (apart, apart.busy) == (together, pytest.approx(0.2))

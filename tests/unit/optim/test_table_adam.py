@@ -200,17 +200,17 @@ def test_row_gradients_match_autograd(
     weights = torch.rand(len(ids), generator=generator) if weighted else None
     outputs = []
     for feature, table in enumerate((tables[0], tables[1], tables[1], tables[2])):
-        mine = slice(ends[feature], ends[feature + 1])
-        scale = torch.ones(len(ids[mine])) if weights is None else weights[mine]
+        feature_slice = slice(ends[feature], ends[feature + 1])
+        scale = torch.ones(len(ids[feature_slice])) if weights is None else weights[feature_slice]
         if pooled:
             starts = offsets[10 * feature : 10 * feature + 10] - ends[feature]
             outputs.append(
                 torch.nn.functional.embedding_bag(
-                    ids[mine], table, starts, mode="sum", per_sample_weights=scale
+                    ids[feature_slice], table, starts, mode="sum", per_sample_weights=scale
                 )
             )
         else:
-            outputs.append(table[ids[mine]] * scale.unsqueeze(1))
+            outputs.append(table[ids[feature_slice]] * scale.unsqueeze(1))
     output = torch.cat(outputs, dim=1 if pooled else 0)
     gradient = torch.randn(output.shape, generator=generator)
     output.backward(gradient)
@@ -225,10 +225,10 @@ def test_row_gradients_match_autograd(
         (ends[1], ends[3]),
         (ends[3], ends[4]),
     ]
-    of_tables = (
+    table_results = (
         lookups.table_gradients(features) if threads else lookups.with_torch_ops(features, ranges)
     )
-    for table, found in zip(tables, of_tables, strict=True):
+    for table, found in zip(tables, table_results, strict=True):
         assert len(found.ids) == len(found.ids.unique())
         assert found.values.is_contiguous()
         dense = torch.zeros(table.shape).index_add_(0, found.ids, found.values)

@@ -260,8 +260,8 @@ def find_summary(run: Path) -> dict[str, Any]:
 def test_adopted_training_matches_raw_training(
     runs: tuple[Path, Path], adopted: Path, tmp_path: Path
 ) -> None:
-    mine, other = map(find_summary, runs)
-    assert mine["weights_sha256"] == other["weights_sha256"]
+    adopted_run, other = map(find_summary, runs)
+    assert adopted_run["weights_sha256"] == other["weights_sha256"]
     for name in (
         "preprocessor",
         "rows_of_sets",
@@ -269,7 +269,7 @@ def test_adopted_training_matches_raw_training(
         "validation",
         "rows",
     ):
-        assert mine[name] == other[name], name
+        assert adopted_run[name] == other[name], name
     # Resumes from the second last checkpoint, in the middle of the epoch.
     run = shutil.copytree(runs[0], tmp_path / "adopted")
     shutil.rmtree(run / "checkpoints" / "step_00000016")
@@ -367,14 +367,17 @@ def test_multi_hot_arrays_match_lists(arrays: Path, tmp_path: Path) -> None:
         sum(ROWS),
         True,
     )
-    mine = train(config_of(tmp_path / "out", tmp_path, "mine", steps=6))
+    adopted_run = train(config_of(tmp_path / "out", tmp_path, "mine", steps=6))
     other = from_raw(config_of(raw, tmp_path, "other", steps=6), tmp_path / "out")
-    assert train(other).summary["weights_sha256"] == mine.summary["weights_sha256"]
-    adopted = rayrec.evaluate(mine.checkpoint, str(tmp_path / "out"))
+    assert train(other).summary["weights_sha256"] == adopted_run.summary["weights_sha256"]
+    adopted = rayrec.evaluate(adopted_run.checkpoint, str(tmp_path / "out"))
     assert 0 < adopted["training_rows"] < sum(ROWS)
-    assert rayrec.evaluate(mine.checkpoint, str(raw)) == adopted
+    assert rayrec.evaluate(adopted_run.checkpoint, str(raw)) == adopted
     rows = pq.read_table(raw / "day_0.parquet").slice(0, 1).to_pylist()
-    assert len(post(make_app(open_served(mine.checkpoint)), {"rows": rows}).json()["scores"]) == 1
+    assert (
+        len(post(make_app(open_served(adopted_run.checkpoint)), {"rows": rows}).json()["scores"])
+        == 1
+    )
 
 
 # -- what is faulty
@@ -825,14 +828,14 @@ def test_rows_of_unequal_length_are_packed_or_padded(
     expected: list[np.ndarray] = []
     rest = iter(rows)
     for shard in json.loads((folder / "index.json").read_text())["shards"]:
-        of_shard = [*itertools.islice(rest, shard["samples"])]
+        shard_rows = [*itertools.islice(rest, shard["samples"])]
         if layout == "pack":
-            joined = np.concatenate([np.append(row, made["end_token"]) for row in of_shard])
+            joined = np.concatenate([np.append(row, made["end_token"]) for row in shard_rows])
             expected += [
                 joined[start : start + BLOCK] for start in range(0, len(joined) - BLOCK + 1, BLOCK)
             ]
         else:
-            expected += [np.pad(row[:BLOCK], (0, BLOCK - len(row[:BLOCK]))) for row in of_shard]
+            expected += [np.pad(row[:BLOCK], (0, BLOCK - len(row[:BLOCK]))) for row in shard_rows]
     np.testing.assert_array_equal(adopted_rows(str(folder), tmp_path / "cache"), np.stack(expected))
     train_set = made["sets"]["train"]
     inserted = len(rows) if layout == "pack" else 0

@@ -54,7 +54,7 @@ EPOCHS = [1_574_000_000 + 61 * n for n in ROWS]
 
 
 def joined(mark: str) -> list[str]:
-    return [mark.join(of_row) for of_row in GENRES]
+    return [mark.join(row_values) for row_values in GENRES]
 
 
 def with_gaps(values: list[Any], marker: Any) -> list[Any]:
@@ -111,7 +111,7 @@ SHAPES: dict[str, tuple[dict[str, list[Any]], str]] = {
     "log.parquet": (
         {
             "user": pick("u1", "u2"),
-            "history": [[len(of_row), 7] for of_row in GENRES],
+            "history": [[len(row_values), 7] for row_values in GENRES],
             "tags": GENRES,
             "at": TIMES,
             "price": [float("nan"), *PRICES[1:]],
@@ -222,7 +222,7 @@ def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delimiter", "of_lists"),
+    ("delimiter", "list_values"),
     [
         (";", "|"),
         ("|", ";"),
@@ -230,7 +230,7 @@ def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
         ("^", "|"),
     ],
 )
-def test_draft_finds_delimiters(delimiter: str, of_lists: str, tmp_path: Path) -> None:
+def test_draft_finds_delimiters(delimiter: str, list_values: str, tmp_path: Path) -> None:
     log = {
         "is_new": CLICKS,
         "user": pick("a", "b"),
@@ -245,7 +245,7 @@ def test_draft_finds_delimiters(delimiter: str, of_lists: str, tmp_path: Path) -
         label="click",
         sparse=("is_new", "user", "id", "answer"),
         delimiter=delimiter,
-        list_delimiter=of_lists,
+        list_delimiter=list_values,
     )
     assert load_schema(text, "draft") == expected
 
@@ -280,7 +280,7 @@ def test_draft_finds_lists_by_mark(mark: str, tmp_path: Path) -> None:
 def test_draft_finds_lists_in_brackets(write_list: Any, tmp_path: Path) -> None:
     columns = {
         "click": CLICKS,
-        "genres": [write_list(of_row) for of_row in GENRES],
+        "genres": [write_list(row_values) for row_values in GENRES],
         "user": pick("[a]", "b"),
     }
     schema = load_schema(draft(write(tmp_path / "log.csv", columns)), "draft")

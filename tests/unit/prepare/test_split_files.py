@@ -104,9 +104,9 @@ def split_parts(out: Path) -> dict[str, pa.Table]:
         name: sorted(out.glob(f"{name}-*.parquet")) for name in ("train", "validation", "test")
     }
     return {
-        name: pa.concat_tables([*map(pq.read_table, of_part)])
-        for name, of_part in files.items()
-        if of_part
+        name: pa.concat_tables([*map(pq.read_table, part_rows)])
+        for name, part_rows in files.items()
+        if part_rows
     }
 
 
@@ -117,7 +117,7 @@ def numbers(table: pa.Table) -> list[int]:
 def check_whole(parts: dict[str, pa.Table], table: pa.Table) -> None:
     """Check that each row exists once, unchanged, and in order within its part."""
     found = {name: numbers(part) for name, part in parts.items()}
-    assert sorted(number for of_part in found.values() for number in of_part) == list(
+    assert sorted(number for part_rows in found.values() for number in part_rows) == list(
         range(len(table))
     )
     for name, part in parts.items():
@@ -227,12 +227,14 @@ def test_split_last_out_holds_out_last_rows_of_users(tmp_path: Path) -> None:
     parts = split_parts(tmp_path / "out")
     check_whole(parts, table)
     rows = table.append_column("row", pa.array(range(3000))).to_pandas().dropna(subset="user")
-    of_users = [
+    rows_by_user = [
         group["row"].tolist() for _, group in rows.sort_values(["at", "row"]).groupby("user")
     ]
-    assert set(numbers(parts["test"])) == {of_user[-1] for of_user in of_users if len(of_user) >= 2}
+    assert set(numbers(parts["test"])) == {
+        user_rows[-1] for user_rows in rows_by_user if len(user_rows) >= 2
+    }
     assert set(numbers(parts["validation"])) == {
-        of_user[-2] for of_user in of_users if len(of_user) >= 3
+        user_rows[-2] for user_rows in rows_by_user if len(user_rows) >= 3
     }
     assert found["rows_without_group"] == table.column("user").null_count
 
@@ -279,8 +281,8 @@ def test_split_keeps_line_bytes_and_skips_invalid_lines(text_log: TextLog, tmp_p
     assert (found["rows"], found["bad_rows"]) == (800, 2)
     parts = lines_of(out)
     place = {line: number for number, line in enumerate(text_log.lines)}
-    for of_part in parts.values():
-        assert [place[line] for line in of_part] == sorted(place[line] for line in of_part)
+    for part_rows in parts.values():
+        assert [place[line] for line in part_rows] == sorted(place[line] for line in part_rows)
     assert sorted(itertools.chain(*parts.values())) == sorted(text_log.lines)
     # Bytes do not depend on blocks.
     split(str(text_log.path), tmp_path / "again", "rows", **ALLOWING, block_bytes=1 << 17)

@@ -240,7 +240,7 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
 
 # -- misuse
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         pytest.param({"tokenizer": "gpt2"}, "gpt2 not found", id="tokenizer-gpt2"),
         pytest.param(
@@ -272,11 +272,11 @@ def test_text_job_rejects_changed_inputs(here: LoopEngine, beer: Path, tmp_path:
     ],
 )
 def test_text_options_are_rejected_in_one_line(
-    options: dict[str, Any], told: str, beer: Path, tmp_path: Path
+    options: dict[str, Any], reported: str, beer: Path, tmp_path: Path
 ) -> None:
     path = beer.parent if "files" in options else beer
     out = tmp_path / "-".join(options)
-    rejects(rf"^[^\n]*{told}[^\n]*$", prepared, path, out, **options)
+    rejects(rf"^[^\n]*{reported}[^\n]*$", prepared, path, out, **options)
     assert not out.exists()
 
 

@@ -688,9 +688,9 @@ def test_auroc_of_rates_matches_scored_rows(seed: int) -> None:
     average = clicks.sum() / (misses + clicks).sum()
     scores = (clicks + 10 * average) / (misses + clicks + 10)
     labels = np.repeat([0, 1], [held_misses.sum(), held_clicks.sum()])
-    of_rows = np.concatenate([np.repeat(scores, held_misses), np.repeat(scores, held_clicks)])
+    row_terms = np.concatenate([np.repeat(scores, held_misses), np.repeat(scores, held_clicks)])
     if min(held_misses.sum(), held_clicks.sum()) >= 20:
-        assert data_report.rate_auroc(outcomes) == pytest.approx(roc_auc_score(labels, of_rows))
+        assert data_report.rate_auroc(outcomes) == pytest.approx(roc_auc_score(labels, row_terms))
 
 
 def test_auroc_of_rates_and_top_categories_match_reference() -> None:

@@ -161,9 +161,9 @@ COLUMNS: dict[str, Any] = {"label": "click", "dense": ("price",), "sparse": ("sh
 
 
 def test_schemas_of_python_and_yaml_have_same_defaults_for_plain_csv(tmp_path: Path) -> None:
-    of_yaml = load_schema("{label: click, dense: [price], sparse: [shop]}", "schema.yaml")
-    assert of_yaml == Schema(**COLUMNS)
-    assert of_yaml.tokens == Schema(**COLUMNS).tokens == "any"
+    yaml_schema = load_schema("{label: click, dense: [price], sparse: [shop]}", "schema.yaml")
+    assert yaml_schema == Schema(**COLUMNS)
+    assert yaml_schema.tokens == Schema(**COLUMNS).tokens == "any"
     assert Schema(**COLUMNS, lists=("shop",), timestamp="at").lists == ("shop",)
     described = {"label": "click", "dense": ["price"], "sparse": ["shop"]}
     assert Schema.described(described) == Schema(**COLUMNS, tokens="hexadecimal")  # as it was
@@ -389,11 +389,15 @@ def test_id_tables_replace_counts(click_log: Path, tmp_path: Path, parsed: Parse
         config=PreparationConfig(preset="ray-template"),
     )
     assert not parsed.segments
-    assert list(made["num_embeddings"].values()) == [max(of.values()) + 1 for of in ids]
-    for of, values, column in zip(
+    assert list(made["num_embeddings"].values()) == [
+        max(ids_by_value.values()) + 1 for ids_by_value in ids
+    ]
+    for ids_by_value, values, column in zip(
         ids, columns, Preprocessor.load(out).encode(block).ids, strict=True
     ):
-        np.testing.assert_array_equal(np.asarray(column), [of.get(value, 1) for value in values])
+        np.testing.assert_array_equal(
+            np.asarray(column), [ids_by_value.get(value, 1) for value in values]
+        )
     run = train(
         one_worker(
             click_log,

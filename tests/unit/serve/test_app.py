@@ -104,8 +104,8 @@ def test_unknown_categories_are_counted_and_named(app: ScoringApp) -> None:
     assert result["unknown"] == [len(names) for names in expected]
     assert "unknown_columns" not in post(app, {"rows": ROWS}, query="columns=false").json()
     after = _samples(app)
-    of_column = 'rayrec_serve_unknown_total{column="cat_3"}'
-    assert after[of_column] - before.get(of_column, 0) == 2 * sum(
+    counter_name = 'rayrec_serve_unknown_total{column="cat_3"}'
+    assert after[counter_name] - before.get(counter_name, 0) == 2 * sum(
         "cat_3" in names for names in expected
     )
 

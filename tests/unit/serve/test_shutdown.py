@@ -191,7 +191,7 @@ def _run_command(
         )
     try:
         line = "serving" if "begin_serving" in body else "begun"
-        until(lambda: line in out.read_text(), told=err.read_text)
+        until(lambda: line in out.read_text(), reported=err.read_text)
         until(lambda: len(_descendants(process.pid)) == 3)
         started = _descendants(process.pid)
         start_s = time.monotonic()

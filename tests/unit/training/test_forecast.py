@@ -34,7 +34,7 @@ MEASURED = MeasuredSpeed(
 )
 
 
-def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
+def predict(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
     shape = ClusterShape.parse(text)
     default = partial(layout, cpus_per_worker=None, resources_per_worker={}, data_nodes="auto")
     shares = default(shape.resources(), num_workers=workers, use_gpu=bool(shape.gpus))
@@ -42,7 +42,7 @@ def of(measured: MeasuredSpeed, text: str, *, workers: int = 2) -> Forecast:
 
 
 def test_forecast_scales_and_names_model_data_or_cpu_bottleneck() -> None:
-    found = of(MEASURED, "cpus=2")
+    found = predict(MEASURED, "cpus=2")
     assert (found.bottleneck, found.rows_per_s) == ("model", 40_000)
     assert found.data_rows_per_s == pytest.approx(2 / 5e-6)
     assert found.cpu_rows_per_s == pytest.approx(2 / 49.5e-6)
@@ -56,18 +56,18 @@ def test_forecast_scales_and_names_model_data_or_cpu_bottleneck() -> None:
         "slice of the log"
         in replace(found, measured_speed=replace(MEASURED, sampled_vocabulary=True)).text()
     )
-    assert of(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
-    found = of(MEASURED, "cpus=8,nodes=4", workers=8)
+    assert predict(MEASURED, "cpus=8").model_rows_per_s == pytest.approx(4 * 40_000)
+    found = predict(MEASURED, "cpus=8,nodes=4", workers=8)
     assert found.model_rows_per_s == pytest.approx(16 * 40_000)
     # without GPUs all nodes are alike
-    assert found == of(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8)
+    assert found == predict(MEASURED, "cpus=8,nodes=1,cpu_nodes=3", workers=8)
     assert found.cpu_rows_per_s == pytest.approx(32 / 49.5e-6)
     assert "On 4 nodes of 8 CPUs:" in found.text()
     for wall_s, cpu_s, bottleneck, rows_per_s in (
         (100e-6, 1e-6, "data", 20_000),
         (40e-6, 40e-6, "cpus", 2 / 85e-6),
     ):
-        found = of(
+        found = predict(
             replace(MEASURED, stage_wall_s={"read": wall_s}, stage_cpu_s={"read": cpu_s}), "cpus=2"
         )
         assert (found.bottleneck, found.rows_per_s) == (bottleneck, pytest.approx(rows_per_s))
@@ -79,16 +79,16 @@ def test_forecast_includes_network_and_returns_cpus_per_gpu() -> None:
     flows["embeddings"].add_all_to_all([500_000.0] * 2, to_owner=False)  # 4 Mbit from each node
     flows["all_reduce"].add_ring(500_000.0)
     measured = replace(MEASURED, traffic=CommunicationVolume(1000, flows))
-    free = of(measured, "cpus=1,nodes=2")
+    free = predict(measured, "cpus=1,nodes=2")
     assert (free.bottleneck, free.rows_per_s) == ("model", 40_000)
     assert "taken for no limit" in free.text()
-    fast = of(measured, "cpus=1,nodes=2,network_gbit=1")  # 8 ms on top of a step's 25
+    fast = predict(measured, "cpus=1,nodes=2,network_gbit=1")  # 8 ms on top of a step's 25
     assert (fast.bottleneck, fast.rows_per_s) == ("model", pytest.approx(1000 / 0.033))
-    slow = of(measured, "cpus=1,nodes=2,network_gbit=0.1")
+    slow = predict(measured, "cpus=1,nodes=2,network_gbit=0.1")
     assert (slow.bottleneck, slow.rows_per_s) == ("network", pytest.approx(1000 / 0.105))
     assert "  network  12.5k rows/s in all, by network_gbit=0.1\n" in slow.text()
     assert "About 9520 rows/s, limited by the network between workers" in slow.text()
-    found = of(
+    found = predict(
         replace(MEASURED, device="cuda", num_workers=1, rows_per_s=1_000_000.0),
         "cpus=16,gpus=1,nodes=2,cpu_nodes=3",
     )
@@ -109,11 +109,11 @@ def test_forecast_uses_given_gpu_speed() -> None:
         given=True,
         notes=("Not looked at.",),
     )
-    text = of(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
+    text = predict(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
     assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
     assert "3 CPUs for data tasks keep one GPU busy" in text
     assert text.endswith("\nNot looked at.")
-    assert "given" not in of(replace(measured, given=False), "cpus=16,gpus=1,nodes=2").text()
+    assert "given" not in predict(replace(measured, given=False), "cpus=16,gpus=1,nodes=2").text()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_forecast_target_uses_cluster_memory(text: str, workers: int, target: An
 
 
 def test_cluster_shape_rejects_invalid_text() -> None:
-    of_two_cpus = (
+    two_cpu_options = (
         "nodes=0",
         "cores=3",
         "memory_gb=0",
@@ -166,7 +166,7 @@ def test_cluster_shape_rejects_invalid_text() -> None:
         "cpus=-1",
         "gpus=1",
         "cpus=nan",
-        *(f"cpus=2,{more}" for more in of_two_cpus),
+        *(f"cpus=2,{more}" for more in two_cpu_options),
     ):
         rejects("--cluster: ", ClusterShape.parse, text)
 

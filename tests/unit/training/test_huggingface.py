@@ -45,16 +45,16 @@ class Attempt:
     """One call of a loop, from the start or from a save."""
 
     def __init__(
-        self, run: Any, wanted: TrainConfig, *, start: Any = None, **stop_signal: float
+        self, run: Any, desired: TrainConfig, *, start: Any = None, **stop_signal: float
     ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.saves: dict[int, Any] = {}
         self.progress = progress = copy.deepcopy(start.progress) if start else Progress()
-        context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
-        loader = wanted.workload.make_loader(
+        context = WorkerContext(desired, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+        loader = desired.workload.make_loader(
             context, None, state=start and start.loader, step=progress.step
         )
-        self.setup = wanted.workload.set_up(context, None)
+        self.setup = desired.workload.set_up(context, None)
         if start:
             make_state(self.setup.optimizer)
             with torch.no_grad():
@@ -71,7 +71,7 @@ class Attempt:
 
         self.finished = run(
             Training(
-                config=wanted,
+                config=desired,
                 setup=self.setup,
                 loader=loader,
                 progress=progress,
@@ -85,7 +85,7 @@ class Attempt:
     def tensors(self) -> dict[str, torch.Tensor]:
         return all_tensors(self.setup.model, self.setup.optimizer)
 
-    def told(self) -> list[tuple[str, dict[str, Any]]]:
+    def reported(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the events without clock-dependent fields."""
         timed = {
             "rows_per_s",
@@ -118,7 +118,7 @@ class Attempt:
 def test_huggingface_loop_matches_own_loop(changes: dict[str, Any]) -> None:
     own, other = (Attempt(run, config(**changes)) for run in (loop.run, huggingface.run))
     assert (own.finished, other.finished) == (True, True)
-    assert own.told() == other.told()
+    assert own.reported() == other.reported()
     for run in (own, other):
         times_s = [fields["times_s"] for kind, fields in run.events if kind == "step"]
         assert all(
@@ -143,7 +143,7 @@ def test_loops_with_onednn_and_accumulated_parts_match(monkeypatch: pytest.Monke
     # Three parts of 8 rows, or of the epoch's last 4; only rounding may differ.
     own = Attempt(loop.run, config(workload={"model": {"dropout": 0.0}}))
     parts = Attempt(huggingface.run, config(workload={"model": {"dropout": 0.0}, "accumulate": 3}))
-    losses = [[fields["loss"] for _, fields in attempt.told()] for attempt in (own, parts)]
+    losses = [[fields["loss"] for _, fields in attempt.reported()] for attempt in (own, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -158,7 +158,7 @@ def test_resumed_attempt_matches_uninterrupted_weights(whole: Attempt, step: int
     assert rest.finished
     assert same(rest.tensors(), whole.tensors())
     found, expected = (
-        [event for event in each.told() if event[0] == "evaluate"] for each in (rest, whole)
+        [event for event in each.reported() if event[0] == "evaluate"] for each in (rest, whole)
     )
     assert found == [event for event in expected if event[1]["step"] > step]
 
@@ -177,7 +177,7 @@ def test_stop_ends_preemption_saves_and_due_evaluation_is_made(whole: Attempt) -
     first = Attempt(huggingface.run, config(log_every=5), stop_at=5)
     assert (first.progress.step, first.progress.evaluation_due) == (5, True)
     rest = Attempt(huggingface.run, config(log_every=5), start=first.saves[5])
-    assert rest.told()[0][0] == "evaluate"
+    assert rest.reported()[0][0] == "evaluate"
     assert same(rest.tensors(), whole.tensors())  # which was logged more often
 
 
@@ -243,10 +243,10 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
     plain = {"model": {"dropout": 0.0}, "schedule": {"warmup_steps": 0, "decay_fraction": 0.0}}
     workload = {**plain, "optimizer": {"eps": 1e-8, "weight_decay": 0.01}}
     # whole epochs of full batches
-    wanted = config(steps=10, log_every=1, batch_size=4, workload=workload)
-    ours = Attempt(huggingface.run, wanted)
-    context = WorkerContext(wanted, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
-    loader = wanted.workload.make_loader(context, None, state=None, step=0)
+    desired = config(steps=10, log_every=1, batch_size=4, workload=workload)
+    ours = Attempt(huggingface.run, desired)
+    context = WorkerContext(desired, 0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
+    loader = desired.workload.make_loader(context, None, state=None, step=0)
     rows = [row for batch in loader for row in batch.tensors["tokens"]]
     # Trainer divides by the number of labels, also where nothing predicts them: the first of a row.
     labels = [torch.cat([torch.tensor([-100]), row[1:]]) for row in rows]
@@ -269,8 +269,8 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    set_seed(wanted.seed)
-    model = wanted.workload.build(None)
+    set_seed(desired.seed)
+    model = desired.workload.build(None)
     trainer = InOrder(
         model=model,
         train_dataset=[  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def test_loss_matches_plain_trainer_script(tmp_path: Path) -> None:
         group["weight_decay"] = 0.01
     trainer.train()
     theirs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert [fields["loss"] for kind, fields in ours.told() if kind == "step"] == pytest.approx(
+    assert [fields["loss"] for kind, fields in ours.reported() if kind == "step"] == pytest.approx(
         theirs, abs=6e-5
     )
     torch.testing.assert_close(

@@ -197,7 +197,7 @@ class Run:
             )
         )
 
-    def told(self, kind: str) -> list[int]:
+    def reported(self, kind: str) -> list[int]:
         return [step for each, step in self.events if each == kind]
 
     def saved(self) -> list[int]:
@@ -280,7 +280,7 @@ def test_evaluations_per_epoch(recipe: str, config: dict[str, Any], expected: An
     `evaluate_every` overrides.
     """
     assert (
-        finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).told("evaluate")
+        finished(recipe=recipe, stop=40, **{"evaluate_every": None, **config}).reported("evaluate")
         == expected
     )
 
@@ -329,7 +329,7 @@ def test_stop_at_due_evaluation_defers_to_next_start(
     assert run.progress.evaluation_due
     again = finished(progress=run.progress)
     assert again.saves[0][:3] == (step, 10 * step, 0.5 + step / 100)
-    assert again.told("evaluate") == evaluated
+    assert again.reported("evaluate") == evaluated
     assert not again.progress.evaluation_due
 
 
@@ -345,13 +345,13 @@ def test_preemption_saves_once_and_early_stopping_best_and_last() -> None:
     )
     # Better at every evaluation, though never by enough: the second ends it.
     assert [(save[0], *save[3:]) for save in run.saves] == [(5, True, False), (10, True, True)]
-    assert run.told("early_stop") == [10]
+    assert run.reported("early_stop") == [10]
     finished(progress=run.progress, early_stopping={"patience": 1})
 
 
 def test_target_ends_run_and_survives_resume() -> None:
     run = finished(early_stopping={"patience": 0, "target": 0.65})
-    assert (run.told("evaluate"), run.told("early_stop"), run.pipeline.trained[-1]) == (
+    assert (run.reported("evaluate"), run.reported("early_stop"), run.pipeline.trained[-1]) == (
         [8, 16],
         [16],
         15,
@@ -381,7 +381,7 @@ def test_target_ends_run_and_survives_resume() -> None:
         progress=Progress.from_state(state, rank=0), early_stopping={"patience": 0, "target": 0.9}
     )
     assert other.pipeline.trained == [16, 17, 18, 19]
-    assert (other.told("early_stop"), other.progress.target.target_step) == ([], None)
+    assert (other.reported("early_stop"), other.progress.target.target_step) == ([], None)
     old = {
         name: value
         for name, value in state.items()
@@ -458,7 +458,7 @@ def test_rates_fall_without_improvement_and_scale_schedule() -> None:
 
 def test_plateau_is_logged_and_saved() -> None:
     run = finished(plateau={"patience": 1, "min_improvement": 0.2, "factor": 0.5}, evaluate_every=5)
-    assert (run.told("plateau"), run.progress.state()["learning_rate_scale"]) == (
+    assert (run.reported("plateau"), run.progress.state()["learning_rate_scale"]) == (
         [10, 15, 20],
         0.125,
     )
@@ -532,7 +532,7 @@ def test_stop_request_is_seen_between_logs(
     assert run.saves == [(stopped, 10 * stopped, None, True, True)]
     assert run.pipeline.trained == list(range(stopped))
     # what was trained is logged, so that it is accounted for
-    assert run.told("step") == sorted({seen_at, stopped})
+    assert run.reported("step") == sorted({seen_at, stopped})
     assert run.progress.counters.train_s == pytest.approx(stopped * step_s)
 
 
@@ -574,7 +574,7 @@ def test_polls_change_neither_logs_nor_saves(
         blind.saves,
         blind.progress,
     )
-    assert looked.told("step") == [7, 14, 20]
+    assert looked.reported("step") == [7, 14, 20]
 
 
 def test_preemption_notice_at_segment_end_saves() -> None:
@@ -600,7 +600,7 @@ def test_stop_ends_evaluation_and_next_attempt_repeats(ahead: int) -> None:
     assert run.pipeline.scored == 8 + ahead - 1
     assert run.saves == [(8, 80, None, True, True)]
     assert run.progress.evaluation_due
-    assert run.told("evaluate") == []
+    assert run.reported("evaluate") == []
     again = finished(ahead=ahead, evaluation=100, progress=run.progress)
     assert (again.pipeline.scored, again.saves[0][:3]) == (300, (8, 80, 0.58))
     assert again.pipeline.trained == list(range(8, 20))
@@ -833,18 +833,18 @@ def test_finish_evaluates_chosen_weights(
 ) -> None:
     run = Evaluated(tmp_path, sets=sets, patience=patience)
     run.model.train()
-    told = run.finish(evaluated_step=evaluated_step)
-    assert (told["step"], told["chosen_step"], told["checkpoint"]) == (
+    reported = run.finish(evaluated_step=evaluated_step)
+    assert (reported["step"], reported["chosen_step"], reported["checkpoint"]) == (
         7,
         chosen,
         step_folder(str(tmp_path), chosen),
     )
-    assert told["weights_sha256"] == weights_sha256(Checkpoint(told["checkpoint"]))
-    assert told["metrics"] == told["validation"] == {"auroc": float(chosen)}
-    assert told["metrics_set"] == sets[-1]
+    assert reported["weights_sha256"] == weights_sha256(Checkpoint(reported["checkpoint"]))
+    assert reported["metrics"] == reported["validation"] == {"auroc": float(chosen)}
+    assert reported["metrics_set"] == sets[-1]
     assert run.evaluations == evaluations
     assert run.events == [
-        ("finish", told),
+        ("finish", reported),
         ("samples", {"samples": [{"of": evaluations, "training": False}]}),
     ]
 
@@ -882,8 +882,8 @@ def test_finish_reports_lost_and_repeated_rows(
     )
     for numbers in trained:
         progress.count(None if numbers is None else RowNumbers(0, np.array(numbers)))
-    told = run.finish(progress)
-    assert (told["rows_lost"], told["rows_repeated"]) == expected
+    reported = run.finish(progress)
+    assert (reported["rows_lost"], reported["rows_repeated"]) == expected
 
 
 def test_stop_request_ends_final_test(tmp_path: Path) -> None:

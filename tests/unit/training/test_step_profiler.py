@@ -222,10 +222,10 @@ def test_profile_request_waits_for_all_workers(tmp_path: Path) -> None:
         heard.append(wish)
         write_traces(tmp_path, wish, 0.0, 0.1)
 
-    told = request(tmp_path, write, steps=5)
+    reported = request(tmp_path, write, steps=5)
     (wish,) = heard
     assert (wish["first"], wish["end"]) == (40, 45)
-    assert told == {
+    assert reported == {
         "profile": str(tmp_path / "profile" / wish["name"]),
         "first_step": 40,
         "steps": 5,
@@ -300,7 +300,7 @@ def test_profile_request_reports_worker_failure(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "told"),
+    ("kind", "fields", "reported"),
     [
         ("failure", {"cause": "worker 1 died"}, "worker 1 died"),
         ("stop", {"cause": "SIGTERM", "step": 44}, "SIGTERM"),
@@ -309,7 +309,7 @@ def test_profile_request_reports_worker_failure(
     ],
 )
 def test_profile_request_reports_end_of_training(
-    tmp_path: Path, kind: str, fields: dict[str, Any], told: str
+    tmp_path: Path, kind: str, fields: dict[str, Any], reported: str
 ) -> None:
     place = tmp_path / "events.jsonl"
     so_far = [
@@ -322,7 +322,7 @@ def test_profile_request_reports_end_of_training(
         with EventWriter(place) as log:
             log.write(kind, **fields)
 
-    ended = rf"no profile\. training ended before the profile was complete \({told}\)"
+    ended = rf"no profile\. training ended before the profile was complete \({reported}\)"
     rejects(ended, request, tmp_path, end, events=[*so_far, *events()])
 
 

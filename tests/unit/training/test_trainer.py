@@ -44,7 +44,7 @@ ROWS = data_parallel.ROWS["train"]
 Failing = Callable[..., list[dict[str, Any]]]
 
 
-def told() -> list[dict[str, Any]]:
+def reported() -> list[dict[str, Any]]:
     """Write the events of two drivers of a run, running for 30 and 20 seconds with a night between
     them.
     """
@@ -62,7 +62,7 @@ def told() -> list[dict[str, Any]]:
 
 
 def lines() -> list[str]:
-    return [json.dumps(event) + "\n" for event in told()]
+    return [json.dumps(event) + "\n" for event in reported()]
 
 
 def summarized(folder: Path, damaged: list[str] | None = None) -> tuple[Result, list[str]]:
@@ -168,7 +168,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
         error: BaseException, *, wrong: bool = False, finishes: bool = False, **changes: Any
     ) -> list[dict[str, Any]]:
         def run_attempts(run: PreparedRun, driver: Driver) -> dict[str, Any]:
-            for event in told()[1:3]:
+            for event in reported()[1:3]:
                 driver.events.write(
                     **{name: value for name, value in event.items() if name != "time"}
                 )
@@ -387,7 +387,7 @@ def evaluated(tmp_path: Path) -> Result:
     )
     workers = {"workers": [{"loss": 0.25}, {"loss": 0.75}]}
     events = [
-        {**event, **(workers if event["kind"] == "step" else {})} for event in told()
+        {**event, **(workers if event["kind"] == "step" else {})} for event in reported()
     ] + evaluations
     checkpoint.save(step_folder(str(tmp_path), 5), {"model.weight": torch.ones(3)}, state={})
     return summarized(tmp_path, [json.dumps(event) + "\n" for event in events])[0]
@@ -433,12 +433,16 @@ def test_result_finds_best_checkpoint(evaluated: Result, tmp_path: Path) -> None
     )
     rejects("mode: must be min or max, got 'best'", result.get_best_checkpoint, "loss", "best")
 
-    of_ray = result.to_ray()
-    assert isinstance(of_ray, ray.train.Result)
-    assert (of_ray.path, of_ray.error, of_ray.metrics) == (result.path, None, result.metrics)
-    assert of_ray.checkpoint.path == result.checkpoint
-    assert of_ray.get_best_checkpoint("accuracy", "max").path == early
-    assert of_ray.metrics_dataframe.equals(result.metrics_dataframe)
+    ray_result = result.to_ray()
+    assert isinstance(ray_result, ray.train.Result)
+    assert (ray_result.path, ray_result.error, ray_result.metrics) == (
+        result.path,
+        None,
+        result.metrics,
+    )
+    assert ray_result.checkpoint.path == result.checkpoint
+    assert ray_result.get_best_checkpoint("accuracy", "max").path == early
+    assert ray_result.metrics_dataframe.equals(result.metrics_dataframe)
 
 
 def test_result_checkpoint_has_path_and_directory(tmp_path: Path) -> None:

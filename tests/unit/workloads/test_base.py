@@ -205,7 +205,7 @@ def placed(name: str, rows: int, *, ranks: dict[int, int], share: float = 1.0) -
     }
 
 
-def told(described: dict[str, Any], error: Exception = FULL) -> str:
+def reported(described: dict[str, Any], error: Exception = FULL) -> str:
     with pytest.raises(InputError) as found, memory_errors(described, rank=1, device=CUDA):
         raise error
     assert found.value.__cause__ is error
@@ -220,7 +220,7 @@ def test_out_of_memory_error_names_tables_cache_and_remedies() -> None:
         placed("users", 10_000_000, ranks={0: 1, 1: 5_120_000_000}),
         placed("third", 2_000, ranks={1: 1_024_000}),
     ]
-    assert told({"tables": tables, "batch_size": 65_536}) == (
+    assert reported({"tables": tables, "batch_size": 65_536}) == (
         "worker 1: cuda:3 is out of memory for 20.00 GiB more; its tables take 25.6 GB, the "
         "largest items (40,000,000 x 128) 20.5 GB, users (10,000,000 x 128) 5.12 GB, third (2,000 "
         "x 128) 1.02 MB. Try to lower --batch-size (now 65,536), or shard the tables over more "
@@ -228,16 +228,16 @@ def test_out_of_memory_error_names_tables_cache_and_remedies() -> None:
         "(--workload.sharding.uvm-caching), or shrink them (embedding_dim, min_count, "
         "max_num_embeddings)."
     )
-    text = told({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
+    text = reported({"tables": [placed("items", 40_000_000, ranks={1: 20_480_000_000}, share=0.1)]})
     assert "its tables take 2.05 GB" in text
     assert "--workload.sharding.uvm-cache-fraction" in text
     assert "--workload.sharding.uvm-caching)" not in text
-    assert "--workload.parallel fsdp" in told({"parallel": "ddp", "batch_size": 8})
-    assert told({}).endswith(
+    assert "--workload.parallel fsdp" in reported({"parallel": "ddp", "batch_size": 8})
+    assert reported({}).endswith(
         "cuda:3 is out of memory for 20.00 GiB more. Try to use a GPU with more memory."
     )
     # of a library under torch
-    assert "is out of memory. " in told({}, RuntimeError("CUDA error: out of memory"))
+    assert "is out of memory. " in reported({}, RuntimeError("CUDA error: out of memory"))
     with pytest.raises(RuntimeError, match=r"^shapes$"), memory_errors({}, rank=0, device=CUDA):
         raise RuntimeError("shapes")
 

@@ -41,7 +41,7 @@ def prepare(config: TrainConfig) -> Prepared:
     config.workload.check(config)
     return config.workload.prepare(
         RunContext(
-            config, "run", ThreadEngine(1), lambda text: None, lambda what, done, total: None
+            config, "run", ThreadEngine(1), lambda text: None, lambda long_name, done, total: None
         )
     )
 
@@ -397,8 +397,8 @@ def test_predictions_and_samples_match_softmax(folder: Path) -> None:
         (place,) = (
             place for place in range(30) if rows["images"][place].tolist() == sample["pixels"]
         )
-        told = (sample["kind"], sample["label"], sample["prediction"])
-        assert told == (
+        reported = (sample["kind"], sample["label"], sample["prediction"])
+        assert reported == (
             "image",
             str(rows["labels"][place]),
             str(columns["prediction"][place]),
@@ -413,11 +413,11 @@ def test_export_has_torchvision_names_and_recipes_are_complete(tmp_path: Path) -
     checkpoint.save(
         str(tmp_path / "step"), {**tensors, "optimizer.fc.bias.exp_avg": torch.zeros(10)}, state={}
     )
-    told = config.workload.export(
+    reported = config.workload.export(
         config, checkpoint=str(tmp_path / "step"), out=str(tmp_path / "out")
     )
     found = read_weights(str(tmp_path / "out" / "model.safetensors"))
-    assert told["tensors"] == len(found) == len(tensors)
+    assert reported["tensors"] == len(found) == len(tensors)
     assert same(found, model.state_dict())
     described = (tmp_path / "out" / "config.json").read_text()
     assert '"mean": 0.25' in described
@@ -442,14 +442,14 @@ BLOCK |= {
     "downsample.1": "shortcut.normalization",
 }
 OTHERS = {
-    f"{name}1": f"resnet.embedder.embedder.{what}"
-    for name, what in (("conv", "convolution"), ("bn", "normalization"))
+    f"{name}1": f"resnet.embedder.embedder.{long_name}"
+    for name, long_name in (("conv", "convolution"), ("bn", "normalization"))
 }
 OTHERS["fc"] = "classifier.1"
 """Modules of transformers by torchvision's names, within a block such as layer2.0 and outside."""
 
 
-def of_transformers(model: ResNet) -> ResNetForImageClassification:
+def to_transformers(model: ResNet) -> ResNetForImageClassification:
     """Return transformers' network with the weights of ours, which have the names of torchvision's
     resnet18().
     """
@@ -487,7 +487,7 @@ def built(**fields: Any) -> ResNet:
 
 def test_names_and_shapes_match_torchvision() -> None:
     model = built()
-    of_transformers(model)
+    to_transformers(model)
     assert len(model.state_dict()) == 122
     # 11,689,512 of the one for 3 channels and 1,000 classes.
     assert (
@@ -523,7 +523,7 @@ def test_forward_matches_transformers(training: bool) -> None:
     for name, value in model.state_dict().items():  # other than 0 and 1
         if name.endswith(("running_mean", "running_var")) or (value.ndim == 1 and "fc" not in name):
             value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
-    other = of_transformers(model).train(training)
+    other = to_transformers(model).train(training)
     images = torch.randn(5, 1, 28, 28, generator=generator)
     with torch.no_grad():
         torch.testing.assert_close(

@@ -201,11 +201,11 @@ def test_moments_match_exact_integer_sums(kind: Any, data: st.DataObject) -> Non
         find_block(schema, {"d": values, "e": [3] * len(values), "f": [None] * len(values)}), 0
     )
     there = [value for value in values if value is not None]
-    (first, *others), wanted = counts.dense_moments.tolist(), moments(there)
+    (first, *others), desired = counts.dense_moments.tolist(), moments(there)
     assert others == [moments([3] * len(values)), [0, 0, 0, 0]]
-    assert first[0] == wanted[0]
+    assert first[0] == desired[0]
     # last bit of NumPy's log1p
-    assert first[1] == pytest.approx(wanted[1], abs=len(there) * (4 if kind == "any" else 1))
+    assert first[1] == pytest.approx(desired[1], abs=len(there) * (4 if kind == "any" else 1))
 
 
 def test_moments_labels_and_file_minimums_are_counted(tmp_path: Path) -> None:

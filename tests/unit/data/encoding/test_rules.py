@@ -116,9 +116,9 @@ def test_kernels_match_rules(wide: bool, data: st.DataObject) -> None:
             [id_of.get(token, column.unknown_id) for token in apply_modulo.tolist()], np.int64
         )
 
-    wanted = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
+    desired = column.encode(tokens, missing, find_ids, preprocessor.id_dtype)
     found = np.asarray(preprocessor.encode(raw).ids[0])
-    assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
+    assert (found.dtype, found.tolist()) == (desired.dtype, desired.tolist())
     assert ((found >= 0) & (found < column.num_embeddings)).all()
 
 
@@ -237,8 +237,8 @@ def test_dense_kernel_matches_rule(values: list[int], column: DenseColumn) -> No
     )
     preprocessor = Preprocessor("test", raw.schema, (column,), (), np.zeros(0, np.uint32))
     preprocessor.check()
-    wanted = column.encode(np.array(values), np.arange(len(values)) % 3 == 2)
-    np.testing.assert_allclose(preprocessor.encode(raw).dense[:, 0], wanted, rtol=1e-6, atol=1e-6)
+    desired = column.encode(np.array(values), np.arange(len(values)) % 3 == 2)
+    np.testing.assert_allclose(preprocessor.encode(raw).dense[:, 0], desired, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_murmur3_rejects_wide_categories() -> None:
 
 # -- Preprocessors that are made from logs
 def assert_same(
-    found: tuple[np.ndarray, list[Any]], wanted: EncodedRows, names: tuple[str, ...]
+    found: tuple[np.ndarray, list[Any]], desired: EncodedRows, names: tuple[str, ...]
 ) -> None:
     dense, ids = found
-    np.testing.assert_allclose(dense, wanted.dense, rtol=1e-6, atol=1e-6)
-    for name, own, theirs in zip(names, ids, wanted.ids, strict=True):
+    np.testing.assert_allclose(dense, desired.dense, rtol=1e-6, atol=1e-6)
+    for name, own, theirs in zip(names, ids, desired.ids, strict=True):
         single = isinstance(theirs, np.ndarray)
         for one, other in zip(
             *(((own,), (theirs,)) if single else (own, (theirs.values, theirs.lengths))),

@@ -540,7 +540,7 @@ def test_numbers_in_text(cells: list[str]) -> None:
         pa.table({"d": pa.array(cells, pa.string())}),
         Schema(label=None, dense=("d",), tokens="any"),
     )
-    wanted = []
+    desired = []
     missing = []
     for cell in cells:
         try:
@@ -549,10 +549,10 @@ def test_numbers_in_text(cells: list[str]) -> None:
         except (ValueError, AssertionError):
             value = math.nan
         if abs(value) <= 1e18:
-            wanted.append(value)
+            desired.append(value)
             missing.append(not cell)
-    assert (raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == (wanted, missing)
-    assert faults.total == len(cells) - len(wanted)
+    assert (raw.numbers[:, 0].tolist(), raw.missing[:, 0].tolist()) == (desired, missing)
+    assert faults.total == len(cells) - len(desired)
 
 
 OTHER_BYTES = [b for b in range(256) if b not in b"\t\n\r"]

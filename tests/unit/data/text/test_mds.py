@@ -309,7 +309,7 @@ def test_damaged_shard_raises_with_name(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (lambda index: index.update(version=3), "must name shards"),
         (lambda index: index.update(shards=[]), "must name shards"),
@@ -325,9 +325,11 @@ def test_damaged_shard_raises_with_name(
     ],
 )
 def test_reader_rejects_foreign_index(
-    written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], told: str
+    written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], reported: str
 ) -> None:
-    rejects(rf"index\.json: .*({told})", TokenRows, str(edited(written, tmp_path / "set", change)))
+    rejects(
+        rf"index\.json: .*({reported})", TokenRows, str(edited(written, tmp_path / "set", change))
+    )
 
 
 def test_streaming_is_loaded_without_modules_of_ours() -> None:

@@ -245,10 +245,10 @@ def test_missing_run_log_is_rejected_or_reported(
             tmp_path / "out",
         )
     assert not list(tmp_path.glob("out*"))
-    told = export_of(saved, tmp_path / "out", ignore_parity=True)["parity"]
-    assert "drawn at random" in told["origin"]
-    assert path in told["failure"]
-    assert 0.5 < told["auroc_checkpoint"] <= 1
+    reported = export_of(saved, tmp_path / "out", ignore_parity=True)["parity"]
+    assert "drawn at random" in reported["origin"]
+    assert path in reported["failure"]
+    assert 0.5 < reported["auroc_checkpoint"] <= 1
     elsewhere = write_criteo_rows(tmp_path / "log.tsv", 60)
     assert export_of(saved, tmp_path / "two", parity_path=elsewhere)["parity"]["failure"] is None
 
@@ -260,15 +260,17 @@ def test_export_with_different_scores_leaves_no_folder(
     options = {"quantize": "int4"}
     rejects(message, export_of, saved, tmp_path / "out", max_auroc_loss=0.0, **options)
     assert not list(tmp_path.glob("out*"))
-    told = export_of(
+    reported = export_of(
         saved,
         tmp_path / "out",
         max_auroc_loss=0.0,
         ignore_parity=True,
         **options,
     )
-    assert "AUROC" in told["parity"]["failure"]
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == told["parity"]
+    assert "AUROC" in reported["parity"]["failure"]
+    assert (
+        json.loads((tmp_path / "out" / "report.json").read_text())["parity"] == reported["parity"]
+    )
     rejects("exists already", export_of, saved, tmp_path / "out")
 
 
@@ -286,14 +288,14 @@ def test_export_command_prints_report(
         str(tmp_path / "out"),
     ]
     assert cli.run(["export", str(saved.run), *flags]) == 0
-    told = json.loads(capsys.readouterr().out)
+    reported = json.loads(capsys.readouterr().out)
     expected = {
         "quantization": "fp16",
         "out": str(tmp_path / "out"),
         "checkpoint": str(saved.checkpoint),
     }
-    assert told.items() >= expected.items()
-    assert (told["parity"]["rows"], told["parity"]["auroc_limit"]) == (50, 0.2)
+    assert reported.items() >= expected.items()
+    assert (reported["parity"]["rows"], reported["parity"]["auroc_limit"]) == (50, 0.2)
 
 
 def test_export_is_not_a_checkpoint(exported: Callable[[str], Path], tmp_path: Path) -> None:
@@ -339,10 +341,10 @@ def test_invalid_exports_raise_one_line(saved: Saved, tmp_path: Path) -> None:
 )
 def test_other_workloads_are_exported(arguments: dict[str, Any], tmp_path: Path) -> None:
     saved = save_clicks(tmp_path / "run", **arguments)
-    told = export_of(
+    reported = export_of(
         saved, tmp_path / "out", quantize="int8", max_auroc_loss=0.01, ignore_parity=True
     )
-    assert told["parity"]["failure"].startswith("no rows of the run's log")  # and nothing else
+    assert reported["parity"]["failure"].startswith("no rows of the run's log")  # and nothing else
     served = open_served(str(tmp_path / "out"))
     rows = saved.rows(100)
     np.testing.assert_allclose(served.score(rows), saved.logits(rows), rtol=0, atol=0.02)
@@ -458,13 +460,13 @@ def test_pickles_in_export_are_rejected(copied: Path, tmp_path: Path) -> None:
     _refused(copied, r"copied/preprocessor/weights: must not be a pickle, .*\. Remove it")
     saved = save_clicks(tmp_path / "run")
     (saved.checkpoint / "weights.pt").touch()
-    of_images = recipes.mnist_resnet18()  # of whatever kind the model is
+    image_settings = recipes.mnist_resnet18()  # of whatever kind the model is
     rejects(
         r"weights\.pt: must not be a pickle",
         export,
         str(saved.run),
         str(tmp_path / "out"),
-        config=of_images,
+        config=image_settings,
     )
 
 
@@ -725,11 +727,13 @@ def test_aligned_lists_are_exported_and_served(tmp_path: Path) -> None:
         "test", schema, (), (SparseColumn(30, None),) * 4, np.zeros(0, np.uint64)
     )
     items = [[f"i{(row + number) % 40}" for number in range(row % 6)] for row in range(200)]
-    of_rows = [
-        f"{'|'.join(of_row)},{'|'.join('s' + item[-1] for item in of_row)}" for of_row in items
+    row_terms = [
+        f"{'|'.join(row_values)},{'|'.join('s' + item[-1] for item in row_values)}"
+        for row_values in items
     ]
     lines = [
-        f"{row % 3 // 2},i{row % 40},s{row % 7},{of_row}" for row, of_row in enumerate(of_rows)
+        f"{row % 3 // 2},i{row % 40},s{row % 7},{row_values}"
+        for row, row_values in enumerate(row_terms)
     ]
     log = tmp_path / "log.csv"
     log.write_text("\n".join(["click,item,shop,items,shops", *lines]) + "\n")

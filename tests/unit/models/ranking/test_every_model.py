@@ -373,7 +373,7 @@ def measured(name: str) -> dict[str, Any]:
     dense = torch.randn(NUM_ROWS, 2, generator=chance)
     values = torch.randn(NUM_ROWS, 3, config.table_width, generator=chance) * 0.1
     history = JaggedEmbeddings(values[:, 1], torch.ones(NUM_ROWS, dtype=torch.int64))
-    wanted = {
+    desired = {
         label: torch.randint(0, 2, (NUM_ROWS,), generator=chance).float()
         for label in inputs.label_names
     }
@@ -401,11 +401,11 @@ def measured(name: str) -> dict[str, Any]:
                 KeyedEmbeddings.in_order(inputs.features, config.table_width, values.flatten(1)),
             )
         own = network_loss(network)
-        batch = Batch({"dense": dense}, 1.0, None, wanted)
+        batch = Batch({"dense": dense}, 1.0, None, desired)
         loss = (
             own(outputs, batch).mean()
             if own
-            else sum(cross_entropy(outputs[name], wanted[name]) for name in wanted)
+            else sum(cross_entropy(outputs[name], desired[name]) for name in desired)
         )
         loss.backward()
         optimizer.step()

@@ -89,22 +89,22 @@ def flattened(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torc
 
 def first_order(net: nn.Module, dense: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return w_0 + sum of w_i x_i."""
-    of_numbers = sum(dense[:, n] * net.linear.weight[0, n] for n in range(2))
+    number_term = sum(dense[:, n] * net.linear.weight[0, n] for n in range(2))
     bias = 0 if net.linear.bias is None else net.linear.bias[0]
-    return bias + of_numbers + sum(values[:, n, DIM] for n in range(3))
+    return bias + number_term + sum(values[:, n, DIM] for n in range(3))
 
 
-def of_linear(
+def compute_linear(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute logistic regression of scaled inputs."""
-    of_numbers = dense @ net.linear.weight[0] + net.linear.bias[0]
+    number_term = dense @ net.linear.weight[0] + net.linear.bias[0]
     return {
-        "click": config.number_scale * of_numbers + config.category_scale * values[:, :, 0].sum(1)
+        "click": config.number_scale * number_term + config.category_scale * values[:, :, 0].sum(1)
     }
 
 
-def of_deepfm(
+def compute_deepfm(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 1 to 4: y_FM + y_DNN."""
@@ -117,7 +117,7 @@ def of_deepfm(
     }
 
 
-def of_widedeep(
+def compute_widedeep(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equation 3: w_wide x + w_deep a + b, with an initial constant of 0 in the linear
@@ -127,7 +127,7 @@ def of_widedeep(
     return {"click": first_order(net.fields, dense, values) + deep}
 
 
-def of_xdeepfm(
+def compute_xdeepfm(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 6 to 8: x^k_h = sum over i and j of W^k_hij (x^(k-1)_i * x^0_j), summed
@@ -170,7 +170,7 @@ def attention_head(
     return heads
 
 
-def of_autoint(
+def compute_autoint(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 5 to 9 by head and field. The residual is projected if the width changes,
@@ -199,7 +199,7 @@ def of_autoint(
     }
 
 
-def of_dcnv2(
+def compute_dcnv2(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute x0 * (W x + b) * sigmoid(W_g x) + x, with an MLP after it, next to it, or both."""
@@ -215,10 +215,10 @@ def of_dcnv2(
     return {"click": after_crosses(inner, config, x0, x)}
 
 
-of_gdcn = of_dcnv2
+compute_gdcn = compute_dcnv2
 
 
-def of_mixture(
+def compute_mixture(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute section 3.2 of DCN V2 row by row: sum of G_i(x) x0 * (U_i g(C_i g(V_i x)) + b) + x, g
@@ -252,7 +252,7 @@ def after_crosses(
     )[:, 0]
 
 
-def of_dcnv3(
+def compute_dcnv3(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute sections 3.2 to 3.4: heads, concatenated halves of embeddings, and both networks."""
@@ -278,7 +278,7 @@ def of_dcnv3(
     return {"click": (outputs["deep"] + outputs["shallow"]) / 2, **outputs}
 
 
-def of_masknet(
+def compute_masknet(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 3 to 10."""
@@ -296,7 +296,7 @@ def of_masknet(
     return {"click": logit(net.top, together, config.dropout)}
 
 
-def of_finalmlp(
+def compute_finalmlp(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 4 to 10: gates, two streams and multi-head bilinear fusion. Features are
@@ -325,7 +325,7 @@ def of_finalmlp(
     return {"click": logits}
 
 
-def of_finalnet(
+def compute_finalnet(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Concatenate half of each layer's linear outputs, h2, with h1 * h2. The first tower has a
@@ -337,27 +337,27 @@ def of_finalnet(
     if config.feature_gate:
         gate = torch.einsum("rfd,gf->rgd", v, net.gate.weight) + net.gate.bias[None, :, None]
         gated = torch.cat([v, v * gate], dim=1)
-    for of_tower, inputs, dropout in (
+    for tower_net, inputs, dropout in (
         (net.first, gated, config.first_dropout),
         (net.second, v, config.second_dropout),
     ):
-        if of_tower is None:
+        if tower_net is None:
             continue
         hidden = inputs.flatten(1)
-        for layer, norm in zip(of_tower.layers, of_tower.norms, strict=True):
+        for layer, norm in zip(tower_net.layers, tower_net.norms, strict=True):
             second, first = linear(layer, hidden).chunk(2, dim=1)
             hidden = standardized(torch.cat([second, first * second], dim=1), norm)
             hidden = dropped(
                 net, hidden.clamp(min=0) if config.activation == "relu" else hidden, dropout
             )
-        towers.append(linear(of_tower.logit, hidden)[:, 0])
+        towers.append(linear(tower_net.logit, hidden)[:, 0])
     outputs = {"click": sum(towers) / len(towers)}
     if len(towers) == 2 and config.tower_losses:
         outputs |= {"first tower": towers[0], "second tower": towers[1]}
     return outputs
 
 
-def of_wukong(
+def compute_wukong(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute X <- LN(concat(FMB(X), LCB(X)) + X), section 3 of the paper."""
@@ -386,7 +386,7 @@ def mlp(net: MLP, values: torch.Tensor, dropout: float) -> torch.Tensor:
     return values
 
 
-def of_dlrm(
+def compute_dlrm(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute bottom MLP, interaction (dots, crosses x0 * (U V x + b) + x, or products of two
@@ -432,7 +432,7 @@ def mixture(
     return sum(shares[:, n : n + 1] * expert for n, expert in enumerate(experts))
 
 
-def of_mmoe(
+def compute_mmoe(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 6 and 7: y_k = h^k(sum of g^k_i(x) f_i(x))."""
@@ -445,7 +445,7 @@ def of_mmoe(
     }
 
 
-def of_ple(
+def compute_ple(
     net: nn.Module, config: ClickModelConfig, dense: torch.Tensor, values: torch.Tensor
 ) -> Outputs:
     """Compute equations 1 to 6. A shared gate between levels weights the experts of all labels and
@@ -469,8 +469,8 @@ def of_ple(
     }
 
 
-def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return nn.functional.binary_cross_entropy_with_logits(logits.double(), wanted.double())
+def cross_entropy(logits: torch.Tensor, desired: torch.Tensor) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(logits.double(), desired.double())
 
 
 def reference_loss(config: ClickModelConfig, outputs: Outputs, labels: Outputs) -> torch.Tensor:
@@ -537,11 +537,12 @@ def compare(
         name: torch.randint(0, 2, (ROWS,), generator=chance).float() for name in SEVERAL.label_names
     }
     loss = framework_loss(net, outputs, labels)
-    wanted = reference_loss(config, expected, labels)
-    torch.testing.assert_close(loss.double(), wanted.double(), atol=1e-5, rtol=1e-5)
+    desired = reference_loss(config, expected, labels)
+    torch.testing.assert_close(loss.double(), desired.double(), atol=1e-5, rtol=1e-5)
     names, weights = zip(*net.named_parameters(), strict=True)
     found, right = (
-        torch.autograd.grad(each, [*weights, *leaves], allow_unused=True) for each in (loss, wanted)
+        torch.autograd.grad(each, [*weights, *leaves], allow_unused=True)
+        for each in (loss, desired)
     )
     for name, gradient, other in zip(
         [*names, *(f"leaf {n}" for n in range(len(leaves)))], found, right, strict=True
@@ -574,7 +575,7 @@ def test_model_matches_formula(name: str, *, training: bool) -> None:
     dense = leaf(ROWS, 2)
     values = leaf(ROWS, 3, config.width)
     formula = globals()[
-        "of_mixture" if name == "dcnv2 mixture" else f"of_{name.split(maxsplit=1)[0]}"
+        "compute_mixture" if name == "dcnv2 mixture" else f"compute_{name.split(maxsplit=1)[0]}"
     ]
     expected = formula(net, config, dense, values)
     outputs = net(dense, KeyedEmbeddings.in_order(INPUTS.features, config.width, values.flatten(1)))

@@ -115,7 +115,7 @@ def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "reported"),
     [
         (
             "API request to https://me:secret@host/api failed",
@@ -126,15 +126,15 @@ def test_idle_call_delivers_late_events(tmp_path: Path, monkeypatch: pytest.Monk
         ("No module named 'mlflow'", "No module named 'mlflow'"),
     ],
 )
-def test_tracker_errors_hide_passwords(tmp_path: Path, message: str, told: str) -> None:
+def test_tracker_errors_hide_passwords(tmp_path: Path, message: str, reported: str) -> None:
     make = raising(ConnectionError(message))
     notes = list[str]()
     path = tmp_path / "events.jsonl"
     with tracking({"MLflow": make}, str(path), note=notes.append), EventWriter(path) as writer:
         writer.write("failure", cause=message, causes=[ConnectionError(message)])
-    assert notes == [f"MLflow: {told}. Continuing without it."]
+    assert notes == [f"MLflow: {reported}. Continuing without it."]
     (event,) = read_events(path)
-    assert (event["cause"], event["causes"]) == (told, [told])
+    assert (event["cause"], event["causes"]) == (reported, [reported])
 
 
 def test_unreachable_tracker_delays_nothing(tmp_path: Path) -> None:

@@ -123,12 +123,12 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     return events_of(folder / "run", *kinds)
 
 
-def at(step: int, what: Callable[[], object]) -> None:
+def at(step: int, action: Callable[[], object]) -> None:
     """Act at a step and wait until a stop is requested."""
 
     def act(number: int) -> None:
         if number == step:
-            what()
+            action()
             assert STATE.stop.wait(WAIT_S)
 
     STATE.act = act
@@ -333,13 +333,13 @@ def test_profile_request_reaches_in_process_run(
 ) -> None:
     monkeypatch.setattr(profiling, "_LEAD_S", 0.0)
     folder = str(tmp_path / "run")
-    told = list[dict[str, Any]]()
+    reported = list[dict[str, Any]]()
     request = tmp_path / "run" / "profile" / "request.json"
     asked = threading.Event()
 
     def ask() -> None:
         so_far = events_of(folder)
-        told.append(
+        reported.append(
             profiling.request_profile(
                 folder, so_far, steps=2, note=lambda text: asked.set(), timeout_s=WAIT_S
             )
@@ -360,7 +360,7 @@ def test_profile_request_reaches_in_process_run(
     STATE.act = act
     run(tmp_path)
     asking.join(WAIT_S)
-    (profile,) = told
+    (profile,) = reported
     assert (profile["steps"], profile["ranks"]) == (2, 1)
     trace = Path(profile["profile"], "rank_0", "trace.json.gz").read_bytes()
     assert b"aten::" in gzip.decompress(trace)  # of the worker's thread
@@ -390,8 +390,12 @@ FOUND = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "
 def test_torchrun_env_is_read_and_config_fits_processes() -> None:
     assert TorchrunEnv.from_environment({}) is None
     assert TorchrunEnv.from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None  # nobody to meet
-    of_torchrun = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "5"}
-    assert TorchrunEnv.from_environment(FOUND | of_torchrun) == TorchrunEnv(3, 4, 1, 2, 5)
+    torchrun_variables = {
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RESTART_COUNT": "5",
+    }
+    assert TorchrunEnv.from_environment(FOUND | torchrun_variables) == TorchrunEnv(3, 4, 1, 2, 5)
     assert TorchrunEnv.from_environment(FOUND) == TorchrunEnv(3, 4, 0, 1, 0)
     for wrong, message in (
         (
@@ -441,9 +445,9 @@ def meetings(*ranks: int) -> list[StoreRendezvous]:
 
 def test_store_channel_delivers_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_worker, "_REQUESTS_S", 0.01)
-    meeting, of_other = meetings(0, 1)
+    meeting, other_rendezvous = meetings(0, 1)
     channel = StoreControlChannel(meeting)
-    other = StoreControlChannel(of_other)
+    other = StoreControlChannel(other_rendezvous)
     assert (channel.stop_reason(), channel.saved_bytes()) == (None, 0)
     other.request_stop("SIGTERM")
     channel.request_stop("SIGINT")

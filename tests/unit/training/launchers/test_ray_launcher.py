@@ -84,7 +84,7 @@ class Attempts:
         self,
         monkeypatch: pytest.MonkeyPatch,
         outcomes: list[Outcome],
-        wanted: TrainConfig,
+        desired: TrainConfig,
         folder: Path,
     ) -> None:
         self.num_workers: list[int] = []
@@ -97,7 +97,7 @@ class Attempts:
         self.signals = Signals()
         monkeypatch.setattr(ray_launcher, "_attempt", self._attempt)
         self._outcomes = iter(outcomes)
-        self._config = wanted
+        self._config = desired
         self._folder = str(folder)
 
     def _attempt(self, run: PreparedRun, signals: Signals, *, is_shared: bool) -> Any:
@@ -139,7 +139,7 @@ def test_failures_with_progress_do_not_accumulate(
 
 
 @pytest.mark.parametrize(
-    ("outcome", "told"),
+    ("outcome", "reported"),
     [
         pytest.param(
             raising(DIED),
@@ -155,7 +155,7 @@ def test_failures_with_progress_do_not_accumulate(
     ],
 )
 def test_signal_without_last_save_ends_run(
-    outcome: Any, told: str, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    outcome: Any, reported: str, nodes: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = Attempts(
         monkeypatch,
@@ -165,7 +165,7 @@ def test_signal_without_last_save_ends_run(
     )
     run.signals.cause = "SIGTERM"
     assert run.run() is None
-    assert run.written[1:] == [("failure", {"cause": told, "last": True})]
+    assert run.written[1:] == [("failure", {"cause": reported, "last": True})]
 
 
 def callbacks_of(trainer_class: type[DataParallelTrainer], folder: Path) -> set[str]:
@@ -263,7 +263,7 @@ def test_scale_up_counts_only_joined_nodes(nodes: Cluster, monkeypatch: pytest.M
 def attempt(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    wanted: Any,
+    desired: Any,
     *,
     fit: Any,
     request: Mock,
@@ -275,7 +275,7 @@ def attempt(
     monkeypatch.setattr(ray_launcher, "watched_requests", lambda *_: contextlib.nullcontext())
     shares: Any = SimpleNamespace(per_worker=TaskPlacement(), num_workers=4)
     return ray_launcher._attempt(
-        PreparedRun(wanted, str(folder), None, shares, 0.0), signals, is_shared=False
+        PreparedRun(desired, str(folder), None, shares, 0.0), signals, is_shared=False
     )
 
 
@@ -289,12 +289,12 @@ def test_control_channel_ends_with_attempt(
     request.saved_bytes.side_effect = [*bytes_written, KeyboardInterrupt]  # a second signal
     monkeypatch.setattr("rayrec.training.launchers.base._POLL_S", 0.001)
     signals.cause = "SIGINT"
-    wanted = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
+    desired = config(grace_s=0.05 if len(bytes_written) > 1 else 60.0)
     with contextlib.suppress(KeyboardInterrupt):
         assert not attempt(
             monkeypatch,
             tmp_path,
-            wanted,
+            desired,
             fit=lambda *_: ended.wait(60),
             request=request,
             signals=signals,
@@ -348,13 +348,13 @@ def test_missing_data_nodes_end_attempt(
 ) -> None:
     here = [Node("data", {"CPU": 8.0}), Node("worker", {"CPU": 8.0, "slot": 2.0})]
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here)
-    wanted = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
-    shares = ray_launcher.allocate_resources(wanted)
+    desired = config().replace(scaling={"num_workers": 2}, cluster={"data_nodes": "separate"})
+    shares = ray_launcher.allocate_resources(desired)
     monkeypatch.setattr(
         connection, "data_nodes", lambda shares, **_: here[:1] if nodes_left else []
     )
     monkeypatch.setattr(connection, "alive_nodes", lambda **_: here[1:])
-    later = wanted.replace(cluster={"data_nodes": "auto" if changed else "separate"})
+    later = desired.replace(cluster={"data_nodes": "auto" if changed else "separate"})
     assert first_missing_s(monkeypatch, later, shares) == (25 if missing else None)
 
 
@@ -491,10 +491,10 @@ def test_one_worker_without_address_runs_in_process() -> None:
         (ONE, {"runtime_env": "env.yaml"}, "cluster.runtime_env"),
         (ONE, {"num_cpus": 2}, None),
     ):
-        wanted = config_for(scaling, **cluster)
+        desired = config_for(scaling, **cluster)
         here = needs_ray is None
-        assert trains_in_process(wanted) is here
-        launcher = choose_launcher(wanted)
+        assert trains_in_process(desired) is here
+        launcher = choose_launcher(desired)
         assert isinstance(launcher, ProcessLauncher if here else RayLauncher)
         assert ("Prometheus" in launcher.trackers()) is not here
         if not here:

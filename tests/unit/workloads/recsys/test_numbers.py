@@ -34,12 +34,12 @@ def rows(count: int, seed: int) -> dict[str, np.ndarray]:
     """
     rng = np.random.default_rng(seed)
     effects = np.random.default_rng(0)
-    of_user = effects.normal(size=60)
-    of_movie = effects.normal(size=40)
+    user_rows = effects.normal(size=60)
+    movie_effect = effects.normal(size=40)
     user = rng.integers(0, 60, count)
     movie = rng.integers(0, 40, count)
     age = rng.integers(18, 90, count)
-    logits = of_user[user] + of_movie[movie] + (age - 54) / 40 - 0.5
+    logits = user_rows[user] + movie_effect[movie] + (age - 54) / 40 - 0.5
     return {
         "click": (rng.uniform(size=count) < 1 / (1 + np.exp(-logits))).astype(np.int8),
         "seen": np.sort(1.7e9 + rng.uniform(0, 7 * DAY_S, count)),
@@ -181,10 +181,12 @@ def test_preprocessed_gaps_score_as_log(folder: Path, with_gaps: Result, format:
         log, out=ready, format=format, preprocessor=stored, schema=SCHEMA, console=QUIET
     )
     names = ("auroc", "logloss", "clipped")
-    of_log = select_metrics(with_gaps, log)
-    of_folder = select_metrics(with_gaps, ready)
-    assert {name: of_folder[name] for name in names} == {name: of_log[name] for name in names}
-    assert of_log["clipped"]["seen"]["share"] == 1.0
+    log_result = select_metrics(with_gaps, log)
+    folder_metrics = select_metrics(with_gaps, ready)
+    assert {name: folder_metrics[name] for name in names} == {
+        name: log_result[name] for name in names
+    }
+    assert log_result["clipped"]["seen"]["share"] == 1.0
 
 
 def test_ensemble_keeps_gap_inputs_and_bounds(

@@ -273,13 +273,15 @@ ONE_ID = Lookup()
 def table(
     name: str, kind: str, ranks: list[int], *, dim: int = 16, rows: int = 100
 ) -> TablePlacement:
-    of_rank = dict.fromkeys(ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks)))
+    rank_bytes = dict.fromkeys(
+        ranks, rows * dim * 4 // (1 if kind == "data_parallel" else len(ranks))
+    )
     return TablePlacement(
         table=name,
         num_embeddings=rows,
         embedding_dim=dim,
         sharding_type=kind,
-        bytes_of_rank=of_rank,
+        bytes_of_rank=rank_bytes,
     )
 
 
@@ -520,10 +522,10 @@ def test_tables_are_checked_against_cluster_memory(
 ) -> None:
     train = Mock(return_value=[(1000, 0.5, 0.25)])
     whole = probed(config, Target(2, 1, GB), train)
-    wanted = train.call_args.args[1].num_embeddings
+    desired = train.call_args.args[1].num_embeddings
     assert not whole.notes
-    assert min(wanted) >= LOG_ROWS
-    assert sum(whole.worker_bytes) == sum(rows * (20 + 1) * 4 for rows in wanted)
+    assert min(desired) >= LOG_ROWS
+    assert sum(whole.worker_bytes) == sum(rows * (20 + 1) * 4 for rows in desired)
     rejects("tables", probed, config, Target(2, 1, 1_000_000), train)
     # This machine holds too little, and the cluster enough.
     # of which Ray's object store takes 0.3
@@ -696,11 +698,11 @@ def test_unequal_workers_per_machine_train_one_model(tmp_path: Path) -> None:
             Checkpoint(str(one / "start"))
         )
         expected, found = (dict(full_tensors(Checkpoint(str(run / "end")))) for run in (one, three))
-        of_tables = [
+        table_results = [
             key for key in found if ".embedding_bags." in key or ".sequences.embeddings." in key
         ]
         # with Adam's three states
-        assert len(of_tables) == num_tables * (4 if name.startswith("adam") else 1)
+        assert len(table_results) == num_tables * (4 if name.startswith("adam") else 1)
         torch.testing.assert_close(found, expected)
         losses = [json.loads((run / "losses.json").read_text()) for run in (one, three)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -387,12 +387,12 @@ def test_counts_show_last_evaluation_only() -> None:
     assert rows @ observed == pytest.approx(labels.sum())
     assert rows @ predicted == pytest.approx(probabilities.sum())
     assert (np.diff(predicted) >= 0).all()
-    told = {
+    reported = {
         column["column"]: (column["unknown"], column["missing"]) for column in categories["columns"]
     }
-    assert told["colour"] == (np.mean(ids[0] == 0), np.mean(ids[0] == 1))
-    assert told["size"] == (None, None)  # one id for both
-    assert told["hashed"] == (None, np.mean(ids[2] == 1))
+    assert reported["colour"] == (np.mean(ids[0] == 0), np.mean(ids[0] == 1))
+    assert reported["size"] == (None, None)  # one id for both
+    assert reported["hashed"] == (None, np.mean(ids[2] == 1))
 
 
 def test_wrapped_ids_report_no_unknown_and_bins_have_equal_rows() -> None:
