@@ -119,6 +119,7 @@ def test_predictions_are_in_order(predicted_rows: Columns, model: Model, click_l
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-6)
 
 
+@pytest.mark.extended
 def test_datasets_score_like_their_file(local_ray: None, model: Model, tmp_path: Path) -> None:
     """Blocks of Arrow and of pandas, here with a category type, which Ray Data cannot name in
     Arrow's types.

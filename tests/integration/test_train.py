@@ -192,7 +192,11 @@ class FailingStep(ClickWorkload):
 
 
 @pytest.mark.parametrize(
-    "num_workers", [pytest.param(1, id="one_worker"), pytest.param(2, id="two_workers")]
+    "num_workers",
+    [
+        pytest.param(1, id="one_worker", marks=pytest.mark.extended),
+        pytest.param(2, id="two_workers"),
+    ],
 )
 def test_run_on_ray_leaves_callers_process_unchanged(
     finished: Trained, tmp_path: Path, num_workers: int
