@@ -114,8 +114,9 @@ def test_run_survives_repeated_faults(undisturbed: dict[str, Any], begin: Begin)
     One run has them all, because starting is most of what a run of this size takes. The processes
     of the workers after the first failure were in standby.
     """
-    # Not before Ray Data's actors, which a worker starts too, have their processes.
-    run = begin(failure={"standby_after_s": 15.0})
+    # Not before Ray Data's actors, which a worker starts too, have their processes. Evaluations
+    # slow the run, so that it lasts until then.
+    run = begin(failure={"standby_after_s": 10.0}, evaluate_every=5)
     run.wait_for_step(40)
     run.session.kill_data_task()
     run.wait_for_step(100)  # a data task costs no restart
