@@ -41,7 +41,11 @@ class AttentionPooling(nn.Module):
             hidden = activation(hidden)
             last = number == len(self.layers) - 1
             layer = self.weight if last else self.layers[number + 1]
-            hidden = layer(hidden.to(torch.float32 if last else self._dtype))
+            assert isinstance(layer, UninitializedLinear)
+            dtype = torch.float32 if last else self._dtype
+            hidden = functional.linear(
+                hidden.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype)
+            )
         return sequences.sum(sequences.values * hidden.float())
 
     def _first(
@@ -98,11 +102,14 @@ class FieldAttention(nn.Module):
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         fields = fields.to(self._dtype)
         query, key, value = (
-            layer(fields).unflatten(2, (self._heads, -1)).transpose(1, 2)
+            self._projected(layer, fields).unflatten(2, (self._heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         weights = ((query @ key.transpose(2, 3)).float() * self._scale).softmax(3)
         weights = functional.dropout(weights, self._dropout, training=self.training)
         mixed = (weights.to(self._dtype) @ value).transpose(1, 2).flatten(2)
-        residual = fields if self.shortcut is None else self.shortcut(fields)
+        residual = fields if self.shortcut is None else self._projected(self.shortcut, fields)
         return (mixed + residual).relu()
+
+    def _projected(self, layer: nn.Linear, fields: torch.Tensor) -> torch.Tensor:
+        return functional.linear(fields, layer.weight.to(self._dtype))

@@ -291,16 +291,10 @@ def init_values(tensor: torch.Tensor, draw: Callable[[torch.Tensor], torch.Tenso
 
 
 class UninitializedLinear(nn.Linear):
-    """Linear layer without initialization, so that only the network draws from the generator. It
-    computes in its input's dtype.
-    """
+    """Linear layer without initialization, so that only the network draws from the generator."""
 
     def reset_parameters(self) -> None:
         pass
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return functional.linear(input, self.weight.to(input.dtype), bias)
 
 
 class MLP(nn.Module):
@@ -500,8 +494,13 @@ class Tower(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = inputs.to(self._dtype)
         for layer, norm, activation in zip(self.layers, self.norms, self.activations, strict=True):
-            hidden = activation(norm(layer(hidden)))
-            hidden = functional.dropout(hidden, self._dropout, training=self.training)
+            assert isinstance(layer, UninitializedLinear)
+            linear = functional.linear(
+                hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+            )
+            hidden = functional.dropout(
+                activation(norm(linear)), self._dropout, training=self.training
+            )
         return hidden
 
 

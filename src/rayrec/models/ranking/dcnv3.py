@@ -137,7 +137,9 @@ class _CrossNetwork(nn.Module):
         for layer, bias, batch_norm, mask_norm in zip(
             self.layers, self.biases, self.batch_norms, self.mask_norms, strict=True
         ):
-            half = layer(hidden.to(self._dtype)).float()
+            half = functional.linear(
+                hidden.to(self._dtype), layer.get_parameter("weight").to(self._dtype)
+            ).float()
             if isinstance(batch_norm, GlobalBatchNorm):  # One mean for all values of a head
                 normal = batch_norm(half.transpose(1, 2).flatten(0, 1))
                 half = normal.unflatten(0, (-1, half.shape[2])).transpose(1, 2)

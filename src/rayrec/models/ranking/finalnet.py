@@ -148,7 +148,11 @@ class _Tower(nn.Module):
         """Return the float32 logits [rows] for inputs [rows, in_features]."""
         hidden = inputs.to(self._dtype)
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            second, first = layer(hidden).chunk(2, dim=1)
+            assert isinstance(layer, UninitializedLinear)
+            linear = functional.linear(
+                hidden, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+            )
+            second, first = linear.chunk(2, dim=1)
             hidden = norm(torch.cat([second, first * second], dim=1))
             hidden = hidden.relu() if self._relu else hidden
             hidden = functional.dropout(hidden, self._dropout, training=self.training)

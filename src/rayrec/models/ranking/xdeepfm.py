@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from rayrec.bounds import Sizes, SomeSizes
 from rayrec.layers.keyed_embeddings import FieldsAndLinear, KeyedEmbeddings
 from rayrec.layers.mlp import (
     LogitTower,
     Precision,
+    UninitializedLinear,
     compute_dtype,
     xavier_linear,
 )
@@ -81,7 +83,10 @@ class CompressedInteraction(nn.Module):
         hidden = first
         sums = []
         for layer in self.layers:
+            assert isinstance(layer, UninitializedLinear)
             pairs = (first.unsqueeze(3) * hidden.unsqueeze(2)).flatten(2)
-            hidden = layer(pairs)
+            hidden = functional.linear(
+                pairs, layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+            )
             sums.append(hidden.float().sum(1))
         return self.logit(torch.cat(sums, dim=1)).squeeze(1)

@@ -221,17 +221,22 @@ class _Block(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         query, key, value = (
             part.unflatten(2, (self._heads, -1)).transpose(1, 2)
-            for part in self.query_key_value(inputs.to(self._dtype)).chunk(3, dim=2)
+            for part in self._product(self.query_key_value, inputs).chunk(3, dim=2)
         )
         dropout = self._dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
         )
         hidden = self.attention_norm(
-            inputs + self._dropped(self.mixed(mixed.transpose(1, 2).flatten(2)))
+            inputs + self._dropped(self._product(self.mixed, mixed.transpose(1, 2).flatten(2)))
         )
-        inner = functional.gelu(self.first(hidden.to(self._dtype)))
-        return self.norm(hidden + self._dropped(self.second(inner)))
+        inner = functional.gelu(self._product(self.first, hidden))
+        return self.norm(hidden + self._dropped(self._product(self.second, inner)))
+
+    def _product(self, layer: UninitializedLinear, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.linear(
+            inputs.to(self._dtype), layer.weight.to(self._dtype), layer.bias.to(self._dtype)
+        )
 
     def _dropped(self, values: torch.Tensor) -> torch.Tensor:
         return functional.dropout(values.float(), self._dropout, self.training)

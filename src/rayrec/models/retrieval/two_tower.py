@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -215,7 +215,11 @@ class TwoTower(nn.Module):
 
     @staticmethod
     def _vector(tower: nn.Sequential, features: torch.Tensor) -> torch.Tensor:
-        return functional.normalize(tower[1](tower[0](features).float()), dim=1)
+        hidden = tower[0](features)
+        last: Any = tower[1]
+        return functional.normalize(
+            functional.linear(hidden.float(), last.weight, last.bias), dim=1
+        )
 
     def _log_frequency(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of each item's share of recent rows and the step's, equal on all
