@@ -184,7 +184,7 @@ def named_configuration(text: str) -> TrainConfig:
 
 
 def _for_data(path: str) -> str:
-    from rayrec.data.logs.content import is_criteo_text
+    from rayrec.data.formats.content import is_criteo_text
 
     if is_criteo_text(path):
         return f"For data: rayrec train criteo_demo --data {path}"

@@ -13,12 +13,12 @@ import yaml
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.content import is_parquet
+from rayrec.data.formats.csv_reader import FAULT, check_columns, csv_head, read_csv
+from rayrec.data.formats.header import head_rows, looks_like_data
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
-from rayrec.data.logs.content import is_parquet
-from rayrec.data.logs.csv_reader import FAULT, check_columns, csv_head, read_csv
 from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels
-from rayrec.data.logs.header import head_rows, looks_like_data
 from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_parser import parse_table

@@ -22,9 +22,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
 from rayrec.data.engine import grouped
-from rayrec.data.job import JobFolder
-from rayrec.data.logs.content import is_parquet
-from rayrec.data.logs.csv_reader import (
+from rayrec.data.formats.content import is_parquet
+from rayrec.data.formats.csv_reader import (
     FAULT,
     CsvRange,
     check_columns,
@@ -32,6 +31,7 @@ from rayrec.data.logs.csv_reader import (
     read_csv,
     row_start,
 )
+from rayrec.data.job import JobFolder
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import open_parquet

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import orjson
 
-from rayrec.data.logs.header import quoted_text, split_fields
+from rayrec.data.formats.header import quoted_text, split_fields
 from rayrec.schema import Schema
 
 Format = Literal["json", "tsv", "csv"]

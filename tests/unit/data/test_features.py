@@ -24,8 +24,8 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds, from_arrow, to_arro
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.encoding.rules import DenseColumn, SparseColumn
+from rayrec.data.formats.csv_reader import read_csv
 from rayrec.data.frames import transform
-from rayrec.data.logs.csv_reader import read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import parse
 from rayrec.data.materialized.formats import check, from_named_columns, named_columns

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.logs.content import is_parquet
-from rayrec.data.logs.csv_reader import FAULT, check_columns, present_columns, read_csv
+from rayrec.data.formats.content import is_parquet
+from rayrec.data.formats.csv_reader import FAULT, check_columns, present_columns, read_csv
 from rayrec.data.logs.index import changed, checksum
 from rayrec.data.logs.partitions import partition_names, pick_columns, with_partitions
 from rayrec.data.logs.table_parser import check_types

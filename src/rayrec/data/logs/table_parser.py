@@ -11,6 +11,14 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.data.encoded_rows import JaggedIds, expand_ranges
+from rayrec.data.formats.csv_reader import (
+    FAULT,
+    TOO_FEW,
+    TOO_MANY,
+    TRAILING,
+    UNMATCHED,
+    present_columns,
+)
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,
@@ -33,14 +41,6 @@ from rayrec.data.logs.column_values import (
     split_lists,
     text_tokens,
     type_error,
-)
-from rayrec.data.logs.csv_reader import (
-    FAULT,
-    TOO_FEW,
-    TOO_MANY,
-    TRAILING,
-    UNMATCHED,
-    present_columns,
 )
 from rayrec.data.logs.faults import (
     LABEL_FAULT,

@@ -11,8 +11,8 @@ import pytest
 
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
+from rayrec.data.formats.csv_reader import read_csv_text
 from rayrec.data.frames import transform
-from rayrec.data.logs.csv_reader import read_csv_text
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.export.plain_encoder import Encoder

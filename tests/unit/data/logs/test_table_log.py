@@ -35,9 +35,8 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.engine import TaskContext
-from rayrec.data.logs import csv_reader, parquet
-from rayrec.data.logs.column_values import text_tokens
-from rayrec.data.logs.csv_reader import (
+from rayrec.data.formats import csv_reader
+from rayrec.data.formats.csv_reader import (
     FAULT,
     TOO_FEW,
     TOO_MANY,
@@ -47,6 +46,8 @@ from rayrec.data.logs.csv_reader import (
     read_csv,
     row_start,
 )
+from rayrec.data.logs import parquet
+from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.table_log import column_names, good_rows, index_tables, is_table, read_tables

@@ -16,10 +16,10 @@ from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
 from rayrec.data.encoding.rules import bracket_items
+from rayrec.data.formats.csv_reader import read_csv, read_csv_text
 from rayrec.data.frames import transform_table
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.column_values import split_lists
-from rayrec.data.logs.csv_reader import read_csv, read_csv_text
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.raw_block import RawBlock

@@ -15,8 +15,8 @@ from builders.runs import QUIET
 import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
+from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.csv_reader import csv_columns, read_csv
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.observe.console import Console

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from builders.faults import rejects
 
-from rayrec.data.logs.csv_reader import check_columns, csv_columns, read_csv
-from rayrec.data.logs.header import looks_like_data, read_header
+from rayrec.data.formats.csv_reader import check_columns, csv_columns, read_csv
+from rayrec.data.formats.header import looks_like_data, read_header
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.schema import Schema
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError, first_of
-from rayrec.data.logs.header import Header, read_header
+from rayrec.data.formats.header import Header, read_header
 from rayrec.data.logs.partitions import pick_columns
 from rayrec.native import call
 from rayrec.schema import Schema
