@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import ctypes
 import difflib
 import functools
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +13,10 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError, first_of
 from rayrec.data.formats.header import Header, read_header
+from rayrec.data.formats.text_stream import ByteStream, open_text
 from rayrec.data.logs.partitions import pick_columns
 from rayrec.native import call
 from rayrec.schema import Schema
-from rayrec.storage.cache import gunzip, is_gzip
 
 READ_BYTES = 4 << 20
 MAX_ROW_BYTES = 64 << 20
@@ -94,13 +90,13 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
 def csv_head(path: str, encoding: str | None = None) -> bytes:
     """Return the start of a CSV file in UTF-8, with its first row, without a byte order mark."""
     schema = Schema(label=None, sparse=("-",), encoding=encoding)  # No column is read
-    with _opened(path, schema) as stream:
+    with open_text(path, schema) as stream:
         return _head(stream, path, _HEADER_BYTES, schema)
 
 
 def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
     """Return the column names of a CSV file, none if it is empty."""
-    with _opened(path, schema) as stream:
+    with open_text(path, schema) as stream:
         text = _head(stream, path, _HEADER_BYTES, schema)
         return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
 
@@ -111,7 +107,7 @@ def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iter
     unmatched quote, the first line is one invalid row and the next row starts at the next line.
     Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES.
     """
-    with _opened(path, schema) as stream:
+    with open_text(path, schema) as stream:
         text = _head(stream, path, read_bytes, schema)
         if not text.strip(b"\r\n"):
             return
@@ -151,7 +147,7 @@ class CsvRange:
         path = self._path
         at = self._start
         text = b""
-        with _opened(path, self._schema) as stream:
+        with open_text(path, self._schema) as stream:
             splitter = _Splitter.from_file(
                 path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema
             )
@@ -227,69 +223,7 @@ def read_csv_text(
     return pa.table([*arrays, pa.array([], pa.uint8())], names=[*splitter.names, FAULT])
 
 
-@contextmanager
-def _opened(path: str, schema: Schema) -> Iterator[_ByteStream]:
-    """Open the text of a file, unpacked and in UTF-8."""
-    filesystem, inner = storage.resolve(path)
-    with filesystem.open_input_stream(inner, compression=None) as file:
-        stream: _ByteStream = file
-        if is_gzip(path):
-            # Arrow's reader refuses the zeros behind the data with which tapes and object stores
-            # fill blocks.
-            stream = _Chunks(gunzip(iter(functools.partial(file.read, READ_BYTES), b"")))
-        if not schema.is_utf8:
-            stream = _Chunks(
-                _in_utf8(
-                    iter(functools.partial(stream.read, READ_BYTES), b""), str(schema.encoding)
-                )
-            )
-        try:
-            yield stream
-        except UnicodeError as error:
-            raise InputError(
-                f"{path}: is no text in {schema.encoding}, the schema's encoding ({error})"
-            ) from None
-        except (OSError, EOFError, zlib.error) as error:
-            raise InputError(
-                f"{path}: cannot be read to its end ({error or 'it is cut'}); fetch it again"
-            ) from None
-
-
-class _ByteStream(Protocol):
-    def read(self, size: int, /) -> bytes:
-        """Return the next bytes, at most `size`, none at the end."""
-
-
-class _Chunks:
-    """Stream of bytes that come in pieces."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._rest = b""
-
-    def read(self, size: int, /) -> bytes:
-        """Return the next bytes, at most `size`, none at the end."""
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return b""
-            self._rest = chunk
-        data = self._rest[:size]
-        self._rest = self._rest[size:]
-        return data
-
-
-def _in_utf8(chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Convert text in another encoding. Bytes that it leaves undefined stay as they are, so that
-    their rows are not UTF-8.
-    """
-    decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
-    for chunk in chunks:
-        yield decoder.decode(chunk).encode("utf-8", "surrogateescape")
-    yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
-
-
-def _head(stream: _ByteStream, path: str, read_bytes: int, schema: Schema) -> bytes:
+def _head(stream: ByteStream, path: str, read_bytes: int, schema: Schema) -> bytes:
     """Return the file's start up to at least the end of its header, without a byte order mark."""
     text = b""
     # A line end in a quoted name does not end the header: its quotes are even only after the last
