@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.formats.csv_reader import check_columns, present_columns
+from rayrec.data.formats.columns import check_columns, present_columns
 from rayrec.data.frames import DATA_TYPES, frame_to_arrow, is_dataset, is_frame, with_text_names
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema

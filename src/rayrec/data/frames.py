@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.formats.csv_reader import check_columns
+from rayrec.data.formats.columns import check_columns
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import named_columns
 from rayrec.schema import Schema

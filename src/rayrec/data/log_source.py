@@ -17,8 +17,9 @@ from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
+from rayrec.data.formats.columns import check_columns
 from rayrec.data.formats.content import count_names, is_parquet, reject_foreign_content
-from rayrec.data.formats.csv_reader import check_columns, csv_columns, read_csv
+from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import check_schema, open_parquet

@@ -13,9 +13,11 @@ import yaml
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.columns import check_columns
 from rayrec.data.formats.content import is_parquet
-from rayrec.data.formats.csv_reader import FAULT, check_columns, csv_head, read_csv
+from rayrec.data.formats.csv_reader import csv_head, read_csv
 from rayrec.data.formats.header import head_rows, looks_like_data
+from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
 from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels

@@ -22,15 +22,10 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
 from rayrec.data.engine import grouped
+from rayrec.data.formats.columns import check_columns
 from rayrec.data.formats.content import is_parquet
-from rayrec.data.formats.csv_reader import (
-    FAULT,
-    CsvRange,
-    check_columns,
-    csv_columns,
-    read_csv,
-    row_start,
-)
+from rayrec.data.formats.csv_reader import CsvRange, csv_columns, read_csv, row_start
+from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed

@@ -11,7 +11,8 @@ import pyarrow.compute as pc
 
 from rayrec.config import InputError, error_line
 from rayrec.data.encoding.rules import seconds_of
-from rayrec.data.formats.csv_reader import FAULT, read_csv_text
+from rayrec.data.formats.csv_reader import read_csv_text
+from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import difflib
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -11,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.config import InputError, first_of
+from rayrec.config import InputError
+from rayrec.data.formats.columns import check_columns, present_columns
 from rayrec.data.formats.header import Header, read_header
+from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.text_stream import ByteStream, open_text
 from rayrec.data.logs.partitions import pick_columns
 from rayrec.native import call
@@ -23,68 +24,11 @@ MAX_ROW_BYTES = 64 << 20
 MAX_QUOTED_BYTES = 256 << 10
 MAX_QUOTED_LINES = 100
 """Maximum bytes and line ends of a quoted field. A quote not closed within them is unmatched."""
-FAULT = "rayrec.fault"
-"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED quote, TRAILING text
-after a closing quote, or 0.
-"""
-TOO_FEW = 1
-TOO_MANY = 2
-UNMATCHED = 3
-TRAILING = 4
 _HEADER_BYTES = 1 << 20
 _SEARCHED_BYTES = 64 << 10
 _BOM = b"\xef\xbb\xbf"
 _ROWS_AT_ONCE = 1 << 15
 """Rows split at once; their positions take 16 bytes per field."""
-
-
-def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
-    """Return the schema's columns without the optional ones that are not among `names`."""
-    return tuple(name for name in schema.columns if name in names or name not in schema.optional)
-
-
-_SHOWN_NAMES = 12
-
-
-def check_columns(
-    names: Sequence[str],
-    required: Sequence[str],
-    *,
-    path: str,
-    hint: str = "",
-    optional: Sequence[str] = (),
-) -> None:
-    """Check that each wanted column exists once; optional ones may be absent. Raises InputError
-    with the nearest names.
-    """
-    for name in required:
-        count = list(names).count(name)
-        if count != 1 and not (count == 0 and name in optional):
-            plain = [
-                name if name.strip() == name and name else repr(name) for name in map(str, names)
-            ]
-            problem = "no column" if not count else f"{count} columns"
-            nearest = [] if count else _nearest(name, plain)
-            meant = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-            fix = (
-                "fix it, or the schema: `rayrec schema FILE` drafts one for `rayrec train clicks "
-                "--schema`"
-            )
-            raise InputError(
-                f"{path}: has {problem} named {name}{meant}; it has "
-                f"{first_of(plain, _SHOWN_NAMES) or 'none'}{hint}; {fix}"
-            )
-
-
-def _nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to three names that are similar to `name`, the most similar first."""
-    by_letters: dict[str, str] = {}
-    for other in names:
-        by_letters.setdefault(other.strip("' ").casefold(), other)
-    return [
-        by_letters[letters]
-        for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)
-    ]
 
 
 def csv_head(path: str, encoding: str | None = None) -> bytes:

@@ -11,14 +11,8 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.data.encoded_rows import JaggedIds, expand_ranges
-from rayrec.data.formats.csv_reader import (
-    FAULT,
-    TOO_FEW,
-    TOO_MANY,
-    TRAILING,
-    UNMATCHED,
-    present_columns,
-)
+from rayrec.data.formats.columns import present_columns
+from rayrec.data.formats.row_faults import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from builders.faults import rejects
 
-from rayrec.data.formats.csv_reader import check_columns, csv_columns, read_csv
+from rayrec.data.formats.columns import check_columns
+from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.data.formats.header import looks_like_data, read_header
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.schema import Schema

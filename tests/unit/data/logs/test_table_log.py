@@ -36,16 +36,8 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.engine import TaskContext
 from rayrec.data.formats import csv_reader
-from rayrec.data.formats.csv_reader import (
-    FAULT,
-    TOO_FEW,
-    TOO_MANY,
-    TRAILING,
-    UNMATCHED,
-    CsvRange,
-    read_csv,
-    row_start,
-)
+from rayrec.data.formats.csv_reader import CsvRange, read_csv, row_start
+from rayrec.data.formats.row_faults import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
 from rayrec.data.logs import parquet
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.faults import Faults
