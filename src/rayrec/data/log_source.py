@@ -17,13 +17,13 @@ from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
-from rayrec.data.formats.columns import check_columns
+from rayrec.data.formats.columns import check_columns, pick_columns
 from rayrec.data.formats.content import count_names, is_parquet, reject_foreign_content
 from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.parquet import check_schema, open_parquet
-from rayrec.data.logs.partitions import pick_columns, with_partitions
+from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.table_log import (
     TABLES_ONLY,

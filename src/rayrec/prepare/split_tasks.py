@@ -22,7 +22,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
 from rayrec.data.engine import grouped
-from rayrec.data.formats.columns import check_columns
+from rayrec.data.formats.columns import check_columns, pick_columns
 from rayrec.data.formats.content import is_parquet
 from rayrec.data.formats.csv_reader import CsvRange, csv_columns, read_csv, row_start
 from rayrec.data.formats.row_faults import FAULT
@@ -30,7 +30,7 @@ from rayrec.data.job import JobFolder
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.parquet import open_parquet
-from rayrec.data.logs.partitions import pick_columns, with_partitions
+from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import find_valid_rows, parse_table
 from rayrec.data.logs.text_log import read_text

@@ -21,8 +21,9 @@ from hosts.slow_store import SlowStore
 from rayrec import cli, recipes, storage
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
+from rayrec.data.formats.columns import parse_partitions
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.partitions import parse_partitions, with_sampled_partitions
+from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Schema, load_schema
 

@@ -1,12 +1,18 @@
-"""Columns of a file against those of a schema."""
+"""Columns of a file and of its folders, and their check against those of a schema."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Final
+from urllib.parse import unquote
 
+from rayrec import storage
 from rayrec.config import InputError, first_of
 from rayrec.schema import Schema
+
+_MISSING: Final = ("", "__HIVE_DEFAULT_PARTITION__")
+"""Folder values of a missing value. Hive and Spark write the second."""
 
 
 def present_columns(names: Sequence[str], schema: Schema) -> tuple[str, ...]:
@@ -56,3 +62,41 @@ def _nearest(name: str, names: Sequence[str]) -> list[str]:
         by_letters[letters]
         for letters in difflib.get_close_matches(name.strip().casefold(), by_letters)
     ]
+
+
+# -- Columns of folders KEY=VALUE
+def partition_names(path: str) -> list[str]:
+    """Return the folders KEY=VALUE directly above a file, as stored (percent-encoded), the
+    outermost first.
+    """
+    names: list[str] = []
+    for name in reversed(storage.folder_names(path)):
+        if not storage.PARTITION.fullmatch(name):
+            break
+        names.insert(0, name)
+    return names
+
+
+def parse_partitions(path: str) -> dict[str, str | None]:
+    """Return the partition columns of a file and their values, None if missing."""
+    columns: dict[str, str | None] = {}
+    for name in partition_names(path):
+        key, _, value = name.partition("=")
+        columns[unquote(key)] = None if value in _MISSING else unquote(value)
+    return columns
+
+
+# A writer may store a partition's column in the file, too. The file's values are then typed and
+# win.
+def missing_partitions(path: str, names: Sequence[str]) -> dict[str, str | None]:
+    """Return the partition columns of a file that are not among its own columns `names`, which take
+    precedence.
+    """
+    return {key: value for key, value in parse_partitions(path).items() if key not in names}
+
+
+def pick_columns(path: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a file's rows: its own columns `names`, then those of its
+    partitions.
+    """
+    return (*names, *missing_partitions(path, names))

@@ -11,11 +11,10 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.formats.columns import check_columns, present_columns
+from rayrec.data.formats.columns import check_columns, pick_columns, present_columns
 from rayrec.data.formats.header import Header, read_header
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.text_stream import ByteStream, open_text
-from rayrec.data.logs.partitions import pick_columns
 from rayrec.native import call
 from rayrec.schema import Schema
 

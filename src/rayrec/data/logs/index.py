@@ -14,8 +14,8 @@ import numpy as np
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.columns import partition_names
 from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
-from rayrec.data.logs.partitions import partition_names
 from rayrec.native import call
 from rayrec.schema import Schema
 from rayrec.storage.cache import read_head

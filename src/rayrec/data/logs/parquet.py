@@ -17,12 +17,17 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.formats.columns import check_columns, present_columns
+from rayrec.data.formats.columns import (
+    check_columns,
+    partition_names,
+    pick_columns,
+    present_columns,
+)
 from rayrec.data.formats.content import is_parquet
 from rayrec.data.formats.csv_reader import read_csv
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.logs.index import changed, checksum
-from rayrec.data.logs.partitions import partition_names, pick_columns, with_partitions
+from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key

@@ -14,12 +14,12 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.engine import TaskContext, grouped
+from rayrec.data.formats.columns import pick_columns
 from rayrec.data.formats.content import count_names, is_parquet
 from rayrec.data.formats.csv_reader import csv_columns
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
 from rayrec.data.logs.parquet import VERSION, ParquetPart, open_parquet, prepared, read_rows
-from rayrec.data.logs.partitions import pick_columns
 from rayrec.data.logs.table_parser import find_valid_rows, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
