@@ -103,6 +103,12 @@ def is_criteo_text(path: str) -> bool:
     return False
 
 
+def all_lines_match(start: bytes, line: re.Pattern[bytes]) -> bool:
+    """Return whether the first complete lines of a file all have a form, and there are some."""
+    lines = [each.rstrip(b"\r") for each in start.split(b"\n")[:-1] if each.strip()][:_MAX_LINES]
+    return bool(lines) and all(map(line.fullmatch, lines))
+
+
 def foreign_format(head: bytes) -> str:
     """Return the format of a file's first bytes if logs cannot have it, with the fix; empty if it
     may be a log.

@@ -14,7 +14,9 @@ from rayrec.config import InputError
 from rayrec.schema import Schema
 from rayrec.storage.cache import gunzip, is_gzip
 
+MAX_LINE_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 4 << 20
+_BOM: Final = b"\xef\xbb\xbf"
 
 
 class ByteStream(Protocol):
@@ -77,3 +79,37 @@ def _in_utf8(chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     for chunk in chunks:
         yield decoder.decode(chunk).encode("utf-8", "surrogateescape")
     yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
+
+
+def line_blocks(path: str, schema: Schema, *, block_bytes: int = _READ_BYTES) -> Iterator[bytes]:
+    r"""Yield a file's text in blocks of complete lines, without a byte order mark. Lines end with
+    \n, whatever they end with in the file. Raises InputError for a line of more than
+    MAX_LINE_BYTES.
+    """
+    with open_text(path, schema) as stream:
+        rest = b""
+        is_first = True
+        while chunk := stream.read(block_bytes):
+            if is_first:
+                chunk = chunk.removeprefix(_BOM)
+                is_first = False
+            # The last \r may be half of a line end, which the next chunk completes.
+            text = rest + chunk
+            cut = text.endswith(b"\r")
+            text = _with_newlines(text.removesuffix(b"\r"))
+            stop = text.rfind(b"\n") + 1
+            if stop:
+                yield text[:stop]
+            rest = text[stop:] + b"\r" * cut
+            if len(rest) > MAX_LINE_BYTES:
+                raise InputError(
+                    f"{path}: a line exceeds {MAX_LINE_BYTES >> 20} MiB, so it is not a file of "
+                    "lines"
+                )
+        rest = _with_newlines(rest)
+        if rest:
+            yield rest if rest.endswith(b"\n") else rest + b"\n"
+
+
+def _with_newlines(text: bytes) -> bytes:
+    return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in text else text

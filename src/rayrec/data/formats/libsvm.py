@@ -1,0 +1,53 @@
+"""libsvm and SVM-light text: `label [qid:query] index:value ...`, with an optional comment at the
+end of a line (https://www.cs.cornell.edu/people/tj/svm_light, "Input file format").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Final, final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrec.data.formats.base import LineFormat
+from rayrec.data.formats.content import all_lines_match
+from rayrec.data.formats.tokens import Tokens, split_lines, split_pairs, table_of
+
+NUMBER: Final = r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?"
+_LINE: Final = re.compile(rf"{NUMBER}(?: +qid:[0-9]+)?(?: +[0-9]+:{NUMBER})+ *(?:#.*)?".encode())
+_QUERY: Final = "qid:"
+
+
+@final
+class LibSvm(LineFormat):
+    """Columns label, group (the query), and the lists index and value."""
+
+    name: ClassVar[str] = "libsvm"
+
+    def recognizes(self, start: bytes) -> bool:
+        return all_lines_match(start, _LINE)
+
+    def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
+        lines = split_lines(text)
+        if b"#" in text:
+            lines = pc.replace_substring_regex(lines, "#.*", "")
+        tokens = Tokens.from_lines(lines)
+        is_label = tokens.positions() == 0
+        is_query = pc.starts_with(tokens.text, _QUERY).to_numpy(zero_copy_only=False)
+        features = tokens.where(~is_label & ~is_query)
+        (indices, values), is_pair = split_pairs(features.text, 2)
+        found = {
+            "label": tokens.where(is_label).single(),
+            "index": features.with_text(indices).lists(),
+            "value": features.with_text(values).lists(),
+        }
+        if is_query.any() or "group" in (columns or ()):
+            queries = tokens.where(is_query)
+            names = pc.utf8_slice_codeunits(queries.text, len(_QUERY))
+            found["group"] = queries.with_text(names).single()
+        kept = (
+            found if columns is None else {name: found[name] for name in columns if name in found}
+        )
+        return table_of(kept, features.rows_with(~is_pair))
