@@ -23,8 +23,8 @@ from packaging.utils import canonicalize_name
 HOUSE: dict[str, dict[str, tuple[float, float]]] = {
     # folder: count: (at most, margin); a bound that is more than the margin above the count fails
     "src/rayrec": {
-        "files": (316, 10),
-        "statements": (42_670, 1_500),
+        "files": (331, 10),
+        "statements": (43_360, 1_500),
         "density": (6.0, 0.3),
         "wide": (0, 0),
         "parallel": (0, 0),
@@ -32,12 +32,12 @@ HOUSE: dict[str, dict[str, tuple[float, float]]] = {
         "complex": (0, 0),
         "long": (0, 0),
         "parameters": (0, 0),
-        "ignores": (21, 5),
-        "crowded": (1, 0),
+        "ignores": (22, 5),
+        "crowded": (2, 0),
         "circles": (0, 0),
     },
     "tests": {
-        "statements": (34_710, 1_500),
+        "statements": (34_860, 1_500),
         "density": (7.7, 0.3),
         "wide": (0, 0),
         "parallel": (24, 5),

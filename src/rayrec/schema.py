@@ -186,6 +186,10 @@ class Schema(Config):
     columns, numbers match in any form. Empty text and null are always missing. Needs tokens
     "any".
     """
+    format: str | None = field(default=None, compare=False)
+    """Format of the files: csv, parquet, jsonl, libsvm, libffm, vw, slot_value, npz, or
+    FILE.py:CLASS for your own. None: found from the content of each file.
+    """
     group: str | None = field(default=None, compare=False)
     """Column of `sparse`, such as the user, within whose values evaluations measure ranking too
     (gauc). Not used to train.
@@ -475,6 +479,9 @@ class Schema(Config):
         """
         plain = self.to_dict()
         del plain["group"]
+        # Stored names of files would be code to run.
+        if ":" in (self.format or ""):
+            del plain["format"]
         for feature in plain["features"]:
             for name in ("aligned_with", "list_delimiter"):
                 if feature[name] is None:

@@ -16,6 +16,8 @@ from rayrec import cli, models, recipes, storage
 from rayrec.cluster.layout import Layout
 from rayrec.data.engine import TaskPlacement
 from rayrec.optim.config import LearningRateSchedule
+from rayrec.prepare.schema_draft import draft
+from rayrec.schema import load_schema
 from rayrec.storage.filesystems import parse_location
 from rayrec.training.launchers.ray_launcher import worker_group
 from rayrec.workloads.recsys.workload import ClickWorkload
@@ -30,6 +32,14 @@ def command(*words: str) -> Any:
     with contextlib.redirect_stdout(out):
         assert cli.run([*words, "--json"]) == 0
     return json.loads(out.getvalue())
+
+
+def drafted_columns(folder: Path) -> list[str]:
+    """Return the label and the features of a schema drafted from a file of the added format."""
+    path = folder / "pairs.data"
+    path.write_text("".join(f"{row % 2}u{row % 7}\n" for row in range(200)))
+    schema = load_schema(draft(str(path)), "draft")
+    return [str(schema.label), *schema.dense, *schema.sparse]
 
 
 def train(folder: Path) -> dict[str, Any]:
@@ -64,7 +74,8 @@ def train(folder: Path) -> dict[str, Any]:
             "stored": "sum_of_numbers" in Path(run.folder, "config.yaml").read_text(),
         },
         "schedule": config.workload.schedule.for_steps(4).factor(3),
-        "format": [made["format"], any(ready.rglob("*.raw"))],
+        "format of files": drafted_columns(folder),
+        "format of preprocessed data": [made["format"], any(ready.rglob("*.raw"))],
         "metric": {
             "run": "brier" in run.summary["metrics"],
             "evaluation": "brier" in scored,

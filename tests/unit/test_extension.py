@@ -60,6 +60,28 @@ PLAN = """
         ]
         return [FilePlan(each.file, rows * each.row_bytes, rows, (each,)) for each in matrices]
 """
+FORMAT = '''"""Lines of a click and a user in one word, such as 1u7."""
+
+from typing import ClassVar
+
+import pyarrow as pa
+
+from rayrec.data.formats.base import LineFormat
+from rayrec.data.formats.row_faults import FAULT
+
+
+class Pairs(LineFormat):
+    name: ClassVar[str] = "pairs"
+
+    def recognizes(self, start: bytes) -> bool:
+        return start[1:2] == b"u"
+
+    def parse(self, text, columns, lists):
+        lines = text.decode().split()
+        found = {"click": [line[0] for line in lines], "user": [line[1:] for line in lines]}
+        kept = {name: found[name] for name in columns or found}
+        return pa.table({**kept, FAULT: pa.array([0] * len(lines), pa.uint8())})
+'''
 METRIC = """
     Metric(
         name="brier",
@@ -95,7 +117,16 @@ def greet(name: Annotated[str, Argument("name to greet", "NAME")]) -> str:
 '''
 EDITS: dict[str, list[Edit]] = {
     "click model": [Edit("models/ranking/sum_of_numbers.py", "", MODEL)],
-    "format": [
+    "format of files": [
+        Edit("data/formats/pairs.py", "", FORMAT),
+        Edit(
+            "data/formats/registry.py",
+            r"from rayrec\.data\.formats\.parquet import Parquet\n",
+            "from rayrec.data.formats.pairs import Pairs\n",
+        ),
+        Edit("data/formats/registry.py", r"    SlotValue\(\),\n", "    Pairs(),\n"),
+    ],
+    "format of preprocessed data": [
         Edit("data/logs/index.py", r'WritableFormat = Literal\[.*"binary"', ', "raw"'),
         Edit("data/logs/index.py", r'MAPPED = \("binary",', ' "raw",'),
         Edit("data/materialized/formats.py", r"    hotness = preprocessor\.hotness\n", PLAN),
@@ -159,7 +190,8 @@ EDITS: dict[str, list[Edit]] = {
 }
 EXPECTED: dict[str, Any] = {
     "click model": {"listed": True, "stored": True},
-    "format": ["raw", True],
+    "format of files": ["click", "user"],
+    "format of preprocessed data": ["raw", True],
     "store": ["R2Location", "bucket/folder/file", "r2://bucket/file"],
     "metric": {
         **dict.fromkeys(("run", "evaluation", "interval", "report", "comparison"), True),
@@ -214,7 +246,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", EDITS)
 def test_row_names_all_edited_files(name: str) -> None:
     files = rows_of_table()[name]
-    edited = {edit.file.replace("sum_of_numbers", "NAME") for edit in EDITS[name]}
+    edited = {re.sub(r"(sum_of_numbers|pairs)(?=\.py$)", "NAME", edit.file) for edit in EDITS[name]}
     assert edited <= set(files)
     assert len(files) <= 3
 

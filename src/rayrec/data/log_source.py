@@ -17,16 +17,17 @@ from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
-from rayrec.data.formats.columns import check_columns, pick_columns
-from rayrec.data.formats.content import count_names, is_parquet, reject_foreign_content
-from rayrec.data.formats.csv_reader import csv_columns, read_csv
+from rayrec.data.formats.columns import check_columns, pick_columns, present_columns
+from rayrec.data.formats.content import count_names, reject_foreign_content
+from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.parquet import Parquet, open_parquet
+from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.parquet import check_schema, open_parquet
+from rayrec.data.logs.parquet import check_schema
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.table_log import (
-    TABLES_ONLY,
     column_names,
     file_columns,
     index_tables,
@@ -409,15 +410,15 @@ def _with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
     """Return the schema with hexadecimal tokens if the files are text without a header, judged by
     the first.
     """
-    if schema.header or any(file.path.lower().endswith(TABLES_ONLY) for file in files):
-        return schema
-    if is_parquet(files[0].path) or count_names(files[0].path, schema):
+    first = files[0].path
+    is_text = find_format(first, schema).name == Csv.name
+    if schema.header or not is_text or count_names(first, schema):
         return schema
     try:
         hexadecimal = schema.replace(tokens="hexadecimal")
     except InputError:  # Of columns that only tables have
         return schema
-    lines = _read_first_lines(files[0].path)[:_SAMPLED_LINES]
+    lines = _read_first_lines(first)[:_SAMPLED_LINES]
     return hexadecimal if not lines or _has_rows(lines, hexadecimal) else schema
 
 
@@ -428,7 +429,7 @@ def _with_stored_header(stored: Schema, schema: Schema) -> Schema:
 def reject_foreign_files(path: str, files: Sequence[storage.File]) -> None:
     """Check that the files are not preprocessed by another program. Raises InputError."""
     names = [storage.name_of(file.path) for file in files]
-    arrays = [name for name in names if name.endswith((".npy", ".npz"))]
+    arrays = [name for name in names if name.endswith(".npy")]
     if arrays:
         folder = storage.parent_folder(files[0].path)
         raise InputError(
@@ -456,20 +457,20 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
     """Return the number of valid labels in the first rows, and the faults of the others."""
     label = schema.label
     head = None
-    if is_parquet(path):
+    file_format = find_format(path, schema)
+    if file_format.name == Parquet.name:
         with open_parquet(path) as parquet:
             check_schema(parquet, path, schema)
             stored = [name for name in parquet.schema_arrow.names if name == label]
             batch = next(parquet.iter_batches(_HEAD_ROWS, columns=stored), None)
             head = None if batch is None else pa.table(batch)
     else:
+        names = file_format.columns(path, schema)
         check_columns(
-            pick_columns(path, csv_columns(path, schema)),
-            schema.columns,
-            path=path,
-            optional=schema.optional,
+            pick_columns(path, names), schema.columns, path=path, optional=schema.optional
         )
-        head = next(read_csv(path, schema, read_bytes=HEAD_BYTES), None)
+        head = next(file_format.tables(path, schema, present_columns(names, schema)), None)
+        head = None if head is None else head.slice(0, _HEAD_ROWS)
     head = None if head is None else with_partitions(head, path, schema)
     if label is None or head is None:
         return 0, Faults()

@@ -293,6 +293,11 @@ def has_decimals(column: Column) -> bool:
     return bool(len(items)) and _matches(items, _DECIMAL)
 
 
+def has_several_items(column: Column) -> bool:
+    """Return whether the lists of a column have more than one different item."""
+    return pc.count_distinct(values.resolved(pc.list_flatten(column.array))).as_py() > 1
+
+
 # -- Names
 _WORDS_OF_NAMES: Final[dict[str, list[str]]] = packaged_json(__package__, "column_words.json")
 """Words in the names of codes, entities with codes, amounts and times."""

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -13,15 +13,17 @@ import yaml
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.base import Format, Roles
 from rayrec.data.formats.columns import check_columns
-from rayrec.data.formats.content import is_parquet
-from rayrec.data.formats.csv_reader import csv_head, read_csv
+from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.csv_reader import csv_head
 from rayrec.data.formats.header import head_rows, looks_like_data
+from rayrec.data.formats.parquet import Parquet, open_parquet
+from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
 from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels
-from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.prepare.draft_columns import (
@@ -29,6 +31,7 @@ from rayrec.prepare.draft_columns import (
     Column,
     examine,
     has_decimals,
+    has_several_items,
     is_amount,
     is_utf8,
     time_rank,
@@ -98,6 +101,8 @@ class _Head:
     """Names made up for a file without a header, in file order."""
     encoding: str | None = None
     """Encoding of a CSV file. None: UTF-8."""
+    roles: Roles = field(default_factory=Roles)
+    """Uses of columns that the file's format names."""
     unnamed: tuple[tuple[str, str], ...] = ()
     """Names of CSV columns that cannot be read by name, and the reasons."""
 
@@ -125,7 +130,7 @@ def draft(path: str, *, label: str | None = None) -> str:
     columns = {name: replace(column, is_named=not head.header) for name, column in columns.items()}
     chosen = _choose_label(columns, label, path)
     columns = _without_negative(columns, chosen.column.name)
-    plan = _Plan.from_columns(columns, chosen)
+    plan = _Plan.from_columns(columns, chosen, head.roles)
     notes = _notes(head, columns, chosen, plan)
     text = "".join(f"# {_one_line(note)}\n" for note in notes) + _yaml(head, columns, chosen, plan)
     _check(text, head, path)
@@ -141,10 +146,8 @@ def _head(path: str) -> _Head:
     """Return the first rows of a log. Raises InputError without rows."""
     files = [file for file in LogSource.at(path).raw_files() if file.size_bytes]
     head: _Head | None = None
-    if files and is_parquet(files[0].path):
-        head = _parquet_head(files[0].path)
-    elif files:
-        head = _csv_head(files[0].path)
+    if files:
+        head = _file_head(files[0].path)
     if head is None or not head.table.num_rows:
         raise InputError(
             f"{path}: no usable rows below column names. Add a header, or choose another file"
@@ -162,11 +165,11 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
     names = [name for name in head.table.column_names if name != FAULT]
 
     def rows_of(file: storage.File) -> list[pa.Table]:
-        # FAULT, which only text has, is no column.
-        if len(names) == head.table.num_columns:
-            return [_parquet_head(file.path).table.slice(0, _ENOUGH_ROWS)]
+        if not head.delimiter:
+            more = _file_head(file.path)
+            return [] if more is None else [more.table.slice(0, _ENOUGH_ROWS)]
         schema = _text_schema(names, head.delimiter, head.header, head.encoding)
-        return list(_first_tables(file.path, schema))
+        return list(_first_tables(Csv(), file.path, schema, names))
 
     tables = [head.table]
     for more in storage.in_parallel(rows_of, files[1:num_files], path=files[0].path):
@@ -195,6 +198,26 @@ def _text_schema(
         list_delimiter=_list_delimiter(delimiter),
     )
     return schema.replace(header=tuple(header) or None, encoding=encoding)
+
+
+def _file_head(path: str) -> _Head | None:
+    """Return the first rows of a file of any format; None if it has none."""
+    schema = Schema(label=None, sparse=("-",))
+    file_format = find_format(path, schema)
+    if file_format.name == Csv.name:
+        return _csv_head(path)
+    if file_format.name == Parquet.name:
+        return _parquet_head(path)
+    first = next(file_format.tables(path, schema, None), None)
+    if first is None:
+        return None
+    # Lists in the first rows are lists in all.
+    lists = [each.name for each in first.schema if values.is_list(each.type)]
+    names = tuple(name for name in first.column_names if name != FAULT)
+    schema = schema.replace(sparse=names, lists=tuple(lists))
+    tables = list(_first_tables(file_format, path, schema, names))
+    table = pa.concat_tables(tables, promote_options="permissive").slice(0, _ROWS)
+    return _Head(table, roles=file_format.roles(names))
 
 
 def _parquet_head(path: str) -> _Head:
@@ -226,10 +249,12 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     if not usable:
         return None
     schema = _text_schema(usable, delimiter, header, encoding)
-    tables = list(_first_tables(path, schema))
+    tables = list(_first_tables(Csv(), path, schema, usable))
     if not tables:
         return None
-    head = _Head(pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, encoding, unnamed)
+    head = _Head(
+        pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, encoding, unnamed=unnamed
+    )
     return (
         _csv_head(path, _FALLBACK_ENCODING)
         if encoding is None and _is_in_other_encoding(head, schema, path)
@@ -251,9 +276,11 @@ def _unnamed_reason(name: str) -> str:
     return "name of several columns" if name else "has no name"
 
 
-def _first_tables(path: str, schema: Schema) -> Iterator[pa.Table]:
+def _first_tables(
+    file_format: Format, path: str, schema: Schema, names: Sequence[str]
+) -> Iterator[pa.Table]:
     rows = size = 0
-    for table in read_csv(path, schema, read_bytes=2 << 20):
+    for table in file_format.tables(path, schema, names):
         yield table
         rows += table.num_rows
         size += table.nbytes
@@ -487,10 +514,20 @@ class _Plan:
     timestamp: str | None
     left_out: Mapping[str, str]
     """Reason for each column that is left out."""
+    list_weights: Mapping[str, str]
+    weight: str | None
+    group: str | None
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Column], label: _Label) -> "_Plan":
-        features = [column for column in columns.values() if column.name != label.column.name]
+    def from_columns(cls, columns: Mapping[str, Column], label: _Label, roles: Roles) -> "_Plan":
+        other = {label.column.name, roles.weight, *roles.list_weights.values()}
+        features = [column for column in columns.values() if column.name not in other]
+        # Weights of 1 each are no weights.
+        weights = {
+            name: weight
+            for name, weight in roles.list_weights.items()
+            if has_several_items(columns[weight])
+        }
         left_out: dict[str, str] = {}
         times = sorted(
             (column for column in features if column.kind == "time" and not column.has_missing),
@@ -513,7 +550,16 @@ class _Plan:
                 lists += [column.name] if column.kind == "list" else []
         if timestamp is not None and not dense and not sparse:
             dense.append(timestamp)
-        return cls(tuple(dense), tuple(sparse), tuple(lists), timestamp, left_out)
+        return cls(
+            tuple(dense),
+            tuple(sparse),
+            tuple(lists),
+            timestamp,
+            left_out,
+            list_weights={name: weights[name] for name in lists if name in weights},
+            weight=roles.weight,
+            group=roles.group,
+        )
 
 
 def _is_dense(column: Column) -> bool:
@@ -548,11 +594,9 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),
         "lists": list(plan.lists),
-        "features": [
-            {"name": each, "list_delimiter": columns[each].detail}
-            for each in plan.lists
-            if columns[each].detail not in ("", "|")
-        ],
+        "features": _features(columns, plan),
+        "weight": plan.weight or "",
+        "group": plan.group or "",
         "timestamp": plan.timestamp or "",
         "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
         "delimiter": head.delimiter.strip(",\t"),
@@ -567,6 +611,20 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
     return yaml.safe_dump(
         fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
     )
+
+
+def _features(columns: Mapping[str, Column], plan: _Plan) -> list[dict[str, str]]:
+    """Return the settings of lists with a mark of their own, or weights."""
+    features = []
+    for name in plan.lists:
+        settings = {}
+        if columns[name].detail not in ("", "|"):
+            settings["list_delimiter"] = columns[name].detail
+        if name in plan.list_weights:
+            settings["weights"] = plan.list_weights[name]
+        if settings:
+            features.append({"name": name, **settings})
+    return features
 
 
 def _markers(columns: Mapping[str, Column]) -> list[str]:

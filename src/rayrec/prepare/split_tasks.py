@@ -5,6 +5,7 @@ the log and the options.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -22,14 +23,16 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
 from rayrec.data.engine import grouped
-from rayrec.data.formats.columns import check_columns, pick_columns
-from rayrec.data.formats.content import is_parquet
-from rayrec.data.formats.csv_reader import CsvRange, csv_columns, read_csv, row_start
+from rayrec.data.formats.base import Format
+from rayrec.data.formats.columns import check_columns, parse_partitions, pick_columns
+from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.csv_reader import CsvRange, row_start
+from rayrec.data.formats.parquet import Parquet, open_parquet
+from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
-from rayrec.data.logs.parquet import open_parquet
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import find_valid_rows, parse_table
@@ -256,8 +259,8 @@ class SplitJob:
 
 
 class Tables:
-    """All rows of a table's range, also invalid, with all columns of file and partitions. CSV has
-    text columns and FAULT.
+    """All rows of a table's range, also invalid, with all columns of file and partitions. Formats
+    other than Parquet have FAULT.
     """
 
     def __init__(self, task: SplitTask, schema: Schema) -> None:
@@ -267,7 +270,9 @@ class Tables:
         """Start of the first row after a range of a CSV file, in bytes. Set after reading."""
 
     def __iter__(self) -> Iterator[pa.Table]:
-        for table in self._parquet_tables() if is_parquet(self._task.file) else self._csv_tables():
+        file_format = find_format(self._task.file, self._schema)
+        is_parquet = file_format.name == Parquet.name
+        for table in self._parquet_tables() if is_parquet else self._other_tables(file_format):
             yield with_partitions(table, self._task.file, self._schema)
 
     def _parquet_tables(self) -> Iterator[pa.Table]:
@@ -286,15 +291,24 @@ class Tables:
             ):
                 yield pa.Table.from_batches([batch])
 
-    def _csv_tables(self) -> Iterator[pa.Table]:
+    def _other_tables(self, file_format: Format) -> Iterator[pa.Table]:
         task = self._task
         schema = self._schema
-        stored = csv_columns(task.file, schema)
-        other = tuple(name for name in stored if name not in schema.columns)
-        full_schema = schema.replace(sparse=(*schema.sparse, *other))
-        part = CsvRange(task.file, full_schema, task.start, task.stop)
-        for table in part if task.stop else read_csv(task.file, full_schema):
-            yield table.select([*stored, FAULT])
+        stored = file_format.columns(task.file, schema)
+        if file_format.is_sparse:
+            columns = (name for name in schema.columns if name not in parse_partitions(task.file))
+            stored = tuple(dict.fromkeys((*stored, *columns)))
+        check_columns(
+            pick_columns(task.file, stored),
+            schema.columns,
+            path=task.file,
+            optional=schema.optional,
+        )
+        if not task.stop:
+            yield from file_format.tables(task.file, schema, stored)
+            return
+        part = CsvRange(task.file, schema, stored, task.start, task.stop)
+        yield from part
         self.end = part.end
 
 
@@ -478,6 +492,8 @@ class _PartFiles:
         self._opened = opened
         self.files: dict[str, Any] = {}
         self._waiting: dict[str, list[pa.Table]] = {}
+        self._numbers = Counter[str]()
+        """Number of each part's Parquet file. A column's new type starts another."""
 
     def add(self, part: str, data: pa.Table | _Lines, rows: npt.NDArray[np.int64]) -> None:
         """Write the given rows of the data."""
@@ -485,6 +501,11 @@ class _PartFiles:
             self._write_lines(part, data.text, data.starts[rows], data.stops[rows])
             return
         waiting = self._waiting.setdefault(part, [])
+        # JSON lines may have another type further on.
+        if waiting and waiting[-1].schema != data.schema:
+            self._write_waiting(part)
+            self._numbers[part] += 1
+            waiting = self._waiting.setdefault(part, [])
         waiting.append(data.take(rows))
         if sum(table.nbytes for table in waiting) >= GROUP_BYTES:
             self._write_waiting(part)
@@ -505,8 +526,11 @@ class _PartFiles:
 
     def _write_waiting(self, part: str) -> None:
         table = pa.concat_tables(self._waiting.pop(part)).combine_chunks()
+        number = self._numbers[part]
+        suffix = f"-{number}" if number else ""
         file = self._file(
-            f"{part}-{self._number:05d}.parquet", partial(pq.ParquetWriter, schema=table.schema)
+            f"{part}-{self._number:05d}{suffix}.parquet",
+            partial(pq.ParquetWriter, schema=table.schema),
         )
         file.write_table(
             table, row_group_size=max(len(table) // max(table.nbytes // GROUP_BYTES, 1), 1)
@@ -565,8 +589,10 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
     """
 
     def cut(file: storage.File) -> list[tuple[int, int]]:
-        if not is_parquet(file.path):
-            is_full = file.size_bytes <= task_bytes or not schema.is_utf8 or is_gzip(file.path)
+        file_format = find_format(file.path, schema)
+        if file_format.name != Parquet.name:
+            is_csv = file_format.name == Csv.name and schema.is_utf8 and not is_gzip(file.path)
+            is_full = file.size_bytes <= task_bytes or not is_csv
             count = 1 if is_full else -(-file.size_bytes // task_bytes)
             edges = [file.size_bytes * number // count for number in range(count + 1)]
             return [(0, 0)] if is_full else list(pairwise(edges))

@@ -117,6 +117,9 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
         infos = _in_partitions(info.path, path)
     elif _GLOB.search(info.path):
         infos = _matching(info.path, path)
+        # Files beside a log describe it, unless they are asked for.
+        if info.path.endswith(".json"):
+            return _in_order([_file(each, path) for each in infos])
         if not any(map(_is_data, infos)):
             folders = [info.path for info in infos if _is_partition(info)]
             inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, path=path)
@@ -125,14 +128,18 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
         raise missing(path, "no such file or folder")
     files = [_file(info, path) for info in infos if _is_data(info)]
     if not files:
-        is_json = any(info.base_name.endswith((".json", ".jsonl")) for info in infos)
+        is_json = any(info.base_name.endswith(".json") for info in infos)
         fix = (
-            "; its JSON files are not read: write them as Parquet "
-            "(ray.data.read_json(...).write_parquet(OUT))"
+            f"; its JSON files may describe a log: select JSON lines by {path}/*.json"
             if is_json
             else ""
         )
         raise InputError(f"{path}: contains no data files{fix}")
+    return _in_order(files)
+
+
+def _in_order(files: Sequence[File]) -> list[File]:
+    """Return files by name, numbers in it by value."""
     return sorted(
         files,
         key=lambda file: [

@@ -1,9 +1,10 @@
-"""What a file format is: recognized from content, read as Arrow tables with the file's columns."""
+"""Interface of file formats: recognized from content, read as Arrow tables."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pyarrow as pa
@@ -11,6 +12,18 @@ import pyarrow as pa
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.text_stream import line_blocks
 from rayrec.schema import Schema
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Uses of columns that a format itself names, for drafts of schemas."""
+
+    list_weights: Mapping[str, str] = field(default_factory=dict)
+    """Column of weights of each list."""
+    weight: str | None = None
+    """Column with the row's weight in the training loss."""
+    group: str | None = None
+    """Column within whose values rows are ranked."""
 
 
 class Format(ABC):
@@ -23,6 +36,8 @@ class Format(ABC):
 
     name: ClassVar[str]
     """Name in `Schema.format` and in --format."""
+    is_sparse: ClassVar[bool] = False
+    """Whether rows name the columns that they have, so that a file may lack some of the log's."""
 
     @abstractmethod
     def recognizes(self, start: bytes) -> bool:
@@ -37,10 +52,17 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def tables(self, path: str, schema: Schema, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(
+        self, path: str, schema: Schema, columns: Sequence[str] | None
+    ) -> Iterator[pa.Table]:
         """Yield the named columns of a file, a few MB of rows at a time. Columns that it lacks are
-        absent or null. Raises InputError for a damaged file.
+        absent or null. None: all that the rows have. Raises InputError for a damaged file.
         """
+
+    def roles(self, columns: Sequence[str]) -> Roles:
+        """Return the uses of the columns of a file that the format itself names."""
+        del columns
+        return Roles()
 
 
 class LineFormat(Format):
@@ -58,21 +80,13 @@ class LineFormat(Format):
         """
 
     def columns(self, path: str, schema: Schema) -> tuple[str, ...]:
-        # Sparse formats name a column only in rows that have it, so the start of a file may lack
-        # some of the schema's.
         text = next(line_blocks(path, schema), b"")
-        if not text:
-            return ()
-        found = self.parse(text, None, schema.lists).column_names
-        found = [name for name in found if name != FAULT]
-        return (*found, *(name for name in self.rare_columns(schema) if name not in found))
+        names = self.parse(text, None, schema.lists).column_names if text else []
+        return tuple(name for name in names if name != FAULT)
 
-    def rare_columns(self, schema: Schema) -> tuple[str, ...]:
-        """Return the schema's columns that few rows of a file may have."""
-        del schema
-        return ()
-
-    def tables(self, path: str, schema: Schema, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(
+        self, path: str, schema: Schema, columns: Sequence[str] | None
+    ) -> Iterator[pa.Table]:
         for text in line_blocks(path, schema):
             table = self.parse(text, columns, schema.lists)
             if table.num_rows:

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.formats.columns import check_columns, pick_columns, present_columns
 from rayrec.data.formats.header import Header, read_header
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.text_stream import ByteStream, open_text
@@ -44,17 +43,24 @@ def csv_columns(path: str, schema: Schema) -> tuple[str, ...]:
         return read_header(text, schema, path=path).columns if text.strip(b"\r\n") else ()
 
 
-def read_csv(path: str, schema: Schema, *, read_bytes: int = READ_BYTES) -> Iterator[pa.Table]:
-    """Yield the schema's columns of a CSV file (plain or gzip) as tables of UTF-8 bytes, with the
-    column FAULT. Invalid rows have empty values; empty lines are skipped. In a row with an
-    unmatched quote, the first line is one invalid row and the next row starts at the next line.
-    Raises InputError for a missing column, damage, and a row of more than MAX_ROW_BYTES.
+def read_csv(
+    path: str,
+    schema: Schema,
+    columns: Sequence[str] | None = None,
+    *,
+    read_bytes: int = READ_BYTES,
+) -> Iterator[pa.Table]:
+    """Yield columns of a CSV file (plain or gzip), those of the schema or the named ones, as tables
+    of UTF-8 bytes, with the column FAULT. Columns that the file lacks are absent. Invalid rows have
+    empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one
+    invalid row and the next row starts at the next line. Raises InputError for damage, and a row of
+    more than MAX_ROW_BYTES.
     """
     with open_text(path, schema) as stream:
         text = _head(stream, path, read_bytes, schema)
         if not text.strip(b"\r\n"):
             return
-        splitter = _Splitter.from_file(path, text, schema)
+        splitter = _Splitter.from_file(path, text, schema, columns)
         # `text` is the beginning of a row that the last bytes cut.
         while True:
             more = stream.read(read_bytes)
@@ -78,9 +84,12 @@ class CsvRange:
     rows, as tables like those from `read_csv`. `start` is 0 or the first byte of a row.
     """
 
-    def __init__(self, path: str, schema: Schema, start: int, stop: int) -> None:
+    def __init__(
+        self, path: str, schema: Schema, columns: Sequence[str], start: int, stop: int
+    ) -> None:
         self._path = path
         self._schema = schema
+        self._columns = columns
         self._start = start
         self._stop = stop
         self.end = start
@@ -91,9 +100,8 @@ class CsvRange:
         at = self._start
         text = b""
         with open_text(path, self._schema) as stream:
-            splitter = _Splitter.from_file(
-                path, _head(stream, path, _HEADER_BYTES, self._schema), self._schema
-            )
+            head = _head(stream, path, _HEADER_BYTES, self._schema)
+            splitter = _Splitter.from_file(path, head, self._schema, self._columns)
         if at:
             splitter.has_header = False  # It is in another range
         elif _bytes_at(path, (0, len(_BOM))) == _BOM:
@@ -158,7 +166,8 @@ def read_csv_text(
     """Return the same table for rows in memory without a header, skipping empty lines. `columns`
     names their fields in order.
     """
-    splitter = _Splitter(path, Header(delimiter, tuple(columns), is_row=False), schema)
+    header = Header(delimiter, tuple(columns), is_row=False)
+    splitter = _Splitter(path, header, schema, schema.columns)
     tables, _ = splitter.split(text, final=True)
     if tables:
         return pa.concat_tables(tables)
@@ -186,11 +195,9 @@ def _head(stream: ByteStream, path: str, read_bytes: int, schema: Schema) -> byt
 class _Splitter:
     """Incremental splitter of a CSV file's text."""
 
-    def __init__(self, path: str, header: Header, schema: Schema) -> None:
+    def __init__(self, path: str, header: Header, schema: Schema, columns: Sequence[str]) -> None:
         self.path = path
-        names = present_columns(header.columns, schema)
-        # Others are partition columns
-        self.names = tuple(name for name in names if name in header.columns)
+        self.names = tuple(name for name in columns if name in header.columns)
         self.delimiter = header.delimiter
         self.columns = len(header.columns)
         index = {name: number for number, name in enumerate(self.names)}
@@ -202,15 +209,12 @@ class _Splitter:
         self.escape = -1 if schema.escape is None else ord(schema.escape)
 
     @classmethod
-    def from_file(cls, path: str, head: bytes, schema: Schema) -> _Splitter:
-        """Create a splitter for the file that begins with `head`. Raises InputError if its header
-        lacks a column.
-        """
+    def from_file(
+        cls, path: str, head: bytes, schema: Schema, columns: Sequence[str] | None
+    ) -> _Splitter:
+        """Create a splitter for the file that begins with `head`."""
         header = read_header(head, schema, path=path)
-        names = pick_columns(path, header.columns)
-        hint = f" (split at {header.delimiter!r})"
-        check_columns(names, schema.columns, path=path, hint=hint, optional=schema.optional)
-        return cls(path, header, schema)
+        return cls(path, header, schema, schema.columns if columns is None else columns)
 
     def split(
         self, text: bytes, *, final: bool, max_rows: int | None = None

@@ -1,4 +1,14 @@
-"""JSON lines: an object with the columns by name in each line (https://jsonlines.org)."""
+"""JSON lines: an object with the columns by name in each line (https://jsonlines.org).
+
+    {"click": 1, "user": "u5", "tags": ["a", "b"]}
+    {"click": 0, "user": "u7", "price": 0.5}
+
+becomes
+
+    click  user  tags  price
+    1      u5    a, b
+    0      u7          0.5
+"""
 
 from __future__ import annotations
 
@@ -35,6 +45,7 @@ class JsonLines(LineFormat):
     """Columns of an object's names. Nested objects are left out."""
 
     name: ClassVar[str] = "jsonl"
+    is_sparse: ClassVar[bool] = True
 
     def recognizes(self, start: bytes) -> bool:
         return _START.match(start) is not None
@@ -76,7 +87,8 @@ def _read_block(text: bytes) -> pa.Table:
                 [(name, _as_text(table.schema.field(name).type)) for name in times]
             )
             parse = pa.json.ParseOptions(explicit_schema=explicit)
-            table = pa.json.read_json(io.BytesIO(text), options, parse)
+            names = table.column_names
+            table = pa.json.read_json(io.BytesIO(text), options, parse).select(names)
     except pa.ArrowInvalid:
         return _read_rows(text)
     return _read_rows(text) if any(map(_is_rounded, table.columns)) else table

@@ -1,5 +1,14 @@
-"""libsvm and SVM-light text: `label [qid:query] index:value ...`, with an optional comment at the
-end of a line (https://www.cs.cornell.edu/people/tj/svm_light, "Input file format").
+"""Text for libsvm and SVM-light: `label [qid:query] index:value ...`, with an optional comment at
+the end (https://www.cs.cornell.edu/people/tj/svm_light, "Input file format").
+
+    2 qid:7 3:0.5 9:1 # a comment
+    0 qid:7 4:2
+
+becomes
+
+    label  group  index   value
+    2      7      3, 9    0.5, 1
+    0      7      4       2
 """
 
 from __future__ import annotations
@@ -11,7 +20,7 @@ from typing import ClassVar, Final, final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayrec.data.formats.base import LineFormat
+from rayrec.data.formats.base import LineFormat, Roles
 from rayrec.data.formats.content import all_lines_match
 from rayrec.data.formats.tokens import Tokens, split_lines, split_pairs, table_of
 
@@ -29,6 +38,9 @@ class LibSvm(LineFormat):
     def recognizes(self, start: bytes) -> bool:
         return all_lines_match(start, _LINE)
 
+    def roles(self, columns: Sequence[str]) -> Roles:
+        return Roles({"index": "value"}, group="group" if "group" in columns else None)
+
     def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
         lines = split_lines(text)
         if b"#" in text:
@@ -36,18 +48,20 @@ class LibSvm(LineFormat):
         tokens = Tokens.from_lines(lines)
         is_label = tokens.positions() == 0
         is_query = pc.starts_with(tokens.text, _QUERY).to_numpy(zero_copy_only=False)
-        features = tokens.where(~is_label & ~is_query)
+        features = tokens.select(~is_label & ~is_query)
         (indices, values), is_pair = split_pairs(features.text, 2)
-        found = {
-            "label": tokens.where(is_label).single(),
+        arrays = {
+            "label": tokens.select(is_label).single(),
             "index": features.with_text(indices).lists(),
             "value": features.with_text(values).lists(),
         }
         if is_query.any() or "group" in (columns or ()):
-            queries = tokens.where(is_query)
+            queries = tokens.select(is_query)
             names = pc.utf8_slice_codeunits(queries.text, len(_QUERY))
-            found["group"] = queries.with_text(names).single()
-        kept = (
-            found if columns is None else {name: found[name] for name in columns if name in found}
+            arrays["group"] = queries.with_text(names).single()
+        selected = (
+            arrays
+            if columns is None
+            else {name: arrays[name] for name in columns if name in arrays}
         )
-        return table_of(kept, features.rows_with(~is_pair))
+        return table_of(selected, features.rows_with(~is_pair))

@@ -13,10 +13,9 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.base import Format
+from rayrec.data.formats.content import is_npz
 from rayrec.schema import Schema
 
-ZIP_MAGIC: Final = b"PK\x03\x04"
-_NAME_BYTES: Final = 512
 _BLOCK_ROWS: Final = 1 << 15
 
 
@@ -29,18 +28,18 @@ class Npz(Format):
     name: ClassVar[str] = "npz"
 
     def recognizes(self, start: bytes) -> bool:
-        # The name of the first member follows the 30 bytes of its header.
-        return start.startswith(ZIP_MAGIC) and b".npy" in start[30:_NAME_BYTES]
+        return is_npz(start)
 
     def columns(self, path: str, schema: Schema) -> tuple[str, ...]:
         with _opened(path) as arrays:
             return tuple(arrays.files)
 
-    def tables(self, path: str, schema: Schema, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def tables(
+        self, path: str, schema: Schema, columns: Sequence[str] | None
+    ) -> Iterator[pa.Table]:
         with _opened(path) as archive:
-            arrays = {
-                name: _column(archive, name, path) for name in columns if name in archive.files
-            }
+            names = archive.files if columns is None else columns
+            arrays = {name: _column(archive, name, path) for name in names if name in archive.files}
         sizes = {name: len(array) for name, array in arrays.items()}
         if len({*sizes.values()}) > 1:
             shown = ", ".join(f"{name} {size:,}" for name, size in sizes.items())

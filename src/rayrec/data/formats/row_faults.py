@@ -1,8 +1,8 @@
 """Faults of a file's rows, which its reader marks."""
 
 FAULT = "rayrec.fault"
-"""Name of the column of faults, uint8: TOO_FEW or TOO_MANY fields, UNMATCHED quote, TRAILING text
-after a closing quote, MALFORMED for a row that does not have the form of its format, or 0.
+"""Column with the fault of each row, uint8, 0 if it has none: TOO_FEW or TOO_MANY fields, UNMATCHED
+quote, TRAILING text after a closing quote. MALFORMED: not in the format's form.
 """
 TOO_FEW = 1
 TOO_MANY = 2

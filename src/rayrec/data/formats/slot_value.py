@@ -1,5 +1,14 @@
 """Text of `slot:value` tokens between blanks, as in PaddleRec's logs: a slot that occurs several
 times in a line is a list.
+
+    click:1 user:5 tag:a tag:b
+    tag:c click:0
+
+becomes
+
+    click  user  tag
+    1      5     a, b
+    0            c
 """
 
 from __future__ import annotations
@@ -14,7 +23,6 @@ import pyarrow.compute as pc
 from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.content import all_lines_match
 from rayrec.data.formats.tokens import Tokens, split_lines, split_pairs, table_of
-from rayrec.schema import Schema
 
 _LINE: Final = re.compile(rb"[^\s:,;|]+:\S+(?:[ \t]+[^\s:,;|]+:\S+)+[ \t]*")
 
@@ -24,12 +32,10 @@ class SlotValue(LineFormat):
     """A column for each slot. A column that is no list has at most one value in a line."""
 
     name: ClassVar[str] = "slot_value"
+    is_sparse: ClassVar[bool] = True
 
     def recognizes(self, start: bytes) -> bool:
         return all_lines_match(start, _LINE)
-
-    def rare_columns(self, schema: Schema) -> tuple[str, ...]:
-        return schema.columns
 
     def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
         tokens = Tokens.from_lines(split_lines(text))
@@ -39,14 +45,14 @@ class SlotValue(LineFormat):
         names = (
             pc.unique(slots.filter(pa.array(is_pair))).to_pylist() if columns is None else columns
         )
-        found = {}
+        arrays = {}
         for name in names:
             mask = pc.equal(slots, name).to_numpy(zero_copy_only=False) & is_pair
-            slot = tokens.with_text(values).where(mask)
+            slot = tokens.with_text(values).select(mask)
             several = slot.counts() > 1
             if name in lists or (is_draft and several.any()):
-                found[name] = slot.lists()
+                arrays[name] = slot.lists()
             else:
                 malformed |= several
-                found[name] = slot.single()
-        return table_of(found, malformed)
+                arrays[name] = slot.single()
+        return table_of(arrays, malformed)

@@ -1,4 +1,15 @@
-"""Lines of text as tokens between blanks, for formats of sparse features. No Python per row."""
+"""Lines of text as tokens between blanks, for formats of sparse features.
+
+Arrow splits a block of lines at once, so that no Python runs per row. All tokens are in one array,
+with the row of each:
+
+    lines            text                row_of
+    1 3:0.5 7:2      1  3:0.5  7:2       0  0  0
+    0 7:1            0  7:1              1  1
+
+A format selects tokens by their places and their text, and makes a column of each selection: one
+value (`single`) or a list (`lists`) a row.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +52,9 @@ class Tokens:
             pc.list_parent_indices(split).to_numpy().astype(np.int64),
             len(lines),
         )
-        return tokens.where(pc.greater(pc.binary_length(tokens.text), 0))
+        return tokens.select(pc.greater(pc.binary_length(tokens.text), 0))
 
-    def where(self, mask: np.ndarray | pa.BooleanArray) -> Tokens:
+    def select(self, mask: np.ndarray | pa.BooleanArray) -> Tokens:
         """Return the tokens that `mask`, bool, selects."""
         mask = mask if isinstance(mask, np.ndarray) else mask.to_numpy(zero_copy_only=False)
         return Tokens(self.text.filter(pa.array(mask)), self.row_of[mask], self.rows)
@@ -68,14 +79,14 @@ class Tokens:
 
     def single(self) -> pa.LargeStringArray:
         """Return the first token of each row, null if it has none."""
-        first = self.where(self.positions() == 0)
-        places = np.full(self.rows, -1)
-        places[first.row_of] = np.arange(len(first.row_of))
-        return first.text.take(pa.array(places, mask=places < 0))
+        first = self.select(self.positions() == 0)
+        indices = np.full(self.rows, -1)
+        indices[first.row_of] = np.arange(len(first.row_of))
+        return first.text.take(pa.array(indices, mask=indices < 0))
 
     def rows_with(self, mask: np.ndarray | pa.BooleanArray) -> np.ndarray:
         """Return which rows have a token that `mask` selects, bool [rows]."""
-        return self.where(mask).counts() > 0
+        return self.select(mask).counts() > 0
 
 
 def split_pairs(text: pa.LargeStringArray, parts: int) -> tuple[list[pa.Array], np.ndarray]:
@@ -84,15 +95,16 @@ def split_pairs(text: pa.LargeStringArray, parts: int) -> tuple[list[pa.Array], 
     """
     split = pc.split_pattern(text, ":", max_splits=parts - 1)
     is_full = pc.equal(pc.list_value_length(split), parts).to_numpy(zero_copy_only=False)
-    split = (
-        pc.if_else(pa.array(is_full), split, pa.scalar([""] * parts, pa.list_(pa.large_string())))
-        if not is_full.all()
-        else split
-    )
+    if not is_full.all():
+        empty = pa.scalar([""] * parts, pa.list_(pa.large_string()))
+        split = pc.if_else(pa.array(is_full), split, empty)
+    # Now every text has as many items, one behind the other.
     items = pc.list_flatten(split)
-    return [
-        items.take(pa.array(np.arange(part, len(items), parts))) for part in range(parts)
-    ], is_full
+    columns = []
+    for part in range(parts):
+        indices = np.arange(part, len(items), parts)
+        columns.append(items.take(pa.array(indices)))
+    return columns, is_full
 
 
 def table_of(columns: dict[str, pa.Array], malformed: np.ndarray) -> pa.Table:

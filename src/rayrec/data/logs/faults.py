@@ -177,7 +177,10 @@ def likely_cause(head: bytes) -> str:
         ):
             if first.count(separator) >= 2:
                 return f"its columns are separated by {name}, not tabs; add a header, or convert it"
-        return "its first line has no tab, and columns are separated by tabs"
+        return (
+            "its first line has no tab, and columns are separated by tabs; another log needs a "
+            "schema: `rayrec schema FILE` drafts one for `rayrec train clicks --schema`"
+        )
     fields = first.split(b"\t")
     words = [
         field for field in fields if field.strip() and not field[:1].isdigit() and field[:1] != b"-"

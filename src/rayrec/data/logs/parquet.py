@@ -7,7 +7,6 @@ import itertools
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,14 +16,16 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.base import Format
 from rayrec.data.formats.columns import (
     check_columns,
+    parse_partitions,
     partition_names,
     pick_columns,
     present_columns,
 )
-from rayrec.data.formats.content import is_parquet
-from rayrec.data.formats.csv_reader import read_csv
+from rayrec.data.formats.parquet import Parquet, open_parquet, unreadable_parquet
+from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.logs.index import changed, checksum
 from rayrec.data.logs.partitions import with_partitions
@@ -57,28 +58,6 @@ class ParquetPart:
     @property
     def rows(self) -> int:
         return sum(rows for rows, _ in self.groups)
-
-
-@contextmanager
-def open_parquet(path: str, *, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file, with read errors as InputErrors. Reads column chunks in parts of
-    `buffer_size` bytes, 0: at once.
-    """
-    filesystem, inner = storage.resolve(path)
-    try:
-        with pq.ParquetFile(inner, filesystem=filesystem, buffer_size=buffer_size) as file:
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: str, error: BaseException) -> InputError:
-    if isinstance(error, FileNotFoundError):
-        return InputError(f"{path}: no such file")
-    return InputError(
-        f"{path}: cannot be read as Parquet ({str(error).partition(chr(10))[0]}); fetch or write "
-        "it again"
-    )
 
 
 def _group_sizes(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -129,13 +108,15 @@ def prepared(
     """Return the Parquet files for `file`: itself, or rewritten ones in `folder`. Raises InputError
     for unusable columns.
     """
-    if is_parquet(file.path):
+    file_format = find_format(file.path, schema)
+    if file_format.name == Parquet.name:
         with open_parquet(file.path) as parquet:
             check_schema(parquet, file.path, schema)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [ParquetPart(file.path, file.path, 0, groups)]
     text = (
+        schema.format,
         schema.delimiter,
         schema.escape,
         schema.encoding,
@@ -154,11 +135,7 @@ def prepared(
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = (
-            _read_parquet(file.path, schema)
-            if is_parquet(file.path)
-            else _read_csv(file.path, schema)
-        )
+        tables = _read_file(file_format, file.path, schema)
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(file.path), name])
@@ -174,15 +151,18 @@ def prepared(
     return parts
 
 
-def _read_parquet(path: str, schema: Schema) -> Iterator[pa.Table]:
-    with open_parquet(path) as parquet:
-        names = list(present_columns(parquet.schema_arrow.names, schema))
-        for batch in parquet.iter_batches(batch_size=1 << 15, columns=names, use_threads=False):
-            yield pa.table(batch).select(names)
-
-
-def _read_csv(path: str, schema: Schema) -> Iterator[pa.Table]:
-    for table in read_csv(path, schema):
+def _read_file(file_format: Format, path: str, schema: Schema) -> Iterator[pa.Table]:
+    """Yield the rows of a file with the schema's columns, and FAULT if its format has it. Raises
+    InputError for unusable columns.
+    """
+    names = file_format.columns(path, schema)
+    if names and file_format.is_sparse:
+        # Any row may have the others. Those of the path have its value.
+        names = tuple(name for name in schema.columns if name not in parse_partitions(path))
+    if not names:
+        return
+    check_columns(pick_columns(path, names), schema.columns, path=path, optional=schema.optional)
+    for table in file_format.tables(path, schema, present_columns(names, schema)):
         # An unusable value ends this before the file is rewritten
         with_partitions(table.slice(0, 0), path, schema)
         yield table
@@ -191,8 +171,8 @@ def _read_csv(path: str, schema: Schema) -> Iterator[pa.Table]:
 def _write_parts(
     tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups; yield their
-    paths and row groups.
+    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups, each with one
+    type of its columns; yield their paths and row groups.
     """
     sized = _regroup(tables, segment_bytes)
     rows = next(sized, None)
@@ -205,7 +185,8 @@ def _write_parts(
             pq.ParquetWriter, compression="lz4", write_statistics=False, use_dictionary=coded
         )
         with storage.writing(path) as local, create(local, rows.schema) as writer:
-            while rows is not None and len(groups) < PART_GROUPS:
+            kinds = rows.schema
+            while rows is not None and len(groups) < PART_GROUPS and rows.schema == kinds:
                 writer.write_table(rows, row_group_size=len(rows))
                 groups.append((len(rows), rows.nbytes))
                 rows = next(sized, None)
@@ -214,12 +195,18 @@ def _write_parts(
 
 
 def _regroup(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
-    """Yield the same rows in tables of about the given size, with one chunk per column."""
+    """Yield the same rows in tables of about the given size, with one chunk per column. A table has
+    one type of each column, which JSON lines may change.
+    """
     waiting: list[pa.Table] = []
     waiting_bytes = 0
     for table in tables:
         if not len(table):
             continue
+        if waiting and waiting[0].schema != table.schema:
+            yield pa.concat_tables(waiting)
+            waiting = []
+            waiting_bytes = 0
         waiting.append(table)
         waiting_bytes += table.nbytes
         if waiting_bytes < size_bytes:
@@ -259,7 +246,7 @@ def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
             starts = tuple(itertools.accumulate(rows, initial=0))
             return _Footer(metadata, tuple(parquet.schema_arrow.names), starts, file.size())
     except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+        raise unreadable_parquet(path, error) from None
 
 
 def _version(path: str) -> tuple[int, int] | None:
@@ -269,7 +256,7 @@ def _version(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable_parquet(path, error) from None
     return status.st_size, status.st_mtime_ns
 
 
@@ -303,7 +290,7 @@ def read_rows(
         with pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer.metadata) as parquet:
             table = parquet.read_row_groups(groups, columns=stored, use_threads=False)
     except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from None
+        raise unreadable_parquet(path, error) from None
     return with_partitions(table, path, schema, columns=names), checksum(sums)
 
 

@@ -11,23 +11,22 @@ import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
-from rayrec.config import InputError
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.engine import TaskContext, grouped
 from rayrec.data.formats.columns import pick_columns
-from rayrec.data.formats.content import count_names, is_parquet
-from rayrec.data.formats.csv_reader import csv_columns
+from rayrec.data.formats.content import count_names
+from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.parquet import Parquet
+from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
-from rayrec.data.logs.parquet import VERSION, ParquetPart, open_parquet, prepared, read_rows
+from rayrec.data.logs.parquet import VERSION, ParquetPart, prepared, read_rows
 from rayrec.data.logs.table_parser import find_valid_rows, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
 from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
 
-TABLES_ONLY = (".parquet", ".csv", ".csv.gz")
-"""Endings of tables only. Files of other names are tables if their content shows it."""
 _TASK_SEGMENTS = 8
 """Maximum segments of one file per indexing task."""
 _TASK_BYTES = 64 << 20
@@ -36,25 +35,17 @@ _TASK_FILES = 64
 
 
 def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
-    """Return whether the files are tables: Parquet, or text with a header, which a schema with
-    tokens "any" needs. Looks into the first file that is not named as a table. Raises InputError if
-    only some names are those of tables.
+    """Return whether the files are tables: of any format with columns, which a schema with tokens
+    "any" needs, or text with a header. Looks into the first file. Otherwise they are Criteo's
+    text.
     """
     if schema.tokens == "any":
         return True
-    texts = [file for file in files if not file.path.lower().endswith(TABLES_ONLY)]
-    if not texts:
-        return True
-    first = next((file for file in texts if file.size_bytes), None)
-    has_columns = first is not None and (
-        is_parquet(first.path) or 2 * count_names(first.path, schema) > len(schema.columns)
-    )
-    if len(texts) < len(files) and not has_columns:
-        table = next(file for file in files if file not in texts)
-        raise InputError(
-            f"{table.path} is a table and {texts[0].path} is not; select the files of one log"
-        )
-    return has_columns
+    first = next((file for file in files if file.size_bytes), None)
+    if first is None:
+        return False
+    is_text = find_format(first.path, schema).name == Csv.name
+    return not is_text or 2 * count_names(first.path, schema) > len(schema.columns)
 
 
 # A table is indexed in two jobs, whose results are cached:
@@ -117,11 +108,9 @@ def _prepared_parts(
     """
     assert context.cache_folder is not None
     folder = storage.absolute(storage.join(context.cache_folder, "tables"))
-    unnamed = [file for file in files if not file.path.lower().endswith(".parquet")]
-    # One look: a log may have 100,000 files
-    is_csv = any(not is_parquet(file.path) for file in unnamed[:1])
-    if is_csv:
-        context.note(f"Writing {len(unnamed)} CSV files as Parquet to {folder} (once)")
+    kind = _other_format(files, schema)
+    if kind is not None:
+        context.note(f"Writing {len(files)} {kind} files as Parquet to {folder} (once)")
     prepare = functools.partial(
         _prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder
     )
@@ -139,8 +128,8 @@ def _prepared_parts(
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
     rewritten = [part for part in parts if part.source != part.path]
-    sources = {part.source for part in rewritten} - {file.path for file in unnamed if is_csv}
-    if sources:
+    sources = {part.source for part in rewritten}
+    if sources and kind is None:
         context.note(
             f"Rewrote {len(sources)} Parquet files with row groups of more than "
             f"{2 * segment_bytes >> 10:,} KiB, too large to "
@@ -153,6 +142,16 @@ def _prepared_parts(
             folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten}
         )
     return parts
+
+
+def _other_format(files: Sequence[storage.File], schema: Schema) -> str | None:
+    """Return the format of a log's files; None for Parquet. One look: a log may have 100,000
+    files.
+    """
+    name = find_format(files[0].path, schema).name if files else Parquet.name
+    if name == Parquet.name:
+        return None
+    return "CSV" if name == Csv.name else name
 
 
 def _prepare_task(
@@ -245,16 +244,14 @@ def file_columns(file: storage.File, schema: Schema) -> tuple[str, ...]:
     """Return the columns of a table's file in file order, without partition columns, none if it is
     empty.
     """
-    if not is_parquet(file.path):
-        return csv_columns(file.path, schema)
-    with open_parquet(file.path) as parquet:
-        return tuple(parquet.schema_arrow.names)
+    return find_format(file.path, schema).columns(file.path, schema)
 
 
 def column_names(file: storage.File, schema: Schema) -> tuple[str, ...]:
     """Return the columns of a table's rows, none if its CSV file is empty."""
     columns = file_columns(file, schema)
-    return pick_columns(file.path, columns) if columns or is_parquet(file.path) else ()
+    is_parquet = find_format(file.path, schema).name == Parquet.name
+    return pick_columns(file.path, columns) if columns or is_parquet else ()
 
 
 def _read_table(segment: Segment, schema: Schema) -> pa.Table:

@@ -12,7 +12,7 @@ from pyarrow import types
 
 from rayrec.data.encoded_rows import JaggedIds, expand_ranges
 from rayrec.data.formats.columns import present_columns
-from rayrec.data.formats.row_faults import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
+from rayrec.data.formats.row_faults import FAULT, MALFORMED, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,
@@ -66,6 +66,7 @@ _KINDS = (
     "not a number of 0 or more",
     "not a list in brackets",
     TRAILING_FAULT,
+    "not a row of the file's format",
 )
 (
     NO_LABEL,
@@ -86,6 +87,7 @@ _KINDS = (
     NEGATIVE,
     BRACKET,
     TRAIL,
+    FORM,
 ) = range(len(_KINDS))
 _FULL_ROW = -1
 _POSITION_BITS = 32
@@ -127,6 +129,7 @@ class _TableParser:
                 (TOO_MANY, MANY),
                 (UNMATCHED, QUOTE),
                 (TRAILING, TRAIL),
+                (MALFORMED, FORM),
             ):
                 self._reject(fault == value, kind, _FULL_ROW)
         labels: dict[str, np.ndarray] = {}

@@ -25,7 +25,7 @@ class MaskNetConfig(ClickModelConfig):
     previous outputs (serial).
     """
     mlp: Sizes = (400, 400, 400)
-    """Widths of the mask blocks (serial), or of the MLP on top of them (parallel)."""
+    """Widths of the mask blocks (serial), or the MLP's above them (parallel)."""
     num_blocks: Count = 3
     """Number of mask blocks (parallel)."""
     block_dim: Count = 64

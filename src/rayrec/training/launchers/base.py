@@ -192,7 +192,7 @@ def compute_layout(config: TrainConfig, nodes: list[Node]) -> Layout:
     )
 
 
-# -- Library logs of a worker, in a file of the run instead of the terminal
+# -- A worker's library logs, in a file instead of the terminal
 
 _MAX_BYTES: Final = 64 << 20
 """Maximum size of a log file. One previous file is kept."""

@@ -47,11 +47,21 @@ def parquet_of(table: pa.Table) -> bytes:
     return out.getvalue().to_pybytes()
 
 
+def npz_of(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    np.savez(out, **{name: np.array(table.column(name).to_pylist()) for name in table.column_names})
+    return out.getvalue()
+
+
+LINES = b"".join(json.dumps(row).encode() + b"\n" for row in TABLE.to_pylist())
 CONTENTS = {
     "csv": csv_of(TABLE),
     "tsv": csv_of(TABLE, "\t"),
     "gzip": gzip.compress(csv_of(TABLE)),
     "parquet": parquet_of(TABLE),
+    "jsonl": LINES,
+    "packed jsonl": gzip.compress(LINES),
+    "npz": npz_of(TABLE),
 }
 
 
@@ -128,44 +138,19 @@ def written_by(write: object) -> bytes:
     return out.getvalue().to_pybytes()
 
 
-def arrays() -> bytes:
-    out = io.BytesIO()
-    np.savez(out, a=np.arange(3))
-    return out.getvalue()
-
-
 ROWS = [json.dumps(row).encode() for row in TABLE.slice(0, 4).to_pylist()]
 FOREIGN = {
-    "JSON lines": (b"\n".join(ROWS) + b"\n", "is JSON, not columns; write it as Parquet"),
     "JSON array": (
         b"[\n  " + b",\n".join(ROWS) + b"]",
-        "is JSON, not columns; write it as Parquet",
-    ),
-    "packed JSON lines": (
-        gzip.compress(b"\n".join(ROWS)),
-        "is JSON, not columns; write it as Parquet",
+        "is a JSON array; write an object in each line",
     ),
     "ORC": (written_by(pyarrow.orc.write_table), "is ORC; write it as Parquet"),
     "Feather": (written_by(pyarrow.feather.write_feather), "is an Arrow file; write it as Parquet"),
     "Avro": (b"Obj\x01\x04\x14", "is Avro; write it as Parquet"),
     "zip": (zip_of("log.csv"), "is a zip archive; unpack it"),
     "Excel": (zip_of("[Content_Types].xml"), "is an Office file; save its sheet as CSV"),
-    "npz": (arrays(), "is npz, NumPy arrays; write their columns as Parquet"),
     "pickle": (b"\x80\x04\x95", "is a pickle, which can run code when it is opened"),
     "zstd": (b"\x28\xb5\x2f\xfd00", "is compressed with zstd; unpack it"),
-    "libsvm": (
-        b"1 3:0.5 7:1\n-1 2:1e-3\n0 1:1 5:2\n",
-        r"is libsvm text .*load_svmlight_file and write Parquet",
-    ),
-    "ranked libsvm": (b"2 qid:1 1:0.2 2:3\n0 qid:1 1:0.1\n", "is libsvm text"),
-    "libffm": (
-        b"1 0:3:1 1:7:0.5\n0 0:2:1\n",
-        "is libffm text .*parse its fields into columns and write Parquet",
-    ),
-    "VW": (
-        b"1 1.0 'tag|user age:3 u1 |item i5\n-1 |user u2 |item i7\n",
-        "is Vowpal Wabbit text .*parse its namespaces",
-    ),
 }
 
 
@@ -182,10 +167,13 @@ def test_other_formats_are_named_with_fix(tmp_path: Path, kind: str, name: str) 
 def test_folders_of_json_name_fix(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_bytes(ROWS[0])
     rejects(
-        "contains no data files; its JSON files are not read: write them as Parquet",
+        r"contains no data files; its JSON .*: select JSON lines by .*/\*\.json",
         storage.list_files,
         str(tmp_path),
     )
+    assert [file.path for file in storage.list_files(f"{tmp_path}/*.json")] == [
+        str(tmp_path / "rows.json")
+    ]
 
 
 @pytest.mark.parametrize(

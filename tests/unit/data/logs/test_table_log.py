@@ -395,7 +395,7 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (index_file,) = cache.glob("index-*.json")
     index_file.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(parquet, "read_csv", None)  # the Parquet files are still there
+        patch.setattr(parquet, "_read_file", None)  # the Parquet files are still there
         assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     shutil.rmtree(cache / "tables")
     assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
@@ -1086,7 +1086,7 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "columns", "why"),
     [
-        ("a.csv", ["y", "t"], r"a\.csv: has no column named s; it has y, t \(split at ','\); fix"),
+        ("a.csv", ["y", "t"], r"a\.csv: has no column named s; it has y, t; fix"),
         ("a.csv", ["y", "s", "s"], "2 columns named s"),
         ("a.csv", ["y", "s", "t", "t"], None),
         ("a.parquet", ["y", "s", "s"], "2 columns named s"),
@@ -1141,16 +1141,17 @@ def test_names_with_dots_and_nested_neighbours(tmp_path: Path) -> None:
     assert raw.lists[0].lengths.tolist() == [1, 2]
 
 
-def test_index_rejects_mixed_files(tmp_path: Path) -> None:
-    def files(*names: str) -> list[storage.File]:
-        for name in names:
-            (tmp_path / name).write_bytes(b"1\t2")
-        return [storage.File(str(tmp_path / name), 3, 0) for name in names]
+def test_first_file_decides_whether_files_are_tables(tmp_path: Path) -> None:
+    def files(*contents: bytes) -> list[storage.File]:
+        paths = [tmp_path / f"{number}.csv" for number in range(len(contents))]
+        for path, content in zip(paths, contents, strict=True):
+            path.write_bytes(content)
+        return [storage.File(str(path), len(path.read_bytes()), 0) for path in paths]
 
-    assert is_table(files("a.parquet", "b.CSV", "c.csv.gz"), CRITEO)
-    assert not is_table(files("a.txt", "day_0", "b.gz", "parquet"), CRITEO)
-    rejects(r"b\.csv is a table and .*a\.txt is not", is_table, files("a.txt", "b.csv"), CRITEO)
-    assert is_table(files("a.txt"), ANY)
+    header = "\t".join(CRITEO.columns).encode() + b"\n"
+    assert is_table(files(b"", header), CRITEO)
+    assert not is_table(files(b"1\t2", header), CRITEO)
+    assert is_table(files(b"1\t2"), ANY)
 
 
 def test_damaged_files_are_rejected(tmp_path: Path) -> None:
@@ -1253,7 +1254,9 @@ def rows_of_ranges(path: Path, schema: Schema, range_bytes: int) -> list[tuple[i
     size = path.stat().st_size
     with mock.patch.multiple(csv_reader, READ_BYTES=range_bytes // 2 + 1, _SEARCHED_BYTES=3):
         for start in range(0, size, range_bytes):
-            part = CsvRange(str(path), schema, begin, min(start + range_bytes, size))
+            part = CsvRange(
+                str(path), schema, schema.columns, begin, min(start + range_bytes, size)
+            )
             rows += rows_of_tables(list(part))
             assert begin <= part.end <= size
             begin = part.end
