@@ -13,12 +13,12 @@ becomes
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final, final
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
@@ -127,8 +127,8 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any] | None]:
         if not line.strip():
             continue
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:  # Also text that is not UTF-8
             row = None
         yield row if isinstance(row, dict) else None
 
@@ -164,4 +164,4 @@ def _text(value: Any) -> str | None:
     """Return a value as text: numbers in their shortest form, true and false, JSON of others."""
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value).decode()
+    return json.dumps(value, ensure_ascii=False)
