@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,14 +16,13 @@ from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
-from rayrec.data.formats.columns import check_columns, pick_columns, present_columns
-from rayrec.data.formats.content import count_names, reject_foreign_content
+from rayrec.data.formats.content import count_names, reject_foreign_content, text_head
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.parquet import check_schema
+from rayrec.data.logs.parquet import check_schema, read_file
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.table_log import (
@@ -43,28 +41,30 @@ from rayrec.data.materialized.dataset import (
     open_verified,
 )
 from rayrec.schema import Schema
-from rayrec.storage.cache import GZIP_MAGIC, is_gzip, read_head, remove_older, unpack, unpacked_path
+from rayrec.storage.cache import is_packed, read_head, remove_older, unpack, unpacked_path
 
 CHUNK_BYTES = 32 << 20
 """Bytes of text per indexing task."""
 CHUNKS_PER_TASK = 256
 """Maximum number of small files per indexing task."""
 SNIFFED_FILES = 256
-"""Maximum number of files in a store that one process checks for gzip. Data tasks check more."""
+"""Maximum number of files in a store that one process checks for packed ones. Data tasks check
+more.
+"""
 
 
-# Gzip files are unpacked, since only plain text can be read from the middle:
+# Packed files are unpacked, since only plain text can be read from the middle:
 #
 #   known       the cache has the file's version: no reading
 #   new         a data task each; files of other versions are removed afterwards
 #   plain       as it is
 def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[storage.File]:
-    """Return the files as splittable text. Gzip files are unpacked once to the cache folder, where
-    older versions are removed.
+    """Return the files as splittable text. Gzip and zip files are unpacked once to the cache
+    folder, where older versions are removed.
     """
     packed = [
         file
-        for file, is_packed in zip(files, _are_gzip(files, context.engine), strict=True)
+        for file, is_packed in zip(files, _are_packed(files, context.engine), strict=True)
         if is_packed
     ]
     if not packed:
@@ -76,7 +76,7 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
     new = [file for file in packed if targets[file] not in unpacked]
     if new:
         names = first_of([file.path for file in new], 3)
-        context.note(f"Unpacking {names} to {folder} (once, because gzip cannot be split)")
+        context.note(f"Unpacking {names} to {folder} (once, because packed files cannot be split)")
         for _ in context.engine.run("unpack", functools.partial(_unpack_task, folder=folder), new):
             pass
         unpacked |= storage.find_files([targets[file] for file in new])
@@ -84,21 +84,21 @@ def plain_files(files: Sequence[storage.File], context: TaskContext) -> list[sto
     return [unpacked[targets[file]] if file in targets else file for file in files]
 
 
-def _are_gzip(files: Sequence[storage.File], engine: Engine) -> list[bool]:
-    """Return whether each file is gzip, by its first bytes. Data tasks check many files of a
-    store.
+def _are_packed(files: Sequence[storage.File], engine: Engine) -> list[bool]:
+    """Return whether each file is gzip or zip, by its first bytes. Data tasks check many files of
+    a store.
     """
     paths = [file.path for file in files]
     if not paths or not storage.is_url(paths[0]) or len(paths) <= SNIFFED_FILES:
-        return list(storage.in_parallel(is_gzip, paths, path=paths[0] if paths else ""))
+        return list(storage.in_parallel(is_packed, paths, path=paths[0] if paths else ""))
     groups = [paths[start : start + SNIFFED_FILES] for start in range(0, len(paths), SNIFFED_FILES)]
     tables = engine.run("open", _sniff_task, groups, block_bytes=1 << 12)
-    return [is_packed for table in tables for is_packed in table.column("gzip").to_pylist()]
+    return [is_packed for table in tables for is_packed in table.column("packed").to_pylist()]
 
 
 def _sniff_task(paths: Sequence[str]) -> pa.Table:
     return pa.table(
-        {"gzip": pa.array(storage.in_parallel(is_gzip, paths, path=paths[0]), pa.bool_())}
+        {"packed": pa.array(storage.in_parallel(is_packed, paths, path=paths[0]), pa.bool_())}
     )
 
 
@@ -234,9 +234,9 @@ class LogSource:
             else storage.list_files(self.path, names=self.names)
         )
 
-    def raw_files(self) -> list[storage.File]:
+    def raw_files(self, schema: Schema | None = None) -> list[storage.File]:
         """List the files of a raw log. Raises InputError for preprocessed data, including other
-        programs' data.
+        programs' data, and for content that no format reads, unless the schema names one that may.
         """
         self.require_raw()
         try:
@@ -248,7 +248,9 @@ class LogSource:
         reject_foreign_files(self.path, files)
         first = next((file for file in files if file.size_bytes), None)
         if first is not None and not self.is_random:
-            reject_foreign_content(first)
+            is_text = find_format(first.path, schema).name == Csv.name
+            if is_text:
+                reject_foreign_content(first)
         return files
 
     def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
@@ -319,7 +321,7 @@ class LogSource:
             return
         if self.is_preprocessed:
             return
-        files = self.raw_files()
+        files = self.raw_files(schema)
         if self.is_random:
             check_random(self.path, schema)
             return
@@ -330,7 +332,7 @@ class LogSource:
             )
         if is_table(files, schema):
             rows, faults = _check_table(first.path, schema)
-        elif not is_gzip(first.path):
+        elif not is_packed(first.path):
             rows, faults = _check_text(first, schema)
         else:
             return
@@ -391,7 +393,7 @@ class LogSource:
             return open_verified(self.path, context).index
         if self.is_random:
             return index_random(self.path, schema, segment_bytes=segment_bytes)
-        files = self.raw_files()
+        files = self.raw_files(schema)
         if is_table(files, schema):
             return index_tables(files, schema, segment_bytes=segment_bytes, context=context)
         cache = CachedIndex.at(
@@ -465,11 +467,7 @@ def _check_table(path: str, schema: Schema) -> tuple[int, Faults]:
             batch = next(parquet.iter_batches(_HEAD_ROWS, columns=stored), None)
             head = None if batch is None else pa.table(batch)
     else:
-        names = file_format.columns(path, schema)
-        check_columns(
-            pick_columns(path, names), schema.columns, path=path, optional=schema.optional
-        )
-        head = next(file_format.tables(path, schema, present_columns(names, schema)), None)
+        head = next(read_file(file_format, path, schema), None)
         head = None if head is None else head.slice(0, _HEAD_ROWS)
     head = None if head is None else with_partitions(head, path, schema)
     if label is None or head is None:
@@ -505,13 +503,6 @@ def _has_rows(lines: Sequence[bytes], schema: Schema) -> bool:
 def _read_first_lines(path: str) -> list[bytes]:
     """Return the complete lines in the first 16 * MAX_LINE_BYTES of a file."""
     max_bytes = 16 * MAX_LINE_BYTES
-    text = read_head(path, max_bytes)
-    is_complete = len(text) < max_bytes
-    if text.startswith(GZIP_MAGIC):
-        try:
-            text = zlib.decompressobj(wbits=31).decompress(text, max_bytes)
-        except zlib.error:
-            return []  # Reported when the file is unpacked
-        is_complete = is_complete and len(text) < max_bytes
-    lines = text.split(b"\n")
-    return lines if is_complete else lines[:-1]
+    text = text_head(path, max_bytes)
+    lines = text.split(b"\n") if text else []
+    return lines if len(text) < max_bytes else lines[:-1]

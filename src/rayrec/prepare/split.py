@@ -165,7 +165,7 @@ def split(
     source = LogSource.at(path, config.files)
     source.require_raw()
     schema = rows.pick_columns(config.adapted(path).schema)
-    files = source.raw_files()
+    files = source.raw_files(schema)
     identity = [[file.path, file.size_bytes, file.modified_ns] for file in files]
     job_inputs = {
         "version": _JOB_VERSION,

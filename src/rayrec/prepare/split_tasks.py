@@ -24,7 +24,7 @@ from rayrec.config import InputError
 from rayrec.data.arrow import json_reply
 from rayrec.data.engine import grouped
 from rayrec.data.formats.base import Format
-from rayrec.data.formats.columns import check_columns, parse_partitions, pick_columns
+from rayrec.data.formats.columns import check_file, parse_partitions
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.csv_reader import CsvRange, row_start
 from rayrec.data.formats.parquet import Parquet, open_parquet
@@ -42,7 +42,7 @@ from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
-from rayrec.storage.cache import is_gzip
+from rayrec.storage.cache import is_packed
 
 CHUNK_ROWS: Final = 1 << 20
 """Number of rows whose keys a task keeps in memory."""
@@ -279,12 +279,7 @@ class Tables:
         task = self._task
         schema = self._schema
         with open_parquet(task.file) as parquet:
-            check_columns(
-                pick_columns(task.file, parquet.schema_arrow.names),
-                schema.columns,
-                path=task.file,
-                optional=schema.optional,
-            )
+            check_file(task.file, parquet.schema_arrow.names, schema)
             groups = list(range(task.start, task.stop))
             for batch in parquet.iter_batches(
                 batch_size=BATCH_ROWS, row_groups=groups, use_threads=False
@@ -298,12 +293,7 @@ class Tables:
         if file_format.is_sparse:
             columns = (name for name in schema.columns if name not in parse_partitions(task.file))
             stored = tuple(dict.fromkeys((*stored, *columns)))
-        check_columns(
-            pick_columns(task.file, stored),
-            schema.columns,
-            path=task.file,
-            optional=schema.optional,
-        )
+        check_file(task.file, stored, schema)
         if not task.stop:
             yield from file_format.tables(task.file, schema, stored)
             return
@@ -591,7 +581,7 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
     def cut(file: storage.File) -> list[tuple[int, int]]:
         file_format = find_format(file.path, schema)
         if file_format.name != Parquet.name:
-            is_csv = file_format.name == Csv.name and schema.is_utf8 and not is_gzip(file.path)
+            is_csv = file_format.name == Csv.name and schema.is_utf8 and not is_packed(file.path)
             is_full = file.size_bytes <= task_bytes or not is_csv
             count = 1 if is_full else -(-file.size_bytes // task_bytes)
             edges = [file.size_bytes * number // count for number in range(count + 1)]

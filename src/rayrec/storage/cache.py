@@ -1,5 +1,5 @@
 """Cache folder for files fetched from a store, shared by all processes of a node, and for
-decompressed gzip files.
+decompressed gzip and zip files.
 """
 
 import fcntl
@@ -16,6 +16,7 @@ import numpy as np
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.storage.files import PARTIAL
+from rayrec.storage.zip_archive import ZIP_MAGIC, unzip
 
 MIN_FILES: Final = 4
 """Minimum number of files that a limited cache must fit: some in use, some in transfer."""
@@ -197,22 +198,24 @@ def read_head(path: str, size_bytes: int) -> bytes:
     return head[:num_read].tobytes()
 
 
-def is_gzip(path: str) -> bool:
-    return read_head(path, 2) == GZIP_MAGIC
+def is_packed(path: str) -> bool:
+    """Return whether a file is gzip or zip. Raises InputError if it is not readable."""
+    return read_head(path, len(ZIP_MAGIC)).startswith((GZIP_MAGIC, ZIP_MAGIC))
 
 
 def unpacked_path(file: storage.File, folder: str) -> str:
-    """Return the cache path of a decompressed gzip file, which depends on the file's path, size and
+    """Return the cache path of a decompressed file, which depends on the file's path, size and
     time.
     """
     key = version_key(file.path, (file.size_bytes, file.modified_ns))
-    return storage.join(folder, f"{key}-{storage.name_of(file.path).removesuffix('.gz')}")
+    name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".zip")
+    return storage.join(folder, f"{key}-{name}")
 
 
 def unpack(file: storage.File, folder: str) -> storage.File:
-    """Decompress a gzip file once, so that it can be split and read from any row. Atomic, and
-    idempotent. A URL target is streamed and needs no local disk. Raises InputError for a damaged
-    file or a full disk.
+    """Decompress a gzip or zip file once, so that it can be split and read from any row. Atomic,
+    and idempotent. A URL target is streamed and needs no local disk. Raises InputError for a
+    damaged file or a full disk.
     """
     target = unpacked_path(file, folder)
     if not storage.exists(target):
@@ -228,6 +231,9 @@ def unpack(file: storage.File, folder: str) -> storage.File:
 
 
 def _decompressed(path: str) -> Iterator[bytes]:
+    if read_head(path, len(ZIP_MAGIC)) == ZIP_MAGIC:
+        yield from unzip(path)
+        return
     try:
         yield from gunzip(storage.read_stream(path))
     except zlib.error as error:

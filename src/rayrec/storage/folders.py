@@ -5,10 +5,11 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Final
 
 from pyarrow import fs as arrow_fs
@@ -111,22 +112,23 @@ def _infos(path: str, *, recursive: bool = False) -> list[arrow_fs.FileInfo]:
 
 
 def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
+    is_data: Callable[[arrow_fs.FileInfo], bool] = _is_data
     if info.type == arrow_fs.FileType.File:
         return [_file(info, path)]
     if info.type == arrow_fs.FileType.Directory:
         infos = _in_partitions(info.path, path)
     elif _GLOB.search(info.path):
         infos = _matching(info.path, path)
-        # Files beside a log describe it, unless they are asked for.
+        # JSON files beside a log describe it, unless they are asked for.
         if info.path.endswith(".json"):
-            return _in_order([_file(each, path) for each in infos])
-        if not any(map(_is_data, infos)):
+            is_data = partial(_is_data, with_json=True)
+        if not any(map(is_data, infos)):
             folders = [info.path for info in infos if _is_partition(info)]
             inside = in_parallel(lambda inner: _in_partitions(inner, path), folders, path=path)
             infos = [info for folder_infos in inside for info in folder_infos]
     else:
         raise missing(path, "no such file or folder")
-    files = [_file(info, path) for info in infos if _is_data(info)]
+    files = [_file(info, path) for info in infos if is_data(info)]
     if not files:
         is_json = any(info.base_name.endswith(".json") for info in infos)
         fix = (
@@ -135,11 +137,7 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
             else ""
         )
         raise InputError(f"{path}: contains no data files{fix}")
-    return _in_order(files)
-
-
-def _in_order(files: Sequence[File]) -> list[File]:
-    """Return files by name, numbers in it by value."""
+    # By name, numbers in it by value
     return sorted(
         files,
         key=lambda file: [
@@ -148,11 +146,12 @@ def _in_order(files: Sequence[File]) -> list[File]:
     )
 
 
-def _is_data(info: arrow_fs.FileInfo) -> bool:
+def _is_data(info: arrow_fs.FileInfo, *, with_json: bool = False) -> bool:
+    hidden = (".partial",) if with_json else (".json", ".partial")
     return (
         info.type == arrow_fs.FileType.File
         and not info.base_name.startswith((".", "_"))
-        and not info.base_name.endswith((".json", ".partial"))
+        and not info.base_name.endswith(hidden)
     )
 
 

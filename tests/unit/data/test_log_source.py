@@ -181,7 +181,7 @@ def test_edited_log_is_reported_and_old_caches_removed(tmp_path: Path) -> None:
     (log / "a.txt.gz").write_bytes(gzip.compress(line(0) * 50))
     (log / "b.txt").write_bytes(line(0) * 50)
     first = open_index(str(log), SCHEMA, cache=cache, note=notes.append)
-    assert ["because gzip cannot be split" in note for note in notes] == [True]
+    assert ["because packed files cannot be split" in note for note in notes] == [True]
     assert [note for note in notes if "changed" in note] == []
     (log / "b.txt").write_bytes(line(0) * 25 + line(1) * 25)
     assert open_index(str(log), SCHEMA, cache=cache, note=notes.append).rows == first.rows == 100

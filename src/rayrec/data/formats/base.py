@@ -24,6 +24,8 @@ class Roles:
     """Column with the row's weight in the training loss."""
     group: str | None = None
     """Column within whose values rows are ranked."""
+    unused: Mapping[str, str] = field(default_factory=dict)
+    """Columns that are no input of a model, with the reasons."""
 
 
 class Format(ABC):
@@ -66,7 +68,7 @@ class Format(ABC):
 
 
 class LineFormat(Format):
-    """Format with one row a line. Empty lines are skipped.
+    """Format with a row a line, or several. Empty lines are skipped.
 
     A request to a server may have such lines too: they are parsed as those of a file.
     """
@@ -78,6 +80,10 @@ class LineFormat(Format):
         `columns` are the names to return, null where a row lacks one. None: all that the lines
         have. Columns in `lists` must be lists; others may be too if `columns` is None.
         """
+
+    def max_rows(self, text: bytes) -> int:
+        """Return the maximum number of rows of lines."""
+        return text.count(b"\n")
 
     def columns(self, path: str, schema: Schema) -> tuple[str, ...]:
         text = next(line_blocks(path, schema), b"")

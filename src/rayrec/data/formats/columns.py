@@ -53,6 +53,14 @@ def check_columns(
             )
 
 
+def check_file(path: str, names: Sequence[str], schema: Schema, *, hint: str = "") -> None:
+    """Check that the schema's columns are among a file's own columns `names` and those of its
+    folders. Raises InputError with the nearest names, and a `hint`.
+    """
+    found = pick_columns(path, names)
+    check_columns(found, schema.columns, path=path, hint=hint, optional=schema.optional)
+
+
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
     """Return up to three names that are similar to `name`, the most similar first."""
     by_letters: dict[str, str] = {}

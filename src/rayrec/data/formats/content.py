@@ -11,11 +11,10 @@ from rayrec import storage
 from rayrec.config import InputError, packaged_json
 from rayrec.schema import Schema
 from rayrec.storage.cache import GZIP_MAGIC, read_head
+from rayrec.storage.zip_archive import unzip_head
 
 _HEAD_BYTES: Final = 16 << 10
 """Bytes at the start of a file that show its format: one request to a store."""
-_ZIP_MAGIC: Final = b"PK\x03\x04"
-_NAME_BYTES: Final = 512
 _MAX_LINES: Final = 5
 """Number of complete lines that must have the form of a text format."""
 _CRITEO_TABS: Final = (38, 39)
@@ -26,10 +25,13 @@ them; what such a file is, and the fix.
 
 
 def text_head(path: str, max_bytes: int = _HEAD_BYTES) -> bytes:
-    """Return the first bytes of a file, or of what is packed in a gzip file. Of a damaged one, what
-    can be unpacked. Raises InputError if the file is unreadable.
+    """Return the first bytes of a file, or of what is packed in a gzip or zip file. Of a damaged
+    one, what can be unpacked. Raises InputError if the file is unreadable.
     """
     head = read_head(path, max_bytes)
+    unzipped = unzip_head(head, max_bytes)
+    if unzipped is not None:
+        return unzipped
     if not head.startswith(GZIP_MAGIC):
         return head
     engine = zlib.decompressobj(wbits=31)
@@ -68,13 +70,6 @@ def is_criteo_text(path: str) -> bool:
     return False
 
 
-def is_npz(start: bytes) -> bool:
-    """Return whether a file's first bytes are those of NumPy's archive: a zip file whose first
-    member, named behind the 30 bytes of its header, is an array.
-    """
-    return start.startswith(_ZIP_MAGIC) and b".npy" in start[30:_NAME_BYTES]
-
-
 def all_lines_match(start: bytes, line: re.Pattern[bytes]) -> bool:
     """Return whether the first complete lines of a file all have a form, and there are some."""
     # The last line may be cut.
@@ -86,8 +81,6 @@ def foreign_format(head: bytes) -> str:
     """Return the format of a file's first bytes if logs cannot have it, with the fix; empty if it
     may be a log.
     """
-    if is_npz(head):
-        return ""
     if re.match(rb'\s*\[\s*\{\s*"', head):
         return (
             "a JSON array; write an object in each line, such as pandas.read_json(FILE).to_json("

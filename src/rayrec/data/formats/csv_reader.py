@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.formats.columns import check_file
 from rayrec.data.formats.header import Header, read_header
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.text_stream import ByteStream, open_text
@@ -212,8 +213,11 @@ class _Splitter:
     def from_file(
         cls, path: str, head: bytes, schema: Schema, columns: Sequence[str] | None
     ) -> _Splitter:
-        """Create a splitter for the file that begins with `head`."""
+        """Create a splitter for the file that begins with `head`. Raises InputError if its header
+        lacks a column of the schema.
+        """
         header = read_header(head, schema, path=path)
+        check_file(path, header.columns, schema, hint=f" (split at {header.delimiter!r})")
         return cls(path, header, schema, schema.columns if columns is None else columns)
 
     def split(

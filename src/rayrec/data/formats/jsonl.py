@@ -25,7 +25,7 @@ import pyarrow.json
 from pyarrow import types
 
 from rayrec.data.formats.base import LineFormat
-from rayrec.data.formats.row_faults import FAULT, MALFORMED
+from rayrec.data.formats.tokens import table_of
 
 _START: Final = re.compile(rb'\s*\{\s*(?:"[^"\n]*"\s*:|\})')
 _EXACT: Final = 2**53
@@ -51,33 +51,22 @@ class JsonLines(LineFormat):
         return _START.match(start) is not None
 
     def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
-        table = _read_block(text)
-        names = [
-            name
-            for name in (table.column_names if columns is None else columns)
-            if name == FAULT
-            or name not in table.column_names
-            or not _is_nested(table.column(name).type)
-        ]
-        arrays = {
-            name: table.column(name) if name in table.column_names else pa.nulls(len(table))
-            for name in names
-            if name != FAULT
-        }
-        faults = (
-            table.column(FAULT)
-            if FAULT in table.column_names
-            else pa.array(np.zeros(len(table), np.uint8))
-        )
-        return pa.table({**arrays, FAULT: faults})
+        read, malformed = _read_block(text)
+        arrays: dict[str, pa.Array] = dict.fromkeys(columns or (), pa.nulls(len(malformed)))
+        for name, column in read.items():
+            if _is_nested(column.type):
+                arrays.pop(name, None)
+            else:
+                arrays[name] = column
+        return table_of(arrays, malformed, columns)
 
 
 def _is_nested(kind: pa.DataType) -> bool:
     return types.is_struct(kind) or (types.is_list(kind) and types.is_nested(kind.value_type))
 
 
-def _read_block(text: bytes) -> pa.Table:
-    """Return the rows of lines. The column FAULT is there only if there are faults."""
+def _read_block(text: bytes) -> tuple[dict[str, pa.Array], np.ndarray]:
+    """Return the columns of lines by name, and which lines are malformed, bool."""
     options = pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
     try:
         table = pa.json.read_json(io.BytesIO(text), options)
@@ -91,7 +80,10 @@ def _read_block(text: bytes) -> pa.Table:
             table = pa.json.read_json(io.BytesIO(text), options, parse).select(names)
     except pa.ArrowInvalid:
         return _read_rows(text)
-    return _read_rows(text) if any(map(_is_rounded, table.columns)) else table
+    if any(map(_is_rounded, table.columns)):
+        return _read_rows(text)
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    return columns, np.zeros(len(table), bool)
 
 
 def _item_type(kind: pa.DataType) -> pa.DataType:
@@ -110,15 +102,14 @@ def _is_rounded(column: pa.ChunkedArray) -> bool:
     return bool(pc.any(pc.greater_equal(pc.abs(values), _EXACT)).as_py())
 
 
-def _read_rows(text: bytes) -> pa.Table:
-    """Return the rows of lines, parsed one by one, with FAULT."""
+def _read_rows(text: bytes) -> tuple[dict[str, pa.Array], np.ndarray]:
+    """Return the same of lines that are parsed one by one."""
     rows = list(_parsed(text))
     names = dict.fromkeys(name for row in rows if row is not None for name in row)
     arrays = {
         name: _to_array([None if row is None else row.get(name) for row in rows]) for name in names
     }
-    faults = np.array([MALFORMED if row is None else 0 for row in rows], np.uint8)
-    return pa.table({**arrays, FAULT: faults})
+    return arrays, np.array([row is None for row in rows], bool)
 
 
 def _parsed(text: bytes) -> Iterator[dict[str, Any] | None]:
@@ -128,7 +119,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any] | None]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:  # Also text that is not UTF-8
+        except (ValueError, RecursionError):  # Also text that is not UTF-8
             row = None
         yield row if isinstance(row, dict) else None
 

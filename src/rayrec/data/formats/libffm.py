@@ -56,8 +56,7 @@ class LibFfm(LineFormat):
                 mask = pc.equal(fields, match[1])
                 text_of = indices if name.startswith("field") else values
                 arrays[name] = features.with_text(text_of).select(mask).lists()
-        selected = {name: arrays[name] for name in columns if name in arrays}
-        return table_of(selected, features.rows_with(~is_triple))
+        return table_of(arrays, features.rows_with(~is_triple), columns)
 
 
 def _columns_of(fields: pa.LargeStringArray) -> list[str]:

@@ -59,9 +59,4 @@ class LibSvm(LineFormat):
             queries = tokens.select(is_query)
             names = pc.utf8_slice_codeunits(queries.text, len(_QUERY))
             arrays["group"] = queries.with_text(names).single()
-        selected = (
-            arrays
-            if columns is None
-            else {name: arrays[name] for name in columns if name in arrays}
-        )
-        return table_of(selected, features.rows_with(~is_pair))
+        return table_of(arrays, features.rows_with(~is_pair), columns)

@@ -13,10 +13,11 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.base import Format
-from rayrec.data.formats.content import is_npz
 from rayrec.schema import Schema
 
 _BLOCK_ROWS: Final = 1 << 15
+_ZIP_MAGIC: Final = b"PK\x03\x04"
+_NAME_BYTES: Final = 512
 
 
 @final
@@ -28,7 +29,8 @@ class Npz(Format):
     name: ClassVar[str] = "npz"
 
     def recognizes(self, start: bytes) -> bool:
-        return is_npz(start)
+        # A zip file's first member is named behind the 30 bytes of its header.
+        return start.startswith(_ZIP_MAGIC) and b".npy" in start[30:_NAME_BYTES]
 
     def columns(self, path: str, schema: Schema) -> tuple[str, ...]:
         with _opened(path) as arrays:

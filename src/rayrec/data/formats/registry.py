@@ -11,6 +11,7 @@ from rayrec.config import InputError
 from rayrec.data.formats.base import Format
 from rayrec.data.formats.content import text_head
 from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.impressions import Impressions
 from rayrec.data.formats.jsonl import JsonLines
 from rayrec.data.formats.libffm import LibFfm
 from rayrec.data.formats.libsvm import LibSvm
@@ -27,6 +28,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     Parquet(),
     Npz(),
     JsonLines(),
+    Impressions(),
     LibFfm(),
     LibSvm(),
     VowpalWabbit(),
@@ -60,12 +62,12 @@ def format_named(name: str) -> Format:
 #   first bytes           the first format that recognizes them; CSV if none does
 #
 # Only the start of a file is read, so that a log with 100,000 files can be looked at.
-def find_format(path: str, schema: Schema) -> Format:
+def find_format(path: str, schema: Schema | None = None) -> Format:
     """Return the format of a file: the schema's, else by the name of Parquet files, which saves a
     request, else by its first bytes. Reads them once per process. A schema with a delimiter is for
     CSV. Raises InputError if the file is unreadable or has no format.
     """
-    if schema.format is not None:
+    if schema is not None and schema.format is not None:
         return format_named(schema.format)
     if storage.name_of(path).lower().endswith(".parquet"):
         return format_named(Parquet.name)
@@ -73,21 +75,28 @@ def find_format(path: str, schema: Schema) -> Format:
     if not storage.is_url(path) and os.path.exists(path):
         status = os.stat(path)
         version = status.st_size, status.st_mtime_ns
-    file_format = _recognized(path, version)
-    is_csv = schema.delimiter != "\t" and file_format.name != Parquet.name
+    return _unless_delimited(_recognized(path, version), schema)
+
+
+def format_of_text(text: bytes, schema: Schema) -> Format:
+    """Return the format that a file with this text has, which ends with a line end."""
+    if schema.format is not None:
+        return format_named(schema.format)
+    return _unless_delimited(_recognize(text), schema)
+
+
+def _unless_delimited(file_format: Format, schema: Schema | None) -> Format:
+    """Return a format that was recognized; CSV if the schema has a delimiter, but for Parquet."""
+    has_delimiter = schema is not None and schema.delimiter != "\t"
+    is_csv = has_delimiter and file_format.name != Parquet.name
     return format_named(Csv.name) if is_csv else file_format
 
 
 @lru_cache(_MAX_CACHED)
 def _recognized(path: str, version: tuple[int, int] | None) -> Format:
     del version  # Part of the cache key
-    start = text_head(path).removeprefix(_BOM)
+    return _recognize(text_head(path).removeprefix(_BOM))
+
+
+def _recognize(start: bytes) -> Format:
     return next((each for each in FORMATS if each.recognizes(start)), FORMATS[-1])
-
-
-def is_parquet(path: str) -> bool:
-    """Return whether a file is Parquet: named so, or with its first bytes."""
-    return find_format(path, _ANY).name == Parquet.name
-
-
-_ANY: Final = Schema(label=None, sparse=("-",))

@@ -12,7 +12,8 @@ from typing import Final, Protocol
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.schema import Schema
-from rayrec.storage.cache import gunzip, is_gzip
+from rayrec.storage.cache import GZIP_MAGIC, gunzip, read_head
+from rayrec.storage.zip_archive import ZIP_MAGIC, unzip
 
 MAX_LINE_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 4 << 20
@@ -49,7 +50,10 @@ def open_text(path: str, schema: Schema) -> Iterator[ByteStream]:
     filesystem, inner = storage.resolve(path)
     with filesystem.open_input_stream(inner, compression=None) as file:
         stream: ByteStream = file
-        if is_gzip(path):
+        head = read_head(path, len(ZIP_MAGIC))
+        if head == ZIP_MAGIC:
+            stream = _Chunks(unzip(path))
+        elif head.startswith(GZIP_MAGIC):
             # Arrow's reader refuses the zeros behind the data with which tapes and object stores
             # fill blocks.
             stream = _Chunks(gunzip(iter(functools.partial(file.read, _READ_BYTES), b"")))
@@ -96,7 +100,7 @@ def line_blocks(path: str, schema: Schema, *, block_bytes: int = _READ_BYTES) ->
             # The last \r may be half of a line end, which the next chunk completes.
             text = rest + chunk
             cut = text.endswith(b"\r")
-            text = _with_newlines(text.removesuffix(b"\r"))
+            text = with_newlines(text.removesuffix(b"\r"))
             stop = text.rfind(b"\n") + 1
             if stop:
                 yield text[:stop]
@@ -106,10 +110,11 @@ def line_blocks(path: str, schema: Schema, *, block_bytes: int = _READ_BYTES) ->
                     f"{path}: a line exceeds {MAX_LINE_BYTES >> 20} MiB, so it is not a file of "
                     "lines"
                 )
-        rest = _with_newlines(rest)
+        rest = with_newlines(rest)
         if rest:
             yield rest if rest.endswith(b"\n") else rest + b"\n"
 
 
-def _with_newlines(text: bytes) -> bytes:
+def with_newlines(text: bytes) -> bytes:
+    r"""Return text whose lines all end with \n."""
     return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in text else text

@@ -13,6 +13,7 @@ value (`single`) or a list (`lists`) a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,9 +108,15 @@ def split_pairs(text: pa.LargeStringArray, parts: int) -> tuple[list[pa.Array], 
     return columns, is_full
 
 
-def table_of(columns: dict[str, pa.Array], malformed: np.ndarray) -> pa.Table:
-    """Return a table of columns with FAULT, MALFORMED in the rows that `malformed`, bool,
-    selects.
+def table_of(
+    arrays: Mapping[str, pa.Array],
+    malformed: np.ndarray,
+    columns: Sequence[str] | None = None,
+) -> pa.Table:
+    """Return a table of the named arrays that there are, None: of all, with FAULT, which is
+    MALFORMED in the rows that `malformed`, bool, selects.
     """
+    if columns is not None:
+        arrays = {name: arrays[name] for name in columns if name in arrays}
     faults = np.where(malformed, MALFORMED, 0).astype(np.uint8)
-    return pa.table({**columns, FAULT: pa.array(faults)})
+    return pa.table({**arrays, FAULT: pa.array(faults)})

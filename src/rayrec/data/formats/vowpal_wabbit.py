@@ -64,8 +64,7 @@ class VowpalWabbit(LineFormat):
         for name in columns:
             if name not in arrays:
                 arrays[name] = features.lists(name)
-        selected = {name: arrays[name] for name in columns}
-        return table_of(selected, features.malformed)
+        return table_of(arrays, features.malformed, columns)
 
 
 def _split_at_bars(lines: pa.LargeStringArray) -> Tokens:

@@ -19,10 +19,10 @@ from rayrec.config import InputError
 from rayrec.data.formats.base import Format
 from rayrec.data.formats.columns import (
     check_columns,
+    check_file,
     parse_partitions,
     partition_names,
     pick_columns,
-    present_columns,
 )
 from rayrec.data.formats.parquet import Parquet, open_parquet, unreadable_parquet
 from rayrec.data.formats.registry import find_format
@@ -84,12 +84,7 @@ def _leaves(metadata: pq.FileMetaData, names: Sequence[str]) -> list[int]:
 
 def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
     """Check the columns of a file and its partitions, and their types. Raises InputError."""
-    check_columns(
-        pick_columns(path, parquet.schema_arrow.names),
-        schema.columns,
-        path=path,
-        optional=schema.optional,
-    )
+    check_file(path, parquet.schema_arrow.names, schema)
     empty = with_partitions(parquet.schema_arrow.empty_table(), path, schema)
     check_types(empty.schema, schema, path=path)
 
@@ -135,7 +130,7 @@ def prepared(
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = _read_file(file_format, file.path, schema)
+        tables = read_file(file_format, file.path, schema)
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(file.path), name])
@@ -151,18 +146,20 @@ def prepared(
     return parts
 
 
-def _read_file(file_format: Format, path: str, schema: Schema) -> Iterator[pa.Table]:
-    """Yield the rows of a file with the schema's columns, and FAULT if its format has it. Raises
-    InputError for unusable columns.
+def read_file(file_format: Format, path: str, schema: Schema) -> Iterator[pa.Table]:
+    """Yield the rows of a file with the schema's columns, and FAULT if its format has it. Opens it
+    once. Raises InputError for unusable columns.
     """
-    names = file_format.columns(path, schema)
-    if names and file_format.is_sparse:
-        # Any row may have the others. Those of the path have its value.
-        names = tuple(name for name in schema.columns if name not in parse_partitions(path))
-    if not names:
-        return
-    check_columns(pick_columns(path, names), schema.columns, path=path, optional=schema.optional)
-    for table in file_format.tables(path, schema, present_columns(names, schema)):
+    columns = schema.columns
+    partitions = parse_partitions(path)
+    if file_format.is_sparse:
+        # Any row may have any column. Those of the path have its value.
+        columns = tuple(name for name in columns if name not in partitions)
+    required = {name for name in schema.columns if name not in schema.optional}
+    for table in file_format.tables(path, schema, columns):
+        if not required <= {*table.column_names, *partitions}:
+            # Its message shows the file's own names.
+            check_file(path, file_format.columns(path, schema), schema)
         # An unusable value ends this before the file is rewritten
         with_partitions(table.slice(0, 0), path, schema)
         yield table

@@ -38,7 +38,7 @@ from rayrec.sharding.placement import (
     worker_memories,
 )
 from rayrec.sharding.planner import Site, plan_sharding
-from rayrec.storage.cache import is_gzip
+from rayrec.storage.cache import is_packed
 from rayrec.workloads.base import (
     LocalTrainer,
     MeasuredSpeed,
@@ -485,11 +485,11 @@ def _read_slice(workload: ClickSettings, config: TrainConfig) -> _Slice:
     assert data.path is not None
     source = LogSource.at(data.path, data.files)
     source.require_raw("a forecast is made from the raw log")
-    files = source.raw_files()
+    files = source.raw_files(workload.schema)
     if source.is_random:
         index = index_random(data.path, workload.schema, segment_bytes=data.segment_bytes)
         index, rows = replace(index, segments=index.segments[: data.segments_per_block]), index.rows
-    elif is_table(files, workload.schema) or is_gzip(files[0].path):
+    elif is_table(files, workload.schema) or is_packed(files[0].path):
         raise InputError(f"{files[0].path}: must be plain text in Criteo's format for a forecast")
     else:
         chunk = cut(files, data.block_bytes)[0]

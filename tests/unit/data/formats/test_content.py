@@ -147,7 +147,6 @@ FOREIGN = {
     "ORC": (written_by(pyarrow.orc.write_table), "is ORC; write it as Parquet"),
     "Feather": (written_by(pyarrow.feather.write_feather), "is an Arrow file; write it as Parquet"),
     "Avro": (b"Obj\x01\x04\x14", "is Avro; write it as Parquet"),
-    "zip": (zip_of("log.csv"), "is a zip archive; unpack it"),
     "Excel": (zip_of("[Content_Types].xml"), "is an Office file; save its sheet as CSV"),
     "pickle": (b"\x80\x04\x95", "is a pickle, which can run code when it is opened"),
     "zstd": (b"\x28\xb5\x2f\xfd00", "is compressed with zstd; unpack it"),
@@ -166,6 +165,8 @@ def test_other_formats_are_named_with_fix(tmp_path: Path, kind: str, name: str) 
 
 def test_folders_of_json_name_fix(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_bytes(ROWS[0])
+    (tmp_path / "_hidden.json").write_bytes(ROWS[0])
+    (tmp_path / "folder.json").mkdir()
     rejects(
         r"contains no data files; its JSON .*: select JSON lines by .*/\*\.json",
         storage.list_files,

@@ -22,6 +22,7 @@ from rayrec.data.formats.row_faults import FAULT, MALFORMED
 from rayrec.data.formats.slot_value import SlotValue
 from rayrec.data.formats.text_stream import line_blocks
 from rayrec.data.formats.vowpal_wabbit import VowpalWabbit
+from rayrec.data.log_source import LogSource
 from rayrec.data.logs.reading import read_raw
 from rayrec.schema import Feature, Schema
 
@@ -157,6 +158,12 @@ def test_lines_without_json_objects_are_malformed() -> None:
     ]
 
 
+def test_deeply_nested_json_is_malformed() -> None:
+    deep = '{"click": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    text = f'{{"click": 1}}\n{deep}\n{{"click": "a"}}\n'
+    assert rows_of(JsonLines(), text, ["click"]) == [{"click": "1"}, {}, {"click": "a"}]
+
+
 @pytest.mark.parametrize("integer", [2**53 + 1, 2**63 - 1, 2**64 - 1])
 def test_large_json_integers_are_exact(integer: int) -> None:
     (first, _) = rows_of(JsonLines(), f'{{"a": {integer}}}\n{{"a": 2}}\n')
@@ -270,6 +277,15 @@ def test_own_formats_are_read(tmp_path: Path) -> None:
     raw = read_raw(index.segments, schema)
     assert raw.labels["click"].tolist() == [1, 0, 1]
     assert raw.categories[0, 0] == raw.categories[2, 0] != raw.categories[1, 0]
+
+
+def test_own_formats_read_foreign_content(tmp_path: Path) -> None:
+    (tmp_path / "own_pairs.py").write_text(OWN)
+    (tmp_path / "log.data").write_bytes(b"\x80\x0417\n")
+    schema = Schema(label="click", sparse=("user",))
+    source = LogSource.at(str(tmp_path / "log.data"))
+    rejects("is a pickle", source.raw_files, schema)
+    assert source.raw_files(schema.replace(format=f"{tmp_path}/own_pairs.py:Pairs"))
 
 
 # -- Blocks

@@ -31,7 +31,7 @@ from rayrec.data.logs.text_log import cut, index_chunk, read_lines, read_segment
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
 from rayrec.schema import Schema
 from rayrec.storage import cache
-from rayrec.storage.cache import is_gzip, unpack
+from rayrec.storage.cache import is_packed, unpack
 
 SCHEMA = Schema(
     tokens="hexadecimal",
@@ -322,7 +322,7 @@ def test_gzip_is_unpacked_once(tmp_path: Path, packed: bytes) -> None:
     file = write(tmp_path, packed, "day_0.gz")
     unpacked = unpack(file, str(tmp_path / "plain"))
     written = os.stat(unpacked.path)
-    assert cache.is_gzip(file.path)
+    assert cache.is_packed(file.path)
     assert Path(unpacked.path).read_bytes() == gzip.decompress(packed)
     assert unpacked.path.endswith("-day_0")
     assert written.st_size == unpacked.size_bytes
@@ -352,15 +352,15 @@ def test_unpack_rejects_damaged_gzip(tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "plain") == []
 
 
-def test_is_gzip_reads_plain_files_and_rejects_unreadable_ones(
+def test_is_packed_reads_plain_files_and_rejects_unreadable_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for text in (b"", b"\x1f", b"1\t2"):
-        assert not cache.is_gzip(write(tmp_path, text).path)
+        assert not cache.is_packed(write(tmp_path, text).path)
     monkeypatch.setattr(storage, "read_into", raising(PermissionError(13, "Permission denied")))
     rejects(
         r"a\.txt: cannot be read \(Permission denied\)\. Check its permissions",
-        is_gzip,
+        is_packed,
         str(tmp_path / "a.txt"),
     )
 

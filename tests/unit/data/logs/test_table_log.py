@@ -395,7 +395,7 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (index_file,) = cache.glob("index-*.json")
     index_file.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(parquet, "_read_file", None)  # the Parquet files are still there
+        patch.setattr(parquet, "read_file", None)  # the Parquet files are still there
         assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     shutil.rmtree(cache / "tables")
     assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
@@ -1086,7 +1086,7 @@ def test_optional_columns_may_be_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "columns", "why"),
     [
-        ("a.csv", ["y", "t"], r"a\.csv: has no column named s; it has y, t; fix"),
+        ("a.csv", ["y", "t"], r"a\.csv: has no column named s; it has y, t \(split at ','\); fix"),
         ("a.csv", ["y", "s", "s"], "2 columns named s"),
         ("a.csv", ["y", "s", "t", "t"], None),
         ("a.parquet", ["y", "s", "s"], "2 columns named s"),
