@@ -111,12 +111,12 @@ def schema(
     ] = None,
     console: "Console | None" = None,
 ) -> str | None:
-    """Draft the schema of your own log from its first rows, for `rayrec train clicks --schema`.
+    """Draft the schema of your own log from its first rows, for `rayrec train RECIPE --schema`.
 
     See rayrec.prepare.schema_draft.draft. Returns the YAML text without `out`.
     """
     from rayrec import storage
-    from rayrec.prepare.schema_draft import draft
+    from rayrec.prepare.schema_draft import draft, recipe_of
 
     path = _path_text(path)
     if out is not None and storage.exists(out):
@@ -126,7 +126,7 @@ def schema(
         return text.rstrip("\n")
     storage.write_bytes(out, text.encode())
     _console(console).note(
-        f"Wrote {out}. Check it, then: rayrec train clicks --schema {out} --data {path}"
+        f"Wrote {out}. Check it, then: rayrec train {recipe_of(text)} --schema {out} --data {path}"
     )
     return None
 

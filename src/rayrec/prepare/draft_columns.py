@@ -13,6 +13,7 @@ from pyarrow import types
 
 from rayrec.config import InputError, packaged_json
 from rayrec.data.encoding.rules import BRACKETED
+from rayrec.data.formats.typed_header import CATEGORIES, CATEGORY, ITEM_MARK, NUMBERS
 from rayrec.data.logs import column_values as values
 from rayrec.schema import BRACKETS
 
@@ -58,6 +59,10 @@ _GROUPED: Final = r"^[+-]?\d{1,3}(,\d{3})+(\.\d+)?$|^[+-]?\d+,\d+$"
 _INDEX_NAME: Final = r"(?i)unnamed.*|index|row|row_?(id|no|num|number)|rowid"
 _EPOCH: Final = (946_684_800, 4_102_444_800)
 """Seconds from 1970 to 2000 and to 2100."""
+_NAMED_EPOCH: Final = 631_152_000
+"""Seconds from 1970 to 1990, for columns with the name of a time."""
+_ENTITY: Final = "&#?[A-Za-z0-9]{2,8};"
+"""Letter in HTML."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class Column:
     """Whether the file names the column. A name by position says nothing on its values."""
     is_only_timestamp: bool = False
     """Whether times have a format that only `Schema.timestamp` reads."""
+    declared: str = ""
+    """Type in the file's header, empty if it has none."""
 
     @property
     def is_number(self) -> bool:
@@ -139,6 +146,22 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
     mark = list_mark(array)
     if mark:
         return replace(column, kind="list", detail=mark)
+    return column
+
+
+def as_declared(column: Column, declared: str) -> Column:
+    """Return a column with the kind that its file's header declares; see `typed_header`."""
+    if not declared or column.kind in ("unusable", "constant"):
+        return column
+    column = replace(column, declared=declared)
+    if declared in (CATEGORIES, NUMBERS):
+        return replace(column, kind="list", detail=ITEM_MARK)
+    # Ids may count up, as times and numbers of rows do.
+    is_other = column.kind in ("row number", "list") or (
+        column.kind == "time" and declared == CATEGORY
+    )
+    if is_other:
+        return replace(column, kind="text" if column.numbers is None else "integer", detail="")
     return column
 
 
@@ -217,11 +240,14 @@ def _is_integral(array: pa.Array, numbers: np.ndarray) -> bool:
 
 
 def _is_epoch(column: Column) -> bool:
-    """Return whether integers are times since 1970: of years 2000 to 2100, by name or in order."""
+    """Return whether integers are times since 1970: of years 2000 to 2100 in order, or from 1990 on
+    by name.
+    """
     assert column.numbers is not None
+    is_named = not _TIMES.isdisjoint(split_words(column.name))
+    start = _NAMED_EPOCH if is_named else _EPOCH[0]
     for unit in (1, 10**3, 10**6):
-        if column.numbers.min() >= _EPOCH[0] * unit and column.numbers.max() < _EPOCH[1] * unit:
-            is_named = not _TIMES.isdisjoint(split_words(column.name))
+        if column.numbers.min() >= start * unit and column.numbers.max() < _EPOCH[1] * unit:
             return column.distinct > 1 and (is_named or column.is_ordered)
     return False
 
@@ -272,6 +298,8 @@ def list_mark(array: pa.Array) -> str:
 # need many more texts than items.
 def _is_joined(text: pa.Array, mark: str) -> bool:
     """Return whether a mark joins the items of lists in text."""
+    if mark == ";":
+        text = pc.replace_substring_regex(text, _ENTITY, "")
     several = pc.mean(pc.greater(pc.count_substring(text, pattern=mark), 0)).as_py()
     if several < _MIN_JOINED:
         return False
@@ -305,20 +333,12 @@ _IDS: Final = frozenset(_WORDS_OF_NAMES["ids"])
 _ENTITIES: Final = frozenset(_WORDS_OF_NAMES["entities"])
 _AMOUNTS: Final = frozenset(_WORDS_OF_NAMES["amounts"])
 _TIMES: Final = frozenset(_WORDS_OF_NAMES["times"])
-_TYPES: Final = ("token", "float", "token_seq", "float_seq")
-"""Types behind the names of RecBole's atomic files, `name:type`."""
-
-
-def name_type(name: str) -> str:
-    """Return the type in a name of the form `name:type`, empty if there is none."""
-    _, mark, kind = name.rpartition(":")
-    return kind if mark and kind in _TYPES else ""
+_USERS: Final = frozenset(_WORDS_OF_NAMES["users"])
+_ITEMS: Final = frozenset(_WORDS_OF_NAMES["items"])
 
 
 def split_words(name: str) -> list[str]:
     """Return the words of a column name in lower case."""
-    if name_type(name):
-        name = name.rpartition(":")[0]
     return [
         word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+|[^\W_]+", name)
     ]
@@ -331,6 +351,21 @@ def is_id_name(name: str) -> bool:
     if re.fullmatch(r"c[0-9]+", "".join(words)):
         return True
     return last in _IDS or last in _ENTITIES or (last.endswith("id") and last[:-2] in _ENTITIES)
+
+
+def names_user(name: str) -> bool:
+    """Return whether a column has the name of a user, or of a user's session."""
+    return _names_one_of(name, _USERS)
+
+
+def names_item(name: str) -> bool:
+    """Return whether a column has the name of an item that users choose."""
+    return _names_one_of(name, _ITEMS)
+
+
+def _names_one_of(name: str, entities: frozenset[str]) -> bool:
+    words = split_words(name)
+    return any(word in entities or word.removesuffix("id") in entities for word in words)
 
 
 def is_amount_name(name: str) -> bool:
@@ -372,7 +407,6 @@ median. Codes spread evenly.
 # The first line that fits decides whether integers are amounts or codes:
 #
 #   beyond 2^53                 codes, which float64 cannot tell apart
-#   RecBole's type in the name  as it says
 #   name of an id, or codes     codes (leading zeros, many digits)
 #   name of an amount           amounts, if they have enough different values
 #   floats                      amounts
@@ -385,8 +419,6 @@ def is_amount(column: Column) -> bool:
     is_text = values.is_text(column.array.type)
     if np.abs(column.numbers).max() > _MAX_AMOUNT:
         return False
-    if name_type(column.name):
-        return name_type(column.name) == "float"
     if (column.is_named and is_id_name(column.name)) or (is_text and _has_codes(column.array)):
         return False
     if is_amount_name(column.name):

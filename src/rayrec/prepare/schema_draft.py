@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from rayrec.data.formats.header import head_rows, looks_like_data
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
+from rayrec.data.formats.typed_header import CATEGORY, NUMBER, NUMBERS, split_types
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
 from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels
@@ -29,11 +30,14 @@ from rayrec.data.logs.table_parser import parse_table
 from rayrec.prepare.draft_columns import (
     NEGATIVE_MARKER,
     Column,
+    as_declared,
     examine,
     has_decimals,
     has_several_items,
     is_amount,
     is_utf8,
+    names_item,
+    names_user,
     time_rank,
 )
 from rayrec.schema import BRACKETS, Schema, load_schema
@@ -85,6 +89,8 @@ _MAX_BAD_FRACTION: Final = 0.001
 """Maximum fraction of invalid rows of `rayrec train` by default."""
 _FALLBACK_ENCODING: Final = "latin-1"
 """Encoding of files that are not UTF-8. Each sequence of bytes is valid in it."""
+_EVENTS_RECIPE: Final = "two_tower --workload.model.item-features {item}"
+"""Recipe and its flags for a log of events without a label."""
 _MIN_ROWS: Final = 20
 """Minimum rows of a log, so that the default split leaves some for each part."""
 
@@ -103,6 +109,8 @@ class _Head:
     """Encoding of a CSV file. None: UTF-8."""
     roles: Roles = field(default_factory=Roles)
     """Uses of columns that the file's format names."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """Types of columns that the header declares; see `typed_header`."""
     unnamed: tuple[tuple[str, str], ...] = ()
     """Names of CSV columns that cannot be read by name, and the reasons."""
 
@@ -127,14 +135,29 @@ def draft(path: str, *, label: str | None = None) -> str:
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
     columns = _examined(table, path, is_text=is_text)
-    columns = {name: replace(column, is_named=not head.header) for name, column in columns.items()}
+    columns = {
+        name: as_declared(replace(column, is_named=not head.header), head.types.get(name, ""))
+        for name, column in columns.items()
+    }
     chosen = _choose_label(columns, label, path)
-    columns = _without_negative(columns, chosen.column.name)
+    if chosen.events:
+        columns = _only_events(columns, chosen.events)
+    columns = _without_negative(columns, chosen.name)
     plan = _Plan.from_columns(columns, chosen, head.roles)
     notes = _notes(head, columns, chosen, plan)
     text = "".join(f"# {_one_line(note)}\n" for note in notes) + _yaml(head, columns, chosen, plan)
     _check(text, head, path)
     return text
+
+
+def recipe_of(text: str) -> str:
+    """Return the recipe that trains on a log with the drafted schema `text`, with its flags."""
+    schema = load_schema(text, "draft")
+    return _EVENTS_RECIPE.format(item=schema.sparse[-1]) if _has_no_label(schema) else "clicks"
+
+
+def _has_no_label(schema: Schema) -> bool:
+    return schema.label is None and not schema.labels
 
 
 def _one_line(text: str) -> str:
@@ -177,14 +200,7 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
     # Also with names that occur twice
     if all(table.schema.equals(head.table.schema) for table in tables):
         return pa.concat_tables(tables)
-    try:
-        return pa.concat_tables(tables, promote_options="permissive").select(
-            head.table.column_names
-        )
-    except pa.ArrowException as error:
-        raise InputError(
-            f"{files[0].path}: another file of the log has other types of columns ({error})"
-        ) from None
+    return _concatenated(tables, files[0].path).select(head.table.column_names)
 
 
 def _text_schema(
@@ -216,8 +232,44 @@ def _file_head(path: str) -> _Head | None:
     names = tuple(name for name in first.column_names if name != FAULT)
     schema = schema.replace(sparse=names, lists=tuple(lists))
     tables = list(_first_tables(file_format, path, schema, names))
-    table = pa.concat_tables(tables, promote_options="permissive").slice(0, _ROWS)
+    table = _concatenated(tables, path).slice(0, _ROWS)
     return _Head(table, roles=file_format.roles(names))
+
+
+def _concatenated(tables: Sequence[pa.Table], path: str) -> pa.Table:
+    """Return the rows of tables. Columns whose types have nothing in common become text. Raises
+    InputError for lists and single values in one column.
+    """
+    kinds: dict[str, set[pa.DataType]] = {}
+    for table in tables:
+        for column in table.schema:
+            kinds.setdefault(column.name, set()).add(column.type)
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        mixed = [name for name, found in kinds.items() if len(found) > 1]
+    try:
+        texts = [_with_text(table, mixed) for table in tables]
+        return pa.concat_tables(texts, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise InputError(
+            f"{path}: a column has other types in other rows or files of the log ({error})"
+        ) from None
+
+
+def _with_text(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """Return a table whose named columns are text, or lists of text."""
+    fields = [
+        column.with_type(_text_type(column.type)) if column.name in names else column
+        for column in table.schema
+    ]
+    return table.cast(pa.schema(fields))
+
+
+def _text_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_null(kind):
+        return kind
+    return pa.large_list(pa.large_string()) if values.is_list(kind) else pa.large_string()
 
 
 def _parquet_head(path: str) -> _Head:
@@ -238,7 +290,8 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     if not text.strip("\r\n"):
         return None
     delimiter = _find_delimiter(text)
-    first, *rows = list(head_rows(text, delimiter, None))
+    fields, *rows = list(head_rows(text, delimiter, None))
+    first, types = split_types(fields)
     header = (
         tuple(f"c{number}" for number in range(len(first))) if looks_like_data(first, rows) else ()
     )
@@ -253,7 +306,12 @@ def _csv_head(path: str, encoding: str | None = None) -> _Head | None:
     if not tables:
         return None
     head = _Head(
-        pa.concat_tables(tables).slice(0, _ROWS), delimiter, header, encoding, unnamed=unnamed
+        pa.concat_tables(tables).slice(0, _ROWS),
+        delimiter,
+        header,
+        encoding,
+        types=types,
+        unnamed=unnamed,
     )
     return (
         _csv_head(path, _FALLBACK_ENCODING)
@@ -333,9 +391,10 @@ def _examined(table: pa.Table, path: str, *, is_text: bool) -> dict[str, Column]
 # -- Label
 @dataclass(frozen=True)
 class _Label:
-    """Label of a draft."""
+    """What a draft learns."""
 
-    column: Column
+    column: Column | None
+    """Column of the label. None: the rows are events."""
     rule: Mapping[str, Any] | None = None
     """Rule of `Schema.label`, with at_least or positive. None: the column has 0 and 1, or
     numbers.
@@ -343,10 +402,16 @@ class _Label:
     is_number: bool = False
     """Whether the label is a number to learn."""
     note: str = ""
+    events: tuple[str, str] | None = None
+    """Columns of the user and of the chosen item, of a log without a label."""
+
+    @property
+    def name(self) -> str:
+        return "" if self.column is None else self.column.name
 
 
 def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) -> _Label:
-    """Choose the label. Raises InputError without a column for it."""
+    """Choose the label, or the user and the item of events. Raises InputError without either."""
     if name is not None:
         check_columns(list(columns), [name], path=path)
         return _label_from(columns[name], path)
@@ -369,11 +434,7 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     ]
 
     def named(candidates: list[Column], pattern: re.Pattern[str]) -> list[Column]:
-        return [
-            column
-            for column in candidates
-            if pattern.search(column.name.lower().rpartition(":")[0] or column.name.lower())
-        ]
+        return [column for column in candidates if pattern.search(column.name.lower())]
 
     candidates = [
         *named(binary, _STRONG_NAME),
@@ -385,12 +446,54 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
         *(column for column in two if column.name in ends and _is_pair(column)),
         *binary,
     ]
-    if not candidates:
+    if candidates:
+        return _label_from(candidates[0], path)
+    events = _find_events(columns)
+    if events is None:
         raise InputError(
-            f"{path}: no column of 0 and 1, of two words or of ratings for the label among "
-            f"{', '.join(columns)}. Add one, or pass --label"
+            f"{path}: no column of 0 and 1, of two words or of ratings for the label, and no user "
+            f"and item of events, among {', '.join(columns)}. Add one, or pass --label"
         )
-    return _label_from(candidates[0], path)
+    user, item = events
+    note = (
+        f"No label: a row is an event, in which {user} chose {item}. Learn what users choose by "
+        f"`rayrec train {_EVENTS_RECIPE.format(item=item)}`; for clicks or ratings, add a label."
+    )
+    return _Label(None, note=note, events=events)
+
+
+# Columns without names are taken in their usual order: the user, then the item.
+def _find_events(columns: Mapping[str, Column]) -> tuple[str, str] | None:
+    """Return the columns of the user and of the item of events, None if there are none."""
+    codes = [
+        column
+        for column in columns.values()
+        if column.kind in ("integer", "text", "row number") and not _is_dense(column)
+    ]
+    if all(column.is_named for column in codes):
+        users = [column.name for column in codes if names_user(column.name)]
+        items = [column.name for column in codes if names_item(column.name)]
+    else:
+        users = [column.name for column in codes[:1]]
+        items = [column.name for column in codes[1:2]]
+    return (users[0], items[0]) if users and items else None
+
+
+def _only_events(columns: Mapping[str, Column], events: Sequence[str]) -> dict[str, Column]:
+    """Return the columns, of which only those of events and times are used. What else is known of
+    an item would tell which one was chosen.
+    """
+    chosen = {}
+    item = events[-1]
+    # The item comes last, as `recipe_of` needs.
+    for name in (*(each for each in columns if each != item), item):
+        column = columns[name]
+        if name in events:
+            column = as_declared(column, CATEGORY)
+        elif column.kind not in ("time", "constant", "unusable"):
+            column = replace(column, kind="unusable", detail="of the item or the event")
+        chosen[name] = column
+    return chosen
 
 
 def _distinct_texts(column: Column) -> list[str]:
@@ -520,7 +623,7 @@ class _Plan:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Column], label: _Label, roles: Roles) -> "_Plan":
-        other = {label.column.name, roles.weight, *roles.list_weights.values()}
+        other = {label.name, roles.weight, *roles.list_weights.values()}
         features = [column for column in columns.values() if column.name not in other]
         # Weights of 1 each are no weights.
         weights = {
@@ -538,7 +641,7 @@ class _Plan:
         sparse: list[str] = []
         lists: list[str] = []
         for column in features:
-            reason = _reason(column)
+            reason = roles.unused.get(column.name) or _reason(column)
             if reason:
                 left_out[column.name] = reason
             elif column.name == timestamp:
@@ -563,6 +666,8 @@ class _Plan:
 
 
 def _is_dense(column: Column) -> bool:
+    if column.declared:
+        return column.declared == NUMBER and column.numbers is not None
     if column.kind == "integer":
         return is_amount(column)
     return column.kind == "decimal" or (column.kind == "time" and not column.is_only_timestamp)
@@ -576,6 +681,8 @@ def _reason(column: Column) -> str:
         return "one value"
     if column.kind == "row number":
         return "row number"
+    if column.declared == NUMBERS:
+        return "lists of numbers"
     if column.kind == "list" and column.detail and has_decimals(column):
         return "lists of decimals"
     is_two = column.kind == "binary" or (
@@ -586,10 +693,10 @@ def _reason(column: Column) -> str:
 
 # -- Text of the draft
 def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> str:
-    name = label.column.name
+    name = label.name
     label_rule: Any = {"name": name, **label.rule} if label.rule else name
     fields: dict[str, Any] = {
-        "label": None if label.is_number else label_rule,
+        "label": None if label.is_number or label.events else label_rule,
         "labels": [{"name": name, "kind": "number", "missing": "fault"}] if label.is_number else [],
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),
@@ -639,6 +746,8 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
             "The file has no header: the columns are named by their position. Rename them here "
             "(header and below)."
         )
+    if head.types:
+        notes.append("The header says which columns are numbers, categories and lists.")
     if head.encoding:
         notes.append(
             f"The file is not UTF-8 and was read as {head.encoding}. Name its encoding if letters "

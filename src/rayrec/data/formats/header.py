@@ -11,6 +11,7 @@ from typing import Final
 
 from rayrec.config import InputError
 from rayrec.data.encoding.rules import seconds_of
+from rayrec.data.formats.typed_header import split_types
 from rayrec.schema import Schema
 
 _BLANKS: Final = " \t"
@@ -138,7 +139,8 @@ def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     """
     text = head.decode("utf-8", "replace")
     delimiter = find_delimiter(text, schema)
-    first, *rows = [*head_rows(text, delimiter, schema.escape)] or [[]]
+    fields, *rows = [*head_rows(text, delimiter, schema.escape)] or [[]]
+    first, _ = split_types(fields)
     if _is_header(first, rows, schema):
         _reject_similar(first, schema, path)
         # A schema of an earlier version may have names with blanks.
