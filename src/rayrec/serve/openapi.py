@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -109,6 +109,12 @@ def _columns(schema: Schema) -> dict[str, Any]:
     }
 
 
+_LINES: Final = (
+    "Lines of a log, with labels, in any format of files with lines: JSON lines, libsvm, libffm, "
+    "Vowpal Wabbit, slot:value, or as text/csv and text/tab-separated-values."
+)
+
+
 def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> dict[str, Any]:
     """Return the accepted media types of a scoring request."""
     rows = {
@@ -133,6 +139,10 @@ def _contents(schema: Schema, example: dict[str, Any], config: ServeConfig) -> d
             content[media_type] = {
                 "schema": {"type": "string", "pattern": "[^\\r\\n]", "description": described}
             }
+    if schema.tokens != "hexadecimal":
+        lines = {"type": "string", "pattern": "[^\\r\\n]", "description": _LINES}
+        content["text/plain"] = {"schema": lines}
+        content["application/x-ndjson"] = {"schema": lines}
     return content
 
 

@@ -12,17 +12,25 @@ from typing import Any, Final, Literal
 import numpy as np
 import orjson
 
+from rayrec.data.formats.base import LineFormat
+from rayrec.data.formats.header import find_delimiter as find_file_delimiter
 from rayrec.data.formats.header import quoted_text, split_fields
+from rayrec.data.formats.registry import format_of_text
+from rayrec.data.formats.text_stream import with_newlines
 from rayrec.schema import Schema
 
-Format = Literal["json", "tsv", "csv"]
+Format = Literal["json", "tsv", "csv", "lines"]
 FORMATS: dict[str, Format] = {
     "application/json": "json",
     "text/tab-separated-values": "tsv",
     "text/csv": "csv",
+    "text/plain": "lines",
+    "application/x-ndjson": "lines",
 }
-"""Accepted formats by media type."""
+"""Accepted formats by media type. "lines" have the format that a file with them has."""
 
+_DELIMITED_BYTES: Final = 64 << 10
+"""Bytes at the start of a text that show its delimiter."""
 _NONE: Final[Mapping[str, str]] = {}
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -73,6 +81,8 @@ class RequestBody:
     """True if CSV has a header. None if the client does not specify it."""
     label: bool | None = None
     """True if lines have the ignored columns too. None if the client does not specify it."""
+    line_format: LineFormat | None = None
+    """Format of other lines than of CSV and TSV."""
 
 
 def count_byte(text: bytes, value: int) -> int:
@@ -141,8 +151,15 @@ def open_body(
     has too many rows.
     """
     text = content.removeprefix(_BYTE_ORDER_MARK)
+    line_format = None
+    if format == "lines":
+        format, line_format = _format_of_lines(text, schema)
     if format == "json":
         body = _open_json(text)
+    elif line_format is not None:
+        text = with_newlines(text.rstrip(b"\r\n") + b"\n")
+        num_rows = line_format.max_rows(text)
+        body = RequestBody(format, num_rows, len(content), text=text, line_format=line_format)
     else:
         # With one column, an empty line at the end is a row
         if len(schema.dense) + len(schema.sparse) != 1:
@@ -174,6 +191,18 @@ def open_body(
             "in several requests",
         )
     return body
+
+
+# A model of hexadecimal tokens reads the columns of Criteo's text only.
+def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | None]:
+    """Return how to read lines: as CSV or TSV, or in another format of files."""
+    if schema.tokens == "hexadecimal":
+        return "tsv", None
+    file_format = format_of_text(with_newlines(text + b"\n"), schema)
+    if isinstance(file_format, LineFormat):
+        return "lines", file_format
+    start = text[:_DELIMITED_BYTES].decode("utf-8", "replace")
+    return ("tsv" if find_file_delimiter(start, schema) == "\t" else "csv"), None
 
 
 def _open_json(content: bytes) -> RequestBody:

@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import pyarrow as pa
@@ -11,8 +11,10 @@ import pyarrow.compute as pc
 
 from rayrec.config import InputError, error_line
 from rayrec.data.encoding.rules import seconds_of
+from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.csv_reader import read_csv_text
 from rayrec.data.formats.row_faults import FAULT
+from rayrec.data.formats.typed_header import split_types
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
@@ -30,6 +32,8 @@ from rayrec.serve.requests import (
 MAX_INTEGER = 10**18 - 1
 MAX_NUMBER = 10**18
 """Largest magnitude of a number, as in text, which may have 18 digits."""
+
+_EMPTY_LINE: Final = re.compile(rb"^\s*\n", re.MULTILINE)
 
 Outcome = slice | RequestError
 """Result of one body: its range of the rows that were read together, or its error."""
@@ -252,10 +256,7 @@ class AnyReader(RowReader):
         rows = 0
         for body in bodies:
             try:
-                raw, faults = parse_table(
-                    self._table(body.rows) if body.rows is not None else self._split(body),
-                    self.schema,
-                )
+                raw, faults = parse_table(self._table_of(body), self.schema)
                 if faults.total:
                     raise _row_error(faults.first[0], faults.first[0].row or 0)
                 outcomes.append(slice(rows, rows + raw.rows))
@@ -266,6 +267,31 @@ class AnyReader(RowReader):
             except InputError as error:
                 outcomes.append(RequestError(400, error_line(error)))
         return RawBlock.concatenated(parts or [RawBlock.empty(self.schema)]), outcomes
+
+    def _table_of(self, body: RequestBody) -> pa.Table:
+        if body.rows is not None:
+            return self._table(body.rows)
+        if body.line_format is not None:
+            return self._parse_lines(body.text, body.line_format)
+        return self._split(body)
+
+    def _parse_lines(self, text: bytes, line_format: LineFormat) -> pa.Table:
+        """Parse lines of a format, which name their columns. Those that the log lacks are ignored,
+        as in files.
+        """
+        empty = _EMPTY_LINE.search(text)
+        if empty:
+            row = count_byte(text[: empty.start()], ord("\n"))
+            raise RequestError(400, f"row {row}: empty line", row=row)
+        table = line_format.parse(text, self.schema.columns, self.schema.lists)
+        absent = [name for name in self.schema.columns if name not in table.column_names]
+        for name in absent:
+            table = table.append_column(name, pa.nulls(len(table)))
+        if all(table.column(name).null_count == len(table) for name in self.schema.columns):
+            raise RequestError(
+                400, f"no line of this {line_format.name} text has a column of the training log"
+            )
+        return table
 
     def _table(self, rows: list[Any]) -> pa.Table:
         for number, row in enumerate(rows):
@@ -304,7 +330,8 @@ class AnyReader(RowReader):
         if body.text.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise RequestError(400, "the request is UTF-16; send UTF-8", row=0)
         text = body.text
-        names = first_fields(body.text, body.delimiter, self.schema.escape)
+        fields = first_fields(body.text, body.delimiter, self.schema.escape)
+        names, _ = split_types(fields)
         if self._has_header(body, names):
             columns: Sequence[str] = names
             _, start = next(
@@ -320,7 +347,7 @@ class AnyReader(RowReader):
             text, self.schema, delimiter=body.delimiter, columns=columns, path="the request"
         )
 
-    def _has_header(self, body: RequestBody, names: list[str]) -> bool:
+    def _has_header(self, body: RequestBody, names: Sequence[str]) -> bool:
         """Return whether the first line is a header: as the client specifies, else whether it has
         all columns' names, in any order. Raises RequestError if it is invalid, as with names that
         the log lacks, or if the format has no header.
