@@ -140,7 +140,7 @@ def _bank_row(number: int, rng: random.Random) -> str:
 
 
 def _books_row(number: int, rng: random.Random) -> str:
-    title = rng.choice(["Caf\xe9 au lait", "Rock &amp; Roll", "Gr\xfcn", "Plain"])
+    title = rng.choice(["\xc9t\xe9 au lac", "Rock &amp; Roll", "Gr\xfcn", "Plain"])
     return (
         f'"{276725 + rng.randrange(60)}";"{rng.randrange(30):010d}";"{rng.randrange(11)}";"{title}"'
     )

@@ -431,7 +431,7 @@ def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None
     )
     np.testing.assert_array_equal(columns["score_seconds"], columns["logit_seconds"])
 
-    # By HTTP too, of rows with weights; an export would not apply these.
+    # By HTTP and by an export too, of rows with weights.
     answer = score(
         make_app(open_served(whole.checkpoint)),
         {"rows": table.select(SCHEMA.unlabelled().columns)[:20].to_pylist()},
@@ -442,12 +442,13 @@ def test_labels_and_weighted_lists_train_score_and_serve(tmp_path: Path) -> None
         ("score_seconds", "score_seconds"),
     ):
         np.testing.assert_allclose(answer[name], columns[column][:20], atol=1e-5)
+    export(whole.checkpoint, tmp_path / "export", parity_rows=100)
     rejects(
-        r"lists have weights \(tag_weights\), unsupported in exports",
-        export,
+        r"lists have weights \(tag_weights\), which --triton does not support",
+        rayrec.export,
         whole.checkpoint,
-        tmp_path / "export",
-        parity_rows=100,
+        out=str(tmp_path / "triton"),
+        triton=True,
     )
 
 

@@ -139,6 +139,9 @@ def draft(path: str, *, label: str | None = None) -> str:
         name: as_declared(replace(column, is_named=not head.header), head.types.get(name, ""))
         for name, column in columns.items()
     }
+    for name in columns.keys() & head.roles.unused.keys():
+        reason = head.roles.unused[name]
+        columns[name] = replace(columns[name], kind="unusable", detail=reason)
     chosen = _choose_label(columns, label, path)
     if chosen.events:
         columns = _only_events(columns, chosen.events)
@@ -240,14 +243,12 @@ def _concatenated(tables: Sequence[pa.Table], path: str) -> pa.Table:
     """Return the rows of tables. Columns whose types have nothing in common become text. Raises
     InputError for lists and single values in one column.
     """
-    kinds: dict[str, set[pa.DataType]] = {}
-    for table in tables:
-        for column in table.schema:
-            kinds.setdefault(column.name, set()).add(column.type)
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException:
-        mixed = [name for name, found in kinds.items() if len(found) > 1]
+        kinds = [dict(zip(table.column_names, table.schema.types, strict=True)) for table in tables]
+        first = kinds[0]
+        mixed = [name for name in first if any(each.get(name) != first[name] for each in kinds)]
     try:
         texts = [_with_text(table, mixed) for table in tables]
         return pa.concat_tables(texts, promote_options="permissive")
@@ -391,7 +392,7 @@ def _examined(table: pa.Table, path: str, *, is_text: bool) -> dict[str, Column]
 # -- Label
 @dataclass(frozen=True)
 class _Label:
-    """What a draft learns."""
+    """Target of a draft: a label, or the chosen items of events."""
 
     column: Column | None
     """Column of the label. None: the rows are events."""
@@ -403,7 +404,7 @@ class _Label:
     """Whether the label is a number to learn."""
     note: str = ""
     events: tuple[str, str] | None = None
-    """Columns of the user and of the chosen item, of a log without a label."""
+    """Columns with the user and the chosen item in a log without a label."""
 
     @property
     def name(self) -> str:
@@ -464,7 +465,7 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
 
 # Columns without names are taken in their usual order: the user, then the item.
 def _find_events(columns: Mapping[str, Column]) -> tuple[str, str] | None:
-    """Return the columns of the user and of the item of events, None if there are none."""
+    """Return the columns with the user and the item of events, None if there are none."""
     codes = [
         column
         for column in columns.values()
@@ -641,7 +642,7 @@ class _Plan:
         sparse: list[str] = []
         lists: list[str] = []
         for column in features:
-            reason = roles.unused.get(column.name) or _reason(column)
+            reason = _reason(column)
             if reason:
                 left_out[column.name] = reason
             elif column.name == timestamp:

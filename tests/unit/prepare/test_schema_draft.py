@@ -19,7 +19,7 @@ from rayrec.config import InputError
 from rayrec.data.encoding.rules import seconds_of
 from rayrec.data.logs.column_values import REJECTED, parse_numbers
 from rayrec.prepare import schema_draft
-from rayrec.prepare.schema_draft import draft
+from rayrec.prepare.schema_draft import draft, recipe_of
 from rayrec.schema import Schema, load_schema
 
 ROWS = range(400)
@@ -561,7 +561,7 @@ def test_draft_reads_limited_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             id="no such label",
         ),
         pytest.param(
-            {"user": IDS}, None, "of ratings for the label among user. Add one", id="no label"
+            {"user": IDS}, None, "of ratings for the label, .*, among user. Add one", id="no label"
         ),
         pytest.param({"user": IDS}, "user", "labels must be 0 or 1", id="label in many words"),
         pytest.param({"user": []}, None, "no usable rows", id="no rows"),
@@ -661,3 +661,52 @@ def test_drafts_of_changing_types_are_text(tmp_path: Path) -> None:
     rows += [f'{{"click": {n % 2}, "item": "i{n}", "page": "a"}}' for n in range(60)]
     (tmp_path / "log.jsonl").write_text("\n".join(rows))
     assert "item" in load_schema(draft(str(tmp_path / "log.jsonl")), "draft").sparse
+
+
+# -- Events without a label
+def events_log(tmp_path: Path, head: str, rows: list[str]) -> str:
+    (tmp_path / "log.csv").write_text("\n".join([*([head] if head else []), *rows]) + "\n")
+    return str(tmp_path / "log.csv")
+
+
+@pytest.mark.parametrize(
+    ("user", "item"), [("user_id", "item_id"), ("customerid", "sku"), ("SessionId", "ProductId")]
+)
+def test_events_are_drafted_for_two_towers(user: str, item: str, tmp_path: Path) -> None:
+    rows = [f"i{n * 7 % 30},{n},{n % 9}.25,u{n * 11 % 20}" for n in range(60)]
+    text = draft(events_log(tmp_path, f"{item},row,price,{user}", rows))
+    schema = load_schema(text, "draft")
+    assert (schema.label, schema.dense, schema.sparse) == (None, (), (user, item))
+    assert recipe_of(text) == f"two_tower --workload.model.item-features {item}"
+    assert recipe_of(text) in text
+    assert "price (of the item or the event)" in text
+
+
+def test_users_that_count_up_are_kept(tmp_path: Path) -> None:
+    rows = [f"{n},{n * 7 % 30}" for n in range(60)]
+    schema = load_schema(draft(events_log(tmp_path, "", rows)), "draft")
+    assert (schema.header, schema.sparse) == (("c0", "c1"), ("c0", "c1"))
+
+
+def test_log_without_label_and_events_is_rejected(tmp_path: Path) -> None:
+    rows = [f"{n * 7 % 30},{n * 11 % 20}.5" for n in range(60)]
+    rejects(
+        "no column of 0 and 1, .*, and no user and item of events, among city, price",
+        draft,
+        events_log(tmp_path, "city,price", rows),
+    )
+
+
+def test_times_before_2000_need_name_of_time(tmp_path: Path) -> None:
+    times = [881250949 + 50 * n + n % 3 for n in range(60)]
+    rows = [f"{n % 2},{time},{time}" for n, time in enumerate(times)]
+    schema = load_schema(draft(events_log(tmp_path, "click,timestamp,code", rows)), "draft")
+    assert schema.timestamp == "timestamp"
+    assert "code" in schema.columns
+
+
+def test_letters_of_html_join_no_list(tmp_path: Path) -> None:
+    titles = ["Rock &amp; Roll", "A &amp; B", "Roll"]
+    rows = [f'{n % 2};"{titles[n % 3]}"' for n in range(60)]
+    schema = load_schema(draft(events_log(tmp_path, "click;title", rows)), "draft")
+    assert (schema.sparse, schema.lists) == (("title",), ())

@@ -55,7 +55,7 @@ def read(text: str, schema: Schema) -> RawBlock:
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_lines_of_log_have_its_values(name: str, tmp_path: Path) -> None:
+def test_lines_equal_log(name: str, tmp_path: Path) -> None:
     lines = LOGS[name]
     log = tmp_path / "log.data"
     log.write_text("\n".join(lines) + "\n")
@@ -82,14 +82,14 @@ def test_empty_line_between_lines_is_rejected(tmp_path: Path) -> None:
     fails_with(RequestError, "row 1: empty line", read, "1 3:0.5\n \n0 4:1\n", schema_of(log))
 
 
-def test_lines_without_known_columns_are_rejected(tmp_path: Path) -> None:
+def test_lines_without_columns_are_rejected(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text("\n".join(LOGS["jsonl"]))
     text = '{"rows": [{"user": "u1"}]}'
     fails_with(RequestError, "no line of this jsonl text has a column", read, text, schema_of(log))
 
 
-def test_lines_of_criteo_are_its_text() -> None:
+def test_criteo_lines_are_scored() -> None:
     line = "\t".join(["1", *map(str, range(13)), *(f"{n:08x}" for n in range(26))])
     schema = CRITEO.replace(tokens="hexadecimal")
     assert read(line + "\n" + line, schema).numbers[1].tolist() == list(range(13))

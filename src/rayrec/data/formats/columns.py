@@ -57,8 +57,13 @@ def check_file(path: str, names: Sequence[str], schema: Schema, *, hint: str = "
     """Check that the schema's columns are among a file's own columns `names` and those of its
     folders. Raises InputError with the nearest names, and a `hint`.
     """
-    found = pick_columns(path, names)
-    check_columns(found, schema.columns, path=path, hint=hint, optional=schema.optional)
+    check_columns(
+        pick_columns(path, names),
+        schema.columns,
+        path=path,
+        hint=hint,
+        optional=schema.optional,
+    )
 
 
 def _nearest(name: str, names: Sequence[str]) -> list[str]:

@@ -54,8 +54,8 @@ class Impressions(LineFormat):
         empty = pa.scalar([""] * len(_FIELDS), pa.list_(pa.large_string()))
         values = pc.list_flatten(pc.if_else(is_full, fields, empty))
         columns_of = {
-            name: values.take(pa.array(np.arange(place, len(values), len(_FIELDS))))
-            for place, name in enumerate(_FIELDS)
+            name: values.take(pa.array(np.arange(number, len(values), len(_FIELDS))))
+            for number, name in enumerate(_FIELDS)
         }
         shown = pc.split_pattern(columns_of.pop("shown"), " ")
         line_of = pc.list_parent_indices(shown)

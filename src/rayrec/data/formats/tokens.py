@@ -113,8 +113,8 @@ def table_of(
     malformed: np.ndarray,
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """Return a table of the named arrays that there are, None: of all, with FAULT, which is
-    MALFORMED in the rows that `malformed`, bool, selects.
+    """Return a table of arrays by name, with the column FAULT. Rows that `malformed`, bool, selects
+    are MALFORMED. `columns` are the names to keep. None: all.
     """
     if columns is not None:
         arrays = {name: arrays[name] for name in columns if name in arrays}

@@ -262,7 +262,11 @@ def _raw_rows(
 def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     raw, _ = parse_table(table, schema.unlabelled())
     values = table.select(
-        [name for name in (*schema.dense, *schema.sparse) if name in table.column_names]
+        [
+            name
+            for name in (*schema.dense, *schema.sparse, *schema.list_weights)
+            if name in table.column_names
+        ]
     )
     for index, field in enumerate(values.schema):
         if pa.types.is_timestamp(field.type):  # Python's datetime has no nanoseconds
@@ -312,9 +316,12 @@ def _random_table(preprocessor: Preprocessor) -> pa.Table:
         )
         values = pa.array(texts, pa.large_string())
         if name in schema.lists:
-            columns[name] = pa.LargeListArray.from_arrays(
-                np.concatenate([[0], np.cumsum(lengths)]), values
-            )
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            columns[name] = pa.LargeListArray.from_arrays(offsets, values)
+            weights = schema.feature(name).weights
+            if weights is not None:
+                drawn = pa.array(rng.random(len(tokens)))
+                columns[weights] = pa.LargeListArray.from_arrays(offsets, drawn)
         else:
             columns[name] = pc.if_else(
                 pa.array(present()), values, pa.scalar(None, pa.large_string())
@@ -346,11 +353,13 @@ def _encoder_failure(
             )
     for name, column, expected_column in zip(inputs.sparse, ids, expected.ids, strict=True):
         actual = column if isinstance(column, tuple) else (column,)
-        required = (
+        required: tuple[np.ndarray, ...] = (
             (expected_column.values, expected_column.lengths)
             if isinstance(expected_column, JaggedIds)
             else (expected_column,)
         )
+        if isinstance(expected_column, JaggedIds) and expected_column.weights is not None:
+            required += (expected_column.weights,)
         if len(actual) != len(required) or not all(map(np.array_equal, actual, required)):
             return f"its ids of column {name} differ"
     return None

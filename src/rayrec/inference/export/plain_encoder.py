@@ -28,9 +28,9 @@ from rayrec.data.encoding.rules import (
 )
 from rayrec.hashing import xxh64
 
-Ids = np.ndarray | tuple[np.ndarray, np.ndarray]
-"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of
-ids in each row.
+Ids = np.ndarray | tuple[np.ndarray, ...]
+"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids, the number of
+ids in each row, and, if the list has weights, the weight of each id, float32.
 """
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
@@ -97,13 +97,10 @@ class Encoder:
         self._features = {feature["name"]: feature for feature in self.schema.get("features", ())}
         for name, feature in self._features.items():
             _reject_unknown(feature, _FEATURE, f"feature {name}")
-            if feature.get("weights"):
-                raise ValueError(
-                    f"preprocessor.json: weights of list {name} are not supported by this program"
-                )
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
         self._booleans = self.schema.get("category_rules", 1) >= 2
-        self._scored = {*self.schema["dense"], *self.schema["sparse"]}
+        weights = [feature.get("weights") for feature in self._features.values()]
+        self._scored = {*self.schema["dense"], *self.schema["sparse"], *filter(None, weights)}
         self._missing = set(self.schema.get("missing", ()))
         numbers = [_marker_number(marker) for marker in self._missing]
         self._missing_numbers = {number for number in numbers if number is not None}
@@ -234,7 +231,7 @@ class Encoder:
         if self._buckets:
             categories = [
                 *(
-                    (bucket_tokens(values), missing | (values == 0), None)
+                    (bucket_tokens(values), missing | (values == 0), ())
                     for values, missing in numbers
                 ),
                 *categories,
@@ -247,11 +244,11 @@ class Encoder:
         for position, index in enumerate(indicators, start=len(numbers)):
             dense[:, position] = numbers[index][1]
         ids: list[Ids] = []
-        for (rule, lookup), (tokens, missing, lengths) in zip(
+        for (rule, lookup), (tokens, missing, list_parts) in zip(
             self._sparse, categories, strict=True
         ):
             encoded = rule.encode(tokens, missing, lookup, np.dtype(np.int64))
-            ids.append(encoded if lengths is None else (encoded, lengths))
+            ids.append((encoded, *list_parts) if list_parts else encoded)
         return dense, self._expanded(ids)
 
     def _numbers(
@@ -281,24 +278,58 @@ class Encoder:
 
     def _categories(
         self, rows: Sequence[Mapping[str, Any]], name: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return tokens, a mask of missing ones, and for lists the number of tokens in each row."""
-        lengths = None
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...]]:
+        """Return tokens, a mask of missing ones, and for lists the number of tokens in each row and
+        their weights, if they have some.
+        """
+        list_parts: tuple[np.ndarray, ...] = ()
         if name in self.schema["lists"]:
-            max_length = self._features.get(name, {}).get("max_length") or 0
-            present = [
-                [token for token in row_list if token is not None][-max_length:]
-                for row_list in self._aligned_lists(rows, name)
-            ]
-            lengths = np.array([max(1, len(row_list)) for row_list in present], np.int64)
-            tokens = [token for row_list in present for token in row_list or (None,)]
+            feature = self._features.get(name, {})
+            lists = self._aligned_lists(rows, name)
+            # The last ones that are not missing
+            max_length = feature.get("max_length") or 0
+            kept = [_positions(row_list)[-max_length:] for row_list in lists]
+            tokens: list[int | None] = []
+            for row_list, positions in zip(lists, kept, strict=True):
+                tokens += [row_list[position] for position in positions] or [None]
+            list_parts = (np.array([max(1, len(positions)) for positions in kept], np.int64),)
+            if feature.get("weights"):
+                weights = self._list_weights(rows, name, lists)
+                list_parts += (_kept_weights(weights, kept),)
         else:
             tokens = [
                 self._token(_plain(values.get(name)), name, row) for row, values in enumerate(rows)
             ]
         missing = np.array([token is None for token in tokens], bool)
         dtype = np.uint32 if self._hexadecimal else np.uint64
-        return np.array([token or 0 for token in tokens], dtype), missing, lengths
+        return np.array([token or 0 for token in tokens], dtype), missing, list_parts
+
+    def _list_weights(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        name: str,
+        lists: Sequence[Sequence[int | None]],
+    ) -> list[list[float | None]]:
+        """Return the weights of each row's list, None for those that are not numbers. Raises
+        ValueError for another number of weights than categories, and for a category without one.
+        """
+        weights_name = self._features[name]["weights"]
+        weights = []
+        for row, (values, tokens) in enumerate(zip(rows, lists, strict=True)):
+            items = _plain(values.get(weights_name))
+            if isinstance(items, str):
+                items = self._split(items, name)
+            numbers = [_weight(_plain(item)) for item in (() if items is None else items)]
+            has_none = not _positions(tokens) and not any(number is not None for number in numbers)
+            if len(numbers) != len(tokens) and not has_none:
+                raise ValueError(
+                    f"row {row}: {weights_name} must have a number for each category of {name}"
+                )
+            for position in _positions(tokens):
+                if numbers[position] is None:
+                    raise ValueError(f"row {row}: {weights_name} must be finite numbers")
+            weights.append(numbers)
+        return weights
 
     def _aligned_lists(
         self, rows: Sequence[Mapping[str, Any]], name: str
@@ -392,6 +423,27 @@ class Encoder:
                 zip(ids, self._multi_hot["sizes"], self._sparse, strict=True)
             )
         ]
+
+
+def _weight(value: Any) -> float | None:
+    """Return a weight; None if it is no finite number."""
+    if isinstance(value, str):
+        text = value.strip(" \t")
+        value = float(text) if _NUMBER.fullmatch(text) else None
+    if not isinstance(value, (int, float, Decimal)):
+        return None
+    number = float(value)
+    return number if -_LIMIT <= number <= _LIMIT else None
+
+
+def _kept_weights(
+    weights: Sequence[Sequence[float | None]], kept: Sequence[Sequence[int]]
+) -> np.ndarray:
+    """Return the weights at the kept positions, 1 for the missing category of an empty list."""
+    flat: list[float] = []
+    for numbers, positions in zip(weights, kept, strict=True):
+        flat += [numbers[position] or 0.0 for position in positions] or [1.0]
+    return np.array(flat, np.float32)
 
 
 def _positions(tokens: Sequence[int | None]) -> list[int]:

@@ -126,11 +126,6 @@ def export_clicks(
     """
     model, precision = click_settings(checkpoint, config)
     preprocessor = load_preprocessor(checkpoint.path)
-    if weights := preprocessor.schema.list_weights:  # Not supported by the programs of an export
-        raise InputError(
-            f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), unsupported in "
-            "exports. Serve the checkpoint."
-        )
     exported = ExportedModel(
         model, precision, settings.quantization, model_version(checkpoint), preprocessor
     )
@@ -140,6 +135,11 @@ def export_clicks(
             raise InputError(
                 f"export: --triton needs a model of clicks, got {type(model).__name__}. Leave "
                 "--triton out."
+            )
+        if weights := preprocessor.schema.list_weights:
+            raise InputError(
+                f"{checkpoint.path}: its lists have weights ({', '.join(weights)}), which --triton "
+                "does not support. Leave --triton out."
             )
         require(extra="onnx")
         id_widths(preprocessor)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayrec.data.formats.base import LineFormat
+from rayrec.data.formats.impressions import Impressions
 from rayrec.data.formats.jsonl import JsonLines
 from rayrec.data.formats.libffm import LibFfm
 from rayrec.data.formats.libsvm import LibSvm
@@ -132,6 +133,31 @@ def test_slots_are_lists_as_the_schema_says() -> None:
 
 
 # -- JSON lines
+def test_impressions_are_rows_of_shown_items() -> None:
+    text = "1\tu5\t3/9/2024 1:02:03 PM\ti4 i-7\ti-2-0 i9-1\n2\tu6\t\t\ti2-1\n"
+    first = {"impression": "1", "user": "u5", "time": "3/9/2024 1:02:03 PM"}
+    first["history"] = ["i4", "i-7"]
+    last = {"impression": "2", "user": "u6", "time": "", "history": [], "item": "i2", "click": "1"}
+    assert rows_of(Impressions(), text) == [
+        {**first, "item": "i-2", "click": "0"},
+        {**first, "item": "i9", "click": "1"},
+        last,
+    ]
+
+
+def test_impressions_to_predict_have_no_clicks() -> None:
+    text = "1\tu5\t\ti4\ti2 i-x\n"
+    assert rows_of(Impressions(), text, ["item", "click"]) == [
+        {"item": "i2", "click": ""},
+        {"item": "i-x", "click": ""},
+    ]
+
+
+def test_lines_without_impressions_are_malformed() -> None:
+    text = "1\tu5\ti2-1\n2\tu6\t\t\ti2-1\n"
+    assert rows_of(Impressions(), text, ["item"]) == [{}, {"item": "i2"}]
+
+
 def test_json_values_keep_their_types() -> None:
     text = '{"a": 1, "b": 0.5, "c": ["x"], "n": {"z": 1}, "d": true}\n\n{"b": null}\n'
     assert rows_of(JsonLines(), text) == [
@@ -279,7 +305,7 @@ def test_own_formats_are_read(tmp_path: Path) -> None:
     assert raw.categories[0, 0] == raw.categories[2, 0] != raw.categories[1, 0]
 
 
-def test_own_formats_read_foreign_content(tmp_path: Path) -> None:
+def test_foreign_content_needs_format(tmp_path: Path) -> None:
     (tmp_path / "own_pairs.py").write_text(OWN)
     (tmp_path / "log.data").write_bytes(b"\x80\x0417\n")
     schema = Schema(label="click", sparse=("user",))

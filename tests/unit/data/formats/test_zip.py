@@ -27,7 +27,7 @@ def zipped(path: Path, members: dict[str, str], method: int = zipfile.ZIP_DEFLAT
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
 @pytest.mark.parametrize("text", [CSV, JSON])
-def test_zip_has_rows_of_its_file(tmp_path: Path, text: str, method: int) -> None:
+def test_zip_is_unpacked(tmp_path: Path, text: str, method: int) -> None:
     members = {"__MACOSX/._log.csv": "\0", "log.csv": text}
     (tmp_path / "plain.csv").write_text(text)
     archive = zipped(tmp_path / "log.zip", dict(reversed(members.items())), method)
