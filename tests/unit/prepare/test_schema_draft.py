@@ -682,7 +682,7 @@ def test_events_are_drafted_for_two_towers(user: str, item: str, tmp_path: Path)
     assert "price (of the item or the event)" in text
 
 
-def test_users_that_count_up_are_kept(tmp_path: Path) -> None:
+def test_users_counting_up_are_used(tmp_path: Path) -> None:
     rows = [f"{n},{n * 7 % 30}" for n in range(60)]
     schema = load_schema(draft(events_log(tmp_path, "", rows)), "draft")
     assert (schema.header, schema.sparse) == (("c0", "c1"), ("c0", "c1"))

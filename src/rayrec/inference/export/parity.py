@@ -320,8 +320,8 @@ def _random_table(preprocessor: Preprocessor) -> pa.Table:
             columns[name] = pa.LargeListArray.from_arrays(offsets, values)
             weights = schema.feature(name).weights
             if weights is not None:
-                drawn = pa.array(rng.random(len(tokens)))
-                columns[weights] = pa.LargeListArray.from_arrays(offsets, drawn)
+                random_weights = pa.array(rng.random(len(tokens)))
+                columns[weights] = pa.LargeListArray.from_arrays(offsets, random_weights)
         else:
             columns[name] = pc.if_else(
                 pa.array(present()), values, pa.scalar(None, pa.large_string())

@@ -29,8 +29,8 @@ from rayrec.data.encoding.rules import (
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, ...]
-"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids, the number of
-ids in each row, and, if the list has weights, the weight of each id, float32.
+"""Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of
+ids in each row. Lists with weights have the weight of each id too, float32.
 """
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
@@ -288,14 +288,14 @@ class Encoder:
             lists = self._aligned_lists(rows, name)
             # The last ones that are not missing
             max_length = feature.get("max_length") or 0
-            kept = [_positions(row_list)[-max_length:] for row_list in lists]
+            positions = [_positions(row_list)[-max_length:] for row_list in lists]
             tokens: list[int | None] = []
-            for row_list, positions in zip(lists, kept, strict=True):
-                tokens += [row_list[position] for position in positions] or [None]
-            list_parts = (np.array([max(1, len(positions)) for positions in kept], np.int64),)
+            for row_list, row_positions in zip(lists, positions, strict=True):
+                tokens += [row_list[position] for position in row_positions] or [None]
+            list_parts = (np.array([max(1, len(each)) for each in positions], np.int64),)
             if feature.get("weights"):
                 weights = self._list_weights(rows, name, lists)
-                list_parts += (_kept_weights(weights, kept),)
+                list_parts += (_selected_weights(weights, positions),)
         else:
             tokens = [
                 self._token(_plain(values.get(name)), name, row) for row, values in enumerate(rows)
@@ -436,13 +436,15 @@ def _weight(value: Any) -> float | None:
     return number if -_LIMIT <= number <= _LIMIT else None
 
 
-def _kept_weights(
-    weights: Sequence[Sequence[float | None]], kept: Sequence[Sequence[int]]
+def _selected_weights(
+    weights: Sequence[Sequence[float | None]], positions: Sequence[Sequence[int]]
 ) -> np.ndarray:
-    """Return the weights at the kept positions, 1 for the missing category of an empty list."""
+    """Return the weights at some positions of each row, 1 for the missing category of an empty
+    list.
+    """
     flat: list[float] = []
-    for numbers, positions in zip(weights, kept, strict=True):
-        flat += [numbers[position] or 0.0 for position in positions] or [1.0]
+    for row_weights, row_positions in zip(weights, positions, strict=True):
+        flat += [row_weights[position] or 0.0 for position in row_positions] or [1.0]
     return np.array(flat, np.float32)
 
 
