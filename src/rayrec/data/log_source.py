@@ -247,10 +247,10 @@ class LogSource:
             raise
         reject_foreign_files(self.path, files)
         first = next((file for file in files if file.size_bytes), None)
-        if first is not None and not self.is_random:
-            is_text = find_format(first.path, schema).name == Csv.name
-            if is_text:
-                reject_foreign_content(first)
+        if first is None or self.is_random:
+            return files
+        if isinstance(find_format(first.path, schema), Csv):
+            reject_foreign_content(first)
         return files
 
     def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
@@ -413,7 +413,7 @@ def _with_tokens(schema: Schema, files: Sequence[storage.File]) -> Schema:
     the first.
     """
     first = files[0].path
-    is_text = find_format(first, schema).name == Csv.name
+    is_text = isinstance(find_format(first, schema), Csv)
     if schema.header or not is_text or count_names(first, schema):
         return schema
     try:

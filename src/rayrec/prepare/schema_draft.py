@@ -223,7 +223,7 @@ def _file_head(path: str) -> _Head | None:
     """Return the first rows of a file of any format; None if it has none."""
     schema = Schema(label=None, sparse=("-",))
     file_format = find_format(path, schema)
-    if file_format.name == Csv.name:
+    if isinstance(file_format, Csv):
         return _csv_head(path)
     if file_format.name == Parquet.name:
         return _parquet_head(path)

@@ -581,7 +581,7 @@ def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema)
     def cut(file: storage.File) -> list[tuple[int, int]]:
         file_format = find_format(file.path, schema)
         if file_format.name != Parquet.name:
-            is_csv = file_format.name == Csv.name and schema.is_utf8 and not is_packed(file.path)
+            is_csv = isinstance(file_format, Csv) and schema.is_utf8 and not is_packed(file.path)
             is_full = file.size_bytes <= task_bytes or not is_csv
             count = 1 if is_full else -(-file.size_bytes // task_bytes)
             edges = [file.size_bytes * number // count for number in range(count + 1)]

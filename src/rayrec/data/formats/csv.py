@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, final
+from typing import ClassVar
 
 import pyarrow as pa
 
@@ -12,7 +12,6 @@ from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.schema import Schema
 
 
-@final
 class Csv(Format):
     """Columns of text. Any file that is no other format is read as CSV."""
 

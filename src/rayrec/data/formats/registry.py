@@ -10,6 +10,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.base import Format
 from rayrec.data.formats.content import text_head
+from rayrec.data.formats.criteo import Criteo
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.impressions import Impressions
 from rayrec.data.formats.jsonl import JsonLines
@@ -33,6 +34,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     LibSvm(),
     VowpalWabbit(),
     SlotValue(),
+    Criteo(),
     Csv(),
 )
 _MAX_CACHED: Final = 4096

@@ -44,7 +44,7 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     first = next((file for file in files if file.size_bytes), None)
     if first is None:
         return False
-    is_text = find_format(first.path, schema).name == Csv.name
+    is_text = isinstance(find_format(first.path, schema), Csv)
     return not is_text or 2 * count_names(first.path, schema) > len(schema.columns)
 
 
@@ -148,10 +148,10 @@ def _other_format(files: Sequence[storage.File], schema: Schema) -> str | None:
     """Return the format of a log's files; None for Parquet. One look: a log may have 100,000
     files.
     """
-    name = find_format(files[0].path, schema).name if files else Parquet.name
-    if name == Parquet.name:
+    file_format = find_format(files[0].path, schema) if files else Parquet()
+    if isinstance(file_format, Parquet):
         return None
-    return "CSV" if name == Csv.name else name
+    return "CSV" if isinstance(file_format, Csv) else file_format.name
 
 
 def _prepare_task(

@@ -231,6 +231,8 @@ EXAMPLES = {
     "libffm": "1 0:3:1 1:7:0.5\n0 0:2:1\n",
     "vw": "1 1.0 'tag|user age:3 u1 |item i5\n-1 |user u2 |item i7\n",
     "slot_value": "click:1 user:7 item:5\nclick:0 item:5 item:7\n",
+    "impressions": "1\tu5\t\ti4 i7\ti2-0 i9-1\n",
+    "criteo": "\t".join(["1", *["7"] * 13, *["0123abcd"] * 26]) + "\n",
     "csv": "click,user\n1,7\n",
 }
 
