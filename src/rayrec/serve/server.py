@@ -138,7 +138,9 @@ def _start(
     reached = resources.enter_context(
         _connected(address, console, ends_with_process=ends_with_process)
     )
-    instance = find_instance(APPLICATION)
+    # A private Ray is new. Ray Serve would take what it knows of an earlier one in this process for
+    # its state, and finds the difference only when it starts.
+    instance = None if private_ray else find_instance(APPLICATION)
     fresh = instance is None or instance.is_empty
     ends_serve = fresh and not private_ray  # A private Ray ends anyway
     config = _agreed_config(config, instance, reached, console, private_ray=private_ray)
