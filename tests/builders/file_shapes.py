@@ -328,6 +328,7 @@ SHAPES: dict[str, Shape] = {
         ("user", "item", "history"),
         ("history",),
         num_rows=3 * NUM_ROWS,
+        has_lines=False,
     ),
     "clicks of sessions": Shape(
         _lines("clicks.dat", _session_row), None, (), ("c0", "c2"), recipe="two_tower"

@@ -158,7 +158,7 @@ def open_body(
         body = _open_json(text)
     elif line_format is not None:
         text = with_newlines(text.rstrip(b"\r\n") + b"\n")
-        num_rows = line_format.max_rows(text)
+        num_rows = count_byte(text, ord("\n"))
         body = RequestBody(format, num_rows, len(content), text=text, line_format=line_format)
     else:
         # With one column, an empty line at the end is a row
@@ -200,6 +200,10 @@ def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | 
         return "tsv", None
     file_format = format_of_text(with_newlines(text + b"\n"), schema)
     if isinstance(file_format, LineFormat):
+        if not file_format.has_row_per_line:
+            raise RequestError(
+                415, f"a line of {file_format.name} is several rows; send them as application/json"
+            )
         return "lines", file_format
     start = text[:_DELIMITED_BYTES].decode("utf-8", "replace")
     return ("tsv" if find_file_delimiter(start, schema) == "\t" else "csv"), None

@@ -89,6 +89,14 @@ def test_lines_without_columns_are_rejected(tmp_path: Path) -> None:
     fails_with(RequestError, "no line of this jsonl text has a column", read, text, schema_of(log))
 
 
+def test_lines_with_several_rows_are_rejected(tmp_path: Path) -> None:
+    log = tmp_path / "log.tsv"
+    log.write_text("".join(f"{n}\tu{n % 9}\t\ti{n % 7}\ti2-{n % 2} i9-1\n" for n in range(90)))
+    text = "1\tu1\t\ti4\ti2-0 i9-1"
+    message = "a line of impressions is several rows; send them as application/json"
+    fails_with(RequestError, message, read, text, schema_of(log))
+
+
 def test_criteo_lines_are_scored() -> None:
     line = "\t".join(["1", *map(str, range(13)), *(f"{n:08x}" for n in range(26))])
     schema = CRITEO.replace(tokens="hexadecimal")

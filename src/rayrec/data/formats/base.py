@@ -70,8 +70,11 @@ class Format(ABC):
 class LineFormat(Format):
     """Format with a row a line, or several. Empty lines are skipped.
 
-    A request to a server may have such lines too: they are parsed as those of a file.
+    A request to a server may have lines of one row too: they are parsed as those of a file.
     """
+
+    has_row_per_line: ClassVar[bool] = True
+    """Whether each line is one row."""
 
     @abstractmethod
     def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
@@ -80,10 +83,6 @@ class LineFormat(Format):
         `columns` are the names to return, null where a row lacks one. None: all that the lines
         have. Columns in `lists` must be lists; others may be too if `columns` is None.
         """
-
-    def max_rows(self, text: bytes) -> int:
-        """Return the maximum number of rows of lines."""
-        return text.count(b"\n")
 
     def columns(self, path: str, schema: Schema) -> tuple[str, ...]:
         text = next(line_blocks(path, schema), b"")

@@ -36,15 +36,14 @@ class Impressions(LineFormat):
     """Columns impression, user, time, history (a list), item and click."""
 
     name: ClassVar[str] = "impressions"
+    # A line with many items is large as rows, each of which has the history.
+    has_row_per_line: ClassVar[bool] = False
 
     def recognizes(self, start: bytes) -> bool:
         return all_lines_match(start, _LINE)
 
     def roles(self, columns: Sequence[str]) -> Roles:
         return Roles(group="user", unused={"impression": "number of the impression"})
-
-    def max_rows(self, text: bytes) -> int:
-        return text.count(b"\n") + text.count(b" ")
 
     def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
         lines = pc.utf8_rtrim(split_lines(text), "\n")
