@@ -35,6 +35,7 @@ from rayrec.storage.folders import (
     list_files,
     list_folder,
     make_folder,
+    natural_order,
     remove_folder,
     writing_folder,
 )

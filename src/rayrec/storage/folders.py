@@ -5,7 +5,7 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -137,7 +137,11 @@ def _list_files(path: str, info: arrow_fs.FileInfo) -> list[File]:
             else ""
         )
         raise InputError(f"{path}: contains no data files{fix}")
-    # By name, numbers in it by value
+    return natural_order(files)
+
+
+def natural_order(files: Iterable[File]) -> list[File]:
+    """Return files by path, numbers in it by value."""
     return sorted(
         files,
         key=lambda file: [
