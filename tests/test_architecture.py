@@ -392,7 +392,7 @@ def test_lock_matches_requirements() -> None:
     pair.
     """
     extras = PROJECT["optional-dependencies"]
-    groups = "test check docs spark language mlflow wandb onnx"
+    groups = "test check docs spark language mlflow wandb onnx lakehouse"
     texts = [
         *PROJECT["dependencies"],
         *(text for name in groups.split() for text in extras[name]),
