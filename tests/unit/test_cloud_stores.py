@@ -16,17 +16,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from builders.faults import fails_with, rejects
 from builders.savers import Run, save
+from builders.tables import write_delta
 from hosts import cloud_stores
 from hosts.cloud_stores import CloudStore, MotoStore, S3Store
 
 import rayrec
 from rayrec import checkpoint, storage
 from rayrec.checkpoint import Retention
+from rayrec.data.formats.registry import find_format
+from rayrec.data.log_source import LogSource
 from rayrec.observe.console import Console
+from rayrec.schema import Schema
 from rayrec.storage import files
 
 MIB = 1 << 20
@@ -134,6 +139,44 @@ def test_cloud_table_formats_are_rejected(folder: str) -> None:
                 storage.list_files,
                 f"{folder}/{table}{suffix}",
             )
+
+
+def test_cloud_tables_are_read(folder: str, tmp_path: Path) -> None:
+    rows = pa.table({"day": ["a b", "ü"], "click": [0, 1], "user": ["u0", "u1"]})
+    write_delta(rows, tmp_path / "table", by=["day"])
+    storage.copy_files(str(tmp_path / "table"), f"{folder}/table")
+    for path in (f"{folder}/table", f"{folder}/table@v0"):
+        files = LogSource.at(path).raw_files()
+        assert [file.path.split("/")[-2] for file in files] == ["day=%C3%BC", "day=a%20b"]
+        schema = Schema(label="click", sparse=("user",), tokens="any")
+        (table,) = find_format(files[1].path, schema).tables(files[1].path, schema, None)
+        assert table.to_pylist() == [{"click": 0, "user": "u0"}]
+    rejects("cannot read version 7", LogSource.at(f"{folder}/table@v7").raw_files)
+
+
+@pytest.mark.parametrize("store", [pytest.param("s3", marks=pytest.mark.extended)], indirect=True)
+def test_cloud_iceberg_tables_are_read(store: CloudStore, tmp_path: Path) -> None:
+    sql = pytest.importorskip("pyiceberg.catalog.sql")
+    catalog = sql.SqlCatalog(
+        "test",
+        uri=f"sqlite:///{tmp_path}/catalog.db",
+        warehouse=f"{store.bucket}/lake",
+        **{
+            "s3.endpoint": store.environment["AWS_ENDPOINT_URL"],
+            "s3.access-key-id": store.environment["AWS_ACCESS_KEY_ID"],
+            "s3.secret-access-key": store.environment["AWS_SECRET_ACCESS_KEY"],
+            "s3.region": "us-east-1",
+        },
+    )
+    catalog.create_namespace("space")
+    rows = pa.table({"click": [0, 1], "user": ["u0", "u1"]})
+    table = catalog.create_table("space.log", rows.schema)
+    table.append(rows)
+    schema = Schema(label="click", sparse=("user",), tokens="any")
+    for path in (table.location(), f"{table.location()}?region=us-east-1"):
+        (file,) = LogSource.at(path).raw_files()
+        (read,) = find_format(file.path, schema).tables(file.path, schema, None)
+        assert read.to_pydict() == rows.to_pydict()
 
 
 def test_large_cloud_file_is_atomic(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.formats.content import count_names, reject_foreign_content, text_head
 from rayrec.data.formats.csv import Csv
+from rayrec.data.formats.lakehouse import find_version, list_log, pinned
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
@@ -228,11 +229,13 @@ class LogSource:
         return self._log_files() if dataset is None else dataset.list_files()
 
     def _log_files(self) -> list[storage.File]:
-        return (
-            random_files(self.path)
-            if self.is_random
-            else storage.list_files(self.path, names=self.names)
-        )
+        return random_files(self.path) if self.is_random else list_log(self.path, self.names)
+
+    def pinned(self) -> str:
+        """Return the path with the current version if it is a table's folder, so that later calls
+        read the same rows. Other paths are returned unchanged.
+        """
+        return self.path if self.is_preprocessed or self.is_random else pinned(self.path)
 
     def raw_files(self, schema: Schema | None = None) -> list[storage.File]:
         """List the files of a raw log. Raises InputError for preprocessed data, including other
@@ -242,7 +245,8 @@ class LogSource:
         try:
             files = self._log_files()
         except InputError:
-            if os.path.isdir(self.path):  # Another program's files have other names
+            # Another program's files have other names
+            if os.path.isdir(self.path) and storage.table_kind(self.path) is None:
                 reject_foreign_files(self.path, storage.list_files(self.path))
             raise
         reject_foreign_files(self.path, files)
@@ -275,9 +279,7 @@ class LogSource:
             return schema if schema.header is not None else _with_stored_header(stored, schema)
         if self.is_random:
             return schema.replace(tokens="hexadecimal") if has_open_tokens else schema
-        files = [
-            file for file in storage.list_files(self.path, names=self.names) if file.size_bytes
-        ]
+        files = [file for file in list_log(self.path, self.names) if file.size_bytes]
         if files and has_open_tokens:
             schema = _with_tokens(schema, files)
         return (
@@ -394,6 +396,9 @@ class LogSource:
         if self.is_random:
             return index_random(self.path, schema, segment_bytes=segment_bytes)
         files = self.raw_files(schema)
+        table = find_version(files[0].path)
+        if table is not None:
+            context.note(f"Reading {table.title}")
         if is_table(files, schema):
             return index_tables(files, schema, segment_bytes=segment_bytes, context=context)
         cache = CachedIndex.at(

@@ -23,7 +23,7 @@ from rayrec.storage.files import (
     write_stream,
     writing,
 )
-from rayrec.storage.filesystems import resolve
+from rayrec.storage.filesystems import delta_options, resolve
 from rayrec.storage.folders import (
     JOB_FOLDER,
     PARTITION,
@@ -39,6 +39,7 @@ from rayrec.storage.folders import (
     remove_folder,
     writing_folder,
 )
+from rayrec.storage.lakehouse import TableError, split_version, table_kind, with_version
 from rayrec.storage.range_reader import in_parallel
 from rayrec.storage.retry import OUTAGE_S, outage_s, retry_timeout
 from rayrec.storage.urls import absolute, folder_names, home, is_url, join, name_of, parent_folder

@@ -35,6 +35,23 @@ def parse_location(path: str) -> StoreLocation:
     return _LOCATIONS[url_scheme(path)].parse(path)
 
 
+def delta_options(path: str) -> tuple[str, dict[str, str]]:
+    """Return the URL of a folder and the options with which `deltalake`, which has connections of
+    its own, reaches the same store as `resolve`. They may contain credentials. Raises InputError
+    for a store that it does not know.
+    """
+    local = local_path(path)
+    if local is not None:
+        return local, {}
+    if not in_object_store(path):
+        raise InputError(
+            f"{path}: Delta tables are read from local folders, s3://, gs:// and az://. Copy it "
+            "there"
+        )
+    location = parse_location(path)
+    return f"{location.scheme}://{location.inner}", location.delta_options()
+
+
 def resolve(path: str) -> tuple[arrow_fs.FileSystem, str]:
     """Return the filesystem of a path, and the path within it. Raises InputError for an unsupported
     URL. While a store is unavailable, its requests are retried for `outage_s`.

@@ -1,5 +1,5 @@
 """Folders of table formats (Delta, Iceberg, Hudi), whose data files also have removed and replaced
-rows.
+rows, so that only their logs tell the rows of a version.
 """
 
 import posixpath
@@ -31,10 +31,13 @@ _LOGS: Final = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 *.metadata.json.
 """
 _METADATA: Final = "metadata"
-_READERS: Final = {
-    "Delta": 'ray.data.read_delta("{0}")',
-    "Hudi": 'ray.data.read_hudi("{0}")',
-    "Iceberg": "ray.data.read_iceberg(table_identifier=..., catalog_kwargs=...)",
+_FIXES: Final = {
+    "Delta": "Use the table's folder itself, {0}, as a click log",
+    "Iceberg": "Use the table's folder itself, {0}, as a click log",
+    "Hudi": (
+        'Write its current rows as Parquet, or pass ray.data.read_hudi("{0}") to '
+        "rayrec.train(config, data=...)"
+    ),
 }
 _INNER: Final = re.compile(r"[^=/]+=[^/]*|data|[0-9a-f-]+")
 """Names of folders inside tables: partitions, Iceberg's data folder with its hashes, and dates of
@@ -47,6 +50,32 @@ _LISTED: Final = re.compile(
 """Path of a table's own files in a listing: its folder, a partition or nothing, and its log."""
 _SAMPLED: Final = 16
 """Maximum number of folders of a glob that are checked, spread evenly."""
+_VERSION: Final = re.compile(r"(.+)@v(\d+)")
+
+
+class TableError(InputError):
+    """Rejection of a path that is itself a table's folder, which only click logs can be."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """Delta, Iceberg or Hudi."""
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (str(self), self.kind)
+
+
+def split_version(path: str) -> tuple[str, int | None]:
+    """Split a path TABLE@vN into the table's folder and its version. Other paths have none."""
+    body, options = split_options(path)
+    match = _VERSION.fullmatch(body.rstrip("/"))
+    return (match[1] + options, int(match[2])) if match else (path, None)
+
+
+def with_version(folder: str, version: int) -> str:
+    """Return the path TABLE@vN of a version of a table."""
+    body, options = split_options(folder)
+    return f"{body.rstrip('/')}@v{version}{options}"
 
 
 def reject_listed_tables(path: str, inner: str, infos: Iterable[arrow_fs.FileInfo]) -> None:
@@ -57,7 +86,7 @@ def reject_listed_tables(path: str, inner: str, infos: Iterable[arrow_fs.FileInf
         match = _LISTED.fullmatch(posixpath.relpath(info.path, inner))
         if match:
             folder = to_url(posixpath.join(inner, match[1]).rstrip("/"), path)
-            kind = _detect_format(folder) if match[3] else _LOGS.get(match[2], "Iceberg")
+            kind = table_kind(folder)
             if kind is not None:
                 raise _rejected(path, kind, folder)
 
@@ -73,7 +102,7 @@ def reject_enclosing_tables(path: str, files: Sequence[str]) -> None:
     sampled = inside[:: -(-len(inside) // _SAMPLED)]
     candidates = list(dict.fromkeys(above for folder in sampled for above in _upwards(folder)))
     for folder, kind in zip(
-        candidates, in_parallel(_detect_format, candidates, path=path), strict=True
+        candidates, in_parallel(table_kind, candidates, path=path), strict=True
     ):
         if kind is not None:
             raise _rejected(path, kind, folder)
@@ -93,8 +122,10 @@ def _upwards(folder: str) -> list[str]:
     return folders
 
 
-def _detect_format(folder: str) -> str | None:
-    """Return the format of a table's folder, or None for other folders."""
+def table_kind(folder: str) -> str | None:
+    """Return the format of a table's folder: Delta, Iceberg or Hudi. None for other folders. A
+    folder with the logs of two formats has the first.
+    """
     for name, kind in _LOGS.items():
         if read_info(join(folder, name)).type == arrow_fs.FileType.Directory:
             return kind
@@ -116,9 +147,15 @@ def _detect_format(folder: str) -> str | None:
 
 
 def _rejected(path: str, kind: str, table: str) -> InputError:
-    shown = f"the {kind} table {table}" if table != path.rstrip("/") else f"this {kind} table"
-    return InputError(
+    is_root = _plain(table) == _plain(path)
+    shown = f"this {kind} table" if is_root else f"the {kind} table {table}"
+    message = (
         f"{path}: cannot read {shown} as plain files, which also have removed and replaced rows. "
-        f"Write its current rows as Parquet, or pass {_READERS[kind].format(table)} to "
-        "rayrec.train(config, data=...)"
+        f"{_FIXES[kind].format(table)}"
     )
+    return TableError(message, kind) if is_root else InputError(message)
+
+
+def _plain(path: str) -> str:
+    """Return a folder without options and in one spelling."""
+    return split_options(local_path(path) or path)[0].rstrip("/")

@@ -58,6 +58,10 @@ class StoreLocation(abc.ABC):
     def open(self, limit_s: float) -> ObjectStore:
         """Open the bucket with obstore, which retries requests for `limit_s` seconds."""
 
+    @abc.abstractmethod
+    def delta_options(self) -> dict[str, str]:
+        """Return the options of `deltalake` for the endpoint and the credentials."""
+
     @property
     def bucket(self) -> str:
         return self.inner.partition("/")[0]
@@ -190,6 +194,20 @@ class S3Location(StoreLocation):
         options = {name: value for name, value in options.items() if value}
         return S3Store(self.bucket, **options, **_client(limit_s, **_certificates()))
 
+    def delta_options(self) -> dict[str, str]:
+        options = {"aws_allow_http": "true"}
+        if self.endpoint:
+            _check_address(self.endpoint, "AWS_ENDPOINT_URL")
+            options["aws_endpoint_url"] = self.endpoint
+        region = self.region or ("us-east-1" if self.endpoint else self._find_region())
+        options["aws_region"] = region
+        if not os.environ.get("AWS_ACCESS_KEY_ID"):
+            credentials = self._other_credentials()()
+            options["aws_access_key_id"] = credentials["access_key_id"]
+            options["aws_secret_access_key"] = credentials["secret_access_key"]
+            options["aws_session_token"] = credentials.get("token") or ""
+        return {name: value for name, value in options.items() if value}
+
     def _find_region(self) -> str:
         """Return the region of a bucket at AWS. obstore cannot look it up."""
         from pyarrow.fs import resolve_s3_region
@@ -297,6 +315,16 @@ class GcsLocation(StoreLocation):
             options["base_url"] = self.endpoint.rstrip("/")
         return GCSStore(self.bucket, **options, **_client(limit_s))
 
+    def delta_options(self) -> dict[str, str]:
+        options = {}
+        if self.anonymous:
+            options["google_skip_signature"] = "true"
+        if self.endpoint:
+            _check_address(self.endpoint, "STORAGE_EMULATOR_HOST")
+            options["google_base_url"] = self.endpoint.rstrip("/")
+            options["allow_http"] = "true"
+        return options
+
 
 _DEVELOPMENT: Final = {  # published by Microsoft: the account of every Azurite
     "AccountName": "devstoreaccount1",
@@ -380,6 +408,22 @@ class AzureLocation(StoreLocation):
             **_azure_credentials(self.account),
             **_client(limit_s),
         )
+
+    def delta_options(self) -> dict[str, str]:
+        assert self.endpoint is not None
+        _check_address(self.endpoint, "AZURE_STORAGE_CONNECTION_STRING: BlobEndpoint")
+        options = {
+            "azure_storage_account_name": self.account,
+            "azure_storage_endpoint": self.endpoint,
+            "allow_http": "true",
+        }
+        credentials = _azure_credentials(self.account)
+        for name in ("account_key", "sas_key"):
+            if name in credentials:
+                options[f"azure_storage_{name}"] = credentials[name]
+        if credentials["credential_type"] == "azure_cli":
+            options["azure_use_azure_cli"] = "true"
+        return options
 
 
 def _azure_credentials(account: str) -> dict[str, Any]:

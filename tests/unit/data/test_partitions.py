@@ -4,6 +4,7 @@ folders of table formats.
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from builders.engines import LoopEngine
 from builders.faults import rejects
 from builders.logs import open_index
 from builders.runs import LEAN, train
+from builders.tables import create_iceberg, write_delta
 from hosts.slow_store import SlowStore
 
 from rayrec import cli, recipes, storage
@@ -256,6 +258,9 @@ LAYOUTS = {
     "file-csv": ("file://", "csv"),
     "store-parquet": ("slow://", "parquet"),
     "store-csv": ("slow://", "csv"),
+    "local-delta": ("", "delta"),
+    "local-iceberg": ("", "iceberg"),
+    "store-iceberg": ("slow://", "iceberg"),
 }
 """Scheme and format of each layout."""
 CASES = [
@@ -263,8 +268,38 @@ CASES = [
     for command in vars(Commands)
     for name, layout in LAYOUTS.items()
     if not command.startswith("_")
-    and (command != "tune" or name in ("local-csv.gz", "store-parquet"))
+    and (command != "tune" or name in ("local-csv.gz", "store-parquet", "local-delta"))
 ]
+
+
+@pytest.fixture(scope="module")
+def lakes(logs: Path) -> Path:
+    """Tables beside the logs, with the same rows after some commits, and files that are not
+    theirs.
+    """
+    rows = pa.concat_tables(
+        pq.read_table(logs / "flat" / f"part_{number:02d}.parquet")
+        for number in range(len(FOLDERS))
+    )
+    by = ["dt", "click", "level", "hour", "city"]
+    old = rows.slice(0, 5 * ROWS)
+    write_delta(old, logs / "delta", by=by)
+    write_delta(rows.slice(9 * ROWS), logs / "delta", by=by, mode="overwrite")
+    write_delta(rows.slice(0, 9 * ROWS), logs / "delta", by=by)
+    table = create_iceberg(logs / "iceberg", rows.schema, by=by)
+    table.append(old)
+    table.overwrite(rows.slice(9 * ROWS))
+    table.append(rows.slice(0, 9 * ROWS))
+    for folder in ("delta", "iceberg"):
+        live = next((logs / folder).rglob("*.parquet"))
+        shutil.copy(live, live.with_name("uncommitted.parquet"))
+    return logs
+
+
+def lake(request: pytest.FixtureRequest, kind: str) -> None:
+    """Have the tables written if the log is one."""
+    if kind in ("delta", "iceberg"):
+        request.getfixturevalue("lakes")
 
 
 @pytest.fixture(scope="module")
@@ -280,10 +315,12 @@ def test_commands_read_partitions_like_columns(
     tmp_path: Path,
     capsys: Any,
     expected: dict[str, Any],
+    request: pytest.FixtureRequest,
     command: str,
     scheme: str,
     kind: str,
 ) -> None:
+    lake(request, kind)
     if command not in expected:
         (tmp_path / "flat").mkdir()
         expected[command] = getattr(Commands(logs, tmp_path / "flat", capsys), command)(
@@ -298,8 +335,9 @@ def test_commands_read_partitions_like_columns(
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("scheme", "kind"), LAYOUTS.values(), ids=LAYOUTS)
 def test_drafted_schema_names_partition_columns(
-    logs: Path, tmp_path: Path, capsys: Any, scheme: str, kind: str
+    logs: Path, tmp_path: Path, capsys: Any, request: pytest.FixtureRequest, scheme: str, kind: str
 ) -> None:
+    lake(request, kind)
     assert (
         cli.run(["schema", f"{scheme}{logs}/{kind}", "--out", str(tmp_path / "draft.yaml")]) == 0
     ), capsys.readouterr().err
@@ -408,12 +446,13 @@ def write_lake(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize("kind", TABLES)
 def test_paths_in_table_formats_are_rejected(tmp_path: Path, kind: str, scheme: str) -> None:
     inside = write_lake(tmp_path / "lake", kind)
-    reader = {
-        "Delta": "ray.data.read_delta",
-        "Hudi": "ray.data.read_hudi",
-        "Iceberg": "ray.data.read_iceberg",
-    }[kind]
     table = f"{'' if scheme == 'file://' else scheme}{tmp_path}/lake"
+    is_read = kind != "Hudi"
+    fix = (
+        "Use the table's folder itself, .*/lake, as a click log"
+        if is_read
+        else "Write its current rows as Parquet, or pass ray.data.read_hudi"
+    )
     for path in (
         "",
         "/",
@@ -424,12 +463,14 @@ def test_paths_in_table_formats_are_rejected(tmp_path: Path, kind: str, scheme: 
         "/**/*.parquet",
     ):
         line = rejects(
-            f"{kind} table.* Write its current rows as Parquet, or pass {reader}",
+            f"{kind} table.*as plain files.* {fix}",
             storage.list_files,
             f"{scheme}{tmp_path}/lake{path}",
         )
         assert table in line
-    rejects(f"{kind} table", LogSource.at(f"{scheme}{tmp_path}/lake").raw_files)
+        # Click logs are of whole tables
+        if not is_read or path.strip("/"):
+            rejects(fix, LogSource.at(f"{scheme}{tmp_path}/lake{path}").raw_files)
 
 
 @pytest.mark.parametrize("scheme", ["", "slow://"])
@@ -480,9 +521,7 @@ def test_store_lookups_for_tables_are_bounded(tmp_path: Path, store: SlowStore) 
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("command", [name for name in vars(Commands) if not name.startswith("_")])
-def test_commands_reject_table_formats(
-    logs: Path, tmp_path: Path, capsys: Any, command: str
-) -> None:
-    write_lake(tmp_path / "lake", "Delta")
-    with pytest.raises(AssertionError, match="this Delta table as plain files"):
+def test_commands_reject_hudi_tables(logs: Path, tmp_path: Path, capsys: Any, command: str) -> None:
+    write_lake(tmp_path / "lake", "Hudi")
+    with pytest.raises(AssertionError, match="this Hudi table as plain files"):
         getattr(Commands(logs, tmp_path, capsys), command)(str(tmp_path / "lake"))

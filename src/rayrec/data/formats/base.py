@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pyarrow as pa
 
+from rayrec import storage
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.text_stream import line_blocks
 from rayrec.schema import Schema
@@ -60,6 +61,10 @@ class Format(ABC):
         """Yield the named columns of a file, a few MB of rows at a time. Columns that it lacks are
         absent or null. None: all that the rows have. Raises InputError for a damaged file.
         """
+
+    def cache_key(self, file: storage.File) -> tuple[object, tuple[object, ...]]:
+        """Return what a copy of a file's rows belongs to, and the version of its rows."""
+        return file.path, (file.size_bytes, file.modified_ns)
 
     def roles(self, columns: Sequence[str]) -> Roles:
         """Return the uses of the columns of a file that the format itself names."""

@@ -14,6 +14,7 @@ from rayrec.data.formats.criteo import Criteo
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.impressions import Impressions
 from rayrec.data.formats.jsonl import JsonLines
+from rayrec.data.formats.lakehouse import find_version
 from rayrec.data.formats.libffm import LibFfm
 from rayrec.data.formats.libsvm import LibSvm
 from rayrec.data.formats.npz import Npz
@@ -57,6 +58,7 @@ def format_named(name: str) -> Format:
 
 # The first line that applies decides the format of a file:
 #
+#   version of a table    the table
 #   `Schema.format`       that one, whatever the file has
 #   name in .parquet      Parquet, without a request to a store
 #   first bytes           Parquet, even if the schema has a delimiter
@@ -65,10 +67,13 @@ def format_named(name: str) -> Format:
 #
 # Only the start of a file is read, so that a log with 100,000 files can be looked at.
 def find_format(path: str, schema: Schema | None = None) -> Format:
-    """Return the format of a file: the schema's, else by the name of Parquet files, which saves a
-    request, else by its first bytes. Reads them once per process. A schema with a delimiter is for
-    CSV. Raises InputError if the file is unreadable or has no format.
+    """Return the format of a file: its table's version, the schema's, else by the name of Parquet
+    files, which saves a request, else by its first bytes. Reads them once per process. A schema
+    with a delimiter is for CSV. Raises InputError if the file is unreadable or has no format.
     """
+    table = find_version(path)
+    if table is not None:
+        return table
     if schema is not None and schema.format is not None:
         return format_named(schema.format)
     if storage.name_of(path).lower().endswith(".parquet"):

@@ -120,12 +120,9 @@ def prepared(
         schema.dropped,
     )
     form = *text, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
-    folder = storage.join(
-        folder,
-        version_key(
-            (file.path, schema.columns, *form), (VERSION, file.size_bytes, file.modified_ns)
-        ),
-    )
+    source, version = file_format.cache_key(file)
+    key = version_key((source, schema.columns, *form), (VERSION, *version))
+    folder = storage.join(folder, key)
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
