@@ -222,11 +222,34 @@ def _restricted(value: Any, stored: Any) -> Any:
 
 def changes_since(folder: str, config: TrainConfig) -> Changes:
     """Return the changes from the settings of an earlier start of the run, if any."""
+    stored = _earlier_settings(folder)
+    return Changes((), ()) if stored is None else compare_settings(stored, config)
+
+
+def with_stored_versions(folder: str, config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the versions of tables that an earlier start of the run read,
+    since a table may have later ones now.
+    """
+    stored = _earlier_settings(folder) or {}
+    for name in ("train_data", "eval_data"):
+        path = getattr(config, name).path
+        before = (stored.get(name) or {}).get("path")
+        if path is None or before is None:
+            continue
+        table, version = storage.split_version(before)
+        is_same = storage.absolute(table) == storage.absolute(path.rstrip("/"))
+        if version is not None and is_same and storage.table_kind(path) is not None:
+            config = config.updated(nest({f"{name}.path": before}))
+    return config
+
+
+def _earlier_settings(folder: str) -> dict[str, Any] | None:
+    """Return the settings of an earlier start of the run, if any."""
     stored = _stored_settings(folder)
     if stored is None:  # e.g. damaged; every checkpoint has a copy
         checkpoint = latest(folder)
         stored = _stored_settings(checkpoint.path) if checkpoint else None
-    return Changes((), ()) if stored is None else compare_settings(stored, config)
+    return stored
 
 
 def _stored_settings(folder: str) -> dict[str, Any] | None:

@@ -27,7 +27,13 @@ from rayrec.observe.tracking.tracker import tracking
 from rayrec.training import dataframe_input
 from rayrec.training.launchers.base import Driver, Launcher, PreparedRun, local_layout
 from rayrec.training.result import CheckpointPath, Result
-from rayrec.training.resume import changes_since, finished_summary, listed_data, run_hash
+from rayrec.training.resume import (
+    changes_since,
+    finished_summary,
+    listed_data,
+    run_hash,
+    with_stored_versions,
+)
 from rayrec.training.stop_monitor import Signals
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart
 
@@ -108,6 +114,7 @@ class RunSession:
         folder = self._folder
         note = self._console.note
         config = dataframe_input.with_paths(self._config, folder, self._tables)
+        config = with_stored_versions(folder, config)
         config = config.workload.adapted(config)
         check_settings(config)
         self._changes = changes_since(folder, config)

@@ -42,8 +42,9 @@ class ClickWorkload(ClickSettings):
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
         """Use the schema of adopted data, whose encoding differs from the recipe's preset, and
-        `tokens` and order of the log.
+        `tokens` and order of the log. Set the version of a table.
         """
+        config = _with_versions(config)
         path = config.train_data.path
         if path is None:
             return config
@@ -388,6 +389,18 @@ class ClickWorkload(ClickSettings):
         from rayrec.workloads.recsys.scoring import open_scoring
 
         return open_scoring(self, context)
+
+
+def _with_versions(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the current versions of tables in its paths, which a resumed
+    run reads again.
+    """
+    for name in ("train_data", "eval_data"):
+        data = getattr(config, name)
+        if data.path is not None:
+            path = LogSource.at(data.path, data.files).pinned()
+            config = config if path == data.path else config.updated({name: {"path": path}})
+    return config
 
 
 def _resumes(folder: str) -> bool:

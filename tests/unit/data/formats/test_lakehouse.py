@@ -14,15 +14,17 @@ import pyarrow.parquet as pq
 import pytest
 from builders.engines import LoopEngine
 from builders.faults import rejects
+from builders.runs import LEAN, train
 from builders.tables import (
     commit_deletes,
     create_iceberg,
+    delta_table,
     edit_delta_log,
     selection,
     write_delta,
 )
 
-from rayrec import storage
+from rayrec import recipes, storage
 from rayrec.data.engine import TaskContext
 from rayrec.data.formats.registry import find_format
 from rayrec.data.log_source import LogSource
@@ -267,3 +269,61 @@ def test_plain_folder_may_be_named_like_version(tmp_path: Path) -> None:
     (tmp_path / "log@v3").mkdir()
     pq.write_table(rows_of(0, 2), tmp_path / "log@v3" / "a.parquet")
     assert users(tmp_path / "log@v3") == ["u0", "u1"]
+
+
+# -- runs
+def run_of(path: Path | str, folder: Path, **changes: Any) -> Any:
+    schema = SCHEMA.replace(sparse=("user",))
+    config = recipes.clicks(str(path), schema=schema)
+    fields: dict[str, Any] = {"storage_path": str(folder), "name": "run", "batch_size": 8, **LEAN}
+    fields |= {"early_stopping": {"patience": 0}, **changes}
+    return train(config.replace(**fields))
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_reads_stored_version(kind: str, tmp_path: Path) -> None:
+    append = write_table(kind, tmp_path / "log", rows_of(0, 200))
+    pinned = LogSource.at(str(tmp_path / "log")).pinned()
+    run_of(tmp_path / "log", tmp_path / "runs", steps=3)
+    append(rows_of(500, 300))
+    resumed = run_of(tmp_path / "log", tmp_path / "runs", steps=6)
+    run_of(pinned, tmp_path / "others", steps=3)
+    same = run_of(pinned, tmp_path / "others", steps=6)
+    assert resumed.summary["weights_sha256"] == same.summary["weights_sha256"]
+    config = storage.read_text(f"{tmp_path}/runs/run/config.yaml")
+    assert f"path: {pinned}" in config
+    # Another run reads the rows of now
+    later = run_of(tmp_path / "log", tmp_path / "runs", name="later", steps=6)
+    assert later.summary["data"]["train_data"]["files"] == 2
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_resume_rejects_vacuumed_files(tmp_path: Path) -> None:
+    write_delta(rows_of(0, 200), tmp_path / "log")
+    run_of(tmp_path / "log", tmp_path / "runs", steps=3)
+    write_delta(rows_of(500, 200), tmp_path / "log", mode="overwrite")
+    delta_table(tmp_path / "log").vacuum(0, dry_run=False, enforce_retention_duration=False)
+    shutil.rmtree(tmp_path / "runs" / ".cache")
+    rejects(
+        "no such file, but version 0 of the Delta table .*vacuumed or expired.*another --name",
+        run_of,
+        tmp_path / "log",
+        tmp_path / "runs",
+        steps=6,
+    )
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_unchanged_files_are_converted_once(tmp_path: Path) -> None:
+    """A version's copy of a file serves later versions."""
+    write_delta(rows_of(0, 20), tmp_path / "log")
+    cache = tmp_path / "cache"
+    for count in (1, 2):
+        context = TaskContext(LoopEngine(), str(cache))
+        index = LogSource.at(str(tmp_path / "log")).index(
+            SCHEMA, segment_bytes=1 << 20, context=context
+        )
+        assert index.rows == 20 * count
+        assert len(list((cache / "tables").iterdir())) == count
+        write_delta(rows_of(20, 20), tmp_path / "log")
