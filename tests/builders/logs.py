@@ -1,7 +1,7 @@
 """Logs of tests, opened."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ def open_index(
     engine: Any = None,
     cache: str | Path | None = None,
     note: Callable[[str], None] = lambda _: None,
+    extra: Sequence[str] = (),
 ) -> LogIndex:
     """Open a log. A packed file and a table need a `cache` that stays."""
     with tempfile.TemporaryDirectory() as folder:
         context = TaskContext(engine or LoopEngine(), str(cache or folder), note)
-        return LogSource.at(str(path)).index(schema, segment_bytes=segment_bytes, context=context)
+        return LogSource.at(str(path)).index(
+            schema, segment_bytes=segment_bytes, context=context, extra=extra
+        )
 
 
 def rows_of(part: Any) -> list[tuple[bytes, ...]]:

@@ -2,7 +2,7 @@
 
 import atexit
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -149,8 +149,11 @@ def compare(
 
 @command(
     "Score",
-    options=[("", "rayrec.inference.config:ScoringConfig")],
-    examples=("rayrec predict runs/demo log/train.txt --out scores",),
+    options=[("", "rayrec.inference.config:PredictionConfig")],
+    examples=(
+        "rayrec predict runs/demo log/train.txt --out scores",
+        "rayrec predict runs/shop log.csv --out scores --keep user item",
+    ),
 )
 def predict(
     checkpoint: Checkpoint,
@@ -174,19 +177,20 @@ def predict(
     Returns a `ray.data.Dataset` of `row` and the workload's predictions, such as `score`, `logit`
     and, for labelled input, `label`. With `out`, writes them to this folder as Parquet files,
     completely or not at all, and returns a summary. An interrupted call resumes if repeated.
-    `options` are fields of `ScoringConfig`. Other arguments: see `evaluate`.
+    `options` are fields of `PredictionConfig`, such as `keep`, the columns of the rows to return
+    too. Other arguments: see `evaluate`.
     """
     from rayrec.inference import predict as prediction
-    from rayrec.inference.config import ScoringConfig
+    from rayrec.inference.config import PredictionConfig
 
-    settings = ScoringConfig().updated(options)
+    settings = PredictionConfig().updated(options)
     config = _scoring_config(checkpoint, recipe, cluster_address, settings)
     if out is None:
-        persistent = _persistent_path(path, checkpoint, config)
+        persistent = _persistent_path(path, checkpoint, config, settings.keep)
         return prediction.predict(
             checkpoint, persistent, config=config, options=settings, console=_console(console)
         )
-    with _input_path(path, checkpoint, config, labelled=False) as located:
+    with _input_path(path, checkpoint, config, labelled=False, extra=settings.keep) as located:
         assert located is not None
         return prediction.predict_to(
             checkpoint, located, out, config=config, options=settings, console=_console(console)
@@ -254,23 +258,29 @@ def _is_model(path: str) -> bool:
 
 @contextmanager
 def _input_path(
-    path: Any, checkpoint: str, config: "TrainConfig", *, labelled: bool = True
+    path: Any,
+    checkpoint: str,
+    config: "TrainConfig",
+    *,
+    labelled: bool = True,
+    extra: Sequence[str] = (),
 ) -> Iterator[str | None]:
     """Yield a path unchanged, else that of a folder with the given rows, which is removed
-    afterwards. Raises InputError.
+    afterwards. Their other columns are dropped, except those `extra`. Raises InputError.
     """
     from rayrec.data.frame_files import data_paths
 
     if path is None or isinstance(path, str):
         yield path
         return
-    with data_paths(
-        path, name="path", **_destination(path, checkpoint, config, labelled=labelled)
-    ) as located:
+    destination = _destination(path, checkpoint, config, labelled=labelled)
+    with data_paths(path, name="path", extra=extra, **destination) as located:
         yield located
 
 
-def _persistent_path(path: Any, checkpoint: str, config: "TrainConfig") -> str:
+def _persistent_path(
+    path: Any, checkpoint: str, config: "TrainConfig", extra: Sequence[str]
+) -> str:
     """Return a path unchanged, else that of a folder with the given rows, which exists as long as
     this process, because a lazy Dataset reads it. Raises InputError.
     """
@@ -281,7 +291,8 @@ def _persistent_path(path: Any, checkpoint: str, config: "TrainConfig") -> str:
         with _input_path(path, checkpoint, config) as located:
             assert located is not None
             return located
-    target = written(path, name="path", **_destination(path, checkpoint, config, labelled=False))
+    destination = _destination(path, checkpoint, config, labelled=False)
+    target = written(path, name="path", extra=extra, **destination)
     atexit.register(storage.remove_folder, target)
     return target
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.formats.columns import check_columns, present_columns
+from rayrec.data.formats.columns import check_columns, check_extra, present_columns
 from rayrec.data.frames import DATA_TYPES, frame_to_arrow, is_dataset, is_frame, with_text_names
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
@@ -36,10 +36,12 @@ def is_rows(data: object) -> bool:
     return isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
 
 
-def pick_columns(data: Rows, schema: Schema | None, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to write, those of the schema or all, and their types. Ray Data computes
-    one row of a lazy Dataset. Raises InputError, which begins with `name`, for a missing column and
-    unusable types.
+def pick_columns(
+    data: Rows, schema: Schema | None, name: str, extra: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Return the columns to write, those of the schema and `extra`, or all, and their types. Ray
+    Data computes one row of a lazy Dataset. Raises InputError, which names the argument `name`, for
+    a missing column and unusable types.
     """
     if is_dataset(data):
         types = _column_types(data)
@@ -49,7 +51,7 @@ def pick_columns(data: Rows, schema: Schema | None, name: str) -> tuple[list[str
                 f"{name}: column names must be text, got {numbered[0]!r}. Make the Dataset of "
                 "frame.rename(columns=str)"
             )
-        columns = _selected(list(types), schema, name)
+        columns = _selected(list(types), schema, name, extra)
         # Types unknown to Arrow fail when they are written.
         arrow_schema = pa.schema(
             {
@@ -58,7 +60,7 @@ def pick_columns(data: Rows, schema: Schema | None, name: str) -> tuple[list[str
             }
         )
     else:
-        columns = _selected(column_names(data), schema, name)
+        columns = _selected(column_names(data), schema, name, extra)
         arrow_schema = _to_table(data, columns).schema
     if schema is not None:
         check_types(arrow_schema, schema, path=name)
@@ -91,11 +93,14 @@ def column_names(data: Rows) -> list[str]:
     return list(map(str, data.columns))
 
 
-def _selected(names: list[str], schema: Schema | None, name: str) -> list[str]:
+def _selected(
+    names: list[str], schema: Schema | None, name: str, extra: Sequence[str]
+) -> list[str]:
+    check_extra(names, extra, path=name)
     if schema is None:
         return names
     check_columns(names, schema.columns, path=name, optional=schema.optional)
-    return list(present_columns(names, schema))
+    return list(dict.fromkeys([*present_columns(names, schema), *extra]))
 
 
 def _to_table(data: Any, columns: Sequence[str]) -> pa.Table:
@@ -162,33 +167,37 @@ def _write_dataset(
 
 
 @contextmanager
-def data_paths(data: object, *, name: str, schema: Schema | None, folder: str) -> Iterator[str]:
+def data_paths(
+    data: object, *, name: str, schema: Schema | None, folder: str, extra: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield the path of `data`: a text or path object unchanged, otherwise that of a new folder
     inside `folder` with its rows, which is removed afterwards.
 
-    A Dataset is read in order, whatever its option `preserve_order`. `schema` selects the columns;
-    None keeps all. Raises InputError, which begins with `name`, for other types, missing columns
-    and unusable types.
+    A Dataset is read in order, whatever its option `preserve_order`. `schema` selects the columns,
+    in addition to `extra`; None keeps all. Raises InputError, which names the argument `name`, for
+    other types, missing columns and unusable types.
     """
     if isinstance(data, str | os.PathLike):
         yield os.fspath(data)
         return
     if not is_rows(data):
         raise InputError(f"{name}: must be a path, {DATA_TYPES}, got {type(data).__name__}")
-    target = written(data, name=name, schema=schema, folder=folder)
+    target = written(data, name=name, schema=schema, folder=folder, extra=extra)
     try:
         yield target
     finally:
         storage.remove_folder(target)
 
 
-def written(data: Rows, *, name: str, schema: Schema | None, folder: str) -> str:
+def written(
+    data: Rows, *, name: str, schema: Schema | None, folder: str, extra: Sequence[str] = ()
+) -> str:
     """Write rows, in order, into a new folder inside `folder` and return its path. See
     `data_paths`.
     """
     if is_frame(data):
         data = with_text_names(data)
-    columns, _ = pick_columns(data, schema, name)
+    columns, _ = pick_columns(data, schema, name, extra)
     target = storage.join(storage.absolute(folder), "frames", uuid.uuid4().hex[:16])
     with _in_order(data):
         write_rows(data, columns, target, lambda _, __: None)

@@ -16,6 +16,7 @@ from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
+from rayrec.data.formats.columns import check_extra
 from rayrec.data.formats.content import count_names, reject_foreign_content, text_head
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.lakehouse import find_version, list_log, pinned
@@ -366,6 +367,29 @@ class LogSource:
                     return columns == labelled
         return True
 
+    def check_extra(self, extra: Sequence[str], schema: Schema) -> None:
+        """Check that a raw log has the columns `extra`, whether or not they are the schema's.
+        Columns that only some rows of a file have must be among its first. Raises InputError with
+        the nearest names.
+        """
+        if not extra:
+            return
+        if self.is_preprocessed or self.is_random:
+            kind = "preprocessed data" if self.is_preprocessed else "made up when it is read"
+            raise InputError(f"keep: {self.path} is {kind}, without columns; use a raw log")
+        files = [file for file in self.raw_files(schema) if file.size_bytes]
+        if not is_table(files, schema):
+            check_extra(schema.columns, extra, path=self.path)
+            return
+        some = files[:: -(-len(files) // _ORDER_FILES)] if files else []
+        is_sparse = bool(some) and find_format(some[0].path, schema).is_sparse
+        columns = functools.partial(column_names, schema=schema)
+        by_file = storage.in_parallel(columns, some if is_sparse else some[:1], path=self.path)
+        names = {name: None for names in by_file for name in names}
+        if is_sparse:
+            names |= dict.fromkeys(schema.columns)
+        check_extra(tuple(names), extra, path=self.path)
+
     def index(
         self,
         schema: Schema,
@@ -374,12 +398,14 @@ class LogSource:
         context: TaskContext,
         max_bad_fraction: float | None = None,
         index_text: TextIndexer = index_log,
+        extra: Sequence[str] = (),
     ) -> LogIndex:
-        """Return the index; `index_text` indexes text if no index is cached. Raises InputError if
-        the fraction of invalid rows exceeds `max_bad_fraction`; fewer are reported in a note, or in
-        a warning if a field of the schema may make them valid.
+        """Return the index; `index_text` indexes text if no index is cached. Rewritten files have
+        the columns `extra` in addition to the schema's. Raises InputError if the fraction of
+        invalid rows exceeds `max_bad_fraction`; fewer are reported in a note, or in a warning if a
+        field of the schema may make them valid.
         """
-        index = self._index(schema, segment_bytes, context, index_text)
+        index = self._index(schema, segment_bytes, context, index_text, extra)
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)
             if index.faults.total:
@@ -389,7 +415,12 @@ class LogSource:
         return index
 
     def _index(
-        self, schema: Schema, segment_bytes: int, context: TaskContext, index_text: TextIndexer
+        self,
+        schema: Schema,
+        segment_bytes: int,
+        context: TaskContext,
+        index_text: TextIndexer,
+        extra: Sequence[str],
     ) -> LogIndex:
         if self.is_preprocessed:
             return open_verified(self.path, context).index
@@ -400,7 +431,9 @@ class LogSource:
         if table is not None:
             context.note(f"Reading {table.title}")
         if is_table(files, schema):
-            return index_tables(files, schema, segment_bytes=segment_bytes, context=context)
+            return index_tables(
+                files, schema, segment_bytes=segment_bytes, context=context, extra=extra
+            )
         cache = CachedIndex.at(
             context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
         )

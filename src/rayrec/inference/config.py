@@ -30,6 +30,21 @@ class ScoringConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictionConfig(ScoringConfig):
+    """Settings of a prediction."""
+
+    keep: tuple[str, ...] = ()
+    """Columns of the input to write next to the predictions, unchanged. They need not be model
+    inputs. Click models only.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.keep)) < len(self.keep):
+            raise InputError(f"keep: values must be unique, got {', '.join(self.keep)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _ResampledConfig(ScoringConfig):
     """Settings of scoring and of metric intervals."""
 

@@ -19,7 +19,7 @@ from rayrec import storage
 from rayrec.config import json_hash
 from rayrec.data.job import JobFolder, resumable_job
 from rayrec.environment.installation import versions
-from rayrec.inference.config import ScoringConfig
+from rayrec.inference.config import PredictionConfig
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.observe.console import Console
 
@@ -42,19 +42,22 @@ def predict(
     path: str,
     *,
     config: TrainConfig,
-    options: ScoringConfig | None = None,
+    options: PredictionConfig | None = None,
     console: Console | None = None,
 ) -> ray.data.Dataset:
     """Predict the rows of an input, in order. Indexes the input now, and scores it whenever the
     Dataset is read. The Dataset has `row`, the int64 position over all files of the input, from 0,
-    and the workload's columns. Click models have `score` and `logit`, float32, and `label` if
-    present. Invalid lines have a position but no prediction. Raises InputError for an unusable
-    checkpoint or input. Later damage fails the read.
+    and the workload's columns. Click models have `score` and `logit`, float32, `label` if present,
+    and the input's own columns `options.keep`, with their values and types there. Invalid lines
+    have a position but no prediction. Raises InputError for an unusable checkpoint or input. Later
+    damage fails the read.
     """
-    request = ScoringRequest(
-        checkpoint, path, config, options or ScoringConfig(), console or Console()
+    options = options or PredictionConfig()
+    request = ScoringRequest(checkpoint, path, config, options, console or Console())
+    opened = request.open(
+        evaluating=False, spare_cpus=1, as_dataset=True, extra_columns=options.keep
     )
-    return request.open(evaluating=False, spare_cpus=1, as_dataset=True).dataset()
+    return opened.dataset()
 
 
 def predict_to(
@@ -63,7 +66,7 @@ def predict_to(
     out: str,
     *,
     config: TrainConfig,
-    options: ScoringConfig | None = None,
+    options: PredictionConfig | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Write the predictions of `predict` as part-00000.parquet, part-00001.parquet, ... atomically
@@ -72,13 +75,13 @@ def predict_to(
     the last file. Raises InputError for an unusable checkpoint or input, damaged weights, an
     existing `out`, and other inputs when resuming.
     """
-    request = ScoringRequest(
-        checkpoint, path, config, options or ScoringConfig(), console or Console()
-    )
-    opened = request.open(evaluating=False, spare_cpus=0)
+    options = options or PredictionConfig()
+    request = ScoringRequest(checkpoint, path, config, options, console or Console())
+    opened = request.open(evaluating=False, spare_cpus=0, extra_columns=options.keep)
     start = time.monotonic()
+    inputs = {**_job_inputs(opened, request), "keep": list(options.keep)}
     with (
-        resumable_job(out, _job_inputs(opened, request), last_file=None) as job,
+        resumable_job(out, inputs, last_file=None) as job,
         Parts(job.folder) as parts,
     ):
         before = parts.rows

@@ -298,12 +298,17 @@ class ScoringRequest:
         spare_cpus: int,
         slice_by: tuple[str, ...] = (),
         ranking_k: tuple[int, ...] = (),
+        extra_columns: tuple[str, ...] = (),
         as_dataset: bool = False,
     ) -> ScoringJob:
         """Open the checkpoint and the input; keep `spare_cpus` cores free. With `as_dataset`,
         creates a Dataset, which needs Ray. Raises InputError for an unusable checkpoint or input,
-        and damaged weights.
+        damaged weights, and `extra_columns` of rows that have none.
         """
+        if extra_columns and self.config.workload.table_schema is None:
+            raise InputError(
+                f"keep: recipe {self.config.recipe} does not score rows with columns. Remove keep."
+            )
         checkpoint = open_checkpoint(self.checkpoint)
         reject_pickles(checkpoint.path, checkpoint.manifest()["files"])
         # Not in the actors: a pipeline of Ray Data 2.60 that fails at its first block leaks its
@@ -327,6 +332,7 @@ class ScoringRequest:
                 console=self.console,
                 slice_by=slice_by,
                 ranking_k=ranking_k,
+                extra_columns=extra_columns,
                 counts_clipped=not as_dataset,
             )
         )

@@ -294,6 +294,8 @@ class ScoringContext:
     """Slices to report metrics for: day, COLUMN, frequency:COLUMN. Click models only."""
     ranking_k: tuple[int, ...] = ()
     """Ranks k of metrics@k for click models with groups. Empty means 10."""
+    extra_columns: tuple[str, ...] = ()
+    """Columns of the raw rows to return unchanged, next to the predictions. Click models only."""
     counts_clipped: bool = False
     """Whether tables tell which numbers are beyond their bounds (`Scoring.bounded`)."""
     evaluation_rows: bool = False

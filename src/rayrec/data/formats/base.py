@@ -98,6 +98,25 @@ class LineFormat(Format):
         self, path: str, schema: Schema, columns: Sequence[str] | None
     ) -> Iterator[pa.Table]:
         for text in line_blocks(path, schema):
-            table = self.parse(text, columns, schema.lists)
+            table = self._parse_named(text, columns, schema)
             if table.num_rows:
                 yield table
+
+    def _parse_named(self, text: bytes, columns: Sequence[str] | None, schema: Schema) -> pa.Table:
+        """Return the rows of lines. Columns that are none of the schema's cannot make a row
+        invalid: they are taken as the lines have them.
+        """
+        unread = [name for name in columns or () if name not in schema.columns]
+        if columns is None or not unread:
+            return self.parse(text, columns, schema.lists)
+        named = [name for name in columns if name in schema.columns]
+        table = self.parse(text, named, schema.lists)
+        every = self.parse(text, None, schema.lists)
+        absent = [name for name in unread if name not in every.column_names]
+        empty = self.parse(text, absent, schema.lists)
+        for name in unread:
+            source = empty if name in absent else every
+            has_column = name in source.column_names
+            values = source.column(name) if has_column else pa.nulls(table.num_rows)
+            table = table.append_column(name, values)
+        return table

@@ -66,6 +66,25 @@ def check_file(path: str, names: Sequence[str], schema: Schema, *, hint: str = "
     )
 
 
+def check_extra(names: Sequence[str], extra: Sequence[str], *, path: str) -> None:
+    """Check that each of the columns `extra` is among `names` once. Raises InputError with the
+    nearest names.
+    """
+    for name in extra:
+        count = list(names).count(name)
+        if count == 1:
+            continue
+        if count:
+            raise InputError(f"keep: {path} has {count} columns named {name}; rename one")
+        nearest = _nearest(name, names)
+        hint = (
+            f"did you mean {' or '.join(nearest)}?"
+            if nearest
+            else f"it has {first_of(names, _SHOWN_NAMES) or 'none'}"
+        )
+        raise InputError(f"keep: {path} has no column {name}; {hint}")
+
+
 def _nearest(name: str, names: Sequence[str]) -> list[str]:
     """Return up to three names that are similar to `name`, the most similar first."""
     by_letters: dict[str, str] = {}

@@ -13,12 +13,14 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import types
 
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.base import Format
 from rayrec.data.formats.columns import (
     check_columns,
+    check_extra,
     check_file,
     parse_partitions,
     partition_names,
@@ -98,15 +100,20 @@ def check_schema(parquet: pq.ParquetFile, path: str, schema: Schema) -> None:
 # A rewritten folder is valid once it has a manifest. Its key has the file's version and everything
 # that changes the rewritten rows.
 def prepared(
-    file: storage.File, schema: Schema, segment_bytes: int, folder: str
+    file: storage.File,
+    schema: Schema,
+    segment_bytes: int,
+    folder: str,
+    extra: tuple[str, ...] = (),
 ) -> list[ParquetPart]:
-    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`. Raises InputError
-    for unusable columns.
+    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`, which also have
+    the columns `extra`. Raises InputError for unusable columns.
     """
     file_format = find_format(file.path, schema)
     if file_format.name == Parquet.name:
         with open_parquet(file.path) as parquet:
             check_schema(parquet, file.path, schema)
+            check_extra(pick_columns(file.path, parquet.schema_arrow.names), extra, path=file.path)
             groups = _group_sizes(parquet, schema.columns)
         if all(size <= 2 * segment_bytes or rows <= 1 for rows, size in groups):
             return [ParquetPart(file.path, file.path, 0, groups)]
@@ -121,13 +128,13 @@ def prepared(
     )
     form = *text, schema.list_delimiter, segment_bytes, schema.category_rules, schema.optional
     source, version = file_format.cache_key(file)
-    key = version_key((source, schema.columns, *form), (VERSION, *version))
+    key = version_key((source, schema.columns, *form, *extra), (VERSION, *version))
     folder = storage.join(folder, key)
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
         stored = storage.read_json(manifest)
     else:
-        tables = read_file(file_format, file.path, schema)
+        tables = read_file(file_format, file.path, schema, extra)
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(file.path), name])
@@ -143,15 +150,19 @@ def prepared(
     return parts
 
 
-def read_file(file_format: Format, path: str, schema: Schema) -> Iterator[pa.Table]:
-    """Yield the rows of a file with the schema's columns, and FAULT if its format has it. Opens it
-    once. Raises InputError for unusable columns.
+def read_file(
+    file_format: Format, path: str, schema: Schema, extra: Sequence[str] = ()
+) -> Iterator[pa.Table]:
+    """Yield the rows of a file with the columns of the schema and `extra`, and FAULT if its format
+    has it. Opens it once, without `extra`. Raises InputError for unusable columns.
     """
-    columns = schema.columns
+    columns = (*schema.columns, *extra)
     partitions = parse_partitions(path)
     if file_format.is_sparse:
         # Any row may have any column. Those of the path have its value.
         columns = tuple(name for name in columns if name not in partitions)
+    elif extra:
+        check_extra(pick_columns(path, file_format.columns(path, schema)), extra, path=path)
     required = {name for name in schema.columns if name not in schema.optional}
     for table in file_format.tables(path, schema, columns):
         if not required <= {*table.column_names, *partitions}:
@@ -159,7 +170,28 @@ def read_file(file_format: Format, path: str, schema: Schema) -> Iterator[pa.Tab
             check_file(path, file_format.columns(path, schema), schema)
         # An unusable value ends this before the file is rewritten
         with_partitions(table.slice(0, 0), path, schema)
-        yield table
+        yield _with_text(table, extra, path)
+
+
+def _with_text(table: pa.Table, extra: Sequence[str], path: str) -> pa.Table:
+    """Return the table with the text of extra columns in UTF-8. Raises InputError for other
+    bytes.
+    """
+    for name in extra:
+        if name not in table.column_names or FAULT not in table.column_names:
+            continue
+        values = table.column(name)
+        if not types.is_large_binary(values.type):
+            continue
+        try:
+            text = values.cast(pa.large_string())
+        except pa.ArrowInvalid:
+            raise InputError(
+                f"keep: {path}: column {name} has text that is not UTF-8; name its encoding in "
+                "the schema, or leave the column out"
+            ) from None
+        table = table.set_column(table.column_names.index(name), name, text)
+    return table
 
 
 def _write_parts(
@@ -221,7 +253,8 @@ class _Footer:
     """Description of a Parquet file, which is slow to read if there are many row groups."""
 
     metadata: pq.FileMetaData
-    names: tuple[str, ...]
+    types: pa.Schema
+    """Columns and their types."""
     starts: tuple[int, ...]
     """First row of each row group, and the row count."""
     size_bytes: int
@@ -238,7 +271,7 @@ def _footer(path: str, version: tuple[int, int] | None) -> _Footer:
                 metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)
             )
             starts = tuple(itertools.accumulate(rows, initial=0))
-            return _Footer(metadata, tuple(parquet.schema_arrow.names), starts, file.size())
+            return _Footer(metadata, parquet.schema_arrow, starts, file.size())
     except (OSError, pa.ArrowException) as error:
         raise unreadable_parquet(path, error) from None
 
@@ -273,8 +306,9 @@ def read_rows(
     if groups is None:
         raise changed(path, start, stop, "rows")
     names = schema.columns if columns is None else columns
-    check_columns(pick_columns(path, footer.names), names, path=path, optional=schema.optional)
-    stored = [name for name in (*names, FAULT) if name in footer.names]
+    names_in_file = footer.types.names
+    check_columns(pick_columns(path, names_in_file), names, path=path, optional=schema.optional)
+    stored = [name for name in (*names, FAULT) if name in names_in_file]
     chunks = _column_chunks(footer.metadata, groups, stored)
     spans = _spans(chunks)
     buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, path=path))
@@ -286,6 +320,13 @@ def read_rows(
     except (OSError, pa.ArrowException) as error:
         raise unreadable_parquet(path, error) from None
     return with_partitions(table, path, schema, columns=names), checksum(sums)
+
+
+def read_types(path: str) -> pa.Schema:
+    """Return the columns of a file and their types, without partition columns. Raises InputError if
+    it is unreadable.
+    """
+    return _footer(path, _version(path)).types
 
 
 def _groups(footer: _Footer, start: int, stop: int) -> list[int] | None:

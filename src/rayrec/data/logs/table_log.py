@@ -57,22 +57,28 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
 # Tasks have one part of a large file, or up to _TASK_FILES small ones, whose requests to a store
 # run at the same time.
 def index_tables(
-    files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
+    files: Sequence[storage.File],
+    schema: Schema,
+    *,
+    segment_bytes: int,
+    context: TaskContext,
+    extra: Sequence[str] = (),
 ) -> LogIndex:
     """Read the full log once to number its rows and count its faults. The cache folder gets the
-    index, which is returned for the same files later, and rewritten files. Raises InputError for a
-    missing column or an unusable type.
+    index, which is returned for the same files later, and rewritten files, which have the columns
+    `extra` too. Raises InputError for a missing column or an unusable type.
     """
+    new_columns = tuple(name for name in extra if name not in schema.columns)
     cache = CachedIndex.at(
         context.cache_folder,
         files=files,
         schema=schema,
         segment_bytes=segment_bytes,
-        suffix=f"-{VERSION}",
+        suffix=f"-{VERSION}{new_columns or ''}",
     )
     if cached := cache.read():
         return cached
-    parts = _prepared_parts(files, schema, segment_bytes, context)
+    parts = _prepared_parts(files, schema, segment_bytes, context, new_columns)
     total = sum(part.rows for part in parts)
     chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
     sized = grouped(
@@ -101,7 +107,11 @@ def index_tables(
 
 
 def _prepared_parts(
-    files: Sequence[storage.File], schema: Schema, segment_bytes: int, context: TaskContext
+    files: Sequence[storage.File],
+    schema: Schema,
+    segment_bytes: int,
+    context: TaskContext,
+    extra: tuple[str, ...],
 ) -> list[ParquetPart]:
     """Return the Parquet files with all rows of the log, after rewriting what cannot be shuffled.
     Notes what is rewritten.
@@ -112,7 +122,7 @@ def _prepared_parts(
     if kind is not None:
         context.note(f"Writing {len(files)} {kind} files as Parquet to {folder} (once)")
     prepare = functools.partial(
-        _prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder
+        _prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder, extra=extra
     )
     parts: list[ParquetPart] = []
     total = 0
@@ -155,10 +165,17 @@ def _other_format(files: Sequence[storage.File], schema: Schema) -> str | None:
 
 
 def _prepare_task(
-    files: Sequence[storage.File], *, schema: Schema, segment_bytes: int, folder: str
+    files: Sequence[storage.File],
+    *,
+    schema: Schema,
+    segment_bytes: int,
+    folder: str,
+    extra: tuple[str, ...],
 ) -> pa.Table:
     """Prepare a large file, or several small ones whose requests to a store run in parallel."""
-    prepare = functools.partial(prepared, schema=schema, segment_bytes=segment_bytes, folder=folder)
+    prepare = functools.partial(
+        prepared, schema=schema, segment_bytes=segment_bytes, folder=folder, extra=extra
+    )
     parts = [
         part
         for file_parts in storage.in_parallel(prepare, files, path=files[0].path)

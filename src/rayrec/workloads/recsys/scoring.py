@@ -20,6 +20,7 @@ from rayrec.data.encoding.known_categories import assign_buckets, bucket_names, 
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.engine import Shared, TaskContext, ThreadEngine
 from rayrec.data.log_source import LogSource
+from rayrec.data.logs.extra_columns import ExtraColumns, find_types
 from rayrec.data.logs.index import Block, LogIndex, SegmentRange
 from rayrec.data.logs.reading import first_lines, good_lines, name_slices, read_column
 from rayrec.data.logs.splits import Slice, slices_of
@@ -56,7 +57,8 @@ _OUTPUT = "output:"
 def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     """Implement `Workload.open_scoring`. Columns are `score` and `logit` (float32) and, for labeled
     logs, `label`. Further labels L have `score_L`, `logit_L`, `label_L`, other heads
-    `Head.columns`. Invalid lines count as positions without a score.
+    `Head.columns`. The log's own `context.extra_columns` follow. Invalid lines count as positions
+    without a score.
     """
     preprocessor = _load_preprocessor(workload, context)
     heads = workload.model.output_heads(model_inputs(preprocessor))
@@ -65,6 +67,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
+    _check_extra(context, schema, heads)
     index, set_name, rows = _index(context, schema, dict.fromkeys((*columns, *frequencies)))
     blocks = _blocks(context, index, rows)
     engine = context.engine()
@@ -80,6 +83,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
         key_columns=columns,
         frequency_columns=frequencies,
         day_slices=tuple(slices_of(index)[1]) if DAY in context.slice_by else (),
+        extra=find_types(context.extra_columns, index, engine),
         counts_clipped=context.counts_clipped,
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
@@ -168,6 +172,28 @@ def frequency_columns(slice_by: Sequence[str], preprocessor: Preprocessor) -> tu
     return tuple(columns)
 
 
+def _check_extra(context: ScoringContext, schema: Schema, heads: Sequence[Head]) -> None:
+    """Check that the log has the columns to keep, and that predictions have other names. Raises
+    InputError.
+    """
+    predicted = {"row", *(name for head in heads for name in _table_columns(head))}
+    for name in context.extra_columns:
+        if name in predicted:
+            raise InputError(
+                f"keep: predictions have a column {name} already; leave it out, or rename it in "
+                f"{context.path}"
+            )
+    LogSource.at(context.path).check_extra(context.extra_columns, schema)
+
+
+def _table_columns(head: Head) -> Iterator[str]:
+    """Yield the names of a head's columns in tables of scores."""
+    empty = {name: np.zeros(0, dtype) for name, dtype in zip(head.names, head.dtypes, strict=True)}
+    yield from head.columns(empty, lambda _: np.zeros(0, np.int64))
+    if isinstance(head, LabelHead):
+        yield f"label{head.suffix}"
+
+
 def _index(
     context: ScoringContext, schema: Schema, slice_columns: Iterable[str]
 ) -> tuple[LogIndex, str, tuple[int, int]]:
@@ -194,6 +220,7 @@ def _index(
                 console.warn,
             ),
             max_bad_fraction=config.max_bad_fraction,
+            extra=context.extra_columns,
         )
     if index.is_preprocessed and (names := ", ".join(slice_columns)):
         raise InputError(
@@ -332,6 +359,8 @@ class _ScoringTask:
     """Columns whose category frequencies are returned for slicing."""
     day_slices: tuple[Slice, ...]
     """Time slices of the log, if used for slicing."""
+    extra: ExtraColumns
+    """Columns of the log that are returned unchanged."""
     counts_clipped: bool
     """Flag to return which numbers are beyond their bounds."""
 
@@ -433,6 +462,8 @@ class _LogBlock:
                 pa.array(scored[KEY + FREQUENCY + name].astype(np.int32), mask=missing),
                 pa.array(bucket_names(self._preprocessor, name), pa.large_string()),
             )
+        if task.extra.types.names:
+            columns |= task.extra.read(block, self._schema)
         return columns
 
     def _values(self, name: str) -> pa.Array:
