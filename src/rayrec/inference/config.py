@@ -92,6 +92,15 @@ class EvaluationConfig(_ResampledConfig):
     baseline_rows: Count = 1_000_000
     """Number of the last training rows to train baselines on, kept in memory."""
 
+    importance: bool = False
+    """Whether to report the loss of quality when the values of each feature are permuted among the
+    rows.
+    """
+    importance_rows: Count = 50_000
+    """Maximum number of rows to permute, evenly spread over the evaluated ones, kept in memory."""
+    importance_repeats: Count = 5
+    """Number of permutations per feature."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.slice_by)) < len(self.slice_by):

@@ -20,6 +20,7 @@ from rayrec.data.arrow import as_numpy
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.humanize import json_values
 from rayrec.inference.config import ComparisonConfig, ComparisonGates, EvaluationConfig
+from rayrec.inference.importance import check_importance, measure_importance
 from rayrec.inference.scoring import ScoringJob, ScoringRequest
 from rayrec.inference.training_rows import count_training_rows
 from rayrec.metrics.binary import binary_metrics
@@ -69,6 +70,7 @@ def evaluate(
         (slice_by -> slices, each with value, rows and the same metrics). `compared` has the metrics
         of the other checkpoint and `differences`, first minus second (metric -> difference, low,
         high, p_value, method). `baselines` has each baseline's name, trained_rows and metrics.
+        `importance` is the result of `rayrec.inference.importance.measure_importance`.
     """
     options = options or EvaluationConfig()
     console = console or Console()
@@ -78,15 +80,28 @@ def evaluate(
     )
     if options.ranking_k or options.asks_for_more:
         _check_clicks(opened, config, options)
+    if options.importance:
+        check_importance(opened, config)
     training_rows = {"training_rows": _training_rows(opened, config, path, console)}
     if options.asks_for_more:
-        return json_values(_click_report(request, options, opened, other, training_rows))
+        result = _click_report(request, options, opened, other, training_rows)
+    else:
+        result = {**_metrics(opened, console), **training_rows, **opened.described}
+    if options.importance:
+        result["importance"] = measure_importance(
+            opened, config, options, path=path, console=console
+        )
+    return json_values(result)
+
+
+def _metrics(opened: ScoringJob, console: Console) -> dict[str, Any]:
+    """Return the workload's metrics of all rows, and their number."""
     totals = opened.scoring.make_totals()
     for table in opened.tables(console):
         totals.update(table)
     rows = totals.rows
     assert rows == opened.scoring.rows, f"{rows} of {opened.scoring.rows} rows were scored"
-    return json_values({**totals.compute(), "rows": rows, **training_rows, **opened.described})
+    return {**totals.compute(), "rows": rows}
 
 
 def _click_report(

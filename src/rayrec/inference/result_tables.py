@@ -59,6 +59,8 @@ def evaluation_text(result: dict[str, Any]) -> str:
         lines.append(f"other checkpoint: {compared['checkpoint']}")
     if "baselines" in result:
         lines += ["", "baselines:", *_baselines(result["baselines"])]
+    if "importance" in result:
+        lines += ["", *_importance(result["importance"])]
     for by, slices in result.get("slices", {}).items():
         lines += ["", f"by {by}:", *_slices(slices)]
     return "\n".join(lines)
@@ -73,6 +75,27 @@ def _baselines(baselines: Sequence[dict[str, Any]]) -> list[str]:
             row.append(_interval(baseline["intervals"]["auroc"]))
         rows.append([*row, _number(baseline["trained_rows"])])
     return aligned(rows)
+
+
+def _importance(importance: dict[str, Any]) -> list[str]:
+    features = importance["features"]
+    metrics = [name for name in features[0] if name not in ("feature", "kind")]
+    head = ["", "kind"]
+    for name in metrics:
+        head += [f"{name} loss", "its interval"]
+    rows = [head]
+    for feature in features:
+        row = [feature["feature"], feature["kind"]]
+        for name in metrics:
+            loss = feature[name]
+            row += [_number(loss["loss"], signed=True)]
+            row += [_interval([loss["low"], loss["high"]], signed=True)]
+        rows.append(row)
+    note = (
+        f"importance on {importance['rows']:,} rows, {importance['repeats']} permutations of each "
+        f"feature, intervals of {importance['confidence']:.0%}:"
+    )
+    return [note, *aligned(rows)]
 
 
 def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:

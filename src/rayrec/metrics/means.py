@@ -97,12 +97,12 @@ class SumsAccumulator(ABC):
     """Sums of row terms, exact over all ranks."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(len(self._terms(np.zeros(0), np.zeros(0))))
+        self._sums = np.zeros(len(self.terms(np.zeros(0), np.zeros(0))))
         self.rows = 0
 
     def update(self, predicted: Any, labels: Any) -> None:
         """Append rows, [rows] each."""
-        terms = self._terms(flat_array(predicted).astype(np.float64), flat_array(labels))
+        terms = self.terms(flat_array(predicted).astype(np.float64), flat_array(labels))
         self._sums = self._sums + [term.sum() for term in terms]
         self.rows += len(terms[0])
 
@@ -116,7 +116,7 @@ class SumsAccumulator(ABC):
         return {**self._metrics(rows or math.nan, *sums), "rows": rows}
 
     @abstractmethod
-    def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+    def terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the terms of each row, float64 [rows] each."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class SumsAccumulator(ABC):
 class NumberAccumulator(SumsAccumulator):
     """Mean squared error `mse` and mean absolute error `mae` of predicted numbers."""
 
-    def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+    def terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
         errors = predicted - labels
         return np.square(errors), np.abs(errors)
 
@@ -142,7 +142,7 @@ class CountAccumulator(SumsAccumulator):
     divided by the total count.
     """
 
-    def _terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+    def terms(self, predicted: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
         means = np.exp(predicted)
         counts = labels.astype(np.float64)
         deviances = 2 * (counts * (np.log(np.maximum(counts, 1e-300)) - predicted) - counts + means)

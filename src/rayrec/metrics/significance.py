@@ -225,6 +225,11 @@ class _Model:
         )
 
 
+def auroc_placements(logits: Floats, labels: Labels) -> Placements:
+    """Return the placements of rows. Their mean in either class is the AUROC."""
+    return _Model(logits, labels).placements()
+
+
 def _product(first: Array, second: Array) -> np.float64:
     # Not np.dot: BLAS would use separate threads, which slow these down, and sum in another order.
     return np.float64(np.einsum("i,i->", first, second))
@@ -304,7 +309,7 @@ def _delong(first: Placements, second: Placements, confidence: float) -> Differe
     """Return the AUROC difference from the placements of two models."""
     differences = first[0] - second[0], first[1] - second[1]
     difference = float(np.mean(differences[0]))
-    error = math.sqrt(_row_variance(differences))
+    error = math.sqrt(placement_variance(differences))
     if not error:
         return Difference(
             difference, difference, difference, 1.0 if not difference else 0.0, "delong"
@@ -314,7 +319,7 @@ def _delong(first: Placements, second: Placements, confidence: float) -> Differe
     return Difference(difference, difference - width, difference + width, p_value, "delong")
 
 
-def _row_variance(placements: Placements) -> float:
+def placement_variance(placements: Placements) -> float:
     """Return DeLong's variance. NaN with too few rows."""
     if min(map(len, placements)) < MIN_CLASS_ROWS or sum(map(len, placements)) < MIN_ROWS:
         return math.nan
@@ -355,7 +360,7 @@ class SeededScores:
             by_name["auroc"],
             by_name["logloss"],
             (positives, negatives),
-            float(np.mean([_row_variance(each) for each in placements])),
+            float(np.mean([placement_variance(each) for each in placements])),
         )
 
 
@@ -373,14 +378,14 @@ def compare_seeds(first: SeededScores, second: SeededScores, *, confidence: floa
 
     if min(len(first.aurocs), len(second.aurocs)) < 2:
         return Difference(math.nan, math.nan, math.nan, math.nan, "seeds")
-    row_variance = _row_variance(
+    row_variance = placement_variance(
         (first.placements[0] - second.placements[0], first.placements[1] - second.placements[1])
     )
     variance = spread = 0.0
     for scores in (first, second):
         degrees = len(scores.aurocs) - 1
         seed_variance = float(np.var(scores.aurocs, ddof=1)) / len(scores.aurocs)
-        row_variance -= (scores.row_variance - _row_variance(scores.placements)) / degrees
+        row_variance -= (scores.row_variance - placement_variance(scores.placements)) / degrees
         variance, spread = variance + seed_variance, spread + seed_variance**2 / degrees
     variance += float(np.maximum(0, row_variance))  # NaN stays
     difference = float(np.mean(first.aurocs) - np.mean(second.aurocs))

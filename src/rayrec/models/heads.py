@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.metrics.binary import BinaryMetricsAccumulator, sigmoid
+from rayrec.metrics.binary import BinaryMetricsAccumulator, checked, row_losses, sigmoid
 from rayrec.metrics.means import Accumulator, CountAccumulator, LabelsAccumulator, NumberAccumulator
 from rayrec.metrics.ranking import DEFAULT_KS
 
@@ -122,6 +122,10 @@ class LabelHead(Head):
         return values
 
     @abstractmethod
+    def row_losses(self, values: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the metrics that are means over rows, lower is better, float64 [rows] each."""
+
+    @abstractmethod
     def accumulator(self) -> Accumulator:
         """Return a new accumulator of the exact metrics of predictions against the label."""
 
@@ -167,6 +171,9 @@ class BinaryHead(LabelHead):
     def prediction(self, values: np.ndarray) -> np.ndarray:
         return sigmoid(values)
 
+    def row_losses(self, values: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        return {"logloss": row_losses(*checked(values, labels))[0]}
+
     def accumulator(self) -> Accumulator:
         return BinaryMetricsAccumulator()
 
@@ -187,6 +194,10 @@ class NumberHead(LabelHead):
         losses = (values - labels).square()
         return losses if weights is None else weights * losses
 
+    def row_losses(self, values: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        squared, absolute = NumberAccumulator().terms(values.astype(np.float64), labels)
+        return {"mse": squared, "mae": absolute}
+
     def accumulator(self) -> Accumulator:
         return NumberAccumulator()
 
@@ -205,6 +216,9 @@ class CountHead(LabelHead):
 
     def prediction(self, values: np.ndarray) -> np.ndarray:
         return np.exp(values)
+
+    def row_losses(self, values: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        return {"deviance": CountAccumulator().terms(values.astype(np.float64), labels)[0]}
 
     def accumulator(self) -> Accumulator:
         return CountAccumulator()
