@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayrec import recipes
     from rayrec.cluster.restart_policy import SuperviseConfig
-    from rayrec.commands.data import adopt, fetch, generate, preprocess, split, validate, vocabulary
+    from rayrec.commands.data import (
+        adopt,
+        draft_schema,
+        fetch,
+        generate,
+        preprocess,
+        split,
+        validate,
+        vocabulary,
+    )
     from rayrec.commands.inference import compare, ensemble, evaluate, export, predict, predict_to
     from rayrec.commands.runs import doctor, profile, report
     from rayrec.commands.serving import serving
@@ -50,6 +59,7 @@ __all__ = [
     "adopt",
     "compare",
     "doctor",
+    "draft_schema",
     "ensemble",
     "evaluate",
     "export",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayrec.prepare.preprocess import Format
     from rayrec.prepare.split_tasks import By
     from rayrec.prepare.validate import Gates, Report
+    from rayrec.schema import Schema
 
 _PREPARATION = ("", "rayrec.prepare.config:PreparationConfig")
 RecipeOptions = Annotated[
@@ -102,7 +103,12 @@ def fetch(
 )
 def schema(
     path: Annotated[
-        str, Argument("CSV, TSV or Parquet with column names: file, glob or folder", "PATH")
+        Any,
+        Argument(
+            "CSV, TSV or Parquet with column names: file, glob or folder",
+            "PATH",
+            type="builtins:str",
+        ),
     ],
     *,
     out: Annotated[str | None, Argument("new YAML file; default: standard output", "FILE")] = None,
@@ -113,22 +119,38 @@ def schema(
 ) -> str | None:
     """Draft the schema of your own log from its first rows, for `rayrec train RECIPE --schema`.
 
-    See rayrec.prepare.schema_draft.draft. Returns the YAML text without `out`.
+    See rayrec.prepare.schema_draft.draft. `path` is a path, or a pandas DataFrame, a pyarrow.Table
+    or a ray.data.Dataset. Returns the YAML text without `out`.
     """
     from rayrec import storage
     from rayrec.prepare.schema_draft import draft, recipe_of
 
-    path = _path_text(path)
+    path = _path_or_rows(path)
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
     text = draft(path, label=label)
     if out is None:
         return text.rstrip("\n")
     storage.write_bytes(out, text.encode())
+    data = path if isinstance(path, str) else "PATH"
     _console(console).note(
-        f"Wrote {out}. Check it, then: rayrec train {recipe_of(text)} --schema {out} --data {path}"
+        f"Wrote {out}. Check it, then: rayrec train {recipe_of(text)} --schema {out} --data {data}"
     )
     return None
+
+
+def draft_schema(path: Any, *, label: str | None = None) -> "Schema":
+    """Draft the schema of your own log for recipes such as `rayrec.recipes.clicks`.
+
+    `path` is a path, or a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, of which up to
+    100,000 rows at the start are examined. `label` is the label column; None takes the one whose
+    name and values are most like one. `rayrec schema` writes the same schema with a comment on each
+    decision. Raises InputError for rows without label, features or enough valid rows.
+    """
+    from rayrec.prepare.schema_draft import draft
+    from rayrec.schema import load_schema
+
+    return load_schema(draft(_path_or_rows(path), label=label), "path")
 
 
 def _show_report(report: "Report") -> Shown:
@@ -389,6 +411,20 @@ def adopt(
     return adopt_dlrm(
         path, out=out, preprocessor=adoption.preprocessor, config=named_configuration("clicks")
     )
+
+
+def _path_or_rows(path: Any) -> Any:
+    """Return a text or path object as text, and rows in memory unchanged. Raises InputError for
+    others.
+    """
+    from rayrec.data.frame_files import is_rows
+    from rayrec.data.frames import DATA_TYPES
+
+    if is_rows(path):
+        return path
+    if isinstance(path, str | os.PathLike):
+        return os.fspath(path)
+    raise InputError(f"path: must be a path, {DATA_TYPES}, got {type(path).__name__}")
 
 
 def _path_text(path: object) -> str:

@@ -13,11 +13,9 @@ from rayrec.commands.settings import named_configuration, nest_settings, updated
 from rayrec.config import InputError
 
 if TYPE_CHECKING:
-    import pandas
-    import ray.data
-
     from rayrec.cluster.restart_policy import SuperviseConfig
     from rayrec.cluster.supervisor import Outcome
+    from rayrec.data.frame_files import Rows
     from rayrec.observe.console import Console
     from rayrec.observe.timing import Stopwatch
     from rayrec.recipes import Recipe
@@ -124,8 +122,8 @@ def _show_run(result: "Result") -> Shown:
 def train(
     config: "TrainConfig | Recipe | str",
     *,
-    data: "pandas.DataFrame | ray.data.Dataset | str | None" = None,
-    eval_data: "pandas.DataFrame | ray.data.Dataset | None" = None,
+    data: "Rows | str | os.PathLike[str] | None" = None,
+    eval_data: "Rows | str | os.PathLike[str] | None" = None,
     console: "Console | None" = None,
     stopwatch: "Stopwatch | None" = None,
     stop: threading.Event | None = None,
@@ -135,15 +133,20 @@ def train(
 
     `config` is a configuration, a recipe, or a text: a recipe's name, FILE.py:FUNCTION, FILE.yaml,
     or the folder of a run. `settings` override it: `rayrec.train("criteo_demo",
-    data="log/train.txt", steps=100, schema="shop.yaml")`. The data comes from `config.train_data`,
-    a DataFrame or a Dataset; see `rayrec.training.trainer.train`.
+    data="log/train.txt", steps=100, schema="shop.yaml")`. `data` and `eval_data` are paths, or, for
+    click models, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset; None uses those of the
+    configuration. See `rayrec.training.trainer.train`.
     """
     from rayrec.training.trainer import train as run
 
     # A path belongs to the configuration, which is stored, so that the run resumes by its name
     # alone. Objects must be given again.
-    if isinstance(data, str):
-        settings, data = {**settings, "data": data}, None
+    if isinstance(data, str | os.PathLike):
+        settings["data"] = os.fspath(data)
+        data = None
+    if isinstance(eval_data, str | os.PathLike):
+        settings["eval_data.path"] = os.fspath(eval_data)
+        eval_data = None
     resolved = configuration(config, settings)
     console = _console(console)
     require_files(resolved, note=console.note)

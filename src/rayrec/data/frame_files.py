@@ -109,6 +109,19 @@ def _to_table(data: Any, columns: Sequence[str]) -> pa.Table:
     return frame_to_arrow(data[list(columns)])
 
 
+def first_rows(data: Rows, rows: int) -> pa.Table:
+    """Return at most the first `rows` rows, with all columns. Ray Data computes the first blocks of
+    a lazy Dataset. Raises InputError for a column of mixed types.
+    """
+    if is_dataset(data):
+        with _in_order(data):
+            tables = list(data.limit(rows).iter_batches(batch_size=None, batch_format="pyarrow"))
+        return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+    if isinstance(data, pa.Table):
+        return data.slice(0, rows)
+    return frame_to_arrow(with_text_names(data).head(rows))
+
+
 def num_rows(data: Rows) -> int:
     """Return the number of rows. Ray Data may read a lazy Dataset for it."""
     if is_dataset(data):

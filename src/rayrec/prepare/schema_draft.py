@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.typed_header import CATEGORY, NUMBER, NUMBERS, split_types
+from rayrec.data.frame_files import first_rows
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
 from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels
@@ -41,6 +42,9 @@ from rayrec.prepare.draft_columns import (
     time_rank,
 )
 from rayrec.schema import BRACKETS, Schema, load_schema
+
+if TYPE_CHECKING:
+    from rayrec.data.frame_files import Rows
 
 _ROWS = 100_000
 _BYTES = 16 << 20
@@ -122,16 +126,19 @@ class _Head:
 #   3. label      given; else 0 and 1, two words, or a rating, by name; a name beats a place
 #   4. features   numbers are dense, the rest sparse; constant and unreadable columns are left out
 #   5. check      the drafted schema must parse these rows
-def draft(path: str, *, label: str | None = None) -> str:
+def draft(data: "str | Rows", *, label: str | None = None) -> str:
     """Return the schema of a log as YAML text with comments on each decision, from up to 100,000
-    rows at its start. `rayrec train clicks` accepts it unchanged. Amounts and decimal numbers are
-    dense, codes, small integers and text are sparse, lists are found by their marks, and one time
-    of the row is its timestamp. Only constant and unreadable columns, row numbers and columns that
+    rows at its start. `data` is a path, a DataFrame, an Arrow table or a Dataset.
+
+    `rayrec train clicks` accepts the schema unchanged. Amounts and decimal numbers are dense,
+    codes, small integers and text are sparse, lists are found by their marks, and one time of the
+    row is its timestamp. Only constant and unreadable columns, row numbers and columns that
     may be other labels are left out. The label is `label`, else the column named most like one: of
     0 and 1, of two words, or a rating. Raises InputError for a log without label, features or
     enough valid rows.
     """
-    head = _head(path)
+    path = data if isinstance(data, str) else "path"
+    head = _head(data) if isinstance(data, str) else _rows_head(data)
     is_text = FAULT in head.table.column_names
     table = head.table.drop_columns([FAULT]) if is_text else head.table
     columns = _examined(table, path, is_text=is_text)
@@ -168,6 +175,14 @@ def _one_line(text: str) -> str:
 
 
 # -- First rows
+def _rows_head(data: "Rows") -> _Head:
+    """Return the first rows in memory. Raises InputError without rows, or without usable types."""
+    table = first_rows(data, _ROWS)
+    if not table.num_rows:
+        raise InputError("path: has no rows. Pass some")
+    return _Head(table)
+
+
 def _head(path: str) -> _Head:
     """Return the first rows of a log. Raises InputError without rows."""
     files = [file for file in LogSource.at(path).raw_files() if file.size_bytes]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rayrec import storage
 from rayrec.config import InputError
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rayrec.data.frame_files import Rows
 
 MANIFEST = "written.json"
+_ARGUMENTS: Final = {"train_data": "data", "eval_data": "eval_data"}
+"""Arguments of `rayrec.train` with the rows for a field of the configuration, for messages."""
 
 
 def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> TrainConfig:
@@ -27,18 +29,19 @@ def with_paths(config: TrainConfig, folder: str, tables: Mapping[str, Rows]) -> 
     types, and a recipe without tables.
     """
     for field, data in tables.items():
+        name = _ARGUMENTS[field]
         if not is_rows(data):
-            raise InputError(f"{field}: must be {DATA_TYPES}, got {type(data).__name__}")
+            raise InputError(f"{name}: must be a path, {DATA_TYPES}, got {type(data).__name__}")
         schema = config.workload.table_schema
         if schema is None:
             raise InputError(
-                f"{field}: recipe {config.recipe} does not train on tables. Set train_data.path"
+                f"{name}: recipe {config.recipe} does not train on tables. Set train_data.path"
             )
         target = _data_folder(folder, field)
         path = getattr(config, field).path
         if path not in (None, target):
             raise InputError(
-                f"{field}: cannot use both data and {field}.path {path}. Set one of them"
+                f"{name}: cannot use both rows and {field}.path {path}. Set one of them"
             )
         config = config.updated({field: {"path": target, "files": ()}})
         if field == "train_data" and schema.header is None and schema.tokens == "any":
@@ -72,7 +75,7 @@ def write(
             _compare(storage.read_json(manifest), data, schema, field, target=target)
             note(f"Resuming with the data in {target}; the given data is not read again")
             continue
-        columns, types = pick_columns(data, schema, field)
+        columns, types = pick_columns(data, schema, _ARGUMENTS[field])
         storage.remove_folder(target)
         rows = write_rows(data, columns, target, functools.partial(_write_manifest, columns=types))
         if is_dataset(data) and not data.context.execution_options.preserve_order:
@@ -102,7 +105,7 @@ def _compare(
     """
     current: dict[str, Any] = {}
     if not is_dataset(data) or data.schema(fetch_if_missing=False) is not None:
-        current["columns"] = pick_columns(data, schema, field)[1]
+        current["columns"] = pick_columns(data, schema, _ARGUMENTS[field])[1]
     if not is_dataset(data) or is_computed(data):
         current["rows"] = num_rows(data)
     for name, new in current.items():

@@ -181,26 +181,26 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.param(
             {"a": [1]},
             {},
-            "train_data: must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
+            "^data: must be a path, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
             "dict",
             id="a-1",
         ),
         pytest.param(
             ratings(),
             {"train_data": {"path": "log"}},
-            "train_data: cannot use both data and train_data.path log",
+            "^data: cannot use both rows and train_data.path log",
             id="ratings",
         ),
         pytest.param(
             ratings().drop(columns="user"),
             {},
-            "train_data: has no column named user; did you mean unused",
+            "^data: has no column named user; did you mean unused",
             id="ratings-.drop-columns-user",
         ),
         pytest.param(
             ratings().assign(user=pd.Timestamp(0)),
             {},
-            r"train_data: column user is of type timestamp\[ns\]; text or",
+            r"^data: column user is of type timestamp\[ns\]; text or",
             id="ratings-.assign-user",
         ),
         pytest.param(
@@ -222,7 +222,7 @@ def test_integer_column_names_are_digits(tmp_path: Path) -> None:
     written = pq.read_table(tmp_path / "run" / "data" / "train" / "part-000000.parquet")
     assert written.to_pydict() == {"0": [1, 0], "1": [30.0, 31.0], "2": ["u1", "u2"]}
     rejects(
-        "train_data: has no column named liked; it has 0, 1, 2",
+        "^data: has no column named liked; it has 0, 1, 2",
         write,
         config(tmp_path / "other"),
         frame,
@@ -240,9 +240,7 @@ def test_dataframe_has_no_order_of_lines(tmp_path: Path) -> None:
 
 
 def test_dataframe_input_accepts_criteo_not_other_recipes(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match="train_data: recipe mnist_resnet18 does not train on tables"
-    ):
+    with pytest.raises(InputError, match=r"^data: recipe mnist_resnet18 does not train on tables"):
         rayrec.train(recipes.mnist_resnet18().replace(storage_path=str(tmp_path)), data=ratings())
     # Categories of 8 hexadecimal digits, and integers that pandas stores as floats because of
     # missing values.
