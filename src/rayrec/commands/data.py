@@ -142,10 +142,15 @@ def schema(
 def draft_schema(path: Any, *, label: str | None = None) -> "Schema":
     """Draft the schema of your own log for recipes such as `rayrec.recipes.clicks`.
 
-    `path` is a path, or a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, of which up to
-    100,000 rows at the start are examined. `label` is the label column; None takes the one whose
-    name and values are most like one. `rayrec schema` writes the same schema with a comment on each
-    decision. Raises InputError for rows without label, features or enough valid rows.
+    `rayrec schema` writes the same schema, with a comment on each decision.
+
+    Args:
+        path: Path of a log, or a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset. Up to
+            100,000 rows at its start are examined.
+        label: Name of the label column. None takes the column whose name and values are most like
+            a label.
+
+    Raises InputError for rows without label, features or enough valid rows.
     """
     from rayrec.prepare.schema_draft import draft
     from rayrec.schema import load_schema

@@ -117,6 +117,14 @@ class EncodedRows:
         return next(iter(self.labels.values()))
 
 
+def concatenate_ids(parts: Sequence[Ids]) -> Ids:
+    """Concatenate the ids of one column, which are lists in all parts or in none."""
+    lists = [part for part in parts if isinstance(part, JaggedIds)]
+    if lists:
+        return JaggedIds.concatenated(lists)
+    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+
 # Encoded rows travel between processes as Arrow tables, because Ray stores Arrow buffers in shared
 # memory: a reader on the same node maps them and copies nothing. `from_arrow` must therefore not
 # write to its arrays.

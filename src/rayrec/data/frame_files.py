@@ -39,9 +39,15 @@ def is_rows(data: object) -> bool:
 def pick_columns(
     data: Rows, schema: Schema | None, name: str, extra: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to write, those of the schema and `extra`, or all, and their types. Ray
-    Data computes one row of a lazy Dataset. Raises InputError, which names the argument `name`, for
-    a missing column and unusable types.
+    """Return the columns to write and their types. Ray Data computes one row of a lazy Dataset.
+
+    Args:
+        data: Rows in memory.
+        schema: Schema whose columns are written. None: all columns.
+        name: Name of the argument with the rows, which messages begin with.
+        extra: Further columns to write.
+
+    Raises InputError for a missing column and unusable types.
     """
     if is_dataset(data):
         types = _column_types(data)

@@ -367,10 +367,21 @@ class LogSource:
                     return columns == labelled
         return True
 
+    # Little is read, so that a mistake is reported at once. Later files are checked when the log is
+    # indexed.
+    #
+    #   log                          its columns
+    #   text without a header        those of the schema
+    #   files with equal columns     those of the first file and its folders
+    #   rows that name columns       those of the schema, and of the first rows in some files
     def check_extra(self, extra: Sequence[str], schema: Schema) -> None:
         """Check that a raw log has the columns `extra`, whether or not they are the schema's.
-        Columns that only some rows of a file have must be among its first. Raises InputError with
-        the nearest names.
+
+        Args:
+            extra: Names of the columns.
+            schema: Schema of the log, without its labels if the log has none.
+
+        Raises InputError with the nearest names, and for preprocessed and random rows.
         """
         if not extra:
             return

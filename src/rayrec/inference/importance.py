@@ -15,7 +15,13 @@ import torch
 
 from rayrec import host_resources
 from rayrec.config import InputError
-from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, concatenate_optional
+from rayrec.data.encoded_rows import (
+    EncodedRows,
+    Ids,
+    JaggedIds,
+    concatenate_ids,
+    concatenate_optional,
+)
 from rayrec.data.encoding.encoder import indicator_names
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.inference.config import EvaluationConfig
@@ -36,7 +42,10 @@ _BATCH_ROWS: Final = 8192
 
 @dataclass(frozen=True)
 class InputFeature:
-    """Inputs of a model that are permuted together."""
+    """Inputs that are permuted together.
+
+    They come from one column of the log, or from aligned ones.
+    """
 
     name: str
     kind: str
@@ -96,6 +105,13 @@ def measure_importance(
     `options.importance_repeats` times, and the rows scored by threads of this process. Equal seeds
     give equal permutations, whatever the number of cores.
 
+    Args:
+        job: Opened evaluation of a click model (`check_importance`).
+        config: Configuration of its checkpoint.
+        options: Numbers of rows and permutations, seed, confidence and batch size.
+        path: Path of the evaluated rows. None: the run's held-out ones.
+        console: Console for the progress.
+
     Returns:
         JSON values: rows, repeats, seed, confidence and features. The most important feature is the
         first. Each has `feature`, `kind`, and loss, low and high for each metric. These are auroc
@@ -103,24 +119,29 @@ def measure_importance(
         measures.
     """
     permuter = _open(job, config, options, path)
-    total = len(permuter.rows) * options.importance_repeats * len(permuter.features)
+    rows = len(permuter.rows)
+    repeats = options.importance_repeats
+    total = rows * repeats * len(permuter.features)
     reports: list[dict[str, Any]] = []
+    done = 0
     with console.preparing():
         before = permuter.score(None, None)
         for number, feature in enumerate(permuter.features):
             permuted = []
-            for repeat in range(options.importance_repeats):
+            for repeat in range(repeats):
+                # Independent of the other features and repeats, and of their number
                 generator = np.random.default_rng([options.seed, number, repeat])
-                permuted.append(permuter.score(feature, generator.permutation(len(permuter.rows))))
-                done = (number * options.importance_repeats + repeat + 1) * len(permuter.rows)
+                order = generator.permutation(rows)
+                permuted.append(permuter.score(feature, order))
+                done += rows
                 console.progress("importance (rows)", done, total)
             losses = permuter.losses(before, permuted, options.resampling.confidence)
             described = {name: asdict(loss) for name, loss in losses.items()}
             reports.append({"feature": feature.name, "kind": feature.kind, **described})
     reports.sort(key=_by_main_loss)
     return {
-        "rows": len(permuter.rows),
-        "repeats": options.importance_repeats,
+        "rows": rows,
+        "repeats": repeats,
         "seed": options.seed,
         "confidence": options.resampling.confidence,
         "features": reports,
@@ -147,6 +168,15 @@ def check_importance(job: ScoringJob, config: TrainConfig) -> None:
         )
 
 
+# What is done once, and what is done for each permutation:
+#
+#   once              the rows are read, parsed and encoded; the weights are loaded
+#   each permutation  a batch takes one feature from other rows, and is scored
+#
+# So importance reads at most 64 ranges of a log again, however many features it has.
+#
+# All metrics are of these rows, also the one before a permutation: it may differ from that of all
+# evaluated rows, which the evaluation reports.
 def _open(
     job: ScoringJob, config: TrainConfig, options: EvaluationConfig, path: str | None
 ) -> _Permuter:
@@ -183,22 +213,19 @@ def _open(
 
 
 def _concatenated(batches: Sequence[EncodedRows]) -> EncodedRows:
+    """Concatenate the inputs and labels of rows, and what measures of a network may read."""
+    columns = zip(*(batch.ids for batch in batches), strict=True)
+    labels = {
+        name: np.concatenate([batch.labels[name] for batch in batches])
+        for name in batches[0].labels
+    }
     return EncodedRows(
         np.concatenate([batch.dense for batch in batches]),
-        [_concatenated_ids(columns) for columns in zip(*(b.ids for b in batches), strict=True)],
-        {
-            name: np.concatenate([batch.labels[name] for batch in batches])
-            for name in batches[0].labels
-        },
+        [concatenate_ids(column) for column in columns],
+        labels,
         groups=concatenate_optional([batch.groups for batch in batches]),
         timestamps=concatenate_optional([batch.timestamps for batch in batches]),
     )
-
-
-def _concatenated_ids(parts: Sequence[Ids]) -> Ids:
-    lists = [part for part in parts if isinstance(part, JaggedIds)]
-    arrays = [part for part in parts if isinstance(part, np.ndarray)]
-    return JaggedIds.concatenated(lists) if lists else np.concatenate(arrays)
 
 
 def _take_rows(column: Ids, rows: np.ndarray) -> Ids:
@@ -212,7 +239,9 @@ Values = Mapping[str, np.ndarray]
 @final
 @dataclass(frozen=True)
 class _Permuter:
-    """Rows in memory, scored with one feature permuted."""
+    """Rows in memory, scored with one feature permuted. The rows are never changed: a batch is a
+    copy of its numbers, and shares the ids of the other features.
+    """
 
     rows: EncodedRows
     scorer: ClickScorer
@@ -225,7 +254,12 @@ class _Permuter:
     num_threads: int
 
     def score(self, feature: InputFeature | None, order: np.ndarray | None) -> Values:
-        """Score all rows, with the feature's values of rows `order`, int64 [rows]."""
+        """Score all rows, with the values that the feature has in rows `order`.
+
+        Args:
+            feature: Feature to permute. None scores the rows unchanged.
+            order: Row whose values each row gets, int64 [rows]. None with no feature.
+        """
         threads = torch.get_num_threads()
         state = threading.local()
 

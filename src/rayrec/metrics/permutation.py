@@ -21,8 +21,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class QualityLoss:
-    """Mean loss over the permutations of a feature, positive if it helps the model. NaN if
-    undefined.
+    """Mean loss over the permutations of a feature. NaN if undefined.
+
+    Positive if the feature helps the model. A loss below 0 is chance, or a feature that misleads
+    the model on these rows.
     """
 
     loss: float
@@ -34,7 +36,13 @@ class QualityLoss:
 # Two variances are added: that of the rows, as if others had been drawn, and that of a mean over
 # few permutations.
 def _with_interval(losses: Sequence[float], variance: float, confidence: float) -> QualityLoss:
-    """Return the mean loss and its normal interval, given the variance that the rows cause."""
+    """Return the mean loss and its normal interval.
+
+    Args:
+        losses: Loss of each permutation.
+        variance: Variance of the mean loss over draws of the rows, for these permutations.
+        confidence: Share of all similar rows whose interval contains the true loss.
+    """
     mean = float(np.mean(losses))
     if len(losses) > 1:
         variance += float(np.var(losses, ddof=1)) / len(losses)
@@ -45,9 +53,17 @@ def _with_interval(losses: Sequence[float], variance: float, confidence: float) 
 def auroc_loss(
     logits: Any, permuted: Sequence[Any], labels: Any, *, confidence: float
 ) -> QualityLoss:
-    """Return the drop of the AUROC. `permuted` has the logits for each permutation, [rows]. The
-    variance over rows is DeLong's (see `significance.compare_models`), with the mean placement of
-    each row over the permutations.
+    """Return the drop of the AUROC. NaN if all rows have one label.
+
+    The AUROC is a mean of placements. So the mean AUROC over permutations comes from each row's
+    mean placement. The variance over rows is therefore DeLong's for two models, if the second one
+    has these mean placements (see `rayrec.metrics.significance.compare_models`).
+
+    Args:
+        logits: Logits of the rows as they are, [rows].
+        permuted: Logits for each permutation, [rows] each.
+        labels: Labels of the rows, 0 or 1, [rows].
+        confidence: Confidence level of the interval, such as 0.95.
     """
     checked_logits, checked_labels = checked(logits, labels)
     before = auroc_placements(checked_logits, checked_labels)
@@ -64,8 +80,16 @@ def auroc_loss(
 
 
 def mean_loss(values: Array, permuted: Sequence[Array], *, confidence: float) -> QualityLoss:
-    """Return the increase of a mean of row values, such as log losses, float64 [rows]. NaN excludes
-    a row.
+    """Return the increase of a mean of row values, such as log losses. NaN without rows, and an
+    interval of NaN with fewer than `MIN_ROWS`.
+
+    Rows are paired: each has a mean change over the permutations, so that its difficulty cancels.
+    The variance over rows is the variance of these changes, divided by the row count.
+
+    Args:
+        values: Value of each row, float64 [rows]. NaN excludes a row.
+        permuted: Values for each permutation, float64 [rows] each. NaN in one excludes a row.
+        confidence: Confidence level of the interval, such as 0.95.
     """
     changes = np.stack([each - values for each in permuted])
     changes = changes[:, ~np.isnan(changes).any(axis=0)]

@@ -67,8 +67,14 @@ def check_file(path: str, names: Sequence[str], schema: Schema, *, hint: str = "
 
 
 def check_extra(names: Sequence[str], extra: Sequence[str], *, path: str) -> None:
-    """Check that each of the columns `extra` is among `names` once. Raises InputError with the
-    nearest names.
+    """Check that each of the columns `extra` is among `names` once.
+
+    Args:
+        names: Columns of a file, or of rows in memory.
+        extra: Columns to find.
+        path: Source of the names, for messages.
+
+    Raises InputError with the nearest names.
     """
     for name in extra:
         count = list(names).count(name)

@@ -30,6 +30,15 @@ _TASK_FILES: Final = 256
 """Files per task that reads types."""
 
 
+# Model inputs and these columns are read by different ways from the same rows:
+#
+#   log               file with the columns                   values
+#   text              itself, split at its tabs                text
+#   CSV, JSON, ...    Parquet in the cache, rewritten once     text, or the type that the format has
+#   Parquet           itself; rewritten if its groups are large  its types
+#   folders           the name of the folder                   text
+#
+# Segments have the same rows for both, and invalid ones are removed from both.
 @dataclass(frozen=True)
 class ExtraColumns:
     """Columns of a raw log and the types of their values."""
@@ -37,8 +46,15 @@ class ExtraColumns:
     types: pa.Schema
 
     def read(self, block: Block, schema: Schema) -> dict[str, pa.Array]:
-        """Return the columns of an unpermuted block's rows. `schema` decides which rows are valid.
-        Raises InputError if the log changed since it was indexed.
+        """Return the columns of a block's rows, in the order of the log.
+
+        Args:
+            block: Block without a permutation.
+            schema: Schema that the log was indexed with. Rows that are invalid with it are left
+                out.
+
+        Raises InputError if the log changed since it was indexed, and for values that do not fit
+        the type of all.
         """
         tables = [self._read_part(part, schema) for part in block.parts]
         table = pa.concat_tables(tables)
@@ -107,8 +123,15 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
 #   lists and others          lists
 #   others without structure  text
 def find_types(extra: Sequence[str], index: LogIndex, engine: Engine) -> ExtraColumns:
-    """Return the columns of an indexed raw log with the type of their values. Raises InputError for
-    a column without one type.
+    """Return the columns of an indexed raw log with the type of their values. Data tasks read the
+    descriptions of Parquet files, no rows. Memory does not grow with the number of files.
+
+    Args:
+        extra: Names of the columns.
+        index: Index of a raw log, made with these columns (`LogSource.index`).
+        engine: Engine of the tasks.
+
+    Raises InputError for a column without a common type.
     """
     text = pa.schema([(name, pa.large_string()) for name in extra])
     if index.format != "table":

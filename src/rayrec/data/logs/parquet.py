@@ -106,8 +106,16 @@ def prepared(
     folder: str,
     extra: tuple[str, ...] = (),
 ) -> list[ParquetPart]:
-    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`, which also have
-    the columns `extra`. Raises InputError for unusable columns.
+    """Return the Parquet files for `file`: itself, or rewritten ones in `folder`.
+
+    Args:
+        file: File of a log, of any format.
+        schema: Schema of the log, whose columns rewritten files have.
+        segment_bytes: Size of a row group in rewritten files.
+        folder: Cache folder of rewritten files.
+        extra: Further columns of rewritten files, which are copied unchanged.
+
+    Raises InputError for unusable columns.
     """
     file_format = find_format(file.path, schema)
     if file_format.name == Parquet.name:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 import numpy as np
 
 from rayrec.config import InputError
-from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows, Ids, JaggedIds, concatenate_ids
 from rayrec.data.logs.index import LogIndex, SegmentRange
 from rayrec.imports import require
 from rayrec.metrics.binary import binary_metrics
@@ -152,20 +152,16 @@ def _encode(parts: Iterable[SegmentRange], preprocessor: Preprocessor) -> Encode
     batches = list(encode_parts(parts, preprocessor))
     if not batches:
         raise InputError("baselines: the run's split has no rows to train or to validate on")
-    columns: list[Ids] = []
-    for column in zip(*(batch.ids for batch in batches), strict=True):
-        bags = [ids for ids in column if isinstance(ids, JaggedIds)]
-        if bags:
-            columns.append(
-                JaggedIds(
-                    np.concatenate([bag.values for bag in bags]),
-                    np.concatenate([bag.lengths for bag in bags]),
-                )
-            )
-        else:
-            columns.append(np.concatenate(column))
+    columns = [
+        _without_weights(concatenate_ids(column))
+        for column in zip(*(batch.ids for batch in batches), strict=True)
+    ]
     labels = {next(iter(batches[0].labels)): np.concatenate([batch.label for batch in batches])}
     return EncodedRows(np.concatenate([batch.dense for batch in batches]), columns, labels)
+
+
+def _without_weights(ids: Ids) -> Ids:
+    return JaggedIds(ids.values, ids.lengths) if isinstance(ids, JaggedIds) else ids
 
 
 @dataclass(frozen=True)
