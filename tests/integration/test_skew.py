@@ -15,6 +15,7 @@ from builders.requests import score
 from rayrec.data.encoded_rows import from_arrow, to_arrow
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC
+from rayrec.data.logs.extra_columns import ExtraColumns
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_log import read_segments
 from rayrec.datasets.criteo import SCHEMA
@@ -108,6 +109,7 @@ def test_predict(trained: np.ndarray, saved: Saved, index: LogIndex) -> None:
         "frequency_columns": (),
         "day_slices": (),
         "counts_clipped": False,
+        "extra": ExtraColumns(pa.schema([])),
     }
     process = _ScoringTask(
         workload=config.workload, config=config, checkpoint=str(saved.checkpoint), **options
