@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from rayrec.config import Config, InputError, packaged_json
 
@@ -22,13 +22,32 @@ BRACKETS = "brackets"
 """`Feature.list_delimiter` of lists written as ['a', 'b'] or as JSON."""
 
 
-def _check_delimiter(name: str, value: str) -> None:
-    """Check a separator in text. Raises InputError."""
-    if len(value) != 1 or ord(value) > 127 or value in '\n\r"':
+MAX_DELIMITER: Final = 16
+"""Maximum characters of `Schema.delimiter`."""
+
+
+def _is_mark(value: str) -> bool:
+    return len(value) == 1 and value.isascii() and value not in '\n\r"'
+
+
+def _check_mark(name: str, value: str) -> None:
+    """Check a separator of one character. Raises InputError."""
+    if not _is_mark(value):
         raise InputError(
             f"schema: {name} must be one ASCII character other than a quote or a line end, got "
             f"{value!r}"
         )
+
+
+def _check_delimiter(value: str) -> None:
+    """Check the separator of columns. Raises InputError."""
+    is_printable = value.replace("\t", " ").isprintable() and '"' not in value
+    if _is_mark(value) or (is_printable and 1 <= len(value) <= MAX_DELIMITER):
+        return
+    raise InputError(
+        f"schema: delimiter must be 1 to {MAX_DELIMITER} printable characters or tabs, or one "
+        f"other ASCII character, without a quote or a line end, got {value!r}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +130,7 @@ class Feature(Config):
                 f"{self.max_length}"
             )
         if self.list_delimiter not in (None, BRACKETS):
-            _check_delimiter(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
+            _check_mark(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
 
 
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
@@ -152,8 +171,9 @@ class Schema(Config):
     "any".
     """
     delimiter: str = "\t"
-    """Separator of columns in a text file. If the first row has no tab, a comma or semicolon,
-    whichever it has, replaces it.
+    """Separator of columns in a text file: one or more characters, such as `::`. If the first row
+    has no tab, the default, then a comma, a semicolon or `::` replaces it, whichever divides the
+    rows.
     """
     list_delimiter: str = "|"
     """Separator of the categories of a list in a text file."""
@@ -233,8 +253,8 @@ class Schema(Config):
         self._check_features()
         if self.label_rule is not None and self.label is None:
             raise InputError("schema: label must name a column with at_least or positive")
-        for name in ("delimiter", "list_delimiter"):
-            _check_delimiter(name, getattr(self, name))
+        _check_delimiter(self.delimiter)
+        _check_mark("list_delimiter", self.list_delimiter)
         if self.delimiter == self.list_delimiter:
             raise InputError(
                 f"schema: delimiter and list_delimiter must differ, got {self.delimiter!r} for both"

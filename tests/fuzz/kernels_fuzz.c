@@ -130,8 +130,10 @@ static void fuzz_parse_and_encode(void) {
 }
 
 static void fuzz_csv(void) {
-    static const char *const pieces[] = {"x", "yz", ",", ",", "\"", "\"\"", "\n", "\r\n", "\r", "12", " ", "\t", "\"q,\n\"", "\"a \"\"b\"\" c\"", "\\", "\\\""};
+    static const char *const pieces[] = {"x", "yz", ",", ",", "\"", "\"\"", "\n", "\r\n", "\r", "12", " ", "\t", "\"q,\n\"", "\"a \"\"b\"\" c\"", "\\", "\\\"", ":", "::", "\"::\n\""};
     enum { COLUMNS = 3, KEPT = 2 };
+    const uint8_t *const delimiter = (const uint8_t *)(below(2) ? "," : "::");
+    const int64_t delimiter_bytes = (int64_t)strlen((const char *)delimiter);
     const int32_t places[COLUMNS] = {0, below(2) ? -1 : 1, 1};
     int64_t length;
     uint8_t *text = text_of(pieces, sizeof pieces / sizeof *pieces, 400, &length, 0);
@@ -141,7 +143,7 @@ static void fuzz_csv(void) {
     const int32_t trim = (int32_t)below(2), escape = below(2) ? '\\' : -1;
     memcpy(again, text, (size_t)length);
     for (begin = 0; begin < length; begin += consumed) { /* the whole text */
-        const int64_t got = rayrec_split_csv(text + begin, length - begin, 1, ',', escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT,
+        const int64_t got = rayrec_split_csv(text + begin, length - begin, 1, delimiter, delimiter_bytes, escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT,
                                              capacity, starts, lengths, kinds, &consumed);
         CHECK(got >= 0 && got <= capacity && consumed > 0 && consumed <= length - begin);
         rows[0] += got;
@@ -164,11 +166,11 @@ static void fuzz_csv(void) {
     }
     memcpy(copy, again, (size_t)cut); /* the same rows in two pieces */
     int64_t done = 0;
-    while ((rows[1] += rayrec_split_csv(copy + done, cut - done, 0, ',', escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
+    while ((rows[1] += rayrec_split_csv(copy + done, cut - done, 0, delimiter, delimiter_bytes, escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
                                         starts, lengths, kinds, &consumed),
             done += consumed, consumed > 0 && done < cut)) {}
     while (done < length) {
-        rows[1] += rayrec_split_csv(again + done, length - done, 1, ',', escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
+        rows[1] += rayrec_split_csv(again + done, length - done, 1, delimiter, delimiter_bytes, escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
                                     starts, lengths, kinds, &consumed);
         done += consumed;
     }

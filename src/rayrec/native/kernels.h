@@ -296,9 +296,10 @@ void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status);
 
-int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, uint8_t delimiter, int32_t escape, int32_t trim,
-                         int64_t max_bytes, int64_t max_lines, int32_t columns, const int32_t *places, int32_t kept,
-                         int64_t capacity, int64_t *starts, int64_t *lengths, uint8_t *kinds, int64_t *consumed);
+int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uint8_t *delimiter, int64_t delimiter_bytes,
+                         int32_t escape, int32_t trim, int64_t max_bytes, int64_t max_lines, int32_t columns,
+                         const int32_t *places, int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths,
+                         uint8_t *kinds, int64_t *consumed);
 void rayrec_gather_text(const uint8_t *text, const int64_t *starts, const int64_t *lengths, int64_t rows, int32_t kept,
                         int32_t place, int64_t *offsets, uint8_t *data);
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);

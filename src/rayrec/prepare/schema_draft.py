@@ -17,7 +17,12 @@ from rayrec.data.formats.base import Format, Roles
 from rayrec.data.formats.columns import check_columns
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.csv_reader import csv_head
-from rayrec.data.formats.header import head_rows, looks_like_data
+from rayrec.data.formats.header import (
+    DOUBLE_COLON,
+    head_rows,
+    looks_like_data,
+    regular_fields,
+)
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
@@ -53,9 +58,8 @@ _ENOUGH_ROWS: Final = 1000
 """Rows of the first file that make it unnecessary to read the next ones."""
 _MAX_FILES: Final = 64
 """Maximum files that are read for more rows."""
-_DELIMITERS: Final = ",\t;|\x01^ :"
-_MIN_REGULAR: Final = 0.9
-"""Minimum fraction of rows with one number of fields if a mark is the delimiter."""
+_COMMON_DELIMITERS: Final = ",\t;|"
+_DELIMITERS: Final = (*_COMMON_DELIMITERS, DOUBLE_COLON, *"\x01^ :")
 _STRONG_NAME = re.compile(r"^label$|^labels$|^target$|^y$|^clicks?$|^clicked$|is_?click(ed)?$")
 _LABEL = re.compile(
     r"label|target|clic?k|convert|conversion|purchas|bought|buy|order|like|install|attributed|"
@@ -364,18 +368,13 @@ def _first_tables(
 
 def _find_delimiter(text: str) -> str:
     """Return the mark that divides most rows into one number of fields, the larger the better."""
-
-    def regular_fields(mark: str) -> int:
-        counts = Counter(len(fields) for fields in head_rows(text, mark, None))
-        if not counts:
-            return 0
-        number, rows = counts.most_common(1)[0]
-        return number if rows >= _MIN_REGULAR * counts.total() else 0
-
-    num_fields = {mark: regular_fields(mark) for mark in _DELIMITERS}
+    num_fields = {mark: regular_fields(text, mark, None) for mark in _DELIMITERS}
     # Common marks first: text has blanks and colons in regular numbers, too.
-    likely = max(_DELIMITERS[:4], key=num_fields.__getitem__)
-    return likely if num_fields[likely] > 1 else max(_DELIMITERS, key=num_fields.__getitem__)
+    for marks in (_COMMON_DELIMITERS, (DOUBLE_COLON,)):
+        likely = max(marks, key=num_fields.__getitem__)
+        if num_fields[likely] > 1:
+            return likely
+    return max(_DELIMITERS, key=num_fields.__getitem__)
 
 
 def _list_delimiter(delimiter: str) -> str:
@@ -722,7 +721,7 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "group": plan.group or "",
         "timestamp": plan.timestamp or "",
         "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
-        "delimiter": head.delimiter.strip(",\t"),
+        "delimiter": "" if head.delimiter in ",\t" else head.delimiter,
         "encoding": head.encoding or "",
         "header": list(head.header),
         "missing": list(_markers(columns)),

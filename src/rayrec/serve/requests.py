@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 
 from rayrec.data.formats.base import LineFormat
+from rayrec.data.formats.header import DOUBLE_COLON, row_pattern, split_fields
 from rayrec.data.formats.header import find_delimiter as find_file_delimiter
-from rayrec.data.formats.header import quoted_text, split_fields
 from rayrec.data.formats.registry import format_of_text
 from rayrec.data.formats.text_stream import with_newlines
 from rayrec.schema import Schema
@@ -100,18 +100,21 @@ def find_delimiter(format: Format, schema: Schema) -> str:
     """Return the column delimiter of a text format. Of CSV, the schema's unless it is the default,
     a tab.
     """
-    return "\t" if format == "tsv" else schema.delimiter.replace("\t", ",")
+    if format == "tsv":
+        return "\t"
+    return "," if schema.delimiter == "\t" else schema.delimiter
 
 
 def _delimiter_in(text: bytes, format: Format, schema: Schema) -> str:
-    """Return the column delimiter of a text. Files of a schema with the default may have
-    semicolons, so CSV rows may too. They do if semicolons, and not commas, divide the first row
-    into the columns of a line or a header, or into more fields.
+    """Return the column delimiter of a text. Files of a schema with the default may have semicolons
+    or `::`, so CSV rows may too. They do if these, and not commas, divide the first row into the
+    columns of a line or a header, or into more fields.
     """
     delimiter = find_delimiter(format, schema)
-    if format != "csv" or schema.delimiter != "\t" or schema.list_delimiter == ";":
+    if format != "csv" or schema.delimiter != "\t":
         return delimiter
-    fields = {mark: first_fields(text, mark, schema.escape) for mark in (delimiter, ";")}
+    alternatives = [mark for mark in (";", DOUBLE_COLON) if schema.list_delimiter not in mark]
+    fields = {mark: first_fields(text, mark, schema.escape) for mark in (delimiter, *alternatives)}
     for mark, names in fields.items():
         if len(names) in map(len, schema.line_forms) or {*schema.unlabelled().columns} <= {*names}:
             return mark
@@ -134,8 +137,8 @@ def row_ends(text: bytes, delimiter: str, escape: str | None = None) -> Iterator
     if b'"' not in text:
         yield from (match.span() for match in _LINE_END.finditer(text))
         return
-    quoted = rf'(?<![^{re.escape(delimiter)}\r\n])"{quoted_text(escape)}"|(\r\n|\n|\r)'.encode()
-    yield from (match.span() for match in re.finditer(quoted, text, re.DOTALL) if match[1])
+    row = rf"{row_pattern(delimiter, escape)}(\r\n|\n|\r|\Z)".encode()
+    yield from (match.span(1) for match in re.finditer(row, text, re.DOTALL) if match[1])
 
 
 def open_body(

@@ -200,11 +200,11 @@ def write(path: Path, columns: dict[str, list[Any]], delimiter: str = ",") -> st
     if path.suffix == ".parquet":
         pq.write_table(pa.table(columns), path)
     else:
-        pa_csv.write_csv(
-            pa.table(columns),
-            path,
-            pa_csv.WriteOptions(delimiter=delimiter, quoting_style="needed"),
-        )
+        # Arrow's writer has delimiters of one character
+        mark = delimiter if len(delimiter) == 1 else "\x1f"
+        options = pa_csv.WriteOptions(delimiter=mark, quoting_style="needed")
+        pa_csv.write_csv(pa.table(columns), path, options)
+        path.write_text(path.read_text().replace(mark, delimiter))
     return str(path)
 
 
@@ -228,6 +228,7 @@ def test_draft_trains_unchanged(name: str, tmp_path: Path) -> None:
         ("|", ";"),
         ("\x01", "|"),
         ("^", "|"),
+        ("::", "|"),
     ],
 )
 def test_draft_finds_delimiters(delimiter: str, list_values: str, tmp_path: Path) -> None:

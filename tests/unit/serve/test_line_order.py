@@ -89,13 +89,13 @@ def text_of(
     rows: Sequence[Mapping[str, Any]], order: Sequence[str], delimiter: str, *, header: bool
 ) -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out, order, delimiter=delimiter, lineterminator="\n", extrasaction="ignore"
-    )
+    # Python's writer has delimiters of one character
+    mark = delimiter if len(delimiter) == 1 else "\x1f"
+    writer = csv.DictWriter(out, order, delimiter=mark, lineterminator="\n", extrasaction="ignore")
     if header:
         writer.writeheader()
     writer.writerows(rows)
-    return out.getvalue()
+    return out.getvalue().replace(mark, delimiter)
 
 
 def json_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -142,6 +142,7 @@ def rows() -> list[dict[str, Any]]:
     [
         pytest.param("csv", ",", id="comma"),
         pytest.param("csv", ";", id="semicolon"),
+        pytest.param("csv", "::", id="double colon"),
         pytest.param("tsv", "\t", id="tab"),
     ],
 )

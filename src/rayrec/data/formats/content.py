@@ -51,9 +51,8 @@ def count_names(path: str, schema: Schema) -> int:
         ),
         b"",
     )
-    fields = {
-        field.strip(" \t'\"") for field in re.split(r"[\t,;|]", first.decode("utf-8", "replace"))
-    }
+    marks = rf"{re.escape(schema.delimiter)}|::|[\t,;|]"
+    fields = {field.strip(" \t'\"") for field in re.split(marks, first.decode("utf-8", "replace"))}
     return len(fields.intersection(schema.columns))
 
 

@@ -199,7 +199,7 @@ class _Splitter:
     def __init__(self, path: str, header: Header, schema: Schema, columns: Sequence[str]) -> None:
         self.path = path
         self.names = tuple(name for name in columns if name in header.columns)
-        self.delimiter = header.delimiter
+        self.delimiter = np.frombuffer(header.delimiter.encode(), np.uint8)
         self.columns = len(header.columns)
         index = {name: number for number, name in enumerate(self.names)}
         self.places = np.array([index.get(name, -1) for name in header.columns], np.int32)
@@ -254,7 +254,7 @@ class _Splitter:
         lengths = np.empty((capacity, columns_out), np.int64)
         kinds = np.empty(capacity, np.uint8)
         consumed = np.zeros(1, np.int64)
-        marks = (ctypes.c_uint8(ord(self.delimiter)), ctypes.c_int32(self.escape))
+        marks = (self.delimiter, len(self.delimiter), ctypes.c_int32(self.escape))
         how = (ctypes.c_int32(final), *marks, ctypes.c_int32(self.trim))
         columns = (ctypes.c_int32(self.columns), self.places, ctypes.c_int32(columns_out), capacity)
         out = (starts, lengths, kinds, consumed)

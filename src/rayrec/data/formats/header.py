@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,10 @@ _MAX_FIELDS: Final = 10_000
 _COMPARED_ROWS: Final = 200
 _COMPARED_LETTERS: Final = 64 << 10
 """Maximum rows and letters below the first row that are compared with it."""
+_MIN_REGULAR: Final = 0.9
+"""Minimum fraction of rows with one number of fields if a mark is the delimiter."""
+DOUBLE_COLON: Final = "::"
+"""Delimiter of several characters that is found in files, such as MovieLens's."""
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _MIN_NUMBERED: Final = 8
 """Minimum number of columns that may be named 0, 1, 2, ..., as pandas names them. A row of data
@@ -47,10 +52,23 @@ def quoted_text(escape: str | None) -> str:
     return rf'(?:[^"{mark}]|""|{mark}.)*+'
 
 
+def _plain_text(delimiter: str) -> str:
+    """Return the pattern of text up to the next delimiter or line end."""
+    mark = re.escape(delimiter)
+    return rf"[^\r\n{mark}]*+" if len(delimiter) == 1 else rf"(?:(?!{mark})[^\r\n])*+"
+
+
+@lru_cache(maxsize=64)
+def row_pattern(delimiter: str, escape: str | None) -> str:
+    """Return the pattern of a row up to its line end. Line ends in quoted fields do not end it."""
+    field = rf'(?:"{quoted_text(escape)}")?+{_plain_text(delimiter)}'
+    return rf"{field}(?:{re.escape(delimiter)}{field})*+"
+
+
 @lru_cache(maxsize=64)
 def _patterns(marks: str, escape: str | None) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of a quoted field, and of a row up to its line end, for some possible
-    delimiters.
+    one-character delimiters.
     """
     quoted = rf'(?<![^{re.escape(marks)}\r\n])"{quoted_text(escape)}"'
     return re.compile(quoted, re.DOTALL), re.compile(rf'(?:[^\r\n"]++|{quoted}|")++', re.DOTALL)
@@ -60,7 +78,7 @@ def split_fields(row: str, delimiter: str, escape: str | None = None) -> list[st
     """Split one row into its fields, without quotes. Quoted fields may contain the delimiter."""
     mark = re.escape(delimiter)
     matches = re.finditer(
-        rf'(?:^|{mark})(?:"({quoted_text(escape)})")?([^{mark}]*)', row, re.DOTALL
+        rf'(?:^|{mark})(?:"({quoted_text(escape)})")?({_plain_text(delimiter)})', row, re.DOTALL
     )
     return [_unquoted(match[1] or "", escape) + match[2] for match in islice(matches, _MAX_FIELDS)]
 
@@ -74,7 +92,8 @@ def _unquoted(text: str, escape: str | None) -> str:
 
 def find_delimiter(text: str, schema: Schema) -> str:
     """Return the delimiter: the schema's, or in place of the default, a tab, the mark that occurs
-    most in the first row, outside quotes.
+    most in the first row, outside quotes. `::` is the delimiter if it divides most of the first
+    rows into one number of fields, and that mark does not.
     """
     if schema.delimiter != "\t":
         return schema.delimiter
@@ -82,14 +101,29 @@ def find_delimiter(text: str, schema: Schema) -> str:
     quoted, row = _patterns(marks, schema.escape)
     first = row.search(text)
     plain = quoted.sub("", first[0]) if first else ""
-    return "\t" if "\t" in plain else max(marks, key=plain.count)
+    likely = "\t" if "\t" in plain else max(marks, key=plain.count)
+    if DOUBLE_COLON not in plain or schema.list_delimiter in DOUBLE_COLON:
+        return likely
+    for mark in (likely, DOUBLE_COLON):
+        if regular_fields(text, mark, schema.escape) > 1:
+            return mark
+    return likely
+
+
+def regular_fields(text: str, delimiter: str, escape: str | None) -> int:
+    """Return the field count that most rows at the start of a text have, 0 if it differs."""
+    counts = Counter(len(fields) for fields in head_rows(text, delimiter, escape))
+    if not counts:
+        return 0
+    number, rows = counts.most_common(1)[0]
+    return number if rows >= _MIN_REGULAR * counts.total() else 0
 
 
 def head_rows(text: str, delimiter: str, escape: str | None) -> Iterator[list[str]]:
     """Yield the fields of each row that is not empty, of the first row and up to _COMPARED_ROWS
     below it.
     """
-    _, row = _patterns(delimiter, escape)
+    row = re.compile(rf"(?=[^\r\n]){row_pattern(delimiter, escape)}", re.DOTALL)
     first = row.search(text)
     if first is None:
         return
@@ -133,9 +167,9 @@ def _recurs(field: str, values: Sequence[str]) -> bool:
 
 def read_header(head: bytes, schema: Schema, *, path: str) -> Header:
     """Return the header in a file's first bytes (without a byte order mark). If the schema's
-    delimiter is a tab, the default, a comma or semicolon is accepted too. A first row without names
-    is data in the order of `Schema.line_forms`. Raises InputError for data of unknown order, and
-    for names that differ only in blanks or case.
+    delimiter is a tab, the default, a comma, a semicolon or `::` is accepted too. A first row
+    without names is data in the order of `Schema.line_forms`. Raises InputError for data of unknown
+    order, and for names that differ only in blanks or case.
     """
     text = head.decode("utf-8", "replace")
     delimiter = find_delimiter(text, schema)

@@ -177,16 +177,16 @@ class Encoder:
         inner = r'(?:[^"]|"")*+'
         if escape:
             inner = rf'(?:[^"{re.escape(escape)}]|""|{re.escape(escape)}.)*+'
-        row = re.compile(rf'(?:(?<![^\t,;{re.escape(mark)}\r\n])"{inner}"|[^\r\n])++', re.DOTALL)
-        rows = row.findall("\n".join(line.rstrip("\r\n") for line in lines))
-        # The default, in place of which files may have commas or semicolons
-        if mark == "\t" and rows:
-            mark = next(
-                (mark for mark in "\t,;" if len(self._fields(rows[0], mark, inner)) in widths), mark
-            )
+        text = "\n".join(line.rstrip("\r\n") for line in lines)
+        # The default, in place of which files may have others
+        for other in ("\t", ",", ";", "::") if mark == "\t" else ():
+            first = _row_pattern(other, inner).search(text)
+            if first and len(self._fields(first[0], other, inner)) in widths:
+                mark = other
+                break
         split = []
-        for number, text in enumerate(rows):
-            values = self._fields(text, mark, inner)
+        for number, row in enumerate(_row_pattern(mark, inner).finditer(text)):
+            values = self._fields(row[0], mark, inner)
             if None in values:
                 raise ValueError(
                     f"row {number} has an unmatched quote, or text after a closing quote"
@@ -197,9 +197,10 @@ class Encoder:
     def _fields(self, row: str, mark: str, inner: str) -> list[str | None]:
         """Return the fields of a row, None for one with a wrong quote."""
         end = re.escape(mark)
+        plain_text = _plain_text(mark)
         values: list[str | None] = []
         for match in re.finditer(
-            rf'(?:^|{end})(?:"({inner})"[ \t]*(?={end}|\Z)|([^{end}]*))', row, re.DOTALL
+            rf'(?:^|{end})(?:"({inner})"[ \t]*?(?={end}|\Z)|({plain_text}))', row, re.DOTALL
         ):
             quoted = match[1]
             plain = match[2]
@@ -450,6 +451,18 @@ def _selected_weights(
 
 def _positions(tokens: Sequence[int | None]) -> list[int]:
     return [index for index, token in enumerate(tokens) if token is not None]
+
+
+def _plain_text(mark: str) -> str:
+    """Return the pattern of text up to the next delimiter or line end."""
+    end = re.escape(mark)
+    return rf"[^\r\n{end}]*+" if len(mark) == 1 else rf"(?:(?!{end})[^\r\n])*+"
+
+
+def _row_pattern(mark: str, inner: str) -> re.Pattern[str]:
+    """Return the pattern of a row that is not empty, up to its line end outside quotes."""
+    field = rf'(?:"{inner}")?+{_plain_text(mark)}'
+    return re.compile(rf"(?=[^\r\n]){field}(?:{re.escape(mark)}{field})*+", re.DOTALL)
 
 
 def _marker_number(marker: str) -> float | None:
