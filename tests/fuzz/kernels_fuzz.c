@@ -138,44 +138,59 @@ static void fuzz_csv(void) {
     int64_t length;
     uint8_t *text = text_of(pieces, sizeof pieces / sizeof *pieces, 400, &length, 0);
     const int64_t capacity = length / COLUMNS + 1, cut = below(length + 1), max_bytes = below(40) + 1, max_lines = below(4);
-    int64_t *starts = buffer(8 * capacity * KEPT), *lengths = buffer(8 * capacity * KEPT), consumed = 0, begin = 0, rows[2] = {0, 0};
+    rayrec_field *fields = buffer((int64_t)sizeof *fields * capacity * KEPT);
+    int64_t consumed = 0, begin = 0, rows[2] = {0, 0};
     uint8_t *kinds = buffer(capacity), *copy = buffer(cut), *again = buffer(length);
     const int32_t trim = (int32_t)below(2), escape = below(2) ? '\\' : -1;
     memcpy(again, text, (size_t)length);
     for (begin = 0; begin < length; begin += consumed) { /* the whole text */
         const int64_t got = rayrec_split_csv(text + begin, length - begin, 1, delimiter, delimiter_bytes, escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT,
-                                             capacity, starts, lengths, kinds, &consumed);
+                                             capacity, fields, kinds, &consumed);
         CHECK(got >= 0 && got <= capacity && consumed > 0 && consumed <= length - begin);
         rows[0] += got;
+        int64_t *all_offsets = buffer(8 * KEPT * (got + 1)), starts[KEPT], size = 0;
+        rayrec_text_offsets(fields, got, KEPT, all_offsets);
         for (int32_t place = 0; place < KEPT; place++) {
             int64_t bytes = 0;
-            for (int64_t row = 0; row < got; row++) bytes += lengths[row * KEPT + place];
-            int64_t *offsets = buffer(8 * (got + 1)), *integers = buffer(8 * got);
+            for (int64_t row = 0; row < got; row++) bytes += fields[row * KEPT + place].length;
+            CHECK(all_offsets[place * (got + 1) + got] == bytes);
+            starts[place] = size;
+            size += bytes;
+        }
+        uint8_t *all_data = buffer(size);
+        rayrec_gather_text(text + begin, length - begin, fields, got, KEPT, all_offsets, starts, all_data);
+        for (int32_t place = 0; place < KEPT; place++) {
+            const int64_t *const offsets = all_offsets + place * (got + 1), bytes = offsets[got];
+            int64_t *integers = buffer(8 * got);
             uint8_t *data = buffer(bytes), *status = buffer(got);
             uint64_t *tokens = buffer(8 * got);
-            rayrec_gather_text(text + begin, starts, lengths, got, KEPT, place, offsets, data);
-            CHECK(offsets[got] == bytes);
+            if (bytes) memcpy(data, all_data + starts[place], (size_t)bytes);
+            for (int64_t row = 0; row < got; row++) {
+                const rayrec_field field = fields[row * KEPT + place];
+                CHECK(!field.length || !memcmp(text + begin + field.start, data + offsets[row], field.length));
+            }
             rayrec_text_tokens(offsets, data, NULL, got, tokens, status);
             rayrec_plain_text_tokens(offsets, data, NULL, got, tokens, status);
             rayrec_text_whole(offsets, data, NULL, got, tokens, status);
             rayrec_check_numbers(offsets, data, NULL, got, status);
             rayrec_text_integers(offsets, data, NULL, got, integers, status);
             rayrec_text_hexadecimal(offsets, data, NULL, got, (uint32_t *)integers, status);
-            free(offsets), free(integers), free(data), free(status), free(tokens);
+            free(integers), free(data), free(status), free(tokens);
         }
+        free(all_offsets), free(all_data);
     }
     memcpy(copy, again, (size_t)cut); /* the same rows in two pieces */
     int64_t done = 0;
     while ((rows[1] += rayrec_split_csv(copy + done, cut - done, 0, delimiter, delimiter_bytes, escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
-                                        starts, lengths, kinds, &consumed),
+                                        fields, kinds, &consumed),
             done += consumed, consumed > 0 && done < cut)) {}
     while (done < length) {
         rows[1] += rayrec_split_csv(again + done, length - done, 1, delimiter, delimiter_bytes, escape, trim, max_bytes, max_lines, COLUMNS, places, KEPT, capacity,
-                                    starts, lengths, kinds, &consumed);
+                                    fields, kinds, &consumed);
         done += consumed;
     }
     CHECK(rows[0] == rows[1]);
-    free(text), free(starts), free(lengths), free(kinds), free(copy), free(again);
+    free(text), free(fields), free(kinds), free(copy), free(again);
 }
 
 static void fuzz_wide_look_up(void) {

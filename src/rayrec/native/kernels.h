@@ -296,12 +296,19 @@ void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status);
 
+/* Bytes [start, start + length) of a text. */
+typedef struct {
+    uint32_t start;
+    uint32_t length;
+} rayrec_field;
+
 int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uint8_t *delimiter, int64_t delimiter_bytes,
                          int32_t escape, int32_t trim, int64_t max_bytes, int64_t max_lines, int32_t columns,
-                         const int32_t *places, int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths,
-                         uint8_t *kinds, int64_t *consumed);
-void rayrec_gather_text(const uint8_t *text, const int64_t *starts, const int64_t *lengths, int64_t rows, int32_t kept,
-                        int32_t place, int64_t *offsets, uint8_t *data);
+                         const int32_t *places, int32_t kept, int64_t capacity, rayrec_field *fields, uint8_t *kinds,
+                         int64_t *consumed);
+void rayrec_text_offsets(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *offsets);
+void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
+                        const int64_t *offsets, const int64_t *starts, uint8_t *data);
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);
 void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
                           uint8_t *status);

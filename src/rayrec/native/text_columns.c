@@ -5,6 +5,9 @@
 
 #include <stddef.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 static inline int ends_line(uint8_t c) { return c == '\n' || c == '\r'; }
 
@@ -48,6 +51,128 @@ static inline int is_cut(const uint8_t *p, const uint8_t *end, delimiter_text de
     return p >= end || (delimiter.bytes > 1 && end - p < delimiter.bytes && !memcmp(p, delimiter.text, (size_t)(end - p)));
 }
 
+enum { BLOCK = 64 };
+
+/* Marks of a block of text, bit i for block[i]. */
+typedef struct {
+    const uint8_t *block;
+    uint64_t delimiters; /* first bytes of a delimiter */
+    uint64_t line_ends;
+    uint64_t quotes;
+} marked_block;
+
+#if defined(__SSE2__)
+static inline uint64_t bits_of(__m128i found, int first) { return (uint64_t)(uint32_t)_mm_movemask_epi8(found) << first; }
+
+static inline void mark(marked_block *at, const uint8_t *p, uint8_t delimiter) {
+    const __m128i mark = _mm_set1_epi8((char)delimiter), quote = _mm_set1_epi8('"');
+    const __m128i feed = _mm_set1_epi8('\n'), carriage = _mm_set1_epi8('\r');
+    at->delimiters = at->line_ends = at->quotes = 0;
+    for (int i = 0; i < BLOCK; i += 16) {
+        const __m128i text = _mm_loadu_si128((const __m128i *)(p + i));
+        at->delimiters |= bits_of(_mm_cmpeq_epi8(text, mark), i);
+        at->line_ends |= bits_of(_mm_or_si128(_mm_cmpeq_epi8(text, feed), _mm_cmpeq_epi8(text, carriage)), i);
+        at->quotes |= bits_of(_mm_cmpeq_epi8(text, quote), i);
+    }
+}
+#else
+/* Returns the high bit of each byte of `text` that equals the byte of which `pattern` has eight. */
+static inline uint64_t equal_bytes(uint64_t text, uint64_t pattern) {
+    const uint64_t low = 0x7F7F7F7F7F7F7F7FULL, other = text ^ pattern;
+    return ~(((other & low) + low) | other | low);
+}
+
+static inline uint64_t bits_of(uint64_t found, int first) { /* the eight bits, side by side */
+    return ((found >> 7) * 0x0102040810204080ULL >> 56) << first;
+}
+
+static inline void mark(marked_block *at, const uint8_t *p, uint8_t delimiter) { /* needs a little-endian machine */
+    const uint64_t ones = 0x0101010101010101ULL;
+    at->delimiters = at->line_ends = at->quotes = 0;
+    for (int i = 0; i < BLOCK; i += 8) {
+        uint64_t text;
+        memcpy(&text, p + i, 8);
+        at->delimiters |= bits_of(equal_bytes(text, ones * delimiter), i);
+        at->line_ends |= bits_of(equal_bytes(text, ones * '\n') | equal_bytes(text, ones * '\r'), i);
+        at->quotes |= bits_of(equal_bytes(text, ones * '"'), i);
+    }
+}
+#endif
+
+static inline void mark_block(marked_block *at, const uint8_t *p, const uint8_t *end, uint8_t delimiter) {
+    at->block = p;
+    if (end - p >= BLOCK) {
+        mark(at, p, delimiter);
+        return;
+    }
+    uint8_t tail[BLOCK] = {0};
+    memcpy(tail, p, (size_t)(end - p));
+    mark(at, tail, delimiter);
+    if (!delimiter) at->delimiters &= (1ULL << (end - p)) - 1;
+}
+
+/* Returns the first byte at or after `p` that may end a field, or `end`. */
+static inline const uint8_t *next_mark(marked_block *at, const uint8_t *p, const uint8_t *end, uint8_t delimiter) {
+    const uint64_t offset = (uint64_t)(p - at->block);
+    if (offset < BLOCK) {
+        const uint64_t marks = (at->delimiters | at->line_ends) >> offset;
+        if (marks) return p + __builtin_ctzll(marks);
+        p = at->block + BLOCK;
+    }
+    for (; p < end; p += BLOCK) {
+        mark_block(at, p, end, delimiter);
+        const uint64_t marks = at->delimiters | at->line_ends;
+        if (marks) return p + __builtin_ctzll(marks);
+    }
+    return end;
+}
+
+/* Returns the closing quote if it is the next one and on this line: of most quoted fields, which start with `p`. Else NULL. */
+static inline const uint8_t *simple_closing_quote(marked_block *at, const uint8_t *p, const uint8_t *end, uint8_t delimiter,
+                                                  int64_t max_bytes) {
+    uint64_t offset = (uint64_t)(p - at->block);
+    if (p < end && (offset >= BLOCK || !(at->quotes >> offset))) {
+        mark_block(at, p, end, delimiter);
+        offset = 0;
+    }
+    if (p >= end || !(at->quotes >> offset)) return NULL;
+    const int64_t size = __builtin_ctzll(at->quotes >> offset);
+    const uint64_t inside = (1ULL << size) - 1;
+    const uint8_t *const quote = p + size;
+    if ((at->line_ends >> offset & inside) || size > max_bytes || quote + 1 >= end || quote[1] == '"') return NULL;
+    return quote;
+}
+
+/* Returns the end of an unquoted field, or of what follows a closing quote, from `p` on. */
+static inline const uint8_t *field_end(marked_block *at, const uint8_t *p, const uint8_t *end, delimiter_text delimiter) {
+    p = next_mark(at, p, end, *delimiter.text);
+    while (delimiter.bytes > 1 && p < end && !is_delimiter(p, end, delimiter) && !ends_line(*p))
+        p = next_mark(at, p + 1, end, *delimiter.text);
+    return p;
+}
+
+/* Bit of a field's length while its quotes are yet to be removed. */
+#define QUOTED (1U << 31)
+
+/* Removes the quotes of a field, which starts with one, and those that double or escape others, in place. */
+static void unquote(uint8_t *text, rayrec_field *field, int32_t escape) {
+    uint8_t *const p = text + field->start;
+    uint32_t in = 1, out = 0;
+    field->length &= ~QUOTED;
+    for (; in < field->length; in++) { /* to the closing quote */
+        const int has_next = in + 1 < field->length;
+        if (p[in] == escape && has_next && (p[in + 1] == '"' || p[in + 1] == escape)) {
+            in++;
+        } else if (p[in] == '"') {
+            if (!has_next || p[in + 1] != '"') break;
+            in++;
+        }
+        p[out++] = p[in];
+    }
+    field->length = out;
+}
+
+
 /* Splits CSV text (RFC 4180; any delimiter; rows end with \n, \r\n or \r; empty lines are skipped) up to its last
  * complete row. A quote inside an unquoted field is an ordinary character. `trim` removes blanks and tabs around an unquoted
  * field; those after a closing quote are always skipped. In quoted fields, a quote or an escape behind `escape` (-1: none)
@@ -58,17 +183,17 @@ static inline int is_cut(const uint8_t *p, const uint8_t *end, delimiter_text de
  * row is one invalid row, and the next row starts at the next line.
  *
  * Rows have `columns` fields; field c is stored at index places[c], or not if that is negative. Field k of row r is
- * text[starts[r * kept + k], ... + lengths[...]), its quotes removed in place. kinds[r] is 0, or 1, 2, 3 or 4 for a row with too
- * few fields, too many fields, an unmatched quote or text after a closing quote, whose fields are stored as empty.
+ * fields[r * kept + k], its quotes removed in the text. kinds[r] is 0, or 1, 2, 3 or 4 for a row with too few fields, too many
+ * fields, an unmatched quote or text after a closing quote, whose fields are stored as empty.
  *
  * Returns the number of rows stored, at most `capacity`; *consumed is their size in bytes. With `final` the last row may lack its
- * line end. */
+ * line end. The text has less than 2^31 bytes. */
 PART_OF_IT int64_t split_csv(uint8_t *text, int64_t length, int32_t final, delimiter_text delimiter, int32_t escape,
                              int32_t trim, int64_t max_bytes, int64_t max_lines, int32_t columns, const int32_t *places,
-                             int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths, uint8_t *kinds,
-                             int64_t *consumed) {
+                             int32_t kept, int64_t capacity, rayrec_field *fields, uint8_t *kinds, int64_t *consumed) {
     const uint8_t *const end = text + length;
     const uint8_t *p = text;
+    marked_block at = {text + length, 0, 0, 0}; /* none yet: the first look marks a block */
     int64_t row = 0;
     *consumed = 0;
     while (p < end && row < capacity) {
@@ -78,13 +203,23 @@ PART_OF_IT int64_t split_csv(uint8_t *text, int64_t length, int32_t final, delim
             continue;
         }
         const uint8_t *const line = p;
-        int column = 0, spans_lines = 0, unmatched = 0, trails = 0;
+        rayrec_field *const row_fields = fields + row * kept;
+        int column = 0, spans_lines = 0, unmatched = 0, trails = 0, has_quotes = 0;
         for (;;) { /* one field per turn */
-            const uint8_t *const start = p;
+            const uint8_t *start = p, *stop = NULL;
+            uint32_t quoted = 0;
             if (p < end && *p == '"') {
                 int64_t lines = 0;
                 int exceeded = 0;
-                const uint8_t *const quote = closing_quote(p + 1, end, escape, max_bytes, max_lines, &lines, &exceeded);
+                const uint8_t *quote =
+                    escape < 0 ? simple_closing_quote(&at, p + 1, end, *delimiter.text, max_bytes) : NULL;
+                if (quote) {
+                    start = p + 1;
+                    stop = quote;
+                } else {
+                    quote = closing_quote(p + 1, end, escape, max_bytes, max_lines, &lines, &exceeded);
+                    quoted = QUOTED;
+                }
                 if (!quote) {
                     if (!exceeded && !final) return row;
                     unmatched = 1;
@@ -94,19 +229,26 @@ PART_OF_IT int64_t split_csv(uint8_t *text, int64_t length, int32_t final, delim
                 while (p < end && is_blank(*p) && !is_delimiter(p, end, delimiter)) p++;
                 if (!final && is_cut(p, end, delimiter)) return row;
                 const int has_text = p < end && !is_delimiter(p, end, delimiter) && !ends_line(*p);
+                has_quotes |= quoted != 0;
                 spans_lines |= lines > 0;
                 trails |= has_text;
                 unmatched = lines > 0 && has_text;
                 if (unmatched) break;
             }
-            while (p < end && !is_delimiter(p, end, delimiter) && !ends_line(*p)) p++;
+            p = field_end(&at, p, end, delimiter);
             if (p >= end && !final) return row;
             if (column < columns && places[column] >= 0) {
-                starts[row * kept + places[column]] = start - text;
-                lengths[row * kept + places[column]] = p - start;
+                if (!stop) {
+                    stop = p;
+                    if (trim && !quoted) {
+                        while (start < stop && is_blank(*start)) start++;
+                        while (start < stop && is_blank(stop[-1])) stop--;
+                    }
+                }
+                row_fields[places[column]] = (rayrec_field){(uint32_t)(start - text), (uint32_t)(stop - start) | quoted};
             }
             column++;
-            if (p >= end || !is_delimiter(p, end, delimiter)) break;
+            if (p >= end || ends_line(*p)) break;
             p += delimiter.bytes;
         }
         unmatched |= spans_lines && column != columns;
@@ -120,59 +262,60 @@ PART_OF_IT int64_t split_csv(uint8_t *text, int64_t length, int32_t final, delim
         if (unmatched) kinds[row] = 3;
         else if (trails) kinds[row] = 4;
         else if (column != columns) kinds[row] = column < columns ? 1 : 2;
-        for (int64_t k = row * kept; k < (row + 1) * kept; k++) {
-            if (kinds[row]) {
-                starts[k] = lengths[k] = 0;
-                continue;
-            }
-            uint8_t *const field = text + starts[k];
-            if (lengths[k] == 0) continue;
-            if (*field != '"') {
-                if (!trim) continue;
-                int64_t first = 0, last = lengths[k];
-                while (first < last && is_blank(field[first])) first++;
-                while (first < last && is_blank(field[last - 1])) last--;
-                starts[k] += first;
-                lengths[k] = last - first;
-                continue;
-            }
-            int64_t in = 1, out = 0;
-            for (; in < lengths[k]; in++) { /* to the closing quote */
-                const int has_next = in + 1 < lengths[k];
-                if (field[in] == escape && has_next && (field[in + 1] == '"' || field[in + 1] == escape)) {
-                    in++;
-                } else if (field[in] == '"') {
-                    if (!has_next || field[in + 1] != '"') break;
-                    in++;
-                }
-                field[out++] = field[in];
-            }
-            lengths[k] = out;
-        }
         row++;
+        if (kinds[row - 1]) {
+            memset(row_fields, 0, (size_t)kept * sizeof *row_fields);
+            continue;
+        }
+        for (int32_t k = 0; has_quotes && k < kept; k++)
+            if (row_fields[k].length & QUOTED) unquote(text, &row_fields[k], escape);
     }
     return row;
 }
 
 int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uint8_t *delimiter, int64_t delimiter_bytes,
                          int32_t escape, int32_t trim, int64_t max_bytes, int64_t max_lines, int32_t columns,
-                         const int32_t *places, int32_t kept, int64_t capacity, int64_t *starts, int64_t *lengths,
-                         uint8_t *kinds, int64_t *consumed) {
+                         const int32_t *places, int32_t kept, int64_t capacity, rayrec_field *fields, uint8_t *kinds,
+                         int64_t *consumed) {
     if (delimiter_bytes == 1) /* The compiler makes a faster copy of the function for it */
         return split_csv(text, length, final, (delimiter_text){delimiter, 1}, escape, trim, max_bytes, max_lines, columns,
-                         places, kept, capacity, starts, lengths, kinds, consumed);
+                         places, kept, capacity, fields, kinds, consumed);
     return split_csv(text, length, final, (delimiter_text){delimiter, delimiter_bytes}, escape, trim, max_bytes, max_lines,
-                     columns, places, kept, capacity, starts, lengths, kinds, consumed);
+                     columns, places, kept, capacity, fields, kinds, consumed);
 }
 
-/* Concatenates field `place` of all rows in `data`, with their starts and the end in `offsets` (rows + 1). */
-void rayrec_gather_text(const uint8_t *text, const int64_t *starts, const int64_t *lengths, int64_t rows, int32_t kept,
-                        int32_t place, int64_t *offsets, uint8_t *data) {
-    offsets[0] = 0;
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t field = row * kept + place;
-        memcpy(data + offsets[row], text + starts[field], (size_t)lengths[field]);
-        offsets[row + 1] = offsets[row] + lengths[field];
+enum { SHORT = 16, ROWS_AT_ONCE = 128 };
+
+/* Computes offsets[k * (rows + 1)], the starts and the end of field k of each row in its concatenated column. */
+void rayrec_text_offsets(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *offsets) {
+    for (int32_t k = 0; k < kept; k++) offsets[k * (rows + 1)] = 0;
+    for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) { /* rows whose fields stay in the CPU's cache */
+        const int64_t stop = first + ROWS_AT_ONCE < rows ? first + ROWS_AT_ONCE : rows;
+        for (int32_t k = 0; k < kept; k++) {
+            int64_t *const out = offsets + k * (rows + 1);
+            for (int64_t row = first; row < stop; row++) out[row + 1] = out[row] + fields[row * kept + k].length;
+        }
+    }
+}
+
+/* Concatenates the fields of each column k in `data` from starts[k] on, by the offsets of rayrec_text_offsets. */
+void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
+                        const int64_t *offsets, const int64_t *starts, uint8_t *data) {
+    for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+        const int64_t stop = first + ROWS_AT_ONCE < rows ? first + ROWS_AT_ONCE : rows;
+        for (int32_t k = 0; k < kept; k++) {
+            const int64_t *const out = offsets + k * (rows + 1);
+            uint8_t *const column = data + starts[k];
+            for (int64_t row = first; row < stop; row++) {
+                const rayrec_field field = fields[row * kept + k];
+                uint8_t *const to = column + out[row];
+                /* Bytes behind a short field are overwritten by the next one. */
+                if (field.length <= SHORT && field.start + SHORT <= length && out[row] + SHORT <= out[rows])
+                    memcpy(to, text + field.start, SHORT);
+                else
+                    memcpy(to, text + field.start, field.length);
+            }
+        }
     }
 }
 
