@@ -173,6 +173,9 @@ static void fuzz_csv(void) {
             rayrec_plain_text_tokens(offsets, data, NULL, got, tokens, status);
             rayrec_text_whole(offsets, data, NULL, got, tokens, status);
             rayrec_check_numbers(offsets, data, NULL, got, status);
+            double *numbers = buffer(8 * got);
+            rayrec_text_numbers(offsets, data, NULL, got, numbers, status);
+            free(numbers);
             rayrec_text_integers(offsets, data, NULL, got, integers, status);
             rayrec_text_hexadecimal(offsets, data, NULL, got, (uint32_t *)integers, status);
             free(integers), free(data), free(status), free(tokens);

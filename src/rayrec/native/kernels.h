@@ -287,7 +287,7 @@ int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const v
 
 /* Status of one value in a text column. Value i is data[offsets[i], offsets[i + 1]), empty if null[i] is set (`null` may be
  * NULL). */
-enum rayrec_text_status { TEXT_VALUE, TEXT_EMPTY, TEXT_REFUSED };
+enum rayrec_text_status { TEXT_VALUE, TEXT_EMPTY, TEXT_REFUSED, TEXT_LONG };
 
 void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                         uint8_t *status);
@@ -310,6 +310,8 @@ void rayrec_text_offsets(const rayrec_field *fields, int64_t rows, int32_t kept,
 void rayrec_gather_text(const uint8_t *text, int64_t length, const rayrec_field *fields, int64_t rows, int32_t kept,
                         const int64_t *offsets, const int64_t *starts, uint8_t *data);
 void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *status);
+void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, double *out,
+                         uint8_t *status);
 void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
                           uint8_t *status);
 void rayrec_text_hexadecimal(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint32_t *out,

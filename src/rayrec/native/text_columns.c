@@ -352,6 +352,53 @@ void rayrec_check_numbers(const int64_t *offsets, const uint8_t *data, const uin
     }
 }
 
+/* Parses the texts that rayrec_check_numbers accepts as double; others are 0. A number whose digits are below 2^53, times or divided
+ * by a power of ten up to 10^22, is rounded once, so it is the nearest double (Clinger 1990). Status TEXT_LONG: another number, 0. */
+void rayrec_text_numbers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, double *out,
+                         uint8_t *status) {
+    static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10, 1e11,
+                                    1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22};
+    enum { MAX_POWER = 22, MAX_DIGITS = 18 };
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *p = data + offsets[i], *const end = data + offsets[i + 1];
+        out[i] = 0;
+        if (p == end || (null && null[i])) {
+            status[i] = TEXT_EMPTY;
+            continue;
+        }
+        status[i] = TEXT_REFUSED;
+        const int negative = *p == '-';
+        p += negative || *p == '+';
+        uint64_t value = 0; /* wraps if there are too many digits; then it is not used */
+        const uint8_t *q = p;
+        for (; q < end && (uint8_t)(*q - '0') <= 9; q++) value = value * 10 + (uint64_t)(*q - '0');
+        int64_t found = q - p, power = 0;
+        if (q < end && *q == '.') {
+            p = ++q;
+            for (; q < end && (uint8_t)(*q - '0') <= 9; q++) value = value * 10 + (uint64_t)(*q - '0');
+            found += q - p;
+            power = p - q;
+        }
+        if (found == 0) continue;
+        if (q < end && (*q | 0x20) == 'e') {
+            p = q + 1;
+            const int below_one = p < end && *p == '-';
+            p += p < end && (*p == '-' || *p == '+');
+            int64_t exponent = 0;
+            for (q = p; q < end && (uint8_t)(*q - '0') <= 9; q++)
+                if (exponent <= MAX_POWER + MAX_DIGITS) exponent = exponent * 10 + (*q - '0');
+            if (q == p) continue;
+            power += below_one ? -exponent : exponent;
+        }
+        if (q != end) continue;
+        status[i] = TEXT_LONG;
+        if (found > MAX_DIGITS || value > 1ULL << 53 || power > MAX_POWER || power < -MAX_POWER) continue;
+        const double number = power < 0 ? (double)value / powers[-power] : (double)value * powers[power];
+        out[i] = negative ? -number : number;
+        status[i] = TEXT_VALUE;
+    }
+}
+
 /* Parses texts as integers of up to 18 digits, like rayrec_parse. */
 void rayrec_text_integers(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, int64_t *out,
                           uint8_t *status) {

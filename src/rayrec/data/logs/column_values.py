@@ -30,6 +30,7 @@ from rayrec.schema import BRACKETS
 VALUE = 0
 EMPTY = 1
 REJECTED = 2
+_LONG = 3
 
 
 # The arrays are views of Arrow's buffers. NumPy's views hold references to them, so that the
@@ -358,6 +359,8 @@ def plain_array(column: pa.ChunkedArray) -> pa.Array:
     """Combine the chunks into one array without dictionaries."""
     if types.is_string(column.type) or types.is_binary(column.type):
         column = column.cast(pa.large_binary())  # 32-bit offsets may overflow over all chunks
+    if column.num_chunks == 1:
+        return resolved(column.chunk(0))  # Not copied
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = (
@@ -398,14 +401,16 @@ def _empty(array: pa.Array) -> np.ndarray:
 def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (float64, status): decimal numbers, `true` and `false` as 1 and 0, and NaN."""
     array = pc.cast(array, pa.large_binary())
-    status = Text.from_array(array).call("rayrec_check_numbers")
-    text = pc.if_else(pa.array(status == VALUE), array, pa.scalar(None, pa.large_binary()))
-    values = pc.fill_null(pc.cast(pc.cast(text, pa.large_string()), pa.float64()), 0.0).to_numpy(
-        zero_copy_only=False
-    )
+    values = np.empty(len(array))
+    status = Text.from_array(array).call("rayrec_text_numbers", values)
+    # Numbers of many digits or with large exponents, which Arrow rounds correctly
+    long = np.flatnonzero(status == _LONG)
+    if len(long):
+        texts = pc.cast(array.take(pa.array(long)), pa.large_string())
+        values[long] = pc.cast(texts, pa.float64()).to_numpy()
+        status[long] = VALUE
     words = np.flatnonzero(status == REJECTED)
     if len(words):
-        values = values.copy()
         for value, spellings in _WORDS.items():
             matches = pc.is_in(
                 array.take(pa.array(words)), value_set=pa.array(spellings, pa.large_binary())

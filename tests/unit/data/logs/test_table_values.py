@@ -19,7 +19,14 @@ from rayrec.data.encoding.rules import bracket_items
 from rayrec.data.formats.csv_reader import read_csv, read_csv_text
 from rayrec.data.frames import transform_table
 from rayrec.data.log_source import LogSource
-from rayrec.data.logs.column_values import split_lists
+from rayrec.data.logs.column_values import (
+    EMPTY,
+    REJECTED,
+    VALUE,
+    parse_numbers,
+    split_lists,
+    type_error,
+)
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.materialized.formats import from_named_columns
 from rayrec.data.raw_block import RawBlock
@@ -517,3 +524,32 @@ def test_date_is_no_weight() -> None:
     schema = Schema(label="y", weight="w", dense=("a",))
     _, faults = parse_table(pa.table({"y": [0, 1], "w": ["2019-11-17", "2"], "a": [1, 2]}), schema)
     assert faults.total == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0.1",
+        "-0.0",
+        "+2.50",
+        "9007199254740992",
+        "9007199254740993",
+        "123456789012345678",
+        "1234567890123456789",
+        "1e22",
+        "1e23",
+        "5e-22",
+        "7.2057594037927933e16",
+        "0.000000000000000000000000000001e40",
+        ".5",
+        "5.",
+        "2.2250738585072011e-308",
+        "8.5e-400",
+    ],
+)
+def test_text_numbers_are_nearest_doubles(text: str) -> None:
+    values, status = parse_numbers(
+        pa.array([text, "x", None]), "number", type_error(pa.schema([]), "")
+    )
+    assert values.tobytes() == np.array([float(text), 0, 0]).tobytes()
+    assert status.tolist() == [VALUE, REJECTED, EMPTY]
