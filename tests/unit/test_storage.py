@@ -725,3 +725,28 @@ def test_text_of_pipe_is_read(tmp_path: Path) -> None:
         assert storage.read_text(str(pipe)) == "label: click\n"
     finally:
         writer.join(timeout=10)
+
+
+def test_read_ahead_makes_next_item_while_one_is_used() -> None:
+    made = threading.Semaphore(0)
+
+    def items() -> Iterator[int]:
+        for number in range(3):
+            made.release()
+            yield number
+
+    ahead = storage.read_ahead(items(), name="test")
+    assert next(ahead) == 0
+    for _ in range(2):
+        assert made.acquire(timeout=10)
+    assert list(ahead) == [1, 2]
+
+
+def test_read_ahead_raises_error_after_earlier_items() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise InputError("broken")
+
+    ahead = storage.read_ahead(items(), name="test")
+    assert next(ahead) == 1
+    rejects("broken", next, ahead)

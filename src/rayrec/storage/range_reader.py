@@ -3,7 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from contextvars import copy_context
+from itertools import islice, repeat, takewhile
 from typing import Final, TypeVar
 
 import pyarrow as pa
@@ -62,6 +64,16 @@ def in_order(
                 pool.shutdown(wait=True, cancel_futures=True)
 
     return results()
+
+
+def read_ahead(items: Iterator[_Item], *, name: str) -> Iterator[_Item]:
+    """Yield the items in order. A thread makes the next one while the reader uses one."""
+    results = in_order(
+        lambda _: list(islice(items, 1)), repeat(None), name=name, num_threads=1, prefetch=1
+    )
+    with closing(results):
+        for item in takewhile(bool, results):
+            yield from item
 
 
 def read_url(path: str, start: int, size: int) -> pa.Buffer:

@@ -208,7 +208,8 @@ def _write_parts(
     """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups, each with one
     type of its columns; yield their paths and row groups.
     """
-    sized = _regroup(tables, segment_bytes)
+    # Rows are split and compressed at the same time
+    sized = storage.read_ahead(_regroup(tables, segment_bytes), name="rows")
     rows = next(sized, None)
     number = 0
     while rows is not None:
