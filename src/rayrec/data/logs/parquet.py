@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
@@ -26,6 +27,7 @@ from rayrec.data.formats.columns import (
     partition_names,
     pick_columns,
 )
+from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.parquet import Parquet, open_parquet, unreadable_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
@@ -42,6 +44,10 @@ _FOOTERS = 64
 """Maximum file descriptions cached per process."""
 _GAP_BYTES = 64 << 10
 """Maximum bytes between two column chunks that are read by one request."""
+_SAMPLED_ROWS = 2000
+_FEW_VALUES = 500
+"""Rows whose values are counted, and the maximum distinct values of text with a dictionary."""
+_TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 PART_GROUPS = 64
 """Maximum row groups of a rewritten file. A reader of one group reads the description of all."""
 
@@ -143,6 +149,8 @@ def prepared(
         stored = storage.read_json(manifest)
     else:
         tables = read_file(file_format, file.path, schema, extra)
+        if isinstance(file_format, Csv):
+            tables = map(_without_nulls, tables)
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(file.path), name])
@@ -215,7 +223,7 @@ def _write_parts(
     while rows is not None:
         path = storage.join(folder, f"{number:05d}", name)
         groups: list[tuple[int, int]] = []
-        coded = [name for name in (*schema.sparse, FAULT) if name in rows.schema.names]
+        coded = _coded_columns(rows, schema)
         create = functools.partial(
             pq.ParquetWriter, compression="lz4", write_statistics=False, use_dictionary=coded
         )
@@ -227,6 +235,25 @@ def _write_parts(
                 rows = next(sized, None)
         yield path, groups
         number += 1
+
+
+def _coded_columns(rows: pa.Table, schema: Schema) -> list[str]:
+    """Return the columns that are written with a dictionary. Text has one if its first rows have
+    few values: with many, a dictionary takes more time to write and read than LZ4 alone.
+    """
+    names = [name for name in (*schema.sparse, FAULT) if name in rows.schema.names]
+    first = rows.slice(0, _SAMPLED_ROWS)
+    texts = [name for name in names if first.schema.field(name).type in _TEXT_TYPES]
+    many = {name for name in texts if pc.count_distinct(first[name]).as_py() > _FEW_VALUES}
+    return [name for name in names if name not in many]
+
+
+def _without_nulls(table: pa.Table) -> pa.Table:
+    """Return a table of text with columns that cannot be null, which are read and written faster.
+    Text has empty values instead.
+    """
+    fields = [each.with_nullable(False) for each in table.schema]
+    return pa.Table.from_arrays(table.columns, schema=pa.schema(fields))
 
 
 def _regroup(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:

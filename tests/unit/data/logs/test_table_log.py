@@ -1462,3 +1462,22 @@ def test_parquet_columns_are_checked_before_rows(tmp_path: Path) -> None:
     for column, message in (("z", "has no column named z"), ("x", "column x ")):
         schema = Schema(label="y", dense=(column,), tokens="any")
         rejects(message, parquet.prepared, file, schema, 1 << 20, str(tmp_path / "made"))
+
+
+def test_rewritten_csv_has_dictionaries_of_few_values(tmp_path: Path) -> None:
+    lines = [f"{row % 2},u{row},c{row % 7}\n" for row in range(1000)]
+    (tmp_path / "a.csv").write_text("click,user,code\n" + "".join(lines))
+    schema = Schema(label="click", sparse=("user", "code"), delimiter=",")
+    index = index_of([tmp_path / "a.csv"], schema, tmp_path / "cache")
+    (path,) = {segment.path for segment in index.segments}
+    with pq.ParquetFile(path) as parquet:
+        group = parquet.metadata.row_group(0)
+        columns = {group.column(i).path_in_schema: group.column(i) for i in range(4)}
+        nullable = {each.name for each in parquet.schema_arrow if each.nullable}
+    assert {name: each.has_dictionary_page for name, each in columns.items()} == {
+        "click": False,
+        "user": False,
+        "code": True,
+        FAULT: True,
+    }
+    assert not nullable
