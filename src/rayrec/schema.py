@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, NoReturn
 
 from rayrec.config import Config, InputError, packaged_json
@@ -140,6 +140,14 @@ class Feature(Config):
 #   sparse               categories, one per row; `lists`: any number per row
 #   weight, timestamp    of the row, for training and splits
 #   group                of the row, for ranking metrics; one of the sparse columns
+@lru_cache(maxsize=4096)
+def _default_feature(name: str) -> Feature:
+    """Return the settings of a column that has none. To validate them takes longer than to parse
+    thousands of its values.
+    """
+    return Feature(name=name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schema(Config):
     """Columns of a click log, in the order label, dense, sparse without a header; otherwise they
@@ -416,9 +424,8 @@ class Schema(Config):
 
     def feature(self, name: str) -> Feature:
         """Return the settings of a column of `sparse`."""
-        return next(
-            (feature for feature in self.features if feature.name == name), Feature(name=name)
-        )
+        found = next((feature for feature in self.features if feature.name == name), None)
+        return _default_feature(name) if found is None else found
 
     def list_mark(self, name: str) -> str:
         """Return the separator in text of a column of `lists`, or BRACKETS."""

@@ -106,6 +106,7 @@ class _TableParser:
 
     def __init__(self, table: pa.Table, schema: Schema, path: str) -> None:
         self.table = table
+        self.names = frozenset(table.column_names)
         self.schema = schema
         self.path = path
         self.type_error = type_error(table.schema, path)
@@ -208,7 +209,7 @@ class _TableParser:
     def _array(self, name: str) -> pa.Array:
         return (
             plain_array(self.table.column(name))
-            if name in self.table.column_names
+            if name in self.names
             else pa.nulls(self.table.num_rows)
         )
 
