@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.csv
+import pyarrow.parquet
 import ray
 from logs import ANY, any_log, synthetic_log
 from peers.notebook_ingest import batches as notebook_batches
@@ -292,16 +294,30 @@ def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -
 
 def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
     """Measure a log of strings, integers and floats, read as Parquet, and as CSV opened for the
-    first time (later it is Parquet).
+    first time (later it is Parquet). Arrow reads the same columns and files.
     """
-    order, shared, preprocessor = prepare(any_log(rows, ".parquet"), schema=ANY)
+    parquet = any_log(rows, ".parquet")
+    order, shared, preprocessor = prepare(parquet, schema=ANY)
     path = any_log(rows, ".csv")
+    processor_s: dict[str, list[float]] = {"opened": [], "arrow": []}
 
     def opened() -> float:
         with tempfile.TemporaryDirectory() as cache:
+            start = time.process_time()
             index, seconds = timed(lambda: indexed(path, ANY, ThreadEngine(2), cache))
+            processor_s["opened"].append(time.process_time() - start)
         assert index.rows == rows
         return rows / seconds
+
+    def arrow() -> float:
+        start = time.process_time()
+        _, seconds = timed(lambda: pyarrow.csv.read_csv(path))
+        processor_s["arrow"].append(time.process_time() - start)
+        return rows / seconds
+
+    def arrow_parquet() -> float:
+        columns = [*ANY.columns]
+        return rows / timed(lambda: pyarrow.parquet.read_table(parquet, columns=columns))[1]
 
     rates = interleaved(
         repeats,
@@ -309,7 +325,8 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
         threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor), schema=ANY),
         kernels=lambda: without_ray(order, preprocessor),
         opened=opened,
-        arrow=lambda: rows / timed(lambda: pyarrow.csv.read_csv(path))[1],
+        arrow=arrow,
+        arrow_parquet=arrow_parquet,
     )
     workload = f"any tokens, Parquet -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
     for ours, peer, our_workload, peer_text in (
@@ -319,6 +336,12 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
             "kernels",
             f"{workload}, threads of one process",
             "the same kernels in two threads",
+        ),
+        (
+            "kernels",
+            "arrow_parquet",
+            "any tokens, Parquet -> model inputs, 2 threads",
+            "pyarrow.parquet reads the columns",
         ),
         (
             "opened",
@@ -336,6 +359,16 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
             repeats=repeats,
             peer_rows_per_s=round(rates[peer]),
         )
+    processor = {name: statistics.median(seconds) for name, seconds in processor_s.items()}
+    emit(
+        "ingest",
+        peer="pyarrow.csv reads the file",
+        workload="any tokens, CSV opened for the first time, processor time",
+        unit="rows_per_cpu_s",
+        value=rows / processor["opened"],
+        ratio=processor["arrow"] / processor["opened"],
+        repeats=repeats,
+    )
 
 
 def memory(engine: StreamEngine, rows: int) -> None:
