@@ -424,8 +424,10 @@ class Schema(Config):
 
     def feature(self, name: str) -> Feature:
         """Return the settings of a column of `sparse`."""
-        found = next((feature for feature in self.features if feature.name == name), None)
-        return _default_feature(name) if found is None else found
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        return _default_feature(name)
 
     def list_mark(self, name: str) -> str:
         """Return the separator in text of a column of `lists`, or BRACKETS."""

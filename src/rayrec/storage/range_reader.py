@@ -66,6 +66,12 @@ def in_order(
     return results()
 
 
+# The pool's only thread asks for one item at a time, so the iterator needs no lock:
+#
+#   reader    uses item n                asks for n + 2 when it takes n + 1
+#   thread    makes item n + 1           waits if it is not taken yet
+#
+# An empty list marks the end. An error of the iterator is raised in its place.
 def read_ahead(items: Iterator[_Item], *, name: str) -> Iterator[_Item]:
     """Yield the items in order. A thread makes the next one while the reader uses one."""
     results = in_order(

@@ -284,6 +284,12 @@ class _Splitter:
         )
 
 
+# All columns share one buffer, in column order:
+#
+#   offsets[c]    starts of the texts of column c, and their end, from 0
+#   starts[c]     first byte of column c in the buffer
+#
+# The kernels go through some rows at a time, whose fields stay in the CPU's cache for all columns.
 def _gathered(data: np.ndarray, fields: np.ndarray) -> list[pa.Array]:
     """Return the columns of text. `fields` has the first byte and size of each field, uint32 [rows,
     columns, 2].

@@ -207,11 +207,9 @@ class _TableParser:
             )
 
     def _array(self, name: str) -> pa.Array:
-        return (
-            plain_array(self.table.column(name))
-            if name in self.names
-            else pa.nulls(self.table.num_rows)
-        )
+        if name not in self.names:
+            return pa.nulls(self.table.num_rows)
+        return plain_array(self.table.column(name))
 
     def _numbers(self, name: str, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
         return parse_numbers(self._array(name), name, self.type_error, times=times)
