@@ -202,6 +202,21 @@ typedef struct {
     int64_t block_rows; /* of each block; the last may have fewer */
 } rayrec_relu;
 
+/* Decision trees with room for `splits` splits each. Nodes below `splits` are splits, and node splits + i is leaf i. */
+typedef struct {
+    const float *values; /* (rows, columns) */
+    const int32_t *roots; /* (count): first node; a leaf if the tree has no split */
+    const int32_t *column; /* (count, splits): column that a split compares, below `columns` */
+    const float *threshold; /* (count, splits): values of at most this go left, larger ones and NaN right */
+    const int32_t *left; /* (count, splits): node, larger than the split's number */
+    const int32_t *right; /* (count, splits) */
+    const double *value; /* (count, splits + 1): values of leaves */
+    int64_t columns;
+    int64_t count;
+    int64_t splits;
+    double *sums; /* (rows): output, sum of the row's leaves */
+} rayrec_trees;
+
 /* Kernel that computes items [start, stop) of its arguments. Returns 0, or 1 if out of memory. */
 typedef int32_t rayrec_kernel(const void *arguments, int64_t start, int64_t stop);
 
@@ -332,6 +347,9 @@ rayrec_kernel rayrec_pairwise_dots_avx512, rayrec_pairwise_dots_backward_avx512,
 
 /* relu.c: arguments are a rayrec_relu, items its blocks. */
 rayrec_kernel rayrec_relu_backward;
+
+/* trees.c: arguments are a rayrec_trees, items its rows. */
+rayrec_kernel rayrec_sum_trees;
 
 /* threads.c: called by each thread with the same rayrec_work. Returns once all items are taken. */
 void rayrec_take_part(void *work);
