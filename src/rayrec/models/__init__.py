@@ -1,5 +1,5 @@
-"""Ranking models in `ranking` and retrieval models in `retrieval`, one file each, and their common
-code.
+"""Ranking models in `ranking`, of trees in `boosted`, and retrieval models in `retrieval`, one file
+each, and their common code.
 """
 
 import importlib
@@ -7,7 +7,7 @@ import pkgutil
 from functools import cache
 from typing import Any, Final
 
-FAMILIES: Final = ("ranking", "retrieval")
+FAMILIES: Final = ("ranking", "retrieval", "boosted")
 """Model folders."""
 
 

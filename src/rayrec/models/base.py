@@ -170,6 +170,10 @@ class ClickModelConfig(Config):
     """Whether the loss needs a label. If False, the log may have no labels, and the network must
     define a loss.
     """
+    BOOSTED: ClassVar[bool] = False
+    """Whether boosting rounds train the network (`rayrec.workloads.recsys.boosting`), instead of
+    gradients.
+    """
 
     embedding_dim: Count = 16
     """Width of every embedding."""
