@@ -22,6 +22,7 @@ from rayrec.optim.config import DenseOptimizerConfig, LearningRateSchedule, Spar
 from rayrec.schema import PlaceholderSchema, Schema, load_schema
 from rayrec.sharding.planner import ShardingConfig
 from rayrec.workloads.base import TrainConfig, Workload
+from rayrec.workloads.recsys.boosting_settings import check_boosting
 from rayrec.workloads.recsys.distillation import Teacher, TeacherConfig
 from rayrec.workloads.run_config import DataConfig
 
@@ -153,6 +154,7 @@ class ClickSettings(Workload):
             inputs = self.preset.inputs(self.schema)
             self.check_categories(inputs)
             self.unpooled(inputs)  # raises InputError for columns that the model cannot take
+        check_boosting(config, self.model)
         self._check_labels()
         self.teacher.check()
         self._check_clipping()

@@ -45,7 +45,7 @@ from rayrec.optim.optimizer import JointlyClippedOptimizer, data_parallel_optimi
 from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
-from rayrec.workloads.base import WorkerContext, WorkerSetup
+from rayrec.workloads.base import TrainLoader, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.candidates import candidate_rows
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
@@ -179,6 +179,77 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     inputs = prepared.inputs
     preprocessor = prepared.preprocessor.get()
     model_inputs = ModelInputs.from_schema(inputs, candidate_rows(preprocessor))
+    clock = make_step_timer(context.device, measure=config.observe.times)
+    learner = (_boosted if workload.model.BOOSTED else _sharded)(
+        workload, context, prepared, model_inputs, clock
+    )
+    columns = counted_columns(
+        inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None
+    )
+    counts = EvaluationCounts(
+        columns,
+        workload.model.output_heads(model_inputs),
+        grouped=inputs.group is not None,
+        clips=ClipSum(preprocessor),
+        training_clips=prepared.training_clips,
+    )
+    return WorkerSetup(
+        model=learner.model,
+        optimizer=learner.optimizer,
+        pipeline=learner.pipeline,
+        clock=clock,
+        multiply_adds_per_row=learner.multiply_adds_per_row,
+        begin_step=learner.begin_step,
+        eval_batches={
+            name: partial(_eval_batches, context, prepared, counts, name)
+            for name in prepared.sets
+            if name != "train"
+        },
+        make_metrics=counts.make_metrics,
+        make_samples=counts.shown,
+        # A round of boosting has no outputs
+        count_correct=count_correct
+        if workload.predicts_clicks and not workload.model.BOOSTED
+        else None,
+        described=learner.described,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Learner:
+    """Model, and what trains it."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    pipeline: Any
+    begin_step: Callable[[int, int], None]
+    described: dict[str, Any]
+    multiply_adds_per_row: float | None = None
+
+
+def _boosted(
+    workload: ClickSettings,
+    context: WorkerContext,
+    prepared: Prepared,
+    inputs: ModelInputs,
+    clock: StepTimer,
+) -> _Learner:
+    """Set up trees, which one worker trains on the CPU."""
+    from rayrec.workloads.recsys import boosting
+
+    made = boosting.make_model(workload, context, prepared, inputs, clock)
+    return _Learner(*made, begin_step=lambda step, total: None, described={})
+
+
+def _sharded(
+    workload: ClickSettings,
+    context: WorkerContext,
+    prepared: Prepared,
+    model_inputs: ModelInputs,
+    clock: StepTimer,
+) -> _Learner:
+    """Set up a network with sharded tables. Collective."""
+    config = context.config
     batch_size = config.effective_batch_size(
         rows=prepared.sets["train"].rows, world_size=context.world_size
     )
@@ -204,34 +275,13 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     }
     with memory_errors(described, rank=context.rank, device=context.device):
         sharded, optimizer = _shard(workload, context, model, plan)
-    columns = counted_columns(
-        inputs.sparse, preprocessor.sparse, expanded=preprocessor.multi_hot is not None
-    )
-    counts = EvaluationCounts(
-        columns,
-        workload.model.output_heads(model_inputs),
-        grouped=inputs.group is not None,
-        clips=ClipSum(preprocessor),
-        training_clips=prepared.training_clips,
-    )
-
-    clock = make_step_timer(context.device, measure=config.observe.times)
-    return WorkerSetup(
-        model=sharded,
-        optimizer=optimizer,
+    return _Learner(
+        sharded,
+        optimizer,
         pipeline=make_pipeline(sharded, optimizer, context, clock),
-        clock=clock,
-        multiply_adds_per_row=cost,
         begin_step=step_start(context, optimizer, workload.schedule),
-        eval_batches={
-            name: partial(_eval_batches, context, prepared, counts, name)
-            for name in prepared.sets
-            if name != "train"
-        },
-        make_metrics=counts.make_metrics,
-        make_samples=counts.shown,
-        count_correct=count_correct if workload.predicts_clicks else None,
         described=described,
+        multiply_adds_per_row=cost,
     )
 
 
@@ -299,9 +349,18 @@ def make_optimizer(
 
 def train_loader(
     context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
-) -> Loader[Position, BlockPlan]:
+) -> TrainLoader:
     """Return the training batches from a stored position."""
     config = context.config
+    workload = config.workload
+    assert isinstance(workload, ClickSettings)
+    if workload.model.BOOSTED:
+        from rayrec.workloads.recsys import boosting
+
+        open_rows = partial(
+            _loader, context, prepared, "train", batch_size=boosting.BATCH_ROWS, epochs=1
+        )
+        return boosting.make_loader(context, prepared, open_rows, state=state, step=step)
     rows = prepared.sets["train"].rows
     return _loader(
         context,
@@ -341,8 +400,10 @@ def _loader(
     max_rows: int | None = None,
 ) -> Loader[Position, BlockPlan]:
     workload = context.config.workload
-    learns = name == "train"
     assert isinstance(workload, ClickSettings)
+    learns = name == "train"
+    # Trees are read twice, and count their numbers themselves
+    counts_clips = learns and not workload.model.BOOSTED
     data = context.config.train_data if learns else context.config.eval_data
     order = prepared.sets[name]
     prefetch_blocks = context.config.train_data.prefetch_blocks
@@ -367,7 +428,7 @@ def _loader(
         unpooled=workload.unpooled(prepared.inputs),
         tables=_full_tables(workload, prepared, learns=learns),
         pinned=_NUM_PINNED_BATCHES if context.device.type == "cuda" else 0,
-        watch_dense=prepared.training_clips.add if learns else None,
+        watch_dense=prepared.training_clips.add if counts_clips else None,
     )
     sharding = BatchSharding(context.rank, context.world_size, batch_size)
     return Loader(order, reader, sharding, state=state, epochs=epochs, max_steps=max_steps)

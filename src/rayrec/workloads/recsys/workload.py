@@ -17,6 +17,7 @@ from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.schema import PlaceholderSchema
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
+from rayrec.workloads.recsys.boosting_settings import reject_plan, with_rounds
 from rayrec.workloads.recsys.candidates import TargetCheck, check_candidates
 from rayrec.workloads.recsys.distillation import RECORD, Teacher, open_teacher
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
     from rayrec.checkpoint import Checkpoint
     from rayrec.data.encoding.counts import CountingIndexer
     from rayrec.data.log_source import TextIndexer
-    from rayrec.ingest.block_order import BlockPlan, Position
-    from rayrec.ingest.loader import Loader
-    from rayrec.workloads.base import LocalTrainer, MeasuredSpeed, ScoringContext, Target
+    from rayrec.workloads.base import (
+        LocalTrainer,
+        MeasuredSpeed,
+        ScoringContext,
+        Target,
+        TrainLoader,
+    )
     from rayrec.workloads.scoring import Scoring
 
 
@@ -42,9 +47,9 @@ class ClickWorkload(ClickSettings):
 
     def adapted(self, config: TrainConfig) -> TrainConfig:
         """Use the schema of adopted data, whose encoding differs from the recipe's preset, and
-        `tokens` and order of the log. Set the version of a table.
+        `tokens` and order of the log. Set the version of a table, and the steps of boosted trees.
         """
-        config = _with_versions(config)
+        config = with_rounds(_with_versions(config), self.model)
         path = config.train_data.path
         if path is None:
             return config
@@ -316,6 +321,7 @@ class ClickWorkload(ClickSettings):
     ) -> str:
         from rayrec.workloads.recsys.planning import plan
 
+        reject_plan(self.model)
         preprocessor = None if tables is not None else self._available_preprocessor(config)
         if preprocessor is not None:
             return plan(
@@ -358,6 +364,7 @@ class ClickWorkload(ClickSettings):
     ) -> MeasuredSpeed:
         from rayrec.workloads.recsys.planning import probe_speed
 
+        reject_plan(self.model)
         return probe_speed(
             self, config, target=target, local_workers=local_workers, cuda=cuda, train=train
         )
@@ -373,7 +380,7 @@ class ClickWorkload(ClickSettings):
 
     def make_loader(
         self, context: WorkerContext, prepared: Prepared, *, state: dict[str, Any] | None, step: int
-    ) -> Loader[Position, BlockPlan]:
+    ) -> TrainLoader:
         from rayrec.workloads.recsys.worker import train_loader
 
         return train_loader(context, prepared, state=state, step=step)
