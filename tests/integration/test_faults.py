@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from builders.damage import cut_short, flip_a_bit, remove_file, tear_manifest
-from builders.runs import check_no_rows_lost, check_same_run, small_run, threads_of
+from builders.runs import check_no_rows_lost, check_same_run, small_run, threads_of, train
 from hosts.ports import free_ports
 from hosts.processes import (
     RayCluster,
@@ -31,6 +31,7 @@ from hosts.processes import (
 
 from rayrec.checkpoint import committed
 from rayrec.checkpoint.save_retry import PATIENCE_S
+from rayrec.models.boosted.lightgbm import LightGBMConfig
 from rayrec.storage import read_json
 from rayrec.training.stop_monitor import NODE_PREEMPTED
 from rayrec.workloads.base import TrainConfig
@@ -189,6 +190,25 @@ def test_process_run_survives_repeated_faults(expected_alone: dict[str, Any], be
     summary = finish(run, expected_alone, restarts=4)
     damage.assert_passed_over(number=4)
     assert [cause["steps_redone"] for cause in summary["restart_causes"][1:3]] == [0, 0]
+
+
+@pytest.mark.extended
+def test_killed_boosting_resumes_with_equal_trees(
+    click_log: Path, tmp_path: Path, begin: Begin
+) -> None:
+    changes: dict[str, Any] = {
+        **ALONE,
+        "steps": 400,
+        "evaluate_every": 100,
+        "checkpoint": {"every": 20, "num_to_keep": 5},
+        "workload": {"model": LightGBMConfig(trees=400, columns_per_tree=0.7, rows_per_tree=0.8)},
+    }
+    whole = train(small_run(click_log, tmp_path / "whole", **changes))
+    run = begin(**changes)
+    run.wait_for_save(40)
+    run.kill_driver()
+    assert_still_training(run)
+    check_same_run(run.start().summary(), whole.summary, restarts=1)
 
 
 @pytest.mark.extended
