@@ -1,5 +1,5 @@
 """Benchmark of every model's quality on a small log, compared with LightGBM and logistic regression
-at the same tuning budget.
+at the same tuning budget. `model lightgbm` is `--model lightgbm`, and `lightgbm` the baseline.
 
 `--data PATH` names a log in Criteo's format; without it a synthetic one of 20,000 rows is used. The
 log is rotated: each time another fourteenth of its rows is the test, and the one before it
@@ -50,6 +50,7 @@ MODELS: Final = (
     "finalnet",
     "wukong",
 )
+TREES: Final = "model lightgbm"
 ROTATIONS: Final = 5
 TUNED_ON: Final = 3
 """Rotations whose validation rows choose the settings."""
@@ -90,6 +91,7 @@ def main(*, quick: bool) -> None:
             name: (partial(_trained, recipe, folder, name), _model_settings(name, budget))
             for name in models
         }
+        contests[TREES] = partial(_trained, recipe, folder, TREES), _tree_settings(budget)
         if recipe is criteo_demo:
             contests["criteo_ensemble"] = (
                 partial(_trained, criteo_ensemble, folder, "criteo_ensemble"),
@@ -212,6 +214,25 @@ def _model_settings(name: str, budget: int) -> list[dict[str, float]]:
     ]
 
 
+def _tree_settings(budget: int) -> list[dict[str, float]]:
+    draw = np.random.default_rng(0)
+    ranges = {
+        "learning_rate": (0.01, 0.1),
+        "leaves": (4, 63),
+        "min_leaf_rows": (10, 300),
+        "l2": (0.1, 100),
+        "columns_per_tree": (0.3, 1),
+        "rows_per_tree": (0.5, 1),
+    }
+    return [
+        {},
+        *(
+            {name: _log_uniform(draw, *ends) for name, ends in ranges.items()}
+            for _ in range(budget - 1)
+        ),
+    ]
+
+
 def _baseline_settings(budget: int) -> dict[Kind, list[dict[str, float]]]:
     draw = np.random.default_rng(0)
     ranges = {
@@ -257,7 +278,11 @@ def _config(
         workload = workload.replace(model=workload.model.replace(first_order=False))
     elif model in MODELS[2:]:
         workload = workload.replace(model=workload.model.with_class(model))
-    if "category_scale" in settings:
+    if model == TREES:
+        integers = {name: round(settings[name]) for name in ("leaves", "min_leaf_rows") if settings}
+        trees = workload.model.with_class("lightgbm").replace(**{**settings, **integers})
+        workload = workload.replace(model=trees)
+    elif "category_scale" in settings:
         workload = workload.replace(model=workload.model.replace(**settings))
     elif settings:
         workload = workload.replace(
@@ -265,10 +290,11 @@ def _config(
             dense_optimizer=workload.dense_optimizer.replace(learning_rate=settings["network"]),
             sparse_optimizer=workload.sparse_optimizer.replace(learning_rate=settings["tables"]),
         )
+    values = (f"{value:.6g}" for value in settings.values())
     new_config: TrainConfig = config.replace(
         workload=workload,
         storage_path=os.path.join(folder, "runs"),
-        name="-".join([model, str(log.number), *(f"{value:.6g}" for value in settings.values())]),
+        name="-".join([model, str(log.number), *values]).replace(" ", "-"),
         seed=log.number,
         scaling={"num_workers": 1},
         trackers={"prometheus": False, "tensorboard": False},
