@@ -14,6 +14,7 @@ from rayrec.layers.dots import pairwise_dots
 from rayrec.layers.first_order import FirstOrder, piecewise_linear
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings, Order, in_feature_order
 from rayrec.layers.mlp import MLP, Precision, compute_dtype, init_values, linear_stack
+from rayrec.layers.piecewise import PiecewiseNumbers
 
 
 class Interaction(nn.Module, ABC):
@@ -155,8 +156,13 @@ class DLRM(nn.Module):
         interaction: Interaction,
         top_mlp: MLP,
         first_order: FirstOrder | None,
+        piecewise: PiecewiseNumbers | None = None,
     ) -> None:
+        """`piecewise`: vectors of the numbers, which the interaction takes before those of the
+        features.
+        """
         super().__init__()
+        self.piecewise = piecewise
         self.bottom_mlp = bottom_mlp
         self.interaction = interaction
         self.top_mlp = top_mlp
@@ -164,16 +170,34 @@ class DLRM(nn.Module):
         self._labels = labels
 
     def forward(self, dense: torch.Tensor, embedded: KeyedEmbeddings) -> dict[str, torch.Tensor]:
-        dense = dense if self.first_order is None else piecewise_linear(dense)
+        vectors = None
+        if self.piecewise is not None:
+            parts = self.piecewise.parts(dense)
+            dense = parts.flatten(1)
+            vectors = self.piecewise(parts).flatten(1)
+        elif self.first_order is not None:
+            dense = piecewise_linear(dense)
         bottom = self.bottom_mlp(dense)  # During the exchange of embeddings
         if self.first_order is None:
-            logits = self.top_mlp(self.interaction(bottom, embedded)).unbind(1)
+            logits = self._interact(bottom, vectors, embedded).unbind(1)
         else:
             dim = self.interaction.dim
-            first, *rest = self.top_mlp(
-                self.interaction(bottom, embedded.columns(slice(0, dim)))
-            ).unbind(1)
+            first, *rest = self._interact(bottom, vectors, embedded.columns(slice(0, dim))).unbind(
+                1
+            )
             # Strides decide the order of a sum
             weights = embedded.columns(slice(dim, dim + 1)).flattened().contiguous()
             logits = (first + self.first_order.logit(dense, weights), *rest)
         return dict(zip(self._labels, logits, strict=True))
+
+    def _interact(
+        self, bottom: torch.Tensor, vectors: torch.Tensor | None, embedded: KeyedEmbeddings
+    ) -> torch.Tensor:
+        """Return the logits of the top MLP. `vectors`: those of the numbers."""
+        if vectors is None:
+            return self.top_mlp(self.interaction(bottom, embedded))
+        values, order = embedded.pooled_unordered()
+        count = vectors.shape[1] // self.interaction.dim
+        numbers = (*range(count), *(count + feature for feature in order))
+        features = torch.cat([vectors, values], dim=1)
+        return self.top_mlp(self.interaction.combine(bottom, features, numbers))

@@ -108,13 +108,18 @@ class ModelInputs:
     """Table rows of known categories, by feature. Features without an entry have no reserved
     rows.
     """
+    bin_ends: tuple[tuple[float, ...], ...] = ()
+    """Rising quantiles of each dense feature over the training rows. Empty if unknown."""
 
     @classmethod
     def from_schema(
-        cls, schema: Schema, candidates: tuple[tuple[str, CandidateRows], ...] = ()
+        cls,
+        schema: Schema,
+        candidates: tuple[tuple[str, CandidateRows], ...] = (),
+        bin_ends: tuple[tuple[float, ...], ...] = (),
     ) -> ModelInputs:
         """Return the inputs for a schema of the model's columns (`Preprocessor.inputs`), whose
-        tables have these candidates.
+        tables have these candidates, and whose numbers have these quantiles.
         """
         has_main = schema.label is None and schema.labels
         return cls(
@@ -132,6 +137,7 @@ class ModelInputs:
             ),
             schema.labels[0].kind if has_main else "binary",
             candidates,
+            bin_ends,
         )
 
     @property

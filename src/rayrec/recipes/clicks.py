@@ -32,9 +32,12 @@ def clicks(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> Train
         cross_layers=2,
         cross_low_rank=64,
         embedding_penalty=1e-3,
+        first_order=True,
+        piecewise_numbers=True,
     )
+    preset = RAYREC.replace(dense="by_skew")
     tables = SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.1, eps=0.005)
-    config = adam_config("clicks", path, RAYREC, model, tables, schema=read_schema(schema))
+    config = adam_config("clicks", path, preset, model, tables, schema=read_schema(schema))
     # On a small log, a network that overfits still ranks well when its probabilities are already
     # too extreme.
     return config.replace(

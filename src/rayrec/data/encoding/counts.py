@@ -37,6 +37,7 @@ from rayrec.data.encoding.growth import (
     number_warning,
 )
 from rayrec.data.encoding.moments import Moments
+from rayrec.data.encoding.number_sample import NumberSample
 from rayrec.data.encoding.rules import DenseColumn
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.log_source import CHUNK_BYTES, index_with
@@ -86,6 +87,10 @@ class CountingJob:
     """Transform of the numbers whose exact moments are counted. None: `Counts.dense_moments`, of
     sign(x) ln(1 + |x|).
     """
+    samples: bool = False
+    """Whether to sample numbers, for their quantiles, and to count the moments of numbers without a
+    transform, too.
+    """
 
     def empty(self, *, spill: Spill | None = None) -> Counts:
         inputs = self.derivation.inputs(self.schema)
@@ -101,6 +106,9 @@ class CountingJob:
             counts.transform = self.transform
             counts.exact_moments = [Moments() for _ in inputs.dense]
             counts.row_orders = [RowOrder() for _ in inputs.dense]
+        if self.samples:
+            counts.sample = NumberSample(len(inputs.dense))
+            counts.plain_moments = [Moments() for _ in inputs.dense]
         return counts
 
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
@@ -152,6 +160,10 @@ class Counts:
     """Moments of each dense column after `transform`. Empty without one: then `dense_moments` are
     counted.
     """
+    sample: NumberSample | None = None
+    """Sample of rows for quantiles. None: not asked for (`CountingJob.samples`)."""
+    plain_moments: list[Moments] = field(default_factory=list)
+    """Moments of each dense column without a transform. Empty without `sample`."""
     row_orders: list[RowOrder] = field(default_factory=list)
     """Order of each dense column's values, for warnings only: it depends on the grouping of rows.
     Empty without `transform`.
@@ -281,6 +293,8 @@ class Counts:
 
     def _add_numbers(self, block: RawBlock, first_row: int) -> None:
         """Add the dense columns of rows."""
+        if self.sample is not None:
+            self.sample.add_block(block)
         if block.schema.tokens == "hexadecimal" and self.transform is None:
             if len(self.dense_moments):
                 units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
@@ -299,6 +313,8 @@ class Counts:
             if self.transform is not None:
                 self.exact_moments[number].add_values(self.transform.transform(present))
                 self.row_orders[number].add(present, first_row)
+                if self.sample is not None:
+                    self.plain_moments[number].add_values(present)
             else:
                 # Rounded as for integer columns
                 logarithms = np.copysign(np.log1p(np.abs(present)), present).astype(np.float32)
@@ -327,9 +343,8 @@ class Counts:
             "rows": np.array([self.rows], np.int64),
             "missing": self.missing,
             "dense": self.dense_moments,
-            "exact": np.frombuffer(
-                json.dumps([moments.to_json() for moments in self.exact_moments]).encode(), np.uint8
-            ),
+            "exact": _packed_moments(self.exact_moments),
+            "plain": _packed_moments(self.plain_moments),
             "orders": np.frombuffer(
                 json.dumps([order.spans for order in self.row_orders]).encode(), np.uint8
             ),
@@ -342,6 +357,7 @@ class Counts:
             "first_rows": _concatenate(
                 [rows for _, _, rows in items if rows is not None], np.int64
             ),
+            **({} if self.sample is None else self.sample.to_arrays()),
         }
         return pa.table({name: arrow_bytes([value.tobytes()]) for name, value in row.items()})
 
@@ -360,10 +376,10 @@ class Counts:
         self._distinct.clear()
         self.rows += int(read("rows")[0])
         self.dense_moments += read("dense").reshape(-1, 4)
-        for moments, other in zip(
-            self.exact_moments, json.loads(bytes(buffers["exact"])), strict=True
-        ):
-            moments.merge(Moments.from_json(other))
+        _merge_moments(self.exact_moments, buffers["exact"])
+        _merge_moments(self.plain_moments, buffers["plain"])
+        if self.sample is not None:
+            self.sample.merge(NumberSample.from_buffers(buffers, len(self.plain_moments)))
         for order, spans in zip(self.row_orders, json.loads(bytes(buffers["orders"])), strict=True):
             order.merge(spans, first_row)
         self.changes += read("changes")
@@ -411,6 +427,15 @@ class Counts:
             if grown > counter.num_bytes and self.table_bytes + grown > self.spill.table_bytes:
                 self.spill.write(self.tokens)
             yield slice(low, high)
+
+
+def _packed_moments(moments: Sequence[Moments]) -> np.ndarray:
+    return np.frombuffer(json.dumps([each.to_json() for each in moments]).encode(), np.uint8)
+
+
+def _merge_moments(moments: Sequence[Moments], packed: pa.Buffer) -> None:
+    for each, other in zip(moments, json.loads(bytes(packed)), strict=True):
+        each.merge(Moments.from_json(other))
 
 
 def add_logarithms(moments: np.ndarray, logarithms: np.ndarray) -> None:

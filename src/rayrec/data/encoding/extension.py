@@ -108,8 +108,9 @@ def add_indicators(old: Preprocessor, new: Preprocessor) -> tuple[Preprocessor, 
     """
     if old.dense_names != new.dense_names:  # The networks do not fit anyway
         return new, []
+    # A network's weights fit one transform.
     rules = [
-        replace(rule, indicator=before.indicator)
+        replace(rule if rule.kind == before.kind else before, indicator=before.indicator)
         for before, rule in zip(old.dense, new.dense, strict=True)
     ]
     lost = [

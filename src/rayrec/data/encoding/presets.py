@@ -11,6 +11,7 @@ from rayrec.data.encoding.counts import CountingJob, Counts, mean_and_variance
 from rayrec.data.encoding.encoder import Derivation, MultiHot
 from rayrec.data.encoding.known_categories import ENDS, frequency_ends
 from rayrec.data.encoding.moments import Moments
+from rayrec.data.encoding.number_sample import QUANTILES
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.logs.splits import Split
@@ -41,9 +42,10 @@ class Preset(Config):
 
     name: str = "rayrec"
     """Name of the pipeline."""
-    dense: Literal["signed_log", "log", "identity", "buckets"] = "signed_log"
+    dense: Literal["signed_log", "log", "identity", "buckets", "by_skew"] = "signed_log"
     """Transform of numbers: sign(x) ln(1 + |x|), ln(x + shift), x, or categories floor(ln(x)^2) for
-    x > 2, else x, 0 missing.
+    x > 2, else x, 0 missing. by_skew: x, and signed_log for a column whose middle 98 % of values
+    spread over more than 5 times its middle half; signed_log in Criteo's logs.
     """
     dense_shift: float = 1.0
     """Shift before the logarithm ("log")."""
@@ -131,7 +133,12 @@ class Preset(Config):
             derivation=self.derivation,
             first_rows=self.ids == "first_seen",
             transform=self._counted_transform(schema),
+            samples=self._samples(schema),
         )
+
+    def _samples(self, schema: Schema) -> bool:
+        """Return whether quantiles of numbers are needed."""
+        return self.dense == "by_skew" and self.standardizes(schema)
 
     def standardizes(self, schema: Schema) -> bool:
         """Return whether missing numbers of a log are 0 after they are standardized, and inputs are
@@ -143,7 +150,8 @@ class Preset(Config):
         """Return the transform of numbers, before they are standardized."""
         assert self.dense != "buckets"
         lowest = MIN_INTEGER if self.dense_lowest is None else self.dense_lowest
-        return DenseColumn(self.dense, self.dense_shift, lowest)
+        kind = "signed_log" if self.dense == "by_skew" else self.dense
+        return DenseColumn(kind, self.dense_shift, lowest)
 
     def _counted_transform(self, schema: Schema) -> DenseColumn | None:
         """Return the transform for exact moments. None: those of integers in fixed point, which
@@ -151,7 +159,7 @@ class Preset(Config):
         """
         if self.dense == "buckets" or not self.dense_standardized:
             return None
-        if schema.tokens == "hexadecimal" and self.dense == "signed_log":
+        if schema.tokens == "hexadecimal" and self.dense in ("signed_log", "by_skew"):
             return None
         return self._transform()
 
@@ -219,17 +227,34 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
         if preset.dense_from_file_minimum
         else None,
         multi_hot=preset.multi_hot,
-        constants={"rules": preset.to_dict(), "rows": counts.rows, ENDS: ends},
+        constants={
+            "rules": preset.to_dict(),
+            "rows": counts.rows,
+            ENDS: ends,
+            **_quantiles(schema, counts),
+        },
     )
+
+
+def _quantiles(schema: Schema, counts: Counts) -> dict[str, dict[str, list[float]]]:
+    """Return the constant with the quantiles of the numbers. Empty without a sample."""
+    if counts.sample is None:
+        return {}
+    quantiles = {name: counts.sample.quantiles(number) for number, name in enumerate(schema.dense)}
+    return {QUANTILES: {name: values for name, values in quantiles.items() if values}}
 
 
 def _dense_column(preset: Preset, schema: Schema, counts: Counts, number: int) -> DenseColumn:
     """Return the rule of a dense column."""
     plain = preset._transform()
     if preset.dense_standardized and counts.transform is not None:
-        standardized = _standardized(plain, counts.exact_moments[number], schema.dense[number])
+        moments = counts.exact_moments[number]
+        if counts.sample is not None and not counts.sample.is_skewed(number):
+            plain = replace(plain, kind="identity")
+            moments = counts.plain_moments[number]
+        standardized = _standardized(plain, moments, schema.dense[number])
         if preset.standardizes(schema):
-            return _bounded(standardized, counts.exact_moments[number], counts.rows)
+            return _bounded(standardized, moments, counts.rows)
         plain = standardized
     elif preset.dense_standardized and counts.present[number]:
         mean, variance = mean_and_variance(counts.dense_moments[number].tolist())

@@ -60,6 +60,11 @@ class DLRMConfig(ClickModelConfig):
     """Whether to add logistic regression to the main label's logit, with a weight per category and
     piecewise-linear numbers. The bottom MLP gets these, too. Numbers must be standardized.
     """
+    piecewise_numbers: bool = False
+    """Whether each number has a vector in the interaction, like a category: a piecewise-linear
+    function with 32 bins between quantiles of the training rows (Gorishniy et al., 2022). The
+    bottom MLP and first_order get the number's part in each bin. Numbers must be standardized.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,14 +109,21 @@ class DLRMConfig(ClickModelConfig):
         from rayrec.layers.dlrm import DLRM
         from rayrec.layers.first_order import NUMBER_WIDTH, FirstOrder
         from rayrec.layers.mlp import MLP
+        from rayrec.layers.piecewise import PARTS, PiecewiseNumbers
 
         settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
+        piecewise = None
         num_dense = inputs.num_dense * (NUMBER_WIDTH if self.first_order else 1)
-        first_order = (
-            FirstOrder(num_dense, number_scale=10.0, category_scale=0.5)
-            if self.first_order
-            else None
-        )
+        if self.piecewise_numbers:
+            num_dense = inputs.num_dense * PARTS
+            if inputs.num_dense:
+                ends = inputs.bin_ends
+                piecewise = PiecewiseNumbers(inputs.num_dense, self.embedding_dim, ends=ends)
+        first_order = None
+        if self.first_order:
+            # The parts of all bins are learned with the vectors, at the network's rate.
+            scale = 1.0 if self.piecewise_numbers else 10.0
+            first_order = FirstOrder(num_dense, number_scale=scale, category_scale=0.5)
         bottom = MLP(
             num_dense,
             self.bottom_mlp,
@@ -128,12 +140,14 @@ class DLRMConfig(ClickModelConfig):
             dropout=self.top_dropout,
             **settings,
         )
-        return DLRM(inputs.label_names, bottom, interaction, top, first_order)
+        return DLRM(inputs.label_names, bottom, interaction, top, first_order, piecewise)
 
     def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:
         from rayrec.layers.dlrm import CrossInteraction, DotInteraction, ProjectionInteraction
 
         features = inputs.features
+        if self.piecewise_numbers:
+            features = (*(f"number {index}" for index in range(inputs.num_dense)), *features)
         dim = self.embedding_dim
         if self.interaction == "dot":
             return DotInteraction(features, dim=dim)

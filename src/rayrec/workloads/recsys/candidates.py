@@ -14,6 +14,7 @@ import pyarrow as pa
 from rayrec.config import InputError
 from rayrec.data.arrow import arrow_numbers
 from rayrec.data.encoded_rows import JaggedIds
+from rayrec.data.encoding.number_sample import QUANTILES
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.logs.index import Block, SegmentRange
 from rayrec.ingest.stream import open_block
@@ -30,7 +31,23 @@ if TYPE_CHECKING:
 
 def model_inputs(preprocessor: Preprocessor) -> ModelInputs:
     """Return the inputs of a model for a Preprocessor's columns and tables."""
-    return ModelInputs.from_schema(preprocessor.inputs, candidate_rows(preprocessor))
+    candidates = candidate_rows(preprocessor)
+    return ModelInputs.from_schema(preprocessor.inputs, candidates, bin_ends(preprocessor))
+
+
+def bin_ends(preprocessor: Preprocessor) -> tuple[tuple[float, ...], ...]:
+    """Return the distinct quantiles of each model input that is a number, as the rules encode them.
+    An indicator has 0 and 1. Empty without quantiles in the Preprocessor.
+    """
+    quantiles = preprocessor.constants.get(QUANTILES)
+    if quantiles is None:
+        return ()
+    ends = [
+        tuple(np.unique(rule.apply(np.array(quantiles.get(name, ())))).tolist())
+        for name, rule in zip(preprocessor.dense_names, preprocessor.dense, strict=True)
+    ]
+    indicators = len(preprocessor.inputs.dense) - len(ends)
+    return (*ends, *[(0.0, 1.0)] * indicators)
 
 
 def candidate_rows(preprocessor: Preprocessor) -> tuple[tuple[str, CandidateRows], ...]:

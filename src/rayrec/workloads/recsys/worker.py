@@ -46,7 +46,7 @@ from rayrec.optim.table_adam import TableAdam, disable_fused_update
 from rayrec.sharding.placement import data_parallel_tables, describe, placements
 from rayrec.sharding.planner import Site, embedding_sharders, plan_sharding, workers_per_node
 from rayrec.workloads.base import TrainLoader, WorkerContext, WorkerSetup
-from rayrec.workloads.recsys.candidates import candidate_rows
+from rayrec.workloads.recsys.candidates import bin_ends, candidate_rows
 from rayrec.workloads.recsys.distillation import load_targets
 from rayrec.workloads.recsys.evaluation import EvaluationCounts, count_correct, counted_columns
 from rayrec.workloads.recsys.planning import build_model
@@ -178,7 +178,9 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     config = context.config
     inputs = prepared.inputs
     preprocessor = prepared.preprocessor.get()
-    model_inputs = ModelInputs.from_schema(inputs, candidate_rows(preprocessor))
+    model_inputs = ModelInputs.from_schema(
+        inputs, candidate_rows(preprocessor), bin_ends(preprocessor)
+    )
     clock = make_step_timer(context.device, measure=config.observe.times)
     learner = (_boosted if workload.model.BOOSTED else _sharded)(
         workload, context, prepared, model_inputs, clock
