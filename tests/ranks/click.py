@@ -143,6 +143,7 @@ def config(tables: list[int], world_size: int, **settings: Any) -> TrainConfig:
 def prepared(tables: list[int], inputs: Schema | None = None) -> Any:
     preprocessor = InProcess(
         SimpleNamespace(
+            constants={},
             dense=(),
             dense_names=(),
             sparse=[],
