@@ -156,10 +156,11 @@ class DLRM(nn.Module):
         interaction: Interaction,
         top_mlp: MLP,
         first_order: FirstOrder | None,
+        *,
         piecewise: PiecewiseNumbers | None = None,
     ) -> None:
-        """`piecewise`: vectors of the numbers, which the interaction takes before those of the
-        features.
+        """Take the parts. `piecewise`: vectors of the numbers, which the interaction takes before
+        those of the features.
         """
         super().__init__()
         self.piecewise = piecewise

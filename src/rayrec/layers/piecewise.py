@@ -27,8 +27,8 @@ class PiecewiseNumbers(nn.Module):
     scales: torch.Tensor
 
     def __init__(self, num_dense: int, dim: int, *, ends: Sequence[Sequence[float]] = ()) -> None:
-        """`ends`: rising ends of the bins of each number, at most NUM_BINS + 1. Empty: quantiles of
-        a standard normal distribution for all.
+        """Draw the weights. `ends`: rising ends of the bins of each number, at most NUM_BINS + 1.
+        Empty: quantiles of a standard normal distribution for all.
         """
         super().__init__()
         starts = torch.zeros(num_dense, NUM_BINS)

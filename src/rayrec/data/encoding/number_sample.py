@@ -17,11 +17,13 @@ MAX_ROWS: Final = 8192
 a percent.
 """
 NUM_BINS: Final = 32
-"""Number of bins between the quantiles of `NumberSample.quantiles`."""
+"""Maximum number of bins between the values of `NumberSample.quantiles`."""
 QUANTILES: Final = "number_quantiles"
-"""Key in a Preprocessor's constants: for each dense column with values, its quantiles of
+"""Key in a Preprocessor's constants: for each dense column with values, those of
 `NumberSample.quantiles`, before any transform.
 """
+_ROUNDS: Final = 20
+"""Rounds of limits on the weights of frequent values, each of which lowers their sum."""
 _SKEWED: Final = 5.0
 """Spread of the middle 98 % of a skewed column's values, at least, in spreads of the middle half.
 A normal distribution has 3.4, an exponential one 4.2, a log-normal one 7.
@@ -69,31 +71,36 @@ class NumberSample:
         self.numbers = np.concatenate([self.numbers, numbers])[first[:MAX_ROWS]]
 
     def quantiles(self, column: int) -> list[float]:
-        """Return the values of a dense column at 0, 1/NUM_BINS, ..., 1 of its present rows: of each
-        rank, the lowest value with at least that share of rows up to it. Empty without values.
+        """Return at most NUM_BINS + 1 values of a dense column: all distinct ones, or those with
+        equal shares of the present rows in between. A value counts for at most one share, so that
+        a column of mostly 0 has bins for its other values. Empty without values.
         """
-        return self._values(column, np.arange(NUM_BINS + 1) / NUM_BINS)
+        values, amounts = self._distinct(column)
+        if len(values) <= NUM_BINS + 1:
+            return values.tolist()
+        weights = amounts.astype(np.float64)
+        for _ in range(_ROUNDS):
+            weights = np.minimum(weights, weights.sum() / NUM_BINS)
+        return _at(values, weights, np.arange(NUM_BINS + 1) / NUM_BINS)
 
     def is_skewed(self, column: int) -> bool:
         """Return whether the middle 98 % of a column's values spread over more than 5 times the
         middle half.
         """
-        values = self._values(column, np.array([0.01, 0.25, 0.75, 0.99]))
-        if not values:
+        values, amounts = self._distinct(column)
+        if not len(values):
             return False
-        low, first, third, high = values
+        low, first, third, high = _at(values, amounts, np.array([0.01, 0.25, 0.75, 0.99]))
         return high - low > _SKEWED * (third - first)
 
-    def _values(self, column: int, levels: np.ndarray) -> list[float]:
-        values = self.numbers[:, column]
-        present = np.flatnonzero(np.isfinite(values))
-        if not len(present):
-            return []
-        order = present[np.argsort(values[present], kind="stable")]
-        ends = np.cumsum(self.amounts[order])
-        ranks = np.maximum(np.ceil(levels * ends[-1]), 1)
-        quantiles: list[float] = values[order[np.searchsorted(ends, ranks)]].tolist()
-        return quantiles
+    def _distinct(self, column: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a column's distinct values in order, and the rows with each."""
+        numbers = self.numbers[:, column]
+        present = np.isfinite(numbers)
+        values, inverse = np.unique(numbers[present], return_inverse=True)
+        amounts = np.zeros(len(values), np.int64)
+        np.add.at(amounts, inverse, self.amounts[present])
+        return values, amounts
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return the fields by name."""
@@ -107,6 +114,14 @@ class NumberSample:
         sample.amounts = np.frombuffer(buffers["amounts"], np.int64)
         sample.numbers = np.frombuffer(buffers["numbers"], np.float64).reshape(-1, num_dense)
         return sample
+
+
+def _at(values: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> list[float]:
+    """Return of each level the lowest value with at least that share of all weight up to it."""
+    ends = np.cumsum(weights)
+    places = np.searchsorted(ends, levels * ends[-1])
+    quantiles: list[float] = values[np.minimum(places, len(values) - 1)].tolist()
+    return quantiles
 
 
 def _keys(numbers: np.ndarray, block: RawBlock) -> np.ndarray:

@@ -112,17 +112,18 @@ class DLRMConfig(ClickModelConfig):
         from rayrec.layers.piecewise import PARTS, PiecewiseNumbers
 
         settings: dict[str, Any] = {"batch_norm": self.batch_norm, "precision": precision}
+        num_dense = inputs.num_dense
+        scale = 10.0
         piecewise = None
-        num_dense = inputs.num_dense * (NUMBER_WIDTH if self.first_order else 1)
-        if self.piecewise_numbers:
-            num_dense = inputs.num_dense * PARTS
-            if inputs.num_dense:
-                ends = inputs.bin_ends
-                piecewise = PiecewiseNumbers(inputs.num_dense, self.embedding_dim, ends=ends)
+        if self.piecewise_numbers and num_dense:
+            piecewise = PiecewiseNumbers(num_dense, self.embedding_dim, ends=inputs.bin_ends)
+            # At 10, as with few and equal bins, small logs overfit.
+            scale = 1.0
+            num_dense *= PARTS
+        elif self.first_order:
+            num_dense *= NUMBER_WIDTH
         first_order = None
         if self.first_order:
-            # The parts of all bins are learned with the vectors, at the network's rate.
-            scale = 1.0 if self.piecewise_numbers else 10.0
             first_order = FirstOrder(num_dense, number_scale=scale, category_scale=0.5)
         bottom = MLP(
             num_dense,
@@ -140,7 +141,7 @@ class DLRMConfig(ClickModelConfig):
             dropout=self.top_dropout,
             **settings,
         )
-        return DLRM(inputs.label_names, bottom, interaction, top, first_order, piecewise)
+        return DLRM(inputs.label_names, bottom, interaction, top, first_order, piecewise=piecewise)
 
     def _interaction(self, inputs: ModelInputs, precision: Precision) -> Interaction:
         from rayrec.layers.dlrm import CrossInteraction, DotInteraction, ProjectionInteraction

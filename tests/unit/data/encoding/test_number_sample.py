@@ -42,17 +42,27 @@ def normal(rows: int) -> np.ndarray:
     return np.random.default_rng(3).normal(size=rows)
 
 
-def test_quantiles_of_few_rows_are_exact() -> None:
+def test_quantiles_have_equal_shares() -> None:
     values = np.random.default_rng(0).permutation(64).astype(float)
     quantiles = sample_of(block(values)).quantiles(0)
     assert quantiles == [0.0, *(2.0 * number - 1 for number in range(1, NUM_BINS + 1))]
 
 
-def test_equal_rows_count_in_quantiles() -> None:
+def test_few_values_are_all_quantiles() -> None:
+    assert sample_of(block([7.0, 3.0, 5.0] * 100)).quantiles(0) == [3.0, 5.0, 7.0]
+
+
+def test_frequent_value_takes_one_bin() -> None:
+    values = np.concatenate([np.zeros(9000), np.arange(1, 1001)])
+    quantiles = sample_of(block(values, np.zeros(10_000))).quantiles(0)
+    assert quantiles[:2] == [0.0, 0.0]
+    np.testing.assert_allclose(np.diff(quantiles[1:]), 1000 / 31, atol=2)
+
+
+def test_equal_rows_are_counted() -> None:
     raw = block([0.0] * 90 + [5.0] * 10, [1.0] * 100)
     sample = sample_of(raw, raw)
     assert (len(sample.keys), sorted(sample.amounts)) == (2, [20, 180])
-    assert sample.quantiles(0) == [0.0] * 29 + [5.0] * 4
 
 
 def test_missing_numbers_have_no_quantiles() -> None:
