@@ -1,5 +1,5 @@
-"""Logs of the `own-logs` benchmark: generated ones with the statistics of known tables, and samples
-of public ones if they are present.
+"""Logs of the `own-logs` benchmark: generated ones, which resemble known tables, and samples of
+public ones.
 """
 
 import gzip
@@ -189,8 +189,8 @@ def higgs(seed: int) -> Log:
 
     def mass(first: int, second: int) -> np.ndarray:
         angle = np.cos(angles[:, first] - angles[:, second])
-        stretch = np.cosh((eta[:, first] - eta[:, second]).clip(-2.5, 2.5))
-        product = noisy[:, first] * noisy[:, second] * (stretch - angle)
+        hyperbolic = np.cosh((eta[:, first] - eta[:, second]).clip(-2.5, 2.5))
+        product = noisy[:, first] * noisy[:, second] * (hyperbolic - angle)
         return np.sqrt(product.clip(1e-3)) * np.exp(random.normal(0, 0.1, rows))
 
     pairs = ((2, 3), (2, 4), (3, 4), (0, 1), (4, 5), (0, 2))
@@ -245,7 +245,7 @@ def categorical(seed: int) -> Log:
 
 
 def crossed(seed: int) -> Log:
-    """Return rows whose label depends on pairs: of categories, of numbers, and of both."""
+    """Return rows whose label depends on pairs of categories, pairs of numbers, and both."""
     random = np.random.default_rng([seed, 6])
     train, rows = 30_000, 50_000
     sizes = (8, 20, 60, 300)
@@ -276,14 +276,14 @@ def drifting(seed: int) -> Log:
     age = time * 35
     item = (_zipf(random, 400, rows, 0.8) + (age * 12).astype(int)) % 900
     user = _zipf(random, 1_500, rows, 0.7)
-    place = _zipf(random, 25, rows)
+    region = _zipf(random, 25, rows)
     price = np.exp(random.normal(3 + 0.4 * time, 0.9))
     truth = np.random.default_rng(15)
     logits = (
         -1.4
         + truth.normal(0, 0.9, 900)[item]
         + truth.normal(0, 0.8, 1_500)[user]
-        + truth.normal(0, 0.5, 25)[place] * (1 - time)
+        + truth.normal(0, 0.5, 25)[region] * (1 - time)
         + (0.8 - 1.2 * time) * standard(np.log(price))
         + 0.5 * np.sin(2 * np.pi * age)
     )
@@ -293,7 +293,7 @@ def drifting(seed: int) -> Log:
         "price": price.round(2),
         "item": _names("i", item),
         "user": _names("u", user),
-        "place": _names("p", place),
+        "region": _names("p", region),
     }
     return _split(columns, logits, rows * 4 // 5, random)
 

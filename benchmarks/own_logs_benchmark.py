@@ -220,8 +220,8 @@ def _trees(files: Files) -> Metrics:
         return binary_metrics(logits, expected)
 
     test = metrics_of(_tree_inputs(log, log.test), log.test["label"].to_numpy())
-    held = metrics_of(inputs[first:second], labels[first:second])
-    return Metrics(test["auroc"], test["logloss"], held["logloss"], seconds)
+    validated = metrics_of(inputs[first:second], labels[first:second])
+    return Metrics(test["auroc"], test["logloss"], validated["logloss"], seconds)
 
 
 def _tree_inputs(log: Log, table: pd.DataFrame) -> pd.DataFrame:
@@ -234,7 +234,7 @@ def _tree_inputs(log: Log, table: pd.DataFrame) -> pd.DataFrame:
             for item in items:
                 columns[f"{name} {item}"] = marked.str.contains(f"|{item}|", regex=False) * 1.0
             continue
-        known = pd.Index(log.train[name].unique())
-        codes = known.get_indexer(table[name])
-        columns[name] = pd.Categorical.from_codes(codes, known)
+        categories = pd.Index(log.train[name].unique())
+        codes = categories.get_indexer(table[name])
+        columns[name] = pd.Categorical.from_codes(codes, categories)
     return pd.DataFrame(columns)

@@ -19,8 +19,8 @@ PARTS: Final = 1 + NUM_BINS
 
 @final
 class PiecewiseNumbers(nn.Module):
-    """Vectors of numbers, from the part of each number in bins between quantiles of the training
-    rows: 1 in the bins below it, and (x - start) / width in its own.
+    """Vectors of numbers, learned from their parts in bins between quantiles of the training rows.
+    A part is 1 in the bins below the number, and (x - start) / width in its own.
     """
 
     starts: torch.Tensor

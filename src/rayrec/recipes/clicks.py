@@ -42,7 +42,14 @@ def clicks(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> Train
     # On a small log, a network that overfits still ranks well when its probabilities are already
     # too extreme. Its batches are small, for which Adam's usual 0.001 is too fast.
     workload = {"best_metric": "logloss", "dense_optimizer": {"learning_rate": 5e-4}}
-    return config.replace(epochs=3, batch_size=1024, min_steps_per_epoch=512, workload=workload)
+    # A few thousand validation rows are noisy: two epochs without improvement end training.
+    return config.replace(
+        epochs=3,
+        batch_size=1024,
+        min_steps_per_epoch=512,
+        early_stopping={"patience": 8},
+        workload=workload,
+    )
 
 
 def clicks_din(path: str | None = None, schema: Schema | str = PLACEHOLDER_OF_LISTS) -> TrainConfig:

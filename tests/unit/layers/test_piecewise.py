@@ -26,7 +26,7 @@ def test_vectors_are_linear_in_parts_before_relu() -> None:
     torch.testing.assert_close(numbers(parts), expected.relu())
 
 
-def test_unknown_quantiles_are_those_of_a_normal_distribution() -> None:
+def test_normal_distribution_replaces_unknown_quantiles() -> None:
     numbers = PiecewiseNumbers(1, 2)
     values = torch.tensor(np.random.default_rng(0).normal(size=(20_000, 1)), dtype=torch.float32)
     shares = numbers.parts(values)[:, 0, 1:].mean(0)

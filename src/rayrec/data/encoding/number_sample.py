@@ -1,4 +1,4 @@
-"""Sample of a log's rows for quantiles of its numbers, equal for any division of the rows into
+"""Sample of a log's rows for quantiles of numbers. Does not depend on how rows are divided into
 tasks.
 """
 
@@ -23,10 +23,10 @@ QUANTILES: Final = "number_quantiles"
 `NumberSample.quantiles`, before any transform.
 """
 _ROUNDS: Final = 20
-"""Rounds of limits on the weights of frequent values, each of which lowers their sum."""
+"""Rounds of limiting the weights of frequent values. Each lowers the limit of the next."""
 _SKEWED: Final = 5.0
-"""Spread of the middle 98 % of a skewed column's values, at least, in spreads of the middle half.
-A normal distribution has 3.4, an exponential one 4.2, a log-normal one 7.
+"""Minimum spread of a skewed column's middle 98 %, relative to its middle half. A normal
+distribution has 3.4, an exponential one 4.2, a log-normal one 7.
 """
 
 
@@ -71,9 +71,9 @@ class NumberSample:
         self.numbers = np.concatenate([self.numbers, numbers])[first[:MAX_ROWS]]
 
     def quantiles(self, column: int) -> list[float]:
-        """Return at most NUM_BINS + 1 values of a dense column: all distinct ones, or those with
-        equal shares of the present rows in between. A value counts for at most one share, so that
-        a column of mostly 0 has bins for its other values. Empty without values.
+        """Return at most NUM_BINS + 1 values of a dense column, ascending: all distinct ones, or
+        those that divide the present rows equally. A value counts for at most one bin, so that
+        columns of mostly 0 have bins for other values. Empty without values.
         """
         values, amounts = self._distinct(column)
         if len(values) <= NUM_BINS + 1:
@@ -119,8 +119,8 @@ class NumberSample:
 def _at(values: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> list[float]:
     """Return of each level the lowest value with at least that share of all weight up to it."""
     ends = np.cumsum(weights)
-    places = np.searchsorted(ends, levels * ends[-1])
-    quantiles: list[float] = values[np.minimum(places, len(values) - 1)].tolist()
+    indices = np.searchsorted(ends, levels * ends[-1])
+    quantiles: list[float] = values[np.minimum(indices, len(values) - 1)].tolist()
     return quantiles
 
 

@@ -42,7 +42,7 @@ def normal(rows: int) -> np.ndarray:
     return np.random.default_rng(3).normal(size=rows)
 
 
-def test_quantiles_have_equal_shares() -> None:
+def test_quantiles_divide_rows_equally() -> None:
     values = np.random.default_rng(0).permutation(64).astype(float)
     quantiles = sample_of(block(values)).quantiles(0)
     assert quantiles == [0.0, *(2.0 * number - 1 for number in range(1, NUM_BINS + 1))]
