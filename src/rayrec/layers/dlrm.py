@@ -143,6 +143,11 @@ class ProjectionInteraction(Interaction):
 #                  projection   two MLPs -> D + F1 * F2 products
 #   top MLP -> one logit per label
 #
+# With `piecewise`, S counts the numbers, too. Each has a vector of width D, before the features'.
+#
+#   dense [rows, num_dense] -> parts [rows, num_dense, PARTS] -> vectors [rows, num_dense * D]
+#                                                             -> bottom MLP, first order
+#
 # The bottom MLP runs first: embeddings arrive from other workers meanwhile.
 class DLRM(nn.Module):
     """Bottom MLP, interaction and top MLP with one logit for each label. `first_order` is added to

@@ -17,6 +17,15 @@ PARTS: Final = 1 + NUM_BINS
 """Values of a number in `PiecewiseNumbers.parts`."""
 
 
+# Shapes, for N numbers with B bins and vectors of width D:
+#
+#   dense     [rows, N]          standardized numbers, and indicators of missing ones
+#   parts     [rows, N, 1 + B]   the number itself, then its part of each bin
+#   vectors   [rows, N, D]       a layer of each number's own, and ReLU
+#
+# The number itself tells values of an end bin apart, where all parts are 0 or 1. Every number has
+# B bins, so that weights of a checkpoint fit another log's quantiles. A bin that a column with few
+# values does not need has scale 0 and no effect.
 @final
 class PiecewiseNumbers(nn.Module):
     """Vectors of numbers, learned from their parts in bins between quantiles of the training rows.
@@ -54,12 +63,15 @@ class PiecewiseNumbers(nn.Module):
         num_dense, PARTS].
         """
         values = dense.unsqueeze(2)
-        return torch.cat([values, ((values - self.starts) * self.scales).clamp(0, 1)], dim=2)
+        filled = (values - self.starts) * self.scales
+        return torch.cat([values, filled.clamp(0, 1)], dim=2)
 
     def forward(self, parts: torch.Tensor) -> torch.Tensor:
         """Return the vector of each number, from the result of `parts`, [rows, num_dense, dim]."""
-        products = torch.bmm(parts.transpose(0, 1), self.weight).transpose(0, 1)
-        return (products + self.bias).relu()
+        # One product for each number
+        products = torch.bmm(parts.transpose(0, 1), self.weight)
+        vectors = products.transpose(0, 1) + self.bias
+        return vectors.relu()
 
 
 def _normal_ends() -> list[float]:

@@ -379,7 +379,9 @@ class Counts:
         _merge_moments(self.exact_moments, buffers["exact"])
         _merge_moments(self.plain_moments, buffers["plain"])
         if self.sample is not None:
-            self.sample.merge(NumberSample.from_buffers(buffers, len(self.plain_moments)))
+            num_dense = len(self.plain_moments)
+            other = NumberSample.from_buffers(buffers, num_dense)
+            self.sample.merge(other)
         for order, spans in zip(self.row_orders, json.loads(bytes(buffers["orders"])), strict=True):
             order.merge(spans, first_row)
         self.changes += read("changes")
@@ -430,11 +432,16 @@ class Counts:
 
 
 def _packed_moments(moments: Sequence[Moments]) -> np.ndarray:
-    return np.frombuffer(json.dumps([each.to_json() for each in moments]).encode(), np.uint8)
+    """Return the moments of each column as JSON, uint8 [bytes]."""
+    stored = [each.to_json() for each in moments]
+    text = json.dumps(stored)
+    return np.frombuffer(text.encode(), np.uint8)
 
 
 def _merge_moments(moments: Sequence[Moments], packed: pa.Buffer) -> None:
-    for each, other in zip(moments, json.loads(bytes(packed)), strict=True):
+    """Add those of other rows, as `_packed_moments` returns them."""
+    stored = json.loads(bytes(packed))
+    for each, other in zip(moments, stored, strict=True):
         each.merge(Moments.from_json(other))
 
 

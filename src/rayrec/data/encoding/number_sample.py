@@ -30,9 +30,24 @@ distribution has 3.4, an exponential one 4.2, a log-normal one 7.
 """
 
 
-# A row's key is a hash of its numbers and categories, and the rows with the lowest keys are the
-# sample. Equal rows have one key, and are counted. Thus a row of the whole log's sample is in the
-# sample of every part with that row, and parts can be merged in any order.
+# Quantiles of a log that no machine has in memory, bit by bit the same for any number of tasks:
+#
+#   key       hash of a row's numbers and single categories; equal rows have one key
+#   sample    rows with the lowest keys, each with the number of equal rows
+#   merge     keys of both, the lowest of them again
+#
+# Each part's sample has all its rows that are in the whole log's sample, because no more keys are
+# lower in the part. So no count is lost, and parts are merged in any order. A sample by row number would need the numbers of all rows before, which the pass that indexes a log does
+# not know. A sample of values instead of rows may lack a frequent one, such as 0.
+#
+# Two quantile rules use it:
+#
+#   is_skewed    ranks of rows: how far the outer values are, seen from the middle half
+#   quantiles    ends of bins: a frequent value is limited to one bin. If nine in ten rows are 0,
+#                plain quantiles would leave three of 32 bins to all others.
+#
+# Limiting a weight lowers the sum, and so the limit itself. Some rounds come close to the weights
+# where the limit is 1 / NUM_BINS of their own sum.
 @final
 class NumberSample:
     """Rows with the lowest keys, each with the number of equal rows."""
@@ -62,13 +77,15 @@ class NumberSample:
         self._add(other.keys, other.amounts, other.numbers)
 
     def _add(self, keys: np.ndarray, amounts: np.ndarray, numbers: np.ndarray) -> None:
-        merged = np.concatenate([self.keys, keys])
-        unique, first, inverse = np.unique(merged, return_index=True, return_inverse=True)
+        keys = np.concatenate([self.keys, keys])
+        amounts = np.concatenate([self.amounts, amounts])
+        numbers = np.concatenate([self.numbers, numbers])
+        unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
         total = np.zeros(len(unique), np.int64)
-        np.add.at(total, inverse, np.concatenate([self.amounts, amounts]))
+        np.add.at(total, inverse, amounts)
         self.keys = unique[:MAX_ROWS]
         self.amounts = total[:MAX_ROWS]
-        self.numbers = np.concatenate([self.numbers, numbers])[first[:MAX_ROWS]]
+        self.numbers = numbers[first[:MAX_ROWS]]
 
     def quantiles(self, column: int) -> list[float]:
         """Return at most NUM_BINS + 1 values of a dense column, ascending: all distinct ones, or
@@ -80,8 +97,10 @@ class NumberSample:
             return values.tolist()
         weights = amounts.astype(np.float64)
         for _ in range(_ROUNDS):
-            weights = np.minimum(weights, weights.sum() / NUM_BINS)
-        return _at(values, weights, np.arange(NUM_BINS + 1) / NUM_BINS)
+            limit = weights.sum() / NUM_BINS
+            weights = np.minimum(weights, limit)
+        levels = np.arange(NUM_BINS + 1) / NUM_BINS
+        return _at(values, weights, levels)
 
     def is_skewed(self, column: int) -> bool:
         """Return whether the middle 98 % of a column's values spread over more than 5 times the
@@ -90,7 +109,8 @@ class NumberSample:
         values, amounts = self._distinct(column)
         if not len(values):
             return False
-        low, first, third, high = _at(values, amounts, np.array([0.01, 0.25, 0.75, 0.99]))
+        levels = np.array([0.01, 0.25, 0.75, 0.99])
+        low, first, third, high = _at(values, amounts, levels)
         return high - low > _SKEWED * (third - first)
 
     def _distinct(self, column: int) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +124,11 @@ class NumberSample:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return the fields by name."""
-        return {"keys": self.keys, "amounts": self.amounts, "numbers": self.numbers}
+        return {
+            "keys": self.keys,
+            "amounts": self.amounts,
+            "numbers": self.numbers,
+        }
 
     @classmethod
     def from_buffers(cls, buffers: Mapping[str, Any], num_dense: int) -> Self:
@@ -112,7 +136,8 @@ class NumberSample:
         sample = cls(num_dense)
         sample.keys = np.frombuffer(buffers["keys"], np.uint64)
         sample.amounts = np.frombuffer(buffers["amounts"], np.int64)
-        sample.numbers = np.frombuffer(buffers["numbers"], np.float64).reshape(-1, num_dense)
+        numbers = np.frombuffer(buffers["numbers"], np.float64)
+        sample.numbers = numbers.reshape(len(sample.keys), num_dense)
         return sample
 
 
@@ -120,7 +145,8 @@ def _at(values: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> list[flo
     """Return of each level the lowest value with at least that share of all weight up to it."""
     ends = np.cumsum(weights)
     indices = np.searchsorted(ends, levels * ends[-1])
-    quantiles: list[float] = values[np.minimum(indices, len(values) - 1)].tolist()
+    last = len(values) - 1
+    quantiles: list[float] = values[np.minimum(indices, last)].tolist()
     return quantiles
 
 
@@ -138,7 +164,8 @@ def _words(numbers: np.ndarray, block: RawBlock) -> Iterator[np.ndarray]:
     """Yield the columns as uint64 [rows]."""
     for column in numbers.T:
         # -0 and 0 are equal
-        yield (np.ascontiguousarray(column) + 0.0).view(np.uint64)
+        values = np.ascontiguousarray(column) + 0.0
+        yield values.view(np.uint64)
     for name in block.schema.sparse:
         if name not in block.schema.lists:
             yield block.column(name).astype(np.uint64)

@@ -240,10 +240,20 @@ def _quantiles(schema: Schema, counts: Counts) -> dict[str, dict[str, list[float
     """Return the constant with the quantiles of the numbers. Empty without a sample."""
     if counts.sample is None:
         return {}
-    quantiles = {name: counts.sample.quantiles(number) for number, name in enumerate(schema.dense)}
-    return {QUANTILES: {name: values for name, values in quantiles.items() if values}}
+    quantiles = {}
+    for number, name in enumerate(schema.dense):
+        values = counts.sample.quantiles(number)
+        if values:
+            quantiles[name] = values
+    return {QUANTILES: quantiles}
 
 
+# Rules of numbers, by log and preset:
+#
+#   Criteo's log             fixed-point moments of signed logarithms; a missing number is 0 before
+#   other, standardized      exact moments; a missing number is the mean, with an indicator; bounds
+#   other, by_skew           as above, and each column has the kind that its quantiles decide
+#   not standardized         the transform alone
 def _dense_column(preset: Preset, schema: Schema, counts: Counts, number: int) -> DenseColumn:
     """Return the rule of a dense column."""
     plain = preset._transform()

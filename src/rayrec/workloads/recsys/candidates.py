@@ -42,12 +42,16 @@ def bin_ends(preprocessor: Preprocessor) -> tuple[tuple[float, ...], ...]:
     quantiles = preprocessor.constants.get(QUANTILES)
     if quantiles is None:
         return ()
-    ends = [
-        tuple(np.unique(rule.apply(np.array(quantiles.get(name, ())))).tolist())
-        for name, rule in zip(preprocessor.dense_names, preprocessor.dense, strict=True)
-    ]
-    indicators = len(preprocessor.inputs.dense) - len(ends)
-    return (*ends, *[(0.0, 1.0)] * indicators)
+    ends: list[tuple[float, ...]] = []
+    for name, rule in zip(preprocessor.dense_names, preprocessor.dense, strict=True):
+        # A column without values has none
+        numbers = np.array(quantiles.get(name, ()))
+        inputs = np.unique(rule.apply(numbers))
+        ends.append(tuple(inputs.tolist()))
+    # Indicators follow the numbers
+    for _ in preprocessor.inputs.dense[len(ends) :]:
+        ends.append((0.0, 1.0))
+    return tuple(ends)
 
 
 def candidate_rows(preprocessor: Preprocessor) -> tuple[tuple[str, CandidateRows], ...]:

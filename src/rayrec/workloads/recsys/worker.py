@@ -178,9 +178,8 @@ def set_up(workload: ClickSettings, context: WorkerContext, prepared: Prepared) 
     config = context.config
     inputs = prepared.inputs
     preprocessor = prepared.preprocessor.get()
-    model_inputs = ModelInputs.from_schema(
-        inputs, candidate_rows(preprocessor), bin_ends(preprocessor)
-    )
+    candidates = candidate_rows(preprocessor)
+    model_inputs = ModelInputs.from_schema(inputs, candidates, bin_ends(preprocessor))
     clock = make_step_timer(context.device, measure=config.observe.times)
     learner = (_boosted if workload.model.BOOSTED else _sharded)(
         workload, context, prepared, model_inputs, clock

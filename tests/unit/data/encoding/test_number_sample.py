@@ -100,6 +100,18 @@ def test_counts_of_tasks_keep_sample() -> None:
     assert total.plain_moments[0].present == 300
 
 
+def test_log_without_numbers_is_counted() -> None:
+    schema = LOG.replace(dense=())
+    raw, _ = parse_table(pa.table({"user": ["a", "b"]}), schema)
+    counting = PRESET.counting(schema)
+    total = counting.total(None, None)
+    counts = counting.empty()
+    counts.add_rows(raw, 0)
+    total.add(counts.to_table())
+    preprocessor = make_preprocessor(PRESET, schema, total)
+    assert (preprocessor.constants[QUANTILES], bin_ends(preprocessor)) == ({}, ())
+
+
 @pytest.mark.parametrize(
     ("values", "skewed"),
     [
