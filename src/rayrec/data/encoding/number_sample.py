@@ -37,8 +37,13 @@ distribution has 3.4, an exponential one 4.2, a log-normal one 7.
 #   merge     keys of both, the lowest of them again
 #
 # Each part's sample has all its rows that are in the whole log's sample, because no more keys are
-# lower in the part. So no count is lost, and parts are merged in any order. A sample by row number would need the numbers of all rows before, which the pass that indexes a log does
-# not know. A sample of values instead of rows may lack a frequent one, such as 0.
+# lower in the part. So no count is lost, and parts are merged in any order.
+#
+# Samples of two other kinds do not serve:
+#
+#   by row number    needs the number of all rows before, which the pass that indexes a log does not
+#                    know
+#   by value         may lack a frequent value, such as 0
 #
 # Two quantile rules use it:
 #
@@ -164,8 +169,11 @@ def _words(numbers: np.ndarray, block: RawBlock) -> Iterator[np.ndarray]:
     """Yield the columns as uint64 [rows]."""
     for column in numbers.T:
         # -0 and 0 are equal
-        values = np.ascontiguousarray(column) + 0.0
+        values = np.ascontiguousarray(column)
+        values = values + 0.0
         yield values.view(np.uint64)
     for name in block.schema.sparse:
-        if name not in block.schema.lists:
-            yield block.column(name).astype(np.uint64)
+        if name in block.schema.lists:
+            continue
+        tokens = block.column(name)
+        yield tokens.astype(np.uint64)
