@@ -9,6 +9,7 @@ from typing import Any, Final, Self, final
 
 import numpy as np
 
+from rayrec.data.encoded_rows import JaggedIds
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 
@@ -173,7 +174,6 @@ def _words(numbers: np.ndarray, block: RawBlock) -> Iterator[np.ndarray]:
         values = values + 0.0
         yield values.view(np.uint64)
     for name in block.schema.sparse:
-        if name in block.schema.lists:
-            continue
         tokens = block.column(name)
-        yield tokens.astype(np.uint64)
+        if not isinstance(tokens, JaggedIds):
+            yield tokens.astype(np.uint64)
