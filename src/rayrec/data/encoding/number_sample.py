@@ -169,7 +169,8 @@ def _keys(numbers: np.ndarray, block: RawBlock) -> np.ndarray:
 def _words(numbers: np.ndarray, block: RawBlock) -> Iterator[np.ndarray]:
     """Yield the columns as uint64 [rows]."""
     for column in numbers.T:
-        # -0 and 0 are equal
+        # -0 and 0 are equal,
+        # and a sum turns the one into the other.
         values = np.ascontiguousarray(column)
         values = values + 0.0
         yield values.view(np.uint64)
