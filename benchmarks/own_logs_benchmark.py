@@ -107,7 +107,7 @@ def _compare(name: str, files: Files, seeds: int) -> None:
     """Train everything on a log and emit a row for each peer."""
     ours = [_clicks(files, seed) for seed in range(seeds)]
     checkpoint = os.path.join(files.folder, "runs", "seed-0")
-    peers = {
+    peers: dict[str, Any] = {
         "LightGBM": attempt("LightGBM", lambda: _best_trees(files, checkpoint)),
         "logistic regression": attempt(
             "logistic regression", lambda: _baseline(files, checkpoint, "logistic")
