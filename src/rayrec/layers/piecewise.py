@@ -1,5 +1,13 @@
 """Piecewise-linear embeddings of numbers (Gorishniy et al., "On Embeddings for Numerical Features
 in Tabular Deep Learning", NeurIPS 2022).
+
+With bins that end at 0, 2, 3 and 7:
+
+    number   parts
+    -1       0    0    0
+    1        0.5  0    0
+    3        1    1    0
+    5        1    1    0.5
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,16 @@
-"""Sums of decision trees, grown one at a time, with tensors as their only state."""
+"""Sums of decision trees, grown one at a time, with tensors as their only state.
+
+A tree with two splits, in a model whose trees have up to three (four leaves):
+
+    split 0: column 5 <= 1.5        node    0        1        3    4    5
+      yes: split 1: column 2 <= 0   left    1        3
+             yes: leaf 0            right   5        4
+             no:  leaf 1            value                    0.2  0.1  -0.3
+      no:  leaf 2
+
+Leaf i is node 3 + i. A row starts at the root and follows its children to a leaf, whose value it
+adds to its sum.
+"""
 
 from __future__ import annotations
 

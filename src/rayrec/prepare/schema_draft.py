@@ -477,7 +477,13 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     return _Label(None, note=note, events=events)
 
 
-# Columns without names are taken in their usual order: the user, then the item.
+# Columns of codes are the user and the item:
+#
+#   named             the first with the name of a user or session, and the first with that of an
+#                     item
+#   without header    the first and the second, which is their usual order
+#
+# Without both, the log has no events.
 def _find_events(columns: Mapping[str, Column]) -> tuple[str, str] | None:
     """Return the columns with the user and the item of events, None if there are none."""
     codes = [

@@ -196,7 +196,11 @@ def open_body(
     return body
 
 
-# A model of hexadecimal tokens reads the columns of Criteo's text only.
+# Lines have the format that a file with them has, by the same rules (`find_format`):
+#
+#   model of hexadecimal tokens   Criteo's text, whatever the lines look like
+#   format of lines               that one, whose parser reads the body
+#   other text                    TSV if its first rows have tabs, else CSV
 def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | None]:
     """Return how to read lines: as CSV or TSV, or in another format of files."""
     if schema.tokens == "hexadecimal":

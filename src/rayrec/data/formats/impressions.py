@@ -46,6 +46,12 @@ class Impressions(LineFormat):
         return Roles(group="user", unused={"impression": "number of the impression"})
 
     def parse(self, text: bytes, columns: Sequence[str] | None, lists: Collection[str]) -> pa.Table:
+        # Steps, each for all lines of the block at once:
+        #
+        #   lines    -> five fields
+        #   shown    -> items, with the line of each
+        #   others   -> repeated for each item of their line
+        #   item     -> its name, and the 0 or 1 behind it
         lines = pc.utf8_rtrim(split_lines(text), "\n")
         fields = pc.split_pattern(lines, "\t")
         is_full = pc.equal(pc.list_value_length(fields), len(_FIELDS))

@@ -64,6 +64,11 @@ class Tokens:
         """Return tokens of the same rows with another text."""
         return Tokens(text, self.row_of, self.rows)
 
+    # In the example of the module, rows begin at tokens 0 and 3:
+    #
+    #   tokens     1  3:0.5  7:2  0  7:1
+    #   row_of     0  0      0    1  1
+    #   positions  0  1      2    0  1
     def positions(self) -> np.ndarray:
         """Return the place of each token in its row, from 0, int64."""
         first = np.searchsorted(self.row_of, np.arange(self.rows))

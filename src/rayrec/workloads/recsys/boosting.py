@@ -308,8 +308,8 @@ def read_rows(
 
 
 # LightGBM continues its generators from tree to tree, and a resumed run does not have their state.
-# So each step has its seeds. LightGBM takes a new seed of rows only with a new share of rows: the
-# shares of consecutive steps differ, by less than a row.
+# So each step has its seeds. LightGBM takes a new seed for its rows only together with another
+# share, so that shares alternate between two values that differ by less than a row.
 @dataclass(frozen=True)
 class _Draws:
     """Random columns and rows of each tree."""

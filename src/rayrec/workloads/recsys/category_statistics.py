@@ -1,6 +1,16 @@
 """Statistics of categories in training rows: the effect of each on the label, and its row count
 (target encoding: Micci-Barreca, "A Preprocessing Scheme for High-Cardinality Categorical
 Attributes", SIGKDD Explorations 2001).
+
+Without smoothing, and with a mean label of 0.5:
+
+    user  click        user  rows  clicks  effect                logarithm
+    u1    1            u1    3     2       logit(2/3) - logit(1/2)  log(1 + 3)
+    u1    1            u2    1     0       ...
+    u2    0
+    u1    0
+
+`smoothing` more rows with the mean label bring the effects of rare categories near 0.
 """
 
 from __future__ import annotations
@@ -50,8 +60,12 @@ class _Table:
         return weight.clip(0), label
 
 
-# A category's mean includes the row's own label, which trees would learn to read. So a training row
-# gets the statistics of the folds without it, and any other row those of all folds.
+# A category's mean includes the row's own label, which trees would learn to read:
+#
+#   training row    statistics of the four folds without it (`summed`)
+#   any other row   statistics of all folds (`fill`), which are the model's tables
+#
+# A fold depends on the row's number in the log alone, so that a resumed run has the same.
 @final
 class CategoryStatistics:
     """Sums of the label and the weights of all categories, over training rows. A table that several
@@ -102,8 +116,8 @@ class CategoryStatistics:
             self._tables[table].add(ids.values, *each)
 
     def summed(self, columns: Sequence[JaggedIds], fold: np.ndarray) -> np.ndarray:
-        """Return sums over each row's ids of effect, logarithm of the count, and 1, from rows of
-        other folds, float32 [rows, features, 3].
+        """Return sums over each row's ids, from rows of other folds: effects, logarithms of row
+        counts, and numbers of ids, float32 [rows, features, 3].
         """
         rows = len(fold)
         total = self._weight.sum()
