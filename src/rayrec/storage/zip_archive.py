@@ -1,7 +1,7 @@
 """Zip archives that hold one file, read like a gzip file (PKWARE, "APPNOTE.TXT", section 4.3).
 
-    start of an archive     header of a member, its name, its packed bytes
-    end of an archive       directory of all members, with their places
+    first bytes    a member's header, its name, its packed bytes
+    last bytes     the directory: names and places of all members
 
 So the format of the packed file is found in the first bytes, as for any other file (`unzip_head`),
 and only reading it needs the directory (`unzip`).

@@ -1,4 +1,4 @@
-"""Columns of a file and of its folders, and their check against those of a schema."""
+"""Columns of a file and its folders, and their check against a schema."""
 
 from __future__ import annotations
 

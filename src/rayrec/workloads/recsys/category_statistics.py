@@ -116,8 +116,8 @@ class CategoryStatistics:
             self._tables[table].add(ids.values, *each)
 
     def summed(self, columns: Sequence[JaggedIds], fold: np.ndarray) -> np.ndarray:
-        """Return sums over each row's ids, from rows of other folds: effects, logarithms of row
-        counts, and numbers of ids, float32 [rows, features, 3].
+        """Return sums over each row's ids, float32 [rows, features, 3]: effects and logarithms,
+        both from rows of other folds, and how many ids there are.
         """
         rows = len(fold)
         total = self._weight.sum()
