@@ -32,7 +32,7 @@ def clicks(path: str | None = None, schema: Schema | str = PLACEHOLDER) -> Train
         cross_layers=2,
         cross_low_rank=64,
         embedding_penalty=1e-3,
-        top_dropout=0.2,
+        top_dropout=0.1,
         first_order=True,
         piecewise_numbers=True,
     )
