@@ -712,7 +712,6 @@ def test_command_lines_match_golden_calls(monkeypatch: pytest.MonkeyPatch) -> No
 
 FRAME = pd.DataFrame({"label": [0, 1], "user": [1, 2]})
 FRAME_CALLS: dict[str, dict[str, Any]] = {
-    "schema": {},
     "validate": {},
     "vocabulary": {"out": "none"},
     "split": {"out": "none", "by": "rows"},

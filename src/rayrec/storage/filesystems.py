@@ -36,9 +36,9 @@ def parse_location(path: str) -> StoreLocation:
 
 
 def delta_options(path: str) -> tuple[str, dict[str, str]]:
-    """Return the URL of a folder and the options with which `deltalake`, which has connections of
-    its own, reaches the same store as `resolve`. They may contain credentials. Raises InputError
-    for a store that it does not know.
+    """Return the URL of a folder and the options with which the package deltalake, which has
+    connections of its own, reaches the same store as `resolve`. They may contain credentials.
+    Raises InputError for a store that it does not know.
     """
     local = local_path(path)
     if local is not None:

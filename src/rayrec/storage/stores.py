@@ -60,7 +60,7 @@ class StoreLocation(abc.ABC):
 
     @abc.abstractmethod
     def delta_options(self) -> dict[str, str]:
-        """Return the options of `deltalake` for the endpoint and the credentials."""
+        """Return the options of the package deltalake for the endpoint and the credentials."""
 
     @property
     def bucket(self) -> str:

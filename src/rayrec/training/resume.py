@@ -230,6 +230,8 @@ def with_stored_versions(folder: str, config: TrainConfig) -> TrainConfig:
     """Return the configuration with the versions of tables that an earlier start of the run read,
     since a table may have later ones now.
     """
+    if not storage.exists(folder):
+        return config
     stored = _earlier_settings(folder) or {}
     for name in ("train_data", "eval_data"):
         path = getattr(config, name).path

@@ -398,7 +398,7 @@ LAX = settings(
     phases=[Phase.generate],
     suppress_health_check=[*HealthCheck],
 )
-TEXTS = ("text/tab-separated-values", "text/csv")
+TEXTS = ("text/tab-separated-values", "text/csv", "text/plain", "application/x-ndjson")
 
 
 @schemathesis.serializer(*TEXTS)

@@ -387,7 +387,8 @@ def own_config(log: str, schema: Schema, storage_path: str) -> TrainConfig:
         "preset": {"min_count": 1},
         "dense_optimizer": {"learning_rate": 1e-6},
     }
-    workload["model"] = {"first_order": False}  # Learns at the tables' rate
+    # Both learn at the tables' rate.
+    workload["model"] = {"first_order": False, "piecewise_numbers": False, "top_dropout": 0.0}
     plain = recipes.clicks(log).replace(steps=27, batch_size=64, **HERE)
     return plain.replace(storage_path=storage_path, name="own", workload=workload)
 
