@@ -25,7 +25,7 @@ import rayrec
 from rayrec import recipes
 from rayrec.datasets.criteo import SCHEMA
 from rayrec.inference import predict as prediction
-from rayrec.inference.config import EvaluationConfig, ScoringConfig
+from rayrec.inference.config import EvaluationConfig, PredictionConfig
 from rayrec.inference.evaluate import evaluate
 from rayrec.inference.result_tables import evaluation_text
 from rayrec.inference.scoring import ScoringJob
@@ -53,7 +53,7 @@ class Model:
         return evaluate(self.checkpoint, str(path or self.log), **options)
 
     def predict_to(self, out: Path, path: Path | None = None, **changes: Any) -> dict[str, Any]:
-        options = ScoringConfig(batch_rows=changes.pop("batch_rows", 1000))
+        options = PredictionConfig(batch_rows=changes.pop("batch_rows", 1000))
         settings = {
             "config": self.config,
             "options": options,
@@ -94,7 +94,7 @@ def predicted_rows(local_ray: None, model: Model) -> Columns:
             model.log,
             console=QUIET,
             config=model.config.replace(cluster={"address": "local"}),
-            options=ScoringConfig(batch_rows=1000),
+            options=PredictionConfig(batch_rows=1000),
         ).iter_batches(batch_size=None)
     )
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}

@@ -85,6 +85,7 @@ def test_schema_accepts_rows(table: pa.Table, log: Path, kind: str) -> None:
     assert (drafted.label, drafted.dense, drafted.sparse) == ("click", ("age",), ("user",))
 
 
+@pytest.mark.extended
 def test_schema_accepts_dataset(local_ray: None, table: pa.Table, log: Path) -> None:
     dataset = ray.data.from_arrow([table.slice(0, 50), table.slice(50)])
     assert draft(dataset) == draft(str(log))

@@ -263,8 +263,17 @@ LAYOUTS = {
     "store-iceberg": ("slow://", "iceberg"),
 }
 """Scheme and format of each layout."""
+SHORT = ("schema", "train", "evaluate", "predict")
+"""Commands on tables that CI runs first; the others read them the same way."""
+
+
+def marks_of(command: str, name: str) -> list[pytest.MarkDecorator]:
+    is_long = name.endswith(("delta", "iceberg")) and command not in SHORT
+    return [pytest.mark.extended] if is_long else []
+
+
 CASES = [
-    pytest.param(command, *layout, id=f"{command}-{name}")
+    pytest.param(command, *layout, id=f"{command}-{name}", marks=marks_of(command, name))
     for command in vars(Commands)
     for name, layout in LAYOUTS.items()
     if not command.startswith("_")

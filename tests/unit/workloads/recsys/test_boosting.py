@@ -96,7 +96,13 @@ def test_early_stopping_chooses_trees_by_validation_rows(log: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "drawn", [{}, {"columns_per_tree": 0.5}, {"rows_per_tree": 0.7}, {"rows_per_tree": 0.3}]
+    "drawn",
+    [
+        {},
+        {"rows_per_tree": 0.7},
+        pytest.param({"columns_per_tree": 0.5}, marks=pytest.mark.extended),
+        pytest.param({"rows_per_tree": 0.3}, marks=pytest.mark.extended),
+    ],
 )
 def test_resumed_run_has_equal_trees(drawn: dict[str, Any], log: Path, tmp_path: Path) -> None:
     workload = {"model": LightGBMConfig(**SMALL, **drawn)}
