@@ -818,7 +818,7 @@ SEARCHES = {
     "quantize": "export",
     "optimizer": "configure",
     "learning rate": "configure",
-    "categories": "clicks",
+    "categories": "your-file",
     "metrics": "predict",
     "AUC": "predict",
 }
