@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayrec import cli
+from rayrec.prepare.schema_draft import recipe_of
 
 ROWS = 300
 SEEDS = [pytest.param(seed, marks=[] if seed < 12 else pytest.mark.extended) for seed in range(120)]
@@ -169,4 +170,5 @@ def test_random_file_trains_or_is_rejected(
         f"--steps 1 --batch-size 64 --workers 1 --storage-path {tmp_path} --name run "
         "--trackers.no-tensorboard -q"
     )
-    assert cli.run(["train", "clicks", "--schema", schema, "--data", log, *settings.split()]) == 0
+    recipe = recipe_of(Path(schema).read_text()).split()
+    assert cli.run(["train", *recipe, "--schema", schema, "--data", log, *settings.split()]) == 0
