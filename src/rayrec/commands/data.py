@@ -105,7 +105,7 @@ def schema(
     path: Annotated[
         Any,
         Argument(
-            "CSV, TSV or Parquet with column names: file, glob or folder",
+            "log in any format, with or without column names: file, glob or folder",
             "PATH",
             type="builtins:str",
         ),

@@ -1,4 +1,4 @@
-"""Draft of a schema from the first rows of a CSV or Parquet log."""
+"""Draft of a schema from the first rows of a log."""
 
 import re
 from collections import Counter

@@ -30,7 +30,7 @@ FORMATS: dict[str, Format] = {
 """Accepted formats by media type. "lines" have the format that a file with them has."""
 
 _DELIMITED_BYTES: Final = 64 << 10
-"""Bytes at the start of a text that show its delimiter."""
+"""Bytes at the start of a text that show its format and delimiter."""
 _NONE: Final[Mapping[str, str]] = {}
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _JSON_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -205,15 +205,19 @@ def _format_of_lines(text: bytes, schema: Schema) -> tuple[Format, LineFormat | 
     """Return how to read lines: as CSV or TSV, or in another format of files."""
     if schema.tokens == "hexadecimal":
         return "tsv", None
-    file_format = format_of_text(with_newlines(text + b"\n"), schema)
+    # As of a file, only the start decides. Its last line may be cut, and then has no end.
+    start = text[:_DELIMITED_BYTES] if len(text) > _DELIMITED_BYTES else text + b"\n"
+    file_format = format_of_text(with_newlines(start), schema)
     if isinstance(file_format, LineFormat):
         if not file_format.has_row_per_line:
             raise RequestError(
                 415, f"a line of {file_format.name} is several rows; send them as application/json"
             )
         return "lines", file_format
-    start = text[:_DELIMITED_BYTES].decode("utf-8", "replace")
-    return ("tsv" if find_file_delimiter(start, schema) == "\t" else "csv"), None
+    return (
+        "tsv" if find_file_delimiter(start.decode("utf-8", "replace"), schema) == "\t" else "csv",
+        None,
+    )
 
 
 def _open_json(content: bytes) -> RequestBody:

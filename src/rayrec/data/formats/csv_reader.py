@@ -51,11 +51,11 @@ def read_csv(
     *,
     read_bytes: int = READ_BYTES,
 ) -> Iterator[pa.Table]:
-    """Yield columns of a CSV file (plain or gzip), those of the schema or the named ones, as tables
-    of UTF-8 bytes, with the column FAULT. Columns that the file lacks are absent. Invalid rows have
-    empty values; empty lines are skipped. In a row with an unmatched quote, the first line is one
-    invalid row and the next row starts at the next line. Raises InputError for damage, and a row of
-    more than MAX_ROW_BYTES.
+    """Yield columns of a CSV file, plain or packed: those of the schema, or the named ones. Tables
+    have them as UTF-8 bytes, with the column FAULT. Columns that the file lacks are absent. Invalid
+    rows have empty values; empty lines are skipped. In a row with an unmatched quote, the first
+    line is one invalid row and the next row starts at the next line. Raises InputError for damage,
+    and a row of more than MAX_ROW_BYTES.
     """
     with open_text(path, schema) as stream:
         text = _head(stream, path, read_bytes, schema)

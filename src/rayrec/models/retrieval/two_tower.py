@@ -75,7 +75,7 @@ class TwoTowerConfig(ClickModelConfig):
                 single = ", ".join(each for each in inputs.features if each not in lists)
                 raise InputError(
                     "TwoTowerConfig.item_features: must be features of one category a row, got "
-                    f"{name}. The log has {single}."
+                    f"{name}. The log has {single}: choose by --workload.model.item-features."
                 )
         features = tuple(name for name in inputs.features if name not in self.item_features)
         if not features:
