@@ -284,7 +284,7 @@ int64_t rayrec_split_csv(uint8_t *text, int64_t length, int32_t final, const uin
                      columns, places, kept, capacity, fields, kinds, consumed);
 }
 
-enum { SHORT = 16, ROWS_AT_ONCE = 128 };
+enum { SHORT = 16, ROWS_AT_ONCE = 32 };
 
 /* Computes offsets[k * (rows + 1)], the starts and the end of field k of each row in its concatenated column. */
 void rayrec_text_offsets(const rayrec_field *fields, int64_t rows, int32_t kept, int64_t *offsets) {

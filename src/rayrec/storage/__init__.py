@@ -40,6 +40,6 @@ from rayrec.storage.folders import (
     writing_folder,
 )
 from rayrec.storage.lakehouse import TableError, split_version, table_kind, with_version
-from rayrec.storage.range_reader import in_parallel, read_ahead
+from rayrec.storage.range_reader import in_order, in_parallel, read_ahead
 from rayrec.storage.retry import OUTAGE_S, outage_s, retry_timeout
 from rayrec.storage.urls import absolute, folder_names, home, is_url, join, name_of, parent_folder

@@ -72,10 +72,12 @@ def in_order(
 #   thread    makes item n + 1           waits if it is not taken yet
 #
 # An empty list marks the end. An error of the iterator is raised in its place.
-def read_ahead(items: Iterator[_Item], *, name: str) -> Iterator[_Item]:
-    """Yield the items in order. A thread makes the next one while the reader uses one."""
+def read_ahead(items: Iterator[_Item], *, name: str, ahead: int = 1) -> Iterator[_Item]:
+    """Yield the items in order. A thread makes the next ones, up to `ahead` and one in progress,
+    while the reader uses one.
+    """
     results = in_order(
-        lambda _: list(islice(items, 1)), repeat(None), name=name, num_threads=1, prefetch=1
+        lambda _: list(islice(items, 1)), repeat(None), name=name, num_threads=1, prefetch=ahead
     )
     with closing(results):
         for item in takewhile(bool, results):

@@ -63,6 +63,11 @@ class Text:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def is_ascii(self) -> bool:
+        """Whether all values are ASCII."""
+        return bool(self.data[self.offsets[0] : self.offsets[-1]].max(initial=0) < 128)
+
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:
         """Run a kernel over the values into `outputs`. Return VALUE, EMPTY or REJECTED for each
         value, uint8 [values].

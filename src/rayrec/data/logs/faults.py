@@ -68,6 +68,12 @@ class Faults:
         for column, values in other.labels.items():
             self.labels[column] = distinct_labels([*self.labels.get(column, ()), *values])
 
+    def clear(self) -> None:
+        """Forget all faults."""
+        self.counts = {}
+        self.first = []
+        self.labels = {}
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         labels = {"labels": self.labels} if self.labels else {}

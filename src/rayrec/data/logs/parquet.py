@@ -7,8 +7,10 @@ import itertools
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +33,10 @@ from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.parquet import Parquet, open_parquet, unreadable_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
+from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import changed, checksum
 from rayrec.data.logs.partitions import with_partitions
-from rayrec.data.logs.table_parser import check_types
+from rayrec.data.logs.table_parser import check_table, check_types
 from rayrec.schema import Schema
 from rayrec.storage.cache import version_key
 from rayrec.storage.object_store import RangeFile
@@ -48,8 +51,26 @@ _SAMPLED_ROWS = 2000
 _FEW_VALUES = 500
 """Rows whose values are counted, and the maximum distinct values of text with a dictionary."""
 _TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+_GROUPS_AHEAD = 5
+"""Row groups that are ready to be written. One table of text makes about three."""
+_VALID = "rayrec.valid"
+"""Column of tables that are being written: whether a reader will take the row."""
 PART_GROUPS = 64
 """Maximum row groups of a rewritten file. A reader of one group reads the description of all."""
+
+
+@dataclass(frozen=True)
+class SegmentChecks:
+    """Results of parsing the segments of one Parquet file once. All values are ready for JSON."""
+
+    ranges: list[tuple[int, int]]
+    """Rows [start, stop) of the file, by segment."""
+    rows: list[int]
+    """Valid rows of each segment."""
+    checksums: list[int]
+    """Checksum of each segment's bytes (see `read_rows`)."""
+    faults: dict[str, Any]
+    """Faults of all other rows, as from `Faults.to_dict`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,10 @@ class ParquetPart:
     """First row in the source."""
     groups: list[tuple[int, int]]
     """Rows and bytes of each row group."""
+    checks: SegmentChecks | None = None
+    """Results for a file that was just written, whose rows were parsed on the way. None: its
+    segments must be read and parsed.
+    """
 
     @property
     def rows(self) -> int:
@@ -146,7 +171,10 @@ def prepared(
     folder = storage.join(folder, key)
     manifest = storage.join(folder, "manifest.json")
     if storage.exists(manifest):
-        stored = storage.read_json(manifest)
+        parts = [
+            ParquetPart(file.path, path, 0, [(rows, size) for rows, size in groups])
+            for path, groups in storage.read_json(manifest)
+        ]
     else:
         tables = read_file(file_format, file.path, schema, extra)
         if isinstance(file_format, Csv):
@@ -154,16 +182,11 @@ def prepared(
         name = storage.name_of(file.path).removesuffix(".gz").removesuffix(".parquet") + ".parquet"
         # Folder names store the values of partition columns.
         name = "/".join([*partition_names(file.path), name])
-        stored = list(_write_parts(tables, folder, name, schema, segment_bytes))
-        storage.write_json(manifest, stored)  # Last: files without it are ignored
-    parts = []
-    first_row = 0
-    for path, groups in stored:
-        parts.append(
-            ParquetPart(file.path, path, first_row, [(rows, size) for rows, size in groups])
-        )
-        first_row += parts[-1].rows
-    return parts
+        parts = _rewrite(tables, folder, name, schema, segment_bytes, source=file.path)
+        # Last: files without it are ignored
+        storage.write_json(manifest, [(part.path, part.groups) for part in parts])
+    starts = itertools.accumulate((part.rows for part in parts), initial=0)
+    return [replace(part, first_row=row) for part, row in zip(parts, starts, strict=False)]
 
 
 def read_file(
@@ -210,31 +233,176 @@ def _with_text(table: pa.Table, extra: Sequence[str], path: str) -> pa.Table:
     return table
 
 
-def _write_parts(
-    tables: Iterable[pa.Table], folder: str, name: str, schema: Schema, segment_bytes: int
-) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups, each with one
-    type of its columns; yield their paths and row groups.
+# A text file becomes Parquet in four stages. A thread is responsible for the first two, and some
+# row groups ahead of the third, which takes as long as both:
+#
+#   split     the format yields the columns as text
+#   check     the text is parsed as a reader will parse it, for the counts that an index needs, so
+#             that the new file need not be read back. A column is added, since row groups have
+#             other limits than these tables
+#   write     the text is compressed
+#   publish   another thread sums the bytes of a full file, and waits for the disk, while the next
+#             one is written
+@dataclass(frozen=True)
+class _CheckedGroup:
+    """Rows of a new row group."""
+
+    rows: pa.Table
+    size_bytes: int
+    valid: int
+    """Number of rows that a reader will take."""
+    faults: Faults
+    """Faults of all rows that were parsed since the group before."""
+
+
+def _checked_groups(
+    tables: Iterable[pa.Table], schema: Schema, segment_bytes: int, *, source: str
+) -> Iterator[_CheckedGroup]:
+    """Yield the rows of a log's file as row groups of about `segment_bytes`."""
+    found = Faults()
+
+    def checked() -> Iterator[pa.Table]:
+        first_row = 0
+        for table in tables:
+            complete = with_partitions(table, source, schema)
+            is_valid, faults = check_table(complete, schema, path=source, first_row=first_row)
+            found.add(faults)
+            first_row += len(table)
+            yield table.append_column(_VALID, pa.array(is_valid))
+
+    for rows in _regroup(checked(), segment_bytes):
+        valid = pc.sum(rows.column(_VALID)).as_py()
+        stored = rows.drop_columns([_VALID])
+        faults = Faults()
+        faults.add(found)
+        found.clear()
+        yield _CheckedGroup(stored, stored.nbytes, valid, faults)
+
+
+@dataclass(frozen=True)
+class _NewFile:
+    """File that was just written, still under a temporary name."""
+
+    path: str
+    groups: list[tuple[int, int]]
+    """Rows and bytes of each row group."""
+    valid_rows: list[int]
+    faults: Faults
+    metadata: pq.FileMetaData
+    data: np.ndarray
+    """Bytes of the file, mapped, uint8."""
+    publish: ExitStack
+    """Context that gives the file its name when it is closed. It removes the file if it is dropped
+    instead, because another stage failed.
     """
-    # Rows are split and compressed at the same time
-    sized = storage.read_ahead(_regroup(tables, segment_bytes), name="rows")
-    rows = next(sized, None)
+
+
+def _write_files(
+    groups: Iterator[_CheckedGroup], folder: str, name: str, schema: Schema
+) -> Iterator[_NewFile]:
+    """Write the rows to files `folder`/number/`name` of up to PART_GROUPS row groups, each with one
+    type of its columns.
+    """
+    group = next(groups, None)
     number = 0
-    while rows is not None:
+    while group is not None:
+        kinds = group.rows.schema
         path = storage.join(folder, f"{number:05d}", name)
-        groups: list[tuple[int, int]] = []
-        coded = _coded_columns(rows, schema)
         create = functools.partial(
-            pq.ParquetWriter, compression="lz4", write_statistics=False, use_dictionary=coded
+            pq.ParquetWriter,
+            compression=_compression(group.rows),
+            write_statistics=False,
+            use_dictionary=_coded_columns(group.rows, schema),
         )
-        with storage.writing(path) as local, create(local, rows.schema) as writer:
-            kinds = rows.schema
-            while rows is not None and len(groups) < PART_GROUPS and rows.schema == kinds:
-                writer.write_table(rows, row_group_size=len(rows))
-                groups.append((len(rows), rows.nbytes))
-                rows = next(sized, None)
-        yield path, groups
+        sizes: list[tuple[int, int]] = []
+        valid_rows: list[int] = []
+        faults = Faults()
+        with ExitStack() as stack:
+            local = stack.enter_context(storage.writing(path))
+            with create(local, kinds) as writer:
+                while group is not None and len(sizes) < PART_GROUPS and group.rows.schema == kinds:
+                    writer.write_table(group.rows, row_group_size=len(group.rows))
+                    sizes.append((len(group.rows), group.size_bytes))
+                    valid_rows.append(group.valid)
+                    faults.add(group.faults)
+                    group = next(groups, None)
+            metadata = pq.read_metadata(local)
+            data = np.memmap(local, np.uint8, "r")
+            publish = stack.pop_all()
+        yield _NewFile(path, sizes, valid_rows, faults, metadata, data, publish)
         number += 1
+
+
+def _published(file: _NewFile, *, source: str, schema: Schema, segment_bytes: int) -> ParquetPart:
+    """Publish a new file, and return it as the part of a log that begins at row 0, with its
+    checks.
+    """
+    names_in_file = file.metadata.schema.to_arrow_schema().names
+    stored = [name for name in (*schema.columns, FAULT) if name in names_in_file]
+    ranges = []
+    rows = []
+    checksums = []
+    first = 0
+    for segment in segments_of(file.groups, segment_bytes):
+        last = first + segment.groups
+        chunks = _column_chunks(file.metadata, range(first, last), stored)
+        ranges.append((segment.start, segment.stop))
+        rows.append(sum(file.valid_rows[first:last]))
+        checksums.append(_checksum(file.data[start:stop] for start, stop in chunks))
+        first = last
+    file.publish.close()
+    checks = SegmentChecks(ranges, rows, checksums, file.faults.to_dict())
+    return ParquetPart(source, file.path, 0, file.groups, checks)
+
+
+def _rewrite(
+    tables: Iterable[pa.Table],
+    folder: str,
+    name: str,
+    schema: Schema,
+    segment_bytes: int,
+    *,
+    source: str,
+) -> list[ParquetPart]:
+    """Write the rows of a log's file as Parquet, and return the new files, each of which begins at
+    row 0.
+    """
+    groups = _checked_groups(tables, schema, segment_bytes, source=source)
+    ahead = storage.read_ahead(groups, name="rows", ahead=_GROUPS_AHEAD)
+    publish = functools.partial(
+        _published, source=source, schema=schema, segment_bytes=segment_bytes
+    )
+    files = _write_files(ahead, folder, name, schema)
+    return list(storage.in_order(publish, files, name="publish", num_threads=1, prefetch=1))
+
+
+@dataclass(frozen=True)
+class GroupRange:
+    """Consecutive row groups of a file that form one segment: rows [start, stop)."""
+
+    start: int
+    stop: int
+    size_bytes: int
+    """Approximate bytes of the rows."""
+    groups: int
+
+
+# A segment ends where the next row group would exceed its size by more than half of that group. Row
+# groups are never divided.
+def segments_of(groups: Iterable[tuple[int, int]], segment_bytes: int) -> Iterator[GroupRange]:
+    """Yield the segments of a file with these row groups, each (rows, bytes)."""
+    start = stop = size = count = 0
+    for rows, group_bytes in groups:
+        if stop > start and size + group_bytes // 2 > segment_bytes:
+            yield GroupRange(start, stop, size, count)
+            start = stop
+            size = 0
+            count = 0
+        stop += rows
+        size += group_bytes
+        count += 1
+    if stop > start:
+        yield GroupRange(start, stop, size, count)
 
 
 def _coded_columns(rows: pa.Table, schema: Schema) -> list[str]:
@@ -248,6 +416,28 @@ def _coded_columns(rows: pa.Table, schema: Schema) -> list[str]:
     return [name for name in names if name not in many]
 
 
+# LZ4 takes half of the time to write a file, and shrinks short values by little more than the four
+# bytes of their lengths.
+def _compression(rows: pa.Table) -> dict[str, str]:
+    """Return the codec of each column: LZ4, or none for text that it does not halve, judged by the
+    first rows. Small tables are compressed.
+    """
+    codecs = dict.fromkeys(rows.schema.names, "lz4")
+    texts = [field.name for field in rows.schema if field.type in _TEXT_TYPES]
+    if len(rows) < _SAMPLED_ROWS or not texts:
+        return codecs
+    sample = pa.BufferOutputStream()
+    first = rows.slice(0, _SAMPLED_ROWS).select(texts)
+    pq.write_table(first, sample, compression="lz4", write_statistics=False, use_dictionary=False)
+    metadata = pq.read_metadata(pa.BufferReader(sample.getvalue()))
+    group = metadata.row_group(0)
+    for number, name in enumerate(texts):
+        column = group.column(number)
+        if 2 * column.total_compressed_size > column.total_uncompressed_size:
+            codecs[name] = "none"
+    return codecs
+
+
 def _without_nulls(table: pa.Table) -> pa.Table:
     """Return a table of text with columns that cannot be null, which are read and written faster.
     Text has empty values instead.
@@ -257,8 +447,8 @@ def _without_nulls(table: pa.Table) -> pa.Table:
 
 
 def _regroup(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
-    """Yield the same rows in tables of about the given size, with one chunk per column. A table has
-    one type of each column, which JSON lines may change.
+    """Yield the same rows in tables of about the given size without _VALID, with one chunk per
+    column. A table has one type of each column, which JSON lines may change.
     """
     waiting: list[pa.Table] = []
     waiting_bytes = 0
@@ -270,7 +460,7 @@ def _regroup(tables: Iterable[pa.Table], size_bytes: int) -> Iterator[pa.Table]:
             waiting = []
             waiting_bytes = 0
         waiting.append(table)
-        waiting_bytes += table.nbytes
+        waiting_bytes += table.drop_columns([_VALID]).nbytes
         if waiting_bytes < size_bytes:
             continue
         merged = pa.concat_tables(waiting)
@@ -346,16 +536,14 @@ def read_rows(
     check_columns(pick_columns(path, names_in_file), names, path=path, optional=schema.optional)
     stored = [name for name in (*names, FAULT) if name in names_in_file]
     chunks = _column_chunks(footer.metadata, groups, stored)
-    spans = _spans(chunks)
-    buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, path=path))
-    file = _Spans(path, footer.size_bytes, spans, buffers)
-    sums = np.array([checksum(file.span_bytes(*chunk)) for chunk in chunks], np.int64)
+    file = _read_spans(path, footer.size_bytes, chunks)
     try:
         with pq.ParquetFile(pa.PythonFile(file, mode="r"), metadata=footer.metadata) as parquet:
             table = parquet.read_row_groups(groups, columns=stored, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise unreadable_parquet(path, error) from None
-    return with_partitions(table, path, schema, columns=names), checksum(sums)
+    sum_ = _checksum(file.span_bytes(*chunk) for chunk in chunks)
+    return with_partitions(table, path, schema, columns=names), sum_
 
 
 def read_types(path: str) -> pa.Schema:
@@ -435,3 +623,15 @@ class _Spans(RangeFile):
 
     def read_range(self, start: int, size: int) -> memoryview:
         return self.span_bytes(start, min(start + size, self._size_bytes)).data
+
+
+def _read_spans(path: str, size_bytes: int, chunks: Sequence[Range]) -> _Spans:
+    """Read some column chunks of a file. Raises InputError if it is too short."""
+    spans = _spans(chunks)
+    buffers = list(storage.in_parallel(functools.partial(_read_span, path), spans, path=path))
+    return _Spans(path, size_bytes, spans, buffers)
+
+
+def _checksum(chunks: Iterable[np.ndarray]) -> int:
+    """Return the checksum of column chunks, uint8 each: that of their own checksums, in order."""
+    return checksum(np.array([checksum(chunk) for chunk in chunks], np.int64))

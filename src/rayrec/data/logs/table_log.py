@@ -6,6 +6,8 @@ segment.
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +22,18 @@ from rayrec.data.formats.parquet import Parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
-from rayrec.data.logs.parquet import VERSION, ParquetPart, prepared, read_rows
-from rayrec.data.logs.table_parser import find_valid_rows, parse_table
+from rayrec.data.logs.parquet import (
+    VERSION,
+    ParquetPart,
+    SegmentChecks,
+    prepared,
+    read_rows,
+    segments_of,
+)
+from rayrec.data.logs.table_parser import check_table, find_valid_rows, parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.data.stage_times import stage
+from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
 from rayrec.storage.cache import remove_older
 
@@ -48,11 +58,12 @@ def is_table(files: Sequence[storage.File], schema: Schema) -> bool:
     return not is_text or 2 * count_names(first.path, schema) > len(schema.columns)
 
 
-# A table is indexed in two jobs, whose results are cached:
+# A table is indexed in two jobs, whose results are cached. Both parse each segment that they
+# handle once: valid rows, checksum, faults.
 #
 #   tables   _prepare_task   CSV files and Parquet files with large row groups become Parquet files
 #                            with row groups of a segment; other Parquet files stay
-#   index    _check_task     each segment is read and parsed once: valid rows, checksum, faults
+#   index    _check_task     segments of the files that stay, or were rewritten earlier
 #
 # Tasks have one part of a large file, or up to _TASK_FILES small ones, whose requests to a store
 # run at the same time.
@@ -79,31 +90,44 @@ def index_tables(
     if cached := cache.read():
         return cached
     parts = _prepared_parts(files, schema, segment_bytes, context, new_columns)
-    total = sum(part.rows for part in parts)
-    chunks = [chunk for part in parts for chunk in _chunks(part, segment_bytes)]
-    sized = grouped(
-        chunks,
-        lambda chunk: chunk[1],
+    found: dict[str, list[SegmentEntry]] = {part.path: [] for part in parts}
+    faults = Faults()
+    for part in parts:
+        if part.checks is not None:
+            found[part.path] = _entries(part.path, part.checks)
+            faults.add(Faults.from_dict(part.checks.faults))
+    unchecked = [part for part in parts if part.checks is None]
+    total = sum(part.rows for part in unchecked)
+    done = 0
+    for path, checks in _checked(unchecked, schema, segment_bytes, context):
+        found[path] += _entries(path, checks)
+        faults.add(Faults.from_dict(checks.faults))
+        done += sum(stop - start for start, stop in checks.ranges)
+        context.progress("index (rows)", done, total)
+    entries = [entry for part in parts for entry in found[part.path]]
+    return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
+
+
+def _entries(path: str, checks: SegmentChecks) -> list[SegmentEntry]:
+    by_segment = zip(checks.ranges, checks.rows, checks.checksums, strict=True)
+    return [SegmentEntry(path, *range_, rows, sum_) for range_, rows, sum_ in by_segment]
+
+
+def _checked(
+    parts: Sequence[ParquetPart], schema: Schema, segment_bytes: int, context: TaskContext
+) -> Iterator[tuple[str, SegmentChecks]]:
+    """Yield the path of a part and the checks of its next segments, in order."""
+    tasks: list[list[_Chunk]] = grouped(
+        (chunk for part in parts for chunk in _chunks(part, segment_bytes)),
+        lambda chunk: chunk.size_bytes,
         max_bytes=_TASK_SEGMENTS * segment_bytes,
         max_items=_TASK_FILES,
     )
-    tasks = [[chunk for chunk, _ in task] for task in sized]
-    entries: list[SegmentEntry] = []
-    faults = Faults()
-    done = 0
-    results = context.engine.run(
-        "index", functools.partial(_check_task, schema=schema), tasks, block_bytes=1 << 16
-    )
+    function = functools.partial(_check_task, schema=schema)
+    results = context.engine.run("index", function, tasks, block_bytes=1 << 16)
     for task, result in zip(tasks, map(parse_reply, results), strict=True):
-        ranges = [(part.path, *range_) for part, part_ranges in task for range_ in part_ranges]
-        results_of_ranges = zip(ranges, result["rows"], result["checksums"], strict=True)
-        entries.extend(
-            SegmentEntry(*range_, rows, sum_) for range_, rows, sum_ in results_of_ranges
-        )
-        faults.add(Faults.from_dict(result["faults"]))
-        done += sum(stop - start for _, start, stop in ranges)
-        context.progress("index (rows)", done, total)
-    return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
+        for chunk, checks in zip(task, result, strict=True):
+            yield chunk.part.path, SegmentChecks(**checks)
 
 
 def _prepared_parts(
@@ -130,10 +154,7 @@ def _prepared_parts(
         files, lambda file: file.size_bytes, max_bytes=_TASK_BYTES, max_items=_TASK_FILES
     )
     for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
-        new = [
-            ParquetPart(**{**part, "groups": [tuple(group) for group in part["groups"]]})
-            for part in parse_reply(table)
-        ]
+        new = [_part_from(stored) for stored in parse_reply(table)]
         parts += new
         total += sum(part.rows for part in new)
         context.progress("tables (rows)", total, None)
@@ -173,6 +194,7 @@ def _prepare_task(
     extra: tuple[str, ...],
 ) -> pa.Table:
     """Prepare a large file, or several small ones whose requests to a store run in parallel."""
+    keep_freed_memory()
     prepare = functools.partial(
         prepared, schema=schema, segment_bytes=segment_bytes, folder=folder, extra=extra
     )
@@ -181,50 +203,55 @@ def _prepare_task(
         for file_parts in storage.in_parallel(prepare, files, path=files[0].path)
         for part in file_parts
     ]
-    return json_reply([vars(part) for part in parts])
+    return json_reply([asdict(part) for part in parts])
 
 
-Chunk = tuple[ParquetPart, list[tuple[int, int]]]
-"""Row ranges of a part, one per segment. An indexing task has one or more chunks."""
+def _part_from(stored: dict[str, Any]) -> ParquetPart:
+    """Return a part from the reply of a task."""
+    checks = stored.pop("checks")
+    groups = [(rows, size) for rows, size in stored.pop("groups")]
+    return ParquetPart(**stored, groups=groups, checks=checks and SegmentChecks(**checks))
 
 
-# A segment ends where the next row group would exceed its size by more than half of that group. Row
-# groups are never divided.
-def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[tuple[Chunk, int]]:
-    """Yield the chunks of a part, each with its approximate size in bytes."""
-    ranges: list[tuple[int, int, int]] = []
-    start = stop = size = 0
-    for rows, group_bytes in part.groups:
-        if stop > start and size + group_bytes // 2 > segment_bytes:
-            ranges.append((start, stop, size))
-            start = stop
-            size = 0
-        stop, size = stop + rows, size + group_bytes
-    if stop > start:
-        ranges.append((start, stop, size))
-    for first in range(0, len(ranges), _TASK_SEGMENTS):
-        chunk = ranges[first : first + _TASK_SEGMENTS]
-        yield (part, [(start, stop) for start, stop, _ in chunk]), sum(size for *_, size in chunk)
+@dataclass(frozen=True)
+class _Chunk:
+    """Row ranges of a part, one per segment. An indexing task has one or more chunks."""
+
+    part: ParquetPart
+    ranges: list[tuple[int, int]]
+    size_bytes: int
 
 
-def _check_task(chunks: Sequence[Chunk], *, schema: Schema) -> pa.Table:
-    rows = []
-    sums = []
-    faults = Faults()
-    ranges_by_part = [(part, start, stop) for part, ranges in chunks for start, stop in ranges]
+def _chunks(part: ParquetPart, segment_bytes: int) -> Iterator[_Chunk]:
+    segments = list(segments_of(part.groups, segment_bytes))
+    for first in range(0, len(segments), _TASK_SEGMENTS):
+        some = segments[first : first + _TASK_SEGMENTS]
+        ranges = [(segment.start, segment.stop) for segment in some]
+        yield _Chunk(part, ranges, sum(segment.size_bytes for segment in some))
 
-    def read(part_range: tuple[ParquetPart, int, int]) -> tuple[pa.Table, int]:
-        return read_rows(part_range[0].path, *part_range[1:], schema)
 
-    tables = storage.in_parallel(read, ranges_by_part, path=ranges_by_part[0][0].path)
-    for (part, start, _), (table, sum_) in zip(ranges_by_part, tables, strict=True):
-        raw, new_faults = parse_table(
-            table, schema, path=part.source, first_row=part.first_row + start
-        )
-        rows.append(raw.rows)
-        sums.append(sum_)
-        faults.add(new_faults)
-    return json_reply({"rows": rows, "checksums": sums, "faults": faults.to_dict()})
+def _check_task(chunks: Sequence[_Chunk], *, schema: Schema) -> pa.Table:
+    """Read and parse each segment of some chunks; reply with the checks of each chunk."""
+    ranges = [(chunk.part.path, *range_) for chunk in chunks for range_ in chunk.ranges]
+    tables = storage.in_parallel(
+        lambda range_: read_rows(*range_, schema), ranges, path=ranges[0][0]
+    )
+    replies = []
+    for chunk in chunks:
+        rows = []
+        sums = []
+        faults = Faults()
+        for start, _ in chunk.ranges:
+            table, sum_ = next(tables)
+            part = chunk.part
+            is_valid, new_faults = check_table(
+                table, schema, path=part.source, first_row=part.first_row + start
+            )
+            rows.append(int(is_valid.sum()))
+            sums.append(sum_)
+            faults.add(new_faults)
+        replies.append(asdict(SegmentChecks(chunk.ranges, rows, sums, faults.to_dict())))
+    return json_reply(replies)
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:

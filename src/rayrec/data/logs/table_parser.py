@@ -102,13 +102,18 @@ _POSITION_BITS = 32
 #   EMPTY                missing: a default, or a fault for a required label
 #   REJECTED             fault of its row
 class _TableParser:
-    """Parser of one table's columns, with the first fault of each row in schema order."""
+    """Parser of one table's columns, with the first fault of each row in schema order. With
+    `finds_faults`, categories that cannot be a fault are not computed.
+    """
 
-    def __init__(self, table: pa.Table, schema: Schema, path: str) -> None:
+    def __init__(
+        self, table: pa.Table, schema: Schema, path: str, *, finds_faults: bool = False
+    ) -> None:
         self.table = table
         self.names = frozenset(table.column_names)
         self.schema = schema
         self.path = path
+        self.finds_faults = finds_faults
         self.type_error = type_error(table.schema, path)
         self.markers = Markers.from_texts(schema.missing)
         rule = schema.label_rule
@@ -121,6 +126,13 @@ class _TableParser:
 
     def parse(self) -> RawBlock:
         """Return the valid rows."""
+        block = self.parse_all()
+        keep = np.flatnonzero(self.fault_kinds < 0)
+        block = block if len(keep) == block.rows else block.take(keep)
+        return replace(block, files=((self.path, 0, block.rows),))
+
+    def parse_all(self) -> RawBlock:
+        """Return all rows, and record the faults of invalid ones."""
         table = self.table
         schema = self.schema
         if FAULT in table.column_names:
@@ -155,7 +167,7 @@ class _TableParser:
         for index, name in enumerate(schema.dense):
             block.numbers[:, index], block.missing[:, index] = self._dense(name)
         lists = self._fill_categories(block)
-        block = replace(
+        return replace(
             block,
             missing=packed_bits(block.missing) if hexadecimal else block.missing,
             lists=lists,
@@ -163,9 +175,6 @@ class _TableParser:
             weights=weights,
             times=None if schema.timestamp is None else self._timestamps(schema.timestamp),
         )
-        keep = np.flatnonzero(self.fault_kinds < 0)
-        block = block if len(keep) == rows else block.take(keep)
-        return replace(block, files=((self.path, 0, block.rows),))
 
     def faults(self, first_row: int) -> Faults:
         rows = np.flatnonzero(self.fault_kinds >= 0)
@@ -312,6 +321,8 @@ class _TableParser:
             if name in schema.lists:
                 column, bad, kind, positions[name] = self._lists(array, name)
                 lists.append(column)
+            elif self.finds_faults and self._accepts_all(array, name):
+                continue
             else:
                 if is_list(array.type) and schema.tokens == "any":
                     raise self.type_error(name, "name it in the schema's lists, or leave it out")
@@ -332,6 +343,13 @@ class _TableParser:
                 ] = True
                 self._reject(bad, LIST_POSITIONS, name)
         return tuple(lists)
+
+    def _accepts_all(self, array: pa.Array, name: str) -> bool:
+        """Return whether all values of a column are sure to be categories or missing, since any
+        text in ASCII is.
+        """
+        takes_text = self.schema.tokens == "any" and name not in self.schema.integers
+        return takes_text and is_text(array.type) and Text.from_array(array).is_ascii
 
     def _categories(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
         """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of
@@ -504,11 +522,19 @@ def parse_table(
     return parser.parse(), parser.faults(first_row)
 
 
+def check_table(
+    table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
+) -> tuple[np.ndarray, Faults]:
+    """Return which rows `parse_table` returns, bool [rows], and the faults of the others."""
+    parser = _TableParser(table, schema, path, finds_faults=True)
+    parser.parse_all()
+    return parser.fault_kinds < 0, parser.faults(first_row)
+
+
 def find_valid_rows(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
     """Return the rows that `parse_table` returns, int64."""
-    parser = _TableParser(table, schema, path)
-    parser.parse()
-    return np.flatnonzero(parser.fault_kinds < 0)
+    is_valid, _ = check_table(table, schema, path=path)
+    return np.flatnonzero(is_valid)
 
 
 def label_faults(table: pa.Table, schema: Schema, label: str, *, path: str) -> Faults:

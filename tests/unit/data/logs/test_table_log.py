@@ -38,7 +38,7 @@ from rayrec.data.engine import TaskContext
 from rayrec.data.formats import csv_reader
 from rayrec.data.formats.csv_reader import CsvRange, read_csv, row_start
 from rayrec.data.formats.row_faults import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
-from rayrec.data.logs import parquet
+from rayrec.data.logs import parquet, table_log
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
@@ -401,6 +401,32 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     (tmp_path / "a.csv").write_bytes(as_csv(rows[:20]))
     assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine).rows == 20
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 1000])
+def test_checks_while_writing_match_checks_of_stored_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> None:
+    monkeypatch.setattr(parquet, "PART_GROUPS", 3)
+    good = ",".join(GOOD.values()).encode()
+    bad = [good + b",", b"9" + good[1:], good.replace(GOOD["s"].encode(), b"\xff")]
+    lines = [b"y,w,d,s,l", *[good] * 5, *bad, *[good] * 30]
+    paths = [tmp_path / f"{name}.csv" for name in "abc"]
+    for count, path in zip((39, 20, 8), paths, strict=True):
+        path.write_bytes(b"\n".join([*lines[:count], b""]))
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setattr(table_log, "read_rows", None)  # Written rows are not read back
+        index = index_of(paths, ANY, cache, segment_bytes)
+    assert index.faults.total == 3 + 3 + 2
+    assert index.rows == 38 + 19 + 7 - 8
+    for folder in sorted((cache / "tables").iterdir())[1:]:
+        shutil.rmtree(folder)
+    for path in cache.glob("index-*.json"):
+        path.unlink()
+    again = index_of(paths, ANY, cache, segment_bytes)
+    assert again.segments == index.segments
+    assert again.faults.counts == index.faults.counts
 
 
 def test_changed_file_is_rejected(tmp_path: Path) -> None:
@@ -1481,3 +1507,15 @@ def test_rewritten_csv_has_dictionaries_of_few_values(tmp_path: Path) -> None:
         FAULT: True,
     }
     assert not nullable
+
+
+def test_rewritten_csv_compresses_text_that_shrinks(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    lines = [f"{row % 2},https://example.org/{row},{rng.random():.9f}\n" for row in range(4000)]
+    (tmp_path / "a.csv").write_text("click,page,number\n" + "".join(lines))
+    schema = Schema(label="click", dense=("number",), sparse=("page",), delimiter=",")
+    index = index_of([tmp_path / "a.csv"], schema, tmp_path / "cache", 1 << 24)
+    (path,) = {segment.path for segment in index.segments}
+    group = pq.read_metadata(path).row_group(0)
+    codecs = {group.column(i).path_in_schema: group.column(i).compression for i in range(3)}
+    assert codecs == {"click": "LZ4", "page": "LZ4", "number": "UNCOMPRESSED"}
