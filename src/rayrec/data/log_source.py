@@ -24,9 +24,9 @@ from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.parquet import check_schema, read_file
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
+from rayrec.data.logs.rewritten import check_schema, read_file
 from rayrec.data.logs.table_log import (
     column_names,
     file_columns,

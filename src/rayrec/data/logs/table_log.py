@@ -22,12 +22,12 @@ from rayrec.data.formats.parquet import Parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
-from rayrec.data.logs.parquet import (
+from rayrec.data.logs.parquet import read_rows
+from rayrec.data.logs.rewritten import (
     VERSION,
     ParquetPart,
     SegmentChecks,
     prepared,
-    read_rows,
     segments_of,
 )
 from rayrec.data.logs.table_parser import check_table, find_valid_rows, parse_table

@@ -38,7 +38,7 @@ from rayrec.data.engine import TaskContext
 from rayrec.data.formats import csv_reader
 from rayrec.data.formats.csv_reader import CsvRange, read_csv, row_start
 from rayrec.data.formats.row_faults import FAULT, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
-from rayrec.data.logs import parquet, table_log
+from rayrec.data.logs import parquet, rewritten, table_log
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex
@@ -395,7 +395,7 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (index_file,) = cache.glob("index-*.json")
     index_file.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(parquet, "read_file", None)  # the Parquet files are still there
+        patch.setattr(rewritten, "read_file", None)  # the Parquet files are still there
         assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
     shutil.rmtree(cache / "tables")
     assert index_of([tmp_path / "a.csv"], FILMS, cache, engine=engine) == index
@@ -407,7 +407,7 @@ def test_second_index_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_checks_while_writing_match_checks_of_stored_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
 ) -> None:
-    monkeypatch.setattr(parquet, "PART_GROUPS", 3)
+    monkeypatch.setattr(rewritten, "PART_GROUPS", 3)
     good = ",".join(GOOD.values()).encode()
     bad = [good + b",", b"9" + good[1:], good.replace(GOOD["s"].encode(), b"\xff")]
     lines = [b"y,w,d,s,l", *[good] * 5, *bad, *[good] * 30]
@@ -1487,7 +1487,7 @@ def test_parquet_columns_are_checked_before_rows(tmp_path: Path) -> None:
     (file,) = storage.list_files(str(tmp_path))
     for column, message in (("z", "has no column named z"), ("x", "column x ")):
         schema = Schema(label="y", dense=(column,), tokens="any")
-        rejects(message, parquet.prepared, file, schema, 1 << 20, str(tmp_path / "made"))
+        rejects(message, rewritten.prepared, file, schema, 1 << 20, str(tmp_path / "made"))
 
 
 def test_rewritten_csv_has_dictionaries_of_few_values(tmp_path: Path) -> None:
