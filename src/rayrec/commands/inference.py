@@ -44,12 +44,16 @@ def _shown_by(formatter: str) -> Callable[[dict[str, Any]], Shown]:
     examples=(
         "rayrec evaluate runs/demo --baselines",
         "rayrec evaluate runs/demo new.txt --slice-by day",
+        "rayrec evaluate runs/demo --importance --report demo.html",
     ),
 )
 def evaluate(
     checkpoint: Checkpoint,
     path: OptionalInputRows = None,
     *,
+    report: Annotated[
+        str | None, Argument("output file (.html) or folder of a page with the result", "FILE")
+    ] = None,
     recipe: CustomRecipe = None,
     cluster_address: ClusterAddress = None,
     console: "Console | None" = None,
@@ -60,7 +64,8 @@ def evaluate(
     Returns the workload's metrics, rows, training_rows, checkpoint; see
     `rayrec.inference.evaluate.evaluate`. `checkpoint` is a checkpoint folder, or a run folder (the
     checkpoint in its summary, otherwise the latest). `path` is a path, or, for click models, a
-    pandas DataFrame, a pyarrow.Table or a ray.data.Dataset. None: the run's own test rows. `recipe`
+    pandas DataFrame, a pyarrow.Table or a ray.data.Dataset. None: the run's own test rows. `report`
+    is the file or folder of a self-contained HTML page with the result. None: no page. `recipe`
     is the checkpoint's custom recipe, as a function or FILE.py:FUNCTION. `cluster_address` is
     HOST:PORT or auto for a running Ray cluster, local for a local Ray, or none for threads of this
     process. None: the connected Ray or RAY_ADDRESS, otherwise threads of this process. `options`
@@ -69,7 +74,11 @@ def evaluate(
     """
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
+    from rayrec.inference.evaluation_report import render
+    from rayrec.observe.report.run import output_path, save
 
+    if report is not None:
+        output_path(report)
     settings = EvaluationConfig().updated(options)
     folders = [checkpoint] if settings.compare is None else [checkpoint, settings.compare]
     configs = [
@@ -77,7 +86,7 @@ def evaluate(
         for folder in folders
     ]
     with _input_path(path, checkpoint, configs[0]) as located:
-        return run(
+        result = run(
             checkpoint,
             located,
             config=configs[0],
@@ -85,6 +94,9 @@ def evaluate(
             other=configs[-1],
             console=_console(console),
         )
+    if report is not None:
+        save(render(result), report)
+    return result
 
 
 @command(

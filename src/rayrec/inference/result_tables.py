@@ -28,13 +28,43 @@ SEEDS_NOTE = (
 )
 
 
-# Columns of a metric's line. Brackets: only with resampling, or only with another checkpoint.
-#
-#   name | value | [interval] | [other | difference | its interval | p]
 def evaluation_text(result: dict[str, Any]) -> str:
     """Format the result of `evaluate`: a line per metric with interval and comparison, then a table
     per slice_by.
     """
+    metrics = metric_rows(result)
+    lines = aligned(metrics if len(metrics[0]) > 2 else metrics[1:])
+    if "resampling" in result:
+        lines.append(resampling_note(result["resampling"]))
+    lines += [f"{name}: {value}" for name, value in source_facts(result)]
+    if "baselines" in result:
+        lines += ["", "baselines:", *aligned(baseline_rows(result["baselines"]))]
+    if "importance" in result:
+        importance = result["importance"]
+        lines += ["", f"{importance_note(importance)}:", *aligned(importance_rows(importance))]
+    for by, slices in result.get("slices", {}).items():
+        lines += ["", f"by {by}:", *aligned(slice_rows(slices))]
+    return "\n".join(lines)
+
+
+def source_facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what an evaluation read, as names and values."""
+    named = [(name, str(result[name])) for name in _TEXT if name in result]
+    if "compared" in result:
+        named.append(("other checkpoint", result["compared"]["checkpoint"]))
+    return named
+
+
+def resampling_note(resampling: dict[str, Any]) -> str:
+    """Return a note on how intervals were computed."""
+    return f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"
+
+
+# Columns of a metric's line. Brackets: only with resampling, or only with another checkpoint.
+#
+#   name | value | [interval] | [other | difference | its interval | p]
+def metric_rows(result: dict[str, Any]) -> list[list[str]]:
+    """Return the cells of an evaluation's metrics: heads, then a row per metric."""
     compared = result.get("compared")
     intervals = result.get("intervals", {})
     rows = [["", "value", *(["interval"] if intervals else []), *(_COMPARED if compared else [])]]
@@ -48,25 +78,11 @@ def evaluation_text(result: dict[str, Any]) -> str:
             row.append(_number(compared[name]) if name in compared else "")
             row += _difference(compared["differences"].get(name))
         rows.append(row)
-    lines = aligned(rows if len(rows[0]) > 2 else rows[1:])
-    resampling = result.get("resampling")
-    if resampling:
-        lines.append(
-            f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples"
-        )
-    lines += [f"{name}: {result[name]}" for name in _TEXT if name in result]
-    if compared:
-        lines.append(f"other checkpoint: {compared['checkpoint']}")
-    if "baselines" in result:
-        lines += ["", "baselines:", *_baselines(result["baselines"])]
-    if "importance" in result:
-        lines += ["", *_importance(result["importance"])]
-    for by, slices in result.get("slices", {}).items():
-        lines += ["", f"by {by}:", *_slices(slices)]
-    return "\n".join(lines)
+    return rows
 
 
-def _baselines(baselines: Sequence[dict[str, Any]]) -> list[str]:
+def baseline_rows(baselines: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of baselines: heads, then a row per baseline."""
     with_intervals = "intervals" in baselines[0]
     rows = [["", *_COLUMNS[2:], *(["auroc interval"] if with_intervals else []), "trained rows"]]
     for baseline in baselines:
@@ -74,31 +90,41 @@ def _baselines(baselines: Sequence[dict[str, Any]]) -> list[str]:
         if with_intervals:
             row.append(_interval(baseline["intervals"]["auroc"]))
         rows.append([*row, _number(baseline["trained_rows"])])
-    return aligned(rows)
+    return rows
 
 
-def _importance(importance: dict[str, Any]) -> list[str]:
-    features = importance["features"]
-    metrics = [name for name in features[0] if name not in ("feature", "kind")]
+def importance_note(importance: dict[str, Any]) -> str:
+    """Return a note on how importance was measured."""
+    return (
+        f"importance on {importance['rows']:,} rows, {importance['repeats']} permutations of each "
+        f"feature, intervals of {importance['confidence']:.0%}"
+    )
+
+
+def importance_metrics(importance: dict[str, Any]) -> list[str]:
+    """Return the metrics whose loss is reported, the main one first."""
+    return [name for name in importance["features"][0] if name not in ("feature", "kind")]
+
+
+def importance_rows(importance: dict[str, Any]) -> list[list[str]]:
+    """Return the cells of the importance of features: heads, then a row per feature."""
+    metrics = importance_metrics(importance)
     head = ["", "kind"]
     for name in metrics:
         head += [f"{name} loss", "its interval"]
     rows = [head]
-    for feature in features:
+    for feature in importance["features"]:
         row = [feature["feature"], feature["kind"]]
         for name in metrics:
             loss = feature[name]
             row += [_number(loss["loss"], signed=True)]
             row += [_interval([loss["low"], loss["high"]], signed=True)]
         rows.append(row)
-    note = (
-        f"importance on {importance['rows']:,} rows, {importance['repeats']} permutations of each "
-        f"feature, intervals of {importance['confidence']:.0%}:"
-    )
-    return [note, *aligned(rows)]
+    return rows
 
 
-def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
+def slice_rows(slices: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of slices: heads, then a row per slice."""
     with_intervals = "intervals" in slices[0]
     compared = "compared" in slices[0]
     header = ["", *_COLUMNS]
@@ -113,7 +139,7 @@ def _slices(slices: Sequence[dict[str, Any]]) -> list[str]:
             difference = row_slice["compared"]["differences"]["auroc"]
             row += [_number(difference["difference"], signed=True), _number(difference["p_value"])]
         rows.append(row)
-    return aligned(rows)
+    return rows
 
 
 def comparison_text(result: dict[str, Any]) -> str:
@@ -147,8 +173,7 @@ def comparison_text(result: dict[str, Any]) -> str:
             *aligned(rows),
             "",
             *aligned(pairs),
-            f"intervals of {resampling['confidence']:.0%}, {resampling['resamples']:,} resamples; "
-            "AUROC by DeLong's test",
+            f"{resampling_note(resampling)}; AUROC by DeLong's test",
         ]
     )
 

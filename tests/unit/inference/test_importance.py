@@ -125,6 +125,40 @@ def test_table_lists_features(run: str, log: pd.DataFrame) -> None:
     assert f"{by_name(result)['friend']['auroc']['loss']:+.5f}" in row
 
 
+def test_page_shows_result(run: str, log: pd.DataFrame, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = rayrec.evaluate(
+        run,
+        log,
+        importance=True,
+        importance_rows=500,
+        importance_repeats=1,
+        slice_by=("user",),
+        slice_top=2,
+        confidence=0.9,
+        resamples=20,
+        report=str(page),
+        console=QUIET,
+    )
+    shown = page.read_text()
+    for feature in result["importance"]["features"]:
+        assert shown.count(f">{feature['feature']}<") == 3  # Chart, its numbers, and table
+        assert f"{feature['auroc']['loss']:+.5f}" in shown
+    assert f"{result['auroc']:.5f}" in shown
+    low, high = result["intervals"]["auroc"]
+    assert f"{low:.5f} to {high:.5f}" in shown
+    assert 'id="by-user"' in shown
+
+
+def test_unwritable_page_is_rejected_before_scoring(run: str, tmp_path: Path) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("")
+    rejects(
+        f"{folder}/page.html: cannot write the report there",
+        lambda: rayrec.evaluate(run, "/no/log", report=f"{folder}/page.html", console=QUIET),
+    )
+
+
 def test_inputs_of_one_feature_are_permuted_together() -> None:
     aligned = SCHEMA.replace(
         sparse=("user", "friend", "seen", "shops"),

@@ -239,9 +239,7 @@ def test_unwritable_report_folder_is_rejected(
         "page",
         str(tmp_path),
     )
-    assert line.endswith(
-        f"({os.strerror(code)}). Set --out to a file (.html) or folder that is writable"
-    )
+    assert line.endswith(f"({os.strerror(code)}). Choose a writable file (.html) or folder")
 
 
 def test_report_raises_errors_of_full_disks(

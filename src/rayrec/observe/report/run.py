@@ -70,21 +70,42 @@ def write(folder: str, *, out: str | None = None, price: Price | None = None) ->
     return save(render(read(folder), price=price), out or folder)
 
 
-def save(page: str, out: str) -> str:
-    """Write the page to file `out`, or to report.html in folder `out` (no extension, made if
-    missing); return the path. Raises InputError if the folder is not writable.
+def output_path(out: str) -> str:
+    """Return the path of a page in file `out`, or report.html in folder `out` (no extension, made
+    if missing). Raises InputError if it is not writable.
     """
     is_file = storage.name_of(out).endswith((".html", ".htm")) or storage.size_of(out) is not None
     path = storage.absolute(out if is_file else storage.join(out, "report.html"))
+    if storage.is_url(path):
+        return path
+    existing = path
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if existing != path and not os.path.isdir(existing):
+        raise _not_writable(path, errno.ENOTDIR)
+    if not os.access(existing, os.W_OK):
+        raise _not_writable(path, errno.EACCES)
+    return path
+
+
+def _not_writable(path: str, number: int) -> InputError:
+    return InputError(
+        f"{path}: cannot write the report there ({os.strerror(number)}). Choose a writable file "
+        "(.html) or folder"
+    )
+
+
+def save(page: str, out: str) -> str:
+    """Write the page to `output_path(out)`, and return that. Raises InputError if it is not
+    writable.
+    """
+    path = output_path(out)
     try:
         storage.write_bytes(path, page.encode())
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
             raise
-        raise InputError(
-            f"{path}: cannot write the report there ({os.strerror(error.errno)}). Set --out to a "
-            "file (.html) or folder that is writable"
-        ) from None
+        raise _not_writable(path, error.errno) from None
     return path
 
 
