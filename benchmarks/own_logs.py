@@ -315,9 +315,9 @@ def criteo(path: str) -> Log:
     return Log(table[:rows], table[rows:].reset_index(drop=True), schema)
 
 
-def movielens(package: str, *, sides: bool) -> Log:
-    """Return MovieLens-100K of RecBole's package in random order; a rating of at least 4 is a
-    click. `sides`: with the columns of users and films. A fifth is held out.
+def movielens(package: str, seed: int, *, sides: bool) -> Log:
+    """Return MovieLens-100K of RecBole's package in an order drawn from `seed`; a rating of at
+    least 4 is a click. `sides`: with the columns of users and films. A fifth is held out.
     """
     ratings, users, films = tables_of(package)
     table = ratings.merge(users, on="user_id").merge(
@@ -331,7 +331,7 @@ def movielens(package: str, *, sides: bool) -> Log:
     dense = ("age", "release_year", "time") if sides else ()
     more = ("gender", "occupation", "zip_code", "genres") if sides else ()
     sparse = ("user_id", "item_id", *more)
-    order = np.random.default_rng(0).permutation(len(table))
+    order = np.random.default_rng(seed).permutation(len(table))
     table = table[["label", *dense, *sparse]].iloc[order].reset_index(drop=True)
     rows = len(table) * 4 // 5
     schema = Schema(
