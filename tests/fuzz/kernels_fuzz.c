@@ -211,6 +211,64 @@ static void fuzz_wide_look_up(void) {
     free(tokens), free(table), free(ids), free(found);
 }
 
+static int64_t naive_row(uint64_t token, int64_t at, const uint64_t *keys, const int64_t *times, int64_t rows) {
+    int64_t best = -1;
+    for (int64_t row = 0; row < rows; row++)
+        if (keys[row] == token && times[row] <= at && (best < 0 || times[row] > times[best])) best = row;
+    return best;
+}
+
+static void fuzz_side_tables(void) {
+    const int64_t num_keys = below(90), count = below(300), spread = below(60);
+    int64_t num_slots = 2, pair[2] = {0, 0}, repeated = 0;
+    while (num_slots < 2 * num_keys) num_slots *= 2;
+    uint64_t *keys = buffer(8 * num_keys), *tokens = buffer(8 * count);
+    uint32_t *slots = calloc((size_t)num_slots, 4);
+    uint8_t *missing = buffer(count);
+    int64_t *found = buffer(8 * count), *at = buffer(8 * count), *starts = buffer(8 * (num_keys + 1));
+    for (int64_t k = 0; k < num_keys; k++) {
+        keys[k] = k && !below(60) ? keys[below(k)] : below(2) ? (uint64_t)k << spread : next();
+        int earlier = 0;
+        for (int64_t j = 0; j < k && !earlier; j++) earlier = keys[j] == keys[k];
+        repeated += earlier;
+    }
+    CHECK(rayrec_build_key_slots(keys, num_keys, slots, num_slots, pair) == repeated);
+    CHECK(!repeated || (pair[0] < pair[1] && keys[pair[0]] == keys[pair[1]]));
+    for (int64_t i = 0; i < count; i++) {
+        tokens[i] = num_keys && below(3) ? keys[below(num_keys)] : (uint64_t)interesting();
+        missing[i] = !below(9), at[i] = interesting();
+    }
+    const int has_missing = (int)below(2), damaged = !below(4);
+    if (damaged)
+        for (int64_t i = 0; i < num_slots; i++) slots[i] = below(3) ? (uint32_t)below(num_keys + 2) : (uint32_t)next();
+    rayrec_find_keys(tokens, has_missing ? missing : NULL, count, keys, num_keys, slots, num_slots, found);
+    for (int64_t i = 0; i < count; i++) {
+        CHECK(found[i] >= -1 && found[i] < num_keys);
+        int64_t wanted = -1;
+        for (int64_t k = num_keys - 1; k >= 0; k--)
+            if (keys[k] == tokens[i]) wanted = k;
+        CHECK(damaged || found[i] == (has_missing && missing[i] ? -1 : wanted));
+    }
+    starts[0] = 0;
+    for (int64_t k = 0; k < num_keys; k++) starts[k + 1] = starts[k] + below(6);
+    const int64_t num_rows = starts[num_keys];
+    uint64_t *row_keys = buffer(8 * num_rows);
+    int64_t *times = buffer(8 * num_rows), *rows = buffer(8 * num_rows);
+    for (int64_t k = 0; k < num_keys; k++)
+        for (int64_t i = starts[k]; i < starts[k + 1]; i++) {
+            row_keys[i] = (uint64_t)k, rows[i] = i;
+            times[i] = (i > starts[k] ? times[i - 1] : -below(1000)) + 1 + below(1000);
+        }
+    for (int64_t i = 0; i < count; i++) {
+        tokens[i] = (uint64_t)found[i];
+        if (below(3)) at[i] = below(4000) - 1000;
+    }
+    rayrec_newest_rows(at, count, starts, times, rows, num_rows, found);
+    for (int64_t i = 0; i < count; i++) CHECK(found[i] == naive_row(tokens[i], at[i], row_keys, times, num_rows));
+    free(keys), free(tokens), free(slots), free(missing), free(found), free(at), free(starts);
+    free(row_keys), free(times), free(rows);
+}
+
 static void fuzz_gather(void) {
     const int32_t num_dense = (int32_t)below(4), num_sparse = (int32_t)below(4);
     const int64_t columns = 1 + num_dense + num_sparse, first = below(300) + 1, second = below(300) + 1, rows = below(900);
@@ -451,7 +509,7 @@ static void fuzz_ranking(void) {
 
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
-                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking};
+                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking, fuzz_side_tables};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

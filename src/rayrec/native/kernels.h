@@ -287,6 +287,13 @@ int32_t rayrec_build_slots(const void *tokens, int32_t token_bytes, const int32_
 void rayrec_look_up(const void *tokens, int32_t token_bytes, int64_t count, const uint64_t *table, int64_t slots,
                     int32_t unknown_id, int32_t *out);
 
+/* side_tables.c: key index of a side table. Slots are a power of two, at least twice the keys and at least 2. */
+int64_t rayrec_build_key_slots(const uint64_t *keys, int64_t num_keys, uint32_t *slots, int64_t num_slots, int64_t *pair);
+void rayrec_find_keys(const uint64_t *tokens, const uint8_t *missing, int64_t count, const uint64_t *keys, int64_t num_keys,
+                      const uint32_t *slots, int64_t num_slots, int64_t *out);
+void rayrec_newest_rows(const int64_t *at, int64_t count, const int64_t *starts, const int64_t *times, const int64_t *rows,
+                        int64_t num_rows, int64_t *found);
+
 void rayrec_expand_bags(const void *ids, int64_t rows, int64_t id_bytes, int64_t size, int64_t num_embeddings,
                         uint64_t seed, int64_t column, int32_t pareto, void *out);
 
