@@ -133,6 +133,31 @@ class Feature(Config):
             _check_mark(f"list_delimiter of feature {self.name}", self.list_delimiter or "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TableSource(Config):
+    """Table in addition to the log, such as the columns of each item."""
+
+    path: str
+    """File, folder or URL of any format that a log may have."""
+    key: str
+    """Column with the key of each row. It is compared with a column of the log as categories are:
+    5, "5" and 5.0 are one key.
+    """
+    time: str | None = None
+    """Column with the time from which a row is valid. A row of the log takes the newest one that is
+    not after its own time. None: one row per key.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path or not self.key or self.time == "":
+            raise InputError("schema: tables: path, key and time must not be empty")
+        if self.time == self.key:
+            raise InputError(
+                f"schema: tables: {self.path}: key and time must differ, got {self.key} for both"
+            )
+
+
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
 #
 #   label, labels        what to learn; `label_rule` makes clicks of other values
