@@ -1,0 +1,1 @@
+"""Declared features: side tables and functions of columns."""

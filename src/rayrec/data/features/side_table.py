@@ -1,0 +1,718 @@
+"""Side tables: columns of items or users, found by key. A table is converted once per content to
+Arrow files with a key index, which the processes of a machine map and share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from rayrec import host_resources, storage
+from rayrec.config import InputError, first_of, suggest
+from rayrec.data.formats.base import Format
+from rayrec.data.formats.lakehouse import list_log
+from rayrec.data.formats.registry import find_format
+from rayrec.data.logs.column_values import Markers, Text, is_list, is_text, resolved
+from rayrec.data.logs.table_parser import parse_table
+from rayrec.humanize import size_text
+from rayrec.native import call
+from rayrec.schema import Schema, TableSource
+from rayrec.storage import cache
+from rayrec.storage.cache import ShardCache, version_key
+from rayrec.storage.urls import local_path
+
+VERSION: Final = 1
+"""Version of built tables and of content hashes."""
+FOLDER: Final = "tables"
+"""Folder of built tables in a cache folder."""
+_ROWS: Final = "rows.arrow"
+_INDEX: Final = "index.arrow"
+_MANIFEST: Final = "manifest.json"
+_SOURCES: Final = "sources"
+"""Folder with the built table of each version of a source."""
+_MAX_KEYS: Final = 2**32 - 2
+"""Maximum keys: slots of the index have 32 bits."""
+_BUILD_FACTOR: Final = 2
+"""Memory to build a table, as a multiple of its size: its blocks, then its joined columns."""
+_SHOWN_NAMES: Final = 12
+_JOIN: Final = "join its columns into the log before ingest instead"
+_BUILT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-\d+")
+
+
+# Files of built tables, in a cache folder:
+#
+#   tables/HASH-VERSION/rows.arrow      the columns, one record batch
+#   tables/HASH-VERSION/index.arrow     the arrays of native/side_tables.c, as lists in one row
+#   tables/HASH-VERSION/manifest.json   written last: a folder without it is ignored
+#   tables/sources/KEY.json             the name of the folder for a version of a source
+#
+# HASH is the hash of the rows, so that a source that was copied, touched or renamed is not written
+# again. Folders of earlier contents stay: a run that began with them may still map them.
+@final
+class SideTable:
+    """Built side table, mapped read-only: it takes no memory of its own, and all processes of a
+    machine share its pages. Pickled as its path and source. Equal to a table with the same content.
+    Safe to use from several threads.
+    """
+
+    def __init__(
+        self, path: str, source: TableSource, folder: str, manifest: Mapping[str, Any]
+    ) -> None:
+        """Map the files of local `folder`, a copy of `path` or the same."""
+        self.path = path
+        """Folder or URL of the built table, for `open_table`."""
+        self.source = source
+        self.rows = int(manifest["rows"])
+        self.content_hash = str(manifest["content_hash"])
+        """Hash of the rows' keys, times and stored columns in order, 32 hex digits. Names and types
+        of columns count, but neither the file's name, time or format, nor the key's name and type.
+        A table has one hash as CSV and as Parquet if its columns are text in both.
+        """
+        self._columns = _read_batch(os.path.join(folder, _ROWS))
+        self._index = _Index.from_batch(_read_batch(os.path.join(folder, _INDEX)))
+
+    def __reduce__(self) -> tuple[Callable[..., SideTable], tuple[str, TableSource]]:
+        return open_table, (self.path, self.source)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SideTable) and self.content_hash == other.content_hash
+
+    def __hash__(self) -> int:
+        return hash(self.content_hash)
+
+    @cached_property
+    def types(self) -> dict[str, pa.DataType]:
+        """Arrow type of each stored column."""
+        return {each.name: each.type for each in self._columns.schema}
+
+    def lookup(
+        self,
+        tokens: np.ndarray,
+        missing: np.ndarray | None = None,
+        times: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Return the row of each key, -1 if it is absent or missing, int64 [keys].
+
+        Args:
+            tokens: Categories as in `RawBlock.categories`, uint64 [keys].
+            missing: Whether a key is missing, bool [keys]. None: all are present.
+            times: Microseconds since 1970-01-01 00:00 UTC, int64 [keys]. A table with `time`
+                returns the newest row that is not after it; other tables ignore it.
+
+        Raises InputError if a table with `time` is looked up without times.
+        """
+        has_times = self.source.time is not None
+        if has_times and times is None:
+            raise InputError(
+                f"tables: {self.source.path}: has time {self.source.time}, so that rows need one: "
+                "name the log's timestamp in the schema, or remove `time`"
+            )
+        return self._index.find(
+            np.ascontiguousarray(tokens, np.uint64),
+            None if missing is None else np.ascontiguousarray(missing, bool),
+            np.ascontiguousarray(times, np.int64) if has_times else None,
+        )
+
+    def column(self, name: str, rows: np.ndarray) -> pa.Array:
+        """Return the values of a column at rows of `lookup`, null for -1.
+
+        Args:
+            name: Stored column.
+            rows: Rows of the table, or -1, int64 [rows].
+
+        Types are those of the file, but text is large_binary, lists are large lists, and
+        dictionaries are decoded. Missing text is null. Copies only the values that it returns.
+        Raises InputError for a column that the table does not store.
+        """
+        if name not in self.types:
+            raise _no_column(self.source.path, name, list(self.types))
+        return self._columns.column(name).take(pa.array(rows, pa.int64(), mask=rows < 0))
+
+    def check_content(self, content_hash: str) -> None:
+        """Check that the table is the one with this hash, such as the one stored with a model.
+        Raises InputError.
+        """
+        if content_hash != self.content_hash:
+            raise InputError(
+                f"tables: {self.source.path}: changed since the model was trained (content "
+                f"{self.content_hash[:8]}, the model has {content_hash[:8]}). Restore the table, "
+                "or train with the new one"
+            )
+
+
+def open_table(path: str, source: TableSource | None = None) -> SideTable:
+    """Map a built table by its `SideTable.path`. A URL is fetched once per machine to its cache
+    folder. Raises InputError if it is missing, incomplete, of another version, or larger than the
+    memory of the machine.
+
+    Args:
+        path: Folder or URL of the built table.
+        source: Source to show in messages. None: the first one that was built with this content.
+    """
+    manifest_path = storage.join(path, _MANIFEST)
+    if not storage.exists(manifest_path):
+        raise InputError(f"{path}: built side table not found. Run the command again to build it")
+    manifest = storage.read_json(manifest_path)
+    if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
+        raise InputError(
+            f"{path}: side table built by another version of rayrec. Run the command again to "
+            "build it"
+        )
+    source = source or TableSource(**manifest["source"])
+    sizes: dict[str, int] = manifest["sizes_bytes"]
+    size = sum(sizes.values())
+    total = host_resources.memory().total
+    if size > total:
+        raise InputError(
+            f"tables: {source.path}: takes {size_text(size)}, and this machine has "
+            f"{size_text(total)} of memory; {_JOIN}"
+        )
+    return SideTable(path, source, _fetched(path, manifest), manifest)
+
+
+def build(
+    source: TableSource,
+    columns: Sequence[str] = (),
+    *,
+    form: Schema | None = None,
+    has_integer_keys: bool = False,
+    folder: str | None = None,
+) -> SideTable:
+    """Open a side table, and convert it first if its content is new. Processes of a machine that
+    ask for a table at once convert it once.
+
+    Args:
+        source: Table, its key, and its time.
+        columns: Columns that lookups will read. Others are not stored, and not part of the hash.
+        form: Schema with the form of the file: its format, delimiter, encoding, escape, header and
+            missing markers, which become null in text. Its columns are not used. None: as found
+            from the content.
+        has_integer_keys: Whether the key is compared with a column of `Schema.integers`, so that
+            07 is 7.
+        folder: Cache folder or URL. None: `cache.folder()`.
+
+    Raises InputError for an absent column, a missing or invalid key or time, a repeated key (with
+    `time`: a repeated key and time), a column of types that do not agree, a table without rows,
+    and one that does not fit into the available memory.
+    """
+    schema = _key_schema(source, form, has_integer_keys)
+    files = [(file, find_format(file.path, schema)) for file in list_log(source.path, ())]
+    names = tuple(sorted(set(columns)))
+    folder = storage.join(storage.absolute(folder or cache.folder()), FOLDER)
+    pointer = storage.join(folder, _SOURCES, _source_name(files, schema, names))
+    path = _built_path(folder, pointer)
+    if path is None:
+        with _building(folder):
+            # Another process may have built it while this one waited.
+            path = _built_path(folder, pointer)
+            if path is None:
+                path = _convert(source, files, names, schema=schema, folder=folder)
+                storage.write_json(pointer, storage.name_of(path))
+                cache.remove_older(storage.parent_folder(pointer), [storage.name_of(pointer)])
+    return open_table(path, source)
+
+
+# -- Built tables in a cache folder
+def _built_path(folder: str, pointer: str) -> str | None:
+    """Return the built table of a version of a source, None if it is not built."""
+    if not storage.exists(pointer):
+        return None
+    name = storage.read_json(pointer)
+    path = storage.join(folder, str(name))
+    if not _BUILT_NAME.fullmatch(str(name)) or not storage.exists(storage.join(path, _MANIFEST)):
+        return None
+    return path
+
+
+def _source_name(
+    files: Sequence[tuple[storage.File, Format]], schema: Schema, names: Sequence[str]
+) -> str:
+    """Return the name of the file that names the built table of these versions of files."""
+    keys = [file_format.cache_key(file) for file, file_format in files]
+    text = (schema.format, schema.delimiter, schema.escape, schema.encoding, schema.header)
+    rules = (schema.missing, schema.integers, schema.category_rules)
+    source = ([source for source, _ in keys], names, schema.sparse, schema.timestamp, *text, *rules)
+    return f"{version_key(source, (VERSION, [version for _, version in keys]))}.json"
+
+
+@contextlib.contextmanager
+def _building(folder: str) -> Iterator[None]:
+    """Let one process of this machine convert tables in a local folder, others wait, and remove the
+    remains of killed ones. Machines that share a folder or a store may convert a table at once:
+    they write equal files.
+    """
+    local = local_path(folder)
+    if local is None:
+        yield
+        return
+    os.makedirs(local, exist_ok=True)
+    with storage.locked(os.path.join(local, ".lock")):
+        for name in storage.list_folder(local):
+            unfinished = _BUILT_NAME.fullmatch(name) and not os.path.exists(
+                os.path.join(local, name, _MANIFEST)
+            )
+            if unfinished:
+                storage.remove_folder(os.path.join(local, name))
+        yield
+
+
+def _fetched(path: str, manifest: Mapping[str, Any]) -> str:
+    """Return the local folder with the files of a built table. Raises InputError if they do not
+    have the sizes of the manifest.
+    """
+    sizes: dict[str, int] = manifest["sizes_bytes"]
+
+    def check(file: str, name: str) -> None:
+        if not os.path.exists(file) or os.path.getsize(file) != sizes[name]:
+            raise InputError(f"{path}: damaged, {name} is incomplete. Remove the folder")
+
+    local = local_path(path)
+    if local is None:
+        shared = cache.folder()
+        if storage.is_url(shared):
+            shared = os.path.join(storage.home(), ".cache", "rayrec")
+        shards = ShardCache(
+            path,
+            index=json.dumps(manifest, sort_keys=True).encode(),
+            sizes_bytes=sizes,
+            folder=os.path.join(shared, FOLDER, "fetched"),
+        )
+        for name in sizes:
+            shards.fetch(name, lambda file, name=name: check(file, name))  # type: ignore[misc]
+        return shards.folder
+    for name in sizes:
+        check(os.path.join(local, name), name)
+    return local
+
+
+def _convert(
+    source: TableSource,
+    files: Sequence[tuple[storage.File, Format]],
+    names: Sequence[str],
+    *,
+    schema: Schema,
+    folder: str,
+) -> str:
+    """Read a table and write its built files, unless they exist. Return their folder."""
+    rows = _TableReader(source, names, schema).read(files)
+    index = _timed_index(rows) if source.time is not None else _plain_index(rows)
+    content_hash = _content_hash(rows, source)
+    path = storage.join(folder, f"{content_hash[:16]}-{content_hash[16:]}-{VERSION}")
+    if storage.exists(storage.join(path, _MANIFEST)):
+        return path
+    sizes = {
+        _ROWS: _write_batch(storage.join(path, _ROWS), rows.columns),
+        _INDEX: _write_batch(storage.join(path, _INDEX), index.to_batch()),
+    }
+    manifest = {
+        "version": VERSION,
+        "source": source.to_dict(),
+        "rows": len(rows.tokens),
+        "content_hash": content_hash,
+        "sizes_bytes": sizes,
+    }
+    # Last: a folder without it is ignored.
+    storage.write_json(storage.join(path, _MANIFEST), manifest)
+    return path
+
+
+def _write_batch(path: str, batch: pa.RecordBatch) -> int:
+    """Write a file of one record batch, uncompressed, and return its size in bytes."""
+    with storage.writing(path) as local:
+        with pa.OSFile(local, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+        return os.path.getsize(local)
+
+
+def _read_batch(path: str) -> pa.RecordBatch:
+    """Map the record batch of a file. Its arrays keep the file mapped."""
+    try:
+        with pa.ipc.open_file(pa.memory_map(path)) as reader:
+            return reader.get_batch(0)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: damaged ({error}). Remove its folder") from None
+
+
+# -- Rows of a source
+def _key_schema(source: TableSource, form: Schema | None, has_integer_keys: bool) -> Schema:
+    """Return the schema of a table's key and time, which are parsed as those of a log."""
+    form = form or Schema(label=None, sparse=(source.key,))
+    return Schema(
+        label=None,
+        sparse=(source.key,),
+        timestamp=source.time,
+        integers=(source.key,) if has_integer_keys else (),
+        format=form.format,
+        delimiter=form.delimiter,
+        list_delimiter=form.list_delimiter,
+        encoding=form.encoding,
+        escape=form.escape,
+        header=form.header,
+        missing=form.missing,
+        category_rules=form.category_rules,
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a table, in memory."""
+
+    source: TableSource
+    columns: pa.RecordBatch
+    tokens: np.ndarray
+    """Token of each row's key, uint64 [rows]."""
+    times: np.ndarray | None
+    """Microseconds since 1970, int64 [rows]. None in a table without `time`."""
+    keys: pa.ChunkedArray
+    """Keys as in the file, for messages."""
+    files: tuple[tuple[str, int], ...]
+    """Path and first row of each file."""
+
+    def key_text(self, row: int) -> str:
+        """Return the key of a row as text."""
+        value = self.keys[row].as_py()
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+    def place(self, row: int) -> str:
+        """Return the row's number, and its file if there are several."""
+        path, first = next(each for each in reversed(self.files) if each[1] <= row)
+        name = f" of {path}" if len(self.files) > 1 else ""
+        return f"row {row - first:,}{name}"
+
+
+@dataclass
+class _TableReader:
+    """Reader of the files of a table."""
+
+    source: TableSource
+    names: Sequence[str]
+    schema: Schema
+    tokens: list[np.ndarray] = field(default_factory=list)
+    times: list[np.ndarray] = field(default_factory=list)
+    keys: list[pa.Array] = field(default_factory=list)
+    blocks: list[list[pa.Array]] = field(default_factory=list)
+    """Blocks of each stored column."""
+    size_bytes: int = 0
+
+    def read(self, files: Sequence[tuple[storage.File, Format]]) -> _Rows:
+        """Return the rows of the files, in order. Raises InputError."""
+        available = host_resources.memory().available
+        required = tuple(dict.fromkeys([*self.schema.columns, *self.names]))
+        self.blocks = [[] for _ in self.names]
+        starts = []
+        first_row = 0
+        for file, file_format in files:
+            self._check_columns(file_format, file.path, required)
+            starts.append((file.path, first_row))
+            start = first_row
+            for table in file_format.tables(file.path, self.schema, required):
+                self._add(table, file.path, first_row - start)
+                first_row += len(table)
+                self._check_size(available)
+        if not first_row:
+            raise InputError(f"tables: {self.source.path}: has no rows")
+        return _Rows(
+            self.source,
+            self._joined(),
+            np.concatenate(self.tokens),
+            np.concatenate(self.times) if self.times else None,
+            _joined_keys(self.keys),
+            tuple(starts),
+        )
+
+    def _check_columns(self, file_format: Format, path: str, required: Sequence[str]) -> None:
+        """Check that a file has each column once. Raises InputError."""
+        if file_format.is_sparse:
+            return
+        found = list(file_format.columns(path, self.schema))
+        for name in required:
+            if found and name not in found:
+                raise _no_column(path, name, found)
+            if found.count(name) > 1:
+                raise InputError(f"tables: {path}: has several columns {name}. Rename one")
+
+    def _add(self, table: pa.Table, path: str, first_row: int) -> None:
+        """Add the rows of a block of a file, the first of which has this number in it."""
+        block, faults = parse_table(table, self.schema, path=path, first_row=first_row)
+        if faults.total:
+            fix = faults.text_fix() or "Correct or remove these rows"
+            raise InputError(f"tables: {faults.describe()}. {fix}")
+        missing = np.flatnonzero(block.missing[:, 0])
+        if len(missing):
+            raise InputError(
+                f"tables: {path}: {len(missing):,} of {len(table):,} rows have no {self.source.key}"
+                f", which is the key; first: row {first_row + missing[0]:,}. Remove these rows"
+            )
+        self.tokens.append(np.ascontiguousarray(block.categories[:, 0]))
+        if block.times is not None:
+            self.times.append(block.times)
+        if self.source.key in table.column_names:
+            self.keys.append(_stored(table.column(self.source.key), path, self.source.key))
+        markers = Markers.from_texts(self.schema.missing)
+        for name, blocks in zip(self.names, self.blocks, strict=True):
+            if name not in table.column_names:
+                blocks.append(pa.nulls(len(table)))
+                continue
+            values = _without_empty(markers.to_null(_stored(table.column(name), path, name)))
+            self.size_bytes += values.nbytes
+            blocks.append(values)
+        self.size_bytes += self.tokens[-1].nbytes + self.keys[-1].nbytes
+
+    def _check_size(self, available: int) -> None:
+        """Check that the rows until here can be built in memory. Raises InputError."""
+        needed = _BUILD_FACTOR * self.size_bytes
+        if needed > available:
+            raise InputError(
+                f"tables: {self.source.path}: needs more than {size_text(needed)} of memory to be "
+                f"built, and {size_text(available)} are available; {_JOIN}"
+            )
+
+    def _joined(self) -> pa.RecordBatch:
+        """Return the stored columns with one array each, and forget their blocks."""
+        arrays = []
+        for name, blocks in zip(self.names, self.blocks, strict=True):
+            arrays.append(_concatenated(blocks, f"{self.source.path}: column {name}"))
+            blocks.clear()
+        if not arrays:
+            # A record batch without columns has no rows.
+            return pa.record_batch({})
+        return pa.record_batch(arrays, names=list(self.names))
+
+
+def _no_column(path: str, name: str, found: Sequence[str]) -> InputError:
+    otherwise = f"it has {first_of(found, _SHOWN_NAMES) or 'none'}"
+    return InputError(
+        f"tables: {path}: column {name} not found; {suggest(name, found, otherwise=otherwise)}"
+    )
+
+
+def _joined_keys(keys: Sequence[pa.Array]) -> pa.ChunkedArray:
+    """Return keys for messages; their types may differ between blocks."""
+    if len({each.type for each in keys}) > 1:
+        keys = [each if is_text(each.type) else pc.cast(each, pa.large_string()) for each in keys]
+        keys = [pc.cast(each, pa.large_binary()) for each in keys]
+    return pa.chunked_array(keys)
+
+
+def _stored(column: pa.ChunkedArray, path: str, name: str) -> pa.Array:
+    """Return a column as one array of its stored type."""
+    try:
+        kind = _stored_type(column.type)
+        arrays = [pc.cast(resolved(chunk), kind) for chunk in column.chunks]
+    except pa.ArrowException as error:
+        raise InputError(
+            f"tables: {path}: column {name} of type {column.type} cannot be stored ({error}). "
+            "Convert it to numbers, text or lists"
+        ) from None
+    return pa.concat_arrays(arrays) if len(arrays) != 1 else arrays[0]
+
+
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type in which values of a type are stored: text as bytes and lists with 64-bit
+    offsets, without dictionaries and extensions.
+    """
+    if isinstance(kind, pa.BaseExtensionType):
+        return _stored_type(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _stored_type(kind.value_type)
+    if is_text(kind):
+        return pa.large_binary()
+    if is_list(kind):
+        return pa.large_list(_stored_type(kind.value_type))
+    if types.is_map(kind):
+        return pa.map_(_stored_type(kind.key_type), _stored_type(kind.item_type))
+    if types.is_struct(kind):
+        return pa.struct([each.with_type(_stored_type(each.type)) for each in kind])
+    return kind
+
+
+def _without_empty(array: pa.Array) -> pa.Array:
+    """Return the array with null for empty text, which is missing too."""
+    if not types.is_large_binary(array.type):
+        return array
+    empty = pc.equal(pc.binary_length(array), 0)
+    if not pc.any(empty).as_py():
+        return array
+    return pc.if_else(empty, pa.scalar(None, array.type), array)
+
+
+def _concatenated(blocks: Sequence[pa.Array], column: str) -> pa.Array:
+    """Return blocks of a column as one array. Integers and numbers become numbers. Raises
+    InputError if their types do not agree.
+    """
+    try:
+        schemas = [pa.schema([("", each)]) for each in {block.type for block in blocks}]
+        kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        return pa.concat_arrays([pc.cast(block, kind) for block in blocks])
+    except pa.ArrowException:
+        found = sorted({str(block.type) for block in blocks})
+        raise InputError(
+            f"tables: {column} has values of types {' and '.join(found)}. Convert them to one type"
+        ) from None
+
+
+# -- Key index
+@dataclass(frozen=True)
+class _Index:
+    """Arrays of native/side_tables.c."""
+
+    keys: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray | None = None
+    times: np.ndarray | None = None
+    rows: np.ndarray | None = None
+
+    @classmethod
+    def from_batch(cls, batch: pa.RecordBatch) -> _Index:
+        """Wrap the arrays of a file, which share its memory."""
+        return cls(
+            **{
+                each.name: batch.column(each.name).flatten().to_numpy(zero_copy_only=True)
+                for each in batch.schema
+            }
+        )
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the arrays as lists in one row, because they have different lengths."""
+        lists = {}
+        for name, values in vars(self).items():
+            if values is not None:
+                ends = pa.array([0, len(values)], pa.int64())
+                lists[name] = pa.LargeListArray.from_arrays(ends, pa.array(values))
+        return pa.record_batch(lists)
+
+    def find(
+        self, tokens: np.ndarray, missing: np.ndarray | None, times: np.ndarray | None
+    ) -> np.ndarray:
+        """Return the row of each key; see `SideTable.lookup`."""
+        count = len(tokens)
+        found = np.empty(count, np.int64)
+        index = (self.keys, len(self.keys), self.slots, len(self.slots))
+        call("rayrec_find_keys", tokens, missing, count, *index, found)
+        if times is not None and self.rows is not None:
+            runs = (self.starts, self.times, self.rows, len(self.rows))
+            call("rayrec_newest_rows", times, count, *runs, found)
+        return found
+
+
+def _slots(keys: np.ndarray) -> tuple[np.ndarray, int, np.ndarray]:
+    """Return (slots, number of repeated keys, numbers of the first pair of equal keys, int64 [2]).
+    At most half of the slots are used.
+    """
+    slots = np.zeros(1 << max(1, (2 * len(keys) - 1).bit_length()), np.uint32)
+    pair = np.zeros(2, np.int64)
+    repeated = call("rayrec_build_key_slots", keys, len(keys), slots, len(slots), pair)
+    return slots, repeated, pair
+
+
+def _check_count(rows: _Rows, num_keys: int) -> None:
+    if num_keys > _MAX_KEYS:
+        raise InputError(
+            f"tables: {rows.source.path}: has {num_keys:,} keys, at most {_MAX_KEYS:,} are "
+            f"possible; {_JOIN}"
+        )
+
+
+def _plain_index(rows: _Rows) -> _Index:
+    """Return the index of a table with one row per key. Raises InputError for a repeated key."""
+    _check_count(rows, len(rows.tokens))
+    slots, repeated, pair = _slots(rows.tokens)
+    if repeated:
+        raise InputError(
+            f"tables: {rows.source.path}: {_repeats(rows, repeated, pair)}. Keep one row per "
+            f"{rows.source.key}, or name the column with the time of each row: `time`"
+        )
+    return _Index(rows.tokens, slots)
+
+
+def _timed_index(rows: _Rows) -> _Index:
+    """Return the index of a table with several rows per key, by time. Raises InputError if two have
+    one time.
+    """
+    assert rows.times is not None
+    order = np.lexsort((rows.times, rows.tokens))
+    tokens = rows.tokens[order]
+    times = rows.times[order]
+    is_same = tokens[1:] == tokens[:-1]
+    ties = np.flatnonzero(is_same & (times[1:] == times[:-1]))
+    if len(ties):
+        first = ties[np.argmin(order[ties + 1])]
+        pair = order[first : first + 2]
+        raise InputError(
+            f"tables: {rows.source.path}: {_repeats(rows, len(ties), pair)} with the same "
+            f"{rows.source.time}. Keep one of them"
+        )
+    is_first = np.concatenate([[True], ~is_same])
+    starts = np.append(np.flatnonzero(is_first), len(tokens))
+    keys = tokens[is_first]
+    _check_count(rows, len(keys))
+    slots, _, _ = _slots(keys)
+    return _Index(keys, slots, starts, times, order)
+
+
+def _repeats(rows: _Rows, repeated: int, pair: np.ndarray) -> str:
+    earlier, later = pair.tolist()
+    return (
+        f"{repeated:,} of {len(rows.tokens):,} rows repeat a key; first: {rows.source.key} "
+        f"{rows.key_text(later)} in {rows.place(earlier)} and {rows.place(later)}"
+    )
+
+
+# -- Content hash
+def _content_hash(rows: _Rows, source: TableSource) -> str:
+    """Return `SideTable.content_hash`: SHA-256 over the tokens, the times and the columns, cut to
+    32 hex digits.
+    """
+    digest = hashlib.sha256(f"{VERSION} {len(rows.tokens)} {source.time is not None};".encode())
+    digest.update(rows.tokens.data)
+    if rows.times is not None:
+        digest.update(rows.times.data)
+    for name, array in zip(rows.columns.schema.names, rows.columns.columns, strict=True):
+        digest.update(json.dumps(name).encode())
+        for part in _parts(array):
+            digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+# Arrow has many forms of equal arrays: with an offset, with or without a mask of nulls, with any
+# bytes in a null's place. Only what all of them share is hashed.
+def _parts(array: pa.Array) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of an array's type, nulls and values, equal for equal arrays."""
+    yield f"{array.type} {len(array)} {array.null_count};".encode()
+    if array.null_count:
+        yield np.packbits(array.is_null().to_numpy(zero_copy_only=False)).data
+        array = array.drop_null()
+    if not len(array):
+        return
+    kind = array.type
+    if types.is_large_list(kind) or types.is_map(kind):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        yield np.diff(offsets).data
+        values = [array.values] if types.is_large_list(kind) else [array.keys, array.items]
+        for each in values:
+            yield from _parts(each.slice(offsets[0], offsets[-1] - offsets[0]))
+    elif types.is_struct(kind):
+        for each in array.flatten():
+            yield from _parts(each)
+    elif types.is_large_binary(kind):
+        text = Text.from_array(array)
+        yield np.diff(text.offsets).data
+        yield text.data[text.offsets[0] : text.offsets[-1]].data
+    elif types.is_boolean(kind):
+        yield array.to_numpy(zero_copy_only=False).data
+    else:
+        width = kind.bit_width // 8
+        start = array.offset * width
+        yield memoryview(array.buffers()[1])[start : start + len(array) * width]
