@@ -18,7 +18,7 @@
 
 #include "kernels.h"
 
-enum { AHEAD = 64 };
+enum { AHEAD = 64, NEAR = 16 }; /* lookups whose cache misses overlap */
 
 /* Folds in the upper half, so that keys that differ only there spread too. The high bits of a product are mixed best. */
 static inline uint64_t slot_of(uint64_t key, int bits) { return (key ^ key >> 32) * 0x9E3779B97F4A7C15ULL >> (64 - bits); }
@@ -78,6 +78,11 @@ void rayrec_find_keys(const uint64_t *tokens, const uint8_t *missing, int64_t co
 void rayrec_newest_rows(const int64_t *at, int64_t count, const int64_t *starts, const int64_t *times, const int64_t *rows,
                         int64_t num_rows, int64_t *found) {
     for (int64_t i = 0; i < count; i++) {
+        if (i + NEAR < count && found[i + NEAR] >= 0) {
+            const int64_t next = starts[found[i + NEAR]];
+            if (next >= 0 && next < num_rows) __builtin_prefetch(&times[next]), __builtin_prefetch(&rows[next]);
+        }
+        if (i + 2 * NEAR < count && found[i + 2 * NEAR] >= 0) __builtin_prefetch(&starts[found[i + 2 * NEAR]]);
         if (found[i] < 0) continue;
         const int64_t start = starts[found[i]], end = starts[found[i] + 1];
         int64_t low = start, high = end;
