@@ -5,6 +5,7 @@ Arrow files with a key index, which the processes of a machine map and share.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -34,7 +35,9 @@ from rayrec.storage.cache import ShardCache, version_key
 from rayrec.storage.urls import local_path
 
 VERSION: Final = 1
-"""Version of built tables and of content hashes."""
+"""Version of built tables. Tables of another version are built again."""
+_HASH_VERSION: Final = 1
+"""Version of content hashes, which models store."""
 FOLDER: Final = "tables"
 """Folder of built tables in a cache folder."""
 _ROWS: Final = "rows.arrow"
@@ -119,11 +122,14 @@ class SideTable:
                 f"tables: {self.source.path}: has time {self.source.time}, so that rows need one: "
                 "name the log's timestamp in the schema, or remove `time`"
             )
-        return self._index.find(
-            np.ascontiguousarray(tokens, np.uint64),
-            None if missing is None else np.ascontiguousarray(missing, bool),
-            np.ascontiguousarray(times, np.int64) if has_times else None,
-        )
+        tokens = np.ascontiguousarray(tokens, np.uint64)
+        if missing is not None:
+            missing = np.ascontiguousarray(missing, bool)
+        if has_times:
+            times = np.ascontiguousarray(times, np.int64)
+        else:
+            times = None
+        return self._index.find(tokens, missing, times)
 
     def column(self, name: str, rows: np.ndarray) -> pa.Array:
         """Return the values of a column at rows of `lookup`, null for -1.
@@ -138,7 +144,8 @@ class SideTable:
         """
         if name not in self.types:
             raise _no_column(self.source.path, name, list(self.types))
-        return self._columns.column(name).take(pa.array(rows, pa.int64(), mask=rows < 0))
+        indices = pa.array(rows, pa.int64(), mask=rows < 0)
+        return self._columns.column(name).take(indices)
 
     def check_content(self, content_hash: str) -> None:
         """Check that the table is the one with this hash, such as the one stored with a model.
@@ -211,7 +218,9 @@ def build(
     files = [(file, find_format(file.path, schema)) for file in list_log(source.path, ())]
     names = tuple(sorted(set(columns)))
     folder = storage.join(storage.absolute(folder or cache.folder()), FOLDER)
-    pointer = storage.join(folder, _SOURCES, _source_name(files, schema, names))
+    sources = storage.join(folder, _SOURCES)
+    source_name = _source_name(files, schema, names)
+    pointer = storage.join(sources, source_name)
     path = _built_path(folder, pointer)
     if path is None:
         with _building(folder):
@@ -220,7 +229,7 @@ def build(
             if path is None:
                 path = _convert(source, files, names, schema=schema, folder=folder)
                 storage.write_json(pointer, storage.name_of(path))
-                cache.remove_older(storage.parent_folder(pointer), [storage.name_of(pointer)])
+                cache.remove_older(sources, [source_name])
     return open_table(path, source)
 
 
@@ -229,22 +238,34 @@ def _built_path(folder: str, pointer: str) -> str | None:
     """Return the built table of a version of a source, None if it is not built."""
     if not storage.exists(pointer):
         return None
-    name = storage.read_json(pointer)
-    path = storage.join(folder, str(name))
-    if not _BUILT_NAME.fullmatch(str(name)) or not storage.exists(storage.join(path, _MANIFEST)):
-        return None
-    return path
+    name = str(storage.read_json(pointer))
+    path = storage.join(folder, name)
+    is_built = _BUILT_NAME.fullmatch(name) and storage.exists(storage.join(path, _MANIFEST))
+    return path if is_built else None
 
 
 def _source_name(
     files: Sequence[tuple[storage.File, Format]], schema: Schema, names: Sequence[str]
 ) -> str:
-    """Return the name of the file that names the built table of these versions of files."""
+    """Return the name of a source's file in _SOURCES."""
     keys = [file_format.cache_key(file) for file, file_format in files]
-    text = (schema.format, schema.delimiter, schema.escape, schema.encoding, schema.header)
-    rules = (schema.missing, schema.integers, schema.category_rules)
-    source = ([source for source, _ in keys], names, schema.sparse, schema.timestamp, *text, *rules)
-    return f"{version_key(source, (VERSION, [version for _, version in keys]))}.json"
+    paths = [path for path, _ in keys]
+    versions = [version for _, version in keys]
+    source = (
+        paths,
+        names,
+        schema.sparse,
+        schema.timestamp,
+        schema.integers,
+        schema.format,
+        schema.delimiter,
+        schema.escape,
+        schema.encoding,
+        schema.header,
+        schema.missing,
+        schema.category_rules,
+    )
+    return f"{version_key(source, (VERSION, versions))}.json"
 
 
 @contextlib.contextmanager
@@ -259,12 +280,10 @@ def _building(folder: str) -> Iterator[None]:
         return
     os.makedirs(local, exist_ok=True)
     with storage.locked(os.path.join(local, ".lock")):
-        for name in storage.list_folder(local):
-            unfinished = _BUILT_NAME.fullmatch(name) and not os.path.exists(
-                os.path.join(local, name, _MANIFEST)
-            )
-            if unfinished:
-                storage.remove_folder(os.path.join(local, name))
+        for name in filter(_BUILT_NAME.fullmatch, storage.list_folder(local)):
+            path = os.path.join(local, name)
+            if not os.path.exists(os.path.join(path, _MANIFEST)):
+                storage.remove_folder(path)
         yield
 
 
@@ -273,11 +292,6 @@ def _fetched(path: str, manifest: Mapping[str, Any]) -> str:
     have the sizes of the manifest.
     """
     sizes: dict[str, int] = manifest["sizes_bytes"]
-
-    def check(file: str, name: str) -> None:
-        if not os.path.exists(file) or os.path.getsize(file) != sizes[name]:
-            raise InputError(f"{path}: damaged, {name} is incomplete. Remove the folder")
-
     local = local_path(path)
     if local is None:
         shared = cache.folder()
@@ -289,12 +303,18 @@ def _fetched(path: str, manifest: Mapping[str, Any]) -> str:
             sizes_bytes=sizes,
             folder=os.path.join(shared, FOLDER, "fetched"),
         )
-        for name in sizes:
-            shards.fetch(name, lambda file, name=name: check(file, name))  # type: ignore[misc]
-        return shards.folder
-    for name in sizes:
-        check(os.path.join(local, name), name)
+        local = shards.folder
+        for name, size in sizes.items():
+            shards.fetch(name, functools.partial(_check_size, size_bytes=size, source=path))
+    for name, size in sizes.items():
+        _check_size(os.path.join(local, name), size_bytes=size, source=path)
     return local
+
+
+def _check_size(file: str, *, size_bytes: int, source: str) -> None:
+    """Check the size of a local file of the built table `source`. Raises InputError."""
+    if not os.path.exists(file) or os.path.getsize(file) != size_bytes:
+        raise InputError(f"{source}: damaged, a file has another size: {file}. Remove the folder")
 
 
 def _convert(
@@ -309,22 +329,22 @@ def _convert(
     rows = _TableReader(source, names, schema).read(files)
     index = _timed_index(rows) if source.time is not None else _plain_index(rows)
     content_hash = _content_hash(rows, source)
-    path = storage.join(folder, f"{content_hash[:16]}-{content_hash[16:]}-{VERSION}")
-    if storage.exists(storage.join(path, _MANIFEST)):
+    name = f"{content_hash[:16]}-{content_hash[16:]}-{VERSION}"
+    path = storage.join(folder, name)
+    manifest_path = storage.join(path, _MANIFEST)
+    if storage.exists(manifest_path):
         return path
-    sizes = {
-        _ROWS: _write_batch(storage.join(path, _ROWS), rows.columns),
-        _INDEX: _write_batch(storage.join(path, _INDEX), index.to_batch()),
-    }
+    rows_bytes = _write_batch(storage.join(path, _ROWS), rows.columns)
+    index_bytes = _write_batch(storage.join(path, _INDEX), index.to_batch())
     manifest = {
         "version": VERSION,
         "source": source.to_dict(),
         "rows": len(rows.tokens),
         "content_hash": content_hash,
-        "sizes_bytes": sizes,
+        "sizes_bytes": {_ROWS: rows_bytes, _INDEX: index_bytes},
     }
     # Last: a folder without it is ignored.
-    storage.write_json(storage.join(path, _MANIFEST), manifest)
+    storage.write_json(manifest_path, manifest)
     return path
 
 
@@ -385,9 +405,9 @@ class _Rows:
         value = self.keys[row].as_py()
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the row's number, and its file if there are several."""
-        path, first = next(each for each in reversed(self.files) if each[1] <= row)
+        path, first = next((path, first) for path, first in reversed(self.files) if first <= row)
         name = f" of {path}" if len(self.files) > 1 else ""
         return f"row {row - first:,}{name}"
 
@@ -420,7 +440,7 @@ class _TableReader:
             for table in file_format.tables(file.path, self.schema, required):
                 self._add(table, file.path, first_row - start)
                 first_row += len(table)
-                self._check_size(available)
+                self._check_memory(available)
         if not first_row:
             raise InputError(f"tables: {self.source.path}: has no rows")
         return _Rows(
@@ -436,15 +456,16 @@ class _TableReader:
         """Check that a file has each column once. Raises InputError."""
         if file_format.is_sparse:
             return
-        found = list(file_format.columns(path, self.schema))
+        names = list(file_format.columns(path, self.schema))
         for name in required:
-            if found and name not in found:
-                raise _no_column(path, name, found)
-            if found.count(name) > 1:
+            # An empty file has no columns.
+            if names and name not in names:
+                raise _no_column(path, name, names)
+            if names.count(name) > 1:
                 raise InputError(f"tables: {path}: has several columns {name}. Rename one")
 
     def _add(self, table: pa.Table, path: str, first_row: int) -> None:
-        """Add the rows of a block of a file, the first of which has this number in it."""
+        """Add a block of rows, numbered in their file from `first_row`."""
         block, faults = parse_table(table, self.schema, path=path, first_row=first_row)
         if faults.total:
             fix = faults.text_fix() or "Correct or remove these rows"
@@ -455,7 +476,8 @@ class _TableReader:
                 f"tables: {path}: {len(missing):,} of {len(table):,} rows have no {self.source.key}"
                 f", which is the key; first: row {first_row + missing[0]:,}. Remove these rows"
             )
-        self.tokens.append(np.ascontiguousarray(block.categories[:, 0]))
+        tokens = np.ascontiguousarray(block.categories[:, 0])
+        self.tokens.append(tokens)
         if block.times is not None:
             self.times.append(block.times)
         if self.source.key in table.column_names:
@@ -468,9 +490,9 @@ class _TableReader:
             values = _without_empty(markers.to_null(_stored(table.column(name), path, name)))
             self.size_bytes += values.nbytes
             blocks.append(values)
-        self.size_bytes += self.tokens[-1].nbytes + self.keys[-1].nbytes
+        self.size_bytes += tokens.nbytes + self.keys[-1].nbytes
 
-    def _check_size(self, available: int) -> None:
+    def _check_memory(self, available: int) -> None:
         """Check that the rows until here can be built in memory. Raises InputError."""
         needed = _BUILD_FACTOR * self.size_bytes
         if needed > available:
@@ -491,19 +513,18 @@ class _TableReader:
         return pa.record_batch(arrays, names=list(self.names))
 
 
-def _no_column(path: str, name: str, found: Sequence[str]) -> InputError:
-    otherwise = f"it has {first_of(found, _SHOWN_NAMES) or 'none'}"
-    return InputError(
-        f"tables: {path}: column {name} not found; {suggest(name, found, otherwise=otherwise)}"
-    )
+def _no_column(path: str, name: str, names: Sequence[str]) -> InputError:
+    otherwise = f"it has {first_of(names, _SHOWN_NAMES) or 'none'}"
+    hint = suggest(name, names, otherwise=otherwise)
+    return InputError(f"tables: {path}: column {name} not found; {hint}")
 
 
 def _joined_keys(keys: Sequence[pa.Array]) -> pa.ChunkedArray:
     """Return keys for messages; their types may differ between blocks."""
-    if len({each.type for each in keys}) > 1:
-        keys = [each if is_text(each.type) else pc.cast(each, pa.large_string()) for each in keys]
-        keys = [pc.cast(each, pa.large_binary()) for each in keys]
-    return pa.chunked_array(keys)
+    if len({each.type for each in keys}) == 1:
+        return pa.chunked_array(keys)
+    texts = [each if is_text(each.type) else pc.cast(each, pa.large_string()) for each in keys]
+    return pa.chunked_array([pc.cast(each, pa.large_binary()) for each in texts])
 
 
 def _stored(column: pa.ChunkedArray, path: str, name: str) -> pa.Array:
@@ -532,7 +553,9 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
     if is_list(kind):
         return pa.large_list(_stored_type(kind.value_type))
     if types.is_map(kind):
-        return pa.map_(_stored_type(kind.key_type), _stored_type(kind.item_type))
+        key = _stored_type(kind.key_type)
+        item = _stored_type(kind.item_type)
+        return pa.map_(key, item)
     if types.is_struct(kind):
         return pa.struct([each.with_type(_stored_type(each.type)) for each in kind])
     return kind
@@ -557,9 +580,9 @@ def _concatenated(blocks: Sequence[pa.Array], column: str) -> pa.Array:
         kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
         return pa.concat_arrays([pc.cast(block, kind) for block in blocks])
     except pa.ArrowException:
-        found = sorted({str(block.type) for block in blocks})
+        kinds = " and ".join(sorted({str(block.type) for block in blocks}))
         raise InputError(
-            f"tables: {column} has values of types {' and '.join(found)}. Convert them to one type"
+            f"tables: {column} has values of types {kinds}. Convert them to one type"
         ) from None
 
 
@@ -579,8 +602,8 @@ class _Index:
         """Wrap the arrays of a file, which share its memory."""
         return cls(
             **{
-                each.name: batch.column(each.name).flatten().to_numpy(zero_copy_only=True)
-                for each in batch.schema
+                name: batch.column(name).flatten().to_numpy(zero_copy_only=True)
+                for name in batch.schema.names
             }
         )
 
@@ -597,21 +620,39 @@ class _Index:
         self, tokens: np.ndarray, missing: np.ndarray | None, times: np.ndarray | None
     ) -> np.ndarray:
         """Return the row of each key; see `SideTable.lookup`."""
-        count = len(tokens)
-        found = np.empty(count, np.int64)
-        index = (self.keys, len(self.keys), self.slots, len(self.slots))
-        call("rayrec_find_keys", tokens, missing, count, *index, found)
+        # The numbers of keys, then of rows
+        numbers = np.empty(len(tokens), np.int64)
+        call(
+            "rayrec_find_keys",
+            tokens,
+            missing,
+            len(tokens),
+            self.keys,
+            len(self.keys),
+            self.slots,
+            len(self.slots),
+            numbers,
+        )
         if times is not None and self.rows is not None:
-            runs = (self.starts, self.times, self.rows, len(self.rows))
-            call("rayrec_newest_rows", times, count, *runs, found)
-        return found
+            call(
+                "rayrec_newest_rows",
+                times,
+                len(tokens),
+                self.starts,
+                self.times,
+                self.rows,
+                len(self.rows),
+                numbers,
+            )
+        return numbers
 
 
 def _slots(keys: np.ndarray) -> tuple[np.ndarray, int, np.ndarray]:
-    """Return (slots, number of repeated keys, numbers of the first pair of equal keys, int64 [2]).
-    At most half of the slots are used.
+    """Return (slots, count of repeated keys, first two equal keys by their numbers, int64 [2]). At
+    most half of the slots are used.
     """
-    slots = np.zeros(1 << max(1, (2 * len(keys) - 1).bit_length()), np.uint32)
+    bits = max(1, (2 * len(keys) - 1).bit_length())
+    slots = np.zeros(1 << bits, np.uint32)
     pair = np.zeros(2, np.int64)
     repeated = call("rayrec_build_key_slots", keys, len(keys), slots, len(slots), pair)
     return slots, repeated, pair
@@ -666,7 +707,7 @@ def _repeats(rows: _Rows, repeated: int, pair: np.ndarray) -> str:
     earlier, later = pair.tolist()
     return (
         f"{repeated:,} of {len(rows.tokens):,} rows repeat a key; first: {rows.source.key} "
-        f"{rows.key_text(later)} in {rows.place(earlier)} and {rows.place(later)}"
+        f"{rows.key_text(later)} in {rows.location(earlier)} and {rows.location(later)}"
     )
 
 
@@ -675,7 +716,9 @@ def _content_hash(rows: _Rows, source: TableSource) -> str:
     """Return `SideTable.content_hash`: SHA-256 over the tokens, the times and the columns, cut to
     32 hex digits.
     """
-    digest = hashlib.sha256(f"{VERSION} {len(rows.tokens)} {source.time is not None};".encode())
+    digest = hashlib.sha256(
+        f"{_HASH_VERSION} {len(rows.tokens)} {source.time is not None};".encode()
+    )
     digest.update(rows.tokens.data)
     if rows.times is not None:
         digest.update(rows.times.data)
