@@ -84,7 +84,8 @@ class SideTable:
         A table has one hash as CSV and as Parquet if its columns are text in both.
         """
         self._columns = _read_batch(os.path.join(folder, _ROWS))
-        self._index = _Index.from_batch(_read_batch(os.path.join(folder, _INDEX)))
+        index = _read_batch(os.path.join(folder, _INDEX))
+        self._index = _Index.from_batch(index)
 
     def __reduce__(self) -> tuple[Callable[..., SideTable], tuple[str, TableSource]]:
         return open_table, (self.path, self.source)
@@ -215,9 +216,11 @@ def build(
     and one that does not fit into the available memory.
     """
     schema = _key_schema(source, form, has_integer_keys)
-    files = [(file, find_format(file.path, schema)) for file in list_log(source.path, ())]
+    listed = list_log(source.path, ())
+    files = [(file, find_format(file.path, schema)) for file in listed]
     names = tuple(sorted(set(columns)))
-    folder = storage.join(storage.absolute(folder or cache.folder()), FOLDER)
+    shared = storage.absolute(folder or cache.folder())
+    folder = storage.join(shared, FOLDER)
     sources = storage.join(folder, _SOURCES)
     source_name = _source_name(files, schema, names)
     pointer = storage.join(sources, source_name)
@@ -240,8 +243,10 @@ def _built_path(folder: str, pointer: str) -> str | None:
         return None
     name = str(storage.read_json(pointer))
     path = storage.join(folder, name)
-    is_built = _BUILT_NAME.fullmatch(name) and storage.exists(storage.join(path, _MANIFEST))
-    return path if is_built else None
+    if not _BUILT_NAME.fullmatch(name):
+        return None
+    manifest_path = storage.join(path, _MANIFEST)
+    return path if storage.exists(manifest_path) else None
 
 
 def _source_name(
@@ -294,6 +299,7 @@ def _fetched(path: str, manifest: Mapping[str, Any]) -> str:
     sizes: dict[str, int] = manifest["sizes_bytes"]
     local = local_path(path)
     if local is None:
+        # Another process of the machine may fetch it at the same time: the first one does.
         shared = cache.folder()
         if storage.is_url(shared):
             shared = os.path.join(storage.home(), ".cache", "rayrec")
@@ -351,7 +357,10 @@ def _convert(
 def _write_batch(path: str, batch: pa.RecordBatch) -> int:
     """Write a file of one record batch, uncompressed, and return its size in bytes."""
     with storage.writing(path) as local:
-        with pa.OSFile(local, "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        with (
+            pa.OSFile(local, "wb") as file,
+            pa.ipc.new_file(file, batch.schema) as writer,
+        ):
             writer.write_batch(batch)
         return os.path.getsize(local)
 
@@ -403,11 +412,14 @@ class _Rows:
     def key_text(self, row: int) -> str:
         """Return the key of a row as text."""
         value = self.keys[row].as_py()
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+        if isinstance(value, bytes):
+            return value.decode("utf-8", "replace")
+        return str(value)
 
     def location(self, row: int) -> str:
         """Return the row's number, and its file if there are several."""
-        path, first = next((path, first) for path, first in reversed(self.files) if first <= row)
+        earlier = [each for each in self.files if each[1] <= row]
+        path, first = earlier[-1]
         name = f" of {path}" if len(self.files) > 1 else ""
         return f"row {row - first:,}{name}"
 
@@ -429,7 +441,9 @@ class _TableReader:
     def read(self, files: Sequence[tuple[storage.File, Format]]) -> _Rows:
         """Return the rows of the files, in order. Raises InputError."""
         available = host_resources.memory().available
-        required = tuple(dict.fromkeys([*self.schema.columns, *self.names]))
+        # A column may be the key or the time and be looked up too.
+        names = [*self.schema.columns, *self.names]
+        required = tuple(dict.fromkeys(names))
         self.blocks = [[] for _ in self.names]
         starts = []
         first_row = 0
@@ -481,13 +495,15 @@ class _TableReader:
         if block.times is not None:
             self.times.append(block.times)
         if self.source.key in table.column_names:
-            self.keys.append(_stored(table.column(self.source.key), path, self.source.key))
+            keys = table.column(self.source.key)
+            self.keys.append(_stored(keys, path, self.source.key))
         markers = Markers.from_texts(self.schema.missing)
         for name, blocks in zip(self.names, self.blocks, strict=True):
             if name not in table.column_names:
                 blocks.append(pa.nulls(len(table)))
                 continue
-            values = _without_empty(markers.to_null(_stored(table.column(name), path, name)))
+            stored = _stored(table.column(name), path, name)
+            values = _without_empty(markers.to_null(stored))
             self.size_bytes += values.nbytes
             blocks.append(values)
         self.size_bytes += tokens.nbytes + self.keys[-1].nbytes
@@ -523,8 +539,11 @@ def _joined_keys(keys: Sequence[pa.Array]) -> pa.ChunkedArray:
     """Return keys for messages; their types may differ between blocks."""
     if len({each.type for each in keys}) == 1:
         return pa.chunked_array(keys)
-    texts = [each if is_text(each.type) else pc.cast(each, pa.large_string()) for each in keys]
-    return pa.chunked_array([pc.cast(each, pa.large_binary()) for each in texts])
+    texts = []
+    for each in keys:
+        text = each if is_text(each.type) else pc.cast(each, pa.large_string())
+        texts.append(pc.cast(text, pa.large_binary()))
+    return pa.chunked_array(texts)
 
 
 def _stored(column: pa.ChunkedArray, path: str, name: str) -> pa.Array:
@@ -576,13 +595,14 @@ def _concatenated(blocks: Sequence[pa.Array], column: str) -> pa.Array:
     InputError if their types do not agree.
     """
     try:
-        schemas = [pa.schema([("", each)]) for each in {block.type for block in blocks}]
+        kinds = {block.type for block in blocks}
+        schemas = [pa.schema([("", each)]) for each in kinds]
         kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
         return pa.concat_arrays([pc.cast(block, kind) for block in blocks])
     except pa.ArrowException:
-        kinds = " and ".join(sorted({str(block.type) for block in blocks}))
+        names = " and ".join(sorted(str(each) for each in kinds))
         raise InputError(
-            f"tables: {column} has values of types {kinds}. Convert them to one type"
+            f"tables: {column} has values of types {names}. Convert them to one type"
         ) from None
 
 
@@ -654,7 +674,14 @@ def _slots(keys: np.ndarray) -> tuple[np.ndarray, int, np.ndarray]:
     bits = max(1, (2 * len(keys) - 1).bit_length())
     slots = np.zeros(1 << bits, np.uint32)
     pair = np.zeros(2, np.int64)
-    repeated = call("rayrec_build_key_slots", keys, len(keys), slots, len(slots), pair)
+    repeated = call(
+        "rayrec_build_key_slots",
+        keys,
+        len(keys),
+        slots,
+        len(slots),
+        pair,
+    )
     return slots, repeated, pair
 
 
@@ -687,7 +714,8 @@ def _timed_index(rows: _Rows) -> _Index:
     tokens = rows.tokens[order]
     times = rows.times[order]
     is_same = tokens[1:] == tokens[:-1]
-    ties = np.flatnonzero(is_same & (times[1:] == times[:-1]))
+    is_tie = is_same & (times[1:] == times[:-1])
+    ties = np.flatnonzero(is_tie)
     if len(ties):
         first = ties[np.argmin(order[ties + 1])]
         pair = order[first : first + 2]
@@ -722,9 +750,9 @@ def _content_hash(rows: _Rows, source: TableSource) -> str:
     digest.update(rows.tokens.data)
     if rows.times is not None:
         digest.update(rows.times.data)
-    for name, array in zip(rows.columns.schema.names, rows.columns.columns, strict=True):
+    for name in rows.columns.schema.names:
         digest.update(json.dumps(name).encode())
-        for part in _parts(array):
+        for part in _parts(rows.columns.column(name)):
             digest.update(part)
     return digest.hexdigest()[:32]
 
@@ -743,19 +771,26 @@ def _parts(array: pa.Array) -> Iterator[bytes | memoryview]:
     if types.is_large_list(kind) or types.is_map(kind):
         offsets = array.offsets.to_numpy().astype(np.int64)
         yield np.diff(offsets).data
-        values = [array.values] if types.is_large_list(kind) else [array.keys, array.items]
-        for each in values:
-            yield from _parts(each.slice(offsets[0], offsets[-1] - offsets[0]))
+        start = offsets[0]
+        length = offsets[-1] - start
+        if types.is_large_list(kind):
+            yield from _parts(array.values.slice(start, length))
+        else:
+            yield from _parts(array.keys.slice(start, length))
+            yield from _parts(array.items.slice(start, length))
     elif types.is_struct(kind):
         for each in array.flatten():
             yield from _parts(each)
     elif types.is_large_binary(kind):
         text = Text.from_array(array)
         yield np.diff(text.offsets).data
-        yield text.data[text.offsets[0] : text.offsets[-1]].data
+        start = text.offsets[0]
+        end = text.offsets[-1]
+        yield text.data[start:end].data
     elif types.is_boolean(kind):
         yield array.to_numpy(zero_copy_only=False).data
     else:
         width = kind.bit_width // 8
         start = array.offset * width
-        yield memoryview(array.buffers()[1])[start : start + len(array) * width]
+        end = start + len(array) * width
+        yield memoryview(array.buffers()[1])[start:end]

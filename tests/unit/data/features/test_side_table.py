@@ -213,7 +213,7 @@ def test_equal_keys_of_all_types_match(tmp_path: Path, values: pa.Array) -> None
         assert find(table, queries) == [2, 0, 1, -1]
 
 
-def test_unsigned_key_beyond_int64_matches_text(tmp_path: Path) -> None:
+def test_large_unsigned_key_matches_text(tmp_path: Path) -> None:
     table = built(write(tmp_path / "items.parquet", {"item": pa.array([2**63, 3], pa.uint64())}))
     assert find(table, [str(2**63), "3", str(-(2**63))]) == [0, 1, -1]
 
@@ -613,9 +613,7 @@ def test_source_with_one_column_as_key_and_time_is_rejected() -> None:
 
 # -- Stores
 @pytest.mark.extended
-def test_table_in_store_is_built_there_and_fetched_once(
-    bucket: str, tmp_path: Path, own_cache: Path
-) -> None:
+def test_table_of_store_is_fetched_once(bucket: str, tmp_path: Path, own_cache: Path) -> None:
     path = f"{bucket}/side-tables/items.parquet"
     storage.write_bytes(path, Path(write(tmp_path / "items.parquet", ITEMS)).read_bytes())
     table = built(path, "title", folder=f"{bucket}/side-tables/cache")
