@@ -171,7 +171,10 @@ def open_table(path: str, source: TableSource | None = None) -> SideTable:
     """
     manifest_path = storage.join(path, _MANIFEST)
     if not storage.exists(manifest_path):
-        raise InputError(f"{path}: built side table not found. Run the command again to build it")
+        raise InputError(
+            f"{path}: built side table not found on this machine. Run the command again to build "
+            "it; several machines need a shared cache folder"
+        )
     manifest = storage.read_json(manifest_path)
     if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
         raise InputError(
@@ -213,7 +216,7 @@ def build(
 
     Raises InputError for an absent column, a missing or invalid key or time, a repeated key (with
     `time`: a repeated key and time), a column of types that do not agree, a table without rows,
-    and one that does not fit into the available memory.
+    one that does not fit into the available memory, and a folder that cannot be written.
     """
     schema = _key_schema(source, form, has_integer_keys)
     listed = list_log(source.path, ())
@@ -283,7 +286,8 @@ def _building(folder: str) -> Iterator[None]:
     if local is None:
         yield
         return
-    os.makedirs(local, exist_ok=True)
+    with _writable(local):
+        os.makedirs(local, exist_ok=True)
     with storage.locked(os.path.join(local, ".lock")):
         for name in filter(_BUILT_NAME.fullmatch, storage.list_folder(local)):
             path = os.path.join(local, name)
@@ -355,14 +359,30 @@ def _convert(
 
 
 def _write_batch(path: str, batch: pa.RecordBatch) -> int:
-    """Write a file of one record batch, uncompressed, and return its size in bytes."""
-    with storage.writing(path) as local:
+    """Write a file of one record batch, uncompressed, and return its size in bytes. Raises
+    InputError if a disk is full or not writable.
+    """
+    with _writable(path), storage.writing(path) as local:
         with (
             pa.OSFile(local, "wb") as file,
             pa.ipc.new_file(file, batch.schema) as writer,
         ):
             writer.write_batch(batch)
         return os.path.getsize(local)
+
+
+@contextlib.contextmanager
+def _writable(path: str) -> Iterator[None]:
+    """Raise InputError for the error of a disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # An unavailable store
+            raise
+        raise InputError(
+            f"{path}: side table cannot be written there ({error.strerror}). Set RAYREC_CACHE to "
+            "another folder"
+        ) from None
 
 
 def _read_batch(path: str) -> pa.RecordBatch:

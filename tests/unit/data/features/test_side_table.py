@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -538,6 +539,23 @@ def test_removed_built_table_is_built_again(tmp_path: Path) -> None:
     table = built(path, "price")
     shutil.rmtree(table.path)
     assert built(path, "price").column("price", np.array([0])).to_pylist() == [1.5]
+
+
+def test_unwritable_cache_is_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "items.parquet", ITEMS)
+    rejects(r"cannot be written there \(Not a directory\)", built, path, "price", folder=path)
+
+
+def test_full_disk_is_rejected(tmp_path: Path, own_cache: Path) -> None:
+    path = write(tmp_path / "items.parquet", {"item": np.arange(100_000)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        rejects(r"index\.arrow: side table cannot be written there", built, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in built_files(own_cache)] == ["rows.arrow"]
+    assert find(built(path), [99_999]) == [99_999]
 
 
 BUILDER = """
