@@ -121,7 +121,7 @@ class Markers:
     @lru_cache(maxsize=64)
     def from_texts(cls, markers: tuple[str, ...]) -> Markers:
         texts = pa.array([marker.encode() for marker in markers], pa.large_binary())
-        values, status = _text_numbers(texts)
+        values, status = text_numbers(texts)
         numbers = values[(status == VALUE) & ~np.isnan(values)]
         integral = numbers[(np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**53)]
         return cls(texts, numbers, integral.astype(np.int64).view(np.uint64))
@@ -133,7 +133,7 @@ class Markers:
         be a label.
         """
         texts = [marker.encode() for marker in markers if marker not in positive]
-        _, status = _text_numbers(pa.array(texts, pa.large_binary()))
+        _, status = text_numbers(pa.array(texts, pa.large_binary()))
         return cls.from_texts(
             tuple(text.decode() for text, kind in zip(texts, status, strict=True) if kind != VALUE)
         )
@@ -311,7 +311,7 @@ def read_times(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np
     binary = pc.cast(array, pa.large_binary())
     status = Text.from_array(binary).call("rayrec_check_numbers")
     null = pa.scalar(None, pa.large_binary())
-    seconds, _ = _text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
+    seconds, _ = text_numbers(pc.if_else(pa.array(status == VALUE), binary, null))
     seconds = epoch_seconds(seconds)
     good = (status == VALUE) & np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS)
     values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
@@ -403,7 +403,7 @@ def _empty(array: pa.Array) -> np.ndarray:
     return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
 
 
-def _text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def text_numbers(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (float64, status): decimal numbers, `true` and `false` as 1 and 0, and NaN."""
     array = pc.cast(array, pa.large_binary())
     values = np.empty(len(array))
@@ -454,7 +454,7 @@ def parse_numbers(
     if types.is_null(array.type):
         return np.zeros(len(array)), np.full(len(array), EMPTY, np.uint8)
     if is_text(array.type):
-        values, status = _text_numbers(array)
+        values, status = text_numbers(array)
         rejected = np.flatnonzero(status == REJECTED)
         if times and len(rejected):
             microseconds, status[rejected] = read_times(
