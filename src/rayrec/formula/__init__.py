@@ -1,0 +1,1 @@
+"""Formulas of declared features: parser and types."""
