@@ -1,1 +1,1 @@
-"""Declared features: side tables and functions of columns."""
+"""Declared features: functions of a log's columns, and side tables."""

@@ -1,0 +1,520 @@
+"""Kernels of the functions in formulas of features, over whole columns. Each equals its definition
+in `rayrec.data.features.definitions` to the last bit.
+
+Columns are canonical Arrow arrays: numbers float64, categories and texts large_string, times int64
+(UTC microseconds since 1970), lists large_list of float64 or large_string. Missing values are
+null, also what is NaN, infinite or an empty text in a file. Lists have no null items.
+"""
+
+from __future__ import annotations
+
+import zoneinfo
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrec.data.encoded_rows import expand_ranges
+from rayrec.data.features.definitions import (
+    FIRST_TIME,
+    LAST_TIME,
+    NUM_VALUES,
+    PART_MARK,
+    SEPARATORS,
+)
+from rayrec.data.logs.column_values import VALUE, text_numbers, text_tokens
+from rayrec.formula.tree import Call, Column, Literal, Lookup, Node, Type
+from rayrec.hashing import mix64
+
+TableLookup = Callable[[Lookup, list[pa.Array], Type], pa.Array]
+"""Function of a lookup, the arrays of its one or two keys (large_string [rows]) and its type. It
+returns the canonical array of the side table's values, null if a key is null or no row has it.
+"""
+
+# Units of canonical times.
+_HOUR_US: Final = 3_600_000_000
+_DAY_US: Final = 24 * _HOUR_US
+
+
+def evaluate(
+    node: Node, columns: Mapping[str, pa.Array], rows: int, lookup: TableLookup
+) -> pa.Array:
+    """Return the values of a formula, a canonical array [rows].
+
+    Args:
+        node: Checked tree, `rayrec.formula.types.Checked.node`. An unchecked lookup has no kernel.
+        columns: Canonical arrays [rows] by column name, of the types that the check was given or
+            returned in `sources`.
+        rows: Number of rows, for constants.
+        lookup: Called once for each lookup, in the order of evaluation.
+
+    Raises:
+        KeyError: For a column that `columns` lacks.
+    """
+    if isinstance(node, Column):
+        return columns[node.name]
+    if isinstance(node, Literal):
+        kind = pa.float64() if isinstance(node.value, float) else pa.large_string()
+        return pa.repeat(pa.scalar(node.value, kind), rows)
+    if isinstance(node, Lookup):
+        keys = [evaluate(key, columns, rows, lookup) for key in node.keys]
+        return lookup(node, keys, node.type)
+    values, constants = _split(node)
+    arrays = [evaluate(value, columns, rows, lookup) for value in values]
+    return KERNELS[node.function](*arrays, *constants)
+
+
+def _split(node: Call) -> tuple[Sequence[Node], list[Any]]:
+    """Return the values and the constants among a call's arguments. After a check, only the rows of
+    `cross` are a number among categories.
+    """
+    count = NUM_VALUES.get(node.function, len(node.arguments))
+    last = node.arguments[-1]
+    if node.function == "cross" and isinstance(last, Literal) and isinstance(last.value, float):
+        count -= 1
+    constants = []
+    for constant in node.arguments[count:]:
+        assert isinstance(constant, Literal)
+        constants.append(constant.value)
+    return node.arguments[:count], constants
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Lists of a column: row i has items[starts[i] : starts[i] + lengths[i]]."""
+
+    items: pa.Array
+    starts: np.ndarray
+    """int64 [rows]."""
+    lengths: np.ndarray
+    """Number of items, 0 if missing, int64 [rows]."""
+    missing: np.ndarray
+    """Mask of missing lists, bool [rows]."""
+
+    @classmethod
+    def from_array(cls, array: pa.Array) -> _Lists:
+        offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+        missing = _missing(array)
+        # A null list may have items in the file.
+        lengths = np.where(missing, 0, np.diff(offsets))
+        return cls(array.values, offsets[:-1], lengths, missing)
+
+    def positions(self) -> np.ndarray:
+        """Return the positions in `items` of all rows' items, row by row, int64."""
+        return expand_ranges(self.starts, self.lengths)
+
+    def rows(self) -> np.ndarray:
+        """Return the row number of each position, int64."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+
+def number(array: pa.Array) -> pa.Array:
+    """Parse texts as numbers."""
+    values, status = text_numbers(pc.ascii_trim(array, characters=" \t"))
+    return _number_array(np.where(status == VALUE, values, np.nan))
+
+
+def bucketize(array: pa.Array, edges: Sequence[float]) -> pa.Array:
+    """Return the number of edges at or below each number."""
+    # NaN sorts last, and its bucket is masked.
+    buckets = np.searchsorted(np.array(edges), _floats(array), side="right")
+    return _small_integers(buckets, len(edges) + 1, _missing(array))
+
+
+def log(array: pa.Array) -> pa.Array:
+    """Return sign(x) ln(1 + |x|), by Arrow's log1p, which is the C library's."""
+    values = _floats(array)
+    logarithms = pc.log1p(pa.array(np.abs(values))).to_numpy(zero_copy_only=False)
+    return _number_array(np.copysign(logarithms, values))
+
+
+def clip(array: pa.Array, low: float, high: float) -> pa.Array:
+    """Return the nearest numbers from low to high."""
+    values = _floats(array)
+    raised = np.where(values < low, low, values)
+    return _number_array(np.where(values > high, high, raised))
+
+
+def hash_row(array: pa.Array, rows: float) -> pa.Array:
+    """Return the rows of categories in a hashed table, as decimal texts."""
+    tokens = np.zeros(len(array), np.uint64)
+    status = text_tokens(array, tokens)
+    # Rows are at most 2^31, so that they fit an int64.
+    hashed = (mix64(tokens) % np.uint64(rows)).view(np.int64)
+    return pc.cast(pa.array(hashed, mask=status != VALUE), pa.large_string())
+
+
+def cross(*arguments: Any) -> pa.Array:
+    """Join the categories of each row, and hash them if a number of rows follows."""
+    parts = [part for part in arguments if isinstance(part, pa.Array)]
+    mark = pa.scalar(PART_MARK, pa.large_string())
+    joined = pc.binary_join_element_wise(*parts, mark)
+    return joined if len(parts) == len(arguments) else hash_row(joined, arguments[-1])
+
+
+def concat(*arrays: pa.Array) -> pa.Array:
+    """Concatenate the lists of each row."""
+    lists = [_Lists.from_array(array) for array in arrays]
+    sizes = [len(column.items) for column in lists]
+    shifts = _ends(np.array(sizes))[:-1]
+    starts = [column.starts + shift for column, shift in zip(lists, shifts, strict=True)]
+    missing = np.any([column.missing for column in lists], axis=0)
+    # The ranges of all lists, row by row and in a row in the order of the arguments
+    lengths = np.stack([column.lengths for column in lists], axis=1)
+    lengths[missing] = 0
+    ranges = np.stack(starts, axis=1)
+    positions = expand_ranges(ranges.ravel(), lengths.ravel())
+    items = pa.concat_arrays([column.items for column in lists])
+    return _list_array(items.take(pa.array(positions)), lengths.sum(axis=1), missing)
+
+
+def lower(array: pa.Array) -> pa.Array:
+    """Replace A to Z by a to z."""
+    return pc.ascii_lower(array)
+
+
+def split(array: pa.Array, separator: str) -> pa.Array:
+    """Split texts at a separator."""
+    return _without_empty(pc.split_pattern(array, pattern=separator))
+
+
+def tokens(array: pa.Array) -> pa.Array:
+    """Split texts at SEPARATORS."""
+    return _without_empty(pc.split_pattern_regex(array, pattern=SEPARATORS))
+
+
+def ngrams(array: pa.Array, n: float) -> pa.Array:
+    """Return all runs of n code points of each text."""
+    # In bytes: characters have several, so each gram has a range of its own.
+    size = int(n)
+    missing = _missing(array)
+    text = pc.fill_null(array, "")
+    characters = pc.utf8_length(text).to_numpy().astype(np.int64)
+    data = _text_bytes(text)
+    # Bytes other than 10xxxxxx start a code point.
+    starts = np.append(np.flatnonzero((data & 0xC0) != 0x80), len(data))
+    first = np.cumsum(characters) - characters
+    lengths = np.maximum(characters - size + 1, 0)
+    grams = expand_ranges(first, lengths)
+    begins = starts[grams]
+    sizes = starts[grams + size] - begins
+    offsets = pa.py_buffer(_ends(sizes))
+    content = pa.py_buffer(data[expand_ranges(begins, sizes)])
+    items = pa.LargeStringArray.from_buffers(len(grams), offsets, content)
+    return _list_array(items, lengths, missing)
+
+
+def hour(array: pa.Array, zone: str = "UTC") -> pa.Array:
+    """Return the hour of the day, 0 to 23, as text."""
+    local, missing = _local_times(array, zone)
+    return _small_integers(local // _HOUR_US % 24, 24, missing)
+
+
+def weekday(array: pa.Array, zone: str = "UTC") -> pa.Array:
+    """Return the day of the week, 0 for Monday to 6, as text."""
+    local, missing = _local_times(array, zone)
+    # January 1, 1970 was a Thursday.
+    return _small_integers((local // _DAY_US + 3) % 7, 7, missing)
+
+
+def age(time: pa.Array, earlier: pa.Array) -> pa.Array:
+    """Return the seconds from `earlier` to `time`."""
+    missing = _missing(time) | _missing(earlier)
+    seconds = (_integers(time) - _integers(earlier)).astype(np.float64) / 1e6
+    return _number_array(np.where(missing, np.nan, seconds))
+
+
+def length(array: pa.Array) -> pa.Array:
+    """Return the number of items, 0 of a missing list."""
+    return pa.array(_Lists.from_array(array).lengths.astype(np.float64))
+
+
+def last(array: pa.Array, n: float) -> pa.Array:
+    """Return the last n items of each list."""
+    lists = _Lists.from_array(array)
+    lengths = np.minimum(lists.lengths, int(n))
+    positions = expand_ranges(lists.starts + lists.lengths - lengths, lengths)
+    return _list_array(lists.items.take(pa.array(positions)), lengths, lists.missing)
+
+
+def overlap(left: pa.Array, right: pa.Array) -> pa.Array:
+    """Return the number of different items that both lists of a row have."""
+    left_lists = _Lists.from_array(left)
+    right_lists = _Lists.from_array(right)
+    left_codes, right_codes, num_codes = _codes(left_lists.items, right_lists.items)
+    # A key is a row and a text.
+    left_keys = left_lists.rows() * num_codes + left_codes[left_lists.positions()]
+    right_keys = right_lists.rows() * num_codes + right_codes[right_lists.positions()]
+    # Distinct keys of both sides that are there twice
+    keys = np.concatenate([_distinct(left_keys), _distinct(right_keys)])
+    keys.sort(kind="stable")
+    common = keys[1:][keys[1:] == keys[:-1]]
+    counts = np.bincount(common // num_codes, minlength=len(left))
+    return pa.array(counts.astype(np.float64), mask=left_lists.missing | right_lists.missing)
+
+
+def _distinct(keys: np.ndarray) -> np.ndarray:
+    """Return the distinct keys in order. The stable sort profits from keys that are ordered by row,
+    and takes a hundredth of the time of NumPy's unique.
+    """
+    keys = np.sort(keys, kind="stable")
+    is_first = np.ones(len(keys), bool)
+    is_first[1:] = keys[1:] != keys[:-1]
+    return keys[is_first]
+
+
+def count_in(array: pa.Array, item: pa.Array) -> pa.Array:
+    """Return the number of items of each list that equal the row's `item`."""
+    lists = _Lists.from_array(array)
+    codes, item_codes, _ = _codes(lists.items, item)
+    rows = lists.rows()
+    matches = codes[lists.positions()] == item_codes[rows]
+    counts = np.bincount(rows[matches], minlength=len(array))
+    return pa.array(counts.astype(np.float64), mask=lists.missing | _missing(item))
+
+
+def coalesce(*arrays: pa.Array) -> pa.Array:
+    """Return the first present value of each row."""
+    return pc.coalesce(*arrays)
+
+
+def when(condition: pa.Array, then: pa.Array, otherwise: pa.Array) -> pa.Array:
+    """Return values of `then` if the condition holds, else of `otherwise`."""
+    return pc.if_else(condition, then, otherwise)
+
+
+def aggregate(array: pa.Array, mode: str) -> pa.Array:
+    """Return the sum, mean, min, max or count of each list of numbers."""
+    lists = _Lists.from_array(array)
+    lengths = lists.lengths.astype(np.float64)
+    if mode == "count":
+        return pa.array(lengths, mask=lists.missing)
+    # Lists may share or skip items, so each row's are taken in its order.
+    values = lists.items.to_numpy(zero_copy_only=False)[lists.positions()]
+    if mode in ("min", "max"):
+        results = _extremes(values, lists.lengths, np.minimum if mode == "min" else np.maximum)
+    else:
+        # bincount adds in the order of items; np.add.reduceat adds in pairs.
+        results = np.bincount(lists.rows(), weights=values, minlength=len(array))
+        if mode == "mean":
+            results = _quotient(results, lengths)
+    return _number_array(np.where(lists.missing, np.nan, results))
+
+
+def is_in(array: pa.Array, constants: Sequence[float | str]) -> pa.Array:
+    """Return whether each value is one of the constants, null for a missing one."""
+    if pa.types.is_floating(array.type):
+        # Arrow's set tells 0.0 from -0.0.
+        array = pc.add(array, 0.0)
+        constants = [float(constant) + 0.0 for constant in constants]
+    matches = pc.is_in(array, value_set=pa.array(constants, array.type))
+    return pc.if_else(array.is_valid(), matches, pa.scalar(None, pa.bool_()))
+
+
+def _arithmetic(
+    function: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> Callable[..., pa.Array]:
+    """Return the kernel of an operator. Overflow gives missing values, not warnings."""
+
+    def kernel(left: pa.Array, right: pa.Array) -> pa.Array:
+        with np.errstate(all="ignore"):
+            return _number_array(function(_floats(left), _floats(right)))
+
+    return kernel
+
+
+def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return quotients, not finite if the divisor is 0."""
+    with np.errstate(all="ignore"):
+        return left / right
+
+
+def _extremes(values: np.ndarray, lengths: np.ndarray, function: np.ufunc) -> np.ndarray:
+    """Return the minimum or maximum of each row's values, NaN without values."""
+    results = np.full(len(lengths), np.nan)
+    filled = np.flatnonzero(lengths)
+    if len(filled):
+        ends = np.cumsum(lengths)
+        # The sum with 0.0 makes 0.0 of -0.0.
+        results[filled] = function.reduceat(values, (ends - lengths)[filled]) + 0.0
+    return results
+
+
+def _missing(array: pa.Array) -> np.ndarray:
+    """Return the mask of null values, bool [rows]."""
+    return array.is_null().to_numpy(zero_copy_only=False)
+
+
+def _floats(array: pa.Array) -> np.ndarray:
+    """Return numbers, NaN for null, float64 [rows]."""
+    return array.to_numpy(zero_copy_only=False)
+
+
+def _integers(array: pa.Array) -> np.ndarray:
+    """Return times, 0 for null, int64 [rows]."""
+    return pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
+
+
+def _number_array(values: np.ndarray) -> pa.Array:
+    """Return an array of numbers, null if they are not finite."""
+    # Without a mask, Arrow shares NumPy's memory.
+    present = np.isfinite(values)
+    return pa.array(values) if present.all() else pa.array(values, mask=~present)
+
+
+def _small_integers(values: np.ndarray, count: int, missing: np.ndarray) -> pa.Array:
+    """Return the decimal texts of integers below `count`, null where `missing`."""
+    texts = pa.array([str(value) for value in range(count)], pa.large_string())
+    return texts.take(pa.array(values, mask=missing))
+
+
+def _list_array(items: pa.Array, lengths: np.ndarray, missing: np.ndarray) -> pa.Array:
+    """Return lists of consecutive items, null where `missing`."""
+    mask = pa.array(missing) if missing.any() else None
+    return pa.LargeListArray.from_arrays(pa.array(_ends(lengths)), items, mask=mask)
+
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    """Return 0 and the sums of the first lengths, int64 [lengths + 1]."""
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return ends
+
+
+def _without_empty(array: pa.Array) -> pa.Array:
+    """Return lists of texts without the empty ones."""
+    lists = _Lists.from_array(array)
+    filled = pc.greater(pc.binary_length(lists.items), 0)
+    before = _ends(filled.to_numpy(zero_copy_only=False))
+    lengths = before[lists.starts + lists.lengths] - before[lists.starts]
+    # Arrow's split gives no items to a missing text, so those that are left are the rows' in order.
+    return _list_array(lists.items.filter(filled), lengths, lists.missing)
+
+
+def _text_bytes(text: pa.Array) -> np.ndarray:
+    """Return the concatenated bytes of texts without nulls, uint8."""
+    _, offsets, data = text.buffers()
+    if not len(text) or data is None or not data.size:
+        return np.zeros(0, np.uint8)
+    ends = np.frombuffer(offsets, np.int64, len(text) + 1, 8 * text.offset)
+    return np.frombuffer(data, np.uint8)[ends[0] : ends[-1]]
+
+
+def _codes(left: pa.Array, right: pa.Array) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return integers of the texts of two arrays, equal for equal texts, int64, and their bound,
+    1 or more.
+    """
+    encoded = pa.concat_arrays([left, right]).dictionary_encode(null_encoding="encode")
+    codes = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    num_codes = max(1, len(encoded.dictionary))
+    return codes[: len(left)], codes[len(left) :], num_codes
+
+
+def _local_times(array: pa.Array, zone: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the times on a zone's clocks, int64 microseconds [rows], and those that are missing or
+    outside of FIRST_TIME to LAST_TIME, bool [rows].
+    """
+    times = _integers(array)
+    missing = _missing(array) | (times < FIRST_TIME) | (times >= LAST_TIME)
+    times = np.where(missing, 0, times)
+    if zone == "UTC" or not len(times):
+        return times, missing
+    # Spans are few, a thousand for a thousand years, so that counting them costs less than sorting.
+    spans = times >> _SPAN_BITS
+    first = spans.min()
+    present = np.flatnonzero(np.bincount(spans - first)) + first
+    tables = [_offsets(zone, span) for span in present.tolist()]
+    starts = np.concatenate([table[0] for table in tables])
+    offsets = np.concatenate([table[1] for table in tables])
+    # Each span begins with an entry, so that a time never gets an offset of another span.
+    return times + offsets[np.searchsorted(starts, times, side="right") - 1], missing
+
+
+_SPAN_BITS: Final = 45
+"""Binary logarithm of a span of 407 days, in microseconds."""
+_STEP_BITS: Final = 36
+"""Binary logarithm of a step of 19 hours, in microseconds."""
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+# Arrow ignores the rule at the end of a zone's file, which holds after its last listed change. That
+# is in 2037 in most files, but years ago in files of the `slim` form. So Python's zoneinfo finds
+# the changes in each span of time, once, and the kernel only searches.
+@lru_cache(maxsize=16384)
+def _offsets(zone: str, span: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the times of a span from which a zone's offset from UTC holds, the first of them the
+    span's start, and these offsets, int64 microseconds.
+    """
+    clock = zoneinfo.ZoneInfo(zone)
+    start = span << _SPAN_BITS
+    starts = [start]
+    offsets = [_offset(clock, start)]
+    for time in range(start, (span + 1) << _SPAN_BITS, 1 << _STEP_BITS):
+        end = time + (1 << _STEP_BITS) - 1
+        after = _offset(clock, end)
+        if after != offsets[-1]:
+            starts.append(_change(clock, max(time - 1, start), end))
+            offsets.append(after)
+    return np.array(starts), np.array(offsets)
+
+
+def _change(clock: zoneinfo.ZoneInfo, before: int, after: int) -> int:
+    """Return the first time with the offset that holds at `after`, unlike at `before`."""
+    offset = _offset(clock, after)
+    while after - before > 1:
+        middle = (before + after) // 2
+        if _offset(clock, middle) == offset:
+            after = middle
+        else:
+            before = middle
+    return after
+
+
+def _offset(clock: zoneinfo.ZoneInfo, time: int) -> int:
+    """Return a zone's offset from UTC, in microseconds, at the nearest time that has one."""
+    time = min(max(time, FIRST_TIME), LAST_TIME - 1)
+    offset = (_EPOCH + timedelta(microseconds=time)).astimezone(clock).utcoffset()
+    assert offset is not None
+    return offset // timedelta(microseconds=1)
+
+
+KERNELS: Final[dict[str, Callable[..., pa.Array]]] = {
+    "number": number,
+    "bucketize": bucketize,
+    "log": log,
+    "clip": clip,
+    "hash": hash_row,
+    "cross": cross,
+    "concat": concat,
+    "lower": lower,
+    "split": split,
+    "tokens": tokens,
+    "ngrams": ngrams,
+    "hour": hour,
+    "weekday": weekday,
+    "age": age,
+    "len": length,
+    "last": last,
+    "overlap": overlap,
+    "count_in": count_in,
+    "coalesce": coalesce,
+    "when": when,
+    "aggregate": aggregate,
+    "add": _arithmetic(np.add),
+    "subtract": _arithmetic(np.subtract),
+    "multiply": _arithmetic(np.multiply),
+    "divide": _arithmetic(np.divide),
+    "equal": pc.equal,
+    "differs": pc.not_equal,
+    "less": pc.less,
+    "at_most": pc.less_equal,
+    "more": pc.greater,
+    "at_least": pc.greater_equal,
+    "is_in": is_in,
+}
+"""Kernel of each function. Values are arrays [rows], constants Python values."""
