@@ -25,8 +25,8 @@ from rayrec.config import InputError, first_of, suggest
 from rayrec.data.formats.base import Format
 from rayrec.data.formats.lakehouse import list_log
 from rayrec.data.formats.registry import find_format
+from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import Markers, Text, is_list, is_text, resolved
-from rayrec.data.logs.table_parser import parse_table
 from rayrec.humanize import size_text
 from rayrec.native import call
 from rayrec.schema import Schema, TableSource
@@ -500,7 +500,9 @@ class _TableReader:
 
     def _add(self, table: pa.Table, path: str, first_row: int) -> None:
         """Add a block of rows, numbered in their file from `first_row`."""
-        block, faults = parse_table(table, self.schema, path=path, first_row=first_row)
+        parser = ColumnParser(table, self.schema, path)
+        block = parser.parse()
+        faults = parser.faults(first_row)
         if faults.total:
             fix = faults.text_fix() or "Correct or remove these rows"
             raise InputError(f"tables: {faults.describe()}. {fix}")

@@ -1,0 +1,499 @@
+"""Parser of Arrow tables to raw columns: numbers, categories and lists of many types, counting
+invalid rows.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from rayrec.data.encoded_rows import JaggedIds, expand_ranges
+from rayrec.data.formats.row_faults import FAULT, MALFORMED, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
+from rayrec.data.logs.column_values import (
+    EMPTY,
+    LIMIT,
+    MAX_SECONDS,
+    REJECTED,
+    VALUE,
+    Markers,
+    Text,
+    decimal_tokens,
+    epoch_seconds,
+    float_tokens,
+    integer_tokens,
+    is_list,
+    is_text,
+    parse_integers,
+    parse_numbers,
+    plain_array,
+    read_times,
+    resolved,
+    split_lists,
+    text_tokens,
+    type_error,
+)
+from rayrec.data.logs.faults import (
+    LABEL_FAULT,
+    TRAILING_FAULT,
+    UTF8_FAULT,
+    Fault,
+    Faults,
+    distinct_labels,
+)
+from rayrec.data.raw_block import RawBlock, category_type, number_type, packed_bits
+from rayrec.schema import Feature, Label, LabelRule, Schema
+
+_KINDS = (
+    "label is missing",
+    LABEL_FAULT,
+    "weight is not a number of 0 or more",
+    "not a finite number",
+    "beyond 10^18",
+    "not an integer",
+    "not 8 hexadecimal digits",
+    UTF8_FAULT,
+    "too few columns",
+    "too many columns",
+    "unmatched quote",
+    "not a whole number in range",
+    "weights are not as many numbers as categories",
+    "not a time",
+    "categories are not at the places of the list that it is aligned with",
+    "not a number of 0 or more",
+    "not a list in brackets",
+    TRAILING_FAULT,
+    "not a row of the file's format",
+)
+(
+    NO_LABEL,
+    LABEL,
+    WEIGHT,
+    NOT_FINITE,
+    TOO_LARGE,
+    NOT_AN_INTEGER,
+    NOT_HEXADECIMAL,
+    NOT_UTF8,
+    FEW,
+    MANY,
+    QUOTE,
+    NOT_INTEGRAL,
+    LIST_WEIGHTS,
+    TIME,
+    LIST_POSITIONS,
+    NEGATIVE,
+    BRACKET,
+    TRAIL,
+    FORM,
+) = range(len(_KINDS))
+_FULL_ROW = -1
+_POSITION_BITS = 32
+"""Low bits for a list item's position in its row, below the row number."""
+
+
+# A row is valid if no column rejects it. Columns are parsed in the schema's order, and the first
+# fault of a row counts. Thus a row has one fault, and counts of faults add up to invalid rows.
+#
+#   status of a value    effect
+#   VALUE                taken
+#   EMPTY                missing: a default, or a fault for a required label
+#   REJECTED             fault of its row
+class ColumnParser:
+    """Parser of one table's columns, with the first fault of each row in schema order. With
+    `finds_faults`, categories that cannot be a fault are not computed.
+    """
+
+    def __init__(
+        self, table: pa.Table, schema: Schema, path: str, *, finds_faults: bool = False
+    ) -> None:
+        self.table = table
+        self.names = frozenset(table.column_names)
+        self.schema = schema
+        self.path = path
+        self.finds_faults = finds_faults
+        self.type_error = type_error(table.schema, path)
+        self.markers = Markers.from_texts(schema.missing)
+        rule = schema.label_rule
+        self.label_markers = Markers.from_label(
+            schema.missing, rule.positive if rule is not None else ()
+        )
+        self.fault_kinds = np.full(table.num_rows, -1, np.int8)
+        self.fault_columns = np.zeros(table.num_rows, np.int16)
+        self.labels: dict[str, list[str]] = {}
+
+    def parse(self) -> RawBlock:
+        """Return the valid rows."""
+        block = self.parse_all()
+        keep = np.flatnonzero(self.fault_kinds < 0)
+        block = block if len(keep) == block.rows else block.take(keep)
+        return replace(block, files=((self.path, 0, block.rows),))
+
+    def parse_all(self) -> RawBlock:
+        """Return all rows, and record the faults of invalid ones."""
+        table = self.table
+        schema = self.schema
+        if FAULT in table.column_names:
+            fault = table.column(FAULT).to_numpy()
+            for value, kind in (
+                (TOO_FEW, FEW),
+                (TOO_MANY, MANY),
+                (UNMATCHED, QUOTE),
+                (TRAILING, TRAIL),
+                (MALFORMED, FORM),
+            ):
+                self.reject(fault == value, kind, _FULL_ROW)
+        labels: dict[str, np.ndarray] = {}
+        weights = None
+        if schema.label is not None:
+            labels[schema.label] = self.clicks(schema.label)
+        if schema.weight is not None:
+            values, status = self._numbers(schema.weight)
+            good = (status == VALUE) & (values >= 0) & (values <= LIMIT)
+            self.reject(~good, WEIGHT, schema.weight)
+            weights = np.where(good, values, 0).astype(np.float32)
+        rows = table.num_rows
+        hexadecimal = schema.tokens == "hexadecimal"
+        # Kernels for hexadecimal tokens read by row, all others by column.
+        order: Literal["C", "F"] = "C" if hexadecimal else "F"
+        block = RawBlock(
+            schema,
+            np.empty((rows, len(schema.dense)), number_type(schema), order),
+            np.empty((rows, len(schema.singles)), category_type(schema), order),
+            np.zeros((rows, len(schema.dense) + len(schema.singles)), bool, "F"),
+        )
+        for index, name in enumerate(schema.dense):
+            block.numbers[:, index], block.missing[:, index] = self._dense(name)
+        lists = self._fill_categories(block)
+        return replace(
+            block,
+            missing=packed_bits(block.missing) if hexadecimal else block.missing,
+            lists=lists,
+            labels=labels | {label.name: self._label(label) for label in schema.labels},
+            weights=weights,
+            times=None if schema.timestamp is None else self.times(schema.timestamp),
+        )
+
+    def faults(self, first_row: int) -> Faults:
+        rows = np.flatnonzero(self.fault_kinds >= 0)
+        counts = np.bincount(self.fault_kinds[rows], minlength=len(_KINDS)).tolist()
+        names = [*self.schema.columns, ""]  # The last one for _FULL_ROW
+        first = [
+            Fault(
+                self.path,
+                None,
+                _KINDS[self.fault_kinds[row]],
+                names[self.fault_columns[row]],
+                first_row + row,
+            )
+            for row in rows[: Faults.keep].tolist()
+        ]
+        return Faults(
+            {kind: count for kind, count in zip(_KINDS, counts, strict=True) if count},
+            first,
+            labels=self.labels,
+        )
+
+    def reject(self, bad: np.ndarray, kind: int, column: str | int) -> None:
+        """Record a fault of the rows `bad`, bool [rows], in a column, or _FULL_ROW."""
+        if bad.any():
+            new = bad & (self.fault_kinds < 0)
+            self.fault_kinds[new] = kind
+            self.fault_columns[new] = (
+                column if isinstance(column, int) else self.schema.columns.index(column)
+            )
+
+    def _reject_labels(self, bad: np.ndarray, name: str) -> None:
+        """Record labels other than 0 and 1."""
+        self.reject(bad, LABEL, name)
+        if bad.any():
+            values = pc.unique(self.array(name).drop_null())
+            values = values if is_text(values.type) else pc.cast(values, pa.string())
+            self.labels[name] = distinct_labels(
+                text.decode("utf-8", "replace") for text in pc.cast(values, pa.binary()).to_pylist()
+            )
+
+    def array(self, name: str) -> pa.Array:
+        if name not in self.names:
+            return pa.nulls(self.table.num_rows)
+        return plain_array(self.table.column(name))
+
+    def _numbers(self, name: str, *, times: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        return parse_numbers(self.array(name), name, self.type_error, times=times)
+
+    def _label_numbers(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return parse_numbers(self.label_markers.to_null(self.array(name)), name, self.type_error)
+
+    def _dense(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of a dense column, `number_type`, 0 if missing or rejected, and which
+        are missing.
+        """
+        if self.schema.tokens == "hexadecimal":
+            values, status = parse_integers(self.array(name), name, self.type_error)
+            self.reject(status == REJECTED, NOT_AN_INTEGER, name)
+            return values, status == EMPTY
+        array = self.markers.to_null(self.array(name))
+        values, status = parse_numbers(array, name, self.type_error, times=True)
+        status = self.markers.mark_numbers(values, status)
+        if self.schema.nan == "missing":
+            status = np.where(np.isnan(values), EMPTY, status)
+            values = np.where(status == EMPTY, 0.0, values)
+        finite = np.isfinite(values)
+        self.reject((status == REJECTED) | ~finite, NOT_FINITE, name)
+        self.reject(np.abs(values) > LIMIT, TOO_LARGE, name)
+        good = finite & (status == VALUE)
+        return values if good.all() else np.where(good, values, 0.0), status == EMPTY
+
+    def clicks(self, name: str) -> np.ndarray:
+        """Return `Schema.label`, float32 [rows]."""
+        if self.schema.label_rule is not None:
+            return self._ruled_clicks(name, self.schema.label_rule)
+        values, status = self._label_numbers(name)
+        self.reject(status == EMPTY, NO_LABEL, name)
+        self._reject_labels(
+            (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1))), name
+        )
+        return (values == 1).astype(np.float32)
+
+    def _ruled_clicks(self, name: str, rule: LabelRule) -> np.ndarray:
+        """Return `Schema.label` by its rule, float32 [rows]."""
+        array = self.label_markers.to_null(self.array(name))
+        values, status = parse_numbers(array, name, self.type_error)
+        self.reject((status == EMPTY) | np.isnan(values), NO_LABEL, name)
+        if rule.at_least is not None:
+            self.reject((status == REJECTED) | ~np.isfinite(values), NOT_FINITE, name)
+            return ((status == VALUE) & (values >= rule.at_least)).astype(np.float32)
+        positive = Markers.from_texts(rule.positive)
+        is_positive = (status == VALUE) & np.isin(values, positive.numbers)
+        if is_text(array.type):
+            texts = pc.is_in(pc.cast(array, pa.large_binary()), value_set=positive.texts)
+            is_positive |= texts.to_numpy(zero_copy_only=False)
+        return is_positive.astype(np.float32)
+
+    def _label(self, label: Label) -> np.ndarray:
+        """Return an additional label, NaN if missing (the missing number of pandas), float32
+        [rows].
+        """
+        values, status = self._label_numbers(label.name)
+        missing = (status == EMPTY) | np.isnan(values)
+        if label.missing == "fault":
+            self.reject(missing, NO_LABEL, label.name)
+        if label.kind == "binary":
+            self._reject_labels(
+                ~missing & ((status != VALUE) | ((values != 0) & (values != 1))), label.name
+            )
+        else:
+            self.reject(
+                ~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, label.name
+            )
+            self.reject(~missing & (np.abs(values) > LIMIT), TOO_LARGE, label.name)
+            if label.kind == "count":
+                self.reject(~missing & (values < 0), NEGATIVE, label.name)
+        return np.where(missing, np.nan, values).astype(np.float32)
+
+    def times(self, name: str) -> np.ndarray:
+        """Return microseconds since 1970-01-01 00:00 UTC, int64 [rows]."""
+        array = self.array(name)
+        if is_text(array.type):
+            values, status = read_times(array)
+        else:
+            if types.is_boolean(array.type):
+                raise self.type_error(
+                    name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970"
+                )
+            seconds, status = self._numbers(name, times=True)
+            seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
+            good = np.isfinite(seconds) & (np.abs(seconds) < MAX_SECONDS) & (status == VALUE)
+            values = np.rint(np.where(good, seconds, 0) * 1e6).astype(np.int64)
+            status = np.where(good, VALUE, REJECTED)
+        self.reject(status != VALUE, TIME, name)
+        return values
+
+    def _fill_categories(self, block: RawBlock) -> tuple[JaggedIds, ...]:
+        """Fill the block's categories and their missing mask; return the list columns."""
+        schema = self.schema
+        lists = []
+        positions = dict[str, np.ndarray]()
+        for name in schema.sparse:
+            array = self.array(name)
+            if name in schema.lists:
+                column, bad, kind, positions[name] = self._lists(array, name)
+                lists.append(column)
+            elif self.finds_faults and self._accepts_all(array, name):
+                continue
+            else:
+                if is_list(array.type) and schema.tokens == "any":
+                    raise self.type_error(name, "name it in the schema's lists, or leave it out")
+                index = schema.positions[name]
+                status, kind = self._categories(
+                    array, name, block.categories[:, index - len(schema.dense)]
+                )
+                block.missing[:, index] = status == EMPTY
+                bad = status == REJECTED
+            self.reject(bad, kind, name)
+        for name in schema.sparse:
+            other = schema.feature(name).aligned_with
+            if other is not None:
+                bad = np.zeros(block.rows, bool)
+                bad[
+                    np.setxor1d(positions[name], positions[other], assume_unique=True)
+                    >> _POSITION_BITS
+                ] = True
+                self.reject(bad, LIST_POSITIONS, name)
+        return tuple(lists)
+
+    def _accepts_all(self, array: pa.Array, name: str) -> bool:
+        """Return whether all values of a column are sure to be categories or missing, since any
+        text in ASCII is.
+        """
+        takes_text = self.schema.tokens == "any" and name not in self.schema.integers
+        return takes_text and is_text(array.type) and Text.from_array(array).is_ascii
+
+    def _categories(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
+        """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of
+        REJECTED), see column_values.
+        """
+        status, kind = self._tokens(self.markers.to_null(array), name, out)
+        marked = self.markers.mark_tokens(out, status)
+        if marked is not status:
+            out[marked == EMPTY] = 0
+        return marked, kind
+
+    def _tokens(self, array: pa.Array, name: str, out: np.ndarray) -> tuple[np.ndarray, int]:
+        """Write categories to `out` as `_categories`, without the schema's markers of missing
+        ones.
+        """
+        schema = self.schema
+        if types.is_null(array.type):
+            out[:] = 0
+            return np.full(len(array), EMPTY, np.uint8), NOT_UTF8
+        if schema.tokens == "hexadecimal":
+            if not is_text(array.type):
+                raise self.type_error(
+                    name,
+                    "needs 8 hexadecimal digits as text; set the schema's tokens: any for other "
+                    "categories",
+                )
+            values = np.empty(len(array), np.uint32)
+            status = Text.from_array(array).call("rayrec_text_hexadecimal", values)
+            out[:] = values
+            return status, NOT_HEXADECIMAL
+        if types.is_date(array.type) and name not in schema.integers:
+            array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
+        if is_text(array.type):
+            if name in schema.integers:
+                # 64-bit integers in any form: 7, 07, +7, 7.0, between blanks, true and false as 1
+                # and 0, `nan` if missing.
+                return Text.from_array(array).call("rayrec_text_whole", out), NOT_INTEGRAL
+            return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
+        if types.is_integer(array.type) or types.is_boolean(array.type):
+            return integer_tokens(array, out), NOT_INTEGRAL
+        if types.is_decimal(array.type):
+            return decimal_tokens(array, out, is_int64=name in schema.integers), NOT_INTEGRAL
+        if types.is_floating(array.type):
+            return float_tokens(array, out), NOT_INTEGRAL
+        if types.is_timestamp(array.type):
+            raise self.type_error(
+                name,
+                "text or integers are needed: convert it to text, or to the part that "
+                "distinguishes rows, such as the date (pandas: .dt.date) or the hour (.dt.hour)",
+            )
+        raise self.type_error(
+            name, "text or integers are needed; convert it, or leave it out of the schema"
+        )
+
+    def _lists(self, array: pa.Array, name: str) -> tuple[JaggedIds, np.ndarray, int, np.ndarray]:
+        """Return (column, rejected rows bool [rows], their fault kind, row and position of each
+        category int64).
+        """
+        feature = self.schema.feature(name)
+        rows = len(array)
+        if types.is_null(array.type):
+            weights = None if feature.weights is None else np.zeros(0, np.float32)
+            column = JaggedIds(np.zeros(0, np.uint64), np.zeros(rows, np.int32), weights)
+            return column, np.zeros(rows, bool), NOT_UTF8, np.zeros(0, np.int64)
+        items, lengths, bad = self.items(array, name, feature)
+        self.reject(bad, BRACKET, name)
+        tokens = np.empty(len(items), np.uint64)
+        status, kind = self._categories(items, name, tokens)
+        bad = np.zeros(rows, bool)
+        weights = None
+        if feature.weights is not None:
+            weights, bad = self._list_weights(feature, lengths, status != EMPTY)
+            kind = LIST_WEIGHTS if bad.any() else kind
+        present = status != EMPTY
+        row_of = np.repeat(np.arange(rows), lengths)
+        positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[
+            present
+        ]
+        if status.any():
+            lengths = np.bincount(row_of[present], minlength=rows)
+            bad |= np.bincount(row_of[status == REJECTED], minlength=rows) > 0
+            tokens = np.ascontiguousarray(tokens[present])
+            weights = None if weights is None else weights[present]
+        column = JaggedIds(tokens, lengths.astype(np.int32), weights)
+        return (
+            column if feature.max_length is None else column.last(feature.max_length),
+            bad,
+            kind,
+            positions,
+        )
+
+    def items(
+        self, array: pa.Array, name: str, feature: Feature
+    ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+        """Return the concatenated items of a feature's lists or weights, each list's length, int64
+        [rows], and which text is not a list, bool [rows].
+        """
+        bad = np.zeros(len(array), bool)
+        if is_text(array.type):
+            trim = feature.list_delimiter is not None
+            array, bad = split_lists(
+                self.markers.to_null(array), self.schema.list_mark(feature.name), trim=trim
+            )
+        elif not is_list(array.type):
+            raise self.type_error(
+                name,
+                "a list is needed, or text with the schema's list_delimiter; remove it from lists",
+            )
+        lengths = (
+            pc.fill_null(pc.list_value_length(array), 0)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
+        return resolved(pc.list_flatten(array)), lengths, bad
+
+    def _list_weights(
+        self, feature: Feature, lengths: np.ndarray, present: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weight of each list item, float32 [sum(lengths)], and the rejected rows, bool
+        [rows]. `present` marks the items that are categories, bool. A row is rejected if its weight
+        and item counts differ, or if a category's weight is not a finite number. A row without
+        categories may also have no weights.
+        """
+        name = feature.weights or ""
+        array = self.array(name)
+        weights = np.zeros(len(present), np.float32)
+        num_weights = np.zeros(len(lengths), np.int64)
+        values = np.zeros(0)
+        status = np.zeros(0, np.uint8)
+        if not types.is_null(array.type):
+            items, num_weights, bad = self.items(array, name, feature)
+            self.reject(bad, BRACKET, name)
+            values, status = parse_numbers(items, name, self.type_error)
+        good = (status == VALUE) & np.isfinite(values) & (np.abs(values) <= LIMIT)
+        fits = num_weights == lengths
+        targets = expand_ranges(np.cumsum(lengths)[fits] - lengths[fits], lengths[fits])
+        sources = expand_ranges(np.cumsum(num_weights)[fits] - num_weights[fits], num_weights[fits])
+        weights[targets] = np.where(good[sources], values[sources], 0)
+        wrong = np.zeros(len(present), bool)
+        wrong[targets] = ~good[sources] & present[targets]
+        row_of = np.repeat(np.arange(len(lengths)), lengths)
+        rows = len(lengths)
+        empty = np.bincount(row_of[present], minlength=rows) == 0
+        empty &= (
+            np.bincount(np.repeat(np.arange(rows), num_weights)[status != EMPTY], minlength=rows)
+            == 0
+        )
+        return weights, (~fits & ~empty) | (np.bincount(row_of[wrong], minlength=rows) > 0)
