@@ -11,6 +11,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, NoReturn
 
 from rayrec.config import Config, InputError, packaged_json
+from rayrec.formula.program import Program, Step
+from rayrec.formula.types import Type
 
 MAX_COLUMNS = 64
 """Maximum feature columns of a log with hexadecimal tokens: its mask of missing values has 64 bits
@@ -94,10 +96,15 @@ class LabelRule(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Feature(Config):
-    """Settings of one categorical feature."""
+    """Settings of one feature: a categorical column, or any column that a formula computes."""
 
     name: str
-    """Column name, one of `Schema.sparse`."""
+    """Column name, one of `Schema.sparse`, or a new one with a `formula`."""
+    formula: str | None = None
+    """Formula that computes the column from others, such as `log(price)`; in YAML also `from`. The
+    result is an input of the model: numbers are added to `Schema.dense`, categories to
+    `Schema.sparse`. None: a column of the log.
+    """
     vocabulary: str | None = None
     """Name of its vocabulary and embedding table. Features with one vocabulary share ids and
     embeddings, such as an item and the items that a user clicked before. A feature's name means
@@ -122,8 +129,21 @@ class Feature(Config):
     None: `Schema.list_delimiter`.
     """
 
+    @classmethod
+    def item(cls, values: Mapping[str, Any], *, where: str) -> Config:
+        named = {("formula" if name == "from" else name): value for name, value in values.items()}
+        if len(named) < len(values):
+            raise InputError(f"{where}from: is another name of formula, which is set too")
+        return super().item(named, where=where)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        fixed = self.weights or self.aligned_with or self.list_delimiter
+        if self.formula is not None and fixed:
+            raise InputError(
+                f"schema: feature {self.name} is computed, so that it has no weights, "
+                "aligned_with or list_delimiter"
+            )
         if self.max_length is not None and self.max_length < 1:
             raise InputError(
                 f"schema: max_length of feature {self.name} must be at least 1, got "
@@ -156,6 +176,17 @@ class TableSource(Config):
             raise InputError(
                 f"schema: tables: {self.path}: key and time must differ, got {self.key} for both"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTable(TableSource):
+    """Side table of a schema."""
+
+    name: str
+    """Name in formulas, such as items."""
+    content: str | None = None
+    """Hash of the rows that a model was trained with. Set by rayrec; another content is rejected.
+    """
 
 
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
@@ -219,7 +250,11 @@ class Schema(Config):
     missing.
     """
     features: tuple[Feature, ...] = ()
-    """Settings of single columns of `sparse`: shared vocabularies, list lengths, weights. Needs
+    """Settings of single columns of `sparse`: shared vocabularies, list lengths, weights; and
+    columns that formulas compute. Needs tokens "any".
+    """
+    tables: tuple[NamedTable, ...] = ()
+    """Tables that formulas look up. In YAML also a mapping of names to their other settings. Needs
     tokens "any".
     """
     labels: tuple[Label, ...] = ()
@@ -277,7 +312,8 @@ class Schema(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = self.columns
+        self._add_derived()
+        names = (*self.columns, *self.derived)
         if len(set(names)) != len(names):
             raise InputError(f"schema: column names must be unique, got {names}")
         if not self.dense and not self.sparse:
@@ -301,6 +337,7 @@ class Schema(Config):
             "weight",
             "integers",
             "features",
+            "tables",
             "labels",
             "timestamp",
             *text_fields,
@@ -316,6 +353,93 @@ class Schema(Config):
                 f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most "
                 f"{MAX_COLUMNS} are supported with hexadecimal tokens; use tokens: any"
             )
+
+    def _add_derived(self) -> None:
+        """Add the columns of formulas to `dense`, `sparse` and `lists` by their types, unless they
+        are there. Raises InputError if a formula is invalid, or computes no input.
+        """
+        roles: dict[str, list[str]] = {"dense": [], "sparse": [], "lists": []}
+        for step in self.program.steps:
+            role = self._role_of(step)
+            if step.name in getattr(self, role):
+                continue
+            roles[role].append(step.name)
+            if step.type.is_list:
+                roles["lists"].append(step.name)
+        for field_name, names in roles.items():
+            # Frozen: this is still the construction
+            object.__setattr__(self, field_name, (*getattr(self, field_name), *names))
+        self._check_lookups()
+
+    def _role_of(self, step: Step) -> Literal["dense", "sparse"]:
+        """Return the field that has a computed column. Raises InputError if its type is none of an
+        input, or if the column is in other fields.
+        """
+        where = f"schema: feature {step.name}"
+        if step.type.kind == "time":
+            raise InputError(
+                f"{where}: a time is no input of a model; use hour, weekday or age on it"
+            )
+        if step.type == Type("number", is_list=True):
+            raise InputError(f"{where}: a list of numbers is no input of a model; aggregate it")
+        role: Literal["dense", "sparse"] = "dense" if step.type.kind == "number" else "sparse"
+        is_declared = step.name in self.dense + self.sparse
+        if is_declared and step.name not in getattr(self, role):
+            raise InputError(f"{where}: its formula makes a column of {role}, not another one")
+        if step.name in self.sparse and step.type.is_list != (step.name in self.lists):
+            raise InputError(f"{where}: must be in lists exactly if its formula makes lists")
+        return role
+
+    def _check_lookups(self) -> None:
+        """Check that the tables of all lookups are declared once. Raises InputError."""
+        if len(set(self.table_names)) < len(self.tables):
+            raise InputError("schema: tables must have different names")
+        for node in self.program.lookup_nodes:
+            if node.table not in self.table_names:
+                raise InputError(f"schema: formulas look up {node.table}, which must be in tables")
+            if len(node.keys) > 1:
+                raise InputError(
+                    f"schema: lookup: table {node.table} has one key, got two; cross them into a "
+                    "column of the log and of the table first"
+                )
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Names of the side tables."""
+        return tuple(table.name for table in self.tables)
+
+    def table(self, name: str) -> NamedTable:
+        """Return the side table with a name."""
+        return next(table for table in self.tables if table.name == name)
+
+    @property
+    def has_timed_tables(self) -> bool:
+        """True if a lookup depends on the time of the log's row."""
+        return any(table.time is not None for table in self.tables)
+
+    @cached_property
+    def program(self) -> Program:
+        """Formulas of all computed columns."""
+        formulas = {each.name: each.formula for each in self.features if each.formula is not None}
+        return Program.of_columns(
+            formulas,
+            dense=self.dense,
+            sparse=self.sparse,
+            lists=self.lists,
+            timestamp=self.timestamp,
+        )
+
+    @cached_property
+    def derived(self) -> tuple[str, ...]:
+        """Columns that formulas compute, which no file has."""
+        return tuple(step.name for step in self.program.steps)
+
+    @cached_property
+    def list_columns(self) -> tuple[str, ...]:
+        """Columns of the log that are lists, of categories or numbers, but for weights."""
+        read = tuple(name for name in self.lists if name not in self.derived)
+        sources = self.program.sources.items()
+        return (*read, *(name for name, kind in sources if kind.is_list))
 
     def _check_text(self) -> None:
         """Check the escape character and the encoding of text. Raises InputError."""
@@ -354,7 +478,7 @@ class Schema(Config):
             if feature.vocabulary not in (None, feature.name)
         }
         for feature in self.features:
-            if feature.name not in self.sparse:
+            if feature.name not in self.sparse and feature.formula is None:
                 raise InputError(f"schema: features names {feature.name}, which must be in sparse")
             list_option = feature.max_length or feature.weights or feature.list_delimiter
             if list_option and feature.name not in self.lists:
@@ -420,12 +544,13 @@ class Schema(Config):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All column names, in the order of files without a header."""
+        """All columns of the log, in the order of files without a header."""
         named = tuple(name for name in (self.label, self.weight) if name)
         labels = tuple(label.name for label in self.labels)
-        features = self.dense + self.sparse
+        features = tuple(name for name in self.dense + self.sparse if name not in self.derived)
         times = (self.timestamp,) if self.timestamp and self.timestamp not in features else ()
-        return named + features + self.list_weights + labels + times
+        columns = named + features + self.list_weights + labels + times
+        return columns + tuple(name for name in self.program.sources if name not in columns)
 
     @cached_property
     def singles(self) -> tuple[str, ...]:
@@ -468,6 +593,17 @@ class Schema(Config):
         """Index of the first sparse column with the same vocabulary, for each sparse column."""
         return tuple(self.vocabularies.index(name) for name in self.vocabularies)
 
+    def computed(self) -> Schema:
+        """Return the schema of rows whose formulas were computed: all inputs are plain columns."""
+        if not self.derived:
+            return self
+        features = tuple(
+            feature.replace(formula=None)
+            for feature in self.features
+            if feature.name in self.sparse
+        )
+        return self.replace(features=features, tables=())
+
     def unshared(self) -> Schema:
         """Return the same columns with a separate vocabulary each."""
         return self.replace(
@@ -481,7 +617,7 @@ class Schema(Config):
             label_rule=None,
             weight=None,
             labels=(),
-            timestamp=None,
+            timestamp=self.timestamp if self.has_timed_tables else None,
             dropped=self._not_scored,
         )
 
@@ -490,6 +626,11 @@ class Schema(Config):
         no rule unless it is given.
         """
         changes = dict(changes)
+        tables = changes.get("tables")
+        if isinstance(tables, Mapping):
+            changes["tables"] = [
+                {"name": name, **(settings or {})} for name, settings in tables.items()
+            ]
         label = changes.get("label")
         if isinstance(label, Mapping):
             fields = dict(label)
@@ -505,8 +646,9 @@ class Schema(Config):
     @property
     def _not_scored(self) -> tuple[str, ...]:
         """Columns that lines to score may lack."""
-        features = self.dense + self.sparse
-        times = (self.timestamp,) if self.timestamp and self.timestamp not in features else ()
+        read = (*self.dense, *self.sparse, *self.program.inputs)
+        is_read = self.timestamp in read or self.has_timed_tables
+        times = (self.timestamp,) if self.timestamp and not is_read else ()
         return (*self.dropped, *self.label_names, *((self.weight,) if self.weight else ()), *times)
 
     @cached_property
@@ -537,7 +679,7 @@ class Schema(Config):
         if ":" in (self.format or ""):
             del plain["format"]
         for feature in plain["features"]:
-            for name in ("aligned_with", "list_delimiter"):
+            for name in ("aligned_with", "list_delimiter", "formula"):
                 if feature[name] is None:
                     del feature[name]
         if self.tokens == "hexadecimal":

@@ -1,0 +1,148 @@
+"""Formulas of a schema's features in the order in which they can be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+from rayrec.config import InputError
+from rayrec.formula.tree import Call, Lookup, Node, columns_of, parse, to_json
+from rayrec.formula.types import Type, check
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Column that a formula computes."""
+
+    name: str
+    node: Node
+    type: Type
+
+
+@dataclass(frozen=True)
+class Program:
+    """Formulas of a schema, checked."""
+
+    steps: tuple[Step, ...]
+    """Columns to compute; each needs earlier ones only."""
+    inputs: Mapping[str, Type]
+    """Columns of the log that formulas read, in order of use, with their types."""
+    sources: Mapping[str, Type]
+    """Those of `inputs` that are no inputs of a model, with the types that their use implies."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the inputs with their types, and the steps with their trees, as JSON values."""
+        return {
+            "inputs": {name: asdict(kind) for name, kind in self.inputs.items()},
+            "steps": [{"name": step.name, "node": to_json(step.node)} for step in self.steps],
+        }
+
+    @cached_property
+    def lookup_nodes(self) -> tuple[Lookup, ...]:
+        """All lookups, each once."""
+        nodes = (node for step in self.steps for node in lookups_of(step.node))
+        return tuple(dict.fromkeys(nodes))
+
+    @cached_property
+    def lookups(self) -> Mapping[str, tuple[str, ...]]:
+        """Columns that are looked up, sorted, by side table."""
+        columns: dict[str, set[str]] = {}
+        for node in self.lookup_nodes:
+            columns.setdefault(node.table, set()).add(node.column)
+        return {table: tuple(sorted(names)) for table, names in columns.items()}
+
+    @classmethod
+    def of_columns(
+        cls,
+        formulas: Mapping[str, str],
+        *,
+        dense: Sequence[str],
+        sparse: Sequence[str],
+        lists: Sequence[str],
+        timestamp: str | None,
+    ) -> Program:
+        """Check and order the formulas of a schema with these columns, as `compile` does."""
+        if not formulas:
+            return cls((), {}, {})
+        known = {name: Type("number") for name in dense}
+        known |= {name: Type("category", is_list=name in lists) for name in sparse}
+        if timestamp is not None:
+            known.setdefault(timestamp, Type("time"))
+        return cls.compile(
+            formulas, {name: kind for name, kind in known.items() if name not in formulas}
+        )
+
+    @classmethod
+    def compile(cls, formulas: Mapping[str, str], known: Mapping[str, Type]) -> Program:
+        """Check formulas and order them.
+
+        Args:
+            formulas: Text of each formula, by the name of the column that it computes.
+            known: Types of the log's columns that are inputs of a model.
+
+        Raises InputError for an invalid formula, and for formulas that need each other.
+        """
+        return _compiled(tuple(formulas.items()), tuple(known.items()))
+
+
+@lru_cache(maxsize=64)
+def _compiled(
+    formulas: tuple[tuple[str, str], ...], known: tuple[tuple[str, Type], ...]
+) -> Program:
+    nodes = {name: _in_feature(name, parse, text) for name, text in formulas}
+    types = dict(known)
+    steps: list[Step] = []
+    sources: dict[str, Type] = {}
+    inputs: dict[str, Type] = {}
+    for name in _ordered(nodes):
+        checked = _in_feature(name, check, nodes[name], types | sources)
+        sources |= checked.sources
+        read = [each for each in columns_of(nodes[name]) if each not in nodes]
+        inputs |= {each: (types | sources)[each] for each in read}
+        types[name] = checked.type
+        steps.append(Step(name, checked.node, checked.type))
+    return Program(tuple(steps), inputs, sources)
+
+
+def _in_feature(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function whose errors get the feature's name."""
+    try:
+        return function(*arguments)
+    except InputError as error:
+        raise InputError(f"schema: feature {name}: {error}") from None
+
+
+def _ordered(nodes: Mapping[str, Node]) -> list[str]:
+    """Return the names in an order in which each needs earlier ones only, else as given. Raises
+    InputError if there is none.
+    """
+    needs = {
+        name: [each for each in columns_of(node) if each in nodes] for name, node in nodes.items()
+    }
+    ordered: list[str] = []
+    while len(ordered) < len(needs):
+        ready = [
+            name
+            for name, needed in needs.items()
+            if name not in ordered and set(needed) <= set(ordered)
+        ]
+        if not ready:
+            left = [name for name in needs if name not in ordered]
+            raise InputError(
+                f"schema: the formulas of {', '.join(left)} need each other; remove a reference"
+            )
+        ordered.append(ready[0])
+    return ordered
+
+
+def lookups_of(node: Node) -> Iterator[Lookup]:
+    """Yield the lookups of a checked tree."""
+    if isinstance(node, Lookup):
+        yield node
+    if isinstance(node, Call):
+        for argument in node.arguments:
+            yield from lookups_of(argument)
