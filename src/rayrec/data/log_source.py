@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
+from rayrec.data.logs.lookups import with_contents
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.rewritten import check_schema, read_file
@@ -260,14 +262,23 @@ class LogSource:
 
     def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
         """Return the schema with the data's `tokens` (hexadecimal for text without a header, the
-        log's value for preprocessed data) and its column order in `header`, unless the schema
-        declares one. A `preprocessor` folder has the order of files without a header. A schema with
-        another delimiter than a tab keeps its `tokens`.
+        log's value for preprocessed data), the contents of its side tables, and its column order
+        in `header`, unless the schema declares one. A `preprocessor` folder has the order of files
+        without a header. A schema with another delimiter than a tab keeps its `tokens`.
         """
-        try:
-            return self._completed(schema, preprocessor)
-        except InputError:  # The next reader explains a wrong path or column
-            return schema
+        # The next reader explains a wrong path or column
+        with suppress(InputError):
+            schema = self._completed(schema, preprocessor)
+        return self._with_tables(schema) if schema.tables else schema
+
+    def _with_tables(self, schema: Schema) -> Schema:
+        """Return the schema with the contents of its side tables: those of preprocessed data, else
+        today's. Raises InputError.
+        """
+        folder = self.preprocessor()
+        if folder is None:
+            return with_contents(schema)
+        return schema.replace(tables=stored_schema(folder).tables)
 
     def _completed(self, schema: Schema, preprocessor: str | None) -> Schema:
         has_open_tokens = schema.tokens != "hexadecimal" and schema.delimiter == "\t"

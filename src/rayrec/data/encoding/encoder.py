@@ -57,6 +57,7 @@ class Derivation:
 
     def inputs(self, schema: Schema) -> Schema:
         """Return the derived columns: numbers, then their indicators, and categories."""
+        schema = schema.computed()
         if self.buckets:
             return schema.replace(dense=(), sparse=schema.dense + schema.sparse)
         if self.indicators:

@@ -324,8 +324,16 @@ class Preprocessor:
         with storage.writing(storage.join(folder, "tokens.npy")) as path, open(path, "wb") as file:
             np.save(file, self.tokens, allow_pickle=False)
         storage.write_json(
-            storage.join(folder, "preprocessor.json"), {**self.describe(), "hash": self.hash()}
+            storage.join(folder, "preprocessor.json"),
+            {**self.describe(), **self._formulas(), "hash": self.hash()},
         )
+
+    def _formulas(self) -> dict[str, Any]:
+        """Return the checked trees of the schema's formulas for an export's `encode.py`, which has
+        no parser. They follow from the schema, and so are not part of the hash.
+        """
+        program = self.schema.program
+        return {"formulas": program.describe()} if program.steps else {}
 
     @classmethod
     def load(cls, folder: str) -> Preprocessor:

@@ -148,6 +148,12 @@ class SideTable:
         indices = pa.array(rows, pa.int64(), mask=rows < 0)
         return self._columns.column(name).take(indices)
 
+    def sorted_keys(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Return the token of each row's key in ascending order, rows of one key by time; these
+        times in microseconds, None in a table without `time`; and the rows, int64.
+        """
+        return self._index.sorted_keys()
+
     def check_content(self, content_hash: str) -> None:
         """Check that the table is the one with this hash, such as the one stored with a model.
         Raises InputError.
@@ -657,6 +663,13 @@ class _Index:
                 ends = pa.array([0, len(values)], pa.int64())
                 lists[name] = pa.LargeListArray.from_arrays(ends, pa.array(values))
         return pa.record_batch(lists)
+
+    def sorted_keys(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+        """Return all rows sorted by key; see `SideTable.sorted_keys`."""
+        if self.starts is None or self.rows is None:
+            order = np.argsort(self.keys, kind="stable")
+            return self.keys[order], None, order
+        return np.repeat(self.keys, np.diff(self.starts)), self.times, self.rows
 
     def find(
         self, tokens: np.ndarray, missing: np.ndarray | None, times: np.ndarray | None

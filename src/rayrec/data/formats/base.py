@@ -91,7 +91,7 @@ class LineFormat(Format):
 
     def columns(self, path: str, schema: Schema) -> tuple[str, ...]:
         text = next(line_blocks(path, schema), b"")
-        names = self.parse(text, None, schema.lists).column_names if text else []
+        names = self.parse(text, None, schema.list_columns).column_names if text else []
         return tuple(name for name in names if name != FAULT)
 
     def tables(
@@ -108,12 +108,12 @@ class LineFormat(Format):
         """
         unread = [name for name in columns or () if name not in schema.columns]
         if columns is None or not unread:
-            return self.parse(text, columns, schema.lists)
+            return self.parse(text, columns, schema.list_columns)
         named = [name for name in columns if name in schema.columns]
-        table = self.parse(text, named, schema.lists)
-        every = self.parse(text, None, schema.lists)
+        table = self.parse(text, named, schema.list_columns)
+        every = self.parse(text, None, schema.list_columns)
         absent = [name for name in unread if name not in every.column_names]
-        empty = self.parse(text, absent, schema.lists)
+        empty = self.parse(text, absent, schema.list_columns)
         for name in unread:
             source = empty if name in absent else every
             has_column = name in source.column_names

@@ -2,6 +2,7 @@
 invalid rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -88,6 +89,7 @@ _KINDS = (
     TRAIL,
     FORM,
 ) = range(len(_KINDS))
+_NO_MARKERS = Markers.from_texts(())
 _FULL_ROW = -1
 _POSITION_BITS = 32
 """Low bits for a list item's position in its row, below the row number."""
@@ -114,6 +116,7 @@ class ColumnParser:
         self.path = path
         self.finds_faults = finds_faults
         self.type_error = type_error(table.schema, path)
+        self.columns = (*schema.columns, *schema.derived)
         self.markers = Markers.from_texts(schema.missing)
         rule = schema.label_rule
         self.label_markers = Markers.from_label(
@@ -132,8 +135,8 @@ class ColumnParser:
 
     def parse_all(self) -> RawBlock:
         """Return all rows, and record the faults of invalid ones."""
-        table = self.table
         schema = self.schema
+        table = self.table
         if FAULT in table.column_names:
             fault = table.column(FAULT).to_numpy()
             for value, kind in (
@@ -178,7 +181,7 @@ class ColumnParser:
     def faults(self, first_row: int) -> Faults:
         rows = np.flatnonzero(self.fault_kinds >= 0)
         counts = np.bincount(self.fault_kinds[rows], minlength=len(_KINDS)).tolist()
-        names = [*self.schema.columns, ""]  # The last one for _FULL_ROW
+        names = [*self.columns, ""]  # The last one for _FULL_ROW
         first = [
             Fault(
                 self.path,
@@ -201,8 +204,21 @@ class ColumnParser:
             new = bad & (self.fault_kinds < 0)
             self.fault_kinds[new] = kind
             self.fault_columns[new] = (
-                column if isinstance(column, int) else self.schema.columns.index(column)
+                column if isinstance(column, int) else self.columns.index(column)
             )
+
+    def compute(self, columns: Mapping[str, pa.Array]) -> None:
+        """Add columns to the table, instead of those of the same names."""
+        kept = [name for name in self.table.column_names if name not in columns]
+        table = self.table.select(kept)
+        for name, values in columns.items():
+            table = table.append_column(name, values)
+        self.table = table
+        self.names = frozenset(table.column_names)
+
+    def _markers_of(self, name: str) -> Markers:
+        """Return the markers of missing values in a column. What formulas compute has none."""
+        return _NO_MARKERS if name in self.schema.derived else self.markers
 
     def _reject_labels(self, bad: np.ndarray, name: str) -> None:
         """Record labels other than 0 and 1."""
@@ -233,9 +249,13 @@ class ColumnParser:
             values, status = parse_integers(self.array(name), name, self.type_error)
             self.reject(status == REJECTED, NOT_AN_INTEGER, name)
             return values, status == EMPTY
-        array = self.markers.to_null(self.array(name))
+        markers = self._markers_of(name)
+        array = markers.to_null(self.array(name))
         values, status = parse_numbers(array, name, self.type_error, times=True)
-        status = self.markers.mark_numbers(values, status)
+        status = markers.mark_numbers(values, status)
+        if name in self.schema.derived:  # No input can be so large, and no row is at fault
+            status = np.where(np.abs(values) > LIMIT, EMPTY, status)
+            values = np.where(status == EMPTY, 0.0, values)
         if self.schema.nan == "missing":
             status = np.where(np.isnan(values), EMPTY, status)
             values = np.where(status == EMPTY, 0.0, values)
@@ -354,8 +374,9 @@ class ColumnParser:
         """Write categories to `out`, 0 if missing or rejected; return (status, fault kind of
         REJECTED), see column_values.
         """
-        status, kind = self._tokens(self.markers.to_null(array), name, out)
-        marked = self.markers.mark_tokens(out, status)
+        markers = self._markers_of(name)
+        status, kind = self._tokens(markers.to_null(array), name, out)
+        marked = markers.mark_tokens(out, status)
         if marked is not status:
             out[marked == EMPTY] = 0
         return marked, kind

@@ -494,7 +494,7 @@ def parse_integers(
         good = (values < LIMIT) & (values > -LIMIT)
         return np.where(good, values, 0), np.where(good, status, REJECTED)
     if types.is_decimal(array.type):
-        text, integral = _decimal_digits(array)
+        text, integral = decimal_digits(array)
         values, status = parse_integers(text, name, make_error)
         return values, np.where(integral, status, REJECTED).astype(np.uint8)
     numbers, status = parse_numbers(array, name, make_error)
@@ -506,7 +506,7 @@ _WIDEST = 76
 """Maximum digits of Arrow's decimal numbers."""
 
 
-def _decimal_digits(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
+def decimal_digits(array: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Return the digits of decimal numbers without their fractions, as text, and which have no
     fraction, bool [values]. Null is null, and has none. A float64 would be exact to 2^53 only.
     """
@@ -521,7 +521,7 @@ def decimal_tokens(array: pa.Array, out: np.ndarray, *, is_int64: bool = False) 
     return their status. A fraction is REJECTED, and with `is_int64` a number beyond the range of
     int64.
     """
-    text, integral = _decimal_digits(array)
+    text, integral = decimal_digits(array)
     status = (
         Text.from_array(text).call("rayrec_text_whole", out) if is_int64 else text_tokens(text, out)
     )

@@ -14,6 +14,7 @@ from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.random_log import read_random
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows, read_tables
+from rayrec.data.logs.table_parser import derived_columns
 from rayrec.data.logs.text_log import read_segments, read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
@@ -105,7 +106,11 @@ def read_column(block: Block, raw: RawBlock, column: str, schema: Schema) -> pa.
 def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
     """Return the column's text in the part's rows, null if missing, large_string."""
     segment = part.segment
-    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=[column])
+    is_derived = column in schema.derived
+    columns = None if is_derived else [column]
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=columns)
+    if is_derived:
+        table = derived_columns(table, schema, path=segment.path)
     values = (
         table.column(column)
         if column in table.column_names

@@ -1,13 +1,64 @@
-"""Parser of Arrow tables to raw rows: the columns of a log."""
+"""Parser of Arrow tables to raw rows: the columns of a log, and those that its schema's formulas
+compute.
+"""
+
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import types
 
+from rayrec.data.features.functions import evaluate
 from rayrec.data.formats.columns import present_columns
-from rayrec.data.logs.column_parser import ColumnParser
+from rayrec.data.logs.column_parser import BRACKET, NOT_FINITE, NOT_UTF8, TIME, ColumnParser
 from rayrec.data.logs.faults import Faults
+from rayrec.data.logs.formula_columns import LIST_TYPES, canonical, lists_of
+from rayrec.data.logs.lookups import Lookups
 from rayrec.data.raw_block import RawBlock
+from rayrec.formula.types import Type
 from rayrec.schema import Schema
+
+_FAULTS: Final = {
+    "number": NOT_FINITE,
+    "category": NOT_UTF8,
+    "text": NOT_UTF8,
+    "time": TIME,
+}
+"""Faults of columns that formulas read, by the kind of their type."""
+
+
+def _parser(
+    table: pa.Table, schema: Schema, path: str, *, finds_faults: bool = False
+) -> ColumnParser:
+    """Return a parser of a table with the columns of its schema's formulas."""
+    parser = ColumnParser(table, schema, path, finds_faults=finds_faults)
+    program = schema.program
+    if not program.steps:
+        return parser
+    columns = {name: _input(parser, name, kind) for name, kind in program.inputs.items()}
+    lookups = Lookups(schema, parser)
+    for step in program.steps:
+        columns[step.name] = evaluate(step.node, columns, table.num_rows, lookups.values)
+    parser.compute({step.name: columns[step.name] for step in program.steps})
+    return parser
+
+
+def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
+    """Return a column of the log as formulas take it, and record its faults."""
+    array = parser.array(name)
+    if not kind.is_list:
+        values, rejected = canonical(array, kind, name, parser.type_error, parser.markers)
+        parser.reject(rejected, _FAULTS[kind.kind], name)
+        return values
+    if types.is_null(array.type):
+        return pa.nulls(len(array), LIST_TYPES[kind.kind])
+    items, lengths, bad = parser.items(array, name, parser.schema.feature(name))
+    parser.reject(bad, BRACKET, name)
+    values, rejected = canonical(items, kind, name, parser.type_error, parser.markers)
+    row_of = np.repeat(np.arange(len(array)), lengths)
+    is_bad = np.bincount(row_of[rejected], minlength=len(array)) > 0
+    parser.reject(is_bad, _FAULTS[kind.kind], name)
+    return lists_of(values, row_of, array.is_null())
 
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
@@ -28,7 +79,7 @@ def parse_table(
     `first_row`. Null and empty text are missing; such list items are dropped. An absent column is
     all missing. Raises InputError for an unusable type.
     """
-    parser = ColumnParser(table, schema, path)
+    parser = _parser(table, schema, path)
     return parser.parse(), parser.faults(first_row)
 
 
@@ -36,9 +87,16 @@ def check_table(
     table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
 ) -> tuple[np.ndarray, Faults]:
     """Return which rows `parse_table` returns, bool [rows], and the faults of the others."""
-    parser = ColumnParser(table, schema, path, finds_faults=True)
+    parser = _parser(table, schema, path, finds_faults=True)
     parser.parse_all()
     return parser.fault_kinds < 0, parser.faults(first_row)
+
+
+def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Table:
+    """Return a table of the log's columns with those of the schema's formulas. Values that formulas
+    cannot read are missing.
+    """
+    return _parser(table, schema, path).table
 
 
 def find_valid_rows(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:
@@ -49,6 +107,6 @@ def find_valid_rows(table: pa.Table, schema: Schema, *, path: str = "") -> np.nd
 
 def label_faults(table: pa.Table, schema: Schema, label: str, *, path: str) -> Faults:
     """Return the faults of the label column."""
-    parser = ColumnParser(table, schema, path)
+    parser = _parser(table, schema, path)
     parser.clicks(label)
     return parser.faults(0)

@@ -1,0 +1,163 @@
+"""Columns of a log as formulas take them: numbers, texts and times of one Arrow type each, whatever
+the type in the file.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from rayrec.data.logs.column_values import (
+    EMPTY,
+    MAX_SECONDS,
+    REJECTED,
+    VALUE,
+    MakeError,
+    Markers,
+    Text,
+    decimal_digits,
+    epoch_seconds,
+    float_tokens,
+    is_text,
+    parse_numbers,
+    read_times,
+    text_tokens,
+)
+from rayrec.formula.types import Type
+
+Canonical = tuple[pa.Array, np.ndarray]
+"""Values as formulas take them, null if missing or rejected, and which are rejected, bool."""
+
+NO_MARKERS: Final = Markers.from_texts(())
+LIST_TYPES: Final = {
+    "number": pa.large_list(pa.float64()),
+    "category": pa.large_list(pa.large_string()),
+    "text": pa.large_list(pa.large_string()),
+    "time": pa.large_list(pa.int64()),
+}
+"""Arrow types of lists, by the type of their items."""
+_TRUE: Final = pa.array([b"true", b"True", b"TRUE"], pa.large_binary())
+_FALSE: Final = pa.array([b"false", b"False", b"FALSE"], pa.large_binary())
+
+
+def canonical(
+    array: pa.Array, kind: Type, name: str, make_error: MakeError, markers: Markers
+) -> Canonical:
+    """Return the values of a column, or the items of its lists, by the kind of a type."""
+    convert = {"number": _numbers, "time": _times}.get(kind.kind, _texts)
+    return convert(array, name, make_error, markers)
+
+
+def lists_of(items: pa.Array, row_of: np.ndarray, is_null: pa.Array) -> pa.Array:
+    """Return lists without missing items.
+
+    Args:
+        items: Items of all lists.
+        row_of: Row of each item, ascending, int64 [items].
+        is_null: Whether a row has no list, bool [rows].
+    """
+    present = items.is_valid().to_numpy(zero_copy_only=False)
+    lengths = np.bincount(row_of[present], minlength=len(is_null))
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets), items.filter(pa.array(present)), mask=is_null
+    )
+
+
+def _numbers(array: pa.Array, name: str, make_error: MakeError, markers: Markers) -> Canonical:
+    """Return numbers as float64. NaN is missing, infinities are rejected."""
+    values, status = parse_numbers(markers.to_null(array), name, make_error, times=True)
+    status = markers.mark_numbers(values, status)
+    missing = (status == EMPTY) | np.isnan(values)
+    rejected = ~missing & ((status == REJECTED) | ~np.isfinite(values))
+    return pa.array(values, pa.float64(), mask=missing | rejected), rejected
+
+
+# One category has one text, as it has one token:
+#
+#   text          as it is; true and false, and 1 and 0 of booleans, are the integers 1 and 0
+#   integers      their digits
+#   floats        the digits of integral ones; others are rejected
+#   dates         ISO 8601
+def _texts(array: pa.Array, name: str, make_error: MakeError, markers: Markers) -> Canonical:
+    """Return categories as text, large_string. Text that is not UTF-8 is rejected, and so are
+    fractions.
+    """
+    array = markers.to_null(array)
+    rejected = np.zeros(len(array), bool)
+    if types.is_null(array.type):
+        return pa.nulls(len(array), pa.large_string()), rejected
+    if types.is_floating(array.type):
+        integers = np.zeros(len(array), np.uint64)
+        status = float_tokens(array, integers)
+        digits = pc.cast(pa.array(integers.view(np.int64)), pa.large_string())
+        is_value = pa.array(status == VALUE)
+        text = pc.if_else(is_value, digits, pa.scalar(None, pa.large_string()))
+        return _without_markers(text, markers), status == REJECTED
+    if types.is_decimal(array.type):
+        text, integral = decimal_digits(array)
+        text = pc.if_else(pa.array(integral), text, pa.scalar(None, pa.large_string()))
+        return _without_markers(text, markers), ~integral
+    if is_text(array.type):
+        text, rejected = _utf8(pc.cast(array, pa.large_binary()))
+        return _without_markers(text, markers), rejected
+    if types.is_boolean(array.type):
+        array = pc.cast(array, pa.uint8())
+    elif types.is_date(array.type):
+        array = pc.cast(array, pa.date32())
+    elif not types.is_integer(array.type):
+        raise make_error(name, "text or integers are needed; convert it")
+    return _without_markers(pc.cast(array, pa.large_string()), markers), rejected
+
+
+def _utf8(array: pa.Array) -> Canonical:
+    """Convert bytes to text. Empty ones are missing."""
+    rejected = np.zeros(len(array), bool)
+    if not Text.from_array(array).is_ascii:
+        rejected = text_tokens(array, np.empty(len(array), np.uint64)) == REJECTED
+        array = pc.if_else(pa.array(rejected), pa.scalar(None, array.type), array)
+    for words, digit in ((_TRUE, b"1"), (_FALSE, b"0")):
+        is_word = pc.is_in(array, value_set=words)
+        if pc.any(is_word).as_py():
+            array = pc.if_else(is_word, pa.scalar(digit, array.type), array)
+    array = pc.if_else(pc.equal(array, b""), pa.scalar(None, array.type), array)
+    return pc.cast(array, pa.large_string()), rejected
+
+
+def _without_markers(text: pa.Array, markers: Markers) -> pa.Array:
+    """Replace the integers among the markers of missing values by null."""
+    if not len(markers.integers):
+        return text
+    digits = pc.cast(pa.array(markers.integers.view(np.int64)), pa.large_string())
+    return pc.if_else(pc.is_in(text, value_set=digits), pa.scalar(None, pa.large_string()), text)
+
+
+def _times(array: pa.Array, name: str, make_error: MakeError, markers: Markers) -> Canonical:
+    """Return times as int64 microseconds since 1970-01-01 00:00 UTC."""
+    array = markers.to_null(array)
+    rejected = np.zeros(len(array), bool)
+    if types.is_null(array.type):
+        return pa.nulls(len(array), pa.int64()), rejected
+    if is_text(array.type):
+        binary = pc.cast(array, pa.large_binary())
+        missing = pc.fill_null(pc.equal(pc.binary_length(binary), 0), True)
+        missing = missing.to_numpy(zero_copy_only=False)
+        values, status = read_times(array)
+        rejected = ~missing & (status != VALUE)
+        return pa.array(values, mask=missing | rejected), rejected
+    if types.is_boolean(array.type):
+        raise make_error(
+            name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970"
+        )
+    if types.is_timestamp(array.type):
+        return pc.cast(pc.cast(array, pa.timestamp("us"), safe=False), pa.int64()), rejected
+    numbers, status = parse_numbers(array, name, make_error, times=True)
+    values = numbers if types.is_temporal(array.type) else epoch_seconds(numbers)
+    missing = (status == EMPTY) | np.isnan(values)
+    good = ~missing & (status == VALUE) & np.isfinite(values) & (np.abs(values) < MAX_SECONDS)
+    microseconds = np.rint(np.where(good, values, 0) * 1e6).astype(np.int64)
+    return pa.array(microseconds, mask=~good), ~missing & ~good

@@ -1,0 +1,125 @@
+"""Lookups of formulas in side tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from rayrec import storage
+from rayrec.config import InputError
+from rayrec.data.features.side_table import SideTable, build
+from rayrec.data.logs.column_parser import ColumnParser
+from rayrec.data.logs.column_values import is_list, is_text, resolved, split_lists, text_tokens
+from rayrec.data.logs.formula_columns import LIST_TYPES, NO_MARKERS, canonical, lists_of
+from rayrec.formula.tree import Lookup
+from rayrec.formula.types import Type
+from rayrec.schema import NamedTable, Schema
+
+
+@final
+class Lookups:
+    """Side tables of a schema, for the rows of one table of a log."""
+
+    def __init__(self, schema: Schema, parser: ColumnParser) -> None:
+        self._schema = schema
+        self._parser = parser
+
+    def values(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
+        """Return a column of a side table, as formulas take it, in the row of each key; null if no
+        row has the key.
+        """
+        named = self._schema.table(lookup.table)
+        table = open_named(named, self._schema.program.lookups[lookup.table])
+        key = keys[0]
+        tokens = np.zeros(len(key), np.uint64)
+        text_tokens(pc.cast(key, pa.large_binary()), tokens)
+        missing = key.is_null().to_numpy(zero_copy_only=False)
+        times = None
+        if named.time is not None:
+            times = self._times()
+        rows = table.lookup(tokens, missing, times)
+        values = table.column(lookup.column, rows)
+        return column_values(values, kind, lookup, self._schema)[0]
+
+    def _times(self) -> np.ndarray:
+        """Return the time of each row of the log, int64 microseconds."""
+        name = self._schema.timestamp
+        if name is None:
+            raise InputError(
+                "schema: tables with time need the time of the log's rows; name its column in "
+                "timestamp"
+            )
+        return self._parser.times(name)
+
+
+@lru_cache(maxsize=64)
+def open_named(table: NamedTable, columns: tuple[str, ...]) -> SideTable:
+    """Open a side table for this process, built if it is not. Raises InputError if its content is
+    not that of `table.content`.
+    """
+    opened = build(table, columns)
+    if table.content is not None:
+        opened.check_content(table.content)
+    return opened
+
+
+def with_contents(schema: Schema) -> Schema:
+    """Return the schema with the absolute path and the content hash of each side table that its
+    formulas look up. Raises InputError for a table that cannot be read, and for values that
+    formulas cannot take.
+    """
+    tables = []
+    for table in schema.tables:
+        columns = schema.program.lookups.get(table.name)
+        if columns is None:
+            raise InputError(f"schema: no formula looks up table {table.name}; remove it")
+        opened = open_named(table, columns)
+        path = storage.absolute(table.path)
+        tables.append(table.replace(path=path, content=opened.content_hash))
+    for lookup in schema.program.lookup_nodes:
+        named = schema.table(lookup.table)
+        opened = open_named(named, schema.program.lookups[lookup.table])
+        values = opened.column(lookup.column, np.arange(opened.rows))
+        _, rejected = column_values(values, lookup.type, lookup, schema)
+        if rejected.any():
+            row = int(np.argmax(rejected))
+            value = values[row].as_py()
+            shown = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            raise InputError(
+                f"tables: {named.path}: column {lookup.column} has {shown!r} in row {row}, "
+                f"which is no {lookup.type.kind}. Correct it, or use the column in another way"
+            )
+    return schema.replace(tables=tuple(tables))
+
+
+def column_values(
+    values: pa.Array, kind: Type, lookup: Lookup, schema: Schema
+) -> tuple[pa.Array, np.ndarray]:
+    """Return values of a side table as formulas take them, and which are not of the type, bool."""
+
+    def error(name: str, fix: str) -> InputError:
+        return InputError(f"tables: {lookup.table}: column {name} is of type {values.type}; {fix}")
+
+    if not kind.is_list:
+        return canonical(values, kind, lookup.column, error, NO_MARKERS)
+    if types.is_null(values.type):
+        return pa.nulls(len(values), LIST_TYPES[kind.kind]), np.zeros(len(values), bool)
+    is_null = values.is_null()
+    if is_text(values.type):
+        values, bad = split_lists(values, schema.list_delimiter, trim=False)
+    elif is_list(values.type):
+        bad = np.zeros(len(values), bool)
+    else:
+        raise error(lookup.column, "a list is needed, or text with the schema's list_delimiter")
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    items = resolved(pc.list_flatten(values))
+    found, rejected = canonical(items, kind, lookup.column, error, NO_MARKERS)
+    row_of = np.repeat(np.arange(len(values)), lengths)
+    bad = bad | (np.bincount(row_of[rejected], minlength=len(values)) > 0)
+    return lists_of(found, row_of, is_null), bad
