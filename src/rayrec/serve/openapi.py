@@ -51,7 +51,7 @@ def example_row(preprocessor: Preprocessor) -> dict[str, Any]:
     """Return a row of numbers and of known categories, if the vocabulary reveals them."""
     schema = preprocessor.schema
     inputs = preprocessor.inputs
-    row: dict[str, Any] = dict.fromkeys(schema.dense, 1)
+    row: dict[str, Any] = {name: 1 for name in schema.dense if name not in schema.derived}
     if schema.tokens != "hexadecimal":  # The vocabulary has only hashes of text
         return row
     for number, name in enumerate(inputs.sparse):
@@ -101,12 +101,20 @@ def _columns(schema: Schema) -> dict[str, Any]:
         "items": dense,
         "description": "A weight for each category of a list.",
     }
-    return {
+    time = {
+        "type": ["string", "number", "null"],
+        "description": f"A date or time, or seconds since 1970. {_MISSING}",
+    }
+    properties = {
         **{name: ignored for name in schema.columns if name not in scored},
         **dict.fromkeys(schema.dense, dense),
         **{name: categories if name in schema.lists else token for name in schema.sparse},
         **dict.fromkeys(schema.list_weights, weights),
     }
+    for name, kind in schema.program.sources.items():
+        items = {"number": dense, "time": time}.get(kind.kind, token)
+        properties[name] = {"type": ["array", "null"], "items": items} if kind.is_list else items
+    return {name: value for name, value in properties.items() if name not in schema.derived}
 
 
 _LINES: Final = (

@@ -283,7 +283,7 @@ class AnyReader(RowReader):
         if empty:
             row = count_byte(text[: empty.start()], ord("\n"))
             raise RequestError(400, f"row {row}: empty line", row=row)
-        table = line_format.parse(text, self.schema.columns, self.schema.lists)
+        table = line_format.parse(text, self.schema.columns, self.schema.list_columns)
         absent = [name for name in self.schema.columns if name not in table.column_names]
         for name in absent:
             table = table.append_column(name, pa.nulls(len(table)))
@@ -298,18 +298,26 @@ class AnyReader(RowReader):
             self._check_names(row, number)
         arrays: dict[str, pa.Array] = {}
         for name in self.schema.columns:
-            is_number = name in self.schema.dense or name in self.schema.list_weights
-            item_of, kind = (
-                (self._number, pa.float64()) if is_number else (_token_text, pa.large_string())
-            )
+            item_of, kind = self._conversion(name)
             values: Iterator[Any] = (row.get(name) for row in rows)
-            if name in self.schema.lists or name in self.schema.list_weights:
+            if name in self.schema.list_columns or name in self.schema.list_weights:
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
                 arrays[name] = pa.array(
                     [item_of(value, name, number) for number, value in enumerate(values)], kind
                 )
         return pa.table(arrays)
+
+    def _conversion(self, name: str) -> tuple[Callable[[Any, str, int], Any], pa.DataType]:
+        """Return the function that converts a column's JSON values, and their type."""
+        source = self.schema.program.sources.get(name)
+        if name in self.schema.dense or name in self.schema.list_weights:
+            return self._number, pa.float64()
+        if source is not None and source.kind == "number":
+            return self._number, pa.float64()
+        if source is not None and source.kind == "time":
+            return _time_text, pa.large_string()
+        return _token_text, pa.large_string()
 
     def _number(self, value: Any, name: str, row: int) -> float | None:
         if type(value) is str and value in self.schema.missing:
@@ -423,6 +431,17 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
     raise RequestError(
         400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name
     )
+
+
+def _time_text(value: Any, name: str, row: int) -> str | None:
+    """Return a time as in text files: the text of a date or time, or a number since 1970."""
+    if value is None or type(value) is str:
+        return value
+    if type(value) not in (int, float):
+        raise RequestError(
+            400, f"row {row}: {name} is {_kind(value)}, not a time", row=row, field=name
+        )
+    return repr(value)
 
 
 def _lists(
