@@ -262,11 +262,7 @@ def _raw_rows(
 def _as_table_rows(table: pa.Table, schema: Schema) -> RawValues:
     raw, _ = parse_table(table, schema.unlabelled())
     values = table.select(
-        [
-            name
-            for name in (*schema.dense, *schema.sparse, *schema.list_weights)
-            if name in table.column_names
-        ]
+        [name for name in schema.unlabelled().columns if name in table.column_names]
     )
     for index, field in enumerate(values.schema):
         if pa.types.is_timestamp(field.type):  # Python's datetime has no nanoseconds

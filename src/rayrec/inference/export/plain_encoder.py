@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from rayrec.data.encoding.rules import (
     expand_bag,
     seconds_of,
 )
+from rayrec.data.features.definitions import value_of
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, ...]
@@ -49,6 +50,7 @@ _STORED = {
     "file_minimum",
     "multi_hot",
     "constants",
+    "formulas",
     "hash",
 }
 _SCHEMA = {
@@ -66,6 +68,7 @@ _SCHEMA = {
     ),
     *(
         "features",
+        "tables",
         "labels",
         "timestamp",
         "nan",
@@ -78,7 +81,24 @@ _SCHEMA = {
     ),
     *("header_row", "dropped"),
 }
-_FEATURE = {"name", "vocabulary", "max_length", "weights", "aligned_with", "list_delimiter"}
+_FEATURE = {
+    *("name", "formula", "vocabulary", "max_length", "weights", "aligned_with", "list_delimiter")
+}
+_EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (float("inf"), 1e9))
+"""Units of numbers since 1970 by their magnitude, as (limit, units per second)."""
+_TIME_FORMATS = (
+    "%Y/%m/%d %H:%M:%S",
+    "%Y/%m/%d %H:%M",
+    "%Y/%m/%d",
+    "%d.%m.%Y %H:%M:%S",
+    "%d.%m.%Y %H:%M",
+    "%d.%m.%Y",
+    "%m/%d/%Y %I:%M:%S %p",
+    "%m/%d/%Y %I:%M %p",
+    "%m/%d/%Y %H:%M:%S",
+    "%m/%d/%Y %H:%M",
+    "%m/%d/%Y",
+)
 
 
 class Encoder:
@@ -99,8 +119,12 @@ class Encoder:
             _reject_unknown(feature, _FEATURE, f"feature {name}")
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
         self._booleans = self.schema.get("category_rules", 1) >= 2
-        weights = [feature.get("weights") for feature in self._features.values()]
-        self._scored = {*self.schema["dense"], *self.schema["sparse"], *filter(None, weights)}
+        # Checked trees, so that the parser and the types of formulas are not needed here
+        no_formulas: dict[str, Any] = {"inputs": {}, "steps": []}
+        self._formulas = stored.get("formulas", no_formulas)
+        self._computed = {step["name"] for step in self._formulas["steps"]}
+        self._tables = _open_tables(folder, self.schema.get("tables", ()))
+        self._scored = self._columns_of_log()
         self._missing = set(self.schema.get("missing", ()))
         numbers = [_marker_number(marker) for marker in self._missing]
         self._missing_numbers = {number for number in numbers if number is not None}
@@ -125,6 +149,13 @@ class Encoder:
                 vocabularies[vocabulary] = tokens[first : first + (column.num_tokens or 0)]
                 first += len(vocabularies[vocabulary])
             self._sparse.append((column, _make_lookup(vocabularies[vocabulary], column)))
+
+    def _columns_of_log(self) -> set[str]:
+        """Return the columns of the log that rows need."""
+        weights = [feature.get("weights") for feature in self._features.values()]
+        features = {*self.schema["dense"], *self.schema["sparse"]}
+        read = features - self._computed
+        return {*read, *self._formulas["inputs"], *filter(None, weights)}
 
     def parse(self, lines: Iterable[str]) -> list[dict[str, str]]:
         """Parse lines of the log without a header, labelled or not, into rows for `encode`. Their
@@ -226,6 +257,7 @@ class Encoder:
 
         Raises ValueError with row and column for anything else.
         """
+        rows = [self._with_formulas(values, row) for row, values in enumerate(rows)]
         names = self.schema["dense"]
         numbers = [self._numbers(rows, name) for name in names]
         categories = [self._categories(rows, name) for name in self.schema["sparse"]]
@@ -252,6 +284,60 @@ class Encoder:
             ids.append((encoded, *list_parts) if list_parts else encoded)
         return dense, self._expanded(ids)
 
+    def _with_formulas(self, values: Mapping[str, Any], row: int) -> Mapping[str, Any]:
+        """Return a row with the columns that formulas compute."""
+        if not self._computed:
+            return values
+        columns = {
+            name: self._formula_input(values.get(name), name, kind, row)
+            for name, kind in self._formulas["inputs"].items()
+        }
+        time = self._time_of(values, row)
+
+        def look_up(table: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
+            return self._tables[table].value(keys[0], time, column_key(column, kind))
+
+        for step in self._formulas["steps"]:
+            columns[step["name"]] = value_of(step["node"], columns, look_up)
+        return {**values, **{name: columns[name] for name in self._computed}}
+
+    def _time_of(self, values: Mapping[str, Any], row: int) -> int | None:
+        """Return the time of a row in microseconds, None if no side table depends on it."""
+        if all(table.times is None for table in self._tables.values()):
+            return None
+        name = self.schema["timestamp"]
+        value = _plain(values.get(name))
+        return _microseconds(value, f"row {row}: {name} must be a time, got {value!r}")
+
+    def _formula_input(self, value: Any, name: str, kind: Mapping[str, Any], row: int) -> Any:
+        """Return a value as formulas take it: a number, text, microseconds, a list of these, or
+        None.
+        """
+        value = _plain(value)
+        if not kind["is_list"]:
+            return self._formula_item(value, name, kind, row)
+        if value is None:
+            return None
+        items = self._split(value, name) if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple, np.ndarray)):
+            raise ValueError(f"row {row}: {name} must be a list, got {items!r}")
+        read = [self._formula_item(_plain(item), name, kind, row) for item in items]
+        return [item for item in read if item is not None]
+
+    def _formula_item(self, value: Any, name: str, kind: Mapping[str, Any], row: int) -> Any:
+        if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
+            return None
+        if isinstance(value, str) and value in self._missing:
+            return None
+        if kind["kind"] == "number":
+            number = self._number(value, name, row)
+            return None if number is None or np.isnan(number) else float(number)
+        if kind["kind"] == "time":
+            return _microseconds(value, f"row {row}: {name} must be a time, got {value!r}")
+        text = _category_text(value, f"row {row}: {name} must be text or an integer, got {value!r}")
+        is_marker = _CANONICAL.fullmatch(text) and int(text) % 2**64 in self._missing_tokens
+        return None if is_marker else text
+
     def _numbers(
         self, rows: Sequence[Mapping[str, Any]], name: str
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -272,6 +358,9 @@ class Encoder:
             return None
         if isinstance(number, float) and np.isnan(number) and self.schema.get("nan") == "missing":
             return None
+        if name in self._computed:
+            # No input can be so large, and no row is at fault. Markers are values of files.
+            return number if -_LIMIT <= number <= _LIMIT else None
         kinds = int if self._hexadecimal else (int, float)
         if not isinstance(number, kinds) or not -_LIMIT <= number <= _LIMIT:
             raise ValueError(f"row {row}: {name} must be a number of this column, got {number!r}")
@@ -379,7 +468,8 @@ class Encoder:
     def _token(self, value: Any, name: str, row: int) -> int | None:
         if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
             return None
-        if isinstance(value, str) and value in self._missing:
+        is_computed = name in self._computed
+        if isinstance(value, str) and value in self._missing and not is_computed:
             return None
         if self._hexadecimal:
             if not (isinstance(value, str) and _HEXADECIMAL.fullmatch(value)):
@@ -389,7 +479,7 @@ class Encoder:
             token: int | None = int(value, 16)
         else:
             token = self._category_token(value, name, row)
-        return None if token in self._missing_tokens else token
+        return None if token in self._missing_tokens and not is_computed else token
 
     def _category_token(self, value: Any, name: str, row: int) -> int | None:
         if isinstance(value, date) and not isinstance(value, datetime):
@@ -424,6 +514,61 @@ class Encoder:
                 zip(ids, self._multi_hot["sizes"], self._sparse, strict=True)
             )
         ]
+
+
+def column_key(column: str, kind: Mapping[str, Any]) -> str:
+    """Return the beginning of the names of a column's arrays in a side table."""
+    return f"{column} {kind['kind']} {'list' if kind['is_list'] else 'value'}"
+
+
+class _Table:
+    """Side table of an export."""
+
+    def __init__(self, path: str) -> None:
+        with np.load(path, allow_pickle=False) as stored:
+            self._arrays = dict(stored)
+        self.times = self._arrays.get("times")
+
+    def value(self, key: str | None, time: int | None, column: str) -> Any:
+        """Return the value in the row of a key, the newest that is not after `time` in a table
+        with times. None without one.
+        """
+        if key is None:
+            return None
+        tokens = self._arrays["tokens"]
+        token = np.uint64(_text_token(key, True))
+        first = int(np.searchsorted(tokens, token, "left"))
+        stop = int(np.searchsorted(tokens, token, "right"))
+        if self.times is not None and time is not None:
+            earlier = np.searchsorted(self.times[first:stop], time, "right")
+            stop = first + int(earlier)
+        if first == stop:
+            return None
+        row = int(self._arrays["rows"][stop - 1])
+        ends = self._arrays.get(f"{column} list ends")
+        if ends is None:
+            return self._item(row, column)
+        if self._arrays[f"{column} no list"][row]:
+            return None
+        start = int(ends[row - 1]) if row else 0
+        return [self._item(item, column) for item in range(start, int(ends[row]))]
+
+    def _item(self, row: int, column: str) -> Any:
+        if self._arrays[f"{column} missing"][row]:
+            return None
+        if f"{column} values" in self._arrays:
+            return self._arrays[f"{column} values"][row].item()
+        ends = self._arrays[f"{column} ends"]
+        start = int(ends[row - 1]) if row else 0
+        return self._arrays[f"{column} text"][start : int(ends[row])].tobytes().decode()
+
+
+def _open_tables(folder: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, _Table]:
+    """Open the side tables of an export, by name."""
+    return {
+        table["name"]: _Table(os.path.join(folder, "tables", f"{number}.npz"))
+        for number, table in enumerate(tables)
+    }
 
 
 def _weight(value: Any) -> float | None:
@@ -475,6 +620,40 @@ def _marker_number(marker: str) -> float | None:
 
 def _is_integral(number: float) -> bool:
     return number.is_integer() and abs(number) < 2**53
+
+
+def _category_text(value: Any, error: str) -> str:
+    """Return a category's text, which is that of the integer if it is one."""
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, str):
+        return str(_BOOLEANS[value]) if value in _BOOLEANS else value
+    if isinstance(value, Decimal) and _is_integer(value):
+        return str(int(value))
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    if isinstance(value, int):
+        return str(int(value))
+    raise ValueError(error)
+
+
+def _microseconds(value: Any, error: str) -> int:
+    """Return a time in microseconds since 1970-01-01 00:00 UTC."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        value = float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        scale = next(scale for limit, scale in _EPOCH_UNITS if abs(value) < limit)
+        return round(value / scale * 1e6)
+    seconds = seconds_of(value) if isinstance(value, (str, date)) else None
+    if seconds is not None:
+        return round(seconds * 1e6)
+    for form in _TIME_FORMATS if isinstance(value, str) else ():
+        try:
+            time = datetime.strptime(value, form).replace(tzinfo=UTC)
+        except ValueError:
+            continue
+        return (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+    raise ValueError(error)
 
 
 def _plain(value: Any) -> Any:

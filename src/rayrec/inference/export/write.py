@@ -26,6 +26,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding import rules
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER
+from rayrec.data.features import definitions
 from rayrec.imports import require
 from rayrec.inference.config import ExportConfig
 from rayrec.inference.export import plain_encoder
@@ -48,6 +49,7 @@ from rayrec.inference.export.parity import (
     compare_encoder,
     parity_rows,
 )
+from rayrec.inference.export.side_tables import write_tables
 from rayrec.inference.model import model_version, open_served
 from rayrec.models.heads import BinaryHead, LabelHead
 from rayrec.models.scoring_tables import Quantization
@@ -177,7 +179,7 @@ def encoder_program() -> str:
     """
     heads: dict[str, None] = {"from __future__ import annotations": None}
     bodies = []
-    for module in (hashing, rules, plain_encoder):
+    for module in (hashing, rules, definitions, plain_encoder):
         source = inspect.getsource(module)
         lines = source.splitlines(keepends=True)
         docstring, *statements = ast.parse(source).body
@@ -198,12 +200,14 @@ def _write_encoder(
     """Write the Preprocessor and `encode.py`, and compare their results. Raises InputError if they
     differ.
     """
-    preprocessor.save(storage.join(out, PREPROCESSOR_FOLDER))
+    folder = storage.join(out, PREPROCESSOR_FOLDER)
+    preprocessor.save(folder)
+    write_tables(folder, preprocessor.schema)
     program = storage.join(out, ENCODER)
     storage.write_bytes(program, encoder_program().encode())
     try:
         compared = compare_encoder(
-            runpy.run_path(program)["Encoder"](storage.join(out, PREPROCESSOR_FOLDER)),
+            runpy.run_path(program)["Encoder"](folder),
             preprocessor,
             rows,
         )

@@ -53,18 +53,38 @@ rows = st.fixed_dictionaries(
         "tags": st.lists(texts, max_size=4),
     }
 )
+FORMULAS = {
+    "log_price": "log(price) - clip(age, -10, 10.5)",
+    "ratio": "price / age",
+    "bucket": "bucketize(age, [-1, 0, 0.5, 100])",
+    "pair": "cross(city, bucket)",
+    "hashed": "cross(city, bucket, 50)",
+    "row": "hash(city, 7)",
+    "letters": "ngrams(lower(city), 2)",
+    "count": "count_in(tags, city)",
+    "size": "len(tags)",
+    "recent": "last(concat(tags, letters), 3)",
+    "same": "overlap(tags, letters)",
+    "first": "coalesce(city, row, 'none')",
+    "old": "when(age > 30, 'old', city)",
+    "both": "when(city in ['a', '1'], price, age * 2)",
+}
 schemas = st.builds(
-    lambda missing, max_length, list_delimiter: Schema(
+    lambda missing, max_length, list_delimiter, formulas: Schema(
         label="click",
         dense=("price", "age"),
         sparse=("city", "tags"),
         lists=("tags",),
         missing=missing,
-        features=(Feature(name="tags", max_length=max_length, list_delimiter=list_delimiter),),
+        features=(
+            Feature(name="tags", max_length=max_length, list_delimiter=list_delimiter),
+            *(Feature(name=name, formula=FORMULAS[name]) for name in formulas),
+        ),
     ),
     missing=st.sampled_from([(), ("NA", "-1"), ("0",)]),
     max_length=st.sampled_from([None, 2]),
     list_delimiter=st.sampled_from([None, "|", "^"]),
+    formulas=st.sampled_from([(), tuple(FORMULAS)]),
 )
 
 

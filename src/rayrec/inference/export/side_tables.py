@@ -1,0 +1,68 @@
+"""Side tables of an export, for its `encode.py`."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayrec import storage
+from rayrec.data.logs.lookups import column_values, open_named
+from rayrec.formula.types import Type
+from rayrec.inference.export.plain_encoder import column_key
+from rayrec.schema import Schema
+
+
+# Arrays of a table, in numpy.savez's format, which needs no pickle. K is the name of a column and
+# its type, as in `plain_encoder.column_key`:
+#
+#   tokens, rows       token of each row's key, sorted (rows of one token by time), and its row
+#   times              time of these rows, in a table with `time`
+#   K values           numbers and times; NaN or 0 if missing
+#   K text, K ends     text of all rows, UTF-8, and where each row's text ends
+#   K missing          whether a row has no value
+#   K list ends        where each row's list ends; the other arrays have items then
+#   K no list          whether a row has no list
+def write_tables(folder: str, schema: Schema) -> None:
+    """Write the side tables of a schema to `folder`, tables/0.npz for the first."""
+    for number, table in enumerate(schema.tables):
+        opened = open_named(table, schema.program.lookups[table.name])
+        tokens, times, rows = opened.sorted_keys()
+        arrays = {"tokens": tokens, "rows": rows}
+        if times is not None:
+            arrays["times"] = times
+        for lookup in schema.program.lookup_nodes:
+            if lookup.table != table.name:
+                continue
+            values = opened.column(lookup.column, np.arange(opened.rows))
+            column, _ = column_values(values, lookup.type, lookup, schema)
+            arrays |= _arrays_of(column, _key(lookup.column, lookup.type))
+        with (
+            storage.writing(storage.join(folder, "tables", f"{number}.npz")) as path,
+            open(path, "wb") as file,
+        ):
+            np.savez(file, allow_pickle=False, **arrays)
+
+
+def _key(column: str, kind: Type) -> str:
+    return column_key(column, {"kind": kind.kind, "is_list": kind.is_list})
+
+
+def _arrays_of(column: pa.Array, key: str) -> dict[str, Any]:
+    """Return the arrays of a column as formulas take it."""
+    arrays: dict[str, Any] = {}
+    if pa.types.is_large_list(column.type):
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        arrays[f"{key} list ends"] = np.cumsum(lengths, dtype=np.int64)
+        arrays[f"{key} no list"] = column.is_null().to_numpy(zero_copy_only=False)
+        column = pc.list_flatten(column)
+    arrays[f"{key} missing"] = column.is_null().to_numpy(zero_copy_only=False)
+    if pa.types.is_large_string(column.type):
+        text = pc.fill_null(column, "")
+        sizes = pc.binary_length(text).to_numpy(zero_copy_only=False)
+        joined = "".join(text.to_pylist()).encode()
+        arrays[f"{key} text"] = np.frombuffer(joined, np.uint8)
+        arrays[f"{key} ends"] = np.cumsum(sizes, dtype=np.int64)
+    else:
+        arrays[f"{key} values"] = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
+    return arrays
