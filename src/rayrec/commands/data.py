@@ -139,6 +139,35 @@ def schema(
     return None
 
 
+def _feature_text(rows: list[dict[str, Any]]) -> str:
+    from rayrec.humanize import aligned, value_text
+
+    cells = [[value_text(value) for value in row.values()] for row in rows]
+    return "\n".join(aligned([list(rows[0]), *cells]))
+
+
+@command(
+    "Data",
+    show=lambda rows: Shown(rows, _feature_text(rows)),
+    examples=("rayrec features shop.yaml shop.csv --rows 10",),
+)
+def features(
+    schema: Annotated[str, Argument("YAML file of a schema with formulas", "SCHEMA")],
+    path: LogPath,
+    *,
+    rows: Annotated[int, Argument("number of rows")] = 5,
+) -> list[dict[str, Any]]:
+    """Show the columns that a schema's formulas compute, for the first rows of a log.
+
+    See rayrec.prepare.feature_table.compute_features.
+    """
+    from rayrec import storage
+    from rayrec.prepare.feature_table import compute_features
+    from rayrec.schema import load_schema
+
+    return compute_features(load_schema(storage.read_text(schema), schema), path, rows)
+
+
 def draft_schema(path: Any, *, label: str | None = None) -> "Schema":
     """Draft the schema of your own log for recipes such as `rayrec.recipes.clicks`.
 
