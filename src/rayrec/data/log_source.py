@@ -25,7 +25,7 @@ from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.lookups import with_contents
+from rayrec.data.logs.lookups import current_tables, with_contents
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.rewritten import check_schema, read_file
@@ -448,6 +448,7 @@ class LogSource:
             return open_verified(self.path, context).index
         if self.is_random:
             return index_random(self.path, schema, segment_bytes=segment_bytes)
+        current_tables(schema)  # Raises if a side table is not the one of the model
         files = self.raw_files(schema)
         table = find_version(files[0].path)
         if table is not None:

@@ -16,6 +16,7 @@ from rayrec.data.formats.csv_reader import read_csv_text
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.typed_header import split_types
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
+from rayrec.data.logs.lookups import current_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
 from rayrec.data.raw_block import RawBlock
@@ -479,5 +480,8 @@ def _kind(value: Any) -> str:
 
 
 def make_reader(schema: Schema) -> RowReader:
-    """Return the reader of a schema. It ignores labels, row weights and timestamps."""
+    """Return the reader of a schema. It ignores labels, row weights and timestamps, unless a side
+    table depends on the time. Raises InputError if a side table is not the one of the model.
+    """
+    current_tables(schema)
     return HexadecimalReader(schema) if schema.tokens == "hexadecimal" else AnyReader(schema)

@@ -89,7 +89,6 @@ _KINDS = (
     TRAIL,
     FORM,
 ) = range(len(_KINDS))
-_NO_MARKERS = Markers.from_texts(())
 _FULL_ROW = -1
 _POSITION_BITS = 32
 """Low bits for a list item's position in its row, below the row number."""
@@ -218,7 +217,7 @@ class ColumnParser:
 
     def _markers_of(self, name: str) -> Markers:
         """Return the markers of missing values in a column. What formulas compute has none."""
-        return _NO_MARKERS if name in self.schema.derived else self.markers
+        return Markers.from_texts(()) if name in self.schema.derived else self.markers
 
     def _reject_labels(self, bad: np.ndarray, name: str) -> None:
         """Record labels other than 0 and 1."""

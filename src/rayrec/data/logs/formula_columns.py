@@ -32,7 +32,6 @@ from rayrec.formula.types import Type
 Canonical = tuple[pa.Array, np.ndarray]
 """Values as formulas take them, null if missing or rejected, and which are rejected, bool."""
 
-NO_MARKERS: Final = Markers.from_texts(())
 LIST_TYPES: Final = {
     "number": pa.large_list(pa.float64()),
     "category": pa.large_list(pa.large_string()),
@@ -40,8 +39,11 @@ LIST_TYPES: Final = {
     "time": pa.large_list(pa.int64()),
 }
 """Arrow types of lists, by the type of their items."""
-_TRUE: Final = pa.array([b"true", b"True", b"TRUE"], pa.large_binary())
-_FALSE: Final = pa.array([b"false", b"False", b"FALSE"], pa.large_binary())
+_BOOLEANS: Final = {
+    b"1": [b"true", b"True", b"TRUE"],
+    b"0": [b"false", b"False", b"FALSE"],
+}
+"""Texts that are the integers 1 and 0."""
 
 
 def canonical(
@@ -120,8 +122,8 @@ def _utf8(array: pa.Array) -> Canonical:
     if not Text.from_array(array).is_ascii:
         rejected = text_tokens(array, np.empty(len(array), np.uint64)) == REJECTED
         array = pc.if_else(pa.array(rejected), pa.scalar(None, array.type), array)
-    for words, digit in ((_TRUE, b"1"), (_FALSE, b"0")):
-        is_word = pc.is_in(array, value_set=words)
+    for digit, words in _BOOLEANS.items():
+        is_word = pc.is_in(array, value_set=pa.array(words, pa.large_binary()))
         if pc.any(is_word).as_py():
             array = pc.if_else(is_word, pa.scalar(digit, array.type), array)
     array = pc.if_else(pc.equal(array, b""), pa.scalar(None, array.type), array)

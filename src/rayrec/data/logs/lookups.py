@@ -15,8 +15,15 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.features.side_table import SideTable, build
 from rayrec.data.logs.column_parser import ColumnParser
-from rayrec.data.logs.column_values import is_list, is_text, resolved, split_lists, text_tokens
-from rayrec.data.logs.formula_columns import LIST_TYPES, NO_MARKERS, canonical, lists_of
+from rayrec.data.logs.column_values import (
+    Markers,
+    is_list,
+    is_text,
+    resolved,
+    split_lists,
+    text_tokens,
+)
+from rayrec.data.logs.formula_columns import LIST_TYPES, canonical, lists_of
 from rayrec.formula.tree import Lookup
 from rayrec.formula.types import Type
 from rayrec.schema import NamedTable, Schema
@@ -58,35 +65,49 @@ class Lookups:
         return self._parser.times(name)
 
 
-@lru_cache(maxsize=64)
 def open_named(table: NamedTable, columns: tuple[str, ...]) -> SideTable:
-    """Open a side table for this process, built if it is not. Raises InputError if its content is
-    not that of `table.content`.
+    """Open a side table, built if it is not. Raises InputError if its content is not that of
+    `table.content`. A table with a known content stays open in this process.
     """
+    return build(table, columns) if table.content is None else _opened(table, columns)
+
+
+@lru_cache(maxsize=64)
+def _opened(table: NamedTable, columns: tuple[str, ...]) -> SideTable:
+    assert table.content is not None
     opened = build(table, columns)
-    if table.content is not None:
-        opened.check_content(table.content)
+    opened.check_content(table.content)
     return opened
 
 
-def with_contents(schema: Schema) -> Schema:
-    """Return the schema with the absolute path and the content hash of each side table that its
-    formulas look up. Raises InputError for a table that cannot be read, and for values that
-    formulas cannot take.
+def current_tables(schema: Schema) -> tuple[NamedTable, ...]:
+    """Return the side tables of a schema with their absolute paths and the hashes of their content
+    today. Raises InputError for a table that cannot be read, and if a hash of the schema differs.
     """
     tables = []
     for table in schema.tables:
         columns = schema.program.lookups.get(table.name)
         if columns is None:
             raise InputError(f"schema: no formula looks up table {table.name}; remove it")
-        opened = open_named(table, columns)
+        # Not one that is open already: the file may have changed
+        opened = build(table, columns)
+        if table.content is not None:
+            opened.check_content(table.content)
         path = storage.absolute(table.path)
         tables.append(table.replace(path=path, content=opened.content_hash))
-    for lookup in schema.program.lookup_nodes:
-        named = schema.table(lookup.table)
-        opened = open_named(named, schema.program.lookups[lookup.table])
+    return tuple(tables)
+
+
+def with_contents(schema: Schema) -> Schema:
+    """Return the schema with its `current_tables`. Raises InputError too for values that formulas
+    cannot take.
+    """
+    completed = schema.replace(tables=current_tables(schema))
+    for lookup in completed.program.lookup_nodes:
+        named = completed.table(lookup.table)
+        opened = open_named(named, completed.program.lookups[lookup.table])
         values = opened.column(lookup.column, np.arange(opened.rows))
-        _, rejected = column_values(values, lookup.type, lookup, schema)
+        _, rejected = column_values(values, lookup.type, lookup, completed)
         if rejected.any():
             row = int(np.argmax(rejected))
             value = values[row].as_py()
@@ -95,7 +116,7 @@ def with_contents(schema: Schema) -> Schema:
                 f"tables: {named.path}: column {lookup.column} has {shown!r} in row {row}, "
                 f"which is no {lookup.type.kind}. Correct it, or use the column in another way"
             )
-    return schema.replace(tables=tuple(tables))
+    return completed
 
 
 def column_values(
@@ -106,8 +127,9 @@ def column_values(
     def error(name: str, fix: str) -> InputError:
         return InputError(f"tables: {lookup.table}: column {name} is of type {values.type}; {fix}")
 
+    no_markers = Markers.from_texts(())  # Text that means a missing value is null already
     if not kind.is_list:
-        return canonical(values, kind, lookup.column, error, NO_MARKERS)
+        return canonical(values, kind, lookup.column, error, no_markers)
     if types.is_null(values.type):
         return pa.nulls(len(values), LIST_TYPES[kind.kind]), np.zeros(len(values), bool)
     is_null = values.is_null()
@@ -119,7 +141,7 @@ def column_values(
         raise error(lookup.column, "a list is needed, or text with the schema's list_delimiter")
     lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
     items = resolved(pc.list_flatten(values))
-    found, rejected = canonical(items, kind, lookup.column, error, NO_MARKERS)
+    found, rejected = canonical(items, kind, lookup.column, error, no_markers)
     row_of = np.repeat(np.arange(len(values)), lengths)
     bad = bad | (np.bincount(row_of[rejected], minlength=len(values)) > 0)
     return lists_of(found, row_of, is_null), bad

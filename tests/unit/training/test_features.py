@@ -1,0 +1,190 @@
+"""Formulas and side tables of a schema, from training to scores and exports."""
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.faults import rejects
+from builders.runs import LEAN, QUIET
+
+import rayrec
+from rayrec import recipes
+from rayrec.prepare.feature_table import compute_features
+from rayrec.schema import Schema, load_schema
+
+SCHEMA = """
+label: click
+timestamp: time
+delimiter: ","
+dense: [age]
+sparse: [user, item, history]
+lists: [history]
+tables:
+  items: {path: ITEMS, key: item}
+  prices: {path: PRICES, key: item, time: since}
+features:
+- {name: category, from: "lookup(items, item, category)"}
+- {name: tags, from: "lower(lookup(items, item, tags))"}
+- {name: price, from: "log(lookup(prices, item, price))"}
+- {name: bucket, from: "bucketize(lookup(prices, item, price), [50, 100])"}
+- {name: hour, from: "hour(time)"}
+- {name: seen, from: "count_in(history, item)"}
+- {name: taste, from: "cross(user, category)"}
+- {name: days, from: "age(time, registered) / 86400"}
+"""
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a log, and tables of items and of their prices at two times."""
+    folder = tmp_path_factory.mktemp("shop")
+    rng = random.Random(0)
+    items = [
+        {"item": n, "category": f"c{n % 4}", "tags": rng.choice(["A", "B", ""])} for n in range(30)
+    ]
+    prices = [
+        {"item": n, "price": n + day, "since": f"2026-01-{day:02d}"}
+        for n in range(30)
+        for day in (1, 11)
+    ]
+    log = [
+        {
+            "click": int(rng.random() < 0.4),
+            "time": f"2026-01-{1 + n % 20:02d} {n % 24:02d}:30:00",
+            "age": rng.choice(["", 20, 33.5]),
+            "user": rng.randrange(40),
+            "item": rng.randrange(35),  # Some are in no table
+            "history": "|".join(str(rng.randrange(30)) for _ in range(rng.randrange(4))),
+            "registered": rng.choice(["", "2025-12-01"]),
+        }
+        for n in range(600)
+    ]
+    write_rows(folder / "items.csv", items)
+    write_rows(folder / "prices.csv", prices)
+    write_rows(folder / "log.csv", log)
+    return folder
+
+
+def schema_of(folder: Path) -> Schema:
+    text = SCHEMA.replace("ITEMS", str(folder / "items.csv"))
+    return load_schema(text.replace("PRICES", str(folder / "prices.csv")), "schema.yaml")
+
+
+def train(folder: Path, runs: Path, **changes: Any) -> Any:
+    config = recipes.clicks(schema=schema_of(folder)).replace(
+        train_data={"path": str(folder / "log.csv")},
+        scaling={"num_workers": 1},
+        batch_size=64,
+        steps=6,
+        name="run",
+        storage_path=str(runs),
+        **LEAN,
+    )
+    return rayrec.train(config.replace(**changes), console=QUIET)
+
+
+def test_computed_columns_have_values_of_their_rows(shop: Path) -> None:
+    rows = compute_features(schema_of(shop), str(shop / "log.csv"), 40)
+    with (shop / "log.csv").open() as file:
+        log = list(csv.DictReader(file))[:40]
+    assert {int(row["item"]) >= 30 for row in log} == {True, False}
+    for row, source in zip(rows, log, strict=True):
+        item = int(source["item"])
+        is_known = item < 30
+        assert row["category"] == (f"c{item % 4}" if is_known else None)
+        assert row["hour"] == str(int(source["time"][11:13]))
+        assert row["seen"] == source["history"].split("|").count(source["item"])
+        price = item + (11 if source["time"] >= "2026-01-11" else 1)
+        bucket = str((price >= 50) + (price >= 100)) if is_known else None
+        assert row["bucket"] == bucket
+        assert row["taste"] == (f"{source['user']}\x1fc{item % 4}" if is_known else None)
+        assert (row["days"] is None) == (not source["registered"])
+
+
+def test_run_with_tables_is_scored_exported_and_resumed(shop: Path, tmp_path: Path) -> None:
+    result = train(shop, tmp_path)
+    metrics = rayrec.evaluate(result.summary["checkpoint"], console=QUIET)
+    assert metrics["rows"] > 0
+    report = rayrec.export(result.summary["checkpoint"], out=str(tmp_path / "out"))
+    assert report["encoder_parity"] == {
+        "rows": 600,
+        "origin": f"rows of {shop / 'log.csv'}",
+        "failure": None,
+    }
+    longer = train(shop, tmp_path, steps=8)
+    assert longer.summary["steps"] == 8
+
+
+def test_changed_table_is_rejected(shop: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shop"
+    folder.mkdir()
+    for name in ("items", "prices", "log"):
+        (folder / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
+    checkpoint = train(folder, tmp_path).summary["checkpoint"]
+    changed = (folder / "items.csv").read_text().replace("c3", "c5")
+    (folder / "items.csv").write_text(changed)
+    rejects(
+        "items.csv: changed since the model was trained",
+        rayrec.evaluate,
+        checkpoint,
+        str(folder / "log.csv"),
+        console=QUIET,
+    )
+    rejects("trained with other settings", train, folder, tmp_path, steps=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hour(time)": "hour(user)"}, "feature hour: .*hour: argument 1 must be a time"),
+        ({"hour(time)": "hours(time)"}, "function hours not found; did you mean 'hour'"),
+        ({"hour(time)": "time"}, "feature hour: a time is no input of a model"),
+        ({"hour(time)": "last(history, 2"}, "feature hour: formula .* expected"),
+        ({"lookup(items, item, category)": "cross(taste, user)"}, "need each other"),
+        ({"lookup(items,": "lookup(goods,"}, "look up goods, which must be in tables"),
+        ({"name: hour,": "name: hour, weights: age,"}, "feature hour is computed"),
+    ],
+)
+def test_invalid_formulas_are_rejected(shop: Path, changes: dict[str, str], message: str) -> None:
+    text = SCHEMA
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    rejects(message, load_schema, text, "schema.yaml")
+
+
+def test_unusable_value_of_table_is_rejected_before_training(shop: Path, tmp_path: Path) -> None:
+    for name in ("items", "prices", "log"):
+        (tmp_path / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
+    text = (tmp_path / "prices.csv").read_text().replace("\n3,4,", "\n3,cheap,")
+    (tmp_path / "prices.csv").write_text(text)
+    rejects(
+        "prices.csv: column price has 'cheap' in row 6, which is no number",
+        train,
+        tmp_path,
+        tmp_path / "runs",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fault_of_column_that_only_formulas_read_is_counted(shop: Path, tmp_path: Path) -> None:
+    lines = (shop / "log.csv").read_text().splitlines()
+    lines[3] = lines[3].rsplit(",", 1)[0] + ",some day"
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    rejects(
+        "not a time in column registered",
+        train,
+        shop,
+        tmp_path,
+        train_data={"path": str(tmp_path / "log.csv")},
+        max_bad_fraction=0.0,
+    )
