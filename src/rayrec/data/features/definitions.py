@@ -52,7 +52,7 @@ NUM_VALUES = {
 """Number of arguments before the constant ones, for functions that have constant ones."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_TRUE_AND_FALSE = {
+TRUE_AND_FALSE = {
     "true": 1,
     "True": 1,
     "TRUE": 1,
@@ -61,7 +61,7 @@ _TRUE_AND_FALSE = {
     "FALSE": 0,
 }
 _INT64_TEXT = re.compile(r"0|-?[1-9][0-9]*")
-_DECIMAL_TEXT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+DECIMAL_TEXT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _LOWER = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz")
 
 TableLookup = Callable[[str, list[Any], str, Mapping[str, Any]], Any]
@@ -119,8 +119,8 @@ def category_token(text: str) -> int:
     """
     if _INT64_TEXT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
         return int(text) % 2**64
-    if text in _TRUE_AND_FALSE:
-        return _TRUE_AND_FALSE[text]
+    if text in TRUE_AND_FALSE:
+        return TRUE_AND_FALSE[text]
     return xxh64(text.encode())
 
 
@@ -129,9 +129,9 @@ def number(text: str) -> float | None:
     text is missing.
     """
     text = text.strip(" \t")
-    if text in _TRUE_AND_FALSE:
-        return float(_TRUE_AND_FALSE[text])
-    return float(text) if _DECIMAL_TEXT.fullmatch(text) else None
+    if text in TRUE_AND_FALSE:
+        return float(TRUE_AND_FALSE[text])
+    return float(text) if DECIMAL_TEXT.fullmatch(text) else None
 
 
 def bucketize(x: float, edges: list[float]) -> str:

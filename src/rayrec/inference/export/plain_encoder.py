@@ -26,7 +26,12 @@ from rayrec.data.encoding.rules import (
     expand_bag,
     seconds_of,
 )
-from rayrec.data.features.definitions import value_of
+from rayrec.data.features.definitions import (
+    DECIMAL_TEXT,
+    TRUE_AND_FALSE,
+    category_token,
+    value_of,
+)
 from rayrec.hashing import xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, ...]
@@ -37,8 +42,6 @@ ids in each row. Lists with weights have the weight of each id too, float32.
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
 _CANONICAL = re.compile(r"0|-?[1-9][0-9]*")
 _INTEGER = re.compile(r"([+-]?[0-9]+)(\.0*)?")
-_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_BOOLEANS = {"true": 1, "True": 1, "TRUE": 1, "false": 0, "False": 0, "FALSE": 0}
 _LIMIT = 10**18
 _STORED = {
     "version",
@@ -575,7 +578,7 @@ def _weight(value: Any) -> float | None:
     """Return a weight; None if it is no finite number."""
     if isinstance(value, str):
         text = value.strip(" \t")
-        value = float(text) if _NUMBER.fullmatch(text) else None
+        value = float(text) if DECIMAL_TEXT.fullmatch(text) else None
     if not isinstance(value, (int, float, Decimal)):
         return None
     number = float(value)
@@ -613,9 +616,9 @@ def _row_pattern(mark: str, inner: str) -> re.Pattern[str]:
 def _marker_number(marker: str) -> float | None:
     """Return the number that a marker of missing values stands for. None for other text."""
     text = marker.strip(" \t")
-    if text in _BOOLEANS:
-        return float(_BOOLEANS[text])
-    return float(text) if _NUMBER.fullmatch(text) else None
+    if text in TRUE_AND_FALSE:
+        return float(TRUE_AND_FALSE[text])
+    return float(text) if DECIMAL_TEXT.fullmatch(text) else None
 
 
 def _is_integral(number: float) -> bool:
@@ -627,7 +630,7 @@ def _category_text(value: Any, error: str) -> str:
     if isinstance(value, date) and not isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, str):
-        return str(_BOOLEANS[value]) if value in _BOOLEANS else value
+        return str(TRUE_AND_FALSE[value]) if value in TRUE_AND_FALSE else value
     if isinstance(value, Decimal) and _is_integer(value):
         return str(int(value))
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -639,7 +642,7 @@ def _category_text(value: Any, error: str) -> str:
 
 def _microseconds(value: Any, error: str) -> int:
     """Return a time in microseconds since 1970-01-01 00:00 UTC."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
+    if isinstance(value, str) and DECIMAL_TEXT.fullmatch(value):
         value = float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         scale = next(scale for limit, scale in _EPOCH_UNITS if abs(value) < limit)
@@ -685,9 +688,9 @@ def _log_number(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = value.strip(" \t")
-    if text in _BOOLEANS:
-        return _BOOLEANS[text]
-    if text in ("nan", "NaN", "NAN") or _NUMBER.fullmatch(text):
+    if text in TRUE_AND_FALSE:
+        return TRUE_AND_FALSE[text]
+    if text in ("nan", "NaN", "NAN") or DECIMAL_TEXT.fullmatch(text):
         return float(text)
     seconds = seconds_of(text)
     return value if seconds is None else seconds
@@ -734,8 +737,8 @@ def _integer_token(text: str, error: str) -> int | None:
     text = text.strip(" \t")
     if text == "" or text.lower() == "nan":
         return None
-    if text in _BOOLEANS:
-        return _BOOLEANS[text]
+    if text in TRUE_AND_FALSE:
+        return TRUE_AND_FALSE[text]
     match = _INTEGER.fullmatch(text)
     if match is None or not -(2**63) <= int(match[1]) < 2**63:
         raise ValueError(error)
@@ -744,8 +747,6 @@ def _integer_token(text: str, error: str) -> int | None:
 
 @lru_cache(maxsize=1 << 20)
 def _text_token(text: str, booleans: bool) -> int:
-    if _CANONICAL.fullmatch(text) and -(2**63) <= int(text) < 2**63:
-        return int(text) % 2**64
-    if booleans and text in _BOOLEANS:
-        return _BOOLEANS[text]
-    return xxh64(text.encode())
+    if text in TRUE_AND_FALSE and not booleans:
+        return xxh64(text.encode())
+    return category_token(text)
