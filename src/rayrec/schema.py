@@ -131,10 +131,12 @@ class Feature(Config):
 
     @classmethod
     def item(cls, values: Mapping[str, Any], *, where: str) -> Config:
-        named = {("formula" if name == "from" else name): value for name, value in values.items()}
-        if len(named) < len(values):
+        if "from" not in values:
+            return super().item(values, where=where)
+        if "formula" in values:
             raise InputError(f"{where}from: is another name of formula, which is set too")
-        return super().item(named, where=where)
+        other_fields = {name: value for name, value in values.items() if name != "from"}
+        return super().item({**other_fields, "formula": values["from"]}, where=where)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -375,19 +377,19 @@ class Schema(Config):
         """Return the field that has a computed column. Raises InputError if its type is none of an
         input, or if the column is in other fields.
         """
-        where = f"schema: feature {step.name}"
+        prefix = f"schema: feature {step.name}"
         if step.type.kind == "time":
             raise InputError(
-                f"{where}: a time is no input of a model; use hour, weekday or age on it"
+                f"{prefix}: a time is no input of a model; use hour, weekday or age on it"
             )
         if step.type == Type("number", is_list=True):
-            raise InputError(f"{where}: a list of numbers is no input of a model; aggregate it")
+            raise InputError(f"{prefix}: a list of numbers is no input of a model; aggregate it")
         role: Literal["dense", "sparse"] = "dense" if step.type.kind == "number" else "sparse"
         is_declared = step.name in self.dense + self.sparse
         if is_declared and step.name not in getattr(self, role):
-            raise InputError(f"{where}: its formula makes a column of {role}, not another one")
+            raise InputError(f"{prefix}: its formula makes a column of {role}, not another one")
         if step.name in self.sparse and step.type.is_list != (step.name in self.lists):
-            raise InputError(f"{where}: must be in lists exactly if its formula makes lists")
+            raise InputError(f"{prefix}: must be in lists exactly if its formula makes lists")
         return role
 
     def _check_lookups(self) -> None:
@@ -421,7 +423,7 @@ class Schema(Config):
     def program(self) -> Program:
         """Formulas of all computed columns."""
         formulas = {each.name: each.formula for each in self.features if each.formula is not None}
-        return Program.of_columns(
+        return Program.from_columns(
             formulas,
             dense=self.dense,
             sparse=self.sparse,

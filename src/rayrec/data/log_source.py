@@ -261,10 +261,11 @@ class LogSource:
         return files
 
     def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
-        """Return the schema with the data's `tokens` (hexadecimal for text without a header, the
-        log's value for preprocessed data), the contents of its side tables, and its column order
-        in `header`, unless the schema declares one. A `preprocessor` folder has the order of files
-        without a header. A schema with another delimiter than a tab keeps its `tokens`.
+        """Return the schema with what the data decides: `tokens` (hexadecimal for text without a
+        header, the log's value for preprocessed data) and the contents of side tables. Its column
+        order becomes `header`, unless the schema declares one. A `preprocessor` folder has the
+        order of files without a header. A schema with another delimiter than a tab keeps its
+        `tokens`.
         """
         # The next reader explains a wrong path or column
         with suppress(InputError):

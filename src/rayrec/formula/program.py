@@ -32,7 +32,7 @@ class Program:
     inputs: Mapping[str, Type]
     """Columns of the log that formulas read, in order of use, with their types."""
     sources: Mapping[str, Type]
-    """Those of `inputs` that are no inputs of a model, with the types that their use implies."""
+    """Columns of `inputs` that are no inputs of a model, with the types that their use implies."""
 
     def describe(self) -> dict[str, Any]:
         """Return the inputs with their types, and the steps with their trees, as JSON values."""
@@ -56,7 +56,7 @@ class Program:
         return {table: tuple(sorted(names)) for table, names in columns.items()}
 
     @classmethod
-    def of_columns(
+    def from_columns(
         cls,
         formulas: Mapping[str, str],
         *,
@@ -68,33 +68,33 @@ class Program:
         """Check and order the formulas of a schema with these columns, as `compile` does."""
         if not formulas:
             return cls((), {}, {})
-        known = {name: Type("number") for name in dense}
-        known |= {name: Type("category", is_list=name in lists) for name in sparse}
+        column_types = {name: Type("number") for name in dense}
+        column_types |= {name: Type("category", is_list=name in lists) for name in sparse}
         if timestamp is not None:
-            known.setdefault(timestamp, Type("time"))
+            column_types.setdefault(timestamp, Type("time"))
         return cls.compile(
-            formulas, {name: kind for name, kind in known.items() if name not in formulas}
+            formulas, {name: kind for name, kind in column_types.items() if name not in formulas}
         )
 
     @classmethod
-    def compile(cls, formulas: Mapping[str, str], known: Mapping[str, Type]) -> Program:
+    def compile(cls, formulas: Mapping[str, str], column_types: Mapping[str, Type]) -> Program:
         """Check formulas and order them.
 
         Args:
             formulas: Text of each formula, by the name of the column that it computes.
-            known: Types of the log's columns that are inputs of a model.
+            column_types: Types of the log's columns that are inputs of a model.
 
         Raises InputError for an invalid formula, and for formulas that need each other.
         """
-        return _compiled(tuple(formulas.items()), tuple(known.items()))
+        return _compiled(tuple(formulas.items()), tuple(column_types.items()))
 
 
 @lru_cache(maxsize=64)
 def _compiled(
-    formulas: tuple[tuple[str, str], ...], known: tuple[tuple[str, Type], ...]
+    formulas: tuple[tuple[str, str], ...], column_types: tuple[tuple[str, Type], ...]
 ) -> Program:
     nodes = {name: _in_feature(name, parse, text) for name, text in formulas}
-    types = dict(known)
+    types = dict(column_types)
     steps: list[Step] = []
     sources: dict[str, Type] = {}
     inputs: dict[str, Type] = {}

@@ -176,7 +176,7 @@ def test_unusable_value_of_table_is_rejected_before_training(shop: Path, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_fault_of_column_that_only_formulas_read_is_counted(shop: Path, tmp_path: Path) -> None:
+def test_faults_of_formula_inputs_are_counted(shop: Path, tmp_path: Path) -> None:
     lines = (shop / "log.csv").read_text().splitlines()
     lines[3] = lines[3].rsplit(",", 1)[0] + ",some day"
     (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")

@@ -221,8 +221,9 @@ def build(
         folder: Cache folder or URL. None: `cache.folder()`.
 
     Raises InputError for an absent column, a missing or invalid key or time, a repeated key (with
-    `time`: a repeated key and time), a column of types that do not agree, a table without rows,
-    one that does not fit into the available memory, and a folder that cannot be written.
+    `time`: a repeated key and time), and a column of types that do not agree. Raises it too for a
+    table without rows, one that does not fit into the available memory, and a folder that cannot
+    be written.
     """
     schema = _key_schema(source, form, has_integer_keys)
     listed = list_log(source.path, ())

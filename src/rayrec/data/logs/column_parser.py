@@ -208,8 +208,8 @@ class ColumnParser:
 
     def compute(self, columns: Mapping[str, pa.Array]) -> None:
         """Add columns to the table, instead of those of the same names."""
-        kept = [name for name in self.table.column_names if name not in columns]
-        table = self.table.select(kept)
+        other_columns = [name for name in self.table.column_names if name not in columns]
+        table = self.table.select(other_columns)
         for name, values in columns.items():
             table = table.append_column(name, values)
         self.table = table

@@ -65,7 +65,7 @@ class Text:
 
     @property
     def is_ascii(self) -> bool:
-        """Whether all values are ASCII."""
+        """True if all values are ASCII."""
         return bool(self.data[self.offsets[0] : self.offsets[-1]].max(initial=0) < 128)
 
     def call(self, kernel: str, *outputs: np.ndarray) -> np.ndarray:

@@ -141,7 +141,7 @@ def column_values(
         raise error(lookup.column, "a list is needed, or text with the schema's list_delimiter")
     lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
     items = resolved(pc.list_flatten(values))
-    found, rejected = canonical(items, kind, lookup.column, error, no_markers)
+    canonical_items, rejected = canonical(items, kind, lookup.column, error, no_markers)
     row_of = np.repeat(np.arange(len(values)), lengths)
     bad = bad | (np.bincount(row_of[rejected], minlength=len(values)) > 0)
-    return lists_of(found, row_of, is_null), bad
+    return lists_of(canonical_items, row_of, is_null), bad

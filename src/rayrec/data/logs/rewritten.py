@@ -243,14 +243,14 @@ def _checked_groups(
     tables: Iterable[pa.Table], schema: Schema, segment_bytes: int, *, source: str
 ) -> Iterator[_CheckedGroup]:
     """Yield the rows of a log's file as row groups of about `segment_bytes`."""
-    found = Faults()
+    faults_since_group = Faults()
 
     def checked() -> Iterator[pa.Table]:
         first_row = 0
         for table in tables:
             complete = with_partitions(table, source, schema)
             is_valid, faults = check_table(complete, schema, path=source, first_row=first_row)
-            found.add(faults)
+            faults_since_group.add(faults)
             first_row += len(table)
             yield table.append_column(_VALID, pa.array(is_valid))
 
@@ -258,8 +258,8 @@ def _checked_groups(
         valid = pc.sum(rows.column(_VALID)).as_py()
         stored = rows.drop_columns([_VALID])
         faults = Faults()
-        faults.add(found)
-        found.clear()
+        faults.add(faults_since_group)
+        faults_since_group.clear()
         yield _CheckedGroup(stored, stored.nbytes, valid, faults)
 
 

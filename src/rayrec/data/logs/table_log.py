@@ -90,21 +90,21 @@ def index_tables(
     if cached := cache.read():
         return cached
     parts = _prepared_parts(files, schema, segment_bytes, context, new_columns)
-    found: dict[str, list[SegmentEntry]] = {part.path: [] for part in parts}
+    entries_of: dict[str, list[SegmentEntry]] = {part.path: [] for part in parts}
     faults = Faults()
     for part in parts:
         if part.checks is not None:
-            found[part.path] = _entries(part.path, part.checks)
+            entries_of[part.path] = _entries(part.path, part.checks)
             faults.add(Faults.from_dict(part.checks.faults))
     unchecked = [part for part in parts if part.checks is None]
     total = sum(part.rows for part in unchecked)
     done = 0
     for path, checks in _checked(unchecked, schema, segment_bytes, context):
-        found[path] += _entries(path, checks)
+        entries_of[path] += _entries(path, checks)
         faults.add(Faults.from_dict(checks.faults))
         done += sum(stop - start for start, stop in checks.ranges)
         context.progress("index (rows)", done, total)
-    entries = [entry for part in parts for entry in found[part.path]]
+    entries = [entry for part in parts for entry in entries_of[part.path]]
     return cache.keep(LogIndex(numbered(entries, "table"), faults), context.note)
 
 

@@ -297,11 +297,11 @@ class Encoder:
         }
         time = self._time_of(values, row)
 
-        def look_up(table: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
+        def lookup(table: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
             return self._tables[table].value(keys[0], time, column_key(column, kind))
 
         for step in self._formulas["steps"]:
-            columns[step["name"]] = value_of(step["node"], columns, look_up)
+            columns[step["name"]] = value_of(step["node"], columns, lookup)
         return {**values, **{name: columns[name] for name in self._computed}}
 
     def _time_of(self, values: Mapping[str, Any], row: int) -> int | None:

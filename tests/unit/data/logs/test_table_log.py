@@ -1509,7 +1509,7 @@ def test_rewritten_csv_has_dictionaries_of_few_values(tmp_path: Path) -> None:
     assert not nullable
 
 
-def test_rewritten_csv_compresses_text_that_shrinks(tmp_path: Path) -> None:
+def test_rewritten_csv_compresses_long_text(tmp_path: Path) -> None:
     rng = random.Random(0)
     lines = [f"{row % 2},https://example.org/{row},{rng.random():.9f}\n" for row in range(4000)]
     (tmp_path / "a.csv").write_text("click,page,number\n" + "".join(lines))
