@@ -170,7 +170,7 @@ class Forecast:
         for name, wall_s in measured_speed.stage_wall_s.items():
             lines.append(f"  {name:8} {estimate_text(1 / wall_s)} rows/s a CPU")
         lines.append(f"  {'data':8} {estimate_text(self.data_rows_per_s)} rows/s in all")
-        note = ", by gpu_rows_per_s: given, not measured" if measured_speed.given else ""
+        note = ", by gpu_rows_per_s: given, not measured" if measured_speed.is_assumed else ""
         lines.append(f"  {'model':8} {estimate_text(self.model_rows_per_s)} rows/s in all{note}")
         if self.cpu_rows_per_s is not None:
             lines.append(

@@ -623,7 +623,7 @@ class MeasuredSpeed:
     """Readable assignment of tables to workers."""
     traffic: CommunicationVolume | None = None
     """Communication between workers of the run, or None if unknown."""
-    given: bool = False
+    is_assumed: bool = False
     """Flag for a `rows_per_s` that was passed instead of measured."""
     notes: tuple[str, ...] = ()
     """Differences between this measurement and the run, one sentence each."""

@@ -106,14 +106,14 @@ def test_forecast_uses_given_gpu_speed() -> None:
         device="cuda",
         num_workers=1,
         rows_per_s=500_000.0,
-        given=True,
+        is_assumed=True,
         notes=("Not looked at.",),
     )
     text = predict(measured, "cpus=16,gpus=1,nodes=2,gpu_rows_per_s=500000").text()
     assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
     assert "3 CPUs for data tasks keep one GPU busy" in text
     assert text.endswith("\nNot looked at.")
-    assert "given" not in predict(replace(measured, given=False), "cpus=16,gpus=1,nodes=2").text()
+    assert "given" not in predict(replace(measured, is_assumed=False), "cpus=16,gpus=1,nodes=2").text()
 
 
 @pytest.mark.parametrize(

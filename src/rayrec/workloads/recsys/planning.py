@@ -435,7 +435,7 @@ def probe_speed(
         sampled_vocabulary=log_slice.sampled_vocabulary,
         plan=tables.text,
         traffic=tables.traffic,
-        given=target.gpu_rows_per_s is not None,
+        is_assumed=target.gpu_rows_per_s is not None,
         notes=tuple(notes),
     )
 
