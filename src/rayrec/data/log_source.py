@@ -17,6 +17,7 @@ from rayrec.config import InputError, first_of
 from rayrec.data.arrow import json_reply, parse_reply
 from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
+from rayrec.data.features.lookups import current_tables, with_contents
 from rayrec.data.formats.columns import check_extra
 from rayrec.data.formats.content import count_names, reject_foreign_content, text_head
 from rayrec.data.formats.csv import Csv
@@ -25,7 +26,6 @@ from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
-from rayrec.data.logs.lookups import current_tables, with_contents
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
 from rayrec.data.logs.rewritten import check_schema, read_file

@@ -8,7 +8,14 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from rayrec.config import InputError
-from rayrec.formula.tree import Call, Lookup, Node, columns_of, parse, to_json
+from rayrec.formula.tree import (
+    Call,
+    Lookup,
+    Node,
+    columns_of,
+    parse,
+    to_json,
+)
 from rayrec.formula.types import Type, check
 
 Result = TypeVar("Result")
@@ -73,11 +80,16 @@ class Program:
         if timestamp is not None:
             column_types.setdefault(timestamp, Type("time"))
         return cls.compile(
-            formulas, {name: kind for name, kind in column_types.items() if name not in formulas}
+            formulas,
+            {name: kind for name, kind in column_types.items() if name not in formulas},
         )
 
     @classmethod
-    def compile(cls, formulas: Mapping[str, str], column_types: Mapping[str, Type]) -> Program:
+    def compile(
+        cls,
+        formulas: Mapping[str, str],
+        column_types: Mapping[str, Type],
+    ) -> Program:
         """Check formulas and order them.
 
         Args:
@@ -91,7 +103,8 @@ class Program:
 
 @lru_cache(maxsize=64)
 def _compiled(
-    formulas: tuple[tuple[str, str], ...], column_types: tuple[tuple[str, Type], ...]
+    formulas: tuple[tuple[str, str], ...],
+    column_types: tuple[tuple[str, Type], ...],
 ) -> Program:
     nodes = {name: _in_feature(name, parse, text) for name, text in formulas}
     types = dict(column_types)

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from rayrec.config import InputError, suggest
-from rayrec.formula.tree import COMPARISONS, Call, Column, Literal, Lookup, Node, Type
+from rayrec.formula.tree import (
+    COMPARISONS,
+    Call,
+    Column,
+    Literal,
+    Lookup,
+    Node,
+    Type,
+)
 
 NUMBER: Final = Type("number")
 CATEGORY: Final = Type("category")
@@ -356,7 +364,12 @@ class _Checker:
             return options[0]
         kind = self.column_types[node.name]
         if _matching(kind, options) is None:
-            raise _mismatch(label, options, f"column {_printable(node.name)}", kind)
+            raise _mismatch(
+                label,
+                options,
+                f"column {_printable(node.name)}",
+                kind,
+            )
         return kind
 
     def _lookup(self, node: Call, options: Types) -> tuple[Node, Type]:
@@ -390,7 +403,11 @@ class _Checker:
         return replace(node, arguments=(*checked, *constants))
 
     def _generic(
-        self, node: Call, signature: Signature, options: Types, label: str
+        self,
+        node: Call,
+        signature: Signature,
+        options: Types,
+        label: str,
     ) -> tuple[Node, Type]:
         """Check a function whose arguments and result have one type."""
         values, constants = _split(node, signature)
@@ -536,7 +553,11 @@ def _signature(node: Call) -> Signature:
     if name in _SIGNS:
         raise InputError(f"{_SIGNS[name]}: comparisons must be the first argument of when")
     if name not in FUNCTIONS:
-        hint = suggest(name, FUNCTIONS, otherwise=f"choose from {', '.join(FUNCTIONS)}")
+        hint = suggest(
+            name,
+            FUNCTIONS,
+            otherwise=f"choose from {', '.join(FUNCTIONS)}",
+        )
         raise InputError(f"function {name} not found; {hint}")
     return FUNCTIONS[name]
 
@@ -575,10 +596,14 @@ def _is_number(node: Node) -> bool:
 
 
 def _check_constants(
-    function: str, constants: Sequence[Node], signature: Signature, num_values: int
+    function: str,
+    constants: Sequence[Node],
+    signature: Signature,
+    num_values: int,
 ) -> None:
     for number, (node, name) in enumerate(
-        zip(constants, signature.constants, strict=False), start=num_values + 1
+        zip(constants, signature.constants, strict=False),
+        start=num_values + 1,
     ):
         label = _label(function, number)
         if not isinstance(node, Literal):
@@ -638,7 +663,11 @@ def _check_zone(node: Literal, label: str) -> None:
         zoneinfo.ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
         zones = zoneinfo.available_timezones()
-        hint = suggest(zone, zones, otherwise="take a name such as 'Europe/Berlin'")
+        hint = suggest(
+            zone,
+            zones,
+            otherwise="take a name such as 'Europe/Berlin'",
+        )
         raise InputError(f"{label}: zone {zone!r} not found; {hint}") from None
 
 

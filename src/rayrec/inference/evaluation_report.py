@@ -42,7 +42,12 @@ def render(result: dict[str, Any]) -> str:
         rows = baseline_rows(result["baselines"])
         sections.append(Section("Baselines", _table(rows, "Baselines")))
     if "importance" in result:
-        sections.append(Section("Importance of features", _importance(result["importance"])))
+        sections.append(
+            Section(
+                "Importance of features",
+                _importance(result["importance"]),
+            )
+        )
     for by, slices in result.get("slices", {}).items():
         sections.append(Section(f"By {by}", _table(slice_rows(slices), f"By {by}")))
     named = [(row[0], row[1]) for row in metrics[1 : 1 + _TILES]]

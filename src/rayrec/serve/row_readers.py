@@ -11,12 +11,12 @@ import pyarrow.compute as pc
 
 from rayrec.config import InputError, error_line
 from rayrec.data.encoding.rules import seconds_of
+from rayrec.data.features.lookups import current_tables
 from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.csv_reader import read_csv_text
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.formats.typed_header import split_types
 from rayrec.data.logs.faults import LABEL_FAULT, Fault
-from rayrec.data.logs.lookups import current_tables
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.logs.text_parser import TextParser, padded
 from rayrec.data.raw_block import RawBlock
@@ -93,7 +93,9 @@ class RowReader(ABC):
                 else ""
             )
             raise RequestError(
-                400, f"row 0 has {num_fields} columns; {len(allowed[0])} are needed{also}", row=0
+                400,
+                f"row 0 has {num_fields} columns; {len(allowed[0])} are needed{also}",
+                row=0,
             )
         for name in self.schema.columns:
             if name not in columns and name not in self.schema.optional:
@@ -148,9 +150,17 @@ class HexadecimalReader(RowReader):
                     if columns[
                         -len(self.schema.columns) :
                     ] == self.schema.columns and num_fields <= 1 + len(self.schema.columns):
-                        self._parse(parser, body.text, labelled=columns != self.schema.columns)
+                        self._parse(
+                            parser,
+                            body.text,
+                            labelled=columns != self.schema.columns,
+                        )
                     else:
-                        self._parse(parser, self._reordered(body.text, columns), labelled=False)
+                        self._parse(
+                            parser,
+                            self._reordered(body.text, columns),
+                            labelled=False,
+                        )
                 outcomes.append(slice(start, parser.rows))
             except RequestError as error:
                 # Rows of a rejected body, which the parser has taken until its fault.
@@ -180,7 +190,9 @@ class HexadecimalReader(RowReader):
         if len(wrong):
             row = int(wrong[0])
             raise RequestError(
-                400, f"row {row} has not the {len(columns)} columns of row 0", row=row
+                400,
+                f"row {row} has not the {len(columns)} columns of row 0",
+                row=row,
             )
         absent = pa.array([b""] * table.num_rows, pa.large_binary())
         values = [
@@ -213,7 +225,8 @@ class HexadecimalReader(RowReader):
                 lines.append("0\t" + "\t".join(fields))
             except TypeError:
                 raise _hexadecimal_error(
-                    next(n for n in sparse if not isinstance(row.get(n), str | None)), number
+                    next(n for n in sparse if not isinstance(row.get(n), str | None)),
+                    number,
                 ) from None
         text = "\n".join(lines).encode()
         ends = [count_byte(text, byte) for byte in b"\t\n\r"]
@@ -241,7 +254,10 @@ class HexadecimalReader(RowReader):
 
 def _hexadecimal_error(name: str, number: int) -> RequestError:
     return RequestError(
-        400, f"row {number}: {name} is not 8 hexadecimal digits as a string", row=number, field=name
+        400,
+        f"row {number}: {name} is not 8 hexadecimal digits as a string",
+        row=number,
+        field=name,
     )
 
 
@@ -290,7 +306,8 @@ class AnyReader(RowReader):
             table = table.append_column(name, pa.nulls(len(table)))
         if all(table.column(name).null_count == len(table) for name in self.schema.columns):
             raise RequestError(
-                400, f"no line of this {line_format.name} text has a column of the training log"
+                400,
+                f"no line of this {line_format.name} text has a column of the training log",
             )
         return table
 
@@ -305,7 +322,8 @@ class AnyReader(RowReader):
                 arrays[name] = pa.array(_lists(values, name, item_of), pa.large_list(kind))
             else:
                 arrays[name] = pa.array(
-                    [item_of(value, name, number) for number, value in enumerate(values)], kind
+                    [item_of(value, name, number) for number, value in enumerate(values)],
+                    kind,
                 )
         return pa.table(arrays)
 
@@ -344,7 +362,8 @@ class AnyReader(RowReader):
         if self._has_header(body, names):
             columns: Sequence[str] = names
             _, start = next(
-                row_ends(text, body.delimiter, self.schema.escape), (len(text), len(text))
+                row_ends(text, body.delimiter, self.schema.escape),
+                (len(text), len(text)),
             )
             text = text[start:]
         else:
@@ -353,7 +372,11 @@ class AnyReader(RowReader):
             raise RequestError(400, "the request has no rows")
         _reject_empty_lines(text, body.delimiter, self.schema.escape)
         return read_csv_text(
-            text, self.schema, delimiter=body.delimiter, columns=columns, path="the request"
+            text,
+            self.schema,
+            delimiter=body.delimiter,
+            columns=columns,
+            path="the request",
         )
 
     def _has_header(self, body: RequestBody, names: Sequence[str]) -> bool:
@@ -375,11 +398,15 @@ class AnyReader(RowReader):
         for name in names:
             if name not in accepted:
                 raise RequestError(
-                    400, f"the header has an unknown column {shorten(name)}", field=shorten(name)
+                    400,
+                    f"the header has an unknown column {shorten(name)}",
+                    field=shorten(name),
                 )
             if names.count(name) > 1 and name in self._known:
                 raise RequestError(
-                    400, f"the header names {name} {names.count(name)} times", field=name
+                    400,
+                    f"the header names {name} {names.count(name)} times",
+                    field=name,
                 )
         for name in self.schema.columns:
             if name not in names:
@@ -403,7 +430,10 @@ def _number(value: Any, name: str, row: int) -> float | None:
         return seconds
     if type(value) not in (int, float, bool):
         raise RequestError(
-            400, f"row {row}: {name} is {_kind(value)}, not a number", row=row, field=name
+            400,
+            f"row {row}: {name} is {_kind(value)}, not a number",
+            row=row,
+            field=name,
         )
     if not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise RequestError(400, f"row {row}: {name} is beyond 10^18", row=row, field=name)
@@ -430,7 +460,10 @@ def _token_text(value: Any, name: str, number: int) -> str | None:
         else _kind(value)
     )
     raise RequestError(
-        400, f"row {number}: {name} is {kind}, not a string or an integer", row=number, field=name
+        400,
+        f"row {number}: {name} is {kind}, not a string or an integer",
+        row=number,
+        field=name,
     )
 
 
@@ -440,7 +473,10 @@ def _time_text(value: Any, name: str, row: int) -> str | None:
         return value
     if type(value) not in (int, float):
         raise RequestError(
-            400, f"row {row}: {name} is {_kind(value)}, not a time", row=row, field=name
+            400,
+            f"row {row}: {name} is {_kind(value)}, not a time",
+            row=row,
+            field=name,
         )
     return repr(value)
 
@@ -453,7 +489,10 @@ def _lists(
     for number, value in enumerate(values):
         if value is not None and type(value) is not list:
             raise RequestError(
-                400, f"row {number}: {name} is {_kind(value)}, not a list", row=number, field=name
+                400,
+                f"row {number}: {name} is {_kind(value)}, not a list",
+                row=number,
+                field=name,
             )
         lists.append(None if value is None else [item_of(item, name, number) for item in value])
     return lists
@@ -462,7 +501,10 @@ def _lists(
 def _row_error(fault: Fault, row: int) -> RequestError:
     location = f" in column {fault.column}" if fault.column else ""
     return RequestError(
-        400, f"row {row}: {fault.kind}{location}", row=row, field=fault.column or None
+        400,
+        f"row {row}: {fault.kind}{location}",
+        row=row,
+        field=fault.column or None,
     )
 
 
@@ -475,7 +517,8 @@ def _kind(value: Any) -> str:
         type(None): "null",
     }
     return names.get(
-        type(value), "a number that is not an integer" if type(value) is float else "a number"
+        type(value),
+        "a number that is not an integer" if type(value) is float else "a number",
     )
 
 

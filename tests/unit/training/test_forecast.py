@@ -113,7 +113,8 @@ def test_forecast_uses_given_gpu_speed() -> None:
     assert "  model    1M rows/s in all, by gpu_rows_per_s: given, not measured\n" in text
     assert "3 CPUs for data tasks keep one GPU busy" in text
     assert text.endswith("\nNot looked at.")
-    assert "given" not in predict(replace(measured, is_assumed=False), "cpus=16,gpus=1,nodes=2").text()
+    unassumed = replace(measured, is_assumed=False)
+    assert "given" not in predict(unassumed, "cpus=16,gpus=1,nodes=2").text()
 
 
 @pytest.mark.parametrize(

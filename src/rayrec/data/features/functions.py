@@ -27,8 +27,19 @@ from rayrec.data.features.definitions import (
     PART_MARK,
     SEPARATORS,
 )
-from rayrec.data.logs.column_values import VALUE, text_numbers, text_tokens
-from rayrec.formula.tree import Call, Column, Literal, Lookup, Node, Type
+from rayrec.data.logs.column_values import (
+    VALUE,
+    text_numbers,
+    text_tokens,
+)
+from rayrec.formula.tree import (
+    Call,
+    Column,
+    Literal,
+    Lookup,
+    Node,
+    Type,
+)
 from rayrec.hashing import mix64
 
 TableLookup = Callable[[Lookup, list[pa.Array], Type], pa.Array]
@@ -42,7 +53,10 @@ _DAY_US: Final = 24 * _HOUR_US
 
 
 def evaluate(
-    node: Node, columns: Mapping[str, pa.Array], rows: int, lookup: TableLookup
+    node: Node,
+    columns: Mapping[str, pa.Array],
+    rows: int,
+    lookup: TableLookup,
 ) -> pa.Array:
     """Return the values of a formula, a canonical array [rows].
 
@@ -255,7 +269,10 @@ def overlap(left: pa.Array, right: pa.Array) -> pa.Array:
     keys.sort(kind="stable")
     common = keys[1:][keys[1:] == keys[:-1]]
     counts = np.bincount(common // num_codes, minlength=len(left))
-    return pa.array(counts.astype(np.float64), mask=left_lists.missing | right_lists.missing)
+    return pa.array(
+        counts.astype(np.float64),
+        mask=left_lists.missing | right_lists.missing,
+    )
 
 
 def _distinct(keys: np.ndarray) -> np.ndarray:
@@ -297,7 +314,11 @@ def aggregate(array: pa.Array, mode: str) -> pa.Array:
     # Lists may share or skip items, so each row's are taken in its order.
     values = lists.items.to_numpy(zero_copy_only=False)[lists.positions()]
     if mode in ("min", "max"):
-        results = _extremes(values, lists.lengths, np.minimum if mode == "min" else np.maximum)
+        results = _extremes(
+            values,
+            lists.lengths,
+            np.minimum if mode == "min" else np.maximum,
+        )
     else:
         # bincount adds in the order of items; np.add.reduceat adds in pairs.
         results = np.bincount(lists.rows(), weights=values, minlength=len(array))

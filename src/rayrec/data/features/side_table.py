@@ -71,7 +71,11 @@ class SideTable:
     """
 
     def __init__(
-        self, path: str, source: TableSource, folder: str, manifest: Mapping[str, Any]
+        self,
+        path: str,
+        source: TableSource,
+        folder: str,
+        manifest: Mapping[str, Any],
     ) -> None:
         """Map the files of local `folder`, a copy of `path` or the same."""
         self.path = path
@@ -87,7 +91,9 @@ class SideTable:
         index = _read_batch(os.path.join(folder, _INDEX))
         self._index = _Index.from_batch(index)
 
-    def __reduce__(self) -> tuple[Callable[..., SideTable], tuple[str, TableSource]]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., SideTable], tuple[str, TableSource]]:
         return open_table, (self.path, self.source)
 
     def __eq__(self, other: object) -> bool:
@@ -260,7 +266,9 @@ def _built_path(folder: str, pointer: str) -> str | None:
 
 
 def _source_name(
-    files: Sequence[tuple[storage.File, Format]], schema: Schema, names: Sequence[str]
+    files: Sequence[tuple[storage.File, Format]],
+    schema: Schema,
+    names: Sequence[str],
 ) -> str:
     """Return the name of a source's file in _SOURCES."""
     keys = [file_format.cache_key(file) for file, file_format in files]
@@ -673,7 +681,10 @@ class _Index:
         return np.repeat(self.keys, np.diff(self.starts)), self.times, self.rows
 
     def find(
-        self, tokens: np.ndarray, missing: np.ndarray | None, times: np.ndarray | None
+        self,
+        tokens: np.ndarray,
+        missing: np.ndarray | None,
+        times: np.ndarray | None,
     ) -> np.ndarray:
         """Return the row of each key; see `SideTable.lookup`."""
         # The numbers of keys, then of rows

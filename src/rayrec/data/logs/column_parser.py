@@ -12,7 +12,14 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.data.encoded_rows import JaggedIds, expand_ranges
-from rayrec.data.formats.row_faults import FAULT, MALFORMED, TOO_FEW, TOO_MANY, TRAILING, UNMATCHED
+from rayrec.data.formats.row_faults import (
+    FAULT,
+    MALFORMED,
+    TOO_FEW,
+    TOO_MANY,
+    TRAILING,
+    UNMATCHED,
+)
 from rayrec.data.logs.column_values import (
     EMPTY,
     LIMIT,
@@ -44,7 +51,12 @@ from rayrec.data.logs.faults import (
     Faults,
     distinct_labels,
 )
-from rayrec.data.raw_block import RawBlock, category_type, number_type, packed_bits
+from rayrec.data.raw_block import (
+    RawBlock,
+    category_type,
+    number_type,
+    packed_bits,
+)
 from rayrec.schema import Feature, Label, LabelRule, Schema
 
 _KINDS = (
@@ -107,7 +119,12 @@ class ColumnParser:
     """
 
     def __init__(
-        self, table: pa.Table, schema: Schema, path: str, *, finds_faults: bool = False
+        self,
+        table: pa.Table,
+        schema: Schema,
+        path: str,
+        *,
+        finds_faults: bool = False,
     ) -> None:
         self.table = table
         self.names = frozenset(table.column_names)
@@ -271,7 +288,8 @@ class ColumnParser:
         values, status = self._label_numbers(name)
         self.reject(status == EMPTY, NO_LABEL, name)
         self._reject_labels(
-            (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1))), name
+            (status != EMPTY) & ((status != VALUE) | ((values != 0) & (values != 1))),
+            name,
         )
         return (values == 1).astype(np.float32)
 
@@ -300,11 +318,14 @@ class ColumnParser:
             self.reject(missing, NO_LABEL, label.name)
         if label.kind == "binary":
             self._reject_labels(
-                ~missing & ((status != VALUE) | ((values != 0) & (values != 1))), label.name
+                ~missing & ((status != VALUE) | ((values != 0) & (values != 1))),
+                label.name,
             )
         else:
             self.reject(
-                ~missing & ((status != VALUE) | ~np.isfinite(values)), NOT_FINITE, label.name
+                ~missing & ((status != VALUE) | ~np.isfinite(values)),
+                NOT_FINITE,
+                label.name,
             )
             self.reject(~missing & (np.abs(values) > LIMIT), TOO_LARGE, label.name)
             if label.kind == "count":
@@ -319,7 +340,8 @@ class ColumnParser:
         else:
             if types.is_boolean(array.type):
                 raise self.type_error(
-                    name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970"
+                    name,
+                    "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970",
                 )
             seconds, status = self._numbers(name, times=True)
             seconds = seconds if types.is_temporal(array.type) else epoch_seconds(seconds)
@@ -420,7 +442,8 @@ class ColumnParser:
                 "distinguishes rows, such as the date (pandas: .dt.date) or the hour (.dt.hour)",
             )
         raise self.type_error(
-            name, "text or integers are needed; convert it, or leave it out of the schema"
+            name,
+            "text or integers are needed; convert it, or leave it out of the schema",
         )
 
     def _lists(self, array: pa.Array, name: str) -> tuple[JaggedIds, np.ndarray, int, np.ndarray]:
@@ -470,7 +493,9 @@ class ColumnParser:
         if is_text(array.type):
             trim = feature.list_delimiter is not None
             array, bad = split_lists(
-                self.markers.to_null(array), self.schema.list_mark(feature.name), trim=trim
+                self.markers.to_null(array),
+                self.schema.list_mark(feature.name),
+                trim=trim,
             )
         elif not is_list(array.type):
             raise self.type_error(
@@ -513,7 +538,10 @@ class ColumnParser:
         rows = len(lengths)
         empty = np.bincount(row_of[present], minlength=rows) == 0
         empty &= (
-            np.bincount(np.repeat(np.arange(rows), num_weights)[status != EMPTY], minlength=rows)
+            np.bincount(
+                np.repeat(np.arange(rows), num_weights)[status != EMPTY],
+                minlength=rows,
+            )
             == 0
         )
         return weights, (~fits & ~empty) | (np.bincount(row_of[wrong], minlength=rows) > 0)

@@ -21,7 +21,14 @@ from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.parquet import Parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.index import CachedIndex, LogIndex, Segment, SegmentEntry, changed, numbered
+from rayrec.data.logs.index import (
+    CachedIndex,
+    LogIndex,
+    Segment,
+    SegmentEntry,
+    changed,
+    numbered,
+)
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.rewritten import (
     VERSION,
@@ -114,7 +121,10 @@ def _entries(path: str, checks: SegmentChecks) -> list[SegmentEntry]:
 
 
 def _checked(
-    parts: Sequence[ParquetPart], schema: Schema, segment_bytes: int, context: TaskContext
+    parts: Sequence[ParquetPart],
+    schema: Schema,
+    segment_bytes: int,
+    context: TaskContext,
 ) -> Iterator[tuple[str, SegmentChecks]]:
     """Yield the path of a part and the checks of its next segments, in order."""
     tasks: list[list[_Chunk]] = grouped(
@@ -146,12 +156,19 @@ def _prepared_parts(
     if kind is not None:
         context.note(f"Writing {len(files)} {kind} files as Parquet to {folder} (once)")
     prepare = functools.partial(
-        _prepare_task, schema=schema, segment_bytes=segment_bytes, folder=folder, extra=extra
+        _prepare_task,
+        schema=schema,
+        segment_bytes=segment_bytes,
+        folder=folder,
+        extra=extra,
     )
     parts: list[ParquetPart] = []
     total = 0
     groups = grouped(
-        files, lambda file: file.size_bytes, max_bytes=_TASK_BYTES, max_items=_TASK_FILES
+        files,
+        lambda file: file.size_bytes,
+        max_bytes=_TASK_BYTES,
+        max_items=_TASK_FILES,
     )
     for table in context.engine.run("tables", prepare, groups, block_bytes=1 << 16):
         new = [_part_from(stored) for stored in parse_reply(table)]
@@ -170,7 +187,8 @@ def _prepared_parts(
     # the hash of its source.
     if rewritten:
         remove_older(
-            folder, {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten}
+            folder,
+            {part.path.removeprefix(folder).lstrip("/")[:16] for part in rewritten},
         )
     return parts
 
@@ -196,7 +214,11 @@ def _prepare_task(
     """Prepare a large file, or several small ones whose requests to a store run in parallel."""
     keep_freed_memory()
     prepare = functools.partial(
-        prepared, schema=schema, segment_bytes=segment_bytes, folder=folder, extra=extra
+        prepared,
+        schema=schema,
+        segment_bytes=segment_bytes,
+        folder=folder,
+        extra=extra,
     )
     parts = [
         part
@@ -259,7 +281,9 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
     longer has its indexed rows.
     """
     tables = storage.in_parallel(
-        functools.partial(_read_table, schema=schema), segments, path=segments[0].path
+        functools.partial(_read_table, schema=schema),
+        segments,
+        path=segments[0].path,
     )
     blocks = []
     for segment in segments:

@@ -9,11 +9,21 @@ import pyarrow as pa
 from pyarrow import types
 
 from rayrec.data.features.functions import evaluate
+from rayrec.data.features.inputs import (
+    LIST_TYPES,
+    canonical,
+    lists_of,
+)
+from rayrec.data.features.lookups import Lookups
 from rayrec.data.formats.columns import present_columns
-from rayrec.data.logs.column_parser import BRACKET, NOT_FINITE, NOT_UTF8, TIME, ColumnParser
+from rayrec.data.logs.column_parser import (
+    BRACKET,
+    NOT_FINITE,
+    NOT_UTF8,
+    TIME,
+    ColumnParser,
+)
 from rayrec.data.logs.faults import Faults
-from rayrec.data.logs.formula_columns import LIST_TYPES, canonical, lists_of
-from rayrec.data.logs.lookups import Lookups
 from rayrec.data.raw_block import RawBlock
 from rayrec.formula.types import Type
 from rayrec.schema import Schema
@@ -27,8 +37,22 @@ _FAULTS: Final = {
 """Faults of columns that formulas read, by the kind of their type."""
 
 
+# From a table of a log to raw rows, in files, DataFrames and requests alike:
+#
+#   inputs     each column that a formula reads becomes an array of one type of its kind, whatever
+#              its type in the file; values that are none of the kind are faults of their rows
+#   steps      the kernels compute one column after the other, in the program's order
+#   lookups    rows of side tables by the tokens of keys, taken from the mapped files
+#   columns    computed ones join the table, and are parsed like those of the log
+#
+# A counting pass, the encoder and the server all begin here, so that no value is computed twice in
+# different ways.
 def _parser(
-    table: pa.Table, schema: Schema, path: str, *, finds_faults: bool = False
+    table: pa.Table,
+    schema: Schema,
+    path: str,
+    *,
+    finds_faults: bool = False,
 ) -> ColumnParser:
     """Return a parser of a table with the columns of its schema's formulas."""
     parser = ColumnParser(table, schema, path, finds_faults=finds_faults)
@@ -73,7 +97,11 @@ def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
 
 
 def parse_table(
-    table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
+    table: pa.Table,
+    schema: Schema,
+    *,
+    path: str = "",
+    first_row: int = 0,
 ) -> tuple[RawBlock, Faults]:
     """Parse a table with the schema's columns to its valid rows, and its faults, numbered from
     `first_row`. Null and empty text are missing; such list items are dropped. An absent column is
@@ -84,7 +112,11 @@ def parse_table(
 
 
 def check_table(
-    table: pa.Table, schema: Schema, *, path: str = "", first_row: int = 0
+    table: pa.Table,
+    schema: Schema,
+    *,
+    path: str = "",
+    first_row: int = 0,
 ) -> tuple[np.ndarray, Faults]:
     """Return which rows `parse_table` returns, bool [rows], and the faults of the others."""
     parser = _parser(table, schema, path, finds_faults=True)

@@ -85,7 +85,15 @@ _SCHEMA = {
     *("header_row", "dropped"),
 }
 _FEATURE = {
-    *("name", "formula", "vocabulary", "max_length", "weights", "aligned_with", "list_delimiter")
+    *(
+        "name",
+        "formula",
+        "vocabulary",
+        "max_length",
+        "weights",
+        "aligned_with",
+        "list_delimiter",
+    )
 }
 _EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (float("inf"), 1e9))
 """Units of numbers since 1970 by their magnitude, as (limit, units per second)."""
@@ -142,7 +150,10 @@ class Encoder:
             _reject_unknown(self._multi_hot, {"sizes", "distribution", "seed"}, "multi_hot")
         self._dense = [_column(DenseColumn, "dense", values) for values in stored["dense"]]
         self._sparse: list[tuple[SparseColumn, Callable[[np.ndarray], np.ndarray]]] = []
-        names = [*(self.schema["dense"] if self._buckets else ()), *self.schema["sparse"]]
+        names = [
+            *(self.schema["dense"] if self._buckets else ()),
+            *self.schema["sparse"],
+        ]
         first = 0
         vocabularies = {}
         for name, values in zip(names, stored["sparse"], strict=True):
@@ -234,14 +245,20 @@ class Encoder:
         plain_text = _plain_text(mark)
         values: list[str | None] = []
         for match in re.finditer(
-            rf'(?:^|{end})(?:"({inner})"[ \t]*?(?={end}|\Z)|({plain_text}))', row, re.DOTALL
+            rf'(?:^|{end})(?:"({inner})"[ \t]*?(?={end}|\Z)|({plain_text}))',
+            row,
+            re.DOTALL,
         ):
             quoted = match[1]
             plain = match[2]
             if quoted is not None:
                 escape = re.escape(self.schema.get("escape") or '"')
                 values.append(
-                    re.sub(rf'"(")|{escape}(["{escape}])', lambda pair: pair[1] or pair[2], quoted)
+                    re.sub(
+                        rf'"(")|{escape}(["{escape}])',
+                        lambda pair: pair[1] or pair[2],
+                        quoted,
+                    )
                 )
             elif plain.startswith('"'):
                 values.append(None)
@@ -337,7 +354,10 @@ class Encoder:
             return None if number is None or np.isnan(number) else float(number)
         if kind["kind"] == "time":
             return _microseconds(value, f"row {row}: {name} must be a time, got {value!r}")
-        text = _category_text(value, f"row {row}: {name} must be text or an integer, got {value!r}")
+        text = _category_text(
+            value,
+            f"row {row}: {name} must be text or an integer, got {value!r}",
+        )
         is_marker = _CANONICAL.fullmatch(text) and int(text) % 2**64 in self._missing_tokens
         return None if is_marker else text
 
@@ -395,7 +415,11 @@ class Encoder:
             ]
         missing = np.array([token is None for token in tokens], bool)
         dtype = np.uint32 if self._hexadecimal else np.uint64
-        return np.array([token or 0 for token in tokens], dtype), missing, list_parts
+        return (
+            np.array([token or 0 for token in tokens], dtype),
+            missing,
+            list_parts,
+        )
 
     def _list_weights(
         self,
@@ -511,7 +535,12 @@ class Encoder:
             column_ids
             if size == 1 or isinstance(column_ids, tuple)
             else expand_bag(
-                column_ids, size, rule.num_embeddings, column=number, seed=seed, pareto=pareto
+                column_ids,
+                size,
+                rule.num_embeddings,
+                column=number,
+                seed=seed,
+                pareto=pareto,
             )
             for number, (column_ids, size, (rule, _)) in enumerate(
                 zip(ids, self._multi_hot["sizes"], self._sparse, strict=True)
@@ -586,7 +615,8 @@ def _weight(value: Any) -> float | None:
 
 
 def _selected_weights(
-    weights: Sequence[Sequence[float | None]], positions: Sequence[Sequence[int]]
+    weights: Sequence[Sequence[float | None]],
+    positions: Sequence[Sequence[int]],
 ) -> np.ndarray:
     """Return the weights at some positions of each row, 1 for the missing category of an empty
     list.

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec import storage
-from rayrec.data.logs.lookups import column_values, open_named
+from rayrec.data.features.lookups import column_values, open_named
 from rayrec.formula.types import Type
 from rayrec.inference.export.plain_encoder import column_key
 from rayrec.schema import Schema

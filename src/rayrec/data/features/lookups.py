@@ -13,6 +13,11 @@ from pyarrow import types
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.features.inputs import (
+    LIST_TYPES,
+    canonical,
+    lists_of,
+)
 from rayrec.data.features.side_table import SideTable, build
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import (
@@ -23,7 +28,6 @@ from rayrec.data.logs.column_values import (
     split_lists,
     text_tokens,
 )
-from rayrec.data.logs.formula_columns import LIST_TYPES, canonical, lists_of
 from rayrec.formula.tree import Lookup
 from rayrec.formula.types import Type
 from rayrec.schema import NamedTable, Schema
@@ -138,7 +142,10 @@ def column_values(
     elif is_list(values.type):
         bad = np.zeros(len(values), bool)
     else:
-        raise error(lookup.column, "a list is needed, or text with the schema's list_delimiter")
+        raise error(
+            lookup.column,
+            "a list is needed, or text with the schema's list_delimiter",
+        )
     lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
     items = resolved(pc.list_flatten(values))
     canonical_items, rejected = canonical(items, kind, lookup.column, error, no_markers)

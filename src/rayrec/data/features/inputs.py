@@ -47,7 +47,11 @@ _BOOLEANS: Final = {
 
 
 def canonical(
-    array: pa.Array, kind: Type, name: str, make_error: MakeError, markers: Markers
+    array: pa.Array,
+    kind: Type,
+    name: str,
+    make_error: MakeError,
+    markers: Markers,
 ) -> Canonical:
     """Return the values of a column, or the items of its lists, by the kind of a type."""
     convert = {"number": _numbers, "time": _times}.get(kind.kind, _texts)
@@ -66,11 +70,18 @@ def lists_of(items: pa.Array, row_of: np.ndarray, is_null: pa.Array) -> pa.Array
     lengths = np.bincount(row_of[present], minlength=len(is_null))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return pa.LargeListArray.from_arrays(
-        pa.array(offsets), items.filter(pa.array(present)), mask=is_null
+        pa.array(offsets),
+        items.filter(pa.array(present)),
+        mask=is_null,
     )
 
 
-def _numbers(array: pa.Array, name: str, make_error: MakeError, markers: Markers) -> Canonical:
+def _numbers(
+    array: pa.Array,
+    name: str,
+    make_error: MakeError,
+    markers: Markers,
+) -> Canonical:
     """Return numbers as float64. NaN is missing, infinities are rejected."""
     values, status = parse_numbers(markers.to_null(array), name, make_error, times=True)
     status = markers.mark_numbers(values, status)
@@ -85,7 +96,12 @@ def _numbers(array: pa.Array, name: str, make_error: MakeError, markers: Markers
 #   integers      their digits
 #   floats        the digits of integral ones; others are rejected
 #   dates         ISO 8601
-def _texts(array: pa.Array, name: str, make_error: MakeError, markers: Markers) -> Canonical:
+def _texts(
+    array: pa.Array,
+    name: str,
+    make_error: MakeError,
+    markers: Markers,
+) -> Canonical:
     """Return categories as text, large_string. Text that is not UTF-8 is rejected, and so are
     fractions.
     """
@@ -102,7 +118,11 @@ def _texts(array: pa.Array, name: str, make_error: MakeError, markers: Markers) 
         return _without_markers(text, markers), status == REJECTED
     if types.is_decimal(array.type):
         text, integral = decimal_digits(array)
-        text = pc.if_else(pa.array(integral), text, pa.scalar(None, pa.large_string()))
+        text = pc.if_else(
+            pa.array(integral),
+            text,
+            pa.scalar(None, pa.large_string()),
+        )
         return _without_markers(text, markers), ~integral
     if is_text(array.type):
         text, rejected = _utf8(pc.cast(array, pa.large_binary()))
@@ -135,10 +155,19 @@ def _without_markers(text: pa.Array, markers: Markers) -> pa.Array:
     if not len(markers.integers):
         return text
     digits = pc.cast(pa.array(markers.integers.view(np.int64)), pa.large_string())
-    return pc.if_else(pc.is_in(text, value_set=digits), pa.scalar(None, pa.large_string()), text)
+    return pc.if_else(
+        pc.is_in(text, value_set=digits),
+        pa.scalar(None, pa.large_string()),
+        text,
+    )
 
 
-def _times(array: pa.Array, name: str, make_error: MakeError, markers: Markers) -> Canonical:
+def _times(
+    array: pa.Array,
+    name: str,
+    make_error: MakeError,
+    markers: Markers,
+) -> Canonical:
     """Return times as int64 microseconds since 1970-01-01 00:00 UTC."""
     array = markers.to_null(array)
     rejected = np.zeros(len(array), bool)
@@ -153,7 +182,8 @@ def _times(array: pa.Array, name: str, make_error: MakeError, markers: Markers) 
         return pa.array(values, mask=missing | rejected), rejected
     if types.is_boolean(array.type):
         raise make_error(
-            name, "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970"
+            name,
+            "a time must be a date, a timestamp, ISO 8601 text, or seconds since 1970",
         )
     if types.is_timestamp(array.type):
         return pc.cast(pc.cast(array, pa.timestamp("us"), safe=False), pa.int64()), rejected
