@@ -5,6 +5,7 @@ threads stop separately.
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,16 @@ def test_stop_request_ends_one_run(waiting: Waiting) -> None:
         ]
 
 
+@pytest.fixture
+def heeded_hangup() -> Iterator[None]:
+    """Set the default of SIGHUP, which nohup ignores."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.usefixtures("heeded_hangup")
 def test_signal_stops_runs_of_all_threads(waiting: Waiting, number: signal.Signals) -> None:
     waiting.stopped.update("ab")  # type: ignore[attr-defined]  # set by the fixture
     with Signals() as signals, signals.deferred():
