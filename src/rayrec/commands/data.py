@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rayrec.commands.declaration import Argument, LogPath, NewFolder, Shown, command
@@ -98,6 +99,7 @@ def fetch(
     "Data",
     examples=(
         "rayrec schema shop.csv --out shop.yaml",
+        "rayrec schema shop.csv --tables items.csv users.csv --out shop.yaml",
         "rayrec train clicks --schema shop.yaml --data shop.csv",
     ),
 )
@@ -115,6 +117,9 @@ def schema(
     label: Annotated[
         str | None, Argument("label column; default: one of 0 and 1, chosen by its name", "COLUMN")
     ] = None,
+    tables: Annotated[
+        Sequence[str], Argument("side tables with columns of items or users, in any format", "PATH")
+    ] = (),
     console: "Console | None" = None,
 ) -> str | None:
     """Draft the schema of your own log from its first rows, for `rayrec train RECIPE --schema`.
@@ -128,7 +133,7 @@ def schema(
     path = _path_or_rows(path)
     if out is not None and storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
-    text = draft(path, label=label)
+    text = draft(path, label=label, tables=tables)
     if out is None:
         return text.rstrip("\n")
     storage.write_bytes(out, text.encode())
@@ -168,7 +173,7 @@ def features(
     return compute_features(load_schema(storage.read_text(schema), schema), path, rows)
 
 
-def draft_schema(path: Any, *, label: str | None = None) -> "Schema":
+def draft_schema(path: Any, *, label: str | None = None, tables: Sequence[str] = ()) -> "Schema":
     """Draft the schema of your own log for recipes such as `rayrec.recipes.clicks`.
 
     `rayrec schema` writes the same schema, with a comment on each decision.
@@ -178,13 +183,15 @@ def draft_schema(path: Any, *, label: str | None = None) -> "Schema":
             100,000 rows at its start are examined.
         label: Name of the label column. None takes the column whose name and values are most like
             a label.
+        tables: Paths of side tables, whose columns become features.
 
     Raises InputError for rows without label, features or enough valid rows.
     """
     from rayrec.prepare.schema_draft import draft
     from rayrec.schema import load_schema
 
-    return load_schema(draft(_path_or_rows(path), label=label), "path")
+    text = draft(_path_or_rows(path), label=label, tables=tables)
+    return load_schema(text, "path")
 
 
 def _show_report(report: "Report") -> Shown:

@@ -28,6 +28,8 @@ TEXTS: Final = Type("text", is_list=True)
 NUMBERS: Final = Type("number", is_list=True)
 _LISTS: Final = (CATEGORIES, NUMBERS)
 _COMPARED: Final = (CATEGORY, NUMBER)
+_TO_NUMBER: Final = (TEXT, CATEGORY, NUMBER)
+"""Arguments of `number`. A lookup is a number then, of which tables have any type."""
 _ANY: Final = (CATEGORY, NUMBER, TIME, CATEGORIES, NUMBERS)
 
 MAX_ROWS: Final = 2**31
@@ -67,7 +69,7 @@ _SAME: Final = (_COMPARED, _COMPARED)
 
 FUNCTIONS: Final[dict[str, Signature]] = {
     "number": Signature(
-        ((TEXT, CATEGORY),),
+        (_TO_NUMBER,),
         NUMBER,
         "number(x): the decimal number in a text; other text is missing",
     ),
@@ -388,7 +390,8 @@ class _Checker:
             for number, key in enumerate(node.arguments[1:-1], start=2)
         ]
         arguments = (node.arguments[0], *keys, node.arguments[-1])
-        return Lookup("lookup", arguments, options[0]), options[0]
+        kind = NUMBER if options == _TO_NUMBER else options[0]
+        return Lookup("lookup", arguments, kind), kind
 
     def _call(self, node: Call, signature: Signature) -> Call:
         """Check the arguments of a function whose arguments have types of their own."""

@@ -46,6 +46,7 @@ from rayrec.prepare.draft_columns import (
     names_user,
     time_rank,
 )
+from rayrec.prepare.table_draft import Join, Role, find_join
 from rayrec.schema import BRACKETS, Schema, load_schema
 
 if TYPE_CHECKING:
@@ -130,26 +131,21 @@ class _Head:
 #   3. label      given; else 0 and 1, two words, or a rating, by name; a name beats a place
 #   4. features   numbers are dense, the rest sparse; constant and unreadable columns are left out
 #   5. check      the drafted schema must parse these rows
-def draft(data: "str | Rows", *, label: str | None = None) -> str:
+def draft(data: "str | Rows", *, label: str | None = None, tables: Sequence[str] = ()) -> str:
     """Return the schema of a log as YAML text with comments on each decision, from up to 100,000
-    rows at its start. `data` is a path, a DataFrame, an Arrow table or a Dataset.
+    rows at its start. `data` is a path, a DataFrame, an Arrow table or a Dataset. `tables` are
+    paths of side tables, whose columns become features.
 
     `rayrec train clicks` accepts the schema unchanged. Amounts and decimal numbers are dense,
     codes, small integers and text are sparse, lists are found by their marks, and one time of the
     row is its timestamp. Only constant and unreadable columns, row numbers and columns that
     may be other labels are left out. The label is `label`, else the column named most like one: of
     0 and 1, of two words, or a rating. Raises InputError for a log without label, features or
-    enough valid rows.
+    enough valid rows, and for a table without a key of the log.
     """
     path = data if isinstance(data, str) else "path"
     head = _head(data) if isinstance(data, str) else _rows_head(data)
-    is_text = FAULT in head.table.column_names
-    table = head.table.drop_columns([FAULT]) if is_text else head.table
-    columns = _examined(table, path, is_text=is_text)
-    columns = {
-        name: as_declared(replace(column, is_named=not head.header), head.types.get(name, ""))
-        for name, column in columns.items()
-    }
+    columns = _columns_of(head, path)
     for name in columns.keys() & head.roles.unused.keys():
         reason = head.roles.unused[name]
         columns[name] = replace(columns[name], kind="unusable", detail=reason)
@@ -158,10 +154,22 @@ def draft(data: "str | Rows", *, label: str | None = None) -> str:
         columns = _only_events(columns, chosen.events)
     columns = _without_negative(columns, chosen.name)
     plan = _Plan.from_columns(columns, chosen, head.roles)
-    notes = _notes(head, columns, chosen, plan)
-    text = "".join(f"# {_one_line(note)}\n" for note in notes) + _yaml(head, columns, chosen, plan)
+    joins = _joins(tables, columns, plan)
+    notes = [*_notes(head, columns, chosen, plan), *(join.note for join in joins)]
+    comments = "".join(f"# {_one_line(note)}\n" for note in notes)
+    text = comments + _yaml(head, columns, chosen, plan, joins)
     _check(text, head, path)
     return text
+
+
+def _columns_of(head: _Head, path: str) -> dict[str, Column]:
+    """Return the columns of first rows by name, with the types that their header declares."""
+    is_text = FAULT in head.table.column_names
+    table = head.table.drop_columns([FAULT]) if is_text else head.table
+    return {
+        name: as_declared(replace(column, is_named=not head.header), head.types.get(name, ""))
+        for name, column in _examined(table, path, is_text=is_text).items()
+    }
 
 
 def recipe_of(text: str) -> str:
@@ -712,8 +720,36 @@ def _reason(column: Column) -> str:
     return "may be another label" if is_two and _LABEL.search(column.name.lower()) else ""
 
 
+def _joins(tables: Sequence[str], log: Mapping[str, Column], plan: _Plan) -> list[Join]:
+    """Draft the joins of side tables with a log."""
+    singles = {name: log[name] for name in plan.sparse if name not in plan.lists}
+    names = {*log}
+    joins = []
+    for path in tables:
+        columns = _columns_of(_head(path), path)
+        roles: dict[str, Role] = {}
+        for name, column in columns.items():
+            # A column that may be a label of a log is none of a table
+            is_useless = column.kind in ("unusable", "constant", "row number")
+            if is_useless or column.declared == NUMBERS:
+                continue
+            is_number = column.kind == "binary" or _is_dense(column)
+            roles[name] = "list" if column.kind == "list" else "category"
+            roles[name] = "number" if is_number and column.kind != "time" else roles[name]
+        join = find_join(path, columns, roles, singles, names=names)
+        names |= {feature["name"] for feature in join.features}
+        joins.append(join)
+    return joins
+
+
 # -- Text of the draft
-def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan) -> str:
+def _yaml(
+    head: _Head,
+    columns: Mapping[str, Column],
+    label: _Label,
+    plan: _Plan,
+    joins: Sequence[Join],
+) -> str:
     name = label.name
     label_rule: Any = {"name": name, **label.rule} if label.rule else name
     fields: dict[str, Any] = {
@@ -722,7 +758,8 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),
         "lists": list(plan.lists),
-        "features": _features(columns, plan),
+        "tables": _tables(joins),
+        "features": _features(columns, plan, joins),
         "weight": plan.weight or "",
         "group": plan.group or "",
         "timestamp": plan.timestamp or "",
@@ -741,8 +778,14 @@ def _yaml(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Plan
     )
 
 
-def _features(columns: Mapping[str, Column], plan: _Plan) -> list[dict[str, str]]:
-    """Return the settings of lists with a mark of their own, or weights."""
+def _tables(joins: Sequence[Join]) -> dict[str, dict[str, str]]:
+    return {join.name: {"path": join.path, "key": join.key} for join in joins}
+
+
+def _features(
+    columns: Mapping[str, Column], plan: _Plan, joins: Sequence[Join]
+) -> list[dict[str, str]]:
+    """Return the settings of lists with their own mark, or weights, then side tables' features."""
     features = []
     for name in plan.lists:
         settings = {}
@@ -752,6 +795,8 @@ def _features(columns: Mapping[str, Column], plan: _Plan) -> list[dict[str, str]
             settings["weights"] = plan.list_weights[name]
         if settings:
             features.append({"name": name, **settings})
+    for join in joins:
+        features += join.features
     return features
 
 

@@ -124,10 +124,12 @@ def category_token(text: str) -> int:
     return xxh64(text.encode())
 
 
-def number(text: str) -> float | None:
+def number(text: str | float) -> float | None:
     """Return the number of a decimal text with blanks around it, 1 or 0 of true or false. Other
-    text is missing.
+    text is missing. Numbers stay.
     """
+    if isinstance(text, float):
+        return text
     text = text.strip(" \t")
     if text in TRUE_AND_FALSE:
         return float(TRUE_AND_FALSE[text])

@@ -128,7 +128,9 @@ class _Lists:
 
 
 def number(array: pa.Array) -> pa.Array:
-    """Parse texts as numbers."""
+    """Parse texts as numbers. Numbers stay."""
+    if pa.types.is_floating(array.type):
+        return array
     values, status = text_numbers(pc.ascii_trim(array, characters=" \t"))
     return _number_array(np.where(status == VALUE, values, np.nan))
 

@@ -53,7 +53,7 @@ def canonical(
     make_error: MakeError,
     markers: Markers,
 ) -> Canonical:
-    """Return the values of a column, or the items of its lists, by the kind of a type."""
+    """Return a column's values, or its lists' items, by the kind of a type."""
     convert = {"number": _numbers, "time": _times}.get(kind.kind, _texts)
     return convert(array, name, make_error, markers)
 

@@ -35,7 +35,7 @@ from rayrec.schema import NamedTable, Schema
 
 @final
 class Lookups:
-    """Side tables of a schema, for the rows of one table of a log."""
+    """Side tables for the rows of a log's table."""
 
     def __init__(self, schema: Schema, parser: ColumnParser) -> None:
         self._schema = schema
