@@ -371,7 +371,7 @@ class Schema(Config):
         for field_name, names in roles.items():
             # Frozen: this is still the construction
             object.__setattr__(self, field_name, (*getattr(self, field_name), *names))
-        self._check_lookups()
+        self._check_inputs()
 
     def _role_of(self, step: Step) -> Literal["dense", "sparse"]:
         """Return the field that has a computed column. Raises InputError if its type is none of an
@@ -392,8 +392,18 @@ class Schema(Config):
             raise InputError(f"{prefix}: must be in lists exactly if its formula makes lists")
         return role
 
-    def _check_lookups(self) -> None:
-        """Check that the tables of all lookups are declared once. Raises InputError."""
+    def _check_inputs(self) -> None:
+        """Check that the tables of all lookups are declared once, and that no formula reads what
+        rows to score lack. Raises InputError.
+        """
+        weights = () if self.weight is None else (self.weight,)
+        targets = (*self.label_names, *weights)
+        unscored = [name for name in targets if name in self.program.inputs]
+        if unscored:
+            raise InputError(
+                f"schema: formulas read {', '.join(unscored)}, which rows to score lack; use other "
+                "columns"
+            )
         if len(set(self.table_names)) < len(self.tables):
             raise InputError("schema: tables must have different names")
         for node in self.program.lookup_nodes:

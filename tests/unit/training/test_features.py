@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.click_models import hashed_preprocessor
 from builders.faults import rejects
 from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes
+from rayrec.inference.export.plain_encoder import Encoder
+from rayrec.inference.export.side_tables import write_tables
 from rayrec.prepare.feature_table import compute_features
-from rayrec.schema import Schema, load_schema
+from rayrec.schema import Feature, NamedTable, Schema, load_schema
 
 SCHEMA = """
 label: click
@@ -150,6 +153,7 @@ def test_changed_table_is_rejected(shop: Path, tmp_path: Path) -> None:
         ({"hour(time)": "time"}, "feature hour: a time is no input of a model"),
         ({"hour(time)": "last(history, 2"}, "feature hour: formula .* expected"),
         ({"lookup(items, item, category)": "cross(taste, user)"}, "need each other"),
+        ({"hour(time)": "log(click)"}, "formulas read click, which rows to score lack"),
         ({"lookup(items,": "lookup(goods,"}, "look up goods, which must be in tables"),
         ({"name: hour,": "name: hour, weights: age,"}, "feature hour is computed"),
     ],
@@ -188,3 +192,27 @@ def test_faults_of_formula_inputs_are_counted(shop: Path, tmp_path: Path) -> Non
         train_data={"path": str(tmp_path / "log.csv")},
         max_bad_fraction=0.0,
     )
+
+
+def test_keys_of_integers_match_in_any_form(tmp_path: Path) -> None:
+    write_rows(tmp_path / "items.csv", [{"item": n, "genre": f"g{n}"} for n in range(9)])
+    forms = ["7", "07", "+7", "7.0", " 7", "8", "", "99"]
+    write_rows(tmp_path / "log.csv", [{"click": 0, "item": form} for form in forms])
+    schema = Schema(
+        label="click",
+        sparse=("item",),
+        integers=("item",),
+        delimiter=",",
+        tables=(NamedTable(name="items", path=str(tmp_path / "items.csv"), key="item"),),
+        features=(Feature(name="genre", formula="lookup(items, item, genre)"),),
+    )
+    rows = compute_features(schema, str(tmp_path / "log.csv"), 8)
+    assert [row["genre"] for row in rows] == ["g7"] * 5 + ["g8", None, None]
+    preprocessor = hashed_preprocessor([50, 50], schema)
+    preprocessor.save(str(tmp_path / "preprocessor"))
+    write_tables(str(tmp_path / "preprocessor"), schema)
+    encoder = Encoder(str(tmp_path / "preprocessor"))
+    _, (_, genres) = encoder.encode([{"item": form} for form in forms])
+    assert len(set(genres[:5].tolist())) == 1
+    assert genres[5] != genres[0]
+    assert genres[6] == genres[7]

@@ -232,6 +232,17 @@ class ColumnParser:
         self.table = table
         self.names = frozenset(table.column_names)
 
+    def integers(self, array: pa.Array, name: str) -> pa.Array:
+        """Return the values of a column of `Schema.integers` as int64, null if missing or rejected,
+        and record the faults. Lists are returned unchanged.
+        """
+        if name in self.schema.lists:
+            return array
+        tokens = np.zeros(len(array), np.uint64)
+        status, kind = self._categories(array, name, tokens)
+        self.reject(status == REJECTED, kind, name)
+        return pa.array(tokens.view(np.int64), mask=status != VALUE)
+
     def _markers_of(self, name: str) -> Markers:
         """Return the markers of missing values in a column. What formulas compute has none."""
         return Markers.from_texts(()) if name in self.schema.derived else self.markers

@@ -70,6 +70,8 @@ def _parser(
 def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
     """Return a column of the log as formulas take it, and record its faults."""
     array = parser.array(name)
+    if name in parser.schema.integers and not types.is_null(array.type):
+        array = parser.integers(array, name)
     if not kind.is_list:
         values, rejected = canonical(array, kind, name, parser.type_error, parser.markers)
         parser.reject(rejected, _FAULTS[kind.kind], name)

@@ -354,6 +354,9 @@ class Encoder:
             return None if number is None or np.isnan(number) else float(number)
         if kind["kind"] == "time":
             return _microseconds(value, f"row {row}: {name} must be a time, got {value!r}")
+        if name in self.schema.get("integers", ()):
+            token = self._token(value, name, row)
+            return None if token is None else str(token - 2**64 if token >= 2**63 else token)
         text = _category_text(
             value,
             f"row {row}: {name} must be text or an integer, got {value!r}",
