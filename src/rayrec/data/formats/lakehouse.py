@@ -10,6 +10,7 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.delta import open_delta
 from rayrec.data.formats.iceberg import open_iceberg
+from rayrec.data.formats.libsvm import without_queries
 from rayrec.data.formats.table_version import TableVersion
 from rayrec.storage.urls import local_path, split_options
 
@@ -40,7 +41,7 @@ def list_log(path: str, names: Sequence[str]) -> list[storage.File]:
         kind = storage.table_kind(folder)
     if kind is None:
         try:
-            return storage.list_files(path, names=names)
+            return without_queries(storage.list_files(path, names=names))
         except storage.TableError as table:
             if table.kind not in _OPEN:
                 raise

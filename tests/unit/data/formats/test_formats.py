@@ -12,6 +12,7 @@ from builders.logs import open_index
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayrec import storage
 from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.impressions import Impressions
 from rayrec.data.formats.jsonl import JsonLines
@@ -55,6 +56,32 @@ def test_queries_of_libsvm_are_groups() -> None:
         {"label": "2", "index": ["1"], "value": ["0.5"], "group": "7"}
     ]
     assert rows_of(LibSvm(), "2 1:0.5\n", ["group", "label"]) == [{"group": None, "label": "2"}]
+
+
+def test_file_of_queries_groups_rows(tmp_path: Path) -> None:
+    for name, counts in (("a", "2\n1\n"), ("b", "1\n1\n1\n")):
+        (tmp_path / name).write_text("2 1:0.5\n0 3:1\n1 1:2\n")
+        (tmp_path / f"{name}.query").write_text(counts)
+    schema = Schema(label="label", sparse=("group", "index"), lists=("index",), group="group")
+    files = LogSource.at(str(tmp_path)).raw_files(schema)
+    assert [storage.name_of(file.path) for file in files] == ["a", "b"]
+    groups = [
+        group
+        for file in files
+        for table in LibSvm().tables(file.path, schema, ("label", "group"))
+        for group in table.column("group").to_pylist()
+    ]
+    assert groups == ["a 0", "a 0", "a 1", "b 0", "b 1", "b 2"]
+    assert LibSvm().columns(files[0].path, schema) == ("label", "index", "value", "group")
+    key = LibSvm().cache_key(files[0])
+    (tmp_path / "a.query").write_text("3\n3\n")
+    assert LibSvm().cache_key(files[0]) != key
+    rejects(
+        "a.query: counts 6 rows, and .*/a has 3",
+        lambda: list(LibSvm().tables(files[0].path, schema, None)),
+    )
+    (tmp_path / "a.query").write_text("two\n")
+    rejects("a.query: must have the number of rows", LibSvm().columns, files[0].path, schema)
 
 
 def test_libsvm_rows_without_pairs_are_malformed() -> None:
@@ -277,6 +304,7 @@ def test_schemas_override_content(tmp_path: Path) -> None:
 
 OWN = '''
 import pyarrow as pa
+from rayrec import storage
 from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.row_faults import FAULT
 
