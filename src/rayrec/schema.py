@@ -393,7 +393,7 @@ class Schema(Config):
         return role
 
     def _check_inputs(self) -> None:
-        """Check that the tables of all lookups are declared once, and that no formula reads what
+        """Check that all looked up tables are declared, once each. Formulas must read nothing that
         rows to score lack. Raises InputError.
         """
         weights = () if self.weight is None else (self.weight,)

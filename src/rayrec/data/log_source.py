@@ -19,12 +19,21 @@ from rayrec.data.encoding.preprocessor import stored_schema
 from rayrec.data.engine import Engine, TaskContext, grouped
 from rayrec.data.features.lookups import current_tables, with_contents
 from rayrec.data.formats.columns import check_extra
-from rayrec.data.formats.content import count_names, reject_foreign_content, text_head
+from rayrec.data.formats.content import (
+    count_names,
+    reject_foreign_content,
+    text_head,
+)
 from rayrec.data.formats.csv import Csv
 from rayrec.data.formats.lakehouse import find_version, list_log, pinned
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
-from rayrec.data.logs.faults import HEAD_BYTES, LABEL_FAULT, Faults, likely_cause
+from rayrec.data.logs.faults import (
+    HEAD_BYTES,
+    LABEL_FAULT,
+    Faults,
+    likely_cause,
+)
 from rayrec.data.logs.index import CachedIndex, LogIndex, SegmentEntry, numbered
 from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.random_log import check_random, index_random, random_files
@@ -45,7 +54,13 @@ from rayrec.data.materialized.dataset import (
     open_verified,
 )
 from rayrec.schema import Schema
-from rayrec.storage.cache import is_packed, read_head, remove_older, unpack, unpacked_path
+from rayrec.storage.cache import (
+    is_packed,
+    read_head,
+    remove_older,
+    unpack,
+    unpacked_path,
+)
 
 CHUNK_BYTES = 32 << 20
 """Bytes of text per indexing task."""
@@ -141,7 +156,10 @@ def index_with(
     starts, in order. Reports if the log was edited since it was last indexed.
     """
     cache = CachedIndex.at(
-        context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
+        context.cache_folder,
+        files=files,
+        schema=schema,
+        segment_bytes=segment_bytes,
     )
     if cached := cache.read():
         return cached
@@ -164,7 +182,11 @@ def index_with(
 
 
 def index_log(
-    files: Sequence[storage.File], schema: Schema, *, segment_bytes: int, context: TaskContext
+    files: Sequence[storage.File],
+    schema: Schema,
+    *,
+    segment_bytes: int,
+    context: TaskContext,
 ) -> LogIndex:
     """Parse the full log once to number its rows and count its faults, at about 5 million Criteo
     rows/s per core. With a cache folder, returns a cached index of the same files. Reports if the
@@ -302,7 +324,10 @@ class LogSource:
         )
 
     def _with_order(
-        self, schema: Schema, files: Sequence[storage.File], preprocessor: str | None
+        self,
+        schema: Schema,
+        files: Sequence[storage.File],
+        preprocessor: str | None,
     ) -> Schema:
         if not is_table(files, schema):
             return schema
@@ -312,7 +337,9 @@ class LogSource:
         try:
             orders = dict.fromkeys(
                 storage.in_parallel(
-                    functools.partial(file_columns, schema=schema), some, path=self.path
+                    functools.partial(file_columns, schema=schema),
+                    some,
+                    path=self.path,
                 )
             )
         except InputError:
@@ -456,10 +483,17 @@ class LogSource:
             context.note(f"Reading {table.title}")
         if is_table(files, schema):
             return index_tables(
-                files, schema, segment_bytes=segment_bytes, context=context, extra=extra
+                files,
+                schema,
+                segment_bytes=segment_bytes,
+                context=context,
+                extra=extra,
             )
         cache = CachedIndex.at(
-            context.cache_folder, files=files, schema=schema, segment_bytes=segment_bytes
+            context.cache_folder,
+            files=files,
+            schema=schema,
+            segment_bytes=segment_bytes,
         )
         if cached := cache.read():
             return cached

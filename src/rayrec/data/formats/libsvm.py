@@ -28,7 +28,12 @@ from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.base import LineFormat, Roles
 from rayrec.data.formats.content import all_lines_match
-from rayrec.data.formats.tokens import Tokens, split_lines, split_pairs, table_of
+from rayrec.data.formats.tokens import (
+    Tokens,
+    split_lines,
+    split_pairs,
+    table_of,
+)
 from rayrec.schema import Schema
 
 NUMBER: Final = r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?"

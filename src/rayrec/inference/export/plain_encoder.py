@@ -344,8 +344,17 @@ class Encoder:
         read = [self._formula_item(_plain(item), name, kind, row) for item in items]
         return [item for item in read if item is not None]
 
-    def _formula_item(self, value: Any, name: str, kind: Mapping[str, Any], row: int) -> Any:
-        if value is None or value == "" or (isinstance(value, float) and np.isnan(value)):
+    def _formula_item(
+        self,
+        value: Any,
+        name: str,
+        kind: Mapping[str, Any],
+        row: int,
+    ) -> Any:
+        """Return a value, or an item of a list, as formulas take it."""
+        if value is None or value == "":
+            return None
+        if isinstance(value, float) and np.isnan(value):
             return None
         if isinstance(value, str) and value in self._missing:
             return None
@@ -354,15 +363,24 @@ class Encoder:
             return None if number is None or np.isnan(number) else float(number)
         if kind["kind"] == "time":
             return _microseconds(value, f"row {row}: {name} must be a time, got {value!r}")
+        return self._formula_text(value, name, row)
+
+    def _formula_text(self, value: Any, name: str, row: int) -> str | None:
+        """Return a category's text, which is that of its integer if it is one."""
         if name in self.schema.get("integers", ()):
             token = self._token(value, name, row)
-            return None if token is None else str(token - 2**64 if token >= 2**63 else token)
+            if token is None:
+                return None
+            is_negative = token >= 2**63  # Two's complement
+            return str(token - 2**64 if is_negative else token)
         text = _category_text(
             value,
             f"row {row}: {name} must be text or an integer, got {value!r}",
         )
-        is_marker = _CANONICAL.fullmatch(text) and int(text) % 2**64 in self._missing_tokens
-        return None if is_marker else text
+        is_integer = _CANONICAL.fullmatch(text) is not None
+        if is_integer and int(text) % 2**64 in self._missing_tokens:
+            return None
+        return text
 
     def _numbers(
         self, rows: Sequence[Mapping[str, Any]], name: str
