@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import final
 
 import numpy as np
@@ -28,7 +28,7 @@ from rayrec.data.logs.column_values import (
     split_lists,
     text_tokens,
 )
-from rayrec.formula.tree import Lookup
+from rayrec.formula.tree import Lookup, Node
 from rayrec.formula.types import Type
 from rayrec.schema import NamedTable, Schema
 
@@ -40,6 +40,8 @@ class Lookups:
     def __init__(self, schema: Schema, parser: ColumnParser) -> None:
         self._schema = schema
         self._parser = parser
+        self._rows: dict[tuple[str, Node], np.ndarray] = {}
+        """Rows by table and key, which several columns of a table share."""
 
     def values(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
         """Return a column of a side table, as formulas take it, in the row of each key; null if no
@@ -47,19 +49,16 @@ class Lookups:
         """
         named = self._schema.table(lookup.table)
         table = open_named(named, self._schema.program.lookups[lookup.table])
-        key = keys[0]
-        tokens = np.zeros(len(key), np.uint64)
-        text_tokens(pc.cast(key, pa.large_binary()), tokens)
-        missing = key.is_null().to_numpy(zero_copy_only=False)
-        times = None
-        if named.time is not None:
-            times = self._times()
-        rows = table.lookup(tokens, missing, times)
-        values = table.column(lookup.column, rows)
+        table_key = (lookup.table, lookup.keys[0])
+        if table_key not in self._rows:
+            times = None if named.time is None else self._times
+            self._rows[table_key] = _rows_of_keys(table, keys[0], times)
+        values = table.column(lookup.column, self._rows[table_key])
         return column_values(values, kind, lookup, self._schema)[0]
 
+    @cached_property
     def _times(self) -> np.ndarray:
-        """Return the time of each row of the log, int64 microseconds."""
+        """Time of each row of the log, int64 microseconds."""
         name = self._schema.timestamp
         if name is None:
             raise InputError(
@@ -67,6 +66,14 @@ class Lookups:
                 "timestamp"
             )
         return self._parser.times(name)
+
+
+def _rows_of_keys(table: SideTable, key: pa.Array, times: np.ndarray | None) -> np.ndarray:
+    """Return the row of each key, text, -1 without one, int64 [rows]."""
+    tokens = np.zeros(len(key), np.uint64)
+    text_tokens(pc.cast(key, pa.large_binary()), tokens)
+    missing = key.is_null().to_numpy(zero_copy_only=False)
+    return table.lookup(tokens, missing, times)
 
 
 def open_named(table: NamedTable, columns: tuple[str, ...]) -> SideTable:
