@@ -120,17 +120,11 @@ def prepare(
     return BlockOrder(parts, "window", 0, 16), put_preprocessor(preprocessor, engine), preprocessor
 
 
-def through(
-    engine: StreamEngine,
-    order: BlockOrder,
-    preprocessor: Shared[Preprocessor],
-    preset: Preset = RAYREC,
-    schema: Schema = SCHEMA,
-) -> float:
+def through(engine: StreamEngine, order: BlockOrder, preprocessor: Shared[Preprocessor]) -> float:
     """Measure the rows/s of one worker's loader with all cores for its data tasks."""
+    inputs = preprocessor.get().inputs  # With indicators of missing numbers
 
     def read() -> int:
-        inputs = preset.inputs(schema)
         source = TaskSource(preprocessor, engine, inputs, order.max_block_rows)
         loader = Loader(
             order, ClickBatches(source, inputs), BatchSharding(0, 1, BATCH_SIZE), epochs=EPOCHS
@@ -276,7 +270,7 @@ def by_preset(engine: StreamEngine, workload: str, *, rows: int, repeats: int) -
     by_profile = interleaved(
         repeats,
         **{
-            name: lambda name=name: through(engine, prepared[name][0], prepared[name][1], ALL[name])
+            name: lambda name=name: through(engine, prepared[name][0], prepared[name][1])
             for name in ALL
         },
     )
@@ -321,13 +315,13 @@ def any_tokens(engine: StreamEngine, *, rows: int, repeats: int) -> None:
 
     rates = interleaved(
         repeats,
-        ours=lambda: through(engine, order, shared, schema=ANY),
-        threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor), schema=ANY),
+        ours=lambda: through(engine, order, shared),
+        threads=lambda: through(ThreadEngine(2), order, InProcess(preprocessor)),
         kernels=lambda: without_ray(order, preprocessor),
-        opened=opened,
-        arrow=arrow,
         arrow_parquet=arrow_parquet,
     )
+    # On their own: Ray's processes are busy for a while after each of its rounds
+    rates |= interleaved(repeats, opened=opened, arrow=arrow)
     workload = f"any tokens, Parquet -> shuffled batches of {BATCH_SIZE}, 2 CPUs"
     for ours, peer, our_workload, peer_text in (
         ("ours", "kernels", workload, "the same kernels in two threads"),
