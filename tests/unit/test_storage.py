@@ -735,7 +735,7 @@ def test_read_ahead_makes_next_item_while_one_is_used() -> None:
             made.release()
             yield number
 
-    ahead = storage.read_ahead(items(), name="test")
+    ahead = storage.read_ahead(items(), name="test", ahead=1)
     assert next(ahead) == 0
     for _ in range(2):
         assert made.acquire(timeout=10)
@@ -747,6 +747,6 @@ def test_read_ahead_raises_error_after_earlier_items() -> None:
         yield 1
         raise InputError("broken")
 
-    ahead = storage.read_ahead(items(), name="test")
+    ahead = storage.read_ahead(items(), name="test", ahead=1)
     assert next(ahead) == 1
     rejects("broken", next, ahead)

@@ -74,10 +74,10 @@ def evaluate(
     """
     from rayrec.inference.config import EvaluationConfig
     from rayrec.inference.evaluate import evaluate as run
-    from rayrec.inference.evaluation_report import render
-    from rayrec.observe.report.run import output_path, save
 
     if report is not None:
+        from rayrec.observe.report.run import output_path
+
         output_path(report)
     settings = EvaluationConfig().updated(options)
     folders = [checkpoint] if settings.compare is None else [checkpoint, settings.compare]
@@ -95,6 +95,9 @@ def evaluate(
             console=_console(console),
         )
     if report is not None:
+        from rayrec.inference.evaluation_report import render
+        from rayrec.observe.report.run import save
+
         save(render(result), report)
     return result
 

@@ -72,33 +72,25 @@ class Program:
         lists: Sequence[str],
         timestamp: str | None,
     ) -> Program:
-        """Check and order the formulas of a schema with these columns, as `compile` does."""
+        """Check and order the formulas of a schema.
+
+        Args:
+            formulas: Text of each formula, by the name of the column that it computes.
+            dense: Columns of numbers, of the log or computed.
+            sparse: Columns of categories, of the log or computed.
+            lists: Columns of `sparse` that are lists.
+            timestamp: Column with the time of each row.
+
+        Raises InputError for an invalid formula, and for formulas that need each other.
+        """
         if not formulas:
             return cls((), {}, {})
         column_types = {name: Type("number") for name in dense}
         column_types |= {name: Type("category", is_list=name in lists) for name in sparse}
         if timestamp is not None:
             column_types.setdefault(timestamp, Type("time"))
-        return cls.compile(
-            formulas,
-            {name: kind for name, kind in column_types.items() if name not in formulas},
-        )
-
-    @classmethod
-    def compile(
-        cls,
-        formulas: Mapping[str, str],
-        column_types: Mapping[str, Type],
-    ) -> Program:
-        """Check formulas and order them.
-
-        Args:
-            formulas: Text of each formula, by the name of the column that it computes.
-            column_types: Types of the log's columns that are inputs of a model.
-
-        Raises InputError for an invalid formula, and for formulas that need each other.
-        """
-        return _compiled(tuple(formulas.items()), tuple(column_types.items()))
+        types_in_log = {name: kind for name, kind in column_types.items() if name not in formulas}
+        return _compiled(tuple(formulas.items()), tuple(types_in_log.items()))
 
 
 @lru_cache(maxsize=64)

@@ -151,11 +151,6 @@ def columns_of(node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_columns(node)))
 
 
-def tables_of(node: Node) -> tuple[str, ...]:
-    """Return the names of the side tables in a formula's lookups, in order of first use."""
-    return tuple(dict.fromkeys(_tables(node)))
-
-
 def to_json(node: Node) -> dict[str, Any]:
     """Return a tree, with the types of its lookups, as an object of JSON."""
     if isinstance(node, Column):
@@ -172,19 +167,6 @@ def to_json(node: Node) -> dict[str, Any]:
     return stored
 
 
-def from_json(stored: dict[str, Any]) -> Node:
-    """Return the tree of an object of `to_json`."""
-    if "column" in stored:
-        return Column(stored["column"])
-    if "value" in stored:
-        value = stored["value"]
-        return Literal(tuple(value) if isinstance(value, list) else value)
-    arguments = tuple(from_json(argument) for argument in stored["arguments"])
-    if "type" in stored:
-        return Lookup(stored["function"], arguments, Type(**stored["type"]))
-    return Call(stored["function"], arguments)
-
-
 def _columns(node: Node) -> Iterator[str]:
     if isinstance(node, Column):
         yield node.name
@@ -192,17 +174,6 @@ def _columns(node: Node) -> Iterator[str]:
         arguments = node.arguments[1:-1] if node.function == "lookup" else node.arguments
         for argument in arguments:
             yield from _columns(argument)
-
-
-def _tables(node: Node) -> Iterator[str]:
-    if not isinstance(node, Call):
-        return
-    if node.function == "lookup" and node.arguments:
-        table = node.arguments[0]
-        if isinstance(table, Column):
-            yield table.name
-    for argument in node.arguments:
-        yield from _tables(argument)
 
 
 def _name_of(node: Node) -> str:

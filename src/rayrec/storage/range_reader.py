@@ -68,11 +68,11 @@ def in_order(
 
 # The pool's only thread asks for one item at a time, so the iterator needs no lock:
 #
-#   reader    uses item n                asks for n + 2 when it takes n + 1
-#   thread    makes item n + 1           waits if it is not taken yet
+#   reader    uses item n                asks for one more when it takes the next
+#   thread    makes items after n        waits if `ahead` and one more are not taken yet
 #
 # An empty list marks the end. An error of the iterator is raised in its place.
-def read_ahead(items: Iterator[_Item], *, name: str, ahead: int = 1) -> Iterator[_Item]:
+def read_ahead(items: Iterator[_Item], *, name: str, ahead: int) -> Iterator[_Item]:
     """Yield the items in order. A thread makes the next ones, up to `ahead` and one in progress,
     while the reader uses one.
     """

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from builders.faults import rejects
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayrec.config import InputError
+from rayrec.formula.program import Program
 from rayrec.formula.tree import (
     Call,
     Column,
@@ -17,9 +19,7 @@ from rayrec.formula.tree import (
     Node,
     Type,
     columns_of,
-    from_json,
     parse,
-    tables_of,
     to_json,
 )
 
@@ -110,17 +110,29 @@ def test_lookup_reads_keys_only() -> None:
     assert columns_of(node) == ("user", "shop", "x")
 
 
-def test_tables_match_lookups() -> None:
-    assert tables_of(parse("f(lookup(b, lookup(a, x, y), z), lookup(b, x, y))")) == ("b", "a")
-
-
-def test_tables_of_unchecked_lookup_skip_other_arguments() -> None:
-    assert tables_of(parse("lookup('items', x, y) + lookup()")) == ()
+def test_program_lists_columns_of_each_table() -> None:
+    formula = "cross(lookup(b, lookup(a, x, y), z), lookup(b, x, w))"
+    program = Program.from_columns({"f": formula}, dense=(), sparse=(), lists=(), timestamp=None)
+    assert program.lookups == {"a": ("y",), "b": ("w", "z")}
+    assert list(program.inputs) == ["x"]
 
 
 def test_lookup_returns_table_keys_and_column() -> None:
     lookup = Lookup("lookup", (Column("items"), X, Y, Column("price")), Type("number"))
     assert (lookup.table, lookup.keys, lookup.column) == ("items", (X, Y), "price")
+
+
+def from_json(stored: dict[str, Any]) -> Node:
+    """Return the tree of an object of `to_json`."""
+    if "column" in stored:
+        return Column(stored["column"])
+    if "value" in stored:
+        value = stored["value"]
+        return Literal(tuple(value) if isinstance(value, list) else value)
+    arguments = tuple(from_json(argument) for argument in stored["arguments"])
+    if "type" in stored:
+        return Lookup(stored["function"], arguments, Type(**stored["type"]))
+    return Call(stored["function"], arguments)
 
 
 def test_json_restores_tree() -> None:

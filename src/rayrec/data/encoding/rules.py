@@ -20,6 +20,28 @@ ISO_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:?\d\d
 """Pattern of dates and times as ISO 8601 text."""
 
 
+EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (math.inf, 1e9))
+"""Units of numbers since 1970 by their magnitude, as (limit, units per second): seconds up to the
+year 5138, milliseconds, microseconds and nanoseconds. The ranges of the years 1973 to 5138 in these
+units do not overlap.
+"""
+TIME_FORMATS = (
+    "%Y/%m/%d %H:%M:%S",
+    "%Y/%m/%d %H:%M",
+    "%Y/%m/%d",
+    "%d.%m.%Y %H:%M:%S",
+    "%d.%m.%Y %H:%M",
+    "%d.%m.%Y",
+    "%m/%d/%Y %I:%M:%S %p",
+    "%m/%d/%Y %I:%M %p",
+    "%m/%d/%Y %H:%M:%S",
+    "%m/%d/%Y %H:%M",
+    "%m/%d/%Y",
+)
+"""Formats of timestamps in text other than ISO 8601. Of a date with slashes, the month precedes the
+day.
+"""
+
 QUOTED = r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 """Pattern of an item in quotes. Like the next three, with equal results in Python's `re` and in
 Arrow's RE2.

@@ -60,7 +60,7 @@ TRUE_AND_FALSE = {
     "False": 0,
     "FALSE": 0,
 }
-_INT64_TEXT = re.compile(r"0|-?[1-9][0-9]*")
+INT64_TEXT = re.compile(r"0|-?[1-9][0-9]*")
 DECIMAL_TEXT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _LOWER = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz")
 
@@ -117,7 +117,7 @@ def category_token(text: str) -> int:
     """Return a category's 64-bit token: an integer's two's complement, 1 for true, 0 for false,
     else the text's XXH64. See `rayrec.data.logs.column_values`.
     """
-    if _INT64_TEXT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
+    if INT64_TEXT.fullmatch(text) and -(2**63) <= int(text) < 2**63:
         return int(text) % 2**64
     if text in TRUE_AND_FALSE:
         return TRUE_AND_FALSE[text]

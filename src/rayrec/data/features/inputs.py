@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from rayrec.data.features.definitions import TRUE_AND_FALSE
 from rayrec.data.logs.column_values import (
     EMPTY,
     MAX_SECONDS,
@@ -39,11 +40,6 @@ LIST_TYPES: Final = {
     "time": pa.large_list(pa.int64()),
 }
 """Arrow types of lists, by the type of their items."""
-_BOOLEANS: Final = {
-    b"1": [b"true", b"True", b"TRUE"],
-    b"0": [b"false", b"False", b"FALSE"],
-}
-"""Texts that are the integers 1 and 0."""
 
 
 def canonical(
@@ -142,10 +138,11 @@ def _utf8(array: pa.Array) -> Canonical:
     if not Text.from_array(array).is_ascii:
         rejected = text_tokens(array, np.empty(len(array), np.uint64)) == REJECTED
         array = pc.if_else(pa.array(rejected), pa.scalar(None, array.type), array)
-    for digit, words in _BOOLEANS.items():
+    for digit in (1, 0):
+        words = [word.encode() for word, value in TRUE_AND_FALSE.items() if value == digit]
         is_word = pc.is_in(array, value_set=pa.array(words, pa.large_binary()))
         if pc.any(is_word).as_py():
-            array = pc.if_else(is_word, pa.scalar(digit, array.type), array)
+            array = pc.if_else(is_word, pa.scalar(str(digit).encode(), array.type), array)
     array = pc.if_else(pc.equal(array, b""), pa.scalar(None, array.type), array)
     return pc.cast(array, pa.large_string()), rejected
 

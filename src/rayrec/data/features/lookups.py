@@ -71,7 +71,7 @@ class Lookups:
 def _rows_of_keys(table: SideTable, key: pa.Array, times: np.ndarray | None) -> np.ndarray:
     """Return the row of each key, text, -1 without one, int64 [rows]."""
     tokens = np.zeros(len(key), np.uint64)
-    text_tokens(pc.cast(key, pa.large_binary()), tokens)
+    text_tokens(key, tokens)
     missing = key.is_null().to_numpy(zero_copy_only=False)
     return table.lookup(tokens, missing, times)
 

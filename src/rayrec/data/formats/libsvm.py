@@ -71,10 +71,10 @@ class LibSvm(LineFormat):
     def tables(
         self, path: str, schema: Schema, columns: Sequence[str] | None
     ) -> Iterator[pa.Table]:
-        ends = _query_ends(path)
+        ends = _query_ends(path) if columns is None or _GROUP in columns else None
         rows = 0
         for table in super().tables(path, schema, columns):
-            if ends is not None and (columns is None or _GROUP in columns):
+            if ends is not None:
                 table = _with_queries(table, path, ends, rows)
             rows += table.num_rows
             yield table

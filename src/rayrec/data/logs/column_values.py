@@ -22,7 +22,16 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
-from rayrec.data.encoding.rules import BRACKET_ITEM, BRACKETED, GLUED, ISO_TIME, QUOTED, unescaped
+from rayrec.data.encoding.rules import (
+    BRACKET_ITEM,
+    BRACKETED,
+    EPOCH_UNITS,
+    GLUED,
+    ISO_TIME,
+    QUOTED,
+    TIME_FORMATS,
+    unescaped,
+)
 from rayrec.native import call
 from rayrec.schema import BRACKETS
 
@@ -251,38 +260,13 @@ MAX_SECONDS = 2.0**42
 """Maximum seconds from 1970: 139,000 years, whose microseconds fit an int64."""
 
 
-_EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (math.inf, 1e9))
-"""Units of numbers since 1970 by their magnitude, as (limit, units per second): seconds up to the
-year 5138, milliseconds, microseconds and nanoseconds. The ranges of the years 1973 to 5138 in these
-units do not overlap.
-"""
-_TIME_FORMATS = (
-    "%Y/%m/%d %H:%M:%S",
-    "%Y/%m/%d %H:%M",
-    "%Y/%m/%d",
-    "%d.%m.%Y %H:%M:%S",
-    "%d.%m.%Y %H:%M",
-    "%d.%m.%Y",
-)
-_US_FORMATS = (
-    "%m/%d/%Y %I:%M:%S %p",
-    "%m/%d/%Y %I:%M %p",
-    "%m/%d/%Y %H:%M:%S",
-    "%m/%d/%Y %H:%M",
-    "%m/%d/%Y",
-)
-"""Formats of timestamps in text other than ISO 8601. Of a date with slashes, the month precedes the
-day.
-"""
-
-
 def epoch_seconds(numbers: np.ndarray) -> np.ndarray:
     """Convert numbers since 1970 in seconds, or in smaller units if they are as large, to seconds,
     float64.
     """
     magnitudes = np.abs(numbers)
     scales = np.select(
-        [magnitudes < limit for limit, _ in _EPOCH_UNITS], [scale for _, scale in _EPOCH_UNITS], 1.0
+        [magnitudes < limit for limit, _ in EPOCH_UNITS], [scale for _, scale in EPOCH_UNITS], 1.0
     )
     return numbers / scales
 
@@ -290,7 +274,7 @@ def epoch_seconds(numbers: np.ndarray) -> np.ndarray:
 def _formatted_times(text: pa.Array) -> pa.Array:
     """Parse text in one of the formats, timestamp[us], null for other text."""
     times = pa.nulls(len(text), pa.timestamp("us"))
-    for form in (*_TIME_FORMATS, *_US_FORMATS):
+    for form in TIME_FORMATS:
         if times.null_count > text.null_count:
             times = pc.coalesce(
                 times, pc.strptime(text, format=form, unit="us", error_is_null=True)
@@ -302,7 +286,7 @@ def _formatted_times(text: pa.Array) -> pa.Array:
 #
 #   1. a number          seconds since 1970, or smaller units by magnitude
 #   2. ISO 8601          with and without zone apart, because Arrow casts one kind at a time
-#   3. other formats     in order of _TIME_FORMATS, then _US_FORMATS
+#   3. other formats     in order of TIME_FORMATS
 #   4. anything else     REJECTED
 def read_times(array: pa.Array, *, formats: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Parse text as (int64 microseconds, status): seconds (or smaller units) since 1970, or an ISO

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from rayrec.data.encoding.rules import (
+    EPOCH_UNITS,
+    TIME_FORMATS,
     DenseColumn,
     SparseColumn,
     bracket_items,
@@ -28,6 +30,7 @@ from rayrec.data.encoding.rules import (
 )
 from rayrec.data.features.definitions import (
     DECIMAL_TEXT,
+    INT64_TEXT,
     TRUE_AND_FALSE,
     category_token,
     value_of,
@@ -40,7 +43,6 @@ ids in each row. Lists with weights have the weight of each id too, float32.
 """
 
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]{8}")
-_CANONICAL = re.compile(r"0|-?[1-9][0-9]*")
 _INTEGER = re.compile(r"([+-]?[0-9]+)(\.0*)?")
 _LIMIT = 10**18
 _STORED = {
@@ -95,21 +97,6 @@ _FEATURE = {
         "list_delimiter",
     )
 }
-_EPOCH_UNITS = ((1e11, 1.0), (1e14, 1e3), (1e17, 1e6), (float("inf"), 1e9))
-"""Units of numbers since 1970 by their magnitude, as (limit, units per second)."""
-_TIME_FORMATS = (
-    "%Y/%m/%d %H:%M:%S",
-    "%Y/%m/%d %H:%M",
-    "%Y/%m/%d",
-    "%d.%m.%Y %H:%M:%S",
-    "%d.%m.%Y %H:%M",
-    "%d.%m.%Y",
-    "%m/%d/%Y %I:%M:%S %p",
-    "%m/%d/%Y %I:%M %p",
-    "%m/%d/%Y %H:%M:%S",
-    "%m/%d/%Y %H:%M",
-    "%m/%d/%Y",
-)
 
 
 class Encoder:
@@ -377,7 +364,7 @@ class Encoder:
             value,
             f"row {row}: {name} must be text or an integer, got {value!r}",
         )
-        is_integer = _CANONICAL.fullmatch(text) is not None
+        is_integer = INT64_TEXT.fullmatch(text) is not None
         if is_integer and int(text) % 2**64 in self._missing_tokens:
             return None
         return text
@@ -696,12 +683,12 @@ def _microseconds(value: Any, error: str) -> int:
     if isinstance(value, str) and DECIMAL_TEXT.fullmatch(value):
         value = float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        scale = next(scale for limit, scale in _EPOCH_UNITS if abs(value) < limit)
+        scale = next(scale for limit, scale in EPOCH_UNITS if abs(value) < limit)
         return round(value / scale * 1e6)
     seconds = seconds_of(value) if isinstance(value, (str, date)) else None
     if seconds is not None:
         return round(seconds * 1e6)
-    for form in _TIME_FORMATS if isinstance(value, str) else ():
+    for form in TIME_FORMATS if isinstance(value, str) else ():
         try:
             time = datetime.strptime(value, form).replace(tzinfo=UTC)
         except ValueError:

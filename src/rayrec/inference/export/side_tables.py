@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from rayrec import storage
 from rayrec.data.features.lookups import column_values, open_named
+from rayrec.data.logs.column_values import Text
 from rayrec.formula.types import Type
 from rayrec.inference.export.plain_encoder import column_key
 from rayrec.schema import Schema
@@ -58,11 +59,10 @@ def _arrays_of(column: pa.Array, key: str) -> dict[str, Any]:
         column = pc.list_flatten(column)
     arrays[f"{key} missing"] = column.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_large_string(column.type):
-        text = pc.fill_null(column, "")
-        sizes = pc.binary_length(text).to_numpy(zero_copy_only=False)
-        joined = "".join(text.to_pylist()).encode()
-        arrays[f"{key} text"] = np.frombuffer(joined, np.uint8)
-        arrays[f"{key} ends"] = np.cumsum(sizes, dtype=np.int64)
+        text = Text.from_array(pc.fill_null(column, ""))
+        start = text.offsets[0]
+        arrays[f"{key} text"] = text.data[start : text.offsets[-1]]
+        arrays[f"{key} ends"] = text.offsets[1:] - start
     else:
         arrays[f"{key} values"] = pc.fill_null(column, 0).to_numpy(zero_copy_only=False)
     return arrays
