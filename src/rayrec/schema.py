@@ -409,6 +409,11 @@ class Schema(Config):
         for node in self.program.lookup_nodes:
             if node.table not in self.table_names:
                 raise InputError(f"schema: formulas look up {node.table}, which must be in tables")
+            if self.table(node.table).time is not None and self.timestamp is None:
+                raise InputError(
+                    f"schema: table {node.table} has a time, so that rows of the log need one; "
+                    "name its column in timestamp"
+                )
             if len(node.keys) > 1:
                 raise InputError(
                     f"schema: lookup: table {node.table} has one key, got two; cross them into a "

@@ -28,7 +28,7 @@ from rayrec.data.logs.column_values import (
     split_lists,
     text_tokens,
 )
-from rayrec.formula.tree import Lookup, Node
+from rayrec.formula.tree import Column, Lookup, Node
 from rayrec.formula.types import Type
 from rayrec.schema import NamedTable, Schema
 
@@ -47,11 +47,10 @@ class Lookups:
         """Return a column of a side table, as formulas take it, in the row of each key; null if no
         row has the key.
         """
-        named = self._schema.table(lookup.table)
-        table = open_named(named, self._schema.program.lookups[lookup.table])
+        table = open_named(self._schema, lookup.table)
         table_key = (lookup.table, lookup.keys[0])
         if table_key not in self._rows:
-            times = None if named.time is None else self._times
+            times = None if table.source.time is None else self._times
             self._rows[table_key] = _rows_of_keys(table, keys[0], times)
         values = table.column(lookup.column, self._rows[table_key])
         return column_values(values, kind, lookup, self._schema)[0]
@@ -60,11 +59,7 @@ class Lookups:
     def _times(self) -> np.ndarray:
         """Time of each row of the log, int64 microseconds."""
         name = self._schema.timestamp
-        if name is None:
-            raise InputError(
-                "schema: tables with time need the time of the log's rows; name its column in "
-                "timestamp"
-            )
+        assert name is not None, "the schema was checked"
         return self._parser.times(name)
 
 
@@ -76,19 +71,35 @@ def _rows_of_keys(table: SideTable, key: pa.Array, times: np.ndarray | None) -> 
     return table.lookup(tokens, missing, times)
 
 
-def open_named(table: NamedTable, columns: tuple[str, ...]) -> SideTable:
-    """Open a side table, built if it is not. Raises InputError if its content is not that of
-    `table.content`. A table with a known content stays open in this process.
+def open_named(schema: Schema, name: str) -> SideTable:
+    """Open a side table of a schema, built if it is not. Raises InputError if its content is not
+    the one in the schema. A table with a known content stays open in this process.
     """
-    return build(table, columns) if table.content is None else _opened(table, columns)
+    table = schema.table(name)
+    is_integer = _has_integer_keys(schema, name)
+    columns = schema.program.lookups[name]
+    if table.content is None:
+        return _built(table, columns, is_integer=is_integer)
+    return _opened(table, columns, is_integer=is_integer)
 
 
 @lru_cache(maxsize=64)
-def _opened(table: NamedTable, columns: tuple[str, ...]) -> SideTable:
-    assert table.content is not None
-    opened = build(table, columns)
-    opened.check_content(table.content)
+def _opened(table: NamedTable, columns: tuple[str, ...], *, is_integer: bool) -> SideTable:
+    return _built(table, columns, is_integer=is_integer)
+
+
+def _built(table: NamedTable, columns: tuple[str, ...], *, is_integer: bool) -> SideTable:
+    """Open a side table as its file is now. Raises InputError if its content is another one."""
+    opened = build(table, columns, has_integer_keys=is_integer)
+    if table.content is not None:
+        opened.check_content(table.content)
     return opened
+
+
+def _has_integer_keys(schema: Schema, name: str) -> bool:
+    """Return whether a column of `Schema.integers` is a key, so that 07 is 7 in the table too."""
+    keys = [node.keys[0] for node in schema.program.lookup_nodes if node.table == name]
+    return any(isinstance(key, Column) and key.name in schema.integers for key in keys)
 
 
 def current_tables(schema: Schema) -> tuple[NamedTable, ...]:
@@ -101,9 +112,7 @@ def current_tables(schema: Schema) -> tuple[NamedTable, ...]:
         if columns is None:
             raise InputError(f"schema: no formula looks up table {table.name}; remove it")
         # Not one that is open already: the file may have changed
-        opened = build(table, columns)
-        if table.content is not None:
-            opened.check_content(table.content)
+        opened = _built(table, columns, is_integer=_has_integer_keys(schema, table.name))
         path = storage.absolute(table.path)
         tables.append(table.replace(path=path, content=opened.content_hash))
     return tuple(tables)
@@ -115,8 +124,7 @@ def with_contents(schema: Schema) -> Schema:
     """
     completed = schema.replace(tables=current_tables(schema))
     for lookup in completed.program.lookup_nodes:
-        named = completed.table(lookup.table)
-        opened = open_named(named, completed.program.lookups[lookup.table])
+        opened = open_named(completed, lookup.table)
         values = opened.column(lookup.column, np.arange(opened.rows))
         _, rejected = column_values(values, lookup.type, lookup, completed)
         if rejected.any():
@@ -124,7 +132,7 @@ def with_contents(schema: Schema) -> Schema:
             value = values[row].as_py()
             shown = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
             raise InputError(
-                f"tables: {named.path}: column {lookup.column} has {shown!r} in row {row}, "
+                f"tables: {opened.source.path}: column {lookup.column} has {shown!r} in row {row}, "
                 f"which is no {lookup.type.kind}. Correct it, or use the column in another way"
             )
     return completed

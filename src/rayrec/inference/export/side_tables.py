@@ -27,7 +27,7 @@ from rayrec.schema import Schema
 def write_tables(folder: str, schema: Schema) -> None:
     """Write the side tables of a schema to `folder`, tables/0.npz for the first."""
     for number, table in enumerate(schema.tables):
-        opened = open_named(table, schema.program.lookups[table.name])
+        opened = open_named(schema, table.name)
         tokens, times, rows = opened.sorted_keys()
         arrays = {"tokens": tokens, "rows": rows}
         if times is not None:
