@@ -290,7 +290,7 @@ SHAPES: dict[str, Shape] = {
         _lines("rank.txt", _ranked_row), "label", (), ("index", "group"), ("index",)
     ),
     "libsvm with a query file": Shape(
-        _write_graded, "label", (), ("index",), ("index",), has_lines=False
+        _write_graded, "label", (), ("index", "group"), ("index",), has_lines=False
     ),
     "libffm": Shape(
         _lines("log.ffm", _libffm_row),
