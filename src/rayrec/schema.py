@@ -24,6 +24,10 @@ BRACKETS = "brackets"
 """`Feature.list_delimiter` of lists written as ['a', 'b'] or as JSON."""
 
 
+MAX_VECTOR: Final = 4096
+"""Maximum numbers of a vector."""
+
+
 MAX_DELIMITER: Final = 16
 """Maximum characters of `Schema.delimiter`."""
 
@@ -191,6 +195,50 @@ class NamedTable(TableSource):
     """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vector(Config):
+    """Column of lists with equally many numbers, such as a pretrained embedding. Each number is an
+    input of the model, a column such as `text[0]`.
+    """
+
+    name: str
+    """Column name."""
+    length: int | None = None
+    """Numbers per row. None: as many as in the log's first row with a list."""
+    list_delimiter: str | None = None
+    """Separator of the numbers in text: one ASCII character, or `brackets` for [0.1, 0.2]. None:
+    `Schema.list_delimiter`.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length is not None and not 1 <= self.length <= MAX_VECTOR:
+            raise InputError(
+                f"schema: length of vector {self.name} must be 1 to {MAX_VECTOR}, got {self.length}"
+            )
+        if self.list_delimiter not in (None, BRACKETS):
+            _check_mark(f"list_delimiter of vector {self.name}", self.list_delimiter or "")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of its numbers. None without a length."""
+        return tuple(f"{self.name}[{index}]" for index in range(self.length or 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedFunction(Config):
+    """Constants of a function in a formula, such as the edges of `quantile`."""
+
+    feature: str
+    """Name of the feature with the formula."""
+    number: int
+    """Number of the function among the fitted ones of the formula, from 0; inner ones come
+    first.
+    """
+    constants: tuple[float, ...]
+    """Lowest number of each bin but the first for `quantile`, mean and deviation for `zscore`."""
+
+
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
 #
 #   label, labels        what to learn; `label_rule` makes clicks of other values
@@ -259,6 +307,12 @@ class Schema(Config):
     """Tables that formulas look up. In YAML also a mapping of names to their other settings. Needs
     tokens "any".
     """
+    vectors: tuple[Vector, ...] = ()
+    """Columns of lists with equally many numbers, which become columns of `dense`. In YAML names,
+    or mappings. Needs tokens "any".
+    """
+    fitted: tuple[FittedFunction, ...] = field(default=(), compare=False)
+    """Constants that formulas have from the training rows. Set by rayrec."""
     labels: tuple[Label, ...] = ()
     """Labels in addition to `label`. Needs tokens "any"."""
     timestamp: str | None = None
@@ -318,7 +372,7 @@ class Schema(Config):
         names = (*self.columns, *self.derived)
         if len(set(names)) != len(names):
             raise InputError(f"schema: column names must be unique, got {names}")
-        if not self.dense and not self.sparse:
+        if not self.dense and not self.sparse and not self.vectors:
             raise InputError("schema: no feature columns; name at least one in dense or sparse")
         self._check_named_columns()
         self._check_features()
@@ -340,6 +394,7 @@ class Schema(Config):
             "integers",
             "features",
             "tables",
+            "vectors",
             "labels",
             "timestamp",
             *text_fields,
@@ -438,12 +493,19 @@ class Schema(Config):
     def program(self) -> Program:
         """Formulas of all computed columns."""
         formulas = {each.name: each.formula for each in self.features if each.formula is not None}
+        constants: dict[str, dict[int, tuple[float, ...]]] = {}
+        for function in self.fitted:
+            if function.feature not in formulas:
+                raise InputError(f"schema: fitted names {function.feature}, which has no formula")
+            constants.setdefault(function.feature, {})[function.number] = function.constants
         return Program.from_columns(
             formulas,
             dense=self.dense,
             sparse=self.sparse,
             lists=self.lists,
+            vectors={each.name: each.columns for each in self.vectors},
             timestamp=self.timestamp,
+            constants=constants,
         )
 
     @cached_property
@@ -549,6 +611,11 @@ class Schema(Config):
                 raise InputError(
                     f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}"
                 )
+        vectors = [vector.name for vector in self.vectors]
+        if len({*vectors}) < len(vectors) or self.timestamp in vectors:
+            raise InputError(
+                f"schema: vectors must name each column once, and no other use, got {vectors}"
+            )
         if self.timestamp in self.lists:
             raise InputError(
                 f"schema: timestamp must not be a column of lists, got {self.timestamp}"
@@ -590,11 +657,18 @@ class Schema(Config):
         return (*filter(None, [self.label]), *(label.name for label in self.labels))
 
     def feature(self, name: str) -> Feature:
-        """Return the settings of a column of `sparse`."""
+        """Return the settings of a column of `sparse` or `vectors`."""
         for feature in self.features:
             if feature.name == name:
                 return feature
+        for vector in self.vectors:
+            if vector.name == name:
+                return Feature(name=name, list_delimiter=vector.list_delimiter)
         return _default_feature(name)
+
+    def vector_length(self, name: str) -> int | None:
+        """Return the numbers per row of a column of `vectors`, None for another column."""
+        return next((each.length for each in self.vectors if each.name == name), None)
 
     def list_mark(self, name: str) -> str:
         """Return the separator in text of a column of `lists`, or BRACKETS."""
@@ -619,7 +693,7 @@ class Schema(Config):
             for feature in self.features
             if feature.name in self.sparse
         )
-        return self.replace(features=features, tables=())
+        return self.replace(features=features, tables=(), vectors=(), fitted=())
 
     def unshared(self) -> Schema:
         """Return the same columns with a separate vocabulary each."""
@@ -647,6 +721,11 @@ class Schema(Config):
         if isinstance(tables, Mapping):
             changes["tables"] = [
                 {"name": name, **(settings or {})} for name, settings in tables.items()
+            ]
+        vectors = changes.get("vectors")
+        if isinstance(vectors, list):
+            changes["vectors"] = [
+                {"name": each} if isinstance(each, str) else each for each in vectors
             ]
         label = changes.get("label")
         if isinstance(label, Mapping):
@@ -685,6 +764,11 @@ class Schema(Config):
         has as many.
         """
         return next((form for form in self.line_forms if len(form) == num_fields), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = super().to_dict()
+        # Files with a schema stay the same if they have none of these.
+        return {name: value for name, value in plain.items() if value or name not in _NEWEST}
 
     def describe(self) -> dict[str, Any]:
         """Return the fields that decide how a log is read, as JSON values, without newer ones of no
@@ -731,7 +815,7 @@ class PlaceholderSchema(Schema):
         shown = {
             name: value
             for name, value in plain.items()
-            if name == "label" or value not in (default[name], [])
+            if name == "label" or value not in (default.get(name), [])
         }
         if self.features:
             features = [
@@ -762,6 +846,10 @@ class PlaceholderSchema(Schema):
 
 _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
 """Fields added in later versions, with their values in older schemas."""
+
+
+_NEWEST: Final = ("vectors", "fitted")
+"""Fields that `Schema.to_dict` leaves out if they are empty."""
 
 
 _SYNONYMS = {

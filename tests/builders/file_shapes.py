@@ -249,7 +249,12 @@ SHAPES: dict[str, Shape] = {
         ("history",),
     ),
     "Parquet of ids": Shape(_write_parquet, "label", (), ("user_id", "item_id"), has_lines=False),
-    "Parquet of numbers and a vector": Shape(_write_vectors, "label", ("score",), has_lines=False),
+    "Parquet of numbers and a vector": Shape(
+        _write_vectors,
+        "label",
+        ("score", *(f"vector[{number}]" for number in range(10))),
+        has_lines=False,
+    ),
     "npz of a dictionary": Shape(
         _write_arrays, "click", ("price",), ("user", "history"), ("history",), has_lines=False
     ),

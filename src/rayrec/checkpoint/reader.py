@@ -87,20 +87,25 @@ def _restore_local(
     ]
     _run(
         itertools.chain(
-            _reads(folder, manifest, items), _extra_checks(folder, manifest) if extra_files else ()
+            _reads(folder, manifest, items),
+            _extra_checks(folder, manifest) if extra_files else (),
         )
     )
 
 
 def read_items(
-    folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]
+    folder: str,
+    manifest: dict[str, Any],
+    items: Iterable[tuple[ReadItem, torch.Tensor]],
 ) -> None:
     """Load the items of a load plan, in threads. Raises DamagedError for a damaged file."""
     _run(_reads(folder, manifest, items))
 
 
 def _reads(
-    folder: str, manifest: dict[str, Any], items: Iterable[tuple[ReadItem, torch.Tensor]]
+    folder: str,
+    manifest: dict[str, Any],
+    items: Iterable[tuple[ReadItem, torch.Tensor]],
 ) -> Iterator[Callable[[], None]]:
     reader = _Reader(folder, manifest["block_bytes"])
     for item, target in items:
@@ -353,7 +358,10 @@ def full_tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str
     reader = TableReader(checkpoint.path, manifest)
     for name in sorted(manifest["tensors"]):
         if name.startswith(prefix):
-            yield name, reader.rows(name, 0, (manifest["tensors"][name]["shape"] or [1])[0])
+            yield (
+                name,
+                reader.rows(name, 0, (manifest["tensors"][name]["shape"] or [1])[0]),
+            )
 
 
 def verify(checkpoint: Checkpoint, prefix: str = "") -> None:
@@ -413,7 +421,12 @@ class TableReader:
             yield first, min(first + step, shape[0])
 
     def rows(
-        self, name: str, first: int, stop: int, *, columns: tuple[int, int] | None = None
+        self,
+        name: str,
+        first: int,
+        stop: int,
+        *,
+        columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """Read rows [first, stop) of a tensor across chunks, and `columns` of dimension 1, None for
         all. Raises DamagedError.

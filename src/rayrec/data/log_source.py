@@ -44,7 +44,7 @@ from rayrec.data.logs.table_log import (
     index_tables,
     is_table,
 )
-from rayrec.data.logs.table_parser import label_faults
+from rayrec.data.logs.table_parser import find_lengths, label_faults
 from rayrec.data.logs.text_log import Chunk, cut, index_chunk
 from rayrec.data.logs.text_parser import MAX_LINE_BYTES, parse
 from rayrec.data.materialized.dataset import (
@@ -292,7 +292,36 @@ class LogSource:
         # The next reader explains a wrong path or column
         with suppress(InputError):
             schema = self._completed(schema, preprocessor)
+        if any(vector.length is None for vector in schema.vectors):
+            schema = self._with_vectors(schema)
         return self._with_tables(schema) if schema.tables else schema
+
+    def _with_vectors(self, schema: Schema) -> Schema:
+        """Return the schema with the lengths of its vectors in preprocessed data or in the first
+        rows. Raises InputError if these have no list.
+        """
+        folder = self.preprocessor()
+        if folder is not None:
+            return schema.replace(vectors=stored_schema(folder).vectors)
+        lengths: dict[str, int] = {}
+        files = [file for file in self.raw_files(schema) if file.size_bytes]
+        for file in files[:_ORDER_FILES]:
+            if len(lengths) == len(schema.vectors):
+                break
+            first = next(read_file(find_format(file.path, schema), file.path, schema), None)
+            if first is not None:
+                table = with_partitions(first, file.path, schema)
+                lengths = find_lengths(table, schema, path=file.path) | lengths
+        vectors = []
+        for vector in schema.vectors:
+            length = vector.length or lengths.get(vector.name)
+            if length is None:
+                raise InputError(
+                    f"{self.path}: vectors: the first rows have no list in {vector.name}; give its "
+                    f"length, as {{name: {vector.name}, length: 64}}"
+                )
+            vectors.append(vector.replace(length=length))
+        return schema.replace(vectors=tuple(vectors))
 
     def _with_tables(self, schema: Schema) -> Schema:
         """Return the schema with the contents of its side tables: those of preprocessed data, else

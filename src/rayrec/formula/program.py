@@ -8,15 +8,18 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from rayrec.config import InputError
+from rayrec.formula.fitted import Constants, Unfitted, calls_of, with_constants
 from rayrec.formula.tree import (
     Call,
+    Column,
+    Literal,
     Lookup,
     Node,
     columns_of,
     parse,
     to_json,
 )
-from rayrec.formula.types import Type, check
+from rayrec.formula.types import NUMBER, NUMBERS, Type, check
 
 Result = TypeVar("Result")
 
@@ -40,6 +43,8 @@ class Program:
     """Columns of the log that formulas read, in order of use, with their types."""
     sources: Mapping[str, Type]
     """Columns of `inputs` that are no inputs of a model, with the types that their use implies."""
+    unfitted: tuple[Unfitted, ...] = ()
+    """Calls to fit next. Others may need their constants. Empty if all have constants."""
 
     def describe(self) -> dict[str, Any]:
         """Return the inputs with their types, and the steps with their trees, as JSON values."""
@@ -70,7 +75,9 @@ class Program:
         dense: Sequence[str],
         sparse: Sequence[str],
         lists: Sequence[str],
+        vectors: Mapping[str, Sequence[str]],
         timestamp: str | None,
+        constants: Mapping[str, Constants],
     ) -> Program:
         """Check and order the formulas of a schema.
 
@@ -79,38 +86,72 @@ class Program:
             dense: Columns of numbers, of the log or computed.
             sparse: Columns of categories, of the log or computed.
             lists: Columns of `sparse` that are lists.
+            vectors: Columns of the numbers of each vector, by its name.
             timestamp: Column with the time of each row.
+            constants: Constants of fitted functions, as far as known, by the name of the column.
 
         Raises InputError for an invalid formula, and for formulas that need each other.
         """
-        if not formulas:
+        if not formulas and not vectors:
             return cls((), {}, {})
-        column_types = {name: Type("number") for name in dense}
+        elements = {name for names in vectors.values() for name in names}
+        column_types = {name: Type("number") for name in dense if name not in elements}
         column_types |= {name: Type("category", is_list=name in lists) for name in sparse}
+        repeated = [name for name in vectors if name in column_types or name in formulas]
+        if repeated:
+            raise InputError(f"schema: vectors names {repeated[0]}, which has another use too")
         if timestamp is not None:
             column_types.setdefault(timestamp, Type("time"))
         types_in_log = {name: kind for name, kind in column_types.items() if name not in formulas}
-        return _compiled(tuple(formulas.items()), tuple(types_in_log.items()))
+        return _compiled(
+            tuple(formulas.items()),
+            tuple(types_in_log.items()),
+            tuple((name, tuple(columns)) for name, columns in vectors.items()),
+            tuple((name, tuple(values.items())) for name, values in constants.items()),
+        )
 
 
 @lru_cache(maxsize=64)
 def _compiled(
     formulas: tuple[tuple[str, str], ...],
     column_types: tuple[tuple[str, Type], ...],
+    vectors: tuple[tuple[str, tuple[str, ...]], ...],
+    constants: tuple[tuple[str, tuple[tuple[int, tuple[float, ...]], ...]], ...],
 ) -> Program:
     nodes = {name: _in_feature(name, parse, text) for name, text in formulas}
     types = dict(column_types)
     steps: list[Step] = []
-    sources: dict[str, Type] = {}
-    inputs: dict[str, Type] = {}
+    sources: dict[str, Type] = dict.fromkeys((name for name, _ in vectors), NUMBERS)
+    inputs = dict(sources)
+    for vector, columns in vectors:
+        for index, name in enumerate(columns):
+            element = Call("element", (Column(vector), Literal(float(index))))
+            steps.append(Step(name, element, NUMBER))
+            types[name] = NUMBER
+    fitted = {name: dict(values) for name, values in constants}
+    unfitted: list[Unfitted] = []
+    incomplete: set[str] = set()
     for name in _ordered(nodes):
         checked = _in_feature(name, check, nodes[name], types | sources)
+        values = fitted.get(name, {})
+        node = _in_feature(name, with_constants, checked.node, values)
+        if any(calls_of(node)) or _reads(node, incomplete):
+            incomplete.add(name)
+        numbered = enumerate(calls_of(checked.node))
+        waiting = [number for number, _ in numbered if number not in values]
+        for number, call in zip(waiting, calls_of(node), strict=True):
+            if not any(calls_of(call.arguments[0])) and not _reads(call, incomplete):
+                unfitted.append(Unfitted(name, number, call))
         sources |= checked.sources
         read = [each for each in columns_of(nodes[name]) if each not in nodes]
         inputs |= {each: (types | sources)[each] for each in read}
         types[name] = checked.type
-        steps.append(Step(name, checked.node, checked.type))
-    return Program(tuple(steps), inputs, sources)
+        steps.append(Step(name, node, checked.type))
+    return Program(tuple(steps), inputs, sources, tuple(unfitted))
+
+
+def _reads(node: Node, names: set[str]) -> bool:
+    return not names.isdisjoint(columns_of(node))
 
 
 def _in_feature(name: str, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -27,6 +27,7 @@ CATEGORIES: Final = Type("category", is_list=True)
 TEXTS: Final = Type("text", is_list=True)
 NUMBERS: Final = Type("number", is_list=True)
 _LISTS: Final = (CATEGORIES, NUMBERS)
+_TEXT_LISTS: Final = (CATEGORIES, TEXTS)
 _COMPARED: Final = (CATEGORY, NUMBER)
 _TO_NUMBER: Final = (TEXT, CATEGORY, NUMBER)
 """Arguments of `number`. A lookup is a number then, of which tables have any type."""
@@ -36,6 +37,8 @@ MAX_ROWS: Final = 2**31
 """Maximum number of a hash's rows."""
 MAX_EDGES: Final = 4096
 """Maximum number of a bucketize's edges."""
+MAX_BINS: Final = 1000
+"""Maximum number of a quantile's bins."""
 MAX_NGRAM: Final = 32
 """Maximum length of an ngram, in characters."""
 MAX_LAST: Final = 1_000_000
@@ -78,6 +81,17 @@ FUNCTIONS: Final[dict[str, Signature]] = {
         CATEGORY,
         "bucketize(x, [e1, e2, ...]): the number of edges at or below x",
         constants=("edges",),
+    ),
+    "quantile": Signature(
+        ((NUMBER,),),
+        CATEGORY,
+        "quantile(x, n): the bin of x among n that have equally many training rows",
+        constants=("bins",),
+    ),
+    "zscore": Signature(
+        ((NUMBER,),),
+        NUMBER,
+        "zscore(x): x minus the mean of the training rows, over their standard deviation",
     ),
     "log": Signature(
         ((NUMBER,),),
@@ -192,6 +206,11 @@ FUNCTIONS: Final[dict[str, Signature]] = {
         NUMBER,
         "aggregate(list, 'mode'): sum, mean, min, max or count of a list of numbers",
         constants=("mode",),
+    ),
+    "dot": Signature(
+        (_TEXT_LISTS, _TEXT_LISTS),
+        NUMBER,
+        "dot(list, list): the products of values with equal keys, added up, of items as a:0.5",
     ),
     "add": Signature(
         _BINARY,
@@ -683,6 +702,7 @@ def _check_mode(node: Literal, label: str) -> None:
 
 _CONSTANTS: Final[dict[str, Callable[[Literal, str], object]]] = {
     "edges": _check_edges,
+    "bins": _integer_check("bins", MAX_BINS),
     "low": _check_number,
     "high": _check_number,
     "rows": _integer_check("rows", MAX_ROWS),

@@ -363,7 +363,11 @@ class MLPConfig(ClickModelConfig):
 
     def layer_settings(self, precision: Precision) -> TowerSettings:
         """Return the settings of the MLP's layers, except their widths."""
-        return {"dropout": self.dropout, "batch_norm": self.batch_norm, "precision": precision}
+        return {
+            "dropout": self.dropout,
+            "batch_norm": self.batch_norm,
+            "precision": precision,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +394,11 @@ class ExpertsConfig(ClickModelConfig):
 
     def layer_settings(self, precision: Precision) -> TowerSettings:
         """Return the settings of all layers, except their widths."""
-        return {"dropout": self.dropout, "batch_norm": self.batch_norm, "precision": precision}
+        return {
+            "dropout": self.dropout,
+            "batch_norm": self.batch_norm,
+            "precision": precision,
+        }
 
 
 def unpooled_features(config: ClickModelConfig, inputs: ModelInputs) -> tuple[str, ...]:

@@ -123,7 +123,11 @@ def figures(run: RunSummary) -> list[tuple[str, str]]:
             lambda fraction: f"{fraction:.0%}" if fraction <= 1 else "above measurement",
         ),
         ("learning rate", last.get("learning_rate"), "{:.3g}".format),
-        ("left", None if run.ended else run.left_s(), lambda left_s: duration_text(round(left_s))),
+        (
+            "left",
+            None if run.ended else run.left_s(),
+            lambda left_s: duration_text(round(left_s)),
+        ),
         (
             "saved",
             run.latest.get("checkpoint"),
@@ -140,7 +144,11 @@ def line(run: RunSummary) -> str:
 
 
 _STYLES: Final = dict(
-    zip(PHASES, ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"), strict=True)
+    zip(
+        PHASES,
+        ("red", "magenta", "blue", "cyan", "green", "yellow", "bright_black"),
+        strict=True,
+    )
 )
 _BAR_CELLS: Final = 40
 _STALE_S: Final = 60.0
@@ -154,7 +162,8 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
     grid = Table.grid(padding=(0, 1))
     text = f"step {run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
     grid.add_row(
-        ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS), Text(text)
+        ProgressBar(total=run.steps or 1, completed=run.step, width=_BAR_CELLS),
+        Text(text),
     )
     named = Text()
     for name, value in figures(run):
@@ -174,7 +183,11 @@ def panel(run: RunSummary, *, now_s: float | None = None, full: bool = False) ->
         " ".join(part for part in (run_event.get("recipe"), run_event.get("name")) if part) or "run"
     )
     return Panel(
-        Group(*parts), title=title, title_align="left", subtitle=Text(status), subtitle_align="left"
+        Group(*parts),
+        title=title,
+        title_align="left",
+        subtitle=Text(status),
+        subtitle_align="left",
     )
 
 
@@ -265,7 +278,11 @@ def _watch(path: str, run: RunSummary, console: RichConsole) -> None:
         if run.ended:  # Checked here, because events of a later driver may follow an old end.
             stop.set()
 
-    live = Live(get_renderable=lambda: panel(run, full=True), console=console, auto_refresh=False)
+    live = Live(
+        get_renderable=lambda: panel(run, full=True),
+        console=console,
+        auto_refresh=False,
+    )
     with suppress(KeyboardInterrupt), live:
         for event in follow(path, stop=stop, idle=idle):
             run.update(event)
@@ -330,7 +347,10 @@ class _StandardError:
         except BrokenPipeError:
             # Redirect the stream to /dev/null. Otherwise Python fails to flush its buffer at exit,
             # with status 120.
-            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "wb") as null:
+            with (
+                suppress(OSError, ValueError, AttributeError),
+                open(os.devnull, "wb") as null,
+            ):
                 os.dup2(null.fileno(), stream.fileno())
         except (OSError, ValueError):  # ValueError: closed stream
             pass
@@ -429,7 +449,10 @@ class Console:
                     run.update(event)
                     if event["time"] >= since:
                         self._show(event, run)
-            except (InputError, OSError) as error:  # A damaged line does not stop the run.
+            except (
+                InputError,
+                OSError,
+            ) as error:  # A damaged line does not stop the run.
                 self.note(f"Stopping the display of this run: {error}")
 
         shown = Live(get_renderable=lambda: panel(run), console=self._out, refresh_per_second=4)

@@ -13,12 +13,26 @@ from pyarrow import types
 
 from rayrec.config import InputError, packaged_json
 from rayrec.data.encoding.rules import BRACKETED
-from rayrec.data.formats.typed_header import CATEGORIES, CATEGORY, ITEM_MARK, NUMBERS
+from rayrec.data.formats.typed_header import (
+    CATEGORIES,
+    CATEGORY,
+    ITEM_MARK,
+    NUMBERS,
+)
 from rayrec.data.logs import column_values as values
-from rayrec.schema import BRACKETS
+from rayrec.schema import BRACKETS, MAX_VECTOR
 
 Kind = Literal[
-    "unusable", "constant", "row number", "binary", "time", "decimal", "integer", "text", "list"
+    "unusable",
+    "constant",
+    "row number",
+    "binary",
+    "time",
+    "decimal",
+    "integer",
+    "text",
+    "list",
+    "vector",
 ]
 
 _WORDS: Final = (
@@ -74,9 +88,11 @@ class Column:
     """Values, null if missing."""
     kind: Kind
     detail: str = ""
-    """Reason for an unusable column, or the mark of its lists in text (`BRACKETS` for lists in
-    brackets).
+    """Reason for an unusable column, or the mark of its lists or vectors in text (`BRACKETS` for
+    lists in brackets).
     """
+    length: int = 0
+    """Numbers of each vector."""
     markers: tuple[str, ...] = ()
     """Texts among numbers that mean a missing one."""
     distinct: int = 0
@@ -107,11 +123,11 @@ class Column:
 # The first rule that fits decides the kind:
 #
 #   1. unusable       without a name, or of a type without numbers, text or lists
-#   2. list           Arrow's lists of integers or text
+#   2. list, vector   Arrow's lists of integers or text, and equally long ones of decimals
 #   3. constant       fewer than two different values
 #   4. numbers        `_describe_numbers`: time, binary, decimal, epoch, row number, integer
 #   5. time           text in a format that only `Schema.timestamp` reads
-#   6. list           text whose items are joined by a mark
+#   6. list, vector   text whose items are joined by a mark
 #   7. text           anything else
 #
 # Markers of missing numbers are removed before, or a column with one "NA" would be text.
@@ -138,14 +154,16 @@ def examine(name: str, array: pa.Array, make_error: values.MakeError) -> Column:
             and (values.parse_numbers(array, name, make_error)[1] == values.REJECTED).any()
         )
         return _describe_numbers(
-            column, numbers[present], is_time=is_text_time or types.is_temporal(kind)
+            column,
+            numbers[present],
+            is_time=is_text_time or types.is_temporal(kind),
         )
     times = values.read_times(array)[1]
     if (times[present] == values.VALUE).all():
         return replace(column, kind="time", is_only_timestamp=True)
     mark = list_mark(array)
     if mark:
-        return replace(column, kind="list", detail=mark)
+        return _as_vector(replace(column, kind="list", detail=mark))
     return column
 
 
@@ -155,7 +173,7 @@ def as_declared(column: Column, declared: str) -> Column:
         return column
     column = replace(column, declared=declared)
     if declared in (CATEGORIES, NUMBERS):
-        return replace(column, kind="list", detail=ITEM_MARK)
+        return _as_vector(replace(column, kind="list", detail=ITEM_MARK))
     # Ids may count up, as times and numbers of rows do.
     is_other = column.kind in ("row number", "list") or (
         column.kind == "time" and declared == CATEGORY
@@ -180,6 +198,10 @@ def _describe_lists(name: str, array: pa.Array) -> Column:
         return Column(name, array, "constant")
     item = array.type.value_type
     item = item.value_type if types.is_dictionary(item) else item
+    if types.is_floating(item) or types.is_decimal(item):
+        column = _as_vector(Column(name, array, "list"))
+        if column.kind == "vector":
+            return column
     if not (values.is_text(item) or types.is_integer(item)):
         return Column(name, array, "unusable", f"of type {array.type}")
     items = values.resolved(pc.list_flatten(array))
@@ -262,7 +284,8 @@ def _without_markers(
         return array, ()
     text = pc.cast(array, pa.large_binary())
     is_word = pc.is_in(
-        text, value_set=pa.array([word.encode() for word in _WORDS], pa.large_binary())
+        text,
+        value_set=pa.array([word.encode() for word in _WORDS], pa.large_binary()),
     )
     if not pc.any(is_word).as_py():
         return array, ()
@@ -315,10 +338,30 @@ def _is_joined(text: pa.Array, mark: str) -> bool:
 
 
 def has_decimals(column: Column) -> bool:
-    """Return whether the items of lists in text are decimal numbers, such as those of a vector."""
+    """Return whether the items of lists in text are decimal numbers."""
     items = pc.list_flatten(values.split_lists(column.array, column.detail, trim=True)[0])
     items = pc.cast(items, pa.large_binary()).drop_null()
     return bool(len(items)) and _matches(items, _DECIMAL)
+
+
+def _as_vector(column: Column) -> Column:
+    """Return a column of lists as one of vectors, if all have equally many decimal numbers."""
+    lists = column.array
+    if not values.is_list(lists.type):
+        if column.declared != NUMBERS and not has_decimals(column):
+            return column
+        lists, _ = values.split_lists(lists, column.detail, trim=True)
+    sizes = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    items = values.resolved(pc.list_flatten(lists))
+    present = items.is_valid()
+    if values.is_text(items.type):
+        present = pc.and_(present, pc.fill_null(pc.greater(pc.binary_length(items), 0), False))
+    row_of = np.repeat(np.arange(len(sizes)), sizes)[present.to_numpy(zero_copy_only=False)]
+    lengths = np.bincount(row_of, minlength=1)
+    length = int(lengths.max())
+    if not 2 <= length <= MAX_VECTOR or ((lengths > 0) & (lengths < length)).any():
+        return column
+    return replace(column, kind="vector", length=length)
 
 
 def has_several_items(column: Column) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rayrec.config import InputError
+from rayrec.data.encoding.fitting import fit_to_table
 from rayrec.data.formats.registry import find_format
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.partitions import with_partitions
@@ -24,7 +25,8 @@ def compute_features(schema: Schema, path: str, rows: int) -> list[dict[str, Any
 
     Returns:
         The columns of the log that formulas read, and the model's inputs, by name, one mapping
-        for each valid row. Values are None if missing.
+        for each valid row. Values are None if missing. Functions such as `quantile` are fitted to
+        the first table of the first file.
 
     Raises InputError for a log without valid rows, and if a formula does not fit it.
     """
@@ -43,6 +45,7 @@ def compute_features(schema: Schema, path: str, rows: int) -> list[dict[str, Any
     is_valid, faults = check_table(table, schema, path=first)
     if not is_valid.any():
         raise InputError(f"{first}: no usable rows; {faults.describe()}")
+    schema = fit_to_table(schema, table.filter(is_valid), path=first)
     computed = derived_columns(table.filter(is_valid).slice(0, rows), schema, path=first)
     shown = (*schema.program.inputs, *schema.dense, *schema.sparse)
     values = computed.select(

@@ -60,7 +60,8 @@ def vocabulary(
         old, config, rules = _opened_to_extend(extend, config)
     rules.check(config.schema)
     _check_id_tables(id_tables, extend, config)
-    if id_tables is not None and not (rules.dense_standardized or rules.dense_from_file_minimum):
+    reads_log = rules.dense_standardized or rules.dense_from_file_minimum
+    if id_tables is not None and not reads_log and not config.schema.program.unfitted:
         counts = rules.counting(config.schema).empty()
         return _written(
             with_id_tables(make_preprocessor(rules, config.schema, counts), rules, id_tables), out
@@ -76,7 +77,7 @@ def vocabulary(
             preprocessor = (
                 extension.preprocessor
                 if extension
-                else make_preprocessor(rules, config.schema, counts)
+                else make_preprocessor(rules, counting.schema, counts)
             )
     if id_tables is not None:
         preprocessor = with_id_tables(preprocessor, rules, id_tables)
@@ -262,7 +263,7 @@ def preprocess(
         used = preprocessor
         if used is None:
             with _counted(index, counting, config, config.rules, running, console) as counts:
-                used = make_preprocessor(config.rules, config.schema, counts)
+                used = make_preprocessor(config.rules, counting.schema, counts)
         result = writing.preprocess(
             index,
             preprocessor=used,

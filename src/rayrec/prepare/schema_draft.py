@@ -26,11 +26,21 @@ from rayrec.data.formats.header import (
 from rayrec.data.formats.parquet import Parquet, open_parquet
 from rayrec.data.formats.registry import find_format
 from rayrec.data.formats.row_faults import FAULT
-from rayrec.data.formats.typed_header import CATEGORY, NUMBER, NUMBERS, split_types
+from rayrec.data.formats.typed_header import (
+    CATEGORY,
+    NUMBER,
+    NUMBERS,
+    split_types,
+)
 from rayrec.data.frame_files import first_rows
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs import column_values as values
-from rayrec.data.logs.faults import LABEL_FAULT, UTF8_FAULT, Faults, distinct_labels
+from rayrec.data.logs.faults import (
+    LABEL_FAULT,
+    UTF8_FAULT,
+    Faults,
+    distinct_labels,
+)
 from rayrec.data.logs.partitions import with_sampled_partitions
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.prepare.draft_columns import (
@@ -234,7 +244,10 @@ def _with_next_files(head: _Head, files: Sequence[storage.File]) -> pa.Table:
 
 
 def _text_schema(
-    names: Sequence[str], delimiter: str, header: Sequence[str], encoding: str | None
+    names: Sequence[str],
+    delimiter: str,
+    header: Sequence[str],
+    encoding: str | None,
 ) -> Schema:
     """Return a schema that reads the named columns of a CSV file as text."""
     schema = Schema(
@@ -441,7 +454,7 @@ def _choose_label(columns: Mapping[str, Column], name: str | None, path: str) ->
     usable = [
         column
         for column in columns.values()
-        if column.kind not in ("unusable", "constant", "row number", "list")
+        if column.kind not in ("unusable", "constant", "row number", "list", "vector")
     ]
     ends = {next(iter(columns)), [*columns][-1]}
     binary = [column for column in usable if column.kind == "binary"]
@@ -548,7 +561,7 @@ def _label_from(column: Column, path: str) -> _Label:
     """Return how a column is learned. Raises InputError for a column with neither two values nor
     numbers.
     """
-    texts = _distinct_texts(column) if column.kind not in ("unusable", "list") else []
+    texts = _distinct_texts(column) if column.kind not in ("unusable", "list", "vector") else []
     if column.kind == "binary":
         return _Label(column)
     if column.distinct == 2 and column.kind in ("text", "integer", "decimal"):
@@ -643,6 +656,7 @@ class _Plan:
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     lists: tuple[str, ...]
+    vectors: tuple[str, ...]
     timestamp: str | None
     left_out: Mapping[str, str]
     """Reason for each column that is left out."""
@@ -666,32 +680,42 @@ class _Plan:
             key=time_rank,
         )
         timestamp = times[0].name if times else None
-        dense: list[str] = []
-        sparse: list[str] = []
-        lists: list[str] = []
+        uses: dict[str, list[str]] = {
+            "dense": [],
+            "sparse": [],
+            "lists": [],
+            "vectors": [],
+        }
         for column in features:
             reason = _reason(column)
             if reason:
                 left_out[column.name] = reason
-            elif column.name == timestamp:
-                continue
-            elif _is_dense(column):
-                dense.append(column.name)
-            else:
-                sparse.append(column.name)
-                lists += [column.name] if column.kind == "list" else []
-        if timestamp is not None and not dense and not sparse:
-            dense.append(timestamp)
+            elif column.name != timestamp:
+                for use in _uses(column):
+                    uses[use].append(column.name)
+        if timestamp is not None and not any(uses.values()):
+            uses["dense"].append(timestamp)
+        lists = tuple(uses["lists"])
         return cls(
-            tuple(dense),
-            tuple(sparse),
-            tuple(lists),
+            tuple(uses["dense"]),
+            tuple(uses["sparse"]),
+            lists,
+            tuple(uses["vectors"]),
             timestamp,
             left_out,
             list_weights={name: weights[name] for name in lists if name in weights},
             weight=roles.weight,
             group=roles.group,
         )
+
+
+def _uses(column: Column) -> tuple[str, ...]:
+    """Return the fields of the schema that name a column."""
+    if column.kind == "vector":
+        return ("vectors",)
+    if _is_dense(column):
+        return ("dense",)
+    return ("sparse", "lists") if column.kind == "list" else ("sparse",)
 
 
 def _is_dense(column: Column) -> bool:
@@ -710,10 +734,10 @@ def _reason(column: Column) -> str:
         return "one value"
     if column.kind == "row number":
         return "row number"
-    if column.declared == NUMBERS:
-        return "lists of numbers"
+    if column.kind == "list" and column.declared == NUMBERS:
+        return "lists of numbers, not equally many"
     if column.kind == "list" and column.detail and has_decimals(column):
-        return "lists of decimals"
+        return "lists of decimals, not equally many"
     is_two = column.kind == "binary" or (
         column.distinct == 2 and column.kind == "text" and _is_pair(column)
     )
@@ -730,7 +754,12 @@ def _joins(tables: Sequence[str], log: Mapping[str, Column], plan: _Plan) -> lis
         roles: dict[str, Role] = {}
         for name, column in columns.items():
             # A column that may be a label of a log is none of a table
-            is_useless = column.kind in ("unusable", "constant", "row number")
+            is_useless = column.kind in (
+                "unusable",
+                "constant",
+                "row number",
+                "vector",
+            )
             if is_useless or column.declared == NUMBERS:
                 continue
             is_number = column.kind == "binary" or _is_dense(column)
@@ -758,6 +787,7 @@ def _yaml(
         "dense": list(plan.dense),
         "sparse": list(plan.sparse),
         "lists": list(plan.lists),
+        "vectors": [_vector(columns[each]) for each in plan.vectors],
         "tables": _tables(joins),
         "features": _features(columns, plan, joins),
         "weight": plan.weight or "",
@@ -774,8 +804,22 @@ def _yaml(
         key: value for key, value in fields.items() if value or key in ("label", "dense", "sparse")
     }
     return yaml.safe_dump(
-        fields, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
+        fields,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=120,
     )
+
+
+def _vector(column: Column) -> dict[str, str | int]:
+    settings: dict[str, str | int] = {
+        "name": column.name,
+        "length": column.length,
+    }
+    if column.detail not in ("", "|"):
+        settings["list_delimiter"] = column.detail
+    return settings
 
 
 def _tables(joins: Sequence[Join]) -> dict[str, dict[str, str]]:
@@ -833,6 +877,7 @@ def _notes(head: _Head, columns: Mapping[str, Column], label: _Label, plan: _Pla
         if columns[name].detail not in ("", BRACKETS)
     ]
     notes += _listed("Lists, split:", joined)
+    notes += _listed("Vectors, whose numbers are inputs each:", plan.vectors)
     notes += _marker_notes(columns)
     reasons = {**dict(head.unnamed), **plan.left_out}
     left_out = [f"{name or repr(name)} ({reason})" for name, reason in reasons.items()]

@@ -334,7 +334,9 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
             keys = Keys(path, opened, partitions=job.partitions if job.by == "last-out" else None)
         tables = Tables(task, job.schema)
         for table in tables:
-            raw, wrong = parse_table(table, job.schema, path=task.file, first_row=first)
+            raw, wrong = parse_table(
+                table, job.schema, path=task.file, first_row=first, needs_values=False
+            )
             faults.add(wrong)
             first += len(table)
             if job.by in ("group", "last-out"):
@@ -448,7 +450,7 @@ def _blocks(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Tabl
     if task.segments:
         return
     for table in Tables(task, schema):
-        raw, faults = parse_table(table, schema, path=task.file)
+        raw, faults = parse_table(table, schema, path=task.file, needs_values=False)
         if faults.total:
             table = table.take(find_valid_rows(table, schema, path=task.file))
         yield raw, _as_text(table, task.file)

@@ -280,7 +280,10 @@ def _copied_by_store(source: str, target: str, size: int) -> bool:
     ):
         return False
     _, inner = resolve(source)
-    with_retries(target, lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner))
+    with_retries(
+        target,
+        lambda filesystem, target_inner: filesystem.copy_file(inner, target_inner),
+    )
     return True
 
 

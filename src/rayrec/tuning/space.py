@@ -118,7 +118,10 @@ class Space:
             if options.seeds > 1 and with_values(config, self.values(positions)) == config
         )
         recipe = next(equal, {})
-        return [recipe, *(positions for positions in combinations if positions != recipe)]
+        return [
+            recipe,
+            *(positions for positions in combinations if positions != recipe),
+        ]
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:

@@ -119,7 +119,7 @@ SHAPES: dict[str, tuple[dict[str, list[Any]], str]] = {
             "label": CLICKS,
         },
         "{label: label, dense: [price], sparse: [user, history, tags], lists: [history, tags], "
-        "nan: missing, timestamp: at}",
+        "vectors: [{name: vector, length: 2}], nan: missing, timestamp: at}",
     ),
     "bank.csv": (
         {
@@ -440,7 +440,7 @@ def test_draft_names_left_out_columns(tmp_path: Path) -> None:
 
 
 NESTED = {
-    "score_vector": pa.array([[0.5, 0.25]] * 400),
+    "score_vector": pa.array([[0.5] * (1 + n % 3) for n in ROWS]),
     "order_items": pa.array([[{"sku": "a"}]] * 400),
     "struct": pa.array([{"a": 1}] * 400),
     "map": pa.array([[("a", 1)]] * 400, pa.map_(pa.string(), pa.int64())),

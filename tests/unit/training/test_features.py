@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from builders.click_models import hashed_preprocessor
 from builders.faults import rejects
@@ -12,10 +13,12 @@ from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes
+from rayrec.data.encoding.preprocessor import Preprocessor
+from rayrec.data.log_source import LogSource
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.side_tables import write_tables
 from rayrec.prepare.feature_table import compute_features
-from rayrec.schema import Feature, NamedTable, Schema, load_schema
+from rayrec.schema import Feature, NamedTable, Schema, Vector, load_schema
 
 SCHEMA = """
 label: click
@@ -24,6 +27,7 @@ delimiter: ","
 dense: [age]
 sparse: [user, item, history]
 lists: [history]
+vectors: [point]
 tables:
   items: {path: ITEMS, key: item}
   prices: {path: PRICES, key: item, time: since}
@@ -32,6 +36,9 @@ features:
 - {name: tags, from: "lower(lookup(items, item, tags))"}
 - {name: price, from: "log(lookup(prices, item, price))"}
 - {name: bucket, from: "bucketize(lookup(prices, item, price), [50, 100])"}
+- {name: level, from: "quantile(lookup(prices, item, price), 4)"}
+- {name: youth, from: "zscore(age) + 1"}
+- {name: mixed, from: "cross(level, quantile(youth, 2))"}
 - {name: hour, from: "hour(time)"}
 - {name: seen, from: "count_in(history, item)"}
 - {name: taste, from: "cross(user, category)"}
@@ -67,6 +74,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "user": rng.randrange(40),
             "item": rng.randrange(35),  # Some are in no table
             "history": "|".join(str(rng.randrange(30)) for _ in range(rng.randrange(4))),
+            "point": rng.choice(["", "0.5|-1|2e-3", "1|2|3"]),
             "registered": rng.choice(["", "2025-12-01"]),
         }
         for n in range(600)
@@ -125,6 +133,69 @@ def test_run_with_tables_is_scored_exported_and_resumed(shop: Path, tmp_path: Pa
     }
     longer = train(shop, tmp_path, steps=8)
     assert longer.summary["steps"] == 8
+
+
+def test_constants_are_of_training_rows(shop: Path, tmp_path: Path) -> None:
+    run = train(shop, tmp_path)
+    preprocessor = Preprocessor.load(run.summary["checkpoint"])
+    rows = preprocessor.constants["rows"]
+    assert rows < 600
+    with (shop / "log.csv").open() as file:
+        log = list(csv.DictReader(file))[:rows]
+    ages = np.array([float(row["age"]) for row in log if row["age"]])
+    fitted = {each.feature: each.constants for each in preprocessor.schema.fitted}
+    assert fitted["youth"] == (ages.mean(), ages.std())
+    assert [len(fitted[name]) for name in ("level", "mixed")] == [3, 1]
+
+
+def test_warm_start_keeps_constants(shop: Path, tmp_path: Path) -> None:
+    first = train(shop, tmp_path).summary["checkpoint"]
+    lines = (shop / "log.csv").read_text().replace(",33.5,", ",70,")
+    (tmp_path / "newer.csv").write_text(lines)
+    second = train(
+        shop,
+        tmp_path,
+        name="newer",
+        init_from=first,
+        train_data={"path": str(tmp_path / "newer.csv")},
+    ).summary["checkpoint"]
+    schemas = [Preprocessor.load(path).schema for path in (first, second)]
+    assert schemas[0].fitted == schemas[1].fitted
+
+
+def test_vectors_of_other_lengths_are_faults(shop: Path, tmp_path: Path) -> None:
+    rows = (shop / "log.csv").read_text().replace("1|2|3", "1|2", 1)
+    (tmp_path / "log.csv").write_text(rows)
+    rejects(
+        "not as many numbers as its vector has in column point",
+        train,
+        shop,
+        tmp_path,
+        train_data={"path": str(tmp_path / "log.csv")},
+        max_bad_fraction=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vectors": [{"name": "v", "length": 0}]}, "length of vector v must be 1 to 4096, got 0"),
+        ({"vectors": ["v", "v"]}, "vectors must name each column once"),
+        ({"vectors": ["user"]}, "vectors names user, which has another use too"),
+        ({"vectors": [{"name": "v", "list_delimiter": "ab"}]}, "list_delimiter of vector v"),
+        ({"vectors": ["v"], "tokens": "hexadecimal"}, "vectors needs tokens: any"),
+    ],
+)
+def test_unusable_vectors_are_rejected(changes: dict[str, Any], message: str) -> None:
+    rejects(message, Schema(sparse=("user",)).updated, changes)
+
+
+def test_vectors_without_lists_are_rejected(tmp_path: Path) -> None:
+    write_rows(tmp_path / "log.csv", [{"click": 0, "user": 1, "v": ""}])
+    schema = Schema(label="click", sparse=("user",), delimiter=",", vectors=(Vector(name="v"),))
+    rejects(
+        "the first rows have no list in v", LogSource.at(str(tmp_path / "log.csv")).schema, schema
+    )
 
 
 def test_changed_table_is_rejected(shop: Path, tmp_path: Path) -> None:

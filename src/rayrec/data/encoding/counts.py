@@ -8,7 +8,7 @@ import ctypes
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, TypeVar, final
 
@@ -29,6 +29,7 @@ from rayrec.data.encoding.category_counter import (
     narrow,
 )
 from rayrec.data.encoding.encoder import Derivation, file_key
+from rayrec.data.encoding.fitting import fit
 from rayrec.data.encoding.growth import (
     MIN_CATEGORIES,
     RowOrder,
@@ -114,7 +115,8 @@ class CountingJob:
     def total(self, memory_bytes: int | None, spill_folder: str | None) -> Counts:
         return self.empty(
             spill=Spill(
-                spill_folder, default_memory_bytes() if memory_bytes is None else memory_bytes
+                spill_folder,
+                default_memory_bytes() if memory_bytes is None else memory_bytes,
             )
         )
 
@@ -269,7 +271,10 @@ class Counts:
             return
         rows = np.arange(first_row, first_row + block.rows, dtype=np.int64)
         columns = zip(
-            block.schema.sparse, block.schema.vocabulary_owners, self.missing, strict=True
+            block.schema.sparse,
+            block.schema.vocabulary_owners,
+            self.missing,
+            strict=True,
         )
         for number, (name, owner, absences) in enumerate(columns):
             counter = self.tokens[owner]
@@ -280,16 +285,21 @@ class Counts:
                 self.changes[number] += num_changes(values)
             if isinstance(values, JaggedIds):
                 counter.count_values(
-                    values.values, np.repeat(rows, values.lengths) if counter.first_rows else None
+                    values.values,
+                    np.repeat(rows, values.lengths) if counter.first_rows else None,
                 )
             elif len(absent):
                 counter.count_values(
-                    values[~missing], rows[~missing] if counter.first_rows else None
+                    values[~missing],
+                    rows[~missing] if counter.first_rows else None,
                 )
             else:
                 counter.count_values(values, rows)
             if len(absent):
-                absences[:] = absences[0] + len(absent), min(absences[1], absent[0])
+                absences[:] = (
+                    absences[0] + len(absent),
+                    min(absences[1], absent[0]),
+                )
 
     def _add_numbers(self, block: RawBlock, first_row: int) -> None:
         """Add the dense columns of rows."""
@@ -297,7 +307,11 @@ class Counts:
             self.sample.add_block(block)
         if block.schema.tokens == "hexadecimal" and self.transform is None:
             if len(self.dense_moments):
-                units = (float(DENSE_UNITS), ctypes.c_int32(DENSE_LOW_BITS), _small_logs())
+                units = (
+                    float(DENSE_UNITS),
+                    ctypes.c_int32(DENSE_LOW_BITS),
+                    _small_logs(),
+                )
                 read = (
                     block.numbers,
                     block.missing,
@@ -346,7 +360,8 @@ class Counts:
             "exact": _packed_moments(self.exact_moments),
             "plain": _packed_moments(self.plain_moments),
             "orders": np.frombuffer(
-                json.dumps([order.spans for order in self.row_orders]).encode(), np.uint8
+                json.dumps([order.spans for order in self.row_orders]).encode(),
+                np.uint8,
             ),
             "changes": self.changes,
             "labels": self.labels,
@@ -399,7 +414,8 @@ class Counts:
             return
         tokens = read("tokens", self.tokens[0].dtype)
         counts = read(
-            "counts", np.uint32 if len(buffers["counts"]) == 4 * len(tokens) else np.int64
+            "counts",
+            np.uint32 if len(buffers["counts"]) == 4 * len(tokens) else np.int64,
         )
         rows = read("first_rows") if self.tokens[0].first_rows else None
         for column, (size, stop) in enumerate(
@@ -451,7 +467,12 @@ def add_logarithms(moments: np.ndarray, logarithms: np.ndarray) -> None:
     # Below 2^52. Their sum would overflow, so its upper and lower bits are added apart.
     squares = fixed * fixed
     low = squares & ((1 << DENSE_LOW_BITS) - 1)
-    moments += len(fixed), fixed.sum(), (squares >> DENSE_LOW_BITS).sum(), low.sum()
+    moments += (
+        len(fixed),
+        fixed.sum(),
+        (squares >> DENSE_LOW_BITS).sum(),
+        low.sum(),
+    )
 
 
 def mean_and_variance(moments: Sequence[int]) -> tuple[float, float]:
@@ -604,7 +625,10 @@ def group_tasks(
 
 
 def _index_and_count(
-    chunks: Sequence[tuple[Chunk, tuple[int, int]]], *, counting: CountingJob, segment_bytes: int
+    chunks: Sequence[tuple[Chunk, tuple[int, int]]],
+    *,
+    counting: CountingJob,
+    segment_bytes: int,
 ) -> pa.Table:
     """Index chunks in a data task, and count segments within bytes [start, stop) of the file. Rows
     are numbered from 0.
@@ -674,6 +698,11 @@ class CountingIndexer:
         self._task_bytes = task_bytes
         self._partial: _PartialCounts | None = None
 
+    @property
+    def schema(self) -> Schema:
+        """Schema of the counted rows, after `counts` with the constants of its formulas."""
+        return self._counting.schema
+
     def index(
         self,
         files: Sequence[storage.File],
@@ -693,10 +722,14 @@ class CountingIndexer:
                 for chunk in cut(files, max(CHUNK_BYTES, segment_bytes))
             ]
             tasks = group_tasks(
-                chunks, lambda ranged: ranged[0].stop - ranged[0].start, self._task_bytes
+                chunks,
+                lambda ranged: ranged[0].stop - ranged[0].start,
+                self._task_bytes,
             )
             function = functools.partial(
-                _index_and_count, counting=self._counting, segment_bytes=segment_bytes
+                _index_and_count,
+                counting=self._counting,
+                segment_bytes=segment_bytes,
             )
             self._partial = _PartialCounts(self._counting.total(self._memory_bytes, None))
             return context.engine.run("index and count", function, tasks)
@@ -737,17 +770,26 @@ class CountingIndexer:
         start += 0 if start in borders else margin
         stop -= 0 if stop in borders else margin
         return [
-            (max(start - size.first_row, 0), min(max(stop - size.first_row, 0), size.rows))
+            (
+                max(start - size.first_row, 0),
+                min(max(stop - size.first_row, 0), size.rows),
+            )
             for size in sizes
         ]
 
     def counts(
-        self, index: LogIndex, *, engine: Engine, progress: Callable[[int], None] | None = None
+        self,
+        index: LogIndex,
+        *,
+        engine: Engine,
+        progress: Callable[[int], None] | None = None,
     ) -> Counts:
         """Return counts of the chosen rows, to be closed by the caller. See `count_log` for the
-        arguments.
+        arguments. Formulas are fitted to these rows first.
         """
         start, stop = self._chosen(index)
+        fitted = fit(self.schema, index, (start, stop), engine)
+        self._counting = replace(self._counting, schema=fitted)
         counts = None
         missing = [(start, stop)]
         if self._partial is not None:
@@ -763,7 +805,9 @@ class CountingIndexer:
                 missing = [(start, stop)]
         parts = [part for low, high in missing for part in index.parts(low, high)]
         count = functools.partial(
-            count_log, memory_bytes=self._memory_bytes, task_bytes=self._task_bytes
+            count_log,
+            memory_bytes=self._memory_bytes,
+            task_bytes=self._task_bytes,
         )
         return count(self._counting, parts, engine=engine, progress=progress, into=counts)
 

@@ -47,6 +47,7 @@ NUM_VALUES = {
     "hour": 1,
     "weekday": 1,
     "aggregate": 1,
+    "element": 1,
     "is_in": 1,
 }
 """Number of arguments before the constant ones, for functions that have constant ones."""
@@ -252,6 +253,35 @@ def aggregate(numbers: list[float], mode: str) -> float | None:
     return (min(numbers) if mode == "min" else max(numbers)) + 0.0
 
 
+def element(numbers: list[float], index: float) -> float | None:
+    """Return a number of a vector, which is missing if the vector has no numbers."""
+    return numbers[int(index)] if numbers else None
+
+
+def dot(left: list[str], right: list[str]) -> float:
+    """Return the sum of the products of values with equal keys in lists such as [a:0.5, b]. An
+    item without a number after its last colon has the value 1. Values of one key add up in the
+    second list.
+    """
+    values: dict[str, float] = {}
+    for item in right:
+        key, value = key_and_value(item)
+        values[key] = values.get(key, 0.0) + value
+    total = 0.0
+    for item in left:
+        key, value = key_and_value(item)
+        total += value * values.get(key, 0.0)
+    return total
+
+
+def key_and_value(item: str) -> tuple[str, float]:
+    """Return the key and the value of an item such as a:0.5."""
+    key, colon, text = item.rpartition(":")
+    if colon and DECIMAL_TEXT.fullmatch(text):
+        return key, float(text)
+    return item, 1.0
+
+
 def divide(left: float, right: float) -> float | None:
     """Return a quotient. That by 0 is missing."""
     return left / right if right else None
@@ -282,6 +312,8 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "overlap": overlap,
     "count_in": count_in,
     "aggregate": aggregate,
+    "element": element,
+    "dot": dot,
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from rayrec.data.encoded_rows import expand_ranges
 from rayrec.data.features.definitions import (
+    DECIMAL_TEXT,
     FIRST_TIME,
     LAST_TIME,
     NUM_VALUES,
@@ -32,6 +33,7 @@ from rayrec.data.logs.column_values import (
     text_numbers,
     text_tokens,
 )
+from rayrec.formula.fitted import FITTED
 from rayrec.formula.tree import (
     Call,
     Column,
@@ -51,6 +53,10 @@ returns the canonical array of the side table's values, null if a key is null or
 _HOUR_US: Final = 3_600_000_000
 _DAY_US: Final = 24 * _HOUR_US
 
+_DECIMAL: Final = DECIMAL_TEXT.pattern.replace("(", "(?:")
+_KEY_AND_VALUE: Final = f"(?s)^(?P<key>.*):(?P<value>{_DECIMAL})$"
+"""Pattern of an item such as a:0.5. The greedy key has all colons but the last."""
+
 
 def evaluate(
     node: Node,
@@ -67,6 +73,8 @@ def evaluate(
         rows: Number of rows, for constants.
         lookup: Called once for each lookup, in the order of evaluation.
 
+    Values of a fitted function without constants are null.
+
     Raises:
         KeyError: For a column that `columns` lacks.
     """
@@ -78,6 +86,10 @@ def evaluate(
     if isinstance(node, Lookup):
         keys = [evaluate(key, columns, rows, lookup) for key in node.keys]
         return lookup(node, keys, node.type)
+    if node.function in FITTED:
+        # Without constants yet: only which rows are valid is asked for.
+        kind = pa.large_string() if node.function == "quantile" else pa.float64()
+        return pa.nulls(rows, kind)
     values, constants = _split(node)
     arrays = [evaluate(value, columns, rows, lookup) for value in values]
     return KERNELS[node.function](*arrays, *constants)
@@ -329,6 +341,53 @@ def aggregate(array: pa.Array, mode: str) -> pa.Array:
     return _number_array(np.where(lists.missing, np.nan, results))
 
 
+def element(array: pa.Array, index: float) -> pa.Array:
+    """Return a number of each vector, missing if it has no numbers."""
+    lists = _Lists.from_array(array)
+    values = lists.items.to_numpy(zero_copy_only=False)
+    filled = lists.lengths > 0
+    results = np.full(len(array), np.nan)
+    results[filled] = values[lists.starts[filled] + int(index)]
+    return _number_array(results)
+
+
+def dot(left: pa.Array, right: pa.Array) -> pa.Array:
+    """Return the sum of the products of values with equal keys."""
+    left_lists = _Lists.from_array(left)
+    right_lists = _Lists.from_array(right)
+    left_keys, left_values = _keys_and_values(left_lists.items)
+    right_keys, right_values = _keys_and_values(right_lists.items)
+    left_codes, right_codes, num_codes = _codes(left_keys, right_keys)
+    left_positions = left_lists.positions()
+    right_positions = right_lists.positions()
+    # A key of both sides is a row and a text. bincount adds in the order of items.
+    keys = right_lists.rows() * num_codes + right_codes[right_positions]
+    distinct = _distinct(keys)
+    totals = np.bincount(
+        np.searchsorted(distinct, keys),
+        weights=right_values[right_positions],
+        minlength=len(distinct),
+    )
+    keys_on_left = left_lists.rows() * num_codes + left_codes[left_positions]
+    indices = np.searchsorted(distinct, keys_on_left)
+    # One past the end stands for keys above all others, and has the total 0
+    is_equal = np.append(distinct, -1)[indices] == keys_on_left
+    factors = np.where(is_equal, np.append(totals, 0.0)[indices], 0.0)
+    with np.errstate(all="ignore"):
+        products = left_values[left_positions] * factors
+        sums = np.bincount(left_lists.rows(), weights=products, minlength=len(left))
+    return _number_array(np.where(left_lists.missing | right_lists.missing, np.nan, sums))
+
+
+def _keys_and_values(items: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """Return the keys of items such as a:0.5, and their values, float64."""
+    parts = pc.extract_regex(items, pattern=_KEY_AND_VALUE)
+    has_value = parts.is_valid()
+    keys = pc.if_else(has_value, parts.field("key"), items)
+    values, _ = text_numbers(parts.field("value"))
+    return keys, np.where(has_value.to_numpy(zero_copy_only=False), values, 1.0)
+
+
 def is_in(array: pa.Array, constants: Sequence[float | str]) -> pa.Array:
     """Return whether each value is one of the constants, null for a missing one."""
     if pa.types.is_floating(array.type):
@@ -528,6 +587,8 @@ KERNELS: Final[dict[str, Callable[..., pa.Array]]] = {
     "coalesce": coalesce,
     "when": when,
     "aggregate": aggregate,
+    "element": element,
+    "dot": dot,
     "add": _arithmetic(np.add),
     "subtract": _arithmetic(np.subtract),
     "multiply": _arithmetic(np.multiply),

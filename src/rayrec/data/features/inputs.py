@@ -54,22 +54,26 @@ def canonical(
     return convert(array, name, make_error, markers)
 
 
-def lists_of(items: pa.Array, row_of: np.ndarray, is_null: pa.Array) -> pa.Array:
-    """Return lists without missing items.
+# An empty field of CSV is an empty list, so null is one too: the formats must not differ. Only a
+# lookup without a row has no list.
+def lists_of(items: pa.Array, row_of: np.ndarray, rows: int) -> pa.Array:
+    """Return lists without missing items, empty ones for rows without items.
 
     Args:
         items: Items of all lists.
         row_of: Row of each item, ascending, int64 [items].
-        is_null: Whether a row has no list, bool [rows].
+        rows: Number of rows.
     """
     present = items.is_valid().to_numpy(zero_copy_only=False)
-    lengths = np.bincount(row_of[present], minlength=len(is_null))
+    lengths = np.bincount(row_of[present], minlength=rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets),
-        items.filter(pa.array(present)),
-        mask=is_null,
-    )
+    return pa.LargeListArray.from_arrays(pa.array(offsets), items.filter(pa.array(present)))
+
+
+def empty_lists(kind: Type, rows: int) -> pa.Array:
+    """Return an empty list for each row."""
+    items = pa.array([], LIST_TYPES[kind.kind].value_type)
+    return lists_of(items, np.zeros(0, np.int64), rows)
 
 
 def _numbers(

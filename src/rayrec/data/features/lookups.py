@@ -14,8 +14,8 @@ from pyarrow import types
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.features.inputs import (
-    LIST_TYPES,
     canonical,
+    empty_lists,
     lists_of,
 )
 from rayrec.data.features.side_table import SideTable, build
@@ -52,8 +52,11 @@ class Lookups:
         if table_key not in self._rows:
             times = None if table.source.time is None else self._times
             self._rows[table_key] = _rows_of_keys(table, keys[0], times)
-        values = table.column(lookup.column, self._rows[table_key])
-        return column_values(values, kind, lookup, self._schema)[0]
+        rows = self._rows[table_key]
+        values, _ = column_values(table.column(lookup.column, rows), kind, lookup, self._schema)
+        if not kind.is_list:
+            return values
+        return pc.if_else(pa.array(rows >= 0), values, pa.scalar(None, values.type))
 
     @cached_property
     def _times(self) -> np.ndarray:
@@ -150,8 +153,7 @@ def column_values(
     if not kind.is_list:
         return canonical(values, kind, lookup.column, error, no_markers)
     if types.is_null(values.type):
-        return pa.nulls(len(values), LIST_TYPES[kind.kind]), np.zeros(len(values), bool)
-    is_null = values.is_null()
+        return empty_lists(kind, len(values)), np.zeros(len(values), bool)
     if is_text(values.type):
         values, bad = split_lists(values, schema.list_delimiter, trim=False)
     elif is_list(values.type):
@@ -166,4 +168,4 @@ def column_values(
     canonical_items, rejected = canonical(items, kind, lookup.column, error, no_markers)
     row_of = np.repeat(np.arange(len(values)), lengths)
     bad = bad | (np.bincount(row_of[rejected], minlength=len(values)) > 0)
-    return lists_of(canonical_items, row_of, is_null), bad
+    return lists_of(canonical_items, row_of, len(values)), bad

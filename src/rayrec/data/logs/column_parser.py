@@ -79,6 +79,7 @@ _KINDS = (
     "not a list in brackets",
     TRAILING_FAULT,
     "not a row of the file's format",
+    "not as many numbers as its vector has",
 )
 (
     NO_LABEL,
@@ -100,6 +101,7 @@ _KINDS = (
     BRACKET,
     TRAIL,
     FORM,
+    LENGTH,
 ) = range(len(_KINDS))
 _FULL_ROW = -1
 _POSITION_BITS = 32

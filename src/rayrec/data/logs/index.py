@@ -313,9 +313,11 @@ class CachedIndex:
         further dependencies.
         """
         paths = [file.path for file in files]
-        source = hashlib.sha256(
-            repr((paths, schema.to_dict(), segment_bytes, suffix)).encode()
-        ).hexdigest()[:16]
+        # Constants of formulas, which come from the rows, do not change which rows are valid.
+        columns = schema.replace(fitted=()).to_dict()
+        source = hashlib.sha256(repr((paths, columns, segment_bytes, suffix)).encode()).hexdigest()[
+            :16
+        ]
         versions = [(file.size_bytes, file.modified_ns) for file in files]
         version = hashlib.sha256(repr((VERSION, versions)).encode()).hexdigest()[:16]
         path = None if folder is None else storage.join(folder, f"index-{source}.json")

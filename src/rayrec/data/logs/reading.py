@@ -14,10 +14,11 @@ from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.random_log import read_random
 from rayrec.data.logs.splits import Slice
 from rayrec.data.logs.table_log import good_rows, read_tables
-from rayrec.data.logs.table_parser import derived_columns
+from rayrec.data.logs.table_parser import argument_values, derived_columns
 from rayrec.data.logs.text_log import read_segments, read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
+from rayrec.formula.tree import Node
 from rayrec.schema import Schema
 
 
@@ -131,6 +132,17 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
         pa.large_string()
     )
     return pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.large_string()), text).combine_chunks()
+
+
+def argument_columns(part: SegmentRange, nodes: Sequence[Node], schema: Schema) -> pa.Table:
+    """Return the values of parts of formulas in a part's rows, a column each, 0 for the first."""
+    segment = part.segment
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema)
+    values = argument_values(table, schema, nodes, path=segment.path)
+    columns = pa.table(values, names=[str(number) for number in range(len(values))])
+    if segment.rows != segment.stop - segment.start:
+        columns = columns.take(pa.array(good_rows(segment, schema)))
+    return columns.slice(part.start, part.rows)
 
 
 def name_slices(block: Block, slices: Sequence[Slice]) -> pa.Array:

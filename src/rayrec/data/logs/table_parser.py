@@ -2,22 +2,26 @@
 compute.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types
 
+from rayrec.config import InputError
 from rayrec.data.features.functions import evaluate
 from rayrec.data.features.inputs import (
-    LIST_TYPES,
     canonical,
+    empty_lists,
     lists_of,
 )
 from rayrec.data.features.lookups import Lookups
 from rayrec.data.formats.columns import present_columns
 from rayrec.data.logs.column_parser import (
     BRACKET,
+    LENGTH,
     NOT_FINITE,
     NOT_UTF8,
     TIME,
@@ -25,7 +29,8 @@ from rayrec.data.logs.column_parser import (
 )
 from rayrec.data.logs.faults import Faults
 from rayrec.data.raw_block import RawBlock
-from rayrec.formula.types import Type
+from rayrec.formula.tree import Node
+from rayrec.formula.types import NUMBERS, Type
 from rayrec.schema import Schema
 
 _FAULTS: Final = {
@@ -56,15 +61,20 @@ def _parser(
 ) -> ColumnParser:
     """Return a parser of a table with the columns of its schema's formulas."""
     parser = ColumnParser(table, schema, path, finds_faults=finds_faults)
-    program = schema.program
-    if not program.steps:
-        return parser
-    columns = {name: _input(parser, name, kind) for name, kind in program.inputs.items()}
-    lookups = Lookups(schema, parser)
-    for step in program.steps:
-        columns[step.name] = evaluate(step.node, columns, table.num_rows, lookups.values)
-    parser.compute({step.name: columns[step.name] for step in program.steps})
+    if schema.program.steps:
+        columns, _ = _computed(parser)
+        parser.compute({name: columns[name] for name in schema.derived})
     return parser
+
+
+def _computed(parser: ColumnParser) -> tuple[dict[str, pa.Array], Lookups]:
+    """Return the inputs and results of all formulas, and their lookups."""
+    program = parser.schema.program
+    columns = {name: _input(parser, name, kind) for name, kind in program.inputs.items()}
+    lookups = Lookups(parser.schema, parser)
+    for step in program.steps:
+        columns[step.name] = evaluate(step.node, columns, parser.table.num_rows, lookups.values)
+    return columns, lookups
 
 
 def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
@@ -77,14 +87,22 @@ def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
         parser.reject(rejected, _FAULTS[kind.kind], name)
         return values
     if types.is_null(array.type):
-        return pa.nulls(len(array), LIST_TYPES[kind.kind])
+        return empty_lists(kind, len(array))
     items, lengths, bad = parser.items(array, name, parser.schema.feature(name))
     parser.reject(bad, BRACKET, name)
     values, rejected = canonical(items, kind, name, parser.type_error, parser.markers)
     row_of = np.repeat(np.arange(len(array)), lengths)
     is_bad = np.bincount(row_of[rejected], minlength=len(array)) > 0
     parser.reject(is_bad, _FAULTS[kind.kind], name)
-    return lists_of(values, row_of, array.is_null())
+    lists = lists_of(values, row_of, len(array))
+    vector_length = parser.schema.vector_length(name)
+    if vector_length is None:
+        return lists
+    present = pc.list_value_length(lists).to_numpy()
+    is_short = (present != vector_length) & (present > 0)
+    parser.reject(is_short, LENGTH, name)
+    # No kernel may read an item that is not there.
+    return pc.if_else(pa.array(is_short), pa.scalar([], lists.type), lists)
 
 
 def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
@@ -95,6 +113,7 @@ def check_types(table_schema: pa.Schema, schema: Schema, *, path: str) -> None:
         table_schema.empty_table().select(list(present_columns(table_schema.names, schema))),
         schema,
         path=path,
+        needs_values=False,
     )
 
 
@@ -104,11 +123,15 @@ def parse_table(
     *,
     path: str = "",
     first_row: int = 0,
+    needs_values: bool = True,
 ) -> tuple[RawBlock, Faults]:
     """Parse a table with the schema's columns to its valid rows, and its faults, numbered from
     `first_row`. Null and empty text are missing; such list items are dropped. An absent column is
-    all missing. Raises InputError for an unusable type.
+    all missing. Without `needs_values`, so is a column whose formula is to be fitted. Raises
+    InputError for an unusable type, and for formulas that are to be fitted.
     """
+    if needs_values:
+        _require_fitted(schema)
     parser = _parser(table, schema, path)
     return parser.parse(), parser.faults(first_row)
 
@@ -128,9 +151,45 @@ def check_table(
 
 def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Table:
     """Return a table of the log's columns with those of the schema's formulas. Values that formulas
-    cannot read are missing.
+    cannot read are missing. Raises InputError for formulas that are to be fitted.
     """
+    _require_fitted(schema)
     return _parser(table, schema, path).table
+
+
+def argument_values(
+    table: pa.Table, schema: Schema, nodes: Sequence[Node], *, path: str
+) -> list[pa.Array]:
+    """Return the values of parts of the schema's formulas, [rows], which need no other constants
+    than the fitted ones.
+    """
+    parser = ColumnParser(table, schema, path)
+    columns, lookups = _computed(parser)
+    return [evaluate(node, columns, parser.table.num_rows, lookups.values) for node in nodes]
+
+
+def find_lengths(table: pa.Table, schema: Schema, *, path: str) -> dict[str, int]:
+    """Return the length of the first list of each vector whose length is unknown, by name. Vectors
+    without a list are left out.
+    """
+    parser = ColumnParser(table, schema, path)
+    by_name = {}
+    for vector in schema.vectors:
+        if vector.length is None:
+            lengths = pc.list_value_length(_input(parser, vector.name, NUMBERS))
+            filled = lengths.filter(pc.greater(lengths, 0))
+            if len(filled):
+                by_name[vector.name] = filled[0].as_py()
+    return by_name
+
+
+def _require_fitted(schema: Schema) -> None:
+    """Raise InputError if a formula has no constants from training rows."""
+    for waiting in schema.program.unfitted:
+        raise InputError(
+            f"schema: feature {waiting.feature}: {waiting.call.function} has constants from the "
+            "training rows. Use a Preprocessor, a run or a checkpoint, which has them"
+        )
 
 
 def find_valid_rows(table: pa.Table, schema: Schema, *, path: str = "") -> np.ndarray:

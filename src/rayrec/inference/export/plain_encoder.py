@@ -74,6 +74,8 @@ _SCHEMA = {
     *(
         "features",
         "tables",
+        "vectors",
+        "fitted",
         "labels",
         "timestamp",
         "nan",
@@ -112,7 +114,8 @@ class Encoder:
         _reject_unknown(stored, _STORED, "the file")
         self.schema: dict[str, Any] = stored["schema"]
         _reject_unknown(self.schema, _SCHEMA, "schema")
-        self._features = {feature["name"]: feature for feature in self.schema.get("features", ())}
+        self._features = _by_name(self.schema.get("features", ()))
+        self._vectors = _by_name(self.schema.get("vectors", ()))
         for name, feature in self._features.items():
             _reject_unknown(feature, _FEATURE, f"feature {name}")
         self._hexadecimal = self.schema["tokens"] == "hexadecimal"
@@ -317,19 +320,23 @@ class Encoder:
         return _microseconds(value, f"row {row}: {name} must be a time, got {value!r}")
 
     def _formula_input(self, value: Any, name: str, kind: Mapping[str, Any], row: int) -> Any:
-        """Return a value as formulas take it: a number, text, microseconds, a list of these, or
-        None.
+        """Return a value as formulas take it: a number, text or microseconds, None if missing, or a
+        list of these, empty if missing.
         """
         value = _plain(value)
         if not kind["is_list"]:
             return self._formula_item(value, name, kind, row)
         if value is None:
-            return None
+            return []
         items = self._split(value, name) if isinstance(value, str) else value
         if not isinstance(items, (list, tuple, np.ndarray)):
             raise ValueError(f"row {row}: {name} must be a list, got {items!r}")
         read = [self._formula_item(_plain(item), name, kind, row) for item in items]
-        return [item for item in read if item is not None]
+        present = [item for item in read if item is not None]
+        length = self._vectors[name]["length"] if name in self._vectors else len(present)
+        if present and len(present) != length:
+            raise ValueError(f"row {row}: {name} must have {length} numbers, got {len(present)}")
+        return present
 
     def _formula_item(
         self,
@@ -490,7 +497,8 @@ class Encoder:
 
     def _split(self, text: str, name: str) -> list[str] | str:
         """Split a list in text. Text that is not a list in brackets is returned unchanged."""
-        mark = self._features.get(name, {}).get("list_delimiter")
+        settings = self._features.get(name) or self._vectors.get(name, {})
+        mark = settings.get("list_delimiter")
         if text in self._missing:
             return []
         if mark == "brackets":
@@ -736,6 +744,10 @@ def _log_number(value: Any) -> Any:
 
 def _is_integer(value: Decimal) -> bool:
     return value.is_finite() and value == value.to_integral_value()
+
+
+def _by_name(items: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {item["name"]: item for item in items}
 
 
 def _reject_unknown(stored: Mapping[str, Any], allowed: set[str], location: str) -> None:

@@ -72,7 +72,11 @@ if TYPE_CHECKING:
 
 
 def export(
-    checkpoint: str, out: str, *, config: TrainConfig, settings: ExportConfig | None = None
+    checkpoint: str,
+    out: str,
+    *,
+    config: TrainConfig,
+    settings: ExportConfig | None = None,
 ) -> dict[str, Any]:
     """Export the model of a checkpoint or run, atomically into folder `out`. Returns the workload's
     report, out and checkpoint. Raises InputError for an unusable checkpoint, an unsupported model,
@@ -269,7 +273,10 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
     dim = model.width
     width = (len(inputs.features) - len(model.sequences)) * dim
     rows = torch.export.Dim("rows", min=1)
-    examples = [torch.zeros(BATCH_ROWS, inputs.num_dense), torch.zeros(BATCH_ROWS, width)]
+    examples = [
+        torch.zeros(BATCH_ROWS, inputs.num_dense),
+        torch.zeros(BATCH_ROWS, width),
+    ]
     sequence_shapes: list[dict[int, Any]] = []
     first = dict(inputs.aligned)
     # Aligned lists share the number of ids
@@ -279,7 +286,10 @@ def _write_program(model: PlainModel, path: str, num_embeddings: Sequence[int]) 
             torch.zeros(2 * BATCH_ROWS, dim),
             torch.full((BATCH_ROWS,), 2, dtype=torch.int64),
         ]
-        sequence_shapes += [{0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)}, {0: rows}]
+        sequence_shapes += [
+            {0: torch.export.Dim(f"ids_{lists.index(name)}", min=0)},
+            {0: rows},
+        ]
     if not isinstance(model.heads[0], LabelHead):
         rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
         tables = model.tables if model.predicts_by_tables else ()

@@ -15,7 +15,7 @@ from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.schema import PlaceholderSchema
+from rayrec.schema import PlaceholderSchema, Schema
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.boosting_settings import reject_plan, with_rounds
 from rayrec.workloads.recsys.candidates import TargetCheck, check_candidates
@@ -108,11 +108,24 @@ class ClickWorkload(ClickSettings):
                 )
         folder = storage.join(context.folder, PREPROCESSOR_FOLDER)
         with CountingIndexer(
-            self.preset.counting(self.schema),
+            self.preset.counting(self._schema_to_fit(config)),
             lambda index: self._counted_rows(index, config),
             memory_bytes=self.vocabulary_memory_bytes,
         ) as counting:
             return self._prepare(context, folder, counting)
+
+    def _schema_to_fit(self, config: TrainConfig) -> Schema:
+        """Return the schema with the constants of a checkpoint to continue, whose weights are of
+        its categories and numbers.
+        """
+        if config.init_from is None or not self.schema.program.unfitted:
+            return self.schema
+        from rayrec.checkpoint import open_checkpoint
+        from rayrec.data.encoding.fitting import with_constants_of
+        from rayrec.workloads.recsys.scorer import load_preprocessor
+
+        continued = load_preprocessor(open_checkpoint(config.init_from).path)
+        return with_constants_of(self.schema, continued.schema)
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
         from rayrec.data.encoding.preprocessor import put_preprocessor
@@ -266,7 +279,7 @@ class ClickWorkload(ClickSettings):
                 context.note(f"{context.config.train_data.path}: {problem}")
             if spilled := counts.spilled():
                 context.note(f"{spilled}. --workload.vocabulary-memory-bytes sets the limit.")
-            preprocessor = make_preprocessor(self.preset, self.schema, counts)
+            preprocessor = make_preprocessor(self.preset, counting.schema, counts)
             for trend in find_trends(counts, self.preset.inputs(self.schema)):
                 context.note(f"{context.config.train_data.path}: {trend}")
         if context.config.init_from is None:

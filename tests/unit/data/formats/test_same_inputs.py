@@ -25,19 +25,22 @@ from rayrec.data.logs.reading import read_raw
 from rayrec.data.materialized.formats import named_columns
 from rayrec.data.raw_block import RawBlock
 from rayrec.inference.export.plain_encoder import Encoder
-from rayrec.schema import Feature, Schema
+from rayrec.schema import Feature, FittedFunction, Schema, Vector
 from rayrec.serve.requests import RequestBody, RequestError, open_body
 from rayrec.serve.row_readers import make_reader
 
 Row = Mapping[str, Any]
 Log = Sequence[Row]
 
-COLUMNS = ("price", "click", "city", "age", "tags")
+COLUMNS = ("price", "click", "city", "age", "tags", "point")
 
+decimals = st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: float(repr(value)))
+# Other than the markers of missing values, which no vector has.
+coordinates = decimals.filter(lambda value: value not in (0, -1))
 numbers = st.one_of(
     st.none(),
     st.integers(-(10**6), 10**6),
-    st.floats(-1e9, 1e9, allow_nan=False).map(lambda value: float(repr(value))),
+    decimals,
 )
 # Without marks that split slots, lists or lines, and without blanks at the ends.
 texts = st.one_of(
@@ -50,8 +53,13 @@ rows = st.fixed_dictionaries(
         "click": st.integers(0, 1),
         "city": st.none() | texts,
         "age": numbers,
-        "tags": st.lists(texts, max_size=4),
+        "tags": st.none() | st.lists(texts, max_size=4),
+        "point": st.none() | st.lists(coordinates, min_size=3, max_size=3),
     }
+)
+# Requests without any value are rejected.
+logs = st.lists(rows, min_size=12, max_size=30).map(
+    lambda log: [{**log[0], "tags": ["a"]}, *log[1:]]
 )
 FORMULAS = {
     "log_price": "log(price) - clip(age, -10, 10.5)",
@@ -68,7 +76,20 @@ FORMULAS = {
     "first": "coalesce(city, row, 'none')",
     "old": "when(age > 30, 'old', city)",
     "both": "when(city in ['a', '1'], price, age * 2)",
+    "level": "quantile(price, 4)",
+    "score": "zscore(age + aggregate(point, 'sum'))",
+    "layer": "cross(level, quantile(score, 3))",
+    "match": "dot(tags, letters)",
 }
+CONSTANTS = {
+    "level": (-1.5, 0.0, 1000.0),
+    "score": (0.25, 3.5),
+    "layer": (-1.0, 0.1),
+}
+FITTED = tuple(
+    FittedFunction(feature=name, number=0, constants=constants)
+    for name, constants in CONSTANTS.items()
+)
 schemas = st.builds(
     lambda missing, max_length, list_delimiter, formulas: Schema(
         label="click",
@@ -80,6 +101,8 @@ schemas = st.builds(
             Feature(name="tags", max_length=max_length, list_delimiter=list_delimiter),
             *(Feature(name=name, formula=FORMULAS[name]) for name in formulas),
         ),
+        vectors=(Vector(name="point", length=3),) if formulas else (),
+        fitted=FITTED if formulas else (),
     ),
     missing=st.sampled_from([(), ("NA", "-1"), ("0",)]),
     max_length=st.sampled_from([None, 2]),
@@ -92,7 +115,7 @@ schemas = st.builds(
 def _text(value: Any, mark: str) -> str:
     if value is None:
         return ""
-    return mark.join(value) if isinstance(value, list) else str(value)
+    return mark.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def as_csv(
@@ -102,8 +125,8 @@ def as_csv(
     writer = csv.writer(out, delimiter=delimiter, lineterminator="\n")
     if names:
         writer.writerow(names)
-    mark = schema.list_mark("tags")
-    writer.writerows([_text(row[name], mark) for name in COLUMNS] for row in log)
+    marks = {name: schema.list_mark(name) for name in COLUMNS}
+    writer.writerows([_text(row[name], marks[name]) for name in COLUMNS] for row in log)
     return out.getvalue()
 
 
@@ -118,6 +141,7 @@ def as_table(log: Log) -> pa.Table:
         "city": pa.array([row["city"] for row in log], pa.string()).dictionary_encode(),
         "age": pa.array([_float(row["age"]) for row in log], pa.float64()),
         "tags": pa.array([row["tags"] for row in log], pa.list_(pa.string())),
+        "point": pa.array([row["point"] for row in log], pa.list_(pa.float64())),
     }
     return pa.table(columns)
 
@@ -139,7 +163,7 @@ def in_parquet(log: Log) -> bytes:
     return out.getvalue().to_pybytes()
 
 
-TYPES = ("float", "float", "token", "float", "token_seq")
+TYPES = ("float", "float", "token", "float", "token_seq", "float_seq")
 FILES: dict[str, Callable[[Log, Schema], bytes]] = {
     "csv": lambda log, schema: as_csv(log, schema).encode(),
     "tsv": lambda log, schema: as_csv(log, schema, delimiter="\t").encode(),
@@ -203,7 +227,7 @@ def check_same(actual: EncodedRows, expected: EncodedRows, name: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(log=st.lists(rows, min_size=12, max_size=30), schema=schemas)
+@given(log=logs, schema=schemas)
 def test_inputs_are_same_in_all_formats(
     log: Log, schema: Schema, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -9,7 +9,7 @@ from rayrec.data.formats.typed_header import split_types
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.reading import read_raw
 from rayrec.prepare.schema_draft import draft
-from rayrec.schema import Schema, load_schema
+from rayrec.schema import Schema, Vector, load_schema
 from rayrec.serve.requests import open_body
 from rayrec.serve.row_readers import make_reader
 
@@ -50,9 +50,11 @@ def test_draft_follows_declared_types(log: Path) -> None:
     assert (schema.label, schema.label_rule.at_least) == ("rating", 3)
     # Ids that count up are no row numbers, and few small amounts are numbers.
     assert schema.sparse == ("item_id", "user_id", "class")
-    assert schema.dense == ("price",)
+    assert schema.dense == ("price", "vector[0]", "vector[1]")
     assert (schema.lists, schema.list_mark("class")) == (("class",), " ")
-    assert "Left out: vector (lists of numbers)." in text
+    vector = Vector(name="vector", length=2, list_delimiter=" ")
+    assert schema.vectors == (vector,)
+    assert "Vectors, whose numbers are inputs each: vector." in text
 
 
 def test_rows_have_names_without_types(log: Path, tmp_path: Path) -> None:
