@@ -112,7 +112,9 @@ def test_lookup_reads_keys_only() -> None:
 
 def test_program_lists_columns_of_each_table() -> None:
     formula = "cross(lookup(b, lookup(a, x, y), z), lookup(b, x, w))"
-    program = Program.from_columns({"f": formula}, dense=(), sparse=(), lists=(), timestamp=None)
+    program = Program.from_columns(
+        {"f": formula}, dense=(), sparse=(), lists=(), vectors={}, timestamp=None, constants={}
+    )
     assert program.lookups == {"a": ("y",), "b": ("w", "z")}
     assert list(program.inputs) == ["x"]
 
