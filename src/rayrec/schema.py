@@ -194,6 +194,11 @@ class NamedTable(TableSource):
     """Hash of the rows that a model was trained with. Set by rayrec; another content is rejected.
     """
 
+    @property
+    def short_content(self) -> str:
+        """First 8 hex digits of `content`, to show."""
+        return (self.content or "")[:8]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Vector(Config):

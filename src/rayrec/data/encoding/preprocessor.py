@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -30,7 +31,7 @@ from rayrec.data.encoding.encoder import (
 from rayrec.data.encoding.rules import MIN_INTEGER, DenseColumn, SparseColumn
 from rayrec.data.engine import Shared, StreamEngine
 from rayrec.data.raw_block import RawBlock, category_type
-from rayrec.schema import Schema
+from rayrec.schema import NamedTable, Schema
 
 VERSION = 2
 PREPROCESSOR_FOLDER: Final = "preprocessor"
@@ -282,7 +283,18 @@ class Preprocessor:
         """
         if column == self.schema.group:
             return self
-        changed = replace(self, schema=self.schema.replace(group=column))
+        return self._with_schema(self.schema.replace(group=column))
+
+    def with_tables(self, tables: Sequence[NamedTable]) -> Preprocessor:
+        """Return the same Preprocessor with other side tables in place of those with their names,
+        for a server. Its hash is another.
+        """
+        named = {table.name: table for table in tables}
+        replaced = tuple(named.get(table.name, table) for table in self.schema.tables)
+        return self._with_schema(self.schema.replace(tables=replaced))
+
+    def _with_schema(self, schema: Schema) -> Preprocessor:
+        changed = replace(self, schema=schema)
         if "slots" in self.__dict__:  # Slow to build
             changed.__dict__["slots"] = self.slots
         return changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import final
 
@@ -12,13 +12,13 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec import storage
-from rayrec.config import InputError
+from rayrec.config import InputError, suggest
 from rayrec.data.features.inputs import (
     canonical,
     empty_lists,
     lists_of,
 )
-from rayrec.data.features.side_table import SideTable, build
+from rayrec.data.features.side_table import SideTable, build, open_content
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import (
     Markers,
@@ -75,8 +75,9 @@ def _rows_of_keys(table: SideTable, key: pa.Array, times: np.ndarray | None) -> 
 
 
 def open_named(schema: Schema, name: str) -> SideTable:
-    """Open a side table of a schema, built if it is not. Raises InputError if its content is not
-    the one in the schema. A table with a known content stays open in this process.
+    """Open a side table of a schema. One with a known content is opened as it was built, whatever
+    its file has become, and stays open in this process. Others, and those that are not built, are
+    built. Raises InputError if the file has another content than the schema then.
     """
     table = schema.table(name)
     is_integer = _has_integer_keys(schema, name)
@@ -88,7 +89,9 @@ def open_named(schema: Schema, name: str) -> SideTable:
 
 @lru_cache(maxsize=64)
 def _opened(table: NamedTable, columns: tuple[str, ...], *, is_integer: bool) -> SideTable:
-    return _built(table, columns, is_integer=is_integer)
+    assert table.content is not None
+    built = open_content(table.content, table)
+    return built or _built(table, columns, is_integer=is_integer)
 
 
 def _built(table: NamedTable, columns: tuple[str, ...], *, is_integer: bool) -> SideTable:
@@ -105,12 +108,16 @@ def _has_integer_keys(schema: Schema, name: str) -> bool:
     return any(isinstance(key, Column) and key.name in schema.integers for key in keys)
 
 
-def current_tables(schema: Schema) -> tuple[NamedTable, ...]:
+def current_tables(schema: Schema, names: Collection[str] | None = None) -> tuple[NamedTable, ...]:
     """Return the side tables of a schema with their absolute paths and the hashes of their content
     today. Raises InputError for a table that cannot be read, and if a hash of the schema differs.
+    `names` are the tables to look at, by default all; others stay as they are.
     """
     tables = []
     for table in schema.tables:
+        if names is not None and table.name not in names:
+            tables.append(table)
+            continue
         columns = schema.program.lookups.get(table.name)
         if columns is None:
             raise InputError(f"schema: no formula looks up table {table.name}; remove it")
@@ -121,24 +128,48 @@ def current_tables(schema: Schema) -> tuple[NamedTable, ...]:
     return tuple(tables)
 
 
-def with_contents(schema: Schema) -> Schema:
+def with_contents(schema: Schema, names: Collection[str] | None = None) -> Schema:
     """Return the schema with its `current_tables`. Raises InputError too for values that formulas
     cannot take.
     """
-    completed = schema.replace(tables=current_tables(schema))
+    completed = schema.replace(tables=current_tables(schema, names))
     for lookup in completed.program.lookup_nodes:
-        opened = open_named(completed, lookup.table)
-        values = opened.column(lookup.column, np.arange(opened.rows))
-        _, rejected = column_values(values, lookup.type, lookup, completed)
-        if rejected.any():
-            row = int(np.argmax(rejected))
-            value = values[row].as_py()
-            shown = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-            raise InputError(
-                f"tables: {opened.source.path}: column {lookup.column} has {shown!r} in row {row}, "
-                f"which is no {lookup.type.kind}. Correct it, or use the column in another way"
-            )
+        if names is None or lookup.table in names:
+            _check_values(completed, lookup)
     return completed
+
+
+def _check_values(schema: Schema, lookup: Lookup) -> None:
+    """Check that a lookup can take all values of its column. Raises InputError."""
+    opened = open_named(schema, lookup.table)
+    values = opened.column(lookup.column, np.arange(opened.rows))
+    _, rejected = column_values(values, lookup.type, lookup, schema)
+    if rejected.any():
+        row = int(np.argmax(rejected))
+        value = values[row].as_py()
+        shown = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        raise InputError(
+            f"tables: {opened.source.path}: column {lookup.column} has {shown!r} in row {row}, "
+            f"which is no {lookup.type.kind}. Correct it, or use the column in another way"
+        )
+
+
+def swapped_tables(schema: Schema, paths: Mapping[str, str]) -> tuple[NamedTable, ...]:
+    """Return side tables of a model's schema as they are in other files, by name, built. Key and
+    time stay. Raises InputError for a name that the schema lacks, and for a file that its formulas
+    cannot look up.
+    """
+    for name in paths:
+        if name not in schema.table_names:
+            names = ", ".join(schema.table_names)
+            hint = suggest(name, schema.table_names, otherwise=f"it has {names or 'none'}")
+            raise InputError(f"tables: the model has no table {name}; {hint}")
+    tables = [
+        table.replace(path=paths[table.name], content=None) if table.name in paths else table
+        for table in schema.tables
+    ]
+    completed = with_contents(schema.replace(tables=tuple(tables)), paths)
+    return tuple(completed.table(name) for name in paths)
 
 
 def column_values(

@@ -168,8 +168,24 @@ class SideTable:
             raise InputError(
                 f"tables: {self.source.path}: changed since the model was trained (content "
                 f"{self.content_hash[:8]}, the model has {content_hash[:8]}). Restore the table, "
-                "or train with the new one"
+                "train with the new one, or serve with it (--swap-table)"
             )
+
+
+def open_content(content_hash: str, source: TableSource) -> SideTable | None:
+    """Map the built table with a content from the cache folder, whatever its file has become. None
+    if it is not there. `source` is shown in messages.
+    """
+    name = _built_name(content_hash)
+    path = storage.join(storage.absolute(cache.folder()), FOLDER, name)
+    if not _BUILT_NAME.fullmatch(name) or not storage.exists(storage.join(path, _MANIFEST)):
+        return None
+    return open_table(path, source)
+
+
+def _built_name(content_hash: str) -> str:
+    """Return the folder name of a built table."""
+    return f"{content_hash[:16]}-{content_hash[16:]}-{VERSION}"
 
 
 def open_table(path: str, source: TableSource | None = None) -> SideTable:
@@ -354,8 +370,7 @@ def _convert(
     rows = _TableReader(source, names, schema).read(files)
     index = _timed_index(rows) if source.time is not None else _plain_index(rows)
     content_hash = _content_hash(rows, source)
-    name = f"{content_hash[:16]}-{content_hash[16:]}-{VERSION}"
-    path = storage.join(folder, name)
+    path = storage.join(folder, _built_name(content_hash))
     manifest_path = storage.join(path, _MANIFEST)
     if storage.exists(manifest_path):
         return path
