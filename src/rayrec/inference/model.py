@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, final
 
@@ -26,6 +27,7 @@ from rayrec.workloads.scoring import PREFIX, Device
 
 if TYPE_CHECKING:
     from rayrec.models.base import ClickModelConfig
+    from rayrec.schema import NamedTable
     from rayrec.workloads.base import TrainConfig
 
 
@@ -36,7 +38,9 @@ class ServedModel:
 
     preprocessor: Preprocessor
     version: str
-    """Id of the weights and their quantization, such as step_00001000-1a2b3c4d5e6f-int8."""
+    """Id of the weights, their quantization, and side tables with another content than in training,
+    such as step_00001000-1a2b3c4d5e6f-int8-items-9f8e7d6c.
+    """
     source: str
     """Folder of the checkpoint or export."""
     kind: Literal["checkpoint", "export"]
@@ -44,7 +48,30 @@ class ServedModel:
 
     @cached_property
     def preprocessor_hash(self) -> str:
+        """Hash of the Preprocessor as trained, also with other side tables."""
         return self.preprocessor.hash()
+
+    @cached_property
+    def tables(self) -> dict[str, str]:
+        """Short content hash of each side table, by name."""
+        return {table.name: table.short_content for table in self.preprocessor.schema.tables}
+
+    def with_tables(self, tables: Sequence[NamedTable]) -> ServedModel:
+        """Return the model with the same weights and other side tables in place of those with their
+        names. Its version names those with another content.
+        """
+        if not tables:
+            return self
+        preprocessor = self.preprocessor.with_tables(tables)
+        version = self.version
+        for before, after in zip(
+            self.preprocessor.schema.tables, preprocessor.schema.tables, strict=True
+        ):
+            if before.content != after.content:
+                version += f"-{after.name}-{after.short_content}"
+        changed = replace(self, preprocessor=preprocessor, version=version)
+        changed.__dict__["preprocessor_hash"] = self.preprocessor_hash
+        return changed
 
     def score(self, rows: EncodedRows) -> np.ndarray:
         """Return the logits of encoded rows, labelled or not, float32 [rows]."""

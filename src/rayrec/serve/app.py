@@ -290,11 +290,14 @@ class ScoringApp:
             raise _NOT_READY
         await self._announcement()
         model = self._models.model
-        return _response(
-            orjson.dumps(
-                {"status": "ready", "model": model.version, "preprocessor": model.preprocessor_hash}
-            )
-        )
+        state: dict[str, Any] = {
+            "status": "ready",
+            "model": model.version,
+            "preprocessor": model.preprocessor_hash,
+        }
+        if model.tables:
+            state["tables"] = model.tables
+        return _response(orjson.dumps(state))
 
     async def _announcement(self) -> None:
         """Wait until the command has printed the server's address: a moment for a client that has

@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
@@ -134,3 +135,28 @@ class ServerConfig(ServeConfig):
     """Whether to follow a training run: switch to its newest or best checkpoint when it appears."""
     shadow: str | None = None
     """Shadow model, which scores every row too. /metrics has the score differences."""
+    swap_table: tuple[str, ...] = ()
+    """Side tables in other files, as NAME=PATH, under the model instead of those of its training.
+    Without a model, those of the running server.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        table_paths(self.swap_table)
+
+
+def table_paths(settings: Sequence[str]) -> dict[str, str]:
+    """Return the absolute paths of side tables, set as NAME=PATH, by name. Raises InputError for
+    another form, or a repeated name.
+    """
+    paths: dict[str, str] = {}
+    for setting in settings:
+        name, equals, path = setting.partition("=")
+        if not (name and equals and path):
+            raise InputError(
+                f"swap_table: must be NAME=PATH, such as items=new.csv, got {setting!r}"
+            )
+        if name in paths:
+            raise InputError(f"swap_table: must have one file for each table, got two for {name}")
+        paths[name] = storage.absolute(path)
+    return paths

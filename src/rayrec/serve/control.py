@@ -10,18 +10,24 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
+from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import stored_schema
+from rayrec.data.features.lookups import swapped_tables
 from rayrec.inference.model import resolve_source
 from rayrec.serve.counters import Snapshot
 from rayrec.serve.replica_models import ConfiguredModels, DesiredState, ModelSource, Status
 from rayrec.storage.retry import Backoff, retry_errors
+
+if TYPE_CHECKING:
+    from rayrec.schema import NamedTable, Schema
 
 APPLICATION: Final = "rayrec"
 REGISTER: Final = "register"
@@ -153,16 +159,29 @@ class Register:
         self._forget()
         return [name for name, status in self._statuses.items() if status.model]
 
-    def describe(self) -> dict[str, Any]:
-        """Return JSON values: desired models, served models by replica, causes of failures by
-        change.
+    def schema(self) -> Schema | None:
+        """Return the schema of the accepted model, None until a replica reports that it serves
+        it.
         """
         self._forget()
+        for status in self._statuses.values():
+            if self._desired is not None and status.model == self._desired.model:
+                return status.schema
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return JSON values: desired models, short content hashes of the model's side tables,
+        served models by replica, causes of failures by change.
+        """
+        schema = self.schema()
         desired = self._desired
         return {
             "model": desired.model.path if desired else None,
             "previous": desired.previous.path if desired and desired.previous else None,
             "shadow": desired.shadow.path if desired and desired.shadow else None,
+            "tables": {table.name: table.short_content for table in schema.tables}
+            if schema
+            else {},
             "replicas": {
                 name: {"model": status.version, "shadow": status.shadow_version or None}
                 for name, status in self._statuses.items()
@@ -188,15 +207,34 @@ class Register:
 # -- changes of the desired models
 
 
-def swap_model(desired: DesiredState, path: str) -> DesiredState:
-    """Return the desired models after a swap of the main model."""
-    serial = _next(desired)
+def swap_model(
+    desired: DesiredState, path: str, tables: tuple[NamedTable, ...] = ()
+) -> DesiredState:
+    """Return the desired models after a swap of the main model, with side tables in place of those
+    of its training.
+    """
+    return _with_model(desired, ModelSource(_next(desired), path, tables))
+
+
+def swap_tables(desired: DesiredState, tables: Sequence[NamedTable]) -> DesiredState:
+    """Return the desired models after a swap of side tables of the main model. Its weights, and
+    other swapped tables, stay.
+    """
+    swapped = {table.name: table for table in (*desired.model.tables, *tables)}
+    return _with_model(desired, desired.model.with_tables(_next(desired), [*swapped.values()]))
+
+
+def follow_model(desired: DesiredState, path: str) -> DesiredState:
+    """Return the desired models after a swap to a checkpoint of a followed run. Side tables that
+    were swapped under a checkpoint of the same run stay.
+    """
+    is_same_run = storage.parent_folder(path) == storage.parent_folder(desired.model.path)
+    return swap_model(desired, path, desired.model.tables if is_same_run else ())
+
+
+def _with_model(desired: DesiredState, model: ModelSource) -> DesiredState:
     return replace(
-        desired,
-        serial=serial,
-        model=ModelSource(serial, path),
-        previous=desired.model,
-        is_rollback=False,
+        desired, serial=model.serial, model=model, previous=desired.model, is_rollback=False
     )
 
 
@@ -225,12 +263,26 @@ def apply_configuration(desired: DesiredState, configured: ConfiguredModels) -> 
     """
     before = desired.configured or ConfiguredModels("")
     new = replace(desired, serial=_next(desired), configured=configured)
-    path = resolve_source(configured.model)
-    if configured.model != before.model and path != desired.model.path:
-        new = swap_model(new, path)
+    if configured.model != before.model:
+        path = resolve_source(configured.model)
+        tables = configured_tables(path, configured)
+        if path != desired.model.path or tables != desired.model.tables:
+            new = swap_model(new, path, tables)
+    elif configured.tables != before.tables:
+        tables = configured_tables(desired.model.path, configured)
+        new = _with_model(new, desired.model.with_tables(_next(new), tables))
     if configured.shadow != before.shadow:
         new = change_shadow(new, resolve_source(configured.shadow) if configured.shadow else None)
     return new
+
+
+def configured_tables(path: str, configured: ConfiguredModels) -> tuple[NamedTable, ...]:
+    """Return the configured side tables of a model with their contents now, built. Raises
+    InputError for one that the model cannot look up.
+    """
+    if not configured.tables:
+        return ()
+    return swapped_tables(stored_schema(path), dict(configured.tables))
 
 
 def announce(desired: DesiredState) -> DesiredState:
@@ -349,6 +401,13 @@ class Control:
                 return _without_other_failures(self.call_register("describe"), new)
             _wait(deadline_s, timeout_s)
 
+    def schema(self, *, timeout_s: float = CHANGE_S) -> Schema:
+        """Return the schema of the accepted model, with its side tables."""
+        deadline_s = time.monotonic() + timeout_s
+        while (schema := self.call_register("schema")) is None:
+            _wait(deadline_s, timeout_s)  # Replicas switch to it
+        return schema
+
     def _reject(self, new: DesiredState, rejected: ModelSource | None, *, cause: str) -> None:
         """Free the memory of models that are not accepted and record the cause, if any. Ignores
         errors: the caller raises the error of the change, which such an error, often its
@@ -420,13 +479,28 @@ def _wait(deadline_s: float, timeout_s: float) -> None:
 # -- commands for a running server
 
 
-def swap(path: str, *, address: str | None) -> dict[str, Any]:
-    """Switch the server of a cluster to another checkpoint, run or export. Returns what it serves
-    once all replicas do. Raises InputError if no server runs, or if the model cannot be loaded or
-    has other columns. The old model stays then.
+def swap(
+    path: str, *, tables: Mapping[str, str] | None = None, address: str | None
+) -> dict[str, Any]:
+    """Switch the server of a cluster to another checkpoint, run or export, with its side tables or,
+    by name, those of other files. Returns what it serves once all replicas do. Raises InputError if
+    no server runs, or if the model cannot be loaded or has other columns. The old model stays then.
     """
     source = resolve_source(path)
-    return _changed(address, lambda desired: swap_model(desired, source))
+    swapped = swapped_tables(stored_schema(source), tables) if tables else ()
+    return _changed(address, lambda desired: swap_model(desired, source, swapped))
+
+
+def swap_table_files(tables: Mapping[str, str], *, address: str | None) -> dict[str, Any]:
+    """Switch the server of a cluster to side tables of other files, by name, under the same model.
+    They are built before. Returns what it serves once all replicas do. Raises InputError if no
+    server runs, or if the model cannot look up a table. The old tables stay then.
+    """
+    with _reached(address) as server:
+        description = server.change(
+            lambda desired: swap_tables(desired, swapped_tables(server.schema(), tables))
+        )
+        return _with_version(description)
 
 
 def roll_back(*, address: str | None) -> dict[str, Any]:
@@ -465,9 +539,12 @@ def _changed(
     address: str | None, changed: Callable[[DesiredState], DesiredState], *, version: str = "model"
 ) -> dict[str, Any]:
     with _reached(address) as server:
-        description = server.change(changed)
-        versions = [replica[version] for replica in description["replicas"].values()]
-        return {"version": versions[0] or "" if versions else "", **description}
+        return _with_version(server.change(changed), version)
+
+
+def _with_version(description: dict[str, Any], name: str = "model") -> dict[str, Any]:
+    versions = [replica[name] for replica in description["replicas"].values()]
+    return {"version": versions[0] or "" if versions else "", **description}
 
 
 @contextlib.contextmanager

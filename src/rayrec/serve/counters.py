@@ -41,6 +41,10 @@ class Counters:
         histogram: Callable[..., Histogram] = partial(Histogram, **common)
         models = "Replicas that serve a model, by its version and Preprocessor."
         self.replicas = gauge("replicas", models, ["model", "preprocessor"])
+        tables = (
+            "Replicas that serve a side table, by its name and the start of its content's hash."
+        )
+        self.tables = gauge("tables", tables, ["table", "content"])
         self.requests = counter(
             "requests_total", "Answered requests, by path and status.", ["path", "status"]
         )

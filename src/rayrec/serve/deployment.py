@@ -5,14 +5,17 @@ configuration file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import yaml
 
+from rayrec import storage
 from rayrec.cluster import connection
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
@@ -27,6 +30,7 @@ from rayrec.serve.control import (
     Control,
     Register,
     apply_configuration,
+    configured_tables,
     keep_models,
 )
 from rayrec.serve.counters import Counters
@@ -56,14 +60,15 @@ def make_application(
     token_digest: bytes | None,
     model: str,
     shadow: str | None = None,
+    tables: Mapping[str, str] | None = None,
     autoscaling: Mapping[str, Any] | None = None,
     started_serve: bool = False,
     announced: bool = True,
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change
-    later. `autoscaling`, Ray Serve's autoscaling_config, replaces `config.replicas`.
-    `started_serve`: whether Ray Serve was started for it. Unless `announced`,
-    `rayrec.serve.control.announce` makes it ready.
+    later. `tables` are files of side tables by name, instead of those of training. `autoscaling`,
+    Ray Serve's autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve
+    was started for it. Unless `announced`, `rayrec.serve.control.announce` makes it ready.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
@@ -74,7 +79,7 @@ def make_application(
         name=APPLICATION,
         num_replicas=config.replicas if autoscaling is None else None,
         autoscaling_config=None if autoscaling is None else dict(autoscaling),
-        user_config={"model": model, "shadow": shadow},
+        user_config={"model": model, "shadow": shadow, "tables": dict(tables or {})},
         ray_actor_options={
             "num_cpus": config.cpus_per_replica,
             "num_gpus": 1 if config.device == "cuda" else 0,
@@ -165,15 +170,15 @@ class _Replica:
             await self._begin(configured)
 
     async def _begin(self, configured: ConfiguredModels) -> None:
-        model = ModelSource(0, await asyncio.to_thread(resolve_source, configured.model))
-        shadow = (
-            ModelSource(0, await asyncio.to_thread(resolve_source, configured.shadow))
-            if configured.shadow
-            else None
-        )
-        self._models.set_desired(
-            DesiredState(0, model, shadow=shadow, configured=configured, announced=self._announced)
-        )
+        # A table's file may have changed since the server started, which only the register knows.
+        accepted = None
+        with contextlib.suppress(Exception):  # It does not answer the report either then
+            accepted = await self._call_register("desired", timeout_s=CALL_S)
+        if accepted is not None and accepted.configured == configured:
+            self._models.set_desired(accepted)
+        else:
+            first = await asyncio.to_thread(_first_models, configured)
+            self._models.set_desired(replace(first, announced=self._announced))
         await self._report(timeout_s=CALL_S)
         while self._models.incomplete:
             cause = await asyncio.to_thread(self._models.switch)
@@ -296,31 +301,50 @@ class _ListeningReplica(_Replica):
             self._scoring.close()
 
 
+def _first_models(configured: ConfiguredModels) -> DesiredState:
+    """Return the models of an application's configuration."""
+    path = resolve_source(configured.model)
+    model = ModelSource(0, path, configured_tables(path, configured))
+    shadow = ModelSource(0, resolve_source(configured.shadow)) if configured.shadow else None
+    return DesiredState(0, model, shadow=shadow, configured=configured)
+
+
 def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
-    """Parse Ray Serve's `user_config`. Raises InputError unless it has a model and at most a shadow
-    model.
+    """Parse Ray Serve's `user_config`. Raises InputError unless it has a model, and at most a
+    shadow model and files of side tables.
     """
-    unknown = sorted(user_config.keys() - {"model", "shadow"})
+    unknown = sorted(user_config.keys() - {"model", "shadow", "tables"})
     model = user_config.get("model")
     shadow = user_config.get("shadow")
+    tables = user_config.get("tables") or {}
     if unknown:
-        raise InputError(f"user_config: fields must be model and shadow, got {unknown[0]}")
+        raise InputError(f"user_config: fields must be model, shadow and tables, got {unknown[0]}")
     if not isinstance(model, str) or not model:
         raise InputError("user_config: model must be the path of a checkpoint, a run or an export")
     if shadow is not None and not isinstance(shadow, str):
         raise InputError(
             "user_config: shadow must be the path of a checkpoint, a run or an export, or null"
         )
-    return ConfiguredModels(model, shadow)
+    if not isinstance(tables, Mapping) or not all(
+        isinstance(path, str) and path for path in tables.values()
+    ):
+        raise InputError(
+            "user_config: tables must be a mapping of side tables to files, such as "
+            f"{{items: /models/items.csv}}, got {tables!r}"
+        )
+    files = [(str(name), storage.absolute(path)) for name, path in tables.items()]
+    return ConfiguredModels(model, shadow, tuple(sorted(files)))
 
 
+_MODEL_FIELDS: Final = ("model", "shadow", "tables")
 _TEXT_FIELDS: Final = ("token_file", "token_env", "device", "ingress", "host", "recipe")
 
 
 def build_application(args: Mapping[str, Any]) -> Application:
     """Build the application of `rayrec.serve.build`."""
     values = dict(args)
-    configured = read_user_config({name: values.pop(name, None) for name in ("model", "shadow")})
+    values["tables"] = _parsed("tables", values.get("tables"))
+    configured = read_user_config({name: values.pop(name, None) for name in _MODEL_FIELDS})
     autoscaling = _parsed("autoscaling", values.pop("autoscaling", None))
     values = {name: _parsed(name, value) for name, value in values.items()}
     config = ServeConfig(ingress="serve").updated(values)
@@ -354,6 +378,7 @@ def build_application(args: Mapping[str, Any]) -> Application:
         token_digest=config.token_digest(),
         model=configured.model,
         shadow=configured.shadow,
+        tables=dict(configured.tables),
         autoscaling=autoscaling,
     )
 

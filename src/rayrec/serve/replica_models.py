@@ -21,6 +21,7 @@ import orjson
 from rayrec.config import InputError
 from rayrec.data.encoding.clipping import ClipCounter
 from rayrec.data.encoding.known_categories import OOVCounter, tokens_by_id
+from rayrec.data.features.lookups import current_tables
 from rayrec.data.raw_block import RawBlock
 from rayrec.metrics.binary import sigmoid
 from rayrec.serve.counters import Counters
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
     from rayrec.inference.model import ServedModel
-    from rayrec.schema import Schema
+    from rayrec.schema import NamedTable, Schema
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class BatchScorer:
 
     def __init__(self, model: ServedModel, counters: Counters) -> None:
         self.model = model
-        self._reader = make_reader(model.preprocessor.schema)
+        schema = model.preprocessor.schema
+        self.contents = {table.name: table.content for table in schema.tables}
+        """Content hash of each side table, by name."""
+        self._reader = make_reader(schema)
         self._unknown = OOVCounter(model.preprocessor)
         self._clips = ClipCounter(model.preprocessor)
         self._columns = model.preprocessor.inputs.sparse
@@ -105,6 +109,11 @@ class BatchScorer:
             raw.rows, unknown, self._clips.count(encoded.dense), time.perf_counter() - start
         )
         return answers, raw, values[heads[0].name]
+
+    def read(self, bodies: Sequence[RequestBody]) -> RawBlock:
+        """Return the rows of all valid bodies, with lookups in this model's side tables."""
+        raw, _ = self._reader.read(bodies)
+        return raw
 
     def score(self, raw: RawBlock) -> np.ndarray:
         """Return the logits of parsed rows, float32 [rows]."""
@@ -171,17 +180,35 @@ _SHADOW_BATCHES: Final = 8
 """Maximum batches in the queue of the shadow model."""
 _SHADOW_BYTES: Final = 64 << 20
 """Maximum memory of that queue, in bytes."""
+_BODY_FACTOR: Final = 16
+"""Memory of an unparsed request body, as a multiple of its received bytes."""
 _IDLE_PRIORITY: Final = 19
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Path of a model at the time of a change. Equal sources mean equal models."""
+    """Path of a model, and its swapped tables, at the time of a change. Equal sources mean equal
+    models.
+    """
 
     serial: int
-    """Serial of the change that introduced the path."""
+    """Serial of the change that introduced the source."""
     path: str
     """Folder of a checkpoint or export."""
+    tables: tuple[NamedTable, ...] = ()
+    """Side tables in place of those of training, with their contents."""
+    origin: int | None = None
+    """Serial of an earlier change that introduced the path. None: this one."""
+
+    @property
+    def weights(self) -> tuple[int, str]:
+        """Key of the weights, which sources that differ in tables share."""
+        return self.serial if self.origin is None else self.origin, self.path
+
+    def with_tables(self, serial: int, tables: Sequence[NamedTable]) -> ModelSource:
+        """Return the source of the same weights with other swapped tables, by a change."""
+        origin, path = self.weights
+        return ModelSource(serial, path, tuple(tables), origin)
 
 
 @dataclass(frozen=True)
@@ -190,6 +217,8 @@ class ConfiguredModels:
 
     model: str
     shadow: str | None = None
+    tables: tuple[tuple[str, str], ...] = ()
+    """Names of side tables and their files, in place of those of training."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +270,10 @@ class LoadedModel:
     """Model in memory, and the source that it was loaded from."""
 
     source: ModelSource
+    trained: ServedModel
+    """Model with the side tables of training."""
     scorer: BatchScorer
+    """Scorer of the model with the source's tables."""
 
 
 @dataclass(frozen=True)
@@ -296,11 +328,14 @@ class ReplicaModels:
 
     def answer(self, bodies: Sequence[RequestBody]) -> list[ScoreResponse | RequestError]:
         """Score bodies, all with the same model. Returns one answer per body, in order."""
-        assert self._serving is not None, "a model is loaded before anything is asked"
-        answers, raw, logits = self._serving.scorer.answer(bodies)
+        serving = self._serving
+        assert serving is not None, "a model is loaded before anything is asked"
+        answers, raw, logits = serving.scorer.answer(bodies)
         shadow = self._shadow
         if shadow is not None and len(logits):
-            shadow.offer(raw, logits)
+            # A shadow model with other tables looks them up itself
+            is_same = shadow.contents == serving.scorer.contents
+            shadow.offer(raw if is_same else bodies, logits)
         return answers
 
     def load(self, desired: DesiredState) -> str:
@@ -308,7 +343,9 @@ class ReplicaModels:
         served, else an empty string.
         """
         with self._changing:
-            return self._load(desired) or self._load_shadow(desired)
+            return self._load(desired, is_proposed=True) or self._load_shadow(
+                desired, is_proposed=True
+            )
 
     def set_desired(self, desired: DesiredState) -> None:
         """Record the desired models, unless newer ones are known."""
@@ -332,6 +369,9 @@ class ReplicaModels:
                 model = self._serving.scorer.model
                 self._counters.replicas.clear()
                 self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
+                self._counters.tables.clear()
+                for name, content in model.tables.items():
+                    self._counters.tables.labels(name, content).set(1)
                 if before:
                     self._counters.swaps.labels(
                         "rolled_back" if desired.is_rollback else "done"
@@ -389,35 +429,42 @@ class ReplicaModels:
         if self._standby and self._standby.source != keep:
             self._standby = None
 
-    def _load(self, desired: DesiredState) -> str:
+    def _load(self, desired: DesiredState, *, is_proposed: bool = False) -> str:
         if self._serves(desired.model):
             return ""
         self._drop_standby(keep=desired.model)
         if self._standby is None:
-            loaded = self._open(desired.model, desired.schema)
+            loaded = self._open(desired.model, desired, is_proposed=is_proposed)
             if isinstance(loaded, LoadFailure):
                 return loaded.cause
             self._standby = loaded
         return ""
 
-    def _load_shadow(self, desired: DesiredState) -> str:
+    def _load_shadow(self, desired: DesiredState, *, is_proposed: bool = False) -> str:
         if (self._shadow.source if self._shadow else None) == desired.shadow:
             return ""
         self.close()
         if desired.shadow is None:
             return ""
-        loaded = self._open(desired.shadow, desired.schema)
+        loaded = self._open(desired.shadow, desired, is_proposed=is_proposed)
         if isinstance(loaded, LoadFailure):
             return loaded.cause
         self._shadow = Shadow(loaded, self._counters)
         return ""
 
-    def _open(self, source: ModelSource, schema: Schema | None) -> LoadedModel | LoadFailure:
-        """Open a model. Returns the failure if it cannot be served."""
+    def _open(
+        self, source: ModelSource, desired: DesiredState, *, is_proposed: bool
+    ) -> LoadedModel | LoadFailure:
+        """Open a model of the desired ones, which may be only proposed. Returns the failure if it
+        cannot be served.
+        """
+        schema = desired.schema
         if schema is None and self._serving:
             schema = self.model.preprocessor.schema
+        is_new = desired.schema is None or (is_proposed and source.serial == desired.serial)
         try:
-            scorer = BatchScorer(self._open_model(source.path), self._counters)
+            trained = self._opened_model(source, is_new=is_new)
+            scorer = BatchScorer(trained.with_tables(source.tables), self._counters)
             if schema is not None:
                 _require_columns(scorer.model, schema)
             scorer.warm()
@@ -431,7 +478,32 @@ class ReplicaModels:
             return failure
         if self._failure and self._failure.source == source:
             self._failure = None
-        return LoadedModel(source, scorer)
+        return LoadedModel(source, trained, scorer)
+
+    def _opened_model(self, source: ModelSource, *, is_new: bool) -> ServedModel:
+        """Return the model of a source with the side tables of training. The served one is taken if
+        it has the same weights. Of a new model, tables that are not swapped must be as in training.
+        """
+        serving = self._serving
+        if serving is not None and serving.source.weights == source.weights:
+            return serving.trained
+        model = self._open_model(source.path)
+        if is_new:
+            _require_trained_tables(model, source)
+        return model
+
+
+# A table is looked up as it was when its model was accepted: replicas that start later, and
+# rollbacks, find its content in the cache folder. So its file is compared only for a new model.
+def _require_trained_tables(model: ServedModel, source: ModelSource) -> None:
+    """Check that the files of side tables have not changed since the training, except of swapped
+    ones. An export has a copy of its tables. Raises InputError.
+    """
+    if model.kind == "export":
+        return
+    swapped = {table.name for table in source.tables}
+    schema = model.preprocessor.schema
+    current_tables(schema, [name for name in schema.table_names if name not in swapped])
 
 
 def _require_columns(model: ServedModel, schema: Schema) -> None:
@@ -441,8 +513,11 @@ def _require_columns(model: ServedModel, schema: Schema) -> None:
     changed = [
         name
         for name, value in old.to_dict().items()
-        if value != values[name] and not name.startswith("header")
+        if value != values[name] and name != "tables" and not name.startswith("header")
     ]
+    # Rows have the columns that formulas read, whatever the tables are, and times for timed ones.
+    if old.has_timed_tables != new.has_timed_tables:
+        changed.append("tables")
     # A model without an order rejects lines without a header, which clients notice. With another
     # order it would read them wrong.
     if old.line_forms and new.line_forms and _scored_lines(old) != _scored_lines(new):
@@ -462,6 +537,13 @@ def _scored_lines(schema: Schema) -> list[list[str]]:
     return [[name if name in scored else "" for name in form] for form in schema.line_forms]
 
 
+def _size_of(rows: RawBlock | Sequence[RequestBody]) -> int:
+    """Return the memory of rows in bytes, of bodies about."""
+    if isinstance(rows, Sequence):
+        return _BODY_FACTOR * sum(body.num_bytes for body in rows)
+    return rows.nbytes
+
+
 @final
 class Shadow:
     """Background scoring of answered rows with another model. Counts score differences, and drops
@@ -474,9 +556,8 @@ class Shadow:
         self._counters = counters
         # Bounded, so that a slow shadow costs memory for eight batches at most, and never delays an
         # answer.
-        self._batches: queue.Queue[tuple[RawBlock, np.ndarray] | None] = queue.Queue(
-            _SHADOW_BATCHES
-        )
+        self._batches: queue.Queue[tuple[RawBlock | Sequence[RequestBody], np.ndarray] | None]
+        self._batches = queue.Queue(_SHADOW_BATCHES)
         # Both the scoring thread and the shadow's thread change the number of bytes.
         self._lock = threading.Lock()
         self._waiting_bytes = 0
@@ -488,13 +569,20 @@ class Shadow:
     def version(self) -> str:
         return self._answerer.model.version
 
-    def offer(self, raw: RawBlock, logits: np.ndarray) -> None:
-        """Queue answered rows, without waiting. Drops them if the queue is full."""
-        num_bytes = raw.nbytes
+    @property
+    def contents(self) -> Mapping[str, str | None]:
+        """`BatchScorer.contents`."""
+        return self._answerer.contents
+
+    def offer(self, rows: RawBlock | Sequence[RequestBody], logits: np.ndarray) -> None:
+        """Queue answered rows, or the bodies that have them, without waiting. Drops them if the
+        queue is full.
+        """
+        num_bytes = _size_of(rows)
         try:
             if self._waiting_bytes + num_bytes > _SHADOW_BYTES:
                 raise queue.Full
-            self._batches.put_nowait((raw, logits))
+            self._batches.put_nowait((rows, logits))
             self._add(num_bytes)
         except queue.Full:
             self._counters.shadow_dropped_rows.inc(len(logits))
@@ -516,10 +604,13 @@ class Shadow:
         # On Linux threads have separate priorities. The lowest leaves the cores to answering.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE_PRIORITY)
         while (batch := self._batches.get()) is not None:
-            raw, logits = batch
-            self._add(-raw.nbytes)
+            rows, logits = batch
+            self._add(-_size_of(rows))
             try:
+                raw = self._answerer.read(rows) if isinstance(rows, Sequence) else rows
                 scores = sigmoid(self._answerer.score(raw))
+                if len(scores) != len(logits):
+                    raise ValueError(f"{len(scores)} of {len(logits)} rows can be read")
             except Exception:  # Must not affect answers
                 _log.exception("Failed to score with the shadow model")
                 self._counters.shadow_failures.inc()

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from rayrec.config import InputError, error_line
 from rayrec.data.encoding.rules import seconds_of
-from rayrec.data.features.lookups import current_tables
+from rayrec.data.features.lookups import open_named
 from rayrec.data.formats.base import LineFormat
 from rayrec.data.formats.csv_reader import read_csv_text
 from rayrec.data.formats.row_faults import FAULT
@@ -524,7 +524,9 @@ def _kind(value: Any) -> str:
 
 def make_reader(schema: Schema) -> RowReader:
     """Return the reader of a schema. It ignores labels, row weights and timestamps, unless a side
-    table depends on the time. Raises InputError if a side table is not the one of the model.
+    table depends on the time. Opens the side tables. Raises InputError if one has another content
+    than the schema.
     """
-    current_tables(schema)
+    for name in schema.table_names:
+        open_named(schema, name)
     return HexadecimalReader(schema) if schema.tokens == "hexadecimal" else AnyReader(schema)

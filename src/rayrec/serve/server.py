@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,19 @@ from rayrec.checkpoint import committed, open_checkpoint
 from rayrec.checkpoint.discovery import check_files
 from rayrec.cluster import connection
 from rayrec.config import InputError
+from rayrec.data.encoding.preprocessor import stored_schema
+from rayrec.data.features.lookups import swapped_tables
 from rayrec.inference.model import resolve_source
 from rayrec.observe.console import Console, handling_signals
-from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig
-from rayrec.serve.control import APPLICATION, Control, announce, end, silence_serve_logs, swap_model
+from rayrec.serve.config import LOOPBACK, WILDCARDS, ServeConfig, ServerConfig, table_paths
+from rayrec.serve.control import (
+    APPLICATION,
+    Control,
+    announce,
+    end,
+    follow_model,
+    silence_serve_logs,
+)
 from rayrec.serve.deployment import custom_network_class, make_application
 from rayrec.serve.listener import lock_port
 from rayrec.serve.shutdown import CommandEnd, StopRequest, command_end
@@ -77,11 +86,13 @@ def serving(
     config: ServeConfig,
     address: str | None,
     shadow: str | None = None,
+    tables: Mapping[str, str] | None = None,
     console: Console,
     is_command: bool = False,
 ) -> Iterator[Server]:
     """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address`
-    (None: RAY_ADDRESS, else a local Ray). Answers requests in flight before it exits. `is_command`
+    (None: RAY_ADDRESS, else a local Ray). `tables` are files of side tables by name, instead of
+    those of training. Answers requests in flight before it exits. `is_command`
     removes `config.token_env` from the environment, leaves a local Ray to the end of the command,
     and the announcement to it. Raises InputError for an unusable model or address, and if the
     cluster or port already has a server.
@@ -93,6 +104,8 @@ def serving(
     path = resolve_source(path)
     shadow = resolve_source(shadow) if shadow else None
     custom_network_class(config.recipe)  # Fails before Ray starts
+    if tables:
+        swapped_tables(stored_schema(path), tables)  # So does this
     if digest is None and config.host not in LOOPBACK:
         console.note(
             f"Accepting requests without a token at {config.host}:{config.port}. Set --token-file "
@@ -104,7 +117,12 @@ def serving(
     requested_ray = address or os.environ.get("RAY_ADDRESS")
     private_ray = not ray.is_initialized() and requested_ray in (None, "", "local")
     make = partial(
-        make_application, token_digest=digest, model=path, shadow=shadow, announced=not is_command
+        make_application,
+        token_digest=digest,
+        model=path,
+        shadow=shadow,
+        tables=tables,
+        announced=not is_command,
     )
     with contextlib.ExitStack() as resources:
         if private_ray:
@@ -394,6 +412,7 @@ def serve_forever(
             config=config,
             address=address,
             shadow=config.shadow,
+            tables=table_paths(config.swap_table),
             console=console,
             is_command=True,
         ) as server,
@@ -532,7 +551,7 @@ class _Watch:
                 self._change = (
                     newest,
                     self._changing.submit(
-                        self._server.control.change, partial(swap_model, path=newest)
+                        self._server.control.change, partial(follow_model, path=newest)
                     ),
                 )
             self._trouble = ""

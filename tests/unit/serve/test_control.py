@@ -828,7 +828,7 @@ def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
     scorer: Any = SimpleNamespace(
         model=SimpleNamespace(version="b"), score=lambda raw: go_on.wait(60) and np.zeros(2)
     )
-    loaded = replica_models.LoadedModel(replica_models.ModelSource(1, "b"), scorer)
+    loaded = replica_models.LoadedModel(ModelSource(1, "b"), scorer.model, scorer)
     shadow = replica_models.Shadow(loaded, counters)
     raw: Any = SimpleNamespace(nbytes=40)
     shadow.offer(raw, np.zeros(2))

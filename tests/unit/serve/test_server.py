@@ -111,7 +111,7 @@ def test_ray_serve_application_is_built() -> None:
     deployment = build(
         {"model": "s3://m/a", "autoscaling": autoscaling, "max_rows": 9}
     )._bound_deployment
-    assert deployment.user_config == {"model": "s3://m/a", "shadow": None}
+    assert deployment.user_config == {"model": "s3://m/a", "shadow": None, "tables": {}}
     assert deployment._deployment_config.autoscaling_config.max_replicas == 3
     default = ServeConfig(ingress="serve", host="0.0.0.0")
     assert deployment.init_args[0] == default.replace(max_rows=9)
