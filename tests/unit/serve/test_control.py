@@ -13,20 +13,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-from builders.click_models import ANY, logits_of, make_model, make_preprocessor, row_text
+from builders.click_models import (
+    ANY,
+    hashed_preprocessor,
+    logits_of,
+    make_model,
+    make_preprocessor,
+    row_text,
+)
 from builders.faults import raising, rejects, until
-from builders.requests import ask, post, post_async, sample_values
+from builders.requests import ask, post, post_async, sample_values, score
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
+from rayrec.data.features.lookups import swapped_tables, with_contents
 from rayrec.inference.model import ServedModel
+from rayrec.metrics.binary import sigmoid
+from rayrec.schema import Feature, NamedTable, Schema
 from rayrec.serve import control, deployment, replica_models
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
@@ -36,17 +49,21 @@ from rayrec.serve.control import (
     Control,
     Register,
     change_shadow,
+    follow_model,
     revert_model,
     swap_model,
+    swap_tables,
 )
 from rayrec.serve.counters import Counters, Snapshot
 from rayrec.serve.replica_models import (
+    BatchScorer,
     ConfiguredModels,
     DesiredState,
     ModelSource,
     ReplicaModels,
     Status,
 )
+from rayrec.serve.requests import RequestBody
 
 MODELS = {name: make_model(seed=number) for number, name in enumerate("abc")}
 OTHER = make_model(make_preprocessor(ANY))
@@ -261,12 +278,12 @@ class Replicas:
         return load(path)
 
     def start(
-        self, name: str, *, model: str = "a", shadow: str | None = None, announced: bool = True
+        self, name: str, *, announced: bool = True, model: str = "a", **configured: Any
     ) -> deployment._Replica:
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), app_name="rayrec")
         self._monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
         replica = deployment._Replica(ServeConfig(), None, None, announced)
-        asyncio.run(replica.reconfigure({"model": model, "shadow": shadow}))
+        asyncio.run(replica.reconfigure({"model": model, **configured}))
         asyncio.run(replica.check_health())
         self.reach(name, replica)
         return replica
@@ -838,3 +855,283 @@ def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
     assert sample_values(counters.snapshot())["rayrec_serve_shadow_dropped_rows_total", ()] == 3 * 2
     go_on.set()
     shadow.close()
+
+
+# -- Side tables that belong to the version of a model
+ROWS = {"rows": [{"user": n % 3, "item": n} for n in range(6)]}
+FEATURES = (
+    Feature(name="category", formula="lookup(items, item, category)"),
+    Feature(name="price", formula="number(lookup(items, item, price))"),
+)
+
+
+class Shop:
+    """Model `shop` with a table of items, as trained and in other files."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trained = self.write(folder / "items.csv", 1)
+        self.newer = self.write(folder / "newer.csv", 2)
+        monkeypatch.setitem(MODELS, "shop", self.model(self.trained))
+        monkeypatch.setitem(MODELS, "next shop", self.model(self.newer, seed=8))
+        monkeypatch.setattr(control, "stored_schema", self.schema)
+        monkeypatch.setattr(
+            control, "_reached", lambda address: contextlib.nullcontext(Control("rayrec"))
+        )
+
+    def write(self, path: Path, factor: int, *, text: str = "item,category,price\n") -> str:
+        rows = (f"{n},c{factor * n % 4},{factor * n}\n" for n in range(5))
+        path.write_text(text + "".join(rows))
+        return str(path)
+
+    def model(self, table: str, *, seed: int = 7) -> ServedModel:
+        """Return a model that was trained with a table."""
+        schema = with_contents(
+            Schema(
+                label="click",
+                sparse=("user", "item"),
+                tables=(NamedTable(name="items", path=table, key="item"),),
+                features=FEATURES,
+            )
+        )
+        return make_model(hashed_preprocessor([9, 9, 9], schema), seed=seed)
+
+    def schema(self, path: str) -> Schema:
+        return MODELS[path].preprocessor.schema
+
+    def pinned(self, path: str) -> tuple[NamedTable, ...]:
+        return swapped_tables(self.schema("shop"), {"items": path})
+
+    def logits(self, table: str, *, seed: int = 7) -> np.ndarray:
+        """Return what a model answers that was trained with a table."""
+        scorer = BatchScorer(self.model(table, seed=seed), Counters())
+        return scorer.score(scorer.read([RequestBody("json", 6, 0, rows=ROWS["rows"])]))
+
+    def swap(self, path: str) -> dict[str, Any]:
+        return control.swap_table_files({"items": path}, address=None)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    return Shop(tmp_path, monkeypatch)
+
+
+def check_answers(replica: deployment._Replica, expected: np.ndarray) -> None:
+    answer = score(replica._scoring, ROWS)
+    np.testing.assert_array_equal(np.array(answer["logits"], np.float32), expected)
+
+
+def test_tables_are_swapped_under_load(shop: Shop, replicas: Replicas) -> None:
+    both = [replicas.start("first", model="shop"), replicas.start("second", model="shop")]
+    version = MODELS["shop"].version
+    first = shop.logits(shop.trained)
+    second = shop.logits(shop.newer)
+    assert np.abs(first - second).max() > 0.01
+    swapped = f"{version}-items-{shop.pinned(shop.newer)[0].short_content}"
+    done = threading.Event()
+    versions: list[str] = []
+
+    def change() -> None:
+        try:
+            for _ in range(3):
+                versions.append(shop.swap(shop.newer)["version"])
+                versions.append(control.roll_back(address=None)["version"])
+        finally:
+            done.set()
+
+    answers: list[dict[str, Any]] = []
+
+    async def load_both() -> None:
+        async def client(replica: deployment._Replica) -> None:
+            while not done.is_set():
+                reply = await post_async(replica._scoring, ROWS)
+                assert reply.status == 200
+                answers.append(reply.json())
+
+        threading.Thread(target=change).start()
+        await asyncio.gather(*(client(replica) for replica in both * 4))
+
+    asyncio.run(load_both())
+    assert versions == [swapped, version] * 3
+    expected = {version: first, swapped: second}
+    assert {answer["model"] for answer in answers} == set(expected)
+    for answer in answers:
+        logits = np.array(answer["logits"], np.float32)
+        np.testing.assert_allclose(logits, expected[answer["model"]], atol=1e-6)
+    assert {answer["preprocessor"] for answer in answers} == {MODELS["shop"].preprocessor_hash}
+    assert replicas.loading == ["shop", "shop"]  # Once by each
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("item,category\n1,a\n", "column price not found"),
+        ("id,category,price\n1,a,3\n", "column item not found"),
+        ("item,category,price\n1,a,3\n1,b,4\n", "repeat a key"),
+        ("item,category,price\n", "has no rows"),
+    ],
+)
+def test_table_that_cannot_be_looked_up_is_rejected(
+    shop: Shop, replicas: Replicas, tmp_path: Path, text: str, message: str
+) -> None:
+    replica = replicas.start("first", model="shop")
+    (tmp_path / "bad.csv").write_text(text)
+    rejects(rf"tables: .*bad\.csv: .*{message}", shop.swap, str(tmp_path / "bad.csv"))
+    assert replicas.cluster.versions() == [MODELS["shop"].version]
+    assert replicas.cluster.timeouts_s == []  # No replica was asked to load it
+    check_answers(replica, shop.logits(shop.trained))
+
+
+def test_unknown_and_missing_tables_are_rejected(shop: Shop, replicas: Replicas) -> None:
+    replicas.start("first", model="shop")
+    swap = partial(control.swap_table_files, address=None)
+    rejects(r"no table item; did you mean 'items'", swap, {"item": shop.newer})
+    rejects(r"gone\.csv", shop.swap, "gone.csv")
+    assert replicas.cluster.versions() == [MODELS["shop"].version]
+
+
+def test_types_of_table_are_checked_before_swap(shop: Shop, tmp_path: Path) -> None:
+    lists = pa.table({"item": [1, 2], "category": [["a"], ["b"]], "price": [1, 2]})
+    pq.write_table(lists, tmp_path / "lists.parquet")
+    rejects(
+        "tables: items: column category is of type .*list", shop.pinned, f"{tmp_path}/lists.parquet"
+    )
+
+
+def test_replica_that_cannot_load_table_rejects_swap(shop: Shop, replicas: Replicas) -> None:
+    first = replicas.start("first", model="shop")
+    replicas.start("second", model="shop")
+    fine = replicas.cluster.calls["second"]
+    replicas.cluster.calls["second"] = lambda method, desired: (
+        ("second", "no space left") if method == "load" else fine(method, desired)
+    )
+    rejects(r"^no space left \(the current model stays\)$", shop.swap, shop.newer)
+    assert replicas.cluster.versions() == [MODELS["shop"].version] * 2
+    assert first._models._standby is None
+    check_answers(first, shop.logits(shop.trained))
+
+
+def test_restarted_replica_has_swapped_table(shop: Shop, replicas: Replicas) -> None:
+    replicas.start("first", model="shop")
+    swapped = shop.logits(shop.newer)
+    version = shop.swap(shop.newer)["version"]
+    # Both files become others, as if the next ones were being prepared
+    for path in (shop.trained, shop.newer):
+        shop.write(Path(path), 3)
+    check_answers(replicas.start("second", model="shop"), swapped)
+    assert replicas.cluster.versions() == [version] * 2
+
+
+def test_rollback_finds_table_of_edited_file(shop: Shop, replicas: Replicas) -> None:
+    first = replicas.start("first", model="shop")
+    trained = shop.logits(shop.trained)
+    shop.write(Path(shop.trained), 2)
+    swapped = shop.swap(shop.trained)  # The same path
+    assert swapped["tables"] == {"items": shop.pinned(shop.newer)[0].short_content}
+    check_answers(first, shop.logits(shop.newer))
+    rejects("damaged", replicas.swap, "gone")  # Frees the previous model
+    assert control.roll_back(address=None)["version"] == MODELS["shop"].version
+    check_answers(first, trained)
+
+
+def test_edited_table_needs_swap_at_start(shop: Shop) -> None:
+    pinned = shop.pinned(shop.newer)
+    shop.write(Path(shop.trained), 3)
+    models = ReplicaModels(load, Counters())
+    cause = _switch(models, DesiredState(0, ModelSource(0, "shop")))
+    assert "items.csv: changed since the model was trained" in cause
+    assert "--swap-table" in cause
+    assert not models.ready
+    assert not _switch(models, DesiredState(0, ModelSource(0, "shop", pinned)))
+    assert models.model.version.startswith(f"{MODELS['shop'].version}-items-")
+
+
+def test_swapped_model_has_tables_of_its_training(shop: Shop, replicas: Replicas) -> None:
+    first = replicas.start("first", model="shop")
+    shop.swap(shop.newer)
+    assert control.swap("next shop", address=None)["version"] == MODELS["next shop"].version
+    check_answers(first, shop.logits(shop.newer, seed=8))
+    both = control.swap("next shop", tables={"items": shop.trained}, address=None)
+    assert both["version"] == f"{MODELS['next shop'].version}-items-{both['tables']['items']}"
+    check_answers(first, shop.logits(shop.trained, seed=8))
+    shop.write(Path(shop.newer), 3)
+    rejects("newer.csv: changed since", control.swap, "next shop", address=None)
+    check_answers(first, shop.logits(shop.trained, seed=8))
+
+
+def test_second_table_swap_keeps_first(shop: Shop) -> None:
+    (items,) = shop.pinned(shop.newer)
+    users = items.replace(name="users", path="users.csv")
+    desired = swap_tables(DesiredState(4, ModelSource(3, "shop", (users,))), [items])
+    assert desired.model == ModelSource(desired.serial, "shop", (users, items), origin=3)
+    again = swap_tables(desired, [items.replace(path="again.csv")])
+    assert [table.path for table in again.model.tables] == ["users.csv", "again.csv"]
+    assert again.model.weights == (3, "shop")
+
+
+def test_followed_run_keeps_swapped_table(shop: Shop) -> None:
+    pinned = shop.pinned(shop.newer)
+    desired = DesiredState(4, ModelSource(3, "/runs/a/checkpoints/step_1", pinned))
+    assert follow_model(desired, "/runs/a/checkpoints/step_2").model.tables == pinned
+    assert follow_model(desired, "/runs/b/checkpoints/step_2").model.tables == ()
+
+
+def test_configured_tables_are_swapped(shop: Shop, replicas: Replicas) -> None:
+    configured = {"model": "shop", "shadow": None, "tables": {"items": shop.newer}}
+    replica = replicas.start("first", model="shop")
+    asyncio.run(replica.reconfigure(configured))
+
+    def logits() -> list[float]:
+        asyncio.run(replica.check_health())
+        return score(replica._scoring, ROWS)["logits"]
+
+    newer = shop.logits(shop.newer)
+    trained = shop.logits(shop.trained)
+    until(lambda: np.array_equal(np.array(logits(), np.float32), newer))
+    # What was accepted, not what the file has become
+    shop.write(Path(shop.newer), 3)
+    late = replicas.start("second", model="shop", tables={"items": shop.newer})
+    check_answers(late, newer)
+    for each in (replica, late):
+        asyncio.run(each.reconfigure({"model": "shop"}))
+    until(lambda: np.array_equal(np.array(logits(), np.float32), trained))
+
+
+def test_shadow_looks_up_its_own_table(shop: Shop) -> None:
+    counters = Counters()
+    models = ReplicaModels(load, counters)
+    shadow = ModelSource(0, "shop", shop.pinned(shop.newer))
+    assert not _switch(models, DesiredState(0, ModelSource(0, "shop"), shadow=shadow))
+    app = ScoringApp(models, counters, config=ServeConfig())
+    score(app, ROWS)
+    until(
+        lambda: (
+            sum(
+                value
+                for (name, _), value in sample_values(counters.snapshot()).items()
+                if name == "rayrec_serve_shadow_rows_total"
+            )
+            == 6
+        )
+    )
+    found = sample_values(counters.snapshot())["rayrec_serve_shadow_score_difference_sum", ()]
+    first = sigmoid(shop.logits(shop.trained))
+    second = sigmoid(shop.logits(shop.newer))
+    assert found == pytest.approx(np.abs(first - second).sum(), rel=1e-6)
+    app.close()
+
+
+def test_state_and_metrics_show_tables(shop: Shop, replicas: Replicas) -> None:
+    replica = replicas.start("first", model="shop")
+    for path in (shop.trained, shop.newer):
+        shop.swap(path)
+        content = shop.pinned(path)[0].short_content
+        state = ask(replica._scoring, "GET", "/readyz").json()
+        assert state["tables"] == {"items": content}
+        samples = sample_values(replica._scoring.snapshot())
+        gauges = {
+            labels: value
+            for (name, labels), value in samples.items()
+            if name == "rayrec_serve_tables"
+        }
+        assert gauges == {(("table", "items"), ("content", content)): 1.0}
