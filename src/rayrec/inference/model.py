@@ -17,6 +17,7 @@ from rayrec.config import InputError, json_hash
 from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
 from rayrec.inference.export.manifest import is_export, open_export
+from rayrec.inference.export.side_tables import restore_tables
 from rayrec.workloads.recsys.scorer import (
     ClickScorer,
     click_settings,
@@ -89,10 +90,11 @@ def open_served(
     or an export. Verifies every checksum. Unpickles nothing and runs no code from files. Memory:
     the weights once. `config` None reads the checkpoint's config.yaml. `own` is the config class of
     a network that is not one of rayrec's. Raises InputError for other models or folders, damage,
-    and folders with pickle files.
+    and folders with pickle files. The side tables of an export are put into the cache folder.
     """
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)
+        restore_tables(storage.join(path, PREPROCESSOR_FOLDER), exported.preprocessor.schema)
         return ServedModel(
             exported.preprocessor, exported.version, storage.absolute(path), "export", scorer
         )

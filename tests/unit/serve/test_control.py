@@ -36,6 +36,7 @@ from builders.requests import ask, post, post_async, sample_values, score
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
+from rayrec.data.features import lookups
 from rayrec.data.features.lookups import swapped_tables, with_contents
 from rayrec.inference.model import ServedModel
 from rayrec.metrics.binary import sigmoid
@@ -1018,6 +1019,7 @@ def test_restarted_replica_has_swapped_table(shop: Shop, replicas: Replicas) -> 
     # Both files become others, as if the next ones were being prepared
     for path in (shop.trained, shop.newer):
         shop.write(Path(path), 3)
+    lookups._opened.cache_clear()  # As in another process
     check_answers(replicas.start("second", model="shop"), swapped)
     assert replicas.cluster.versions() == [version] * 2
 
@@ -1030,6 +1032,7 @@ def test_rollback_finds_table_of_edited_file(shop: Shop, replicas: Replicas) -> 
     assert swapped["tables"] == {"items": shop.pinned(shop.newer)[0].short_content}
     check_answers(first, shop.logits(shop.newer))
     rejects("damaged", replicas.swap, "gone")  # Frees the previous model
+    lookups._opened.cache_clear()
     assert control.roll_back(address=None)["version"] == MODELS["shop"].version
     check_answers(first, trained)
 

@@ -2,21 +2,25 @@
 
 import csv
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from builders.click_models import hashed_preprocessor
+from builders.click_models import hashed_preprocessor, make_app
 from builders.faults import rejects
+from builders.requests import score
 from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.log_source import LogSource
+from rayrec.data.features import lookups
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.side_tables import write_tables
+from rayrec.inference.model import open_served
 from rayrec.prepare.feature_table import compute_features
 from rayrec.schema import Feature, NamedTable, Schema, Vector, load_schema
 
@@ -289,3 +293,28 @@ def test_keys_of_integers_match_in_any_form(tmp_path: Path) -> None:
     assert len(set(genres[:5].tolist())) == 1
     assert genres[5] != genres[0]
     assert genres[6] == genres[7]
+
+
+def test_export_is_served_with_its_own_tables(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shop"
+    shutil.copytree(shop, folder)
+    out = str(tmp_path / "out")
+    rayrec.export(train(folder, tmp_path).summary["checkpoint"], out=out)
+    rows = [{"item": n, "user": n, "time": f"2026-01-{n + 5:02d}"} for n in range(12)]
+
+    def answer() -> Any:
+        lookups._opened.cache_clear()  # As in another process
+        return score(make_app(open_served(out)), {"rows": rows})
+
+    expected = answer()
+    # Another machine
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
+    (folder / "items.csv").unlink()
+    (folder / "prices.csv").write_text("item,price,since\n1,2,2026-01-01\n")
+    assert answer() == expected
+    assert len(set(expected["logits"])) > 1
+    kept = next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns
+    assert answer() == expected
+    assert next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns == kept

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -181,6 +182,50 @@ def open_content(content_hash: str, source: TableSource) -> SideTable | None:
     if not _BUILT_NAME.fullmatch(name) or not storage.exists(storage.join(path, _MANIFEST)):
         return None
     return open_table(path, source)
+
+
+def copy_built(table: SideTable, folder: str) -> None:
+    """Write the built files of a table to another folder, for `restore`."""
+    manifest = storage.read_json(storage.join(table.path, _MANIFEST))
+    local = _fetched(table.path, manifest)
+    for name in manifest["sizes_bytes"]:
+        with storage.writing(storage.join(folder, name)) as path:
+            shutil.copyfile(os.path.join(local, name), path)
+    storage.write_json(storage.join(folder, _MANIFEST), manifest)
+
+
+def restore(folder: str, content_hash: str, source: TableSource) -> None:
+    """Build a table from the files of `copy_built` in a folder or at a URL, unless it is built, or
+    the files are of another version. Raises InputError if they have another content.
+    """
+    if open_content(content_hash, source) is not None:
+        return
+    manifest_path = storage.join(folder, _MANIFEST)
+    if not storage.exists(manifest_path) or storage.read_json(manifest_path)["version"] != VERSION:
+        return
+    rows = _copied_rows(folder, source)
+    # Not as they say: a cache folder must not have a table under the name of another one.
+    if _content_hash(rows, source) != content_hash:
+        raise InputError(f"{folder}: damaged, another content than the model's table")
+    target = storage.join(storage.absolute(cache.folder()), FOLDER)
+    with _building(target):
+        _write_built(rows, content_hash, target)
+
+
+def _copied_rows(folder: str, source: TableSource) -> _Rows:
+    """Read the rows of a built table. Raises InputError if they are damaged."""
+    batches = {}
+    try:
+        for name in (_ROWS, _INDEX):
+            content = storage.read_bytes(storage.join(folder, name))
+            with pa.ipc.open_file(pa.py_buffer(content)) as reader:
+                batches[name] = reader.get_batch(0)
+            batches[name].validate(full=True)
+        tokens, times = _Index.from_batch(batches[_INDEX]).by_row()
+    except (pa.ArrowException, TypeError, IndexError) as error:
+        raise InputError(f"{folder}: damaged ({error})") from None
+    keys = pa.chunked_array([pa.array(tokens)])
+    return _Rows(source, batches[_ROWS], tokens, times, keys, ((folder, 0),))
 
 
 def _built_name(content_hash: str) -> str:
@@ -368,8 +413,15 @@ def _convert(
 ) -> str:
     """Read a table and write its built files, unless they exist. Return their folder."""
     rows = _TableReader(source, names, schema).read(files)
+    return _write_built(rows, _content_hash(rows, source), folder)
+
+
+def _write_built(rows: _Rows, content_hash: str, folder: str) -> str:
+    """Write the built files of a table, unless they exist. Return their folder. Raises InputError
+    for a repeated key.
+    """
+    source = rows.source
     index = _timed_index(rows) if source.time is not None else _plain_index(rows)
-    content_hash = _content_hash(rows, source)
     path = storage.join(folder, _built_name(content_hash))
     manifest_path = storage.join(path, _MANIFEST)
     if storage.exists(manifest_path):
@@ -694,6 +746,16 @@ class _Index:
             order = np.argsort(self.keys, kind="stable")
             return self.keys[order], None, order
         return np.repeat(self.keys, np.diff(self.starts)), self.times, self.rows
+
+    def by_row(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the token of each row's key, and its time in a table with `time`."""
+        if self.starts is None or self.rows is None or self.times is None:
+            return self.keys, None
+        tokens = np.empty(len(self.rows), np.uint64)
+        tokens[self.rows] = np.repeat(self.keys, np.diff(self.starts))
+        times = np.empty(len(self.rows), np.int64)
+        times[self.rows] = self.times
+        return tokens, times
 
     def find(
         self,

@@ -1,4 +1,4 @@
-"""Side tables of an export, for its `encode.py`."""
+"""Side tables of an export, for its `encode.py` and for a server."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 
 from rayrec import storage
 from rayrec.data.features.lookups import column_values, open_named
+from rayrec.data.features.side_table import copy_built, restore
 from rayrec.data.logs.column_values import Text
 from rayrec.formula.types import Type
 from rayrec.inference.export.plain_encoder import column_key
@@ -25,7 +26,9 @@ from rayrec.schema import Schema
 #   K list ends        where each row's list ends; the other arrays have items then
 #   K no list          whether a row has no list
 def write_tables(folder: str, schema: Schema) -> None:
-    """Write the side tables of a schema to `folder`, tables/0.npz for the first."""
+    """Write the side tables of a schema to `folder`: tables/0.npz for the first, and tables/0 for
+    `restore_tables`.
+    """
     for number, table in enumerate(schema.tables):
         opened = open_named(schema, table.name)
         tokens, times, rows = opened.sorted_keys()
@@ -43,6 +46,21 @@ def write_tables(folder: str, schema: Schema) -> None:
             open(path, "wb") as file,
         ):
             np.savez(file, allow_pickle=False, **arrays)
+        copy_built(opened, _copy(folder, number))
+
+
+def restore_tables(folder: str, schema: Schema) -> None:
+    """Build the side tables that `write_tables` wrote to `folder`, unless they are built, so that
+    no other files are needed. Raises InputError if they are damaged.
+    """
+    for number, table in enumerate(schema.tables):
+        if table.content is not None:
+            restore(_copy(folder, number), table.content, table)
+
+
+def _copy(folder: str, number: int) -> str:
+    """Return the folder with a copy of a built table."""
+    return storage.join(folder, "tables", str(number))
 
 
 def _key(column: str, kind: Type) -> str:

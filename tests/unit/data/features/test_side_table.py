@@ -23,7 +23,14 @@ from hypothesis import strategies as st
 
 from rayrec import host_resources, storage
 from rayrec.config import InputError
-from rayrec.data.features.side_table import SideTable, build, open_table
+from rayrec.data.features.side_table import (
+    SideTable,
+    build,
+    copy_built,
+    open_content,
+    open_table,
+    restore,
+)
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.schema import Schema, TableSource
 
@@ -459,6 +466,44 @@ def test_changed_table_is_rejected(tmp_path: Path) -> None:
 
 
 # -- Built files
+def test_copied_table_is_restored(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files come of a copy, of a table with and without times."""
+    items = built(write(tmp_path / "items.parquet", ITEMS), *STORED)
+    days = pa.array([3, 1, 2], pa.timestamp("s"))
+    timed = {"item": ["b", "a", "b"], "price": [1, 2, 3], "since": days}
+    source = TableSource(path=write(tmp_path / "prices.parquet", timed), key="item", time="since")
+    prices = build(source, ["price"])
+    content = {file.relative_to(own_cache): file.read_bytes() for file in built_files(own_cache)}
+    assert len(content) == 6
+    for table in (items, prices):
+        copy_built(table, str(tmp_path / table.content_hash))
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "other"))
+    for table in (items, prices):
+        assert open_content(table.content_hash, table.source) is None
+        restore(str(tmp_path / table.content_hash), table.content_hash, table.source)
+        assert open_content(table.content_hash, table.source) == table
+    restored = built_files(tmp_path / "other")
+    assert {file.relative_to(tmp_path / "other"): file.read_bytes() for file in restored} == content
+
+
+def test_copy_with_other_content_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = built(write(tmp_path / "items.parquet", {"item": [1, 2], "price": [3, 4]}), "price")
+    other = built(write(tmp_path / "other.parquet", {"item": [1, 2], "price": [3, 5]}), "price")
+    copy = str(tmp_path / "copy")
+    copy_built(other, copy)
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache 2"))
+    rejects("copy: damaged, another content", restore, copy, table.content_hash, table.source)
+    (tmp_path / "copy" / "rows.arrow").write_bytes(b"ARROW1 and nothing else")
+    rejects("copy: damaged", restore, copy, other.content_hash, table.source)
+    assert not list(tmp_path.glob("cache 2/tables/*-1"))
+    storage.write_json(f"{copy}/manifest.json", {"version": 0})
+    restore(copy, other.content_hash, table.source)  # Of another version, which is ignored
+
+
 def test_touched_and_copied_tables_are_not_written_again(tmp_path: Path, own_cache: Path) -> None:
     path = write(tmp_path / "items.parquet", ITEMS)
     table = built(path, "price")
