@@ -36,6 +36,7 @@ from builders.faults import rejects, until
 from builders.own_click_model import SlowConfig
 from builders.runs import QUIET
 from builders.scripts import ROOT, script
+from builders.shop import shop_model, write_items
 from click.testing import CliRunner
 from hosts.clients import TOKEN, Load, ask
 from hosts.ports import free_ports
@@ -46,6 +47,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.scripts import cli
 
 import rayrec
+from rayrec.commands.serving import serve as change_server
 from rayrec.compat import ray_compat
 from rayrec.inference.model import open_served
 from rayrec.serve import control
@@ -357,6 +359,75 @@ def test_swaps_during_replica_start(tmp_path: Path) -> None:
         _check_models(load, versions[first])
     assert len(load.failed) <= 4
     assert find_instance(APPLICATION) is None
+
+
+@pytest.mark.usefixtures("shared_serve", "own_cache")
+def test_tables_are_swapped_and_survive_replica(tmp_path: Path) -> None:
+    """The table of a model is swapped while clients score. A replica that is killed comes back with
+    it, also if its file has changed since. Then the server rolls back to the trained one.
+    """
+    trained = write_items(tmp_path / "items.csv", 1)
+    newer = write_items(tmp_path / "newer.csv", 2)
+    text = b"".join(b"%d\t%d\n" % (n % 3, n) for n in range(6))
+    place = save_checkpoint(tmp_path / "run", 1, shop_model(trained))
+    version = open_served(place).version
+    options: dict[str, Any] = {
+        "port": free_ports(1),
+        "cpus_per_replica": 0.5,
+        "replicas": 2,
+        "ingress": "direct",
+    }
+
+    def tell(**arguments: Any) -> Any:
+        results = list[Any]()
+        change_server(cluster_address=server.address, started=results.append, **arguments)
+        return results[0]
+
+    def answer() -> list[float]:
+        status, body = ask(options["port"], "POST", "/v1/score", text)
+        assert status == 200, body
+        return list(json.loads(body)["logits"])
+
+    def check(version: str) -> None:
+        """Check that requests from now on are answered by this version alone."""
+        since_s = time.monotonic()
+
+        def later() -> list[bytes]:
+            answers = list(load.answers)
+            return [body for start_s, status, body in answers if start_s > since_s and status]
+
+        _until(lambda: len(later()) > 50)
+        assert {json.loads(body)["model"] for body in later()} == {version}
+
+    with (
+        rayrec.serving(place, console=QUIET, **options) as server,
+        Load(options["port"], text) as load,
+    ):
+        logits = {version: answer()}
+        _until(lambda: len(load.answers) > 20)
+        swapped = tell(swap_table=[f"items={newer}"])["version"]
+        assert swapped.startswith(f"{version}-items-")
+        logits[swapped] = answer()
+        assert logits[swapped] != pytest.approx(logits[version])
+        check(swapped)
+        assert load.failed == []
+
+        (tmp_path / "bad.csv").write_text("item,category\n1,a\n")
+        rejects("column price not found", tell, swap_table=[f"items={tmp_path}/bad.csv"])
+        for path in ("items.csv", "newer.csv"):
+            write_items(tmp_path / path, 3)
+        before = _served_replicas(APPLICATION, "pid")
+        os.kill(min(before), signal.SIGKILL)
+        _until(lambda: len(_served_replicas(APPLICATION, "pid") - before - {None}) == 1)
+        _until(lambda: len(server.describe()["replicas"]) == 2)
+        check(swapped)
+        assert tell(rollback=True)["version"] == version
+        check(version)
+        for _, status, body in load.answers:
+            if status == 200:
+                reply = json.loads(body)
+                assert reply["logits"] == pytest.approx(logits[reply["model"]], abs=1e-6)
+    assert len(load.failed) <= 4  # what the killed replica had taken
 
 
 # -- The nightly files

@@ -25,7 +25,6 @@ import ray
 import torch
 from builders.click_models import (
     ANY,
-    hashed_preprocessor,
     logits_of,
     make_model,
     make_preprocessor,
@@ -33,14 +32,15 @@ from builders.click_models import (
 )
 from builders.faults import raising, rejects, until
 from builders.requests import ask, post, post_async, sample_values, score
+from builders.shop import shop_model, write_items
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError
 from rayrec.data.features import lookups
-from rayrec.data.features.lookups import swapped_tables, with_contents
+from rayrec.data.features.lookups import swapped_tables
 from rayrec.inference.model import ServedModel
 from rayrec.metrics.binary import sigmoid
-from rayrec.schema import Feature, NamedTable, Schema
+from rayrec.schema import NamedTable, Schema
 from rayrec.serve import control, deployment, replica_models
 from rayrec.serve.app import ScoringApp
 from rayrec.serve.config import ServeConfig
@@ -860,41 +860,20 @@ def test_waiting_shadow_rows_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatc
 
 # -- Side tables that belong to the version of a model
 ROWS = {"rows": [{"user": n % 3, "item": n} for n in range(6)]}
-FEATURES = (
-    Feature(name="category", formula="lookup(items, item, category)"),
-    Feature(name="price", formula="number(lookup(items, item, price))"),
-)
 
 
 class Shop:
     """Model `shop` with a table of items, as trained and in other files."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.trained = self.write(folder / "items.csv", 1)
-        self.newer = self.write(folder / "newer.csv", 2)
-        monkeypatch.setitem(MODELS, "shop", self.model(self.trained))
-        monkeypatch.setitem(MODELS, "next shop", self.model(self.newer, seed=8))
+        self.trained = write_items(folder / "items.csv", 1)
+        self.newer = write_items(folder / "newer.csv", 2)
+        monkeypatch.setitem(MODELS, "shop", shop_model(self.trained))
+        monkeypatch.setitem(MODELS, "next shop", shop_model(self.newer, seed=8))
         monkeypatch.setattr(control, "stored_schema", self.schema)
         monkeypatch.setattr(
             control, "_reached", lambda address: contextlib.nullcontext(Control("rayrec"))
         )
-
-    def write(self, path: Path, factor: int, *, text: str = "item,category,price\n") -> str:
-        rows = (f"{n},c{factor * n % 4},{factor * n}\n" for n in range(5))
-        path.write_text(text + "".join(rows))
-        return str(path)
-
-    def model(self, table: str, *, seed: int = 7) -> ServedModel:
-        """Return a model that was trained with a table."""
-        schema = with_contents(
-            Schema(
-                label="click",
-                sparse=("user", "item"),
-                tables=(NamedTable(name="items", path=table, key="item"),),
-                features=FEATURES,
-            )
-        )
-        return make_model(hashed_preprocessor([9, 9, 9], schema), seed=seed)
 
     def schema(self, path: str) -> Schema:
         return MODELS[path].preprocessor.schema
@@ -904,7 +883,7 @@ class Shop:
 
     def logits(self, table: str, *, seed: int = 7) -> np.ndarray:
         """Return what a model answers that was trained with a table."""
-        scorer = BatchScorer(self.model(table, seed=seed), Counters())
+        scorer = BatchScorer(shop_model(table, seed=seed), Counters())
         return scorer.score(scorer.read([RequestBody("json", 6, 0, rows=ROWS["rows"])]))
 
     def swap(self, path: str) -> dict[str, Any]:
@@ -1018,7 +997,7 @@ def test_restarted_replica_has_swapped_table(shop: Shop, replicas: Replicas) -> 
     version = shop.swap(shop.newer)["version"]
     # Both files become others, as if the next ones were being prepared
     for path in (shop.trained, shop.newer):
-        shop.write(Path(path), 3)
+        write_items(Path(path), 3)
     lookups._opened.cache_clear()  # As in another process
     check_answers(replicas.start("second", model="shop"), swapped)
     assert replicas.cluster.versions() == [version] * 2
@@ -1027,7 +1006,7 @@ def test_restarted_replica_has_swapped_table(shop: Shop, replicas: Replicas) -> 
 def test_rollback_finds_table_of_edited_file(shop: Shop, replicas: Replicas) -> None:
     first = replicas.start("first", model="shop")
     trained = shop.logits(shop.trained)
-    shop.write(Path(shop.trained), 2)
+    write_items(Path(shop.trained), 2)
     swapped = shop.swap(shop.trained)  # The same path
     assert swapped["tables"] == {"items": shop.pinned(shop.newer)[0].short_content}
     check_answers(first, shop.logits(shop.newer))
@@ -1039,7 +1018,7 @@ def test_rollback_finds_table_of_edited_file(shop: Shop, replicas: Replicas) -> 
 
 def test_edited_table_needs_swap_at_start(shop: Shop) -> None:
     pinned = shop.pinned(shop.newer)
-    shop.write(Path(shop.trained), 3)
+    write_items(Path(shop.trained), 3)
     models = ReplicaModels(load, Counters())
     cause = _switch(models, DesiredState(0, ModelSource(0, "shop")))
     assert "items.csv: changed since the model was trained" in cause
@@ -1057,7 +1036,7 @@ def test_swapped_model_has_tables_of_its_training(shop: Shop, replicas: Replicas
     both = control.swap("next shop", tables={"items": shop.trained}, address=None)
     assert both["version"] == f"{MODELS['next shop'].version}-items-{both['tables']['items']}"
     check_answers(first, shop.logits(shop.trained, seed=8))
-    shop.write(Path(shop.newer), 3)
+    write_items(Path(shop.newer), 3)
     rejects("newer.csv: changed since", control.swap, "next shop", address=None)
     check_answers(first, shop.logits(shop.trained, seed=8))
 
@@ -1092,7 +1071,7 @@ def test_configured_tables_are_swapped(shop: Shop, replicas: Replicas) -> None:
     trained = shop.logits(shop.trained)
     until(lambda: np.array_equal(np.array(logits(), np.float32), newer))
     # What was accepted, not what the file has become
-    shop.write(Path(shop.newer), 3)
+    write_items(Path(shop.newer), 3)
     late = replicas.start("second", model="shop", tables={"items": shop.newer})
     check_answers(late, newer)
     for each in (replica, late):
