@@ -129,7 +129,7 @@ class ServeConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ServeConfig):
-    """Server configuration with follow and shadow models."""
+    """Server configuration with follow, shadow model and swapped tables."""
 
     follow: Follow = "no"
     """Whether to follow a training run: switch to its newest or best checkpoint when it appears."""

@@ -1016,7 +1016,7 @@ def test_rollback_finds_table_of_edited_file(shop: Shop, replicas: Replicas) -> 
     check_answers(first, trained)
 
 
-def test_edited_table_needs_swap_at_start(shop: Shop) -> None:
+def test_edited_table_needs_swap_at_start(shop: Shop, replicas: Replicas) -> None:
     pinned = shop.pinned(shop.newer)
     write_items(Path(shop.trained), 3)
     models = ReplicaModels(load, Counters())
@@ -1026,6 +1026,9 @@ def test_edited_table_needs_swap_at_start(shop: Shop) -> None:
     assert not models.ready
     assert not _switch(models, DesiredState(0, ModelSource(0, "shop", pinned)))
     assert models.model.version.startswith(f"{MODELS['shop'].version}-items-")
+    rejects("changed since", replicas.start, "first", model="shop")
+    expected = shop.logits(shop.trained)
+    check_answers(replicas.start("next", model="shop", tables={"items": shop.trained}), expected)
 
 
 def test_swapped_model_has_tables_of_its_training(shop: Shop, replicas: Replicas) -> None:
