@@ -59,7 +59,7 @@ def serve(
 
     See `rayrec.serve.server.serve_forever`. `swap`, `rollback`, `no_shadow`, or `shadow` or
     `swap_table` without a model change the server that runs on the Ray cluster at
-    `cluster_address`, and `stop` ends it; no other options are allowed then, but `swap_table` with
+    `cluster_address`, and `stop` ends it. No other options are allowed then, but `swap_table` with
     `swap`. `options` are the fields of `rayrec.serve.config.ServerConfig`.
 
     Calls `started` with a description of the served models. Raises InputError for an unusable model
@@ -116,18 +116,21 @@ def _change_server(
     # believes that it was applied.
     default = vars(type(config)())
     unused = [name for name, value in default.items() if getattr(config, name) != value]
-    used = {action, "swap_table"} if action == "swap" else {action}
+    used = [action]
+    if action == "swap":
+        used.append("swap_table")
     unused = [name for name in unused if name not in used]
     if unused:
         raise InputError(f"{action}: changes a running server. Omit {', '.join(unused)}.")
     if model is not None and action != "swap":
         raise InputError(f"{model}: rollback, no_shadow and stop take no model. Omit it.")
+    tables = table_paths(config.swap_table)
     if action == "swap":
         if model is None:
             raise InputError(_MISSING_MODEL)
-        return control.swap(model, tables=table_paths(config.swap_table), address=address)
+        return control.swap(model, tables=tables, address=address)
     if action == "swap_table":
-        return control.swap_table_files(table_paths(config.swap_table), address=address)
+        return control.swap_table_files(tables, address=address)
     if action == "rollback":
         return control.roll_back(address=address)
     if action == "stop":

@@ -55,21 +55,26 @@ class ServedModel:
     @cached_property
     def tables(self) -> dict[str, str]:
         """Short content hash of each side table, by name."""
-        return {table.name: table.short_content for table in self.preprocessor.schema.tables}
+        schema = self.preprocessor.schema
+        return {table.name: table.short_content for table in schema.tables}
 
     def with_tables(self, tables: Sequence[NamedTable]) -> ServedModel:
-        """Return the model with the same weights and other side tables in place of those with their
-        names. Its version names those with another content.
+        """Return the model with the same weights and other side tables.
+
+        Args:
+            tables: Tables in place of those with their names, with their contents.
+
+        The version names the tables that have another content than in training. So a table that is
+        swapped back has the version of training again.
         """
         if not tables:
             return self
+        before = self.preprocessor.schema
         preprocessor = self.preprocessor.with_tables(tables)
         version = self.version
-        for before, after in zip(
-            self.preprocessor.schema.tables, preprocessor.schema.tables, strict=True
-        ):
-            if before.content != after.content:
-                version += f"-{after.name}-{after.short_content}"
+        for table in preprocessor.schema.tables:
+            if table.content != before.table(table.name).content:
+                version += f"-{table.name}-{table.short_content}"
         changed = replace(self, preprocessor=preprocessor, version=version)
         changed.__dict__["preprocessor_hash"] = self.preprocessor_hash
         return changed
@@ -94,7 +99,8 @@ def open_served(
     """
     if is_export(path):
         exported, scorer = open_export(path, device=device, own=own)
-        restore_tables(storage.join(path, PREPROCESSOR_FOLDER), exported.preprocessor.schema)
+        preprocessor_folder = storage.join(path, PREPROCESSOR_FOLDER)
+        restore_tables(preprocessor_folder, exported.preprocessor.schema)
         return ServedModel(
             exported.preprocessor, exported.version, storage.absolute(path), "export", scorer
         )

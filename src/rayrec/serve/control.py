@@ -164,8 +164,11 @@ class Register:
         it.
         """
         self._forget()
+        desired = self._desired
+        if desired is None:
+            return None
         for status in self._statuses.values():
-            if self._desired is not None and status.model == self._desired.model:
+            if status.model == desired.model:
                 return status.schema
         return None
 
@@ -174,14 +177,13 @@ class Register:
         served models by replica, causes of failures by change.
         """
         schema = self.schema()
+        tables = schema.tables if schema else ()
         desired = self._desired
         return {
             "model": desired.model.path if desired else None,
             "previous": desired.previous.path if desired and desired.previous else None,
             "shadow": desired.shadow.path if desired and desired.shadow else None,
-            "tables": {table.name: table.short_content for table in schema.tables}
-            if schema
-            else {},
+            "tables": {table.name: table.short_content for table in tables},
             "replicas": {
                 name: {"model": status.version, "shadow": status.shadow_version or None}
                 for name, status in self._statuses.items()
@@ -210,8 +212,12 @@ class Register:
 def swap_model(
     desired: DesiredState, path: str, tables: tuple[NamedTable, ...] = ()
 ) -> DesiredState:
-    """Return the desired models after a swap of the main model, with side tables in place of those
-    of its training.
+    """Return the desired models after a swap of the main model.
+
+    Args:
+        desired: Models before.
+        path: Folder of a checkpoint or export.
+        tables: Side tables instead of the trained ones, by name, with their contents.
     """
     return _with_model(desired, ModelSource(_next(desired), path, tables))
 
@@ -220,21 +226,31 @@ def swap_tables(desired: DesiredState, tables: Sequence[NamedTable]) -> DesiredS
     """Return the desired models after a swap of side tables of the main model. Its weights, and
     other swapped tables, stay.
     """
-    swapped = {table.name: table for table in (*desired.model.tables, *tables)}
-    return _with_model(desired, desired.model.with_tables(_next(desired), [*swapped.values()]))
+    swapped = {table.name: table for table in desired.model.tables}
+    for table in tables:
+        swapped[table.name] = table
+    model = desired.model.with_tables(_next(desired), tuple(swapped.values()))
+    return _with_model(desired, model)
 
 
 def follow_model(desired: DesiredState, path: str) -> DesiredState:
     """Return the desired models after a swap to a checkpoint of a followed run. Side tables that
     were swapped under a checkpoint of the same run stay.
     """
-    is_same_run = storage.parent_folder(path) == storage.parent_folder(desired.model.path)
-    return swap_model(desired, path, desired.model.tables if is_same_run else ())
+    run = storage.parent_folder(path)
+    if run != storage.parent_folder(desired.model.path):
+        return swap_model(desired, path)
+    return swap_model(desired, path, desired.model.tables)
 
 
 def _with_model(desired: DesiredState, model: ModelSource) -> DesiredState:
+    """Return the desired models with another main model, introduced by this change."""
     return replace(
-        desired, serial=model.serial, model=model, previous=desired.model, is_rollback=False
+        desired,
+        serial=model.serial,
+        model=model,
+        previous=desired.model,
+        is_rollback=False,
     )
 
 
@@ -497,10 +513,12 @@ def swap_table_files(tables: Mapping[str, str], *, address: str | None) -> dict[
     server runs, or if the model cannot look up a table. The old tables stay then.
     """
     with _reached(address) as server:
-        description = server.change(
-            lambda desired: swap_tables(desired, swapped_tables(server.schema(), tables))
-        )
-        return _with_version(description)
+
+        def changed(desired: DesiredState) -> DesiredState:
+            pinned = swapped_tables(server.schema(), tables)
+            return swap_tables(desired, pinned)
+
+        return _with_version(server.change(changed))
 
 
 def roll_back(*, address: str | None) -> dict[str, Any]:
@@ -543,8 +561,10 @@ def _changed(
 
 
 def _with_version(description: dict[str, Any], name: str = "model") -> dict[str, Any]:
-    versions = [replica[name] for replica in description["replicas"].values()]
-    return {"version": versions[0] or "" if versions else "", **description}
+    """Return a description with the version of a replica's model."""
+    replicas = description["replicas"].values()
+    versions = [replica[name] or "" for replica in replicas]
+    return {"version": versions[0] if versions else "", **description}
 
 
 @contextlib.contextmanager

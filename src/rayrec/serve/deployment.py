@@ -79,7 +79,11 @@ def make_application(
         name=APPLICATION,
         num_replicas=config.replicas if autoscaling is None else None,
         autoscaling_config=None if autoscaling is None else dict(autoscaling),
-        user_config={"model": model, "shadow": shadow, "tables": dict(tables or {})},
+        user_config={
+            "model": model,
+            "shadow": shadow,
+            "tables": dict(tables or {}),
+        },
         ray_actor_options={
             "num_cpus": config.cpus_per_replica,
             "num_gpus": 1 if config.device == "cuda" else 0,
@@ -304,9 +308,16 @@ class _ListeningReplica(_Replica):
 def _first_models(configured: ConfiguredModels) -> DesiredState:
     """Return the models of an application's configuration."""
     path = resolve_source(configured.model)
-    model = ModelSource(0, path, configured_tables(path, configured))
-    shadow = ModelSource(0, resolve_source(configured.shadow)) if configured.shadow else None
-    return DesiredState(0, model, shadow=shadow, configured=configured)
+    tables = configured_tables(path, configured)
+    shadow = None
+    if configured.shadow:
+        shadow = ModelSource(0, resolve_source(configured.shadow))
+    return DesiredState(
+        0,
+        ModelSource(0, path, tables),
+        shadow=shadow,
+        configured=configured,
+    )
 
 
 def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
@@ -325,15 +336,25 @@ def read_user_config(user_config: Mapping[str, Any]) -> ConfiguredModels:
         raise InputError(
             "user_config: shadow must be the path of a checkpoint, a run or an export, or null"
         )
-    if not isinstance(tables, Mapping) or not all(
-        isinstance(path, str) and path for path in tables.values()
-    ):
-        raise InputError(
-            "user_config: tables must be a mapping of side tables to files, such as "
-            f"{{items: /models/items.csv}}, got {tables!r}"
-        )
-    files = [(str(name), storage.absolute(path)) for name, path in tables.items()]
-    return ConfiguredModels(model, shadow, tuple(sorted(files)))
+    return ConfiguredModels(model, shadow, _table_files(tables))
+
+
+def _table_files(tables: object) -> tuple[tuple[str, str], ...]:
+    """Return the names of configured side tables and their absolute files, sorted. Raises
+    InputError for another type.
+    """
+    error = InputError(
+        "user_config: tables must be a mapping of side tables to files, such as "
+        f"{{items: /models/items.csv}}, got {tables!r}"
+    )
+    if not isinstance(tables, Mapping):
+        raise error
+    files = []
+    for name, path in tables.items():
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise error
+        files.append((name, storage.absolute(path)))
+    return tuple(sorted(files))
 
 
 _MODEL_FIELDS: Final = ("model", "shadow", "tables")

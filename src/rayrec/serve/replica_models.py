@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import numpy as np
 import orjson
@@ -203,7 +203,8 @@ class ModelSource:
     @property
     def weights(self) -> tuple[int, str]:
         """Key of the weights, which sources that differ in tables share."""
-        return self.serial if self.origin is None else self.origin, self.path
+        serial = self.serial if self.origin is None else self.origin
+        return serial, self.path
 
     def with_tables(self, serial: int, tables: Sequence[NamedTable]) -> ModelSource:
         """Return the source of the same weights with other swapped tables, by a change."""
@@ -333,9 +334,12 @@ class ReplicaModels:
         answers, raw, logits = serving.scorer.answer(bodies)
         shadow = self._shadow
         if shadow is not None and len(logits):
-            # A shadow model with other tables looks them up itself
-            is_same = shadow.contents == serving.scorer.contents
-            shadow.offer(raw if is_same else bodies, logits)
+            # The rows have lookups in the served model's tables. A shadow model with others reads
+            # the bodies again.
+            if shadow.contents == serving.scorer.contents:
+                shadow.offer(raw, logits)
+            else:
+                shadow.offer(bodies, logits)
         return answers
 
     def load(self, desired: DesiredState) -> str:
@@ -343,9 +347,10 @@ class ReplicaModels:
         served, else an empty string.
         """
         with self._changing:
-            return self._load(desired, is_proposed=True) or self._load_shadow(
-                desired, is_proposed=True
-            )
+            cause = self._load(desired, is_proposed=True)
+            if cause:
+                return cause
+            return self._load_shadow(desired, is_proposed=True)
 
     def set_desired(self, desired: DesiredState) -> None:
         """Record the desired models, unless newer ones are known."""
@@ -369,15 +374,20 @@ class ReplicaModels:
                 model = self._serving.scorer.model
                 self._counters.replicas.clear()
                 self._counters.replicas.labels(model.version, model.preprocessor_hash).set(1)
-                self._counters.tables.clear()
-                for name, content in model.tables.items():
-                    self._counters.tables.labels(name, content).set(1)
+                self._count_tables(model)
                 if before:
                     self._counters.swaps.labels(
                         "rolled_back" if desired.is_rollback else "done"
                     ).inc()
             self._drop_standby(keep=desired.previous)
             return self._load_shadow(desired)
+
+    def _count_tables(self, model: ServedModel) -> None:
+        """Set the gauge of side tables."""
+        gauge = self._counters.tables
+        gauge.clear()
+        for name, content in model.tables.items():
+            gauge.labels(name, content).set(1)
 
     def drop(self, rejected: DesiredState) -> None:
         """Free the memory of models that were not accepted."""
@@ -453,7 +463,11 @@ class ReplicaModels:
         return ""
 
     def _open(
-        self, source: ModelSource, desired: DesiredState, *, is_proposed: bool
+        self,
+        source: ModelSource,
+        desired: DesiredState,
+        *,
+        is_proposed: bool,
     ) -> LoadedModel | LoadFailure:
         """Open a model of the desired ones, which may be only proposed. Returns the failure if it
         cannot be served.
@@ -461,10 +475,12 @@ class ReplicaModels:
         schema = desired.schema
         if schema is None and self._serving:
             schema = self.model.preprocessor.schema
-        is_new = desired.schema is None or (is_proposed and source.serial == desired.serial)
+        is_first = desired.schema is None
+        is_new = is_proposed and source.serial == desired.serial
         try:
-            trained = self._opened_model(source, is_new=is_new)
-            scorer = BatchScorer(trained.with_tables(source.tables), self._counters)
+            trained = self._opened_model(source, is_new=is_first or is_new)
+            model = trained.with_tables(source.tables)
+            scorer = BatchScorer(model, self._counters)
             if schema is not None:
                 _require_columns(scorer.model, schema)
             scorer.warm()
@@ -493,17 +509,25 @@ class ReplicaModels:
         return model
 
 
-# A table is looked up as it was when its model was accepted: replicas that start later, and
-# rollbacks, find its content in the cache folder. So its file is compared only for a new model.
+# Content of a model's side tables, and what its files must be. A version has one content of each
+# table, so that its answers do not depend on when a replica started:
+#
+#   start, new model        that of training     the same as in training; an export has a copy
+#   swapped table           that of its file     read by the command, which pins the hash of the
+#                                                content in the source
+#   replica that starts     as accepted          not compared, if the content is built in the cache
+#   later, rollback                              folder; else they must have it
 def _require_trained_tables(model: ServedModel, source: ModelSource) -> None:
     """Check that the files of side tables have not changed since the training, except of swapped
     ones. An export has a copy of its tables. Raises InputError.
     """
     if model.kind == "export":
         return
-    swapped = {table.name for table in source.tables}
     schema = model.preprocessor.schema
-    current_tables(schema, [name for name in schema.table_names if name not in swapped])
+    trained = set(schema.table_names)
+    for table in source.tables:
+        trained.discard(table.name)
+    current_tables(schema, trained)
 
 
 def _require_columns(model: ServedModel, schema: Schema) -> None:
@@ -537,11 +561,16 @@ def _scored_lines(schema: Schema) -> list[list[str]]:
     return [[name if name in scored else "" for name in form] for form in schema.line_forms]
 
 
-def _size_of(rows: RawBlock | Sequence[RequestBody]) -> int:
+_Rows: TypeAlias = RawBlock | Sequence[RequestBody]
+"""Answered rows, or the bodies that have them."""
+
+
+def _size_of(rows: _Rows) -> int:
     """Return the memory of rows in bytes, of bodies about."""
-    if isinstance(rows, Sequence):
-        return _BODY_FACTOR * sum(body.num_bytes for body in rows)
-    return rows.nbytes
+    if not isinstance(rows, Sequence):
+        return rows.nbytes
+    received = sum(body.num_bytes for body in rows)
+    return _BODY_FACTOR * received
 
 
 @final
@@ -556,8 +585,7 @@ class Shadow:
         self._counters = counters
         # Bounded, so that a slow shadow costs memory for eight batches at most, and never delays an
         # answer.
-        self._batches: queue.Queue[tuple[RawBlock | Sequence[RequestBody], np.ndarray] | None]
-        self._batches = queue.Queue(_SHADOW_BATCHES)
+        self._batches: queue.Queue[tuple[_Rows, np.ndarray] | None] = queue.Queue(_SHADOW_BATCHES)
         # Both the scoring thread and the shadow's thread change the number of bytes.
         self._lock = threading.Lock()
         self._waiting_bytes = 0
@@ -574,7 +602,7 @@ class Shadow:
         """`BatchScorer.contents`."""
         return self._answerer.contents
 
-    def offer(self, rows: RawBlock | Sequence[RequestBody], logits: np.ndarray) -> None:
+    def offer(self, rows: _Rows, logits: np.ndarray) -> None:
         """Queue answered rows, or the bodies that have them, without waiting. Drops them if the
         queue is full.
         """
@@ -607,8 +635,9 @@ class Shadow:
             rows, logits = batch
             self._add(-_size_of(rows))
             try:
-                raw = self._answerer.read(rows) if isinstance(rows, Sequence) else rows
-                scores = sigmoid(self._answerer.score(raw))
+                if isinstance(rows, Sequence):
+                    rows = self._answerer.read(rows)
+                scores = sigmoid(self._answerer.score(rows))
                 if len(scores) != len(logits):
                     raise ValueError(f"{len(scores)} of {len(logits)} rows can be read")
             except Exception:  # Must not affect answers

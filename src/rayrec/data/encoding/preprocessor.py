@@ -289,11 +289,14 @@ class Preprocessor:
         """Return the same Preprocessor with other side tables in place of those with their names,
         for a server. Its hash is another.
         """
-        named = {table.name: table for table in tables}
-        replaced = tuple(named.get(table.name, table) for table in self.schema.tables)
-        return self._with_schema(self.schema.replace(tables=replaced))
+        named = {table.name: table for table in self.schema.tables}
+        for table in tables:
+            named[table.name] = table
+        schema = self.schema.replace(tables=tuple(named.values()))
+        return self._with_schema(schema)
 
     def _with_schema(self, schema: Schema) -> Preprocessor:
+        """Return the same Preprocessor with a schema of the same columns."""
         changed = replace(self, schema=schema)
         if "slots" in self.__dict__:  # Slow to build
             changed.__dict__["slots"] = self.slots

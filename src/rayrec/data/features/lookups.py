@@ -111,7 +111,10 @@ def _has_integer_keys(schema: Schema, name: str) -> bool:
 def current_tables(schema: Schema, names: Collection[str] | None = None) -> tuple[NamedTable, ...]:
     """Return the side tables of a schema with their absolute paths and the hashes of their content
     today. Raises InputError for a table that cannot be read, and if a hash of the schema differs.
-    `names` are the tables to look at, by default all; others stay as they are.
+
+    Args:
+        schema: Schema with side tables.
+        names: Tables to look at. Others stay as they are. None: all.
     """
     tables = []
     for table in schema.tables:
@@ -155,20 +158,32 @@ def _check_values(schema: Schema, lookup: Lookup) -> None:
 
 
 def swapped_tables(schema: Schema, paths: Mapping[str, str]) -> tuple[NamedTable, ...]:
-    """Return side tables of a model's schema as they are in other files, by name, built. Key and
-    time stay. Raises InputError for a name that the schema lacks, and for a file that its formulas
-    cannot look up.
+    """Return side tables of a model's schema with other files and their contents, built. Key and
+    time stay.
+
+    Args:
+        schema: Schema of the model.
+        paths: File of each table to return, by name.
+
+    Raises InputError for a name that the schema lacks, and for a file that its formulas cannot look
+    up: without its key, its time or a looked up column, or with values of another type.
     """
+    known = schema.table_names
     for name in paths:
-        if name not in schema.table_names:
-            names = ", ".join(schema.table_names)
-            hint = suggest(name, schema.table_names, otherwise=f"it has {names or 'none'}")
-            raise InputError(f"tables: the model has no table {name}; {hint}")
-    tables = [
-        table.replace(path=paths[table.name], content=None) if table.name in paths else table
-        for table in schema.tables
-    ]
-    completed = with_contents(schema.replace(tables=tuple(tables)), paths)
+        if name in known:
+            continue
+        names = ", ".join(known) or "none"
+        hint = suggest(name, known, otherwise=f"it has {names}")
+        raise InputError(f"tables: the model has no table {name}; {hint}")
+    tables = []
+    for table in schema.tables:
+        path = paths.get(table.name)
+        if path is None:
+            tables.append(table)
+        else:
+            tables.append(table.replace(path=path, content=None))
+    changed = schema.replace(tables=tuple(tables))
+    completed = with_contents(changed, paths)
     return tuple(completed.table(name) for name in paths)
 
 

@@ -175,13 +175,26 @@ class SideTable:
 
 def open_content(content_hash: str, source: TableSource) -> SideTable | None:
     """Map the built table with a content from the cache folder, whatever its file has become. None
-    if it is not there. `source` is shown in messages.
+    if it is not there.
+
+    Args:
+        content_hash: `SideTable.content_hash`.
+        source: Source to show in messages.
     """
     name = _built_name(content_hash)
-    path = storage.join(storage.absolute(cache.folder()), FOLDER, name)
-    if not _BUILT_NAME.fullmatch(name) or not storage.exists(storage.join(path, _MANIFEST)):
+    if not _BUILT_NAME.fullmatch(name):
+        return None
+    path = storage.join(_cached_tables(), name)
+    manifest_path = storage.join(path, _MANIFEST)
+    if not storage.exists(manifest_path):
         return None
     return open_table(path, source)
+
+
+def _cached_tables(folder: str | None = None) -> str:
+    """Return the folder of built tables in a cache folder, by default that of this machine."""
+    shared = storage.absolute(folder or cache.folder())
+    return storage.join(shared, FOLDER)
 
 
 def copy_built(table: SideTable, folder: str) -> None:
@@ -189,25 +202,37 @@ def copy_built(table: SideTable, folder: str) -> None:
     manifest = storage.read_json(storage.join(table.path, _MANIFEST))
     local = _fetched(table.path, manifest)
     for name in manifest["sizes_bytes"]:
-        with storage.writing(storage.join(folder, name)) as path:
-            shutil.copyfile(os.path.join(local, name), path)
+        built = os.path.join(local, name)
+        copy = storage.join(folder, name)
+        with storage.writing(copy) as path:
+            shutil.copyfile(built, path)
     storage.write_json(storage.join(folder, _MANIFEST), manifest)
 
 
 def restore(folder: str, content_hash: str, source: TableSource) -> None:
-    """Build a table from the files of `copy_built` in a folder or at a URL, unless it is built, or
-    the files are of another version. Raises InputError if they have another content.
+    """Build a table from the files of `copy_built`, unless it is built, or the files are absent or
+    of another version.
+
+    Args:
+        folder: Folder or URL of the files.
+        content_hash: `SideTable.content_hash` that they must have.
+        source: Table, its key, and its time.
+
+    Raises InputError if the files are damaged or have another content. Memory: the table, twice.
     """
     if open_content(content_hash, source) is not None:
         return
     manifest_path = storage.join(folder, _MANIFEST)
-    if not storage.exists(manifest_path) or storage.read_json(manifest_path)["version"] != VERSION:
+    if not storage.exists(manifest_path):
+        return
+    manifest = storage.read_json(manifest_path)
+    if manifest.get("version") != VERSION:
         return
     rows = _copied_rows(folder, source)
-    # Not as they say: a cache folder must not have a table under the name of another one.
+    # Not as the manifest says: the cache folder must not have a table under the name of another.
     if _content_hash(rows, source) != content_hash:
         raise InputError(f"{folder}: damaged, another content than the model's table")
-    target = storage.join(storage.absolute(cache.folder()), FOLDER)
+    target = _cached_tables()
     with _building(target):
         _write_built(rows, content_hash, target)
 
@@ -219,13 +244,21 @@ def _copied_rows(folder: str, source: TableSource) -> _Rows:
         for name in (_ROWS, _INDEX):
             content = storage.read_bytes(storage.join(folder, name))
             with pa.ipc.open_file(pa.py_buffer(content)) as reader:
-                batches[name] = reader.get_batch(0)
-            batches[name].validate(full=True)
-        tokens, times = _Index.from_batch(batches[_INDEX]).by_row()
-    except (pa.ArrowException, TypeError, IndexError) as error:
+                batch = reader.get_batch(0)
+            batch.validate(full=True)
+            batches[name] = batch
+        index = _Index.from_batch(batches[_INDEX])
+        tokens, times = index.by_row()
+    except (pa.ArrowException, AttributeError, IndexError, TypeError, ValueError) as error:
         raise InputError(f"{folder}: damaged ({error})") from None
-    keys = pa.chunked_array([pa.array(tokens)])
-    return _Rows(source, batches[_ROWS], tokens, times, keys, ((folder, 0),))
+    return _Rows(
+        source,
+        batches[_ROWS],
+        tokens,
+        times,
+        keys=pa.chunked_array([pa.array(tokens)]),
+        files=((folder, 0),),
+    )
 
 
 def _built_name(content_hash: str) -> str:
@@ -296,8 +329,7 @@ def build(
     listed = list_log(source.path, ())
     files = [(file, find_format(file.path, schema)) for file in listed]
     names = tuple(sorted(set(columns)))
-    shared = storage.absolute(folder or cache.folder())
-    folder = storage.join(shared, FOLDER)
+    folder = _cached_tables(folder)
     sources = storage.join(folder, _SOURCES)
     source_name = _source_name(files, schema, names)
     pointer = storage.join(sources, source_name)
@@ -749,12 +781,13 @@ class _Index:
 
     def by_row(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the token of each row's key, and its time in a table with `time`."""
-        if self.starts is None or self.rows is None or self.times is None:
+        sorted_tokens, sorted_times, rows = self.sorted_keys()
+        if sorted_times is None:
             return self.keys, None
-        tokens = np.empty(len(self.rows), np.uint64)
-        tokens[self.rows] = np.repeat(self.keys, np.diff(self.starts))
-        times = np.empty(len(self.rows), np.int64)
-        times[self.rows] = self.times
+        tokens = np.empty_like(sorted_tokens)
+        tokens[rows] = sorted_tokens
+        times = np.empty_like(sorted_times)
+        times[rows] = sorted_times
         return tokens, times
 
     def find(
