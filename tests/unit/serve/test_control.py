@@ -951,7 +951,7 @@ def test_tables_are_swapped_under_load(shop: Shop, replicas: Replicas) -> None:
         ("item,category,price\n", "has no rows"),
     ],
 )
-def test_table_that_cannot_be_looked_up_is_rejected(
+def test_table_without_looked_up_column_is_rejected(
     shop: Shop, replicas: Replicas, tmp_path: Path, text: str, message: str
 ) -> None:
     replica = replicas.start("first", model="shop")
@@ -978,7 +978,7 @@ def test_types_of_table_are_checked_before_swap(shop: Shop, tmp_path: Path) -> N
     )
 
 
-def test_replica_that_cannot_load_table_rejects_swap(shop: Shop, replicas: Replicas) -> None:
+def test_failed_load_in_one_replica_rejects_table(shop: Shop, replicas: Replicas) -> None:
     first = replicas.start("first", model="shop")
     replicas.start("second", model="shop")
     fine = replicas.cluster.calls["second"]
@@ -1031,7 +1031,7 @@ def test_edited_table_needs_swap_at_start(shop: Shop, replicas: Replicas) -> Non
     check_answers(replicas.start("next", model="shop", tables={"items": shop.trained}), expected)
 
 
-def test_swapped_model_has_tables_of_its_training(shop: Shop, replicas: Replicas) -> None:
+def test_swapped_model_has_trained_tables(shop: Shop, replicas: Replicas) -> None:
     first = replicas.start("first", model="shop")
     shop.swap(shop.newer)
     assert control.swap("next shop", address=None)["version"] == MODELS["next shop"].version
@@ -1082,7 +1082,7 @@ def test_configured_tables_are_swapped(shop: Shop, replicas: Replicas) -> None:
     until(lambda: np.array_equal(np.array(logits(), np.float32), trained))
 
 
-def test_shadow_looks_up_its_own_table(shop: Shop) -> None:
+def test_shadow_keeps_trained_table(shop: Shop) -> None:
     counters = Counters()
     models = ReplicaModels(load, counters)
     shadow = ModelSource(0, "shop", shop.pinned(shop.newer))

@@ -168,12 +168,12 @@ def swapped_tables(schema: Schema, paths: Mapping[str, str]) -> tuple[NamedTable
     Raises InputError for a name that the schema lacks, and for a file that its formulas cannot look
     up: without its key, its time or a looked up column, or with values of another type.
     """
-    known = schema.table_names
+    tables_of_model = schema.table_names
     for name in paths:
-        if name in known:
+        if name in tables_of_model:
             continue
-        names = ", ".join(known) or "none"
-        hint = suggest(name, known, otherwise=f"it has {names}")
+        names = ", ".join(tables_of_model) or "none"
+        hint = suggest(name, tables_of_model, otherwise=f"it has {names}")
         raise InputError(f"tables: the model has no table {name}; {hint}")
     tables = []
     for table in schema.tables:
