@@ -36,7 +36,7 @@ from builders.faults import rejects, until
 from builders.own_click_model import SlowConfig
 from builders.runs import QUIET
 from builders.scripts import ROOT, script
-from builders.shop import shop_model, write_items
+from builders.item_model import shop_model, write_items
 from click.testing import CliRunner
 from hosts.clients import TOKEN, Load, ask
 from hosts.ports import free_ports

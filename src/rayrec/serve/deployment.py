@@ -66,7 +66,7 @@ def make_application(
     announced: bool = True,
 ) -> Application:
     """Build the application for `serve.run`. It loads `model`, which `user_config` can change
-    later. `tables` are files of side tables by name, instead of those of training. `autoscaling`,
+    later. `tables` are files by the names of side tables, which they replace. `autoscaling`,
     Ray Serve's autoscaling_config, replaces `config.replicas`. `started_serve`: whether Ray Serve
     was started for it. Unless `announced`, `rayrec.serve.control.announce` makes it ready.
     """

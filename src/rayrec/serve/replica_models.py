@@ -219,7 +219,7 @@ class ConfiguredModels:
     model: str
     shadow: str | None = None
     tables: tuple[tuple[str, str], ...] = ()
-    """Names of side tables and their files, in place of those of training."""
+    """Names of side tables with the files that replace them."""
 
 
 @dataclass(frozen=True)

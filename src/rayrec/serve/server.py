@@ -91,8 +91,8 @@ def serving(
     is_command: bool = False,
 ) -> Iterator[Server]:
     """Serve a checkpoint, run or export while the context is open, on the Ray cluster at `address`
-    (None: RAY_ADDRESS, else a local Ray). `tables` are files of side tables by name, instead of
-    those of training. Answers requests in flight before it exits. `is_command`
+    (None: RAY_ADDRESS, else a local Ray). `tables` are files by the names of side tables, which
+    they replace. Answers requests in flight before it exits. `is_command`
     removes `config.token_env` from the environment, leaves a local Ray to the end of the command,
     and the announcement to it. Raises InputError for an unusable model or address, and if the
     cluster or port already has a server.

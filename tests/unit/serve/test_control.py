@@ -32,7 +32,7 @@ from builders.click_models import (
 )
 from builders.faults import raising, rejects, until
 from builders.requests import ask, post, post_async, sample_values, score
-from builders.shop import shop_model, write_items
+from builders.item_model import shop_model, write_items
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError

@@ -295,7 +295,7 @@ def test_keys_of_integers_match_in_any_form(tmp_path: Path) -> None:
     assert genres[6] == genres[7]
 
 
-def test_export_is_served_with_its_own_tables(
+def test_served_export_has_tables(
     shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "shop"
