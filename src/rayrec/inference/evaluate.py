@@ -241,7 +241,8 @@ def _check_clicks(opened: ScoringJob, config: TrainConfig, options: EvaluationCo
 def scored_rows(opened: ScoringJob, console: Console, *, keys: Sequence[str] = ()) -> ScoredRows:
     """Score all rows of a click model. Keeps the values of the columns `keys` too."""
     scored = ScoredRows(keys)
-    for table in opened.tables(console, title=f"score step {opened.checkpoint.step:,} (rows)"):
+    name = storage.name_of(opened.checkpoint.path.rstrip("/"))
+    for table in opened.tables(console, title=f"score {name} (rows)"):
         scored.update(table)
     assert scored.rows == opened.scoring.rows, (
         f"{scored.rows} of {opened.scoring.rows} rows were scored"

@@ -431,6 +431,13 @@ def test_model_does_not_differ_from_itself(compared: list[Saved], log: Path) -> 
     assert found["differences"][0]["logloss"]["difference"] == 0
 
 
+def test_joined_models_are_compared(models: list[Saved], together: str, log: Path) -> None:
+    found = rayrec.compare([str(models[0].run), together], str(log), **QUIET)
+    alone = rayrec.evaluate(together, str(log), cluster_address="none", console=QUIET["console"])
+    assert found["models"][1]["checkpoint"] == together
+    assert found["models"][1]["auroc"] == alone["auroc"]
+
+
 def test_gates_compare_models(compared: list[Saved], log: Path) -> None:
     places = [str(saved.run) for saved in compared[::2]]
     found = rayrec.compare(
