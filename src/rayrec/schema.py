@@ -689,6 +689,26 @@ class Schema(Config):
         """Index of the first sparse column with the same vocabulary, for each sparse column."""
         return tuple(self.vocabularies.index(name) for name in self.vocabularies)
 
+    def difference(self, other: Schema) -> tuple[str, object, object]:
+        """Return the name of a field that differs from another schema's, and both values: the
+        columns, else the first setting, such as `tables.items.content`.
+        """
+        if self.columns != other.columns:
+            return "columns", self.columns, other.columns
+        settings = self._settings()
+        others = other._settings()
+        name = next(name for name in settings | others if settings.get(name) != others.get(name))
+        return name, settings.get(name), others.get(name)
+
+    def _settings(self) -> dict[str, object]:
+        """Return the fields as JSON values, those of features, tables and labels by their names."""
+        plain = self.to_dict()
+        named: dict[str, object] = {}
+        for kind in ("features", "tables", "labels"):
+            for item in plain.pop(kind):
+                named |= {f"{kind}.{item['name']}.{key}": value for key, value in item.items()}
+        return plain | named
+
     def computed(self) -> Schema:
         """Return the schema of rows whose formulas were computed: all inputs are plain columns."""
         if not self.derived:

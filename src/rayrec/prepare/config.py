@@ -216,10 +216,8 @@ def load_matching_preprocessor(folder: str | None, schema: Schema) -> Preprocess
     """
     preprocessor = Preprocessor.load(folder) if folder else None
     if preprocessor is not None and preprocessor.schema != schema:
-        raise InputError(
-            f"{folder}: columns must match those of the log, {schema.columns}, got "
-            f"{preprocessor.schema.columns}"
-        )
+        name, expected, got = schema.difference(preprocessor.schema)
+        raise InputError(f"{folder}: {name} must match those of the log, {expected}, got {got}")
     return preprocessor
 
 

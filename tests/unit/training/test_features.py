@@ -318,3 +318,43 @@ def test_served_export_has_tables(
     kept = next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns
     assert answer() == expected
     assert next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns == kept
+def test_preprocessor_of_other_formulas_or_tables_is_rejected(shop: Path, tmp_path: Path) -> None:
+    for name in ("items", "prices", "log"):
+        (tmp_path / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
+    log = str(tmp_path / "log.csv")
+    schema = schema_of(tmp_path)
+    out = str(tmp_path / "vocabulary")
+    rayrec.vocabulary(log, out=out, schema=schema, console=QUIET)
+    other = load_schema(
+        SCHEMA.replace("ITEMS", str(tmp_path / "items.csv"))
+        .replace("PRICES", str(tmp_path / "prices.csv"))
+        .replace("[50, 100]", "[60]"),
+        "schema.yaml",
+    )
+    workload = {"preprocessor": out, "schema": other}
+    rejects(
+        r"Preprocessor's features.bucket.formula must be .*\[60\].*, got .*\[50, 100\]",
+        train,
+        tmp_path,
+        tmp_path,
+        workload=workload,
+    )
+    changed = (tmp_path / "items.csv").read_text().replace("c3", "c5")
+    (tmp_path / "items.csv").write_text(changed)
+    rejects(
+        r"Preprocessor's tables.items.content must be \w+, as in the recipe, got \w+\. Use",
+        train,
+        tmp_path,
+        tmp_path,
+        workload={"preprocessor": out},
+    )
+    rejects(
+        "vocabulary: tables.items.content must match those of the log",
+        rayrec.preprocess,
+        log,
+        out=str(tmp_path / "ready"),
+        format="parquet",
+        preprocessor=out,
+        schema=schema,
+        console=QUIET,
+    )

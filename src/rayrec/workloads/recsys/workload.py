@@ -156,9 +156,10 @@ class ClickWorkload(ClickSettings):
         context.stopwatch.lap("vocabulary")
         self.check_categories(preprocessor.inputs)
         if preprocessor.schema != self.schema:
+            name, expected, got = self.schema.difference(preprocessor.schema)
             raise InputError(
-                f"the columns of the Preprocessor must be {self.schema.columns}, as in the recipe, "
-                f"got {preprocessor.schema.columns}"
+                f"the Preprocessor's {name} must be {expected}, as in the recipe, got {got}. Use "
+                "its schema and tables, or count the vocabulary again"
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
         check_candidates(self.model, preprocessor, note=context.note)
