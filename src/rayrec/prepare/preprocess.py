@@ -17,6 +17,7 @@ from rayrec.data.encoding.extension import extend as extend_preprocessor
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import Preset, make_preprocessor
 from rayrec.data.engine import Engine
+from rayrec.data.features.lookups import with_contents
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex, WritableFormat
 from rayrec.data.materialized import writer as writing
@@ -29,6 +30,7 @@ from rayrec.prepare.config import (
     reject_options,
 )
 from rayrec.prepare.text import TextConfig, preprocess_text
+from rayrec.schema import Schema
 
 _OF_COUNTS = ("min_count", "max_num_embeddings", "token_modulo")
 """Overrides of a preset that apply to counted vocabularies."""
@@ -46,10 +48,11 @@ def vocabulary(
     """Count the rows of a log and write the Preprocessor atomically into folder `out`. `extend`:
     folder of an older Preprocessor, or of a run or checkpoint with one. The new one keeps its IDs
     and constants, appends the log's new categories, and has its schema and rules, which `config`
-    may only repeat. `id_tables`: folder of `with_id_tables`, whose IDs replace counted ones; the
-    log is then read only for constants of numbers. Returns its hash, rows, and the rows of each
-    embedding table. Raises InputError for an unusable log, for an `extend` with another schema or
-    other rules, or if `out` exists.
+    may only repeat, but for paths of side tables, which are taken as they are today. `id_tables`:
+    folder of `with_id_tables`, whose IDs replace counted ones; the log is then read only for
+    constants of numbers. Returns its hash, rows, and the rows of each embedding table. Raises
+    InputError for an unusable log, for an `extend` with another schema or other rules, or if `out`
+    exists.
     """
     if storage.exists(out):
         raise InputError(f"{out}: exists already; remove it or choose another --out")
@@ -73,7 +76,9 @@ def vocabulary(
     ):
         index = raw_index(path, config, running, console, index_text=counting.index)
         with _counted(index, counting, config, rules, running, console) as counts:
-            extension = None if old is None else extend_preprocessor(old, rules, counts)
+            extension = None
+            if old is not None:
+                extension = extend_preprocessor(old, rules, counts, schema=config.schema)
             preprocessor = (
                 extension.preprocessor
                 if extension
@@ -130,11 +135,12 @@ def _opened_to_extend(
     """
     default = PreparationConfig()
     old = Preprocessor.load(path)
-    if config.schema not in (default.schema, old.schema):
-        raise InputError(
-            f"--extend {path}: columns must match the log's, {config.schema.columns}, got "
-            f"{old.schema.columns}"
-        )
+    if config.schema == default.schema:
+        config = config.replace(schema=with_contents(_without_contents(old.schema)))
+    expected = _with_tables_of(config.schema, old.schema)
+    if config.schema != expected:
+        name, own, other = config.schema.difference(expected)
+        raise InputError(f"--extend {path}: {name} must match the log's, {own}, got {other}")
     rules = extension_rules(old, path)
     if config.preset not in (default.preset, old.preset):
         raise InputError(
@@ -147,7 +153,21 @@ def _opened_to_extend(
                 f"--{name.replace('_', '-')}: must be {getattr(rules, name)}, as in --extend "
                 f"{path}, got {getattr(config, name)}. Remove it, or count all days again"
             )
-    return old, config.replace(schema=old.schema), rules.replace(split=config.rules.split)
+    return old, config, rules.replace(split=config.rules.split)
+
+
+def _with_tables_of(schema: Schema, old: Schema) -> Schema:
+    """Return the older schema with the side tables of another one, unless they differ in more than
+    path and content.
+    """
+    moved = [table.replace(path="-") for table in _without_contents(schema).tables]
+    before = [table.replace(path="-") for table in _without_contents(old).tables]
+    return old.replace(tables=schema.tables) if moved == before else old
+
+
+def _without_contents(schema: Schema) -> Schema:
+    """Return the schema whose side tables may have any content."""
+    return schema.replace(tables=tuple(table.replace(content=None) for table in schema.tables))
 
 
 def _extension_rows(extension: Extension) -> list[tuple[str, str]]:

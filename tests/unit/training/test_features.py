@@ -11,7 +11,7 @@ import pytest
 from builders.click_models import hashed_preprocessor, make_app
 from builders.faults import rejects
 from builders.requests import score
-from builders.runs import LEAN, QUIET
+from builders.runs import LEAN, QUIET, events_of
 
 import rayrec
 from rayrec import recipes
@@ -89,9 +89,21 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def schema_of(folder: Path) -> Schema:
-    text = SCHEMA.replace("ITEMS", str(folder / "items.csv"))
+def schema_of(folder: Path, text: str = SCHEMA) -> Schema:
+    text = text.replace("ITEMS", str(folder / "items.csv"))
     return load_schema(text.replace("PRICES", str(folder / "prices.csv")), "schema.yaml")
+
+
+def copied(shop: Path, folder: Path) -> Path:
+    """Copy the log and its tables, to change them. Returns the folder."""
+    return Path(shutil.copytree(shop, folder))
+
+
+def change_items(folder: Path, name: str = "items.csv") -> None:
+    """Write the items with another category, as table `name`."""
+    text = (folder / "items.csv").read_text()
+    assert "c3" in text
+    (folder / name).write_text(text.replace("c3", "c5"))
 
 
 def train(folder: Path, runs: Path, **changes: Any) -> Any:
@@ -203,13 +215,9 @@ def test_vectors_without_lists_are_rejected(tmp_path: Path) -> None:
 
 
 def test_changed_table_is_rejected(shop: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "shop"
-    folder.mkdir()
-    for name in ("items", "prices", "log"):
-        (folder / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
+    folder = copied(shop, tmp_path / "shop")
     checkpoint = train(folder, tmp_path).summary["checkpoint"]
-    changed = (folder / "items.csv").read_text().replace("c3", "c5")
-    (folder / "items.csv").write_text(changed)
+    change_items(folder)
     rejects(
         "items.csv: changed since the model was trained",
         rayrec.evaluate,
@@ -319,32 +327,24 @@ def test_served_export_has_tables(
     assert answer() == expected
     assert next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns == kept
 def test_preprocessor_of_other_formulas_or_tables_is_rejected(shop: Path, tmp_path: Path) -> None:
-    for name in ("items", "prices", "log"):
-        (tmp_path / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
-    log = str(tmp_path / "log.csv")
-    schema = schema_of(tmp_path)
+    log = str(copied(shop, tmp_path / "shop") / "log.csv")
+    shop = tmp_path / "shop"
+    schema = schema_of(shop)
     out = str(tmp_path / "vocabulary")
     rayrec.vocabulary(log, out=out, schema=schema, console=QUIET)
-    other = load_schema(
-        SCHEMA.replace("ITEMS", str(tmp_path / "items.csv"))
-        .replace("PRICES", str(tmp_path / "prices.csv"))
-        .replace("[50, 100]", "[60]"),
-        "schema.yaml",
-    )
-    workload = {"preprocessor": out, "schema": other}
+    other = schema_of(shop, SCHEMA.replace("[50, 100]", "[60]"))
     rejects(
         r"Preprocessor's features.bucket.formula must be .*\[60\].*, got .*\[50, 100\]",
         train,
+        shop,
         tmp_path,
-        tmp_path,
-        workload=workload,
+        workload={"preprocessor": out, "schema": other},
     )
-    changed = (tmp_path / "items.csv").read_text().replace("c3", "c5")
-    (tmp_path / "items.csv").write_text(changed)
+    change_items(shop)
     rejects(
         r"Preprocessor's tables.items.content must be \w+, as in the recipe, got \w+\. Use",
         train,
-        tmp_path,
+        shop,
         tmp_path,
         workload={"preprocessor": out},
     )
@@ -358,3 +358,29 @@ def test_preprocessor_of_other_formulas_or_tables_is_rejected(shop: Path, tmp_pa
         schema=schema,
         console=QUIET,
     )
+
+
+@pytest.mark.parametrize("name", ["items.csv", "items-2.csv"])
+def test_warm_start_takes_tables_of_today(name: str, shop: Path, tmp_path: Path) -> None:
+    folder = copied(shop, tmp_path / "shop")
+    first = train(folder, tmp_path, name="first")
+    change_items(folder, name)
+    schema = schema_of(folder, SCHEMA.replace("ITEMS", str(folder / name)))
+    out = str(tmp_path / "extended")
+    moved = {} if name == "items.csv" else {"schema": schema}
+    made = rayrec.vocabulary(
+        str(folder / "log.csv"), out=out, extend=first.folder, console=QUIET, **moved
+    )
+    assert made["appended"]["category"] == 1
+    kept = {"kept": 4, "fresh": 1, "dropped": 0}
+    counted = {"kept": 3, "fresh": 1, "dropped": 1}
+    for rule, preprocessor, expected in (("extending", out, kept), ("counting", None, counted)):
+        run = train(
+            folder,
+            tmp_path,
+            name=rule,
+            init_from=first.folder,
+            workload={"schema": schema, "preprocessor": preprocessor},
+        )
+        (event,) = events_of(run.folder, "warm_start")
+        assert event["tables"]["category"] == expected

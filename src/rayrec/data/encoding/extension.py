@@ -52,11 +52,14 @@ def extension_rules(old: Preprocessor, source: str) -> Preset:
     return Preset().updated(old.constants["rules"], where=f"{source}: ")
 
 
-def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
+def extend(
+    old: Preprocessor, preset: Preset, counts: Counts, *, schema: Schema | None = None
+) -> Extension:
     """Append the categories in `counts` with at least min_count to the vocabularies of `old`,
     ordered by `preset`. Constants of numbers and hashed columns stay. `counts` come from a log with
-    the columns of `old`, counted with its rules, `preset`. Memory: the tokens of both, and a sorted
-    copy of one column's tokens. Raises InputError for a column that cannot keep its ids.
+    the columns of `old`, counted with its rules, `preset`, and with `schema`: that of `old`, with
+    the side tables of today. Memory: the tokens of both, and a sorted copy of one column's tokens.
+    Raises InputError for a column that cannot keep its ids.
     """
     inputs = old.inputs
     sparse: list[SparseColumn] = []
@@ -94,6 +97,7 @@ def extend(old: Preprocessor, preset: Preset, counts: Counts) -> Extension:
     }
     preprocessor = replace(
         old,
+        schema=schema or old.schema,
         sparse=tuple(sparse),
         tokens=np.concatenate(tokens or [old.tokens]),
         constants=constants,
