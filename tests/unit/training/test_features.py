@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from builders.click_models import hashed_preprocessor, make_app
 from builders.faults import rejects
@@ -18,6 +20,7 @@ from rayrec import recipes
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.log_source import LogSource
 from rayrec.data.features import lookups
+from rayrec.data.encoding.rules import DenseColumn
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.side_tables import write_tables
 from rayrec.inference.model import open_served
@@ -384,3 +387,32 @@ def test_warm_start_takes_tables_of_today(name: str, shop: Path, tmp_path: Path)
         )
         (event,) = events_of(run.folder, "warm_start")
         assert event["tables"]["category"] == expected
+
+
+def test_missing_list_is_empty(tmp_path: Path) -> None:
+    schema = Schema(
+        label="click",
+        sparse=("item", "history"),
+        lists=("history",),
+        delimiter=",",
+        features=(
+            Feature(name="seen", formula="count_in(history, item)"),
+            Feature(name="both", formula="overlap(history, concat(history, saved))"),
+        ),
+    )
+    write_rows(tmp_path / "log.csv", [{"click": 0, "item": 1, "history": "", "saved": "2"}])
+    lists = {"history": [None, []], "saved": [["2"], ["2"]]}
+    table = pa.table({"click": [0, 0], "item": ["1", "1"], **lists})
+    pq.write_table(table, tmp_path / "log.parquet")
+    rows = compute_features(schema, str(tmp_path / "log.csv"), 1)
+    rows += compute_features(schema, str(tmp_path / "log.parquet"), 2)
+    assert [(row["seen"], row["both"]) for row in rows] == [(0.0, 0.0)] * 3
+    preprocessor = hashed_preprocessor([50, 50], schema, dense=(DenseColumn(indicator=True),) * 2)
+    preprocessor.save(str(tmp_path / "preprocessor"))
+    encoder = Encoder(str(tmp_path / "preprocessor"))
+    requests = [{"item": 1, "saved": [2]}, {"item": 1, "saved": [2], "history": []}]
+    numbers, _ = encoder.encode(requests)
+    assert numbers.tolist() == [[0.0] * 4] * 2
+    no_type = table.set_column(2, "history", pa.nulls(2))
+    encoded = rayrec.transform(str(tmp_path / "preprocessor"), no_type)
+    assert encoded["seen is missing"].to_pylist() == [0.0, 0.0]
