@@ -1,7 +1,6 @@
 """Formulas and side tables of a schema, from training to scores and exports."""
 
 import csv
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import pytest
 from builders.click_models import hashed_preprocessor, make_app
 from builders.faults import rejects
 from builders.requests import score
-from builders.runs import LEAN, QUIET, events_of
+from builders.runs import QUIET, events_of
+from builders.shop import SCHEMA, config_of, schema_of, write_rows, write_shop
 
 import rayrec
-from rayrec import recipes
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.log_source import LogSource
 from rayrec.data.features import lookups
@@ -27,74 +26,10 @@ from rayrec.inference.model import open_served
 from rayrec.prepare.feature_table import compute_features
 from rayrec.schema import Feature, NamedTable, Schema, Vector, load_schema
 
-SCHEMA = """
-label: click
-timestamp: time
-delimiter: ","
-dense: [age]
-sparse: [user, item, history]
-lists: [history]
-vectors: [point]
-tables:
-  items: {path: ITEMS, key: item}
-  prices: {path: PRICES, key: item, time: since}
-features:
-- {name: category, from: "lookup(items, item, category)"}
-- {name: tags, from: "lower(lookup(items, item, tags))"}
-- {name: price, from: "log(lookup(prices, item, price))"}
-- {name: bucket, from: "bucketize(lookup(prices, item, price), [50, 100])"}
-- {name: level, from: "quantile(lookup(prices, item, price), 4)"}
-- {name: youth, from: "zscore(age) + 1"}
-- {name: mixed, from: "cross(level, quantile(youth, 2))"}
-- {name: hour, from: "hour(time)"}
-- {name: seen, from: "count_in(history, item)"}
-- {name: taste, from: "cross(user, category)"}
-- {name: days, from: "age(time, registered) / 86400"}
-"""
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a log, and tables of items and of their prices at two times."""
-    folder = tmp_path_factory.mktemp("shop")
-    rng = random.Random(0)
-    items = [
-        {"item": n, "category": f"c{n % 4}", "tags": rng.choice(["A", "B", ""])} for n in range(30)
-    ]
-    prices = [
-        {"item": n, "price": n + day, "since": f"2026-01-{day:02d}"}
-        for n in range(30)
-        for day in (1, 11)
-    ]
-    log = [
-        {
-            "click": int(rng.random() < 0.4),
-            "time": f"2026-01-{1 + n % 20:02d} {n % 24:02d}:30:00",
-            "age": rng.choice(["", 20, 33.5]),
-            "user": rng.randrange(40),
-            "item": rng.randrange(35),  # Some are in no table
-            "history": "|".join(str(rng.randrange(30)) for _ in range(rng.randrange(4))),
-            "point": rng.choice(["", "0.5|-1|2e-3", "1|2|3"]),
-            "registered": rng.choice(["", "2025-12-01"]),
-        }
-        for n in range(600)
-    ]
-    write_rows(folder / "items.csv", items)
-    write_rows(folder / "prices.csv", prices)
-    write_rows(folder / "log.csv", log)
-    return folder
-
-
-def schema_of(folder: Path, text: str = SCHEMA) -> Schema:
-    text = text.replace("ITEMS", str(folder / "items.csv"))
-    return load_schema(text.replace("PRICES", str(folder / "prices.csv")), "schema.yaml")
+    return write_shop(tmp_path_factory.mktemp("shop"))
 
 
 def copied(shop: Path, folder: Path) -> Path:
@@ -110,16 +45,7 @@ def change_items(folder: Path, name: str = "items.csv") -> None:
 
 
 def train(folder: Path, runs: Path, **changes: Any) -> Any:
-    config = recipes.clicks(schema=schema_of(folder)).replace(
-        train_data={"path": str(folder / "log.csv")},
-        scaling={"num_workers": 1},
-        batch_size=64,
-        steps=6,
-        name="run",
-        storage_path=str(runs),
-        **LEAN,
-    )
-    return rayrec.train(config.replace(**changes), console=QUIET)
+    return rayrec.train(config_of(folder, runs, **changes), console=QUIET)
 
 
 def test_computed_columns_have_values_of_their_rows(shop: Path) -> None:
