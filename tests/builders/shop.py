@@ -31,6 +31,7 @@ features:
 - {name: youth, from: "zscore(age) + 1"}
 - {name: mixed, from: "cross(level, quantile(youth, 2))"}
 - {name: hour, from: "hour(time)"}
+- {name: recent, from: "last(history, 2)"}
 - {name: seen, from: "count_in(history, item)"}
 - {name: taste, from: "cross(user, category)"}
 - {name: days, from: "age(time, registered) / 86400"}
@@ -44,7 +45,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def write_shop(folder: Path) -> Path:
+def write_shop(folder: Path, *, rows: int = 600) -> Path:
     """Write a log, and tables of items and of their prices at two times. Returns the folder."""
     rng = random.Random(0)
     items = [
@@ -66,7 +67,7 @@ def write_shop(folder: Path) -> Path:
             "point": rng.choice(["", "0.5|-1|2e-3", "1|2|3"]),
             "registered": rng.choice(["", "2025-12-01"]),
         }
-        for n in range(600)
+        for n in range(rows)
     ]
     write_rows(folder / "items.csv", items)
     write_rows(folder / "prices.csv", prices)

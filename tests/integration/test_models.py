@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import own_click_model
+from builders import own_click_model, shop
 from builders.click_models import make_app
 from builders.faults import rejects
 from builders.interactions import ITEMS, small, write_log
@@ -285,14 +285,15 @@ def test_commands_for_labels_reject_retrieval_models(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "name", ["next_item", pytest.param("two_tower", marks=pytest.mark.exhaustive)]
+    "name", ["next_item", "shop", pytest.param("two_tower", marks=pytest.mark.exhaustive)]
 )
 def test_killed_worker_of_two_changes_no_weights(name: str, tmp_path: Path) -> None:
-    log = write_log(tmp_path / "log", name)
     path = tmp_path / "config.yaml"
-    config = small(
-        name, log, tmp_path, 200, batch_size=8, checkpoint={"every": 20}, scaling={"num_workers": 2}
-    )
+    changes = {"batch_size": 8, "checkpoint": {"every": 20}, "scaling": {"num_workers": 2}}
+    if name == "shop":  # Formulas, and tables that both workers build
+        config = shop.config_of(shop.write_shop(tmp_path), tmp_path, steps=80, **changes)
+    else:
+        config = small(name, write_log(tmp_path / "log", name), tmp_path, 200, **changes)
     path.write_text(config.to_yaml())
     whole, killed = (
         torchrun(tmp_path, run, path, kill=run == "killed") for run in ("whole", "killed")

@@ -20,6 +20,7 @@ import ray.data
 import ray.train
 import ray.train.torch
 import yaml
+from builders import shop
 from builders.faults import rejects
 from builders.golden import check_golden
 from builders.process_state import unchanged_process
@@ -447,11 +448,16 @@ def test_short_evaluations_reach_target(click_log: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-def test_other_worker_count_resumes_without_loss(click_log: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_tables", [False, True])
+def test_other_worker_count_resumes_without_loss(
+    has_tables: bool, click_log: Path, tmp_path: Path
+) -> None:
     """Two workers train to a checkpoint, one finishes the epoch, and every row counts once."""
-    config = small(
-        click_log,
-        tmp_path,
+    if has_tables:
+        config = shop.config_of(shop.write_shop(tmp_path, rows=20_000), tmp_path)
+    else:
+        config = small(click_log, tmp_path)
+    config = config.replace(
         steps=None,
         epochs=2,
         evaluate_every=300,

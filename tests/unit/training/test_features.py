@@ -12,7 +12,7 @@ import pytest
 from builders.click_models import hashed_preprocessor, make_app
 from builders.faults import rejects
 from builders.requests import score
-from builders.runs import QUIET, events_of
+from builders.runs import QUIET, check_same_in_two_parts, events_of
 from builders.shop import SCHEMA, config_of, schema_of, write_rows, write_shop
 
 import rayrec
@@ -23,6 +23,7 @@ from rayrec.data.encoding.rules import DenseColumn
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.side_tables import write_tables
 from rayrec.inference.model import open_served
+from rayrec.models.boosted.lightgbm import LightGBMConfig
 from rayrec.prepare.feature_table import compute_features
 from rayrec.schema import Feature, NamedTable, Schema, Vector, load_schema
 
@@ -66,7 +67,7 @@ def test_computed_columns_have_values_of_their_rows(shop: Path) -> None:
         assert (row["days"] is None) == (not source["registered"])
 
 
-def test_run_with_tables_is_scored_exported_and_resumed(shop: Path, tmp_path: Path) -> None:
+def test_run_with_tables_is_scored_and_exported(shop: Path, tmp_path: Path) -> None:
     result = train(shop, tmp_path)
     metrics = rayrec.evaluate(result.summary["checkpoint"], console=QUIET)
     assert metrics["rows"] > 0
@@ -76,8 +77,66 @@ def test_run_with_tables_is_scored_exported_and_resumed(shop: Path, tmp_path: Pa
         "origin": f"rows of {shop / 'log.csv'}",
         "failure": None,
     }
-    longer = train(shop, tmp_path, steps=8)
-    assert longer.summary["steps"] == 8
+
+
+def test_resumed_and_preprocessed_runs_have_equal_weights(shop: Path, tmp_path: Path) -> None:
+    constant = {"schedule": {"decay_fraction": 0.0}}
+    config = config_of(shop, tmp_path, workload=constant, evaluate_every=3)
+    whole = rayrec.train(config, console=QUIET)
+    check_same_in_two_parts(config, whole, steps=3)
+    ready = str(tmp_path / "ready")
+    rayrec.preprocess(
+        str(shop / "log.csv"),
+        out=ready,
+        format="parquet",
+        preprocessor=f"{whole.folder}/preprocessor",
+        schema=schema_of(shop),
+        console=QUIET,
+    )
+    config = config.replace(storage_path=str(tmp_path / "runs"), train_data={"path": ready})
+    check_same_in_two_parts(config, whole, steps=3)
+
+
+def test_joined_network_and_trees_of_formulas_score_and_serve(shop: Path, tmp_path: Path) -> None:
+    log = str(shop / "log.csv")
+    trees = {"model": LightGBMConfig(trees=6, leaves=4)}
+    models = [
+        train(shop, tmp_path, name=name, workload=workload).checkpoint
+        for name, workload in (("network", {}), ("trees", trees))
+    ]
+    together = str(tmp_path / "together")
+    rayrec.ensemble(models, out=together)
+    options = {"importance": True, "importance_repeats": 1, "slice_by": ("category",)}
+    metrics = rayrec.evaluate(together, log, console=QUIET, **options)
+    rayrec.predict(together, log, out=str(tmp_path / "scores"), console=QUIET)
+    predicted = pq.read_table(tmp_path / "scores").sort_by("row")["score"].to_numpy()
+    schema = schema_of(shop)
+    features = {each["feature"] for each in metrics["importance"]["features"]}
+    assert features == {*schema.dense, *schema.sparse}
+    values = [part["value"] for part in metrics["slices"]["category"]]
+    assert sorted(values) == ["(missing)", "c0", "c1", "c2", "c3"]
+    teacher = {"checkpoint": together, "weight": 0.5}
+    student = train(shop, tmp_path, name="student", workload={"teacher": teacher}).checkpoint
+    compared = rayrec.compare([together, student], log, resamples=10, console=QUIET)
+    assert compared["models"][0]["auroc"] == metrics["auroc"]
+    assert compared["differences"][0]["logloss"]["difference"] != 0
+
+    with open(log) as file:
+        rows = [request_of(row) for row in list(csv.DictReader(file))[:50]]
+    answer = score(make_app(open_served(together)), {"rows": rows})
+    np.testing.assert_allclose(answer["scores"], predicted[:50], atol=1e-6)
+
+
+def request_of(row: dict[str, str]) -> dict[str, Any]:
+    """Return a line of the log as a request, without what is missing."""
+    values: dict[str, Any] = {name: text for name, text in row.items() if text and name != "click"}
+    if "age" in values:
+        values["age"] = float(values["age"])
+    if "history" in values:
+        values["history"] = values["history"].split("|")
+    if "point" in values:
+        values["point"] = [float(number) for number in values["point"].split("|")]
+    return values
 
 
 def test_constants_are_of_training_rows(shop: Path, tmp_path: Path) -> None:
