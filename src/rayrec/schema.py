@@ -689,25 +689,24 @@ class Schema(Config):
         """Index of the first sparse column with the same vocabulary, for each sparse column."""
         return tuple(self.vocabularies.index(name) for name in self.vocabularies)
 
-    def difference(self, other: Schema) -> tuple[str, object, object]:
-        """Return the name of a field that differs from another schema's, and both values: the
-        columns, else the first setting, such as `tables.items.content`.
+    def difference(self, other: Schema) -> str:
+        """Return how another schema differs, for messages: in its columns, else in the first
+        setting, such as `tables.items.content`.
         """
-        if self.columns != other.columns:
-            return "columns", self.columns, other.columns
         settings = self._settings()
-        others = other._settings()
-        name = next(name for name in settings | others if settings.get(name) != others.get(name))
-        return name, settings.get(name), others.get(name)
+        stored = other._settings()
+        name = next(name for name in settings | stored if settings.get(name) != stored.get(name))
+        return f"{name} must match {settings.get(name)}, got {stored.get(name)}"
 
     def _settings(self) -> dict[str, object]:
-        """Return the fields as JSON values, those of features, tables and labels by their names."""
-        plain = self.to_dict()
-        named: dict[str, object] = {}
+        """Return the columns and fields as JSON values, those of features, tables and labels by
+        their names.
+        """
+        settings = {"columns": self.columns} | self.to_dict()
         for kind in ("features", "tables", "labels"):
-            for item in plain.pop(kind):
-                named |= {f"{kind}.{item['name']}.{key}": value for key, value in item.items()}
-        return plain | named
+            for item in settings.pop(kind):
+                settings |= {f"{kind}.{item['name']}.{key}": item[key] for key in item}
+        return settings
 
     def computed(self) -> Schema:
         """Return the schema of rows whose formulas were computed: all inputs are plain columns."""

@@ -216,8 +216,7 @@ def load_matching_preprocessor(folder: str | None, schema: Schema) -> Preprocess
     """
     preprocessor = Preprocessor.load(folder) if folder else None
     if preprocessor is not None and preprocessor.schema != schema:
-        name, expected, got = schema.difference(preprocessor.schema)
-        raise InputError(f"{folder}: {name} must match those of the log, {expected}, got {got}")
+        raise InputError(f"{folder}: {schema.difference(preprocessor.schema)}")
     return preprocessor
 
 

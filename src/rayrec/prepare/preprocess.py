@@ -48,7 +48,7 @@ def vocabulary(
     """Count the rows of a log and write the Preprocessor atomically into folder `out`. `extend`:
     folder of an older Preprocessor, or of a run or checkpoint with one. The new one keeps its IDs
     and constants, appends the log's new categories, and has its schema and rules, which `config`
-    may only repeat, but for paths of side tables, which are taken as they are today. `id_tables`:
+    may only repeat. Side tables are taken as they are today, and may have moved. `id_tables`:
     folder of `with_id_tables`, whose IDs replace counted ones; the log is then read only for
     constants of numbers. Returns its hash, rows, and the rows of each embedding table. Raises
     InputError for an unusable log, for an `extend` with another schema or other rules, or if `out`
@@ -135,12 +135,12 @@ def _opened_to_extend(
     """
     default = PreparationConfig()
     old = Preprocessor.load(path)
+    old_schema = _without_contents(old.schema)
     if config.schema == default.schema:
-        config = config.replace(schema=with_contents(_without_contents(old.schema)))
-    expected = _with_tables_of(config.schema, old.schema)
-    if config.schema != expected:
-        name, own, other = config.schema.difference(expected)
-        raise InputError(f"--extend {path}: {name} must match the log's, {own}, got {other}")
+        config = config.replace(schema=with_contents(old_schema))
+    schema = _without_contents(config.schema, old_schema)
+    if schema != old_schema:
+        raise InputError(f"--extend {path}: {schema.difference(old_schema)}")
     rules = extension_rules(old, path)
     if config.preset not in (default.preset, old.preset):
         raise InputError(
@@ -156,18 +156,16 @@ def _opened_to_extend(
     return old, config, rules.replace(split=config.rules.split)
 
 
-def _with_tables_of(schema: Schema, old: Schema) -> Schema:
-    """Return the older schema with the side tables of another one, unless they differ in more than
-    path and content.
+def _without_contents(schema: Schema, origin: Schema | None = None) -> Schema:
+    """Return the schema with side tables of any content, at their paths in `origin` if it is
+    given.
     """
-    moved = [table.replace(path="-") for table in _without_contents(schema).tables]
-    before = [table.replace(path="-") for table in _without_contents(old).tables]
-    return old.replace(tables=schema.tables) if moved == before else old
-
-
-def _without_contents(schema: Schema) -> Schema:
-    """Return the schema whose side tables may have any content."""
-    return schema.replace(tables=tuple(table.replace(content=None) for table in schema.tables))
+    paths = {table.name: table.path for table in (origin or schema).tables}
+    tables = [
+        table.replace(path=paths.get(table.name, table.path), content=None)
+        for table in schema.tables
+    ]
+    return schema.replace(tables=tuple(tables))
 
 
 def _extension_rows(extension: Extension) -> list[tuple[str, str]]:

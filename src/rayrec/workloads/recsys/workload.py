@@ -156,10 +156,9 @@ class ClickWorkload(ClickSettings):
         context.stopwatch.lap("vocabulary")
         self.check_categories(preprocessor.inputs)
         if preprocessor.schema != self.schema:
-            name, expected, got = self.schema.difference(preprocessor.schema)
             raise InputError(
-                f"the Preprocessor's {name} must be {expected}, as in the recipe, got {got}. Use "
-                "its schema and tables, or count the vocabulary again"
+                f"the Preprocessor's {self.schema.difference(preprocessor.schema)}. Use its schema "
+                "and tables, or count the vocabulary again"
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
         check_candidates(self.model, preprocessor, note=context.note)
