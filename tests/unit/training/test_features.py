@@ -25,6 +25,7 @@ from rayrec.inference.export.side_tables import write_tables
 from rayrec.inference.model import open_served
 from rayrec.models.boosted.lightgbm import LightGBMConfig
 from rayrec.prepare.feature_table import compute_features
+from rayrec.recipes import load_config
 from rayrec.schema import Feature, NamedTable, Schema, Vector, load_schema
 
 
@@ -214,6 +215,13 @@ def test_changed_table_is_rejected(shop: Path, tmp_path: Path) -> None:
         console=QUIET,
     )
     rejects("trained with other settings", train, folder, tmp_path, steps=8)
+    config = load_config((tmp_path / "run" / "config.yaml").read_text())
+    rejects(
+        "items.csv: changed .* train with the new one, without `content` in the schema$",
+        rayrec.train,
+        config.replace(name="second"),
+        console=QUIET,
+    )
 
 
 @pytest.mark.parametrize(

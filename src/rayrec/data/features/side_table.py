@@ -169,7 +169,8 @@ class SideTable:
             raise InputError(
                 f"tables: {self.source.path}: changed since the model was trained (content "
                 f"{self.content_hash[:8]}, the model has {content_hash[:8]}). Restore the table, "
-                "train with the new one, or serve with it (--swap-table)"
+                "serve with the new one (--swap-table), or train with it, without `content` in the "
+                "schema"
             )
 
 
