@@ -33,10 +33,10 @@ from builders.click_models import (
     save_checkpoint,
 )
 from builders.faults import rejects, until
+from builders.item_model import shop_model, write_items
 from builders.own_click_model import SlowConfig
 from builders.runs import QUIET
 from builders.scripts import ROOT, script
-from builders.item_model import shop_model, write_items
 from click.testing import CliRunner
 from hosts.clients import TOKEN, Load, ask
 from hosts.ports import free_ports

@@ -31,8 +31,8 @@ from builders.click_models import (
     row_text,
 )
 from builders.faults import raising, rejects, until
-from builders.requests import ask, post, post_async, sample_values, score
 from builders.item_model import shop_model, write_items
+from builders.requests import ask, post, post_async, sample_values, score
 
 from rayrec.compat import ray_compat
 from rayrec.config import InputError

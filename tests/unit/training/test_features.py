@@ -17,9 +17,9 @@ from builders.shop import SCHEMA, config_of, schema_of, write_rows, write_shop
 
 import rayrec
 from rayrec.data.encoding.preprocessor import Preprocessor
-from rayrec.data.log_source import LogSource
-from rayrec.data.features import lookups
 from rayrec.data.encoding.rules import DenseColumn
+from rayrec.data.features import lookups
+from rayrec.data.log_source import LogSource
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.side_tables import write_tables
 from rayrec.inference.model import open_served
@@ -111,7 +111,7 @@ def test_joined_network_and_trees_of_formulas_score_and_serve(shop: Path, tmp_pa
     metrics = rayrec.evaluate(together, log, console=QUIET, **options)
     rayrec.predict(together, log, out=str(tmp_path / "scores"), console=QUIET)
     predicted = pq.read_table(tmp_path / "scores").sort_by("row")["score"].to_numpy()
-    schema = schema_of(shop)
+    schema = LogSource.at(log).schema(schema_of(shop))
     features = {each["feature"] for each in metrics["importance"]["features"]}
     assert features == {*schema.dense, *schema.sparse}
     values = [part["value"] for part in metrics["slices"]["category"]]
@@ -217,7 +217,7 @@ def test_changed_table_is_rejected(shop: Path, tmp_path: Path) -> None:
     rejects("trained with other settings", train, folder, tmp_path, steps=8)
     config = load_config((tmp_path / "run" / "config.yaml").read_text())
     rejects(
-        "items.csv: changed .* train with the new one, without `content` in the schema$",
+        "items.csv: changed .* train with it, without `content` in the schema$",
         rayrec.train,
         config.replace(name="second"),
         console=QUIET,
@@ -322,6 +322,8 @@ def test_served_export_has_tables(
     kept = next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns
     assert answer() == expected
     assert next(iter((tmp_path / "cache").glob("tables/*-1/rows.arrow"))).stat().st_mtime_ns == kept
+
+
 def test_preprocessor_of_other_formulas_or_tables_is_rejected(shop: Path, tmp_path: Path) -> None:
     log = str(copied(shop, tmp_path / "shop") / "log.csv")
     shop = tmp_path / "shop"
