@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
-from typing import Any, Final, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
+
+from annotated_types import Gt, Le
 
 from rayrec.config import Config, InputError, packaged_json
 from rayrec.formula.program import Program, Step
@@ -244,6 +246,25 @@ class FittedFunction(Config):
     """Lowest number of each bin but the first for `quantile`, mean and deviation for `zscore`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowSample(Config):
+    """Sample of the training rows with one label."""
+
+    label: Literal[0, 1]
+    """Label of the rows that are sampled: 0 or 1. All rows with the other one are kept."""
+    keep: Annotated[float, Gt(0), Le(1)]
+    """Share of these rows that is kept, by a hash of each row's position in its file."""
+
+    # Label 0: the odds p / (1 - p) of a click become p / (keep (1 - p)). This is the "prior
+    # correction" of King & Zeng, "Logistic Regression in Rare Events Data", Political Analysis
+    # 2001.
+    @property
+    def logit_offset(self) -> float:
+        """Logit of label 1 among the kept rows, minus that among all rows."""
+        logarithm = math.log(self.keep)
+        return logarithm if self.label else -logarithm
+
+
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
 #
 #   label, labels        what to learn; `label_rule` makes clicks of other values
@@ -339,6 +360,10 @@ class Schema(Config):
     """Format of the files: csv, parquet, jsonl, libsvm, libffm, vw, slot_value, npz, or
     FILE.py:CLASS for your own. None: found from the content of each file.
     """
+    sample: RowSample | None = field(default=None, compare=False)
+    """Share of the rows with one label that training reads, such as {label: 0, keep: 0.1}.
+    Predictions stay those of all rows. Evaluations use all rows. None: all rows train.
+    """
     group: str | None = field(default=None, compare=False)
     """Column of `sparse`, such as the user, within whose values evaluations measure ranking too
     (gauc). Not used to train.
@@ -383,6 +408,7 @@ class Schema(Config):
         self._check_features()
         if self.label_rule is not None and self.label is None:
             raise InputError("schema: label must name a column with at_least or positive")
+        self._check_sample()
         _check_delimiter(self.delimiter)
         _check_mark("list_delimiter", self.list_delimiter)
         if self.delimiter == self.list_delimiter:
@@ -631,6 +657,20 @@ class Schema(Config):
                 f"{self.group}"
             )
 
+    def _check_sample(self) -> None:
+        """Check that rows are sampled by their only label. Raises InputError."""
+        if self.sample is None:
+            return
+        if self.label is None:
+            raise InputError(
+                "schema: sample needs a label of 0 and 1, got none. Name its column in label"
+            )
+        if self.labels:
+            raise InputError(
+                f"schema: sample needs a log with one label, got also {self.label_names[1]}, which "
+                "would be learned from the kept rows alone. Leave out labels or sample"
+            )
+
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns of the log, in the order of files without a header."""
@@ -732,6 +772,7 @@ class Schema(Config):
             label_rule=None,
             weight=None,
             labels=(),
+            sample=None,
             timestamp=self.timestamp if self.has_timed_tables else None,
             dropped=self._not_scored,
         )
@@ -751,6 +792,9 @@ class Schema(Config):
             changes["vectors"] = [
                 {"name": each} if isinstance(each, str) else each for each in vectors
             ]
+        sample = changes.get("sample")
+        if isinstance(sample, Mapping) and self.sample is None:
+            changes["sample"] = RowSample.item(sample, where="sample.")
         label = changes.get("label")
         if isinstance(label, Mapping):
             fields = dict(label)
@@ -799,7 +843,8 @@ class Schema(Config):
         effect, to keep hashes.
         """
         plain = self.to_dict()
-        del plain["group"]
+        for name in ("group", "sample"):
+            plain.pop(name, None)
         # Stored names of files would be code to run.
         if ":" in (self.format or ""):
             del plain["format"]
@@ -872,7 +917,7 @@ _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
 """Fields added in later versions, with their values in older schemas."""
 
 
-_NEWEST: Final = ("vectors", "fitted")
+_NEWEST: Final = ("vectors", "fitted", "sample")
 """Fields that `Schema.to_dict` leaves out if they are empty."""
 
 

@@ -148,6 +148,14 @@ class RawBlock:
         """
         return self._selected(rows, tuple(each.take(rows) for each in self.lists), ())
 
+    def subset(self, rows: np.ndarray) -> RawBlock:
+        """Return the given rows (int64, ascending), with their files."""
+        bounds = (
+            (path, *np.searchsorted(rows, (low, high)).tolist()) for path, low, high in self.files
+        )
+        files = tuple(run for run in bounds if run[1] < run[2])
+        return self._selected(rows, tuple(each.take(rows) for each in self.lists), files)
+
     def cut(self, start: int, stop: int) -> RawBlock:
         """Return rows [start, stop) without copying values."""
         if (start, stop) == (0, self.rows):

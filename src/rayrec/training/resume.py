@@ -119,7 +119,7 @@ def _changes(stored: Mapping[str, Any], config: Config, prefix: str) -> Iterator
         value = getattr(config, field.name)
         # Settings of an earlier version do not have a later field, whose default keeps its results.
         if old != _ABSENT or value != default_of(field):
-            yield from _value_changes(f"{prefix}{field.name}", old, value, plain[field.name])
+            yield from _value_changes(f"{prefix}{field.name}", old, value, plain.get(field.name))
     for name in stored.keys() - plain.keys():
         yield Change(f"{prefix}{name}", stored[name], _ABSENT)
 

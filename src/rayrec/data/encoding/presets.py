@@ -216,7 +216,7 @@ def make_preprocessor(preset: Preset, schema: Schema, counts: Counts) -> Preproc
     minimums = dict(sorted(counts.file_minimum.items()))
     return Preprocessor(
         preset=preset.name,
-        schema=schema,
+        schema=schema.replace(sample=None),
         dense=tuple(
             _dense_column(preset, schema, counts, number) for number in range(len(inputs.dense))
         ),

@@ -17,7 +17,7 @@ from rayrec.config import InputError
 from rayrec.data.formats.columns import partition_names
 from rayrec.data.logs.faults import HEAD_BYTES, Faults, likely_cause
 from rayrec.native import call
-from rayrec.schema import Schema
+from rayrec.schema import RowSample, Schema
 from rayrec.storage.cache import read_head
 
 _MAX_INDICES = 64
@@ -61,6 +61,10 @@ class Segment:
     """Checksum (native/checksum.c) of the rows' bytes, in a table of the schema's columns. None:
     unknown or preprocessed.
     """
+    sample: SegmentSample | None = None
+    """Rows of which this segment has those that a sample keeps, numbered over all kept rows. None:
+    all rows.
+    """
 
     @property
     def is_preprocessed(self) -> bool:
@@ -82,6 +86,18 @@ class SegmentRange:
     @property
     def rows(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class SegmentSample:
+    """Rows of a segment that are sampled by their label, and their positions in the log."""
+
+    part: SegmentRange
+    rule: RowSample
+    key: int
+    """Hash of the file's name, 0 to 2^64 - 1."""
+    first_position: int
+    """Number of the segment's first row among all rows of files with this name."""
 
 
 @dataclass(frozen=True)
@@ -313,11 +329,9 @@ class CachedIndex:
         further dependencies.
         """
         paths = [file.path for file in files]
-        # Constants of formulas, which come from the rows, do not change which rows are valid.
-        columns = schema.replace(fitted=()).to_dict()
-        source = hashlib.sha256(repr((paths, columns, segment_bytes, suffix)).encode()).hexdigest()[
-            :16
-        ]
+        source = hashlib.sha256(
+            repr((paths, _read_fields(schema), segment_bytes, suffix)).encode()
+        ).hexdigest()[:16]
         versions = [(file.size_bytes, file.modified_ns) for file in files]
         version = hashlib.sha256(repr((VERSION, versions)).encode()).hexdigest()[:16]
         path = None if folder is None else storage.join(folder, f"index-{source}.json")
@@ -372,6 +386,13 @@ class CachedIndex:
         # Not JSON, or JSON of another shape
         except (ValueError, TypeError, LookupError, AttributeError):
             return None, None
+
+
+def _read_fields(schema: Schema) -> dict[str, Any]:
+    """Return the fields that an index depends on: all but the sample, which is taken of it, and the
+    constants of formulas, which do not change which rows are valid.
+    """
+    return schema.replace(sample=None, fitted=()).to_dict()
 
 
 def _edited(old: LogIndex, new: LogIndex) -> str | None:

@@ -13,22 +13,36 @@ from rayrec.data.logs.index import Block, LogIndex, Segment, SegmentRange
 from rayrec.data.logs.parquet import read_rows
 from rayrec.data.logs.random_log import read_random
 from rayrec.data.logs.splits import Slice
-from rayrec.data.logs.table_log import good_rows, read_tables
+from rayrec.data.logs.table_log import good_rows, read_label_column, read_tables
 from rayrec.data.logs.table_parser import argument_values, derived_columns
 from rayrec.data.logs.text_log import read_segments, read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
+from rayrec.data.sampled_rows import all_sampled_rows, log_segments
 from rayrec.formula.tree import Node
 from rayrec.schema import Schema
 
 
 def read_raw(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read the raw rows of segments of one log."""
+    """Read the raw rows of segments of one log, all sampled or none."""
     if segments and segments[0].format == "table":
         return read_tables(segments, schema)
+    if segments and segments[0].sample is not None:
+        raw = read_raw(log_segments(segments), schema)
+        return raw.subset(all_sampled_rows(segments, raw.labels[schema.label_names[0]]))
     if segments and segments[0].format == "random":
         return read_random(segments, schema)
     return read_segments(segments, schema)
+
+
+def read_clicks(segments: Sequence[Segment], schema: Schema) -> np.ndarray:
+    """Read `Schema.label` of raw segments, float32 [rows]. Of tables without faults, only this
+    column is read.
+    """
+    has_faults = any(each.stop - each.start != each.rows for each in segments)
+    if segments[0].format == "table" and not has_faults:
+        return np.concatenate([read_label_column(each, schema) for each in segments])
+    return read_raw(segments, schema).labels[schema.label_names[0]]
 
 
 def first_lines(index: LogIndex, *, segments_per_task: int, engine: Engine) -> dict[Segment, int]:

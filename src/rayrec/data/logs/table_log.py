@@ -37,8 +37,9 @@ from rayrec.data.logs.rewritten import (
     prepared,
     segments_of,
 )
-from rayrec.data.logs.table_parser import check_table, find_valid_rows, parse_table
+from rayrec.data.logs.table_parser import check_table, find_valid_rows, parse_clicks, parse_table
 from rayrec.data.raw_block import RawBlock
+from rayrec.data.sampled_rows import sampled_rows
 from rayrec.data.stage_times import stage
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
@@ -277,8 +278,8 @@ def _check_task(chunks: Sequence[_Chunk], *, schema: Schema) -> pa.Table:
 
 
 def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
-    """Read segments of one log in turn, without invalid rows. Raises InputError if a segment no
-    longer has its indexed rows.
+    """Read segments of one log in turn, without invalid rows, and without those that a sample
+    leaves out. Raises InputError if a segment no longer has its indexed rows.
     """
     tables = storage.in_parallel(
         functools.partial(_read_table, schema=schema),
@@ -290,11 +291,33 @@ def read_tables(segments: Sequence[Segment], schema: Schema) -> RawBlock:
         with stage("read"):
             table = next(tables)
         with stage("parse"):
-            raw, _ = parse_table(table, schema, path=segment.path)
+            raw = _parsed(table, segment, schema)
         if raw.rows != segment.rows:
             raise changed(segment.path, segment.start, segment.stop, "rows")
         blocks.append(raw)
     return RawBlock.concatenated(blocks)
+
+
+def _parsed(table: pa.Table, segment: Segment, schema: Schema) -> RawBlock:
+    """Parse the rows of a segment, given all rows of its range."""
+    if segment.sample is None:
+        raw, _ = parse_table(table, schema, path=segment.path)
+        return raw
+    if segment.sample.part.segment.rows == table.num_rows:
+        # Without faults, labels alone say which rows to parse
+        labels = parse_clicks(table, schema, path=segment.path)
+        table = table.take(pa.array(sampled_rows(segment, labels)))
+        raw, _ = parse_table(table, schema, path=segment.path)
+        return raw
+    raw, _ = parse_table(table, schema, path=segment.path)
+    return raw.subset(sampled_rows(segment, raw.labels[schema.label_names[0]]))
+
+
+def read_label_column(segment: Segment, schema: Schema) -> np.ndarray:
+    """Return the label of each row of a segment without faults, float32 [rows]."""
+    columns = schema.label_names[:1]
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=columns)
+    return parse_clicks(table, schema, path=segment.path)
 
 
 def good_rows(segment: Segment, schema: Schema) -> np.ndarray:

@@ -198,6 +198,12 @@ def find_valid_rows(table: pa.Table, schema: Schema, *, path: str = "") -> np.nd
     return np.flatnonzero(is_valid)
 
 
+def parse_clicks(table: pa.Table, schema: Schema, *, path: str) -> np.ndarray:
+    """Return `Schema.label` of all rows of a table, float32 [rows]. Invalid ones are any number."""
+    assert schema.label is not None
+    return ColumnParser(table, schema, path).clicks(schema.label)
+
+
 def label_faults(table: pa.Table, schema: Schema, label: str, *, path: str) -> Faults:
     """Return the faults of the label column."""
     parser = _parser(table, schema, path)

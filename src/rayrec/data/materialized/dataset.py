@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
+from rayrec.data.arrow import as_numpy
 from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext, grouped
@@ -32,6 +33,7 @@ from rayrec.data.materialized.formats import (
     from_named_columns,
 )
 from rayrec.data.materialized.torchrec_arrays import PRESET
+from rayrec.data.sampled_rows import all_sampled_rows, log_segments
 
 VERSION = 1
 MANIFEST = "dataset.json"
@@ -224,18 +226,24 @@ def open_dataset(segment: Segment) -> tuple[PreprocessedDataset, int]:
 
 
 def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preprocessor) -> EncodedRows:
-    """Read rows `order` (int64) of the concatenated segments. The result equals encoding the raw
-    rows. Raises InputError if the dataset was made with another Preprocessor, a file is damaged, or
-    an id is outside its table.
+    """Read rows `order` (int64) of the concatenated segments, all sampled or none. The result
+    equals encoding the raw rows. Raises InputError if the dataset was made with another
+    Preprocessor, a file is damaged, or an id is outside its table.
     """
     order = np.ascontiguousarray(order, np.int64)
+    if segments[0].sample is not None:
+        sources = log_segments(segments)
+        clicks = read_clicks(sources, preprocessor.schema.label_names[0])
+        rows = read(sources, all_sampled_rows(segments, clicks)[order], preprocessor)
+        return replace(rows, row_numbers=row_numbers(segments)[order])
     dataset, _ = open_dataset(segments[0])
     dataset.check_preprocessor(preprocessor)
     assert not len(order) or (
         order.min() >= 0 and order.max() < sum(segment.rows for segment in segments)
     )
     if dataset.format == "parquet":
-        rows = _read_parquet(dataset, segments, order, preprocessor)
+        table = _read_table(dataset, segments, order)
+        rows = from_named_columns(table, preprocessor.inputs)
     else:
         rows = dataset.maps.read(_runs(segments), order, preprocessor)
     invalid = find_invalid_id(rows, preprocessor.num_embeddings)
@@ -250,6 +258,16 @@ def read(segments: Sequence[Segment], order: np.ndarray, preprocessor: Preproces
             f"row {row} column {feature}: id {id_} is outside its table of {size:,} rows",
         )
     return replace(rows, row_numbers=row_numbers(segments)[order])
+
+
+def read_clicks(segments: Sequence[Segment], label: str) -> np.ndarray:
+    """Read the label column of preprocessed segments, [rows]."""
+    dataset, _ = open_dataset(segments[0])
+    if dataset.format != "parquet":
+        return dataset.maps.read_labels(_runs(segments))
+    rows = np.arange(sum(segment.rows for segment in segments), dtype=np.int64)
+    table = _read_table(dataset, segments, rows, columns=[label])
+    return as_numpy(table.column(label).combine_chunks())
 
 
 def _locate_row(
@@ -286,14 +304,15 @@ def _runs(segments: Sequence[Segment]) -> list[MappedRange]:
     return runs
 
 
-def _read_parquet(
+def _read_table(
     dataset: PreprocessedDataset,
     segments: Sequence[Segment],
     order: np.ndarray,
-    preprocessor: Preprocessor,
-) -> EncodedRows:
-    """Read the row groups with the requested rows. A segment that is split between two sets has two
-    row groups.
+    *,
+    columns: Sequence[str] | None = None,
+) -> pa.Table:
+    """Read the row groups with the requested rows, and all or some columns. A segment that is split
+    between two sets has two row groups.
     """
     files = dataset.manifest["parquet"]
     first_rows = [file["first_row"] for file in files]
@@ -329,7 +348,7 @@ def _read_parquet(
                 opened[file] = pq.ParquetFile(
                     filesystem.open_input_file(inner), pre_buffer=storage.is_url(path)
                 )
-            tables.append(opened[file].read_row_group(group, use_threads=False))
+            tables.append(opened[file].read_row_group(group, columns=columns, use_threads=False))
     except (OSError, pa.ArrowInvalid) as error:
         raise damaged(
             dataset.path,
@@ -339,8 +358,7 @@ def _read_parquet(
     finally:
         for reader in opened.values():
             reader.close()
-    table = pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[group_numbers]))
-    return from_named_columns(table, preprocessor.inputs)
+    return pa.concat_tables(tables).combine_chunks().take(pa.array(order - before[group_numbers]))
 
 
 _TASK_BYTES = 256 << 20

@@ -465,6 +465,16 @@ class MappedRows:
             ids.append(column.reshape(-1) if size == 1 else column)
         return EncodedRows(dense, ids, labels)
 
+    def read_labels(self, runs: Sequence[MappedRange]) -> np.ndarray:
+        """Read the labels of the runs, int32 [rows]."""
+        name = "rows" if self.manifest["format"] == "binary" else "labels"
+        parts = []
+        for run in runs:
+            _, values, _ = self._matrix(run.file, name)
+            stop = run.first + run.stop - run.start
+            parts.append(values[run.first : stop, 0])
+        return np.concatenate(parts)
+
     @cached_property
     def _sizes(self) -> dict[str, int]:
         return {file["name"]: file["bytes"] for file in self.manifest["files"]}
