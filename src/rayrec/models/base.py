@@ -285,6 +285,10 @@ class ClickModelConfig(Config):
         """
         return None
 
+    def loss_logits(self) -> tuple[str, ...]:
+        """Return further outputs that the loss takes as logits of the main label. Default: none."""
+        return ()
+
     def output_heads(self, inputs: ModelInputs) -> tuple[Head, ...]:
         """Return the outputs, the main one first. Default: one for each label. Pure."""
         from rayrec.models.heads import label_heads
@@ -339,7 +343,8 @@ class ClickModelConfig(Config):
 
         - loss(outputs, batch): loss of each row, float32 [rows], from the outputs of `forward` and
           the `rayrec.batch.Batch`, before weighting and averaging. May communicate between workers.
-          loss(outputs, labels) receives `batch.labels`.
+          loss(outputs, labels) receives `batch.labels`. If the schema has a `sample`, the label's
+          logits, and those of `loss_logits`, are among the kept rows.
         - measures(outputs, batch): values that evaluations average, by name, float32 [rows]. NaN
           excludes a row. Integers are added up instead.
         - predict(outputs, embedded): values of the heads for inference. `forward` then need not

@@ -2,6 +2,7 @@
 Predictive Uncertainty Estimation using Deep Ensembles", NIPS 2017).
 """
 
+import re
 from collections.abc import Sequence
 from functools import reduce
 from itertools import accumulate
@@ -93,3 +94,8 @@ class Ensemble(nn.Module):
 
 def _name(number: int, output: str) -> str:
     return f"member {number}: {output}"
+
+
+def plain_name(output: str) -> str:
+    """Return the name of an output without those of members."""
+    return re.sub(r"^(member \d+: )+", "", output)

@@ -29,7 +29,7 @@ from rayrec.models.base import (
     table_key,
     unpooled_features,
 )
-from rayrec.models.ensemble import build_network
+from rayrec.models.ensemble import build_network, plain_name
 from rayrec.models.heads import Head, LabelHead, measured, named_outputs, network_loss
 from rayrec.models.scoring_tables import find_table, table_name
 
@@ -235,9 +235,10 @@ class ClickModel(nn.Module):
         *,
         dim: int,
         embedding_penalty: float,
+        sample_offset: SampleOffset | None = None,
     ) -> None:
         """Build from tables with sum pooling and tables with unpooled lookups (None without any),
-        of embedding width `dim`.
+        of embedding width `dim`. `sample_offset` is that of a sample that trains the model.
         """
         super().__init__()
         self.embeddings = embeddings
@@ -245,7 +246,13 @@ class ClickModel(nn.Module):
         tables = [] if sequences is None else sequences.embedding_configs()
         one_by_one = {feature for table in tables for feature in table.feature_names}
         self.head = _Head(
-            network, inputs, heads, dim=dim, penalty=embedding_penalty, one_by_one=one_by_one
+            network,
+            inputs,
+            heads,
+            dim=dim,
+            penalty=embedding_penalty,
+            one_by_one=one_by_one,
+            sample_offset=sample_offset,
         )
         self.register_state_dict_post_hook(_remove_network_prefix)
 
@@ -309,6 +316,24 @@ class ClickModel(nn.Module):
         return dict.fromkeys(sequence_features.keys(), empty)
 
 
+@dataclass(frozen=True)
+class SampleOffset:
+    """Difference of the label's logits among the rows of a sample and among all rows. The network's
+    logits are those among all rows, and the training loss is that of the sample.
+    """
+
+    value: float
+    outputs: tuple[str, ...]
+    """Outputs that are logits of the label."""
+
+    def added(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs with the logits among the rows of the sample."""
+        return {
+            name: values + self.value if plain_name(name) in self.outputs else values
+            for name, values in outputs.items()
+        }
+
+
 class _Head(nn.Module):
     """Path from pooled embeddings to the loss. TorchRec does not trace it, so networks may run any
     code.
@@ -323,12 +348,14 @@ class _Head(nn.Module):
         dim: int,
         penalty: float,
         one_by_one: set[str],
+        sample_offset: SampleOffset | None,
     ) -> None:
         super().__init__()
         self.network = network
         self.inputs = inputs
         self.dim = dim
         self._penalty = penalty
+        self._sample_offset = sample_offset
         self._unpooled = [feature for feature in inputs.features if feature in one_by_one]
         self._number = {feature: number for number, feature in enumerate(inputs.features)}
         self._keys = list(inputs.features)
@@ -353,6 +380,8 @@ class _Head(nn.Module):
         outputs = self.outputs(
             batch.tensors[DENSE], pooled, one_by_one, batch.sequence_features, penalty=penalty
         )
+        if self.training and self._sample_offset is not None:
+            outputs = self._sample_offset.added(outputs)
         loss, losses = self._summed_loss(outputs, batch)
         loss = loss * batch.loss_weight
         logits = {head.name: outputs[head.name].detach() for head in self._labels}
@@ -476,11 +505,13 @@ def build_click_model(
     seed: int = 0,
     embedding_device: str = "meta",
     start: TableInit | None = None,
+    logit_offset: float = 0.0,
 ) -> ClickModel:
     """Build the model with its network on CPU and its tables on `embedding_device`. Tables on
     "meta" have no values until they are sharded. "cpu" builds a full model in one process. Initial
     values depend only on `seed`. `num_embeddings`: row count of each feature's table. `start`:
-    initial value distribution of the tables. Raises InputError for a table without rows.
+    initial value distribution of the tables. `logit_offset`: logit among the rows that train, minus
+    that among all rows. Raises InputError for a table without rows.
     """
     unpooled = unpooled_features(config, inputs)
     rows_of = dict(zip(inputs.features, num_embeddings, strict=True))
@@ -515,14 +546,23 @@ def build_click_model(
             sequences = EmbeddingCollection(tables=tables, device=torch.device(embedding_device))
         torch.manual_seed(seed)
         network = build_network(config, inputs, precision=precision)
-    heads = config.output_heads(inputs)
-    penalty = config.embedding_penalty
     return ClickModel(
         embeddings,
         sequences,
         network,
         inputs,
-        heads,
+        config.output_heads(inputs),
         dim=config.table_width,
-        embedding_penalty=penalty,
+        embedding_penalty=config.embedding_penalty,
+        sample_offset=_sample_offset(config, inputs, logit_offset),
     )
+
+
+def _sample_offset(
+    config: ClickModelConfig, inputs: ModelInputs, value: float
+) -> SampleOffset | None:
+    """Return the offset of the logits that the model's loss takes, None without one."""
+    if not value:
+        return None
+    main, *_ = config.output_heads(inputs)
+    return SampleOffset(value, (main.name, *config.loss_logits()))

@@ -194,6 +194,11 @@ def summary_rows(summary: dict[str, Any], *, folder: str) -> list[tuple[str, str
             "preparation",
         ),
         *([("faulty rows left out", f"{summary['bad_rows']:,}")] if "bad_rows" in summary else []),
+        *(
+            [("rows sampled out", f"{summary['sampled_out']:,}")]
+            if "sampled_out" in summary
+            else []
+        ),
         *([("where the time went", summary["verdict"])] if summary.get("verdict") else []),
         ("checkpoint", summary["checkpoint"]),
         ("run", folder),

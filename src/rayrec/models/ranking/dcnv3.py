@@ -52,6 +52,9 @@ class DCNv3Config(ClickModelConfig):
     def needs_categories(self) -> bool:
         return False
 
+    def loss_logits(self) -> tuple[str, ...]:
+        return "deep", "shallow"
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return DCNv3(self, inputs, precision=precision)
 

@@ -81,6 +81,9 @@ class EnsembleConfig(ClickModelConfig):
     def needs_categories(self) -> bool:
         return any(model.needs_categories() for model in self.models)
 
+    def loss_logits(self) -> tuple[str, ...]:
+        return tuple(name for model in self.models for name in model.loss_logits())
+
     def sequences(self, inputs: ModelInputs) -> tuple[str, ...]:
         """Return the sequences of all models. Models that pool them get the sum."""
         sequences = {feature for model in self.models for feature in model.sequences(inputs)}

@@ -51,6 +51,9 @@ class FinalNetConfig(ClickModelConfig):
     def needs_categories(self) -> bool:
         return False
 
+    def loss_logits(self) -> tuple[str, ...]:
+        return "first tower", "second tower"
+
     def build(self, inputs: ModelInputs, *, precision: Precision = "fp32") -> nn.Module:
         return FinalNet(self, inputs, precision=precision)
 

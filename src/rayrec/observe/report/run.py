@@ -178,6 +178,8 @@ def _facts(run: Run) -> Markup:
         if (target := target_text(run.summary)) is not None:
             named.append(("target", target))
         named.append(("weights to use", f"step {run.summary['chosen_step']:,}"))
+        if "sampled_out" in run.summary:
+            named.append(("rows sampled out", f"{run.summary['sampled_out']:,}"))
         if "share_of_best_auroc" in run.summary:
             fraction = run.summary["share_of_best_auroc"]
             best = run.summary["best_auroc"]

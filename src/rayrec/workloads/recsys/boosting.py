@@ -4,6 +4,8 @@ rows, Preprocessor and splits of any click model.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from rayrec.config import InputError
 from rayrec.data.encoded_rows import JaggedIds
 from rayrec.humanize import one_line
 from rayrec.ingest.block_order import BlockOrder
-from rayrec.layers.trees import Tree
+from rayrec.layers.trees import BoostedTrees, Tree
 from rayrec.models.base import ModelInputs
 from rayrec.models.boosted.lightgbm import LightGBMConfig, TreeNetwork, tree_columns
 from rayrec.models.scoring_tables import table_name
@@ -51,6 +53,8 @@ BATCH_ROWS: Final = 1 << 15
 """Rows that are read at once."""
 _SAMPLE_ROWS: Final = 200_000
 """Training rows that bounds of bins are computed from, evenly spread."""
+_MIN_MEAN: Final = 1e-9
+"""Minimum mean label that trees start from, if all labels are equal."""
 _OBJECTIVES: Final = {"binary": "cross_entropy", "number": "regression", "count": "poisson"}
 """LightGBM's objective for each kind of label. Its raw predictions are those of the label's
 head.
@@ -130,6 +134,12 @@ class TreeRows:
         self._weight = np.concatenate(weights) if weights else None
         self._sample = _joined(samples)
         self.numbers = np.concatenate(numbers)
+
+    def mean_logit(self) -> float:
+        """Return the logit of the mean label, weighted like the rows."""
+        mean = np.average(self._label.astype(np.float64), weights=self._weight)
+        inside = float(np.clip(mean, _MIN_MEAN, 1 - _MIN_MEAN))
+        return math.log(inside / (1 - inside))
 
     def dataset(
         self, parameters: Mapping[str, Any], *, start: Sums | None = None
@@ -337,15 +347,25 @@ class BoostingPipeline:
     """Pipeline whose training step adds a tree. Scores with the model in eval mode."""
 
     def __init__(
-        self, model: ClickModel, config: LightGBMConfig, clock: StepTimer, *, kind: str, seed: int
+        self,
+        model: ClickModel,
+        config: LightGBMConfig,
+        clock: StepTimer,
+        *,
+        kind: str,
+        seed: int,
+        logit_offset: float = 0.0,
     ) -> None:
-        """`kind` is that of the label's head."""
+        """`kind` is that of the label's head. `logit_offset` is the logit among the rows that
+        train, minus that among all rows.
+        """
         self._clock = clock
         self._model = model
         network = model.head.network
         assert isinstance(network, TreeNetwork)
         self._trees = network.trees
         self._seed = seed
+        self._offset = logit_offset
         self._parameters = _parameters(config, objective=_OBJECTIVES[kind])
         self._draws = _Draws(config, seed)
         self._booster: lightgbm.Booster | None = None
@@ -355,11 +375,15 @@ class BoostingPipeline:
         batch = next(batches)
         if not self._model.training:
             return self._model(batch)[1]
+        count = self._trees.count
         with self._clock.phase("data"):
             if self._booster is None:
                 self._booster = self._begin(batch.rows)
         with self._clock.phase("optimizer"):
-            loss = self._grow(self._booster, batch.row_numbers.epoch)
+            # The first tree of a sample is its start value
+            if self._trees.count == count:
+                self._grow(self._booster, batch.row_numbers.epoch)
+            loss = float(self._booster.eval_train()[0][2])
         return StepOutput(torch.tensor(loss))
 
     def reset(self) -> None:
@@ -371,7 +395,9 @@ class BoostingPipeline:
             name = f"embeddings.embedding_bags.{table_name(vocabulary)}.weight"
             rows.statistics.fill(vocabulary, tables[name].numpy())
         self._trees.check()
-        start = self._trees if self._trees.count else None
+        if self._offset and not self._trees.count:
+            self._trees.append(_leaf(rows.mean_logit() - self._offset))
+        start = _shifted(self._trees, self._offset) if self._trees.count else None
         dataset = rows.dataset(self._parameters, start=start)
         try:
             return lightgbm.Booster(self._parameters, dataset)
@@ -381,8 +407,8 @@ class BoostingPipeline:
                 "another --model."
             ) from error
 
-    def _grow(self, booster: lightgbm.Booster, step: int) -> float:
-        """Add a tree, and return the mean loss of the training rows."""
+    def _grow(self, booster: lightgbm.Booster, step: int) -> None:
+        """Add a tree."""
         if parameters := self._draws.parameters(step):
             booster.reset_parameter(parameters)
         before = booster.num_trees()
@@ -394,7 +420,25 @@ class BoostingPipeline:
             tree = parse_tree(booster.model_to_string(num_iteration=1, start_iteration=before))
             if len(tree.column) or not self._trees.count:
                 self._trees.append(tree)
-        return float(booster.eval_train()[0][2])
+
+
+# LightGBM's scores of a sample's rows are the trees' sums plus the offset. The first tree is the
+# mean label alone, and the offset is added to it first, so that a resumed run has the same scores,
+# bit by bit.
+def _shifted(trees: BoostedTrees, offset: float) -> BoostedTrees:
+    """Return the trees with an offset in the values of the first one."""
+    if not offset:
+        return trees
+    shifted = copy.deepcopy(trees)
+    with torch.no_grad():
+        shifted.value[0] += offset
+    return shifted
+
+
+def _leaf(value: float) -> Tree:
+    """Return a tree of one leaf."""
+    none = np.empty(0, np.int64)
+    return Tree(none, np.empty(0), none, none, np.array([value]))
 
 
 def _parameters(config: LightGBMConfig, *, objective: str) -> dict[str, Any]:
@@ -434,8 +478,7 @@ def parse_tree(text: str) -> Tree:
 
     value = numbers("leaf_value", np.float64)
     if len(value) == 1:
-        none = np.empty(0, np.int64)
-        return Tree(none, np.empty(0), none, none, value)
+        return _leaf(float(value[0]))
     if (numbers("decision_type", np.int64) & _CATEGORICAL_OR_MISSING).any():
         raise ValueError("the tree must only compare numbers")
     return Tree(
@@ -475,7 +518,14 @@ def make_model(
         config, inputs, num_embeddings=prepared.num_embeddings, embedding_device="cpu"
     )
     kind = config.output_heads(inputs)[0].kind
-    pipeline = BoostingPipeline(model, config, clock, kind=kind, seed=context.config.seed)
+    pipeline = BoostingPipeline(
+        model,
+        config,
+        clock,
+        kind=kind,
+        seed=context.config.seed,
+        logit_offset=workload.logit_offset,
+    )
     return model, ConstantRate(config.learning_rate), pipeline
 
 

@@ -91,13 +91,14 @@ def open_teacher(config: TeacherConfig, *, run: str) -> Teacher | None:
 
 
 def load_targets(
-    teacher: Teacher, preprocessor: Preprocessor
+    teacher: Teacher, preprocessor: Preprocessor, *, logit_offset: float = 0.0
 ) -> Callable[[EncodedRows], np.ndarray]:
     """Return a function that computes targets on a worker: (1 - weight) * label + weight * teacher
     probability, float32 [rows]. Binary cross entropy is linear in the target, so this equals the
     weighted mean of both losses (Hinton et al. 2015, "Distilling the Knowledge in a Neural
-    Network", at temperature 1). Memory: the teacher's weights, once per worker. Raises InputError
-    for damaged weights, another kind of model, and incompatible models.
+    Network", at temperature 1). `logit_offset` makes its probabilities those among
+    the rows of a sample. Memory: the teacher's weights, once per worker. Raises InputError for
+    damaged weights, another kind of model, and incompatible models.
     """
     from rayrec.workloads.recsys.scorer import click_settings, load_scorer
 
@@ -110,8 +111,9 @@ def load_targets(
         device="cpu",
     )
     weight = np.float32(teacher.weight)
+    offset = np.float32(logit_offset)
 
     def targets(rows: EncodedRows) -> np.ndarray:
-        return (1 - weight) * rows.label + weight * sigmoid(scorer.score(rows))
+        return (1 - weight) * rows.label + weight * sigmoid(scorer.score(rows) + offset)
 
     return targets

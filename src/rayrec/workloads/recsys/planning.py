@@ -146,6 +146,7 @@ def build_model(
         inputs,
         num_embeddings=num_embeddings,
         start=workload.table_start,
+        logit_offset=workload.logit_offset,
         **settings,
     )
     optimizer_class, optimizer_arguments = workload.sparse_optimizer.build()

@@ -51,6 +51,8 @@ class Prepared:
     best_auroc: float | None
     """Best achievable AUROC on the test rows of a synthetic log, None if unknown."""
     teacher: Teacher | None = None
+    sampled_out: int = 0
+    """Training rows that `Schema.sample` leaves out."""
 
     @cached_property
     def training_clips(self) -> ClipSum:
@@ -208,6 +210,11 @@ class ClickSettings(Workload):
                 "schema.group: must be None if the main label is not a click, got "
                 f"{self.schema.group}. Omit it."
             )
+        if self.schema.sample and not self.predicts_clicks:
+            raise InputError(
+                f"schema.sample: must be None for {name}, which predicts no clicks, got label "
+                f"{self.schema.sample.label}. Omit it."
+            )
         if self.teacher.checkpoint and not self.predicts_clicks:
             raise InputError(
                 f"teacher.checkpoint: must be None for {name}, which predicts no clicks, got "
@@ -236,6 +243,11 @@ class ClickSettings(Workload):
         return isinstance(
             self.model.output_heads(ModelInputs.from_schema(self.schema))[0], BinaryHead
         )
+
+    @property
+    def logit_offset(self) -> float:
+        """Logit of a click among the rows that train, minus that among all rows of the log."""
+        return self.schema.sample.logit_offset if self.schema.sample else 0.0
 
     @property
     def table_schema(self) -> Schema:

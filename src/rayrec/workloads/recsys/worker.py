@@ -423,7 +423,9 @@ def _loader(
     reader = ClickBatches(
         source,
         prepared.inputs,
-        targets=load_targets(prepared.teacher, prepared.preprocessor.get())
+        targets=load_targets(
+            prepared.teacher, prepared.preprocessor.get(), logit_offset=workload.logit_offset
+        )
         if prepared.teacher and learns
         else None,
         unpooled=workload.unpooled(prepared.inputs),

@@ -19,7 +19,10 @@ from rayrec.schema import PlaceholderSchema, Schema
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
 from rayrec.workloads.recsys.boosting_settings import reject_plan, with_rounds
 from rayrec.workloads.recsys.candidates import TargetCheck, check_candidates
-from rayrec.workloads.recsys.distillation import RECORD, Teacher, open_teacher
+from rayrec.workloads.recsys.distillation import RECORD as TEACHER_RECORD
+from rayrec.workloads.recsys.distillation import Teacher, open_teacher
+from rayrec.workloads.recsys.row_sample import RECORD as SAMPLE_RECORD
+from rayrec.workloads.recsys.row_sample import sample_order
 from rayrec.workloads.recsys.settings import ClickSettings, Prepared, check_grouped
 from rayrec.workloads.run_config import DataConfig
 
@@ -63,7 +66,9 @@ class ClickWorkload(ClickSettings):
         data = source.dataset()
         if data is None or not data.adopted:
             return config
-        schema = Preprocessor.load(data.preprocessor).schema.replace(group=self.schema.group)
+        schema = Preprocessor.load(data.preprocessor).schema.replace(
+            group=self.schema.group, sample=self.schema.sample
+        )
         preset = Preset(
             name=data.manifest["preset"],
             dense="identity",
@@ -161,6 +166,8 @@ class ClickWorkload(ClickSettings):
                 "and tables, or count the vocabulary again"
             )
         preprocessor = preprocessor.grouped_by(self.schema.group)
+        all_rows = train.rows
+        train = self._sampled(train, index, preprocessor.schema, context)
         check_candidates(self.model, preprocessor, note=context.note)
         shared = put_preprocessor(preprocessor, context.engine)
         self._check_targets(context, shared, {"train": train, **eval_sets})
@@ -174,7 +181,30 @@ class ClickWorkload(ClickSettings):
             folder=folder,
             best_auroc=best_auroc,
             teacher=teacher,
+            sampled_out=all_rows - train.rows,
         )
+
+    def _sampled(
+        self, train: BlockOrder, index: LogIndex, schema: Schema, context: RunContext
+    ) -> BlockOrder:
+        """Return the order of the training rows that train."""
+        if self.schema.sample is None:
+            return train
+        order = sample_order(
+            train,
+            index,
+            self.schema.sample,
+            schema=schema,
+            engine=context.engine,
+            folder=context.folder,
+            progress=context.progress,
+        )
+        context.stopwatch.lap("sample")
+        context.note(
+            f"{context.config.train_data.path}: training on {order.rows:,} of {train.rows:,} rows, "
+            f"{self.schema.sample.keep:.4g} of those with label {self.schema.sample.label}"
+        )
+        return order
 
     def _check_targets(
         self,
@@ -194,7 +224,8 @@ class ClickWorkload(ClickSettings):
 
     def discard(self, folder: str) -> None:
         storage.remove_folder(storage.join(folder, PREPROCESSOR_FOLDER))
-        storage.remove_file(storage.join(folder, RECORD))
+        for record in (TEACHER_RECORD, SAMPLE_RECORD):
+            storage.remove_file(storage.join(folder, record))
 
     def open_index(
         self, data: DataConfig, context: RunContext, *, index_text: TextIndexer
@@ -313,6 +344,8 @@ class ClickWorkload(ClickSettings):
             "preprocessor": prepared.preprocessor_hash,
             "rows_of_sets": {name: order.rows for name, order in prepared.sets.items()},
         }
+        if self.schema.sample is not None:
+            summary["sampled_out"] = prepared.sampled_out
         if prepared.best_auroc is not None and "auroc" in metrics:
             summary["best_auroc"] = prepared.best_auroc
             summary["share_of_best_auroc"] = (metrics["auroc"] - 0.5) / (prepared.best_auroc - 0.5)
