@@ -193,15 +193,21 @@ def test_process_run_survives_repeated_faults(expected_alone: dict[str, Any], be
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    "sample", [None, pytest.param({"label": 0, "keep": 0.5}, marks=pytest.mark.exhaustive)]
+)
 def test_killed_boosting_resumes_with_equal_trees(
-    click_log: Path, tmp_path: Path, begin: Begin
+    click_log: Path, tmp_path: Path, begin: Begin, sample: dict[str, float] | None
 ) -> None:
     changes: dict[str, Any] = {
         **ALONE,
         "steps": 400,
         "evaluate_every": 100,
         "checkpoint": {"every": 20, "num_to_keep": 5},
-        "workload": {"model": LightGBMConfig(trees=400, columns_per_tree=0.7, rows_per_tree=0.8)},
+        "workload": {
+            "model": LightGBMConfig(trees=400, columns_per_tree=0.7, rows_per_tree=0.8),
+            "schema": {"sample": sample},
+        },
     }
     whole = train(small_run(click_log, tmp_path / "whole", **changes))
     run = begin(**changes)

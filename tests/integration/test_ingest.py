@@ -22,7 +22,7 @@ from rayrec import storage
 from rayrec.data.encoding.counts import count_log
 from rayrec.data.encoding.preprocessor import Preprocessor, put_preprocessor
 from rayrec.data.encoding.presets import RAYREC, make_preprocessor
-from rayrec.data.engine import Shared, TaskContext, TaskPlacement
+from rayrec.data.engine import InProcess, Shared, TaskContext, TaskPlacement, ThreadEngine
 from rayrec.data.log_source import index_log
 from rayrec.data.logs.index import LogIndex
 from rayrec.data.logs.text_parser import parse
@@ -32,6 +32,8 @@ from rayrec.ingest.block_order import BatchSharding, BlockOrder
 from rayrec.ingest.loader import Loader
 from rayrec.ingest.ray_engine import RayEngine
 from rayrec.ingest.stream import TaskSource
+from rayrec.schema import RowSample
+from rayrec.workloads.recsys.row_sample import sample_order
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
@@ -140,6 +142,29 @@ def test_run_resumes_with_same_batches(make_loader: MakeLoader) -> None:
         again = make_loader(**{**settings, "max_steps": 10 - step}, state=states[step])
         assert [rows_of(batch) for batch in again] == whole[step:]
     assert states[7]["epoch"] == 1
+
+
+def test_ray_and_threads_read_same_sample(
+    index: LogIndex, preprocessor: Preprocessor, shared: Any, tmp_path: Path
+) -> None:
+    found = []
+    for name, engine in (("ray", RayEngine(PLACEMENT)), ("threads", ThreadEngine(2))):
+        folder = tmp_path / name
+        folder.mkdir()
+        order = sample_order(
+            order_of(index, "window"),
+            index,
+            RowSample(label=0, keep=0.1),
+            schema=SCHEMA,
+            engine=engine,
+            folder=str(folder),
+        )
+        preprocessors = shared if name == "ray" else InProcess(preprocessor)
+        source = TaskSource(preprocessors, engine, SCHEMA, order.max_block_rows)
+        loader = Loader(order, ClickBatches(source, SCHEMA), BatchSharding(0, 1, 777), epochs=1)
+        found.append([rows_of(batch) for batch in loader])
+    assert found[0] == found[1]
+    assert 0 < sum(map(len, found[0])) < 0.6 * index.rows
 
 
 def test_index_numbers_all_rows_and_is_cached(click_log: Path, tmp_path: Path) -> None:

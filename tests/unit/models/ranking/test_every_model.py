@@ -25,7 +25,7 @@ from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.layers.mlp import Dice
 from rayrec.models.base import ClickModelConfig, ModelInputs, unpooled_features, width_with_weight
 from rayrec.models.cost import network_cost, network_multiply_adds
-from rayrec.models.ensemble import build_network
+from rayrec.models.ensemble import build_network, plain_name
 from rayrec.models.heads import network_loss
 from rayrec.models.ranking.dcnv3 import DCNv3Config
 from rayrec.models.ranking.din import DIN, DINConfig
@@ -134,6 +134,31 @@ def test_model_learns_and_scoring_matches_training(
     assert_scored_alike(
         model, config, inputs_of(config), rows, 1e-5 if precision == "fp32" else 0.05
     )
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@each
+def test_sample_offset_applies_to_training_only(config: ClickModelConfig, members: int) -> None:
+    config = without_dropout(config).replace(members=members)
+    batch, _ = rows_of(16)
+    plain, sampled = (
+        whole_model(config, [4, 4, 4], inputs=INPUTS, logit_offset=offset) for offset in (0.0, 2.0)
+    )
+    loss, step = plain(batch)
+    shifted_loss, shifted = sampled(batch)
+    torch.testing.assert_close(shifted.outputs["click"], step.outputs["click"] + 2)
+    assert shifted_loss != loss
+    if network_loss(sampled.head.network) is None:
+        expected = cross_entropy(step.outputs["click"] + 2, batch.labels["click"])
+        torch.testing.assert_close(shifted_loss, expected)
+    loss, step = plain.eval()(batch)
+    shifted_loss, shifted = sampled.eval()(batch)
+    assert torch.equal(shifted.outputs["click"], step.outputs["click"])
+    assert shifted_loss == loss
+    outputs = sampled.head.outputs(
+        batch.tensors["dense"], sampled._pooled(batch.sparse_features), None, None
+    )
+    assert {plain_name(name) for name in outputs} - {"click"} <= set(config.loss_logits())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
