@@ -153,6 +153,8 @@ def _opened_to_extend(
                 f"--{name.replace('_', '-')}: must be {getattr(rules, name)}, as in --extend "
                 f"{path}, got {getattr(config, name)}. Remove it, or count all days again"
             )
+    # Existing ids and weights belong to the old constants.
+    config = config.replace(schema=config.schema.replace(fitted=old.schema.fitted))
     return old, config, rules.replace(split=config.rules.split)
 
 

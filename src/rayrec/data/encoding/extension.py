@@ -57,8 +57,8 @@ def extend(
 ) -> Extension:
     """Append the categories in `counts` with at least min_count to the vocabularies of `old`,
     ordered by `preset`. Constants of numbers and hashed columns stay. `counts` come from a log with
-    the columns of `old`, counted with its rules, `preset`, and with `schema`: that of `old`, with
-    the side tables of today. Memory: the tokens of both, and a sorted copy of one column's tokens.
+    its columns, counted with its rules, `preset`. `schema` has today's side tables; None: the one
+    of `old`. Memory: the tokens of both, and a sorted copy of one column's tokens.
     Raises InputError for a column that cannot keep its ids.
     """
     inputs = old.inputs

@@ -118,8 +118,8 @@ def _constants(waiting: Unfitted, values: np.ndarray) -> tuple[float, ...]:
 # edges lie between distinct values, where they divide the rows as equally as they can. A frequent
 # value has a bin of its own, and several edges are one then.
 def quantile_edges(values: np.ndarray, num_bins: int) -> tuple[float, ...]:
-    """Return the edges of bins with equally many values: of all distinct values, edge k has the
-    number of values below it that is nearest to k / num_bins. At most num_bins - 1, and fewer if
+    """Return the edges of bins with equally many values: edge k is the distinct value with the
+    number of values below it nearest to k / num_bins of all. At most num_bins - 1, and fewer if
     values are equal. Empty for one distinct value, or none.
     """
     distinct, amounts = np.unique(values + 0.0, return_counts=True)

@@ -389,8 +389,8 @@ class CachedIndex:
 
 
 def _read_fields(schema: Schema) -> dict[str, Any]:
-    """Return the fields that an index depends on: all but the sample, which is taken of it, and the
-    constants of formulas, which do not change which rows are valid.
+    """Return the fields that decide which rows are valid. A sample and the constants of formulas do
+    not.
     """
     return schema.replace(sample=None, fitted=()).to_dict()
 

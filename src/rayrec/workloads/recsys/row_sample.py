@@ -21,7 +21,7 @@ from rayrec.ingest.block_order import BlockOrder
 from rayrec.schema import RowSample, Schema
 
 RECORD: Final = "sample.json"
-"""File in the run folder with the number of kept rows of each part of the log, so that a resumed
+"""File in the run folder with the numbers of kept rows by part of the log, so that a resumed
 run need not count them again.
 """
 _TASK_SEGMENTS: Final = 8
