@@ -459,8 +459,9 @@ def _path_or_rows(path: Any) -> Any:
     others.
     """
     from rayrec.data.frame_files import is_rows
-    from rayrec.data.frames import DATA_TYPES
+    from rayrec.data.frames import DATA_TYPES, as_table
 
+    path = as_table(path)
     if is_rows(path):
         return path
     if isinstance(path, str | os.PathLike):

@@ -284,10 +284,12 @@ def _input_path(
     afterwards. Their other columns are dropped, except those `extra`. Raises InputError.
     """
     from rayrec.data.frame_files import data_paths
+    from rayrec.data.frames import as_table
 
     if path is None or isinstance(path, str):
         yield path
         return
+    path = as_table(path)
     destination = _destination(path, checkpoint, config, labelled=labelled)
     with data_paths(path, name="path", extra=extra, **destination) as located:
         yield located
@@ -301,7 +303,9 @@ def _persistent_path(
     """
     from rayrec import storage
     from rayrec.data.frame_files import is_rows, written
+    from rayrec.data.frames import as_table
 
+    path = as_table(path)
     if not is_rows(path):
         with _input_path(path, checkpoint, config) as located:
             assert located is not None

@@ -6,9 +6,10 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import pyarrow as pa
+from pyarrow import types
 
 from rayrec.config import InputError
 from rayrec.data.encoding.preprocessor import Preprocessor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 
-DATA_TYPES: Final = "a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset"
+DATA_TYPES: Final = "a DataFrame, a pyarrow.Table or a ray.data.Dataset"
 """Accepted types of rows in memory, for messages."""
 
 
@@ -37,6 +38,32 @@ def is_dataset(data: object) -> TypeIs[ray.data.Dataset]:
     """Return whether the value is a `ray.data.Dataset`, without importing Ray."""
     module = sys.modules.get("ray.data")
     return module is not None and isinstance(data, module.Dataset)
+
+
+def as_table(data: Any) -> Any:
+    """Return rows of other libraries as an Arrow table: all that implement Arrow's PyCapsule
+    interface, such as polars and DuckDB. Other values are returned unchanged.
+    """
+    is_known = isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
+    if is_known or not hasattr(type(data), "__arrow_c_stream__"):
+        return data
+    table = pa.table(data)
+    return table.cast(
+        pa.schema([each.with_type(_without_views(each.type)) for each in table.schema])
+    )
+
+
+def _without_views(kind: pa.DataType) -> pa.DataType:
+    """Return a type without views of strings, such as those of polars, which few of Arrow's
+    functions read.
+    """
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pa.large_list(_without_views(kind.value_type))
+    return kind
 
 
 def is_computed(dataset: ray.data.Dataset) -> bool:
@@ -73,7 +100,8 @@ def transform(
     inputs.
 
     The inputs are bit-identical to those of training. A DataFrame returns a DataFrame with its
-    index, an Arrow table a table, a Dataset a lazy Dataset.
+    index, an Arrow table a table, a Dataset a lazy Dataset. DataFrames of other libraries, such as
+    polars, return a table.
 
     `preprocessor` is a Preprocessor, its folder, or the folder of a run or a checkpoint. The result
     has the columns of `preprocessor.inputs`: label (int8) and weight (float32) if `data` has them,
@@ -90,6 +118,7 @@ def transform(
     """
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = Preprocessor.load(os.fspath(preprocessor))
+    data = as_table(data)
     if is_frame(data):
         data = with_text_names(data)
         schema = schema_for(preprocessor.schema, list(data.columns), "DataFrame")

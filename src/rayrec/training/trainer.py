@@ -12,6 +12,7 @@ from rayrec import storage
 from rayrec.cluster.connection import IN_PROCESS, is_in_process
 from rayrec.cluster.layout import TorchrunEnv
 from rayrec.config import InputError
+from rayrec.data.frames import as_table
 from rayrec.observe.console import Console
 from rayrec.observe.timing import Stopwatch
 from rayrec.process_state import preserved_process
@@ -49,7 +50,7 @@ def train(
     None starts it with this call.
 
     For a click model, `data` and `eval_data` may replace `train_data.path` and `eval_data.path`: a
-    pandas DataFrame, a `pyarrow.Table` or a `ray.data.Dataset` with the columns of its schema.
+    DataFrame, a `pyarrow.Table` or a `ray.data.Dataset` with the columns of its schema.
     Before anything starts, these columns are written once, atomically, as Parquet into the run's
     folder (`data/train`, `data/eval`) and read from there. Thus the run can resume at its exact
     position even without the original data. The row order of a DataFrame is kept, and NaN and None
@@ -63,7 +64,7 @@ def train(
     """
     console, stopwatch = console or Console(), stopwatch or Stopwatch()
     tables = {
-        name: table
+        name: as_table(table)
         for name, table in (("train_data", data), ("eval_data", eval_data))
         if table is not None
     }

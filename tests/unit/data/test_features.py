@@ -607,6 +607,32 @@ def test_transform_rejects_invalid_row(changes: dict[str, Any], message: str) ->
     rejects(message, rayrec.transform, criteo(), FRAME.assign(**changes))
 
 
+VIEWS = {"string": pa.string_view(), "list<element: string>": pa.list_(pa.string_view())}
+
+
+class Exported:
+    """DataFrame of a library that exports Arrow's streams."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+def test_frames_that_export_arrow_are_tables() -> None:
+    table = pa.Table.from_pandas(FRAME.drop(columns="unused"), preserve_index=False)
+    table = pa.concat_tables([table] * 10)
+    table = table.append_column("words", pa.array([["a", None]] * len(table)))
+    views = [
+        each.with_type(VIEWS.get(str(each.type).replace("large_", ""), each.type))
+        for each in table.schema
+    ]
+    exported: Any = Exported(table.cast(pa.schema(views)))
+    assert rayrec.transform(criteo(), exported).equals(rayrec.transform(criteo(), table))
+    assert rayrec.draft_schema(exported) == rayrec.draft_schema(table)
+
+
 def test_transform_rejects_other_data() -> None:
     rejects(
         "DataFrame: has no column named s; it has",
@@ -615,7 +641,7 @@ def test_transform_rejects_other_data() -> None:
         FRAME.drop(columns="s"),
     )
     rejects(
-        "data must be a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict",
+        "data must be a DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict",
         rayrec.transform,
         criteo(),
         {"a": [1]},

@@ -418,7 +418,7 @@ def test_files_of_rows_in_memory_are_removed(
 )
 def test_other_types_are_rejected(data: Any, trained: Trained, tmp_path: Path) -> None:
     expected = (
-        "path: must be a path, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
+        "path: must be a path, a DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
         f"{type(data).__name__}"
     )
     rejects(expected, trained.evaluate, data)

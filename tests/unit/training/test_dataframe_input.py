@@ -181,8 +181,7 @@ def test_failed_write_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pytest.param(
             {"a": [1]},
             {},
-            "^data: must be a path, a pandas DataFrame, a pyarrow.Table or a ray.data.Dataset, got "
-            "dict",
+            "^data: must be a path, a DataFrame, a pyarrow.Table or a ray.data.Dataset, got dict",
             id="a-1",
         ),
         pytest.param(
