@@ -44,8 +44,8 @@ def as_table(data: Any) -> Any:
     """Return rows of other libraries as an Arrow table: all that implement Arrow's PyCapsule
     interface, such as polars and DuckDB. Other values are returned unchanged.
     """
-    is_known = isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
-    if is_known or not hasattr(type(data), "__arrow_c_stream__"):
+    is_read = isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
+    if is_read or not hasattr(type(data), "__arrow_c_stream__"):
         return data
     table = pa.table(data)
     return table.cast(
@@ -54,8 +54,8 @@ def as_table(data: Any) -> Any:
 
 
 def _without_views(kind: pa.DataType) -> pa.DataType:
-    """Return a type without views of strings, such as those of polars, which few of Arrow's
-    functions read.
+    """Return a type without views of strings, such as polars has. Few functions of Arrow read
+    them.
     """
     if types.is_string_view(kind):
         return pa.large_string()

@@ -620,7 +620,7 @@ class Exported:
         return self.table.__arrow_c_stream__(requested_schema)
 
 
-def test_frames_that_export_arrow_are_tables() -> None:
+def test_exported_arrow_is_read() -> None:
     table = pa.Table.from_pandas(FRAME.drop(columns="unused"), preserve_index=False)
     table = pa.concat_tables([table] * 10)
     table = table.append_column("words", pa.array([["a", None]] * len(table)))
