@@ -23,6 +23,12 @@ def mix64(values: np.ndarray) -> np.ndarray:
     return values ^ values >> np.uint64(31)
 
 
+def pair_tokens(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return one 64-bit token for each pair of tokens, whose order counts. uint64 [pairs]."""
+    # The first is spread before the sum: sums of ids that are multiples of 2^n would repeat.
+    return mix64(mix64(first + np.uint64(GOLDEN)) + second)
+
+
 def murmur3(tokens: np.ndarray) -> np.ndarray:
     """Return murmur3_x86_32 (Appleby) of each token's bytes, seed 0, plus 0x9E3779B9 from cuDF's
     row hash. uint32 [tokens].

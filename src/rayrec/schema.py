@@ -167,9 +167,9 @@ class TableSource(Config):
 
     path: str
     """File, folder or URL of any format that a log may have."""
-    key: str
-    """Column with the key of each row. It is compared with a column of the log as categories are:
-    5, "5" and 5.0 are one key.
+    key: str | tuple[str, ...]
+    """Column with the key of each row, or two columns whose values are one key together. They are
+    compared with columns of the log as categories are: 5, "5" and 5.0 are one key.
     """
     time: str | None = None
     """Column with the time from which a row is valid. A row of the log takes the newest one that is
@@ -178,12 +178,26 @@ class TableSource(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.path or not self.key or self.time == "":
-            raise InputError("schema: tables: path, key and time must not be empty")
-        if self.time == self.key:
+        if len(self.keys) not in (1, 2):
             raise InputError(
-                f"schema: tables: {self.path}: key and time must differ, got {self.key} for both"
+                f"schema: tables: {self.path}: key must be one column or two, got {len(self.keys)}"
             )
+        if not self.path or not all(self.keys) or self.time == "":
+            raise InputError("schema: tables: path, key and time must not be empty")
+        if self.time in self.keys:
+            raise InputError(
+                f"schema: tables: {self.path}: key and time must differ, got {self.time} for both"
+            )
+        if len({*self.keys}) < len(self.keys):
+            raise InputError(
+                f"schema: tables: {self.path}: the columns of key must differ, got "
+                f"{self.keys[0]} twice"
+            )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Columns of the key, in the order of a lookup's keys."""
+        return (self.key,) if isinstance(self.key, str) else self.key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,10 +514,13 @@ class Schema(Config):
                     f"schema: table {node.table} has a time, so that rows of the log need one; "
                     "name its column in timestamp"
                 )
-            if len(node.keys) > 1:
+            keys = self.table(node.table).keys
+            if len(node.keys) != len(keys):
+                numbers = {1: "one key", 2: "two keys"}
                 raise InputError(
-                    f"schema: lookup: table {node.table} has one key, got two; cross them into a "
-                    "column of the log and of the table first"
+                    f"schema: lookup: table {node.table} has {numbers[len(keys)]}, "
+                    f"{' and '.join(keys)}, got {numbers[len(node.keys)]}; give a column of the "
+                    "log for each, or change `key` of the table"
                 )
 
     @property

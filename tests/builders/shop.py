@@ -22,6 +22,7 @@ vectors: [point]
 tables:
   items: {path: ITEMS, key: item}
   prices: {path: PRICES, key: item, time: since}
+  offers: {path: OFFERS, key: [user, item], time: since}
 features:
 - {name: category, from: "lookup(items, item, category)"}
 - {name: tags, from: "lower(lookup(items, item, tags))"}
@@ -34,6 +35,7 @@ features:
 - {name: recent, from: "last(history, 2)"}
 - {name: seen, from: "count_in(history, item)"}
 - {name: taste, from: "cross(user, category)"}
+- {name: offer, from: "lookup(offers, user, item, share)"}
 - {name: days, from: "age(time, registered) / 86400"}
 """
 
@@ -46,7 +48,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_shop(folder: Path, *, rows: int = 600) -> Path:
-    """Write a log, and tables of items and of their prices at two times. Returns the folder."""
+    """Write a log, and tables of items, of their prices at two times, and of offers of an item to a
+    user from some day on. Returns the folder.
+    """
     rng = random.Random(0)
     items = [
         {"item": n, "category": f"c{n % 4}", "tags": rng.choice(["A", "B", ""])} for n in range(30)
@@ -55,6 +59,12 @@ def write_shop(folder: Path, *, rows: int = 600) -> Path:
         {"item": n, "price": n + day, "since": f"2026-01-{day:02d}"}
         for n in range(30)
         for day in (1, 11)
+    ]
+    offers = [
+        {"user": user, "item": n, "share": f"{user}-{n}-{day}", "since": f"2026-01-{day:02d}"}
+        for user in range(0, 40, 2)
+        for n in range(0, 30, 2)
+        for day in (5, 12)
     ]
     log = [
         {
@@ -71,13 +81,15 @@ def write_shop(folder: Path, *, rows: int = 600) -> Path:
     ]
     write_rows(folder / "items.csv", items)
     write_rows(folder / "prices.csv", prices)
+    write_rows(folder / "offers.csv", offers)
     write_rows(folder / "log.csv", log)
     return folder
 
 
 def schema_of(folder: Path, text: str = SCHEMA) -> Schema:
-    text = text.replace("ITEMS", str(folder / "items.csv"))
-    return load_schema(text.replace("PRICES", str(folder / "prices.csv")), "schema.yaml")
+    for name in ("items", "prices", "offers"):
+        text = text.replace(name.upper(), str(folder / f"{name}.csv"))
+    return load_schema(text, "schema.yaml")
 
 
 def config_of(folder: Path, runs: str | Path, **changes: Any) -> TrainConfig:

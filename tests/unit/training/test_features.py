@@ -1,6 +1,8 @@
 """Formulas and side tables of a schema, from training to scores and exports."""
 
 import csv
+import json
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,14 @@ from rayrec.data.features import lookups
 from rayrec.data.log_source import LogSource
 from rayrec.inference.export.plain_encoder import Encoder
 from rayrec.inference.export.side_tables import write_tables
+from rayrec.inference.export.write import encoder_program
 from rayrec.inference.model import open_served
 from rayrec.models.boosted.lightgbm import LightGBMConfig
 from rayrec.prepare.feature_table import compute_features
 from rayrec.recipes import load_config
 from rayrec.schema import Feature, NamedTable, Schema, Vector, load_schema
+from rayrec.serve.requests import open_body
+from rayrec.serve.row_readers import make_reader
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,10 @@ def test_computed_columns_have_values_of_their_rows(shop: Path) -> None:
         assert row["bucket"] == bucket
         assert row["taste"] == (f"{source['user']}\x1fc{item % 4}" if is_known else None)
         assert (row["days"] is None) == (not source["registered"])
+        user = int(source["user"])
+        days = [day for day in (5, 12) if source["time"] >= f"2026-01-{day:02d}"]
+        has_offer = user % 2 == 0 and is_known and item % 2 == 0 and days
+        assert row["offer"] == (f"{user}-{item}-{days[-1]}" if has_offer else None)
 
 
 def test_run_with_tables_is_scored_and_exported(shop: Path, tmp_path: Path) -> None:
@@ -247,7 +256,7 @@ def test_invalid_formulas_are_rejected(shop: Path, changes: dict[str, str], mess
 
 
 def test_unusable_value_of_table_is_rejected_before_training(shop: Path, tmp_path: Path) -> None:
-    for name in ("items", "prices", "log"):
+    for name in ("items", "prices", "offers", "log"):
         (tmp_path / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
     text = (tmp_path / "prices.csv").read_text().replace("\n3,4,", "\n3,cheap,")
     (tmp_path / "prices.csv").write_text(text)
@@ -297,6 +306,106 @@ def test_keys_of_integers_match_in_any_form(tmp_path: Path) -> None:
     assert len(set(genres[:5].tolist())) == 1
     assert genres[5] != genres[0]
     assert genres[6] == genres[7]
+
+
+PAIRS = [("5", "7"), ("7", "5"), ("Ä", "true"), ("05", "5.0"), ("-1", "9" * 19), ("0", "0")]
+
+
+def offers_schema(folder: Path, **changes: Any) -> Schema:
+    """Write a table of PAIRS, and return a schema that looks it up by both columns."""
+    rows = [{"shop": a, "item": b, "price": n} for n, (a, b) in enumerate(PAIRS)]
+    write_rows(folder / "offers.csv", rows)
+    table = NamedTable(name="offers", path=str(folder / "offers.csv"), key=("shop", "item"))
+    formula = "number(lookup(offers, shop, item, price)) + 1"
+    schema = Schema(
+        label="click",
+        sparse=("shop", "item"),
+        delimiter=",",
+        tables=(table,),
+        features=(Feature(name="price", formula=formula),),
+    )
+    return schema.updated(changes)
+
+
+def test_two_keys_find_rows_of_both(tmp_path: Path) -> None:
+    schema = offers_schema(tmp_path)
+    others = [("5", "5"), ("5", ""), ("", "7"), ("", ""), ("7", "Ä"), ("true", "Ä")]
+    log = [{"click": 0, "shop": a, "item": b} for a, b in PAIRS + others]
+    write_rows(tmp_path / "log.csv", log)
+    rows = compute_features(schema, str(tmp_path / "log.csv"), 20)
+    assert [row["price"] for row in rows] == [1, 2, 3, 4, 5, 6] + [None] * 6
+
+
+def test_two_keys_are_encoded_alike_everywhere(tmp_path: Path) -> None:
+    """In batches, in requests, and by encode.py: with no bit apart."""
+    schema = offers_schema(tmp_path)
+    columns = (DenseColumn("identity", indicator=True),)
+    preprocessor = hashed_preprocessor([50, 50], schema, dense=columns)
+    preprocessor.save(str(tmp_path / "preprocessor"))
+    write_tables(str(tmp_path / "preprocessor"), schema)
+    parts = [*{part for pair in PAIRS for part in pair}, None, "no"]
+    rows = [{"shop": a, "item": b} for a in sorted(parts, key=str) for b in sorted(parts, key=str)]
+    program = tmp_path / "encode.py"
+    program.write_text(encoder_program())
+    encoder = runpy.run_path(str(program))["Encoder"](str(tmp_path / "preprocessor"))
+    numbers, _ = encoder.encode(rows)
+    found = numbers[numbers[:, 1] == 0, 0]
+    assert sorted(found.tolist()) == [1, 2, 3, 4, 5, 6]
+    batch = rayrec.transform(str(tmp_path / "preprocessor"), pa.Table.from_pylist(rows))
+    for index, name in enumerate(("price", "price is missing")):
+        np.testing.assert_array_equal(batch[name].to_numpy(), numbers[:, index])
+    reader = make_reader(preprocessor.schema.unlabelled())
+    for row, expected in zip(rows, numbers, strict=True):
+        body = json.dumps({"rows": [row]}).encode()
+        request = open_body(body, "json", schema=preprocessor.schema, max_rows=1)
+        raw, _ = reader.read([request])
+        np.testing.assert_array_equal(preprocessor.encode(raw).dense[0], expected)
+
+
+@pytest.mark.parametrize(("integers", "found"), [(["shop"], [1, None]), (["item"], [None, 1])])
+def test_each_of_two_keys_may_be_integers(
+    tmp_path: Path, integers: list[str], found: list[float | None]
+) -> None:
+    schema = offers_schema(tmp_path, integers=integers)
+    write_rows(tmp_path / "offers.csv", [{"shop": "5", "item": "7", "price": 0}])
+    log = [{"click": 0, "shop": "05", "item": "7"}, {"click": 0, "shop": "5", "item": "+7"}]
+    write_rows(tmp_path / "log.csv", log)
+    rows = compute_features(schema, str(tmp_path / "log.csv"), 2)
+    assert [row["price"] for row in rows] == found
+
+
+@pytest.mark.parametrize(
+    ("key", "formula", "message"),
+    [
+        (
+            "[shop, item]",
+            "lookup(offers, item, price)",
+            "lookup: table offers has two keys, shop and item, got one key; give a column of the "
+            "log for each",
+        ),
+        (
+            "item",
+            "lookup(offers, shop, item, price)",
+            "lookup: table offers has one key, item, got two keys",
+        ),
+        ("[a, b, c]", "lookup(offers, shop, price)", "key must be one column or two, got 3"),
+        ("[a, a]", "lookup(offers, shop, item, price)", "the columns of key must differ, got a"),
+        ("[a, '']", "lookup(offers, shop, item, price)", "path, key and time must not be empty"),
+        ("[a, at]", "lookup(offers, shop, item, price)", "key and time must differ, got at"),
+    ],
+)
+def test_unusable_keys_are_rejected(key: str, formula: str, message: str) -> None:
+    rejects(
+        message,
+        load_schema,
+        f"""
+sparse: [shop, item]
+timestamp: day
+tables: {{offers: {{path: o.csv, key: {key}, time: at}}}}
+features: [{{name: price, from: "{formula}"}}]
+""",
+        "schema.yaml",
+    )
 
 
 def test_served_export_has_tables(

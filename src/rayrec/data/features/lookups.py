@@ -18,7 +18,7 @@ from rayrec.data.features.inputs import (
     empty_lists,
     lists_of,
 )
-from rayrec.data.features.side_table import SideTable, build, open_content
+from rayrec.data.features.side_table import SideTable, build, key_tokens, open_content
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import (
     Markers,
@@ -40,18 +40,18 @@ class Lookups:
     def __init__(self, schema: Schema, parser: ColumnParser) -> None:
         self._schema = schema
         self._parser = parser
-        self._rows: dict[tuple[str, Node], np.ndarray] = {}
-        """Rows by table and key, which several columns of a table share."""
+        self._rows: dict[tuple[str, tuple[Node, ...]], np.ndarray] = {}
+        """Rows by table and keys, which several columns of a table share."""
 
     def values(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
-        """Return a column of a side table, as formulas take it, in the row of each key; null if no
-        row has the key.
+        """Return a column of a side table, as formulas take it, in the row of each key, of one or
+        two columns; null if no row has the key.
         """
         table = open_named(self._schema, lookup.table)
-        table_key = (lookup.table, lookup.keys[0])
+        table_key = (lookup.table, lookup.keys)
         if table_key not in self._rows:
             times = None if table.source.time is None else self._times
-            self._rows[table_key] = _rows_of_keys(table, keys[0], times)
+            self._rows[table_key] = _rows_of_keys(table, keys, times)
         rows = self._rows[table_key]
         values, _ = column_values(table.column(lookup.column, rows), kind, lookup, self._schema)
         if not kind.is_list:
@@ -66,12 +66,18 @@ class Lookups:
         return self._parser.times(name)
 
 
-def _rows_of_keys(table: SideTable, key: pa.Array, times: np.ndarray | None) -> np.ndarray:
-    """Return the row of each key, text, -1 without one, int64 [rows]."""
-    tokens = np.zeros(len(key), np.uint64)
-    text_tokens(key, tokens)
-    missing = key.is_null().to_numpy(zero_copy_only=False)
-    return table.lookup(tokens, missing, times)
+def _rows_of_keys(
+    table: SideTable, keys: Sequence[pa.Array], times: np.ndarray | None
+) -> np.ndarray:
+    """Return the row of each key, one or two columns of text, -1 without one, int64 [rows]."""
+    columns = []
+    missing = np.zeros(len(keys[0]), bool)
+    for key in keys:
+        tokens = np.zeros(len(key), np.uint64)
+        text_tokens(key, tokens)
+        columns.append(tokens)
+        missing |= key.is_null().to_numpy(zero_copy_only=False)
+    return table.lookup(key_tokens(columns), missing, times)
 
 
 def open_named(schema: Schema, name: str) -> SideTable:
@@ -80,32 +86,42 @@ def open_named(schema: Schema, name: str) -> SideTable:
     built. Raises InputError if the file has another content than the schema then.
     """
     table = schema.table(name)
-    is_integer = _has_integer_keys(schema, name)
+    integer_keys = _integer_keys(schema, name)
     columns = schema.program.lookups[name]
     if table.content is None:
-        return _built(table, columns, is_integer=is_integer)
-    return _opened(table, columns, is_integer=is_integer)
+        return _built(table, columns, integer_keys)
+    return _opened(table, columns, integer_keys)
 
 
 @lru_cache(maxsize=64)
-def _opened(table: NamedTable, columns: tuple[str, ...], *, is_integer: bool) -> SideTable:
+def _opened(
+    table: NamedTable, columns: tuple[str, ...], integer_keys: tuple[str, ...]
+) -> SideTable:
     assert table.content is not None
     built = open_content(table.content, table)
-    return built or _built(table, columns, is_integer=is_integer)
+    return built or _built(table, columns, integer_keys)
 
 
-def _built(table: NamedTable, columns: tuple[str, ...], *, is_integer: bool) -> SideTable:
+def _built(table: NamedTable, columns: tuple[str, ...], integer_keys: tuple[str, ...]) -> SideTable:
     """Open a side table as its file is now. Raises InputError if its content is another one."""
-    opened = build(table, columns, has_integer_keys=is_integer)
+    opened = build(table, columns, integer_keys=integer_keys)
     if table.content is not None:
         opened.check_content(table.content)
     return opened
 
 
-def _has_integer_keys(schema: Schema, name: str) -> bool:
-    """Return whether a column of `Schema.integers` is a key, so that 07 is 7 in the table too."""
-    keys = [node.keys[0] for node in schema.program.lookup_nodes if node.table == name]
-    return any(isinstance(key, Column) and key.name in schema.integers for key in keys)
+def _integer_keys(schema: Schema, name: str) -> tuple[str, ...]:
+    """Return the columns of a table's key that are compared with a column of `Schema.integers`, so
+    that 07 is 7 in the table too.
+    """
+    columns = set()
+    for node in schema.program.lookup_nodes:
+        if node.table != name:
+            continue
+        for column, key in zip(schema.table(name).keys, node.keys, strict=True):
+            if isinstance(key, Column) and key.name in schema.integers:
+                columns.add(column)
+    return tuple(sorted(columns))
 
 
 def current_tables(schema: Schema, names: Collection[str] | None = None) -> tuple[NamedTable, ...]:
@@ -125,7 +141,7 @@ def current_tables(schema: Schema, names: Collection[str] | None = None) -> tupl
         if columns is None:
             raise InputError(f"schema: no formula looks up table {table.name}; remove it")
         # Not one that is open already: the file may have changed
-        opened = _built(table, columns, is_integer=_has_integer_keys(schema, table.name))
+        opened = _built(table, columns, _integer_keys(schema, table.name))
         path = storage.absolute(table.path)
         tables.append(table.replace(path=path, content=opened.content_hash))
     return tuple(tables)

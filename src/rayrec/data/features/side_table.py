@@ -28,6 +28,7 @@ from rayrec.data.formats.lakehouse import list_log
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import Markers, Text, is_list, is_text, resolved
+from rayrec.hashing import pair_tokens
 from rayrec.humanize import size_text
 from rayrec.native import call
 from rayrec.schema import Schema, TableSource
@@ -117,7 +118,8 @@ class SideTable:
         """Return the row of each key, -1 if it is absent or missing, int64 [keys].
 
         Args:
-            tokens: Categories as in `RawBlock.categories`, uint64 [keys].
+            tokens: Categories as in `RawBlock.categories`, of two key columns from `key_tokens`,
+                uint64 [keys].
             missing: Whether a key is missing, bool [keys]. None: all are present.
             times: Microseconds since 1970-01-01 00:00 UTC, int64 [keys]. A table with `time`
                 returns the newest row that is not after it; other tables ignore it.
@@ -172,6 +174,14 @@ class SideTable:
                 "serve with the new one (--swap-table), or train with it, without `content` in the "
                 "schema"
             )
+
+
+def key_tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the token of each key from those of its one or two columns, uint64 [keys]."""
+    if len(columns) == 1:
+        return columns[0]
+    first, second = columns
+    return pair_tokens(first, second)
 
 
 def open_content(content_hash: str, source: TableSource) -> SideTable | None:
@@ -257,7 +267,7 @@ def _copied_rows(folder: str, source: TableSource) -> _Rows:
         batches[_ROWS],
         tokens,
         times,
-        keys=pa.chunked_array([pa.array(tokens)]),
+        keys={" and ".join(source.keys): pa.chunked_array([pa.array(tokens)])},
         files=((folder, 0),),
     )
 
@@ -288,7 +298,9 @@ def open_table(path: str, source: TableSource | None = None) -> SideTable:
             f"{path}: side table built by another version of rayrec. Run the command again to "
             "build it"
         )
-    source = source or TableSource(**manifest["source"])
+    if source is None:
+        stored: Any = TableSource.item(manifest["source"], where=f"{manifest_path}: ")
+        source = stored
     sizes: dict[str, int] = manifest["sizes_bytes"]
     size = sum(sizes.values())
     total = host_resources.memory().total
@@ -305,7 +317,7 @@ def build(
     columns: Sequence[str] = (),
     *,
     form: Schema | None = None,
-    has_integer_keys: bool = False,
+    integer_keys: Sequence[str] = (),
     folder: str | None = None,
 ) -> SideTable:
     """Open a side table, and convert it first if its content is new. Processes of a machine that
@@ -317,8 +329,8 @@ def build(
         form: Schema with the form of the file: its format, delimiter, encoding, escape, header and
             missing markers, which become null in text. Its columns are not used. None: as found
             from the content.
-        has_integer_keys: Whether the key is compared with a column of `Schema.integers`, so that
-            07 is 7.
+        integer_keys: Columns of the key that are compared with a column of `Schema.integers`, so
+            that 07 is 7.
         folder: Cache folder or URL. None: `cache.folder()`.
 
     Raises InputError for an absent column, a missing or invalid key or time, a repeated key (with
@@ -326,7 +338,7 @@ def build(
     table without rows, one that does not fit into the available memory, and a folder that cannot
     be written.
     """
-    schema = _key_schema(source, form, has_integer_keys)
+    schema = _key_schema(source, form, integer_keys)
     listed = list_log(source.path, ())
     files = [(file, find_format(file.path, schema)) for file in listed]
     names = tuple(sorted(set(columns)))
@@ -510,14 +522,14 @@ def _read_batch(path: str) -> pa.RecordBatch:
 
 
 # -- Rows of a source
-def _key_schema(source: TableSource, form: Schema | None, has_integer_keys: bool) -> Schema:
+def _key_schema(source: TableSource, form: Schema | None, integer_keys: Sequence[str]) -> Schema:
     """Return the schema of a table's key and time, which are parsed as those of a log."""
-    form = form or Schema(label=None, sparse=(source.key,))
+    form = form or Schema(label=None, sparse=source.keys)
     return Schema(
         label=None,
-        sparse=(source.key,),
+        sparse=source.keys,
         timestamp=source.time,
-        integers=(source.key,) if has_integer_keys else (),
+        integers=tuple(integer_keys),
         format=form.format,
         delimiter=form.delimiter,
         list_delimiter=form.list_delimiter,
@@ -539,17 +551,19 @@ class _Rows:
     """Token of each row's key, uint64 [rows]."""
     times: np.ndarray | None
     """Microseconds since 1970, int64 [rows]. None in a table without `time`."""
-    keys: pa.ChunkedArray
-    """Keys as in the file, for messages."""
+    keys: Mapping[str, pa.ChunkedArray]
+    """Columns of the key as in the file, by name, for messages."""
     files: tuple[tuple[str, int], ...]
     """Path and first row of each file."""
 
     def key_text(self, row: int) -> str:
-        """Return the key of a row as text."""
-        value = self.keys[row].as_py()
-        if isinstance(value, bytes):
-            return value.decode("utf-8", "replace")
-        return str(value)
+        """Return the key of a row with the names of its columns."""
+        texts = []
+        for name, values in self.keys.items():
+            value = values[row].as_py()
+            shown = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            texts.append(f"{name} {shown}")
+        return " and ".join(texts)
 
     def location(self, row: int) -> str:
         """Return the row's number, and its file if there are several."""
@@ -568,7 +582,8 @@ class _TableReader:
     schema: Schema
     tokens: list[np.ndarray] = field(default_factory=list)
     times: list[np.ndarray] = field(default_factory=list)
-    keys: list[pa.Array] = field(default_factory=list)
+    keys: dict[str, list[pa.Array]] = field(default_factory=dict)
+    """Blocks of each column of the key."""
     blocks: list[list[pa.Array]] = field(default_factory=list)
     """Blocks of each stored column."""
     size_bytes: int = 0
@@ -580,6 +595,7 @@ class _TableReader:
         names = [*self.schema.columns, *self.names]
         required = tuple(dict.fromkeys(names))
         self.blocks = [[] for _ in self.names]
+        self.keys = {name: [] for name in self.source.keys}
         starts = []
         first_row = 0
         for file, file_format in files:
@@ -597,7 +613,7 @@ class _TableReader:
             self._joined(),
             np.concatenate(self.tokens),
             np.concatenate(self.times) if self.times else None,
-            _joined_keys(self.keys),
+            {name: _joined_keys(blocks) for name, blocks in self.keys.items()},
             tuple(starts),
         )
 
@@ -621,19 +637,23 @@ class _TableReader:
         if faults.total:
             fix = faults.text_fix() or "Correct or remove these rows"
             raise InputError(f"tables: {faults.describe()}. {fix}")
-        missing = np.flatnonzero(block.missing[:, 0])
-        if len(missing):
-            raise InputError(
-                f"tables: {path}: {len(missing):,} of {len(table):,} rows have no {self.source.key}"
-                f", which is the key; first: row {first_row + missing[0]:,}. Remove these rows"
-            )
-        tokens = np.ascontiguousarray(block.categories[:, 0])
+        key = "the key" if len(self.source.keys) == 1 else "a part of the key"
+        for number, name in enumerate(self.source.keys):
+            missing = np.flatnonzero(block.missing[:, number])
+            if len(missing):
+                raise InputError(
+                    f"tables: {path}: {len(missing):,} of {len(table):,} rows have no {name}, "
+                    f"which is {key}; first: row {first_row + missing[0]:,}. Remove these rows"
+                )
+        columns = [block.categories[:, number] for number in range(len(self.source.keys))]
+        tokens = np.ascontiguousarray(key_tokens(columns))
         self.tokens.append(tokens)
         if block.times is not None:
             self.times.append(block.times)
-        if self.source.key in table.column_names:
-            keys = table.column(self.source.key)
-            self.keys.append(_stored(keys, path, self.source.key))
+        for name, keys in self.keys.items():
+            if name in table.column_names:
+                keys.append(_stored(table.column(name), path, name))
+                self.size_bytes += keys[-1].nbytes
         markers = Markers.from_texts(self.schema.missing)
         for name, blocks in zip(self.names, self.blocks, strict=True):
             if name not in table.column_names:
@@ -643,7 +663,7 @@ class _TableReader:
             values = _without_empty(markers.to_null(stored))
             self.size_bytes += values.nbytes
             blocks.append(values)
-        self.size_bytes += tokens.nbytes + self.keys[-1].nbytes
+        self.size_bytes += tokens.nbytes
 
     def _check_memory(self, available: int) -> None:
         """Check that the rows until here can be built in memory. Raises InputError."""
@@ -856,9 +876,10 @@ def _plain_index(rows: _Rows) -> _Index:
     _check_count(rows, len(rows.tokens))
     slots, repeated, pair = _slots(rows.tokens)
     if repeated:
+        key = " and ".join(rows.source.keys)
         raise InputError(
             f"tables: {rows.source.path}: {_repeats(rows, repeated, pair)}. Keep one row per "
-            f"{rows.source.key}, or name the column with the time of each row: `time`"
+            f"{key}, or name the column with the time of each row: `time`"
         )
     return _Index(rows.tokens, slots)
 
@@ -892,7 +913,7 @@ def _timed_index(rows: _Rows) -> _Index:
 def _repeats(rows: _Rows, repeated: int, pair: np.ndarray) -> str:
     earlier, later = pair.tolist()
     return (
-        f"{repeated:,} of {len(rows.tokens):,} rows repeat a key; first: {rows.source.key} "
+        f"{repeated:,} of {len(rows.tokens):,} rows repeat a key; first: "
         f"{rows.key_text(later)} in {rows.location(earlier)} and {rows.location(later)}"
     )
 

@@ -35,7 +35,7 @@ from rayrec.data.features.definitions import (
     category_token,
     value_of,
 )
-from rayrec.hashing import xxh64
+from rayrec.hashing import pair_tokens, xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, ...]
 """Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of
@@ -305,7 +305,7 @@ class Encoder:
         time = self._time_of(values, row)
 
         def lookup(table: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
-            return self._tables[table].value(keys[0], time, column_key(column, kind))
+            return self._tables[table].value(keys, time, column_key(column, kind))
 
         for step in self._formulas["steps"]:
             columns[step["name"]] = value_of(step["node"], columns, lookup)
@@ -577,14 +577,15 @@ class _Table:
             self._arrays = dict(stored)
         self.times = self._arrays.get("times")
 
-    def value(self, key: str | None, time: int | None, column: str) -> Any:
-        """Return the value in the row of a key, the newest that is not after `time` in a table
-        with times. None without one.
+    def value(self, keys: Sequence[str | None], time: int | None, column: str) -> Any:
+        """Return the value in the row of one or two keys, the newest that is not after `time` in a
+        table with times. None without one.
         """
-        if key is None:
+        present = [key for key in keys if key is not None]
+        if len(present) < len(keys):
             return None
         tokens = self._arrays["tokens"]
-        token = np.uint64(_text_token(key, True))
+        token = _key_token(present)
         first = int(np.searchsorted(tokens, token, "left"))
         stop = int(np.searchsorted(tokens, token, "right"))
         if self.times is not None and time is not None:
@@ -609,6 +610,14 @@ class _Table:
         ends = self._arrays[f"{column} ends"]
         start = int(ends[row - 1]) if row else 0
         return self._arrays[f"{column} text"][start : int(ends[row])].tobytes().decode()
+
+
+def _key_token(keys: Sequence[str]) -> np.uint64:
+    """Return the token of one key, or of two together."""
+    columns = [np.array([_text_token(key, True)], np.uint64) for key in keys]
+    if len(columns) == 1:
+        return np.uint64(columns[0][0])
+    return np.uint64(pair_tokens(columns[0], columns[1])[0])
 
 
 def _open_tables(folder: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, _Table]:

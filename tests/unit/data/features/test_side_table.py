@@ -27,6 +27,7 @@ from rayrec.data.features.side_table import (
     SideTable,
     build,
     copy_built,
+    key_tokens,
     open_content,
     open_table,
     restore,
@@ -75,7 +76,9 @@ def write_csv(path: Path, *lines: str) -> str:
     return str(path)
 
 
-def built(path: str, *columns: str, key: str = "item", **options: Any) -> SideTable:
+def built(
+    path: str, *columns: str, key: str | tuple[str, ...] = "item", **options: Any
+) -> SideTable:
     time = options.pop("time", None)
     return build(TableSource(path=path, key=key, time=time), columns, **options)
 
@@ -196,7 +199,7 @@ def test_text_keys_match_dict(keys: list[str], queries: list[str]) -> None:
 
 
 def in_memory(
-    columns: Mapping[str, Any], *, key: str = "item", time: str | None = None
+    columns: Mapping[str, Any], *, key: str | tuple[str, ...] = "item", time: str | None = None
 ) -> SideTable:
     """Build a table in an empty folder, which the next call removes."""
     folder = Path(os.environ["RAYREC_CACHE"])
@@ -228,7 +231,7 @@ def test_large_unsigned_key_matches_text(tmp_path: Path) -> None:
 
 def test_integer_keys_are_parsed_as_integers(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "items.csv", "item,price", "007,1", "8.0,2")
-    table = built(path, "price", has_integer_keys=True)
+    table = built(path, "price", integer_keys=["item"])
     assert find(table, [7, 8]) == [0, 1]
 
 
@@ -245,6 +248,81 @@ def test_many_keys_match_rows(tmp_path: Path) -> None:
     rows = np.random.default_rng(5).integers(0, len(keys), 200_000)
     np.testing.assert_array_equal(table.lookup(keys[rows].view(np.uint64)), rows)
     np.testing.assert_array_equal(table.lookup((keys + 1).view(np.uint64)), -1)
+
+
+# -- Two keys
+PAIR = ("shop", "item")
+
+
+def find_pairs(table: SideTable, pairs: Sequence[tuple[Any, Any]]) -> list[int]:
+    tokens = [tokens_of([pair[side] for pair in pairs])[0] for side in (0, 1)]
+    found: list[int] = table.lookup(key_tokens(tokens)).tolist()
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, unique=True))
+def test_pairs_of_integers_match_dict(pairs: list[tuple[int, int]]) -> None:
+    columns = {"shop": [a for a, _ in pairs], "item": [b for _, b in pairs]}
+    table = in_memory(columns, key=PAIR)
+    rows = {pair: row for row, pair in enumerate(pairs)}
+    queries = [(a, b) for a in range(-10, 11) for b in range(-10, 11)]
+    assert find_pairs(table, queries) == [rows.get(query, -1) for query in queries]
+
+
+def test_pairs_of_large_regular_ids_have_different_tokens() -> None:
+    """Of ids that are multiples of 2^22, as in schemes of ids by time."""
+    ids = np.random.default_rng(0).integers(0, 2**41, (2, 1_000_000)).astype(np.uint64)
+    tokens = key_tokens(list(ids << np.uint64(22)))
+    assert len(np.unique(tokens)) == 1_000_000
+
+
+def test_order_of_two_keys_counts(tmp_path: Path) -> None:
+    table = built(write(tmp_path / "a.parquet", {"shop": ["a", "b"], "item": [1, 2]}), key=PAIR)
+    assert find_pairs(table, [("a", "1"), ("1", "a"), ("b", "1"), ("b", "2")]) == [0, -1, -1, 1]
+
+
+def test_repeated_pair_names_both_values(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "o.csv", "shop,item,price", "a,1,1", "b,1,2", "a,2,3", "b,1,4")
+    rejects(
+        r"o\.csv: 1 of 4 rows repeat a key; first: shop b and item 1 in row 1 and row 3\. Keep one "
+        r"row per shop and item, or name .*`time`$",
+        built,
+        path,
+        "price",
+        key=PAIR,
+    )
+
+
+def test_missing_part_of_key_is_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "o.parquet", {"shop": ["a", "a"], "item": [1, None]})
+    rejects("1 of 2 rows have no item, which is a part of the key", built, path, key=PAIR)
+
+
+def test_absent_second_key_is_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "o.parquet", {"shop": ["a"], "items": [1]})
+    rejects(r"column item not found; did you mean 'items'\?", built, path, key=PAIR)
+
+
+def test_newest_row_of_a_pair_is_found(tmp_path: Path) -> None:
+    columns = {"shop": [1, 1, 2], "item": [3, 3, 3], "since": [30, 20, 10]}
+    table = built(write(tmp_path / "o.parquet", columns), key=PAIR, time="since")
+    ones = np.ones(3, np.uint64)
+    at = np.array([19, 20, 31]) * 1_000_000
+    assert table.lookup(key_tokens([ones, ones * 3]), None, at).tolist() == [-1, 1, 0]
+
+
+def test_table_of_pairs_is_reopened_and_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "o.parquet", {"shop": ["a", "b"], "item": [1, 2], "price": [3, 4]})
+    table = built(path, "price", key=PAIR)
+    assert open_table(table.path).source.keys == PAIR
+    copy_built(table, str(tmp_path / "copy"))
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "other"))
+    restore(str(tmp_path / "copy"), table.content_hash, table.source)
+    restored = open_content(table.content_hash, table.source)
+    assert restored is not None
+    assert find_pairs(restored, [("b", 2), ("a", 1)]) == [1, 0]
 
 
 # -- Times
