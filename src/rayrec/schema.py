@@ -175,6 +175,24 @@ class TableSource(Config):
     """Column with the time from which a row is valid. A row of the log takes the newest one that is
     not after its own time. None: one row per key.
     """
+    format: str | None = field(default=None, compare=False)
+    """Format of its files, as `Schema.format`. None: found from the content of each file."""
+    delimiter: str | None = field(default=None, compare=False)
+    """Separator of columns in text, as `Schema.delimiter`. None: a tab, a comma, a semicolon or
+    `::`, as found.
+    """
+    header: tuple[str, ...] | None = field(default=None, compare=False)
+    """Column names of files without a header row, in file order. None: files have one."""
+    encoding: str | None = field(default=None, compare=False)
+    """Encoding of text files, such as latin-1. None: UTF-8."""
+    escape: str | None = field(default=None, compare=False)
+    """Character before a quote inside a quoted CSV field, such as a backslash. None: quotes are
+    doubled.
+    """
+    missing: tuple[str, ...] = field(default=(), compare=False)
+    """Values of text that mean a missing one, such as NA. Empty text and null are always
+    missing.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -193,11 +211,45 @@ class TableSource(Config):
                 f"schema: tables: {self.path}: the columns of key must differ, got "
                 f"{self.keys[0]} twice"
             )
+        try:
+            self.form()
+        except InputError as error:
+            text = str(error).removeprefix("schema: ")
+            raise InputError(f"schema: tables: {self.path}: {text}") from None
+
+    def form(self, *, integers: tuple[str, ...] = ()) -> Schema:
+        """Return the schema of its files, with the key in `sparse` and the time in `timestamp`.
+        `integers`: columns of the key that are parsed as integers. Raises InputError.
+        """
+        delimiter = "\t" if self.delimiter is None else self.delimiter
+        return Schema(
+            label=None,
+            sparse=self.keys,
+            timestamp=self.time,
+            integers=integers,
+            format=self.format,
+            delimiter=delimiter,
+            # Unused: a lookup splits text by that of the log's schema.
+            list_delimiter=";" if delimiter == "|" else "|",
+            header=self.header,
+            encoding=self.encoding,
+            escape=self.escape,
+            missing=self.missing,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = super().to_dict()
+        # Files with a table stay the same if it has none of these.
+        return {name: value for name, value in plain.items() if value or name not in _FORM}
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Columns of the key, in the order of a lookup's keys."""
         return (self.key,) if isinstance(self.key, str) else self.key
+
+
+_FORM: Final = ("format", "delimiter", "header", "encoding", "escape", "missing")
+"""Fields of a TableSource for the form of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -865,6 +917,9 @@ class Schema(Config):
         # Stored names of files would be code to run.
         if ":" in (self.format or ""):
             del plain["format"]
+        for table in plain["tables"]:
+            if ":" in table.get("format", ""):
+                del table["format"]
         for feature in plain["features"]:
             for name in ("aligned_with", "list_delimiter", "formula"):
                 if feature[name] is None:
@@ -948,8 +1003,22 @@ _SYNONYMS = {
 """Names of other tools for fields of a schema."""
 
 
+def _take_items_as_text(node: Any, *, nested: bool) -> None:
+    """Make text of the items of a list of YAML. `nested`: of all lists inside a node."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return
+    for each in node.value:
+        if isinstance(node, yaml.SequenceNode) and isinstance(each, yaml.ScalarNode):
+            each.tag = "tag:yaml.org,2002:str"
+        elif nested:
+            inner = each[1] if isinstance(node, yaml.MappingNode) else each
+            _take_items_as_text(inner, nested=True)
+
+
 def _safe_load(text: str) -> Any:
-    """Parse YAML. Items of lists, and of the label's `positive`, are text as written: `no` and
+    """Parse YAML. Items of lists, also inside `label` and `tables`, are text as written: `no` and
     `null` are values and names.
     """
     import yaml
@@ -960,15 +1029,7 @@ def _safe_load(text: str) -> Any:
         if node is None:
             return None
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            nested = (
-                value.value
-                if isinstance(value, yaml.MappingNode) and key.value == "label"
-                else [(key, value)]
-            )
-            for _, each in nested:
-                for item in each.value if isinstance(each, yaml.SequenceNode) else ():
-                    if isinstance(item, yaml.ScalarNode):
-                        item.tag = "tag:yaml.org,2002:str"
+            _take_items_as_text(value, nested=key.value in ("label", "tables"))
         return loader.construct_document(node)
     finally:
         loader.dispose()

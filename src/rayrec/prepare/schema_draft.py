@@ -750,7 +750,8 @@ def _joins(tables: Sequence[str], log: Mapping[str, Column], plan: _Plan) -> lis
     names = {*log}
     joins = []
     for path in tables:
-        columns = _columns_of(_head(path), path)
+        head = _head(path)
+        columns = _columns_of(head, path)
         roles: dict[str, Role] = {}
         for name, column in columns.items():
             # A column that may be a label of a log is none of a table
@@ -765,7 +766,7 @@ def _joins(tables: Sequence[str], log: Mapping[str, Column], plan: _Plan) -> lis
             is_number = column.kind == "binary" or _is_dense(column)
             roles[name] = "list" if column.kind == "list" else "category"
             roles[name] = "number" if is_number and column.kind != "time" else roles[name]
-        join = find_join(path, columns, roles, singles, names=names)
+        join = find_join(path, columns, roles, singles, names=names, form=_form(head, columns))
         names |= {feature["name"] for feature in join.features}
         joins.append(join)
     return joins
@@ -794,10 +795,7 @@ def _yaml(
         "group": plan.group or "",
         "timestamp": plan.timestamp or "",
         "list_delimiter": _list_delimiter(head.delimiter).strip("|"),
-        "delimiter": "" if head.delimiter in ",\t" else head.delimiter,
-        "encoding": head.encoding or "",
-        "header": list(head.header),
-        "missing": list(_markers(columns)),
+        **_form(head, columns),
         "nan": "missing" if any(columns[each].has_nan for each in plan.dense) else "",
     }
     fields = {
@@ -822,8 +820,19 @@ def _vector(column: Column) -> dict[str, str | int]:
     return settings
 
 
-def _tables(joins: Sequence[Join]) -> dict[str, dict[str, str]]:
-    return {join.name: {"path": join.path, "key": join.key} for join in joins}
+def _tables(joins: Sequence[Join]) -> dict[str, dict[str, Any]]:
+    return {join.name: {"path": join.path, "key": join.key, **join.form} for join in joins}
+
+
+def _form(head: _Head, columns: Mapping[str, Column]) -> dict[str, Any]:
+    """Return the fields for the form of text, without those that are as by default."""
+    form = {
+        "delimiter": "" if head.delimiter in ",\t" else head.delimiter,
+        "encoding": head.encoding or "",
+        "header": list(head.header),
+        "missing": list(_markers(columns)),
+    }
+    return {name: value for name, value in form.items() if value}
 
 
 def _features(

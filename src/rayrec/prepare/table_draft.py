@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -40,14 +40,19 @@ class Join:
     """Fields of the schema's features."""
     overlap: float
     """Fraction of the log's different values that the table has."""
+    form: Mapping[str, Any]
+    """Fields of the schema's table for the form of its files."""
 
     @property
     def note(self) -> str:
         """Sentence on what was decided."""
-        return (
+        text = (
             f"Table {self.name}: {self.key} is the key of {self.log_column}, of which the table "
             f"has {self.overlap:.0%}."
         )
+        if "header" in self.form:
+            text += " It has no header: its columns are named by their position. Rename them here."
+        return text
 
 
 # A key has one row for each value. Of several candidates the first of these wins, then the one that
@@ -63,6 +68,7 @@ def find_join(
     log_columns: Mapping[str, Column],
     *,
     names: Collection[str],
+    form: Mapping[str, Any],
 ) -> Join:
     """Find the key of a table, and draft a feature for each of its other columns.
 
@@ -72,6 +78,7 @@ def find_join(
         roles: Use of each column that a model can have.
         log_columns: Categories of the log, one per row.
         names: Names of the draft's columns, which new features must not have.
+        form: Fields of the schema's table for the form of its files.
 
     Raises InputError if no column has the values of a column of the log, once each.
     """
@@ -91,7 +98,7 @@ def find_join(
         new_name = name if name not in names else f"{table}_{name}"
         lookup = f"lookup({_quoted(table)}, {_quoted(log_column_name)}, {_quoted(name)})"
         features.append({"name": new_name, "from": _formula(lookup, role, columns[name])})
-    return Join(table, path, key, log_column_name, features, overlap)
+    return Join(table, path, key, log_column_name, features, overlap, form)
 
 
 _Score = tuple[bool, bool, float]
@@ -113,9 +120,13 @@ def _candidates(
             distinct = pc.unique(log_values.drop_null())
             is_present = pc.is_in(distinct, value_set=values)
             overlap = (pc.sum(is_present).as_py() or 0) / max(len(distinct), 1)
-            is_same = name.casefold() == key.casefold()
-            has_common_word = bool((_words(key) | _words(table)) & _words(name))
-            is_row_number = column.kind == "row number" and not has_common_word
+            # Names by position mean nothing.
+            names = _words(key) if column.is_named else set()
+            log_names = _words(name) if log_columns[name].is_named else set()
+            is_named = column.is_named and log_columns[name].is_named
+            is_same = is_named and name.casefold() == key.casefold()
+            has_common_word = bool((names | _words(table)) & log_names)
+            is_row_number = column.is_named and column.kind == "row number" and not has_common_word
             is_enough = overlap >= _MIN_OVERLAP or (is_same and overlap > 0)
             if is_enough and not is_row_number:
                 yield (is_same, has_common_word, overlap), key, name

@@ -11,6 +11,7 @@ from builders.runs import LEAN, QUIET
 
 import rayrec
 from rayrec import recipes
+from rayrec.prepare.feature_table import compute_features
 from rayrec.prepare.schema_draft import draft
 from rayrec.schema import Schema, load_schema
 
@@ -84,6 +85,34 @@ def test_values_choose_key_if_names_differ(log: Path, tmp_path: Path) -> None:
         ("items", "item"),
     ]
     assert formulas(schema)["city"] == "lookup(users, user_id, city)"
+
+
+def test_form_of_a_table_is_drafted(log: Path, tmp_path: Path) -> None:
+    genres = ["x", "x|y", "z|x|y"]
+    prices = ["NA" if n == 3 else n / 4 for n in range(20)]
+    rows = [f"{n}::Amélie and {n}::{prices[n]}::{genres[n % 3]}\n" for n in range(20)]
+    (tmp_path / "items.dat").write_bytes("".join(rows).encode("latin-1"))
+    text = draft(str(log), tables=[str(tmp_path / "items.dat")])
+    (table,) = load_schema(text, "draft").tables
+    assert "It has no header" in text
+    assert (table.key, table.header) == ("c0", ("c0", "c1", "c2", "c3"))
+    assert (table.delimiter, table.encoding, table.missing) == ("::", "latin-1", ("NA",))
+    assert formulas(load_schema(text, "draft")) == {
+        "c1": "lookup(items, item, c1)",
+        "c2": "number(lookup(items, item, c2))",
+        "c3": "split(lookup(items, item, c3), '|')",
+    }
+    features = compute_features(load_schema(text, "draft"), str(log), 30)
+    assert {(row["item"], row["c2"]) for row in features} >= {("3", None), ("4", 1.0)}
+
+
+def test_names_by_position_find_no_key(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [f"{rng.randrange(8)}::{n % 20}::{n % 7 // 4}\n" for n in range(ROWS)]
+    (tmp_path / "log.dat").write_text("".join(rows))
+    (tmp_path / "items.dat").write_text("".join(f"{n}::g{n % 3}\n" for n in range(1, 20)))
+    schema = drafted(tmp_path / "log.dat", tmp_path / "items.dat")
+    assert formulas(schema) == {"items_c1": "lookup(items, c1, c1)"}
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,62 @@ def test_each_of_two_keys_may_be_integers(
     assert [row["price"] for row in rows] == found
 
 
+def test_form_of_a_table_is_declared_in_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "movies.dat"
+    path.write_bytes("1::Amélie::no::2\n2::null::null::NA\n".encode("latin-1"))
+    text = f"""
+sparse: [movie]
+delimiter: ","
+tables:
+  movies:
+    path: {path}
+    key: id
+    header: [id, title, null, stars]
+    delimiter: "::"
+    encoding: latin-1
+    missing: [NA, no]
+features:
+- {{name: title, from: "lookup(movies, movie, title)"}}
+- {{name: genre, from: "lookup(movies, movie, null)"}}
+- {{name: stars, from: "log(lookup(movies, movie, stars)) * 0 + 1"}}
+"""
+    schema = load_schema(text, "schema.yaml")
+    write_rows(tmp_path / "log.csv", [{"label": 0, "movie": n} for n in (1, 2)])
+    rows = compute_features(schema, str(tmp_path / "log.csv"), 2)
+    values = [(row["title"], row["genre"], row["stars"]) for row in rows]
+    assert values == [("Amélie", None, 1), ("null", "null", None)]
+    assert Schema.described(schema.describe()).tables[0].to_dict() == schema.tables[0].to_dict()
+
+
+def test_code_of_a_format_is_not_stored() -> None:
+    table = NamedTable(name="items", path="i.x", key="item", format="own.py:Own", delimiter=";")
+    schema = Schema(sparse=("item",), tables=(table,))
+    (stored,) = Schema.described(schema.describe()).tables
+    assert (stored.format, stored.delimiter) == (None, ";")
+
+
+def test_plain_table_is_stored_without_form() -> None:
+    table = NamedTable(name="items", path="items.csv", key="item")
+    stored = {"path": "items.csv", "key": "item", "time": None, "name": "items", "content": None}
+    assert list(table.to_dict().items()) == list(stored.items())
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ('delimiter: ""', "tables: o.csv: delimiter must be 1 to 16 printable"),
+        ("delimiter: '\"'", "tables: o.csv: delimiter must be 1 to 16 printable"),
+        ("encoding: utf-9", "tables: o.csv: encoding must be one of Python's"),
+        ("escape: ab", "tables: o.csv: escape must be one ASCII character"),
+        ("missing: NA", "missing: has the wrong type"),
+        ("delimeter: '|'", "has no such field; did you mean 'delimiter'"),
+    ],
+)
+def test_unusable_form_of_a_table_is_rejected(form: str, message: str) -> None:
+    text = f"sparse: [item]\ntables: {{offers: {{path: o.csv, key: item, {form}}}}}"
+    rejects(message, load_schema, text, "schema.yaml")
+
+
 @pytest.mark.parametrize(
     ("key", "formula", "message"),
     [

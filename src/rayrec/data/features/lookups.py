@@ -174,8 +174,8 @@ def _check_values(schema: Schema, lookup: Lookup) -> None:
 
 
 def swapped_tables(schema: Schema, paths: Mapping[str, str]) -> tuple[NamedTable, ...]:
-    """Return side tables of a model's schema with other files and their contents, built. Key and
-    time stay.
+    """Return side tables of a model's schema with other files and their contents, built. Key, time
+    and form stay.
 
     Args:
         schema: Schema of the model.

@@ -316,7 +316,6 @@ def build(
     source: TableSource,
     columns: Sequence[str] = (),
     *,
-    form: Schema | None = None,
     integer_keys: Sequence[str] = (),
     folder: str | None = None,
 ) -> SideTable:
@@ -324,11 +323,9 @@ def build(
     ask for a table at once convert it once.
 
     Args:
-        source: Table, its key, and its time.
+        source: Table, its key, its time, and the form of its files, whose missing markers become
+            null in text.
         columns: Columns that lookups will read. Others are not stored, and not part of the hash.
-        form: Schema with the form of the file: its format, delimiter, encoding, escape, header and
-            missing markers, which become null in text. Its columns are not used. None: as found
-            from the content.
         integer_keys: Columns of the key that are compared with a column of `Schema.integers`, so
             that 07 is 7.
         folder: Cache folder or URL. None: `cache.folder()`.
@@ -338,7 +335,8 @@ def build(
     table without rows, one that does not fit into the available memory, and a folder that cannot
     be written.
     """
-    schema = _key_schema(source, form, integer_keys)
+    # The key and the time are parsed as those of a log.
+    schema = source.form(integers=tuple(integer_keys))
     listed = list_log(source.path, ())
     files = [(file, find_format(file.path, schema)) for file in listed]
     names = tuple(sorted(set(columns)))
@@ -522,25 +520,6 @@ def _read_batch(path: str) -> pa.RecordBatch:
 
 
 # -- Rows of a source
-def _key_schema(source: TableSource, form: Schema | None, integer_keys: Sequence[str]) -> Schema:
-    """Return the schema of a table's key and time, which are parsed as those of a log."""
-    form = form or Schema(label=None, sparse=source.keys)
-    return Schema(
-        label=None,
-        sparse=source.keys,
-        timestamp=source.time,
-        integers=tuple(integer_keys),
-        format=form.format,
-        delimiter=form.delimiter,
-        list_delimiter=form.list_delimiter,
-        encoding=form.encoding,
-        escape=form.escape,
-        header=form.header,
-        missing=form.missing,
-        category_rules=form.category_rules,
-    )
-
-
 @dataclass(frozen=True)
 class _Rows:
     """Rows of a table, in memory."""

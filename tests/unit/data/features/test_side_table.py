@@ -79,8 +79,10 @@ def write_csv(path: Path, *lines: str) -> str:
 def built(
     path: str, *columns: str, key: str | tuple[str, ...] = "item", **options: Any
 ) -> SideTable:
-    time = options.pop("time", None)
-    return build(TableSource(path=path, key=key, time=time), columns, **options)
+    integer_keys = options.pop("integer_keys", ())
+    folder = options.pop("folder", None)
+    source = TableSource(path=path, key=key, **options)
+    return build(source, columns, integer_keys=integer_keys, folder=folder)
 
 
 def tokens_of(values: Sequence[Any] | pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -121,23 +123,47 @@ def test_text_is_large_binary_from_every_format(tmp_path: Path) -> None:
 
 def test_missing_marker_is_null(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "items.csv", "item,title", "5,NA", "7,pen")
-    form = Schema(label=None, sparse=("-",), missing=("NA",))
-    table = built(path, "title", form=form)
+    table = built(path, "title", missing=("NA",))
     assert table.column("title", np.arange(2)).to_pylist() == [None, b"pen"]
 
 
 def test_form_reads_delimiter_header_and_encoding(tmp_path: Path) -> None:
     path = tmp_path / "movies.dat"
     path.write_bytes("1::Amélie::Comedy\n2::Alien::Horror\n".encode("latin-1"))
-    form = Schema(
-        label=None,
-        sparse=("-",),
+    table = built(
+        str(path),
+        "title",
+        key="movie",
         delimiter="::",
         header=("movie", "title", "genre"),
         encoding="latin-1",
     )
-    table = built(str(path), "title", key="movie", form=form)
     assert table.column("title", np.arange(2)).to_pylist() == ["Amélie".encode(), b"Alien"]
+
+
+def test_table_may_be_divided_by_bars(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "items.csv", "item|title", "5|pen")
+    table = built(path, "title", delimiter="|")
+    assert table.column("title", np.array([0])).to_pylist() == [b"pen"]
+
+
+def test_form_reads_escapes(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "items.csv", "item,title", r'5,"a \"b\""')
+    table = built(path, "title", delimiter=",", escape="\\")
+    assert table.column("title", np.array([0])).to_pylist() == [b'a "b"']
+
+
+def test_format_may_be_named(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "items.txt", '{"item": 5, "price": 2}')
+    assert built(path, "price", format="jsonl").column("price", np.array([0])).to_pylist() == [2]
+    rejects("format must be one of .*, got 'json'", built, path, "price", format="json")
+
+
+def test_other_form_of_equal_rows_has_the_same_content(tmp_path: Path) -> None:
+    first = built(write_csv(tmp_path / "a.csv", "item,title", "5,pen"), "title")
+    path = write_csv(tmp_path / "b.dat", "5::x::pen")
+    second = built(path, "title", header=("item", "other", "title"), delimiter="::")
+    assert first.content_hash == second.content_hash
 
 
 def test_folder_of_files_is_one_table(tmp_path: Path) -> None:
