@@ -1004,7 +1004,7 @@ _SYNONYMS = {
 
 
 def _take_items_as_text(node: Any, *, nested: bool) -> None:
-    """Make text of the items of a list of YAML. `nested`: of all lists inside a node."""
+    """Convert the items of a YAML list to text. `nested`: the items of all lists inside a node."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):

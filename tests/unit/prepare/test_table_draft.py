@@ -87,7 +87,7 @@ def test_values_choose_key_if_names_differ(log: Path, tmp_path: Path) -> None:
     assert formulas(schema)["city"] == "lookup(users, user_id, city)"
 
 
-def test_form_of_a_table_is_drafted(log: Path, tmp_path: Path) -> None:
+def test_form_of_table_is_drafted(log: Path, tmp_path: Path) -> None:
     genres = ["x", "x|y", "z|x|y"]
     prices = ["NA" if n == 3 else n / 4 for n in range(20)]
     rows = [f"{n}::Amélie and {n}::{prices[n]}::{genres[n % 3]}\n" for n in range(20)]

@@ -374,7 +374,7 @@ def test_each_of_two_keys_may_be_integers(
     assert [row["price"] for row in rows] == found
 
 
-def test_form_of_a_table_is_declared_in_yaml(tmp_path: Path) -> None:
+def test_yaml_declares_form_of_table(tmp_path: Path) -> None:
     path = tmp_path / "movies.dat"
     path.write_bytes("1::Amélie::no::2\n2::null::null::NA\n".encode("latin-1"))
     text = f"""
@@ -401,7 +401,7 @@ features:
     assert Schema.described(schema.describe()).tables[0].to_dict() == schema.tables[0].to_dict()
 
 
-def test_code_of_a_format_is_not_stored() -> None:
+def test_code_of_format_is_not_stored() -> None:
     table = NamedTable(name="items", path="i.x", key="item", format="own.py:Own", delimiter=";")
     schema = Schema(sparse=("item",), tables=(table,))
     (stored,) = Schema.described(schema.describe()).tables
@@ -425,7 +425,7 @@ def test_plain_table_is_stored_without_form() -> None:
         ("delimeter: '|'", "has no such field; did you mean 'delimiter'"),
     ],
 )
-def test_unusable_form_of_a_table_is_rejected(form: str, message: str) -> None:
+def test_unusable_form_of_table_is_rejected(form: str, message: str) -> None:
     text = f"sparse: [item]\ntables: {{offers: {{path: o.csv, key: item, {form}}}}}"
     rejects(message, load_schema, text, "schema.yaml")
 

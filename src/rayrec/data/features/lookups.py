@@ -44,8 +44,8 @@ class Lookups:
         """Rows by table and keys, which several columns of a table share."""
 
     def values(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
-        """Return a column of a side table, as formulas take it, in the row of each key, of one or
-        two columns; null if no row has the key.
+        """Return a column of a side table, as formulas take it, in the rows with `keys`, one or two
+        arrays; null if no row has the key.
         """
         table = open_named(self._schema, lookup.table)
         table_key = (lookup.table, lookup.keys)

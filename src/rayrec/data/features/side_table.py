@@ -24,10 +24,12 @@ from pyarrow import types
 from rayrec import host_resources, storage
 from rayrec.config import InputError, first_of, suggest
 from rayrec.data.formats.base import Format
+from rayrec.data.formats.columns import missing_partitions
 from rayrec.data.formats.lakehouse import list_log
 from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import Markers, Text, is_list, is_text, resolved
+from rayrec.data.logs.partitions import with_partitions
 from rayrec.hashing import pair_tokens
 from rayrec.humanize import size_text
 from rayrec.native import call
@@ -578,11 +580,12 @@ class _TableReader:
         starts = []
         first_row = 0
         for file, file_format in files:
-            self._check_columns(file_format, file.path, required)
+            in_file = self._columns_in_file(file_format, file.path, required)
             starts.append((file.path, first_row))
             start = first_row
-            for table in file_format.tables(file.path, self.schema, required):
-                self._add(table, file.path, first_row - start)
+            for table in file_format.tables(file.path, self.schema, in_file or None):
+                complete = with_partitions(table, file.path, self.schema, columns=required)
+                self._add(complete, file.path, first_row - start)
                 first_row += len(table)
                 self._check_memory(available)
         if not first_row:
@@ -596,17 +599,22 @@ class _TableReader:
             tuple(starts),
         )
 
-    def _check_columns(self, file_format: Format, path: str, required: Sequence[str]) -> None:
-        """Check that a file has each column once. Raises InputError."""
-        if file_format.is_sparse:
-            return
-        names = list(file_format.columns(path, self.schema))
-        for name in required:
-            # An empty file has no columns.
+    def _columns_in_file(
+        self, file_format: Format, path: str, required: Sequence[str]
+    ) -> tuple[str, ...]:
+        """Return the required columns that a file has itself, not from KEY=VALUE folders. Raises
+        InputError for a column that it lacks or has twice.
+        """
+        names = () if file_format.is_sparse else file_format.columns(path, self.schema)
+        partitions = missing_partitions(path, names)
+        in_file = tuple(name for name in required if name not in partitions)
+        for name in in_file:
+            # An empty file has no columns, and a row of a sparse format any.
             if names and name not in names:
-                raise _no_column(path, name, names)
+                raise _no_column(path, name, [*names, *partitions])
             if names.count(name) > 1:
                 raise InputError(f"tables: {path}: has several columns {name}. Rename one")
+        return in_file
 
     def _add(self, table: pa.Table, path: str, first_row: int) -> None:
         """Add a block of rows, numbered in their file from `first_row`."""

@@ -60,6 +60,9 @@ STORED = {
 }
 
 
+PAIR = ("shop", "item")
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
@@ -159,7 +162,7 @@ def test_format_may_be_named(tmp_path: Path) -> None:
     rejects("format must be one of .*, got 'json'", built, path, "price", format="json")
 
 
-def test_other_form_of_equal_rows_has_the_same_content(tmp_path: Path) -> None:
+def test_form_is_no_part_of_content(tmp_path: Path) -> None:
     first = built(write_csv(tmp_path / "a.csv", "item,title", "5,pen"), "title")
     path = write_csv(tmp_path / "b.dat", "5::x::pen")
     second = built(path, "title", header=("item", "other", "title"), delimiter="::")
@@ -174,6 +177,58 @@ def test_folder_of_files_is_one_table(tmp_path: Path) -> None:
     table = built(str(folder), "price")
     assert find(table, [6, 8, 5]) == [2, 1, -1]
     assert table.column("price", np.arange(3)).to_pylist() == [1.0, 2.0, 0.5]
+
+
+FILES = {
+    "day=2026-01-01/shop=a%20b": ["5,1", "7,2"],
+    "day=2026-01-02/shop=a%20b": ["5,3"],
+    "day=2026-01-02/shop=c": ["5,4"],
+}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
+def test_columns_of_folders_are_read(tmp_path: Path, suffix: str) -> None:
+    """As a part of the key, as the time, and as a value that is looked up."""
+    for name, lines in FILES.items():
+        folder = tmp_path / "offers" / name
+        folder.mkdir(parents=True)
+        rows = [line.split(",") for line in lines]
+        if suffix == "csv":
+            write_csv(folder / "x.csv", "item,price", *lines)
+        elif suffix == "jsonl":
+            texts = [json.dumps({"item": item, "price": price}) for item, price in rows]
+            write_csv(folder / "x.jsonl", *texts)
+        else:
+            columns = {"item": [row[0] for row in rows], "price": [row[1] for row in rows]}
+            write(folder / "x.parquet", columns)
+    path = str(tmp_path / "offers" / "*" / "*" / f"x.{suffix}")
+    table = built(path, "price", "shop", key=PAIR, time="day")
+    tokens = [tokens_of(values)[0] for values in (["a b", "a b", "c", "c"], ["5"] * 4)]
+    days = np.array(["2026-01-01", "2026-01-02", "2026-01-01", "2026-01-03"])
+    rows_found = table.lookup(key_tokens(tokens), None, days.astype("datetime64[us]").view("i8"))
+    assert table.column("price", rows_found).to_pylist() == [b"1", b"3", None, b"4"]
+    assert table.column("shop", rows_found).to_pylist() == [b"a b", b"a b", None, b"c"]
+
+
+def test_columns_of_files_replace_partitions(tmp_path: Path) -> None:
+    folder = tmp_path / "item=9"
+    folder.mkdir()
+    table = built(write(folder / "x.parquet", {"item": [5], "price": [1]}), "price")
+    assert find(table, [5, 9]) == [0, -1]
+
+
+def test_folders_alone_may_have_all_columns(tmp_path: Path) -> None:
+    folder = tmp_path / "item=9"
+    folder.mkdir()
+    table = built(write_csv(folder / "x.csv", "price", "1"), "item")
+    assert find(table, [9]) == [0]
+
+
+def test_folder_without_time_is_rejected(tmp_path: Path) -> None:
+    folder = tmp_path / "day=soon"
+    folder.mkdir()
+    path = write(folder / "x.parquet", {"item": [5]})
+    rejects("column day is the partition day=soon, which is not a time", built, path, time="day")
 
 
 def test_json_lines_are_read(tmp_path: Path) -> None:
@@ -277,7 +332,6 @@ def test_many_keys_match_rows(tmp_path: Path) -> None:
 
 
 # -- Two keys
-PAIR = ("shop", "item")
 
 
 def find_pairs(table: SideTable, pairs: Sequence[tuple[Any, Any]]) -> list[int]:
@@ -329,7 +383,7 @@ def test_absent_second_key_is_rejected(tmp_path: Path) -> None:
     rejects(r"column item not found; did you mean 'items'\?", built, path, key=PAIR)
 
 
-def test_newest_row_of_a_pair_is_found(tmp_path: Path) -> None:
+def test_lookup_returns_newest_row_of_pair(tmp_path: Path) -> None:
     columns = {"shop": [1, 1, 2], "item": [3, 3, 3], "since": [30, 20, 10]}
     table = built(write(tmp_path / "o.parquet", columns), key=PAIR, time="since")
     ones = np.ones(3, np.uint64)
