@@ -139,7 +139,7 @@ class ShardCache:
         for _, name in sorted(cached):
             if total_bytes <= limit_bytes:
                 break
-            if _remove_unused(os.path.join(self.folder, name)):
+            if remove_unused(os.path.join(self.folder, name)):
                 total_bytes -= self._sizes_bytes[name]
 
 
@@ -154,7 +154,8 @@ def in_use(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink > 0
 
 
-def _remove_unused(path: str) -> bool:
+def remove_unused(path: str) -> bool:
+    """Remove a file of the cache, and return True, unless a process has locked it by `in_use`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

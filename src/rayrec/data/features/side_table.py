@@ -11,10 +11,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, BinaryIO, Final, final
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +51,10 @@ _INDEX: Final = "index.arrow"
 _MANIFEST: Final = "manifest.json"
 _SOURCES: Final = "sources"
 """Folder with the built table of each version of a source."""
+UNUSED_DAYS: Final = 30
+"""Days after which a built table that no process maps is removed."""
+_FETCHED: Final = "fetched"
+"""Folder of tables that were fetched from a cache folder in a store."""
 _MAX_KEYS: Final = 2**32 - 2
 """Maximum keys: slots of the index have 32 bits."""
 _BUILD_FACTOR: Final = 2
@@ -66,7 +72,10 @@ _BUILT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-\d+")
 #   tables/sources/KEY.json             the name of the folder for a version of a source
 #
 # HASH is the hash of the rows, so that a source that was copied, touched or renamed is not written
-# again. Folders of earlier contents stay: a run that began with them may still map them.
+# again. Folders of earlier contents stay, since runs and servers that began with them open them
+# again, when they restart too. Each process that maps a table locks its manifest (of a fetched
+# table: its rows), and so renews the time of that file. When a table is built, others on the local
+# disk that nobody maps, or has opened for UNUSED_DAYS, are removed, the locked file first.
 @final
 class SideTable:
     """Built side table, mapped read-only: it takes no memory of its own, and all processes of a
@@ -91,6 +100,7 @@ class SideTable:
         of columns count, but neither the file's name, time or format, nor the key's name and type.
         A table has one hash as CSV and as Parquet if its columns are text in both.
         """
+        weakref.finalize(self, _locked(path, folder).close)
         self._columns = _read_batch(os.path.join(folder, _ROWS))
         index = _read_batch(os.path.join(folder, _INDEX))
         self._index = _Index.from_batch(index)
@@ -290,10 +300,7 @@ def open_table(path: str, source: TableSource | None = None) -> SideTable:
     """
     manifest_path = storage.join(path, _MANIFEST)
     if not storage.exists(manifest_path):
-        raise InputError(
-            f"{path}: built side table not found on this machine. Run the command again to build "
-            "it; several machines need a shared cache folder"
-        )
+        raise _not_found(path)
     manifest = storage.read_json(manifest_path)
     if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
         raise InputError(
@@ -359,6 +366,56 @@ def build(
 
 
 # -- Built tables in a cache folder
+def _not_found(path: str) -> InputError:
+    return InputError(
+        f"{path}: built side table not found on this machine. Run the command again to build it; "
+        "several machines need a shared cache folder"
+    )
+
+
+def _locked(path: str, folder: str) -> BinaryIO:
+    """Lock a built table, of the files in local `folder`, against its removal until the returned
+    file is closed, and note that it was opened now. Raises InputError if it was just removed.
+    """
+    name = _MANIFEST if local_path(path) is not None else _ROWS
+    try:
+        file = open(os.path.join(folder, name), "rb")  # noqa: SIM115  the lock lasts as long
+    except FileNotFoundError:
+        raise _not_found(path) from None
+    # Another user's folder, or a file system without locks
+    with contextlib.suppress(OSError):
+        if not cache.in_use(file.fileno()):
+            file.close()
+            raise _not_found(path)
+    return file
+
+
+def _remove_unused(folder: str, names: Iterable[str], locked: str) -> bool:
+    """Remove the tables of a local folder that no process maps, or has opened for UNUSED_DAYS.
+    Returns whether it removed one. `locked`: name of the file that `_locked` locks.
+    """
+    oldest_s = time.time() - UNUSED_DAYS * 86400
+    is_removed = False
+    for name in names:
+        path = os.path.join(folder, name)
+        file = os.path.join(path, locked)
+        # Another process removed it, or the folder is of another user
+        with contextlib.suppress(OSError):
+            if os.stat(file).st_mtime < oldest_s and cache.remove_unused(file):
+                storage.remove_folder(path)
+                is_removed = True
+    return is_removed
+
+
+def _remove_dangling(folder: str) -> None:
+    """Remove the names of tables that were removed."""
+    sources = os.path.join(folder, _SOURCES)
+    for name in storage.list_folder(sources):
+        pointer = os.path.join(sources, name)
+        if _built_path(folder, pointer) is None:
+            storage.remove_file(pointer)
+
+
 def _built_path(folder: str, pointer: str) -> str | None:
     """Return the built table of a version of a source, None if it is not built."""
     if not storage.exists(pointer):
@@ -400,8 +457,8 @@ def _source_name(
 @contextlib.contextmanager
 def _building(folder: str) -> Iterator[None]:
     """Let one process of this machine convert tables in a local folder, others wait, and remove the
-    remains of killed ones. Machines that share a folder or a store may convert a table at once:
-    they write equal files.
+    remains of killed ones, and unused tables. Machines that share a folder or a store may convert a
+    table at once: they write equal files.
     """
     local = local_path(folder)
     if local is None:
@@ -414,6 +471,9 @@ def _building(folder: str) -> Iterator[None]:
             path = os.path.join(local, name)
             if not os.path.exists(os.path.join(path, _MANIFEST)):
                 storage.remove_folder(path)
+        built = filter(_BUILT_NAME.fullmatch, storage.list_folder(local))
+        if _remove_unused(local, built, _MANIFEST):
+            _remove_dangling(local)
         yield
 
 
@@ -432,11 +492,16 @@ def _fetched(path: str, manifest: Mapping[str, Any]) -> str:
             path,
             index=json.dumps(manifest, sort_keys=True).encode(),
             sizes_bytes=sizes,
-            folder=os.path.join(shared, FOLDER, "fetched"),
+            folder=os.path.join(shared, FOLDER, _FETCHED),
         )
         local = shards.folder
+        num_bytes = 0
         for name, size in sizes.items():
-            shards.fetch(name, functools.partial(_check_size, size_bytes=size, source=path))
+            check = functools.partial(_check_size, size_bytes=size, source=path)
+            num_bytes += shards.fetch(name, check)
+        if num_bytes:
+            fetched = os.path.dirname(local)
+            _remove_unused(fetched, storage.list_folder(fetched), _ROWS)
     for name, size in sizes.items():
         _check_size(os.path.join(local, name), size_bytes=size, source=path)
     return local

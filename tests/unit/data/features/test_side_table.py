@@ -1,5 +1,6 @@
 """Side tables: rows are found by key and time, and a table is built once per content."""
 
+import gc
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import time as seconds_now
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from hypothesis import strategies as st
 from rayrec import host_resources, storage
 from rayrec.config import InputError
 from rayrec.data.features.side_table import (
+    UNUSED_DAYS,
     SideTable,
     build,
     copy_built,
@@ -665,7 +668,7 @@ def test_copy_with_other_content_is_rejected(
 def test_touched_and_copied_tables_are_not_written_again(tmp_path: Path, own_cache: Path) -> None:
     path = write(tmp_path / "items.parquet", ITEMS)
     table = built(path, "price")
-    before = {file: file.stat().st_mtime_ns for file in built_files(own_cache)}
+    before = {file: file.stat().st_ino for file in built_files(own_cache)}
     assert len(before) == 3
     os.utime(path, (1, 1))
     shutil.copy(path, tmp_path / "copy.parquet")
@@ -673,7 +676,7 @@ def test_touched_and_copied_tables_are_not_written_again(tmp_path: Path, own_cac
     copy = built(str(tmp_path / "copy.parquet"), "price")
     assert copy.path == table.path
     assert copy.source.path.endswith("copy.parquet")
-    assert {file: file.stat().st_mtime_ns for file in built_files(own_cache)} == before
+    assert {file: file.stat().st_ino for file in built_files(own_cache)} == before
 
 
 def test_unchanged_table_is_not_read_again(tmp_path: Path) -> None:
@@ -692,6 +695,66 @@ def test_edited_table_is_built_again_beside_mapped_one(tmp_path: Path) -> None:
     assert find(first, [1, 2, 3]) == [0, 1, -1]
     assert find(second, [1, 2, 3]) == [1, 0, 2]
     assert open_table(first.path) == first
+
+
+def aged(table: SideTable, days: float) -> None:
+    """Make a built table one that was last opened before so many days."""
+    set_age(Path(table.path) / "manifest.json", days)
+
+
+def set_age(file: Path, days: float) -> None:
+    changed_s = seconds_now() - days * 86400
+    os.utime(file, (changed_s, changed_s))
+
+
+def built_prices(folder: Path, *prices: int) -> list[SideTable]:
+    """Build a table with each of these prices."""
+    return [
+        built(write(folder / f"{price}.parquet", {"item": [1], "price": [price]}), "price")
+        for price in prices
+    ]
+
+
+def test_unused_tables_are_removed_when_one_is_built(tmp_path: Path, own_cache: Path) -> None:
+    old, new = built_prices(tmp_path, 1, 2)
+    aged(old, UNUSED_DAYS + 0.1)
+    aged(new, UNUSED_DAYS - 0.1)
+    old_folder = Path(old.path)
+    new_folder = Path(new.path)
+    del old, new
+    gc.collect()
+    built_prices(tmp_path, 3)
+    assert (old_folder.exists(), new_folder.exists()) == (False, True)
+    assert len(list((own_cache / "tables" / "sources").iterdir())) == 2
+    (again,) = built_prices(tmp_path, 1)
+    assert again.column("price", np.array([0])).to_pylist() == [1]
+
+
+def test_mapped_table_is_kept_however_old(tmp_path: Path) -> None:
+    (old,) = built_prices(tmp_path, 1)
+    aged(old, 1000)
+    built_prices(tmp_path, 2)
+    assert open_content(old.content_hash, old.source) == old
+
+
+def test_opened_table_is_kept(tmp_path: Path) -> None:
+    path = built_prices(tmp_path, 1)[0].path
+    gc.collect()
+    table = open_table(path)
+    aged(table, 1000)
+    del table
+    gc.collect()
+    open_table(path)  # As a replica that restarts
+    gc.collect()
+    built_prices(tmp_path, 2)
+    assert Path(path).exists()
+
+
+def test_table_that_is_removed_while_it_is_opened_is_rejected(tmp_path: Path) -> None:
+    (table,) = built_prices(tmp_path, 1)
+    manifest = storage.read_json(f"{table.path}/manifest.json")
+    (Path(table.path) / "manifest.json").unlink()
+    rejects("built side table not found", SideTable, table.path, table.source, table.path, manifest)
 
 
 def test_pickle_contains_path_only(tmp_path: Path) -> None:
@@ -839,7 +902,7 @@ def test_table_of_store_is_fetched_once(bucket: str, tmp_path: Path, own_cache: 
     storage.write_bytes(path, Path(write(tmp_path / "items.parquet", ITEMS)).read_bytes())
     table = built(path, "title", folder=f"{bucket}/side-tables/cache")
     assert table.path.startswith(bucket)
-    fetched = {file: file.stat().st_mtime_ns for file in own_cache.rglob("*.arrow")}
+    fetched = {file: file.stat().st_ino for file in own_cache.rglob("*.arrow")}
     assert len(fetched) == 2
     copy = pickle.loads(pickle.dumps(table))
     assert copy.column("title", copy.lookup(np.array([9, 5], np.uint64))).to_pylist() == [
@@ -847,4 +910,16 @@ def test_table_of_store_is_fetched_once(bucket: str, tmp_path: Path, own_cache: 
         b"pen",
     ]
     assert built(path, "title", folder=f"{bucket}/side-tables/cache") == table
-    assert {file: file.stat().st_mtime_ns for file in own_cache.rglob("*.arrow")} == fetched
+    assert {file: file.stat().st_ino for file in own_cache.rglob("*.arrow")} == fetched
+    (rows,) = own_cache.rglob("rows.arrow")
+    set_age(rows, 1000)
+    other = built(path, "price", folder=f"{bucket}/side-tables/cache")
+    assert rows.exists()
+    set_age(rows, 1000)
+    del table, copy
+    gc.collect()
+    built(path, "tags", folder=f"{bucket}/side-tables/cache")
+    kept = [file.parent.name for file in own_cache.rglob("rows.arrow")]
+    assert rows.parent.name not in kept
+    assert len(kept) == 2
+    assert other.column("price", np.array([0])).to_pylist() == [1.5]
