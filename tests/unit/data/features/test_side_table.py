@@ -715,7 +715,7 @@ def built_prices(folder: Path, *prices: int) -> list[SideTable]:
     ]
 
 
-def test_unused_tables_are_removed_when_one_is_built(tmp_path: Path, own_cache: Path) -> None:
+def test_build_removes_unused_tables(tmp_path: Path, own_cache: Path) -> None:
     old, new = built_prices(tmp_path, 1, 2)
     aged(old, UNUSED_DAYS + 0.1)
     aged(new, UNUSED_DAYS - 0.1)
@@ -730,7 +730,7 @@ def test_unused_tables_are_removed_when_one_is_built(tmp_path: Path, own_cache: 
     assert again.column("price", np.array([0])).to_pylist() == [1]
 
 
-def test_mapped_table_is_kept_however_old(tmp_path: Path) -> None:
+def test_build_keeps_mapped_table(tmp_path: Path) -> None:
     (old,) = built_prices(tmp_path, 1)
     aged(old, 1000)
     built_prices(tmp_path, 2)
@@ -750,7 +750,7 @@ def test_opened_table_is_kept(tmp_path: Path) -> None:
     assert Path(path).exists()
 
 
-def test_table_that_is_removed_while_it_is_opened_is_rejected(tmp_path: Path) -> None:
+def test_table_removed_while_opened_is_rejected(tmp_path: Path) -> None:
     (table,) = built_prices(tmp_path, 1)
     manifest = storage.read_json(f"{table.path}/manifest.json")
     (Path(table.path) / "manifest.json").unlink()
