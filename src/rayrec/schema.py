@@ -465,6 +465,7 @@ class Schema(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._add_derived()
+        self._check_computed()
         names = (*self.columns, *self.derived)
         if len(set(names)) != len(names):
             raise InputError(f"schema: column names must be unique, got {names}")
@@ -543,6 +544,24 @@ class Schema(Config):
         if step.name in self.sparse and step.type.is_list != (step.name in self.lists):
             raise InputError(f"{prefix}: must be in lists exactly if its formula makes lists")
         return role
+
+    # Computed columns are inputs, of rows to score too, which have none of these.
+    def _check_computed(self) -> None:
+        """Check that no label, weight or time is a computed column. Raises InputError."""
+        uses = {
+            "label": (self.label,),
+            "labels": tuple(label.name for label in self.labels),
+            "weight": (self.weight,),
+            "timestamp": (self.timestamp,),
+            "weights of a feature": self.list_weights,
+        }
+        for field_name, names in uses.items():
+            computed = [name for name in names if name in self.derived]
+            if computed:
+                raise InputError(
+                    f"schema: {field_name} names {computed[0]}, which a formula computes as an "
+                    "input of the model; name a column of the log, and compute it before ingest"
+                )
 
     def _check_inputs(self) -> None:
         """Check that all looked up tables are declared, once each. Formulas must read nothing that

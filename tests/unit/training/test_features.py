@@ -255,6 +255,52 @@ def test_invalid_formulas_are_rejected(shop: Path, changes: dict[str, str], mess
     rejects(message, load_schema, text, "schema.yaml")
 
 
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("label: x", "label"),
+        ("label: {name: x, at_least: 1}", "label"),
+        ("label: click\nlabels: [{name: x, kind: number}]", "labels"),
+        ("weight: x", "weight"),
+        ("timestamp: x", "timestamp"),
+        ("weight: 'v[0]'", "weight"),
+    ],
+)
+def test_computed_label_weight_and_time_are_rejected(field: str, name: str) -> None:
+    text = f"sparse: [user]\n{field}\nvectors: [{{name: v, length: 2}}]\n"
+    rejects(
+        rf"schema.yaml: schema: {name} names (x|v\[0\]), which a formula computes as an input of "
+        "the model; name a column of the log",
+        load_schema,
+        text + "features: [{name: x, from: log(price)}]",
+        "schema.yaml",
+    )
+
+
+def test_computed_category_may_be_group(shop: Path, tmp_path: Path) -> None:
+    """Its ranking metrics are those of a log with the same column."""
+    grouped = SCHEMA.replace("delimiter:", "group: category\ndelimiter:")
+    workload = {"schema": schema_of(shop, grouped)}
+    run = train(shop, tmp_path, workload=workload, evaluate_every=3)
+    log = str(shop / "log.csv")
+    measured = rayrec.evaluate(run.folder, log, console=QUIET)
+    rayrec.predict(run.folder, log, out=str(tmp_path / "scores"), console=QUIET)
+    scores = pq.read_table(tmp_path / "scores").sort_by("row")["score"].to_numpy()
+    rows = compute_features(schema_of(shop), log, 600)
+    with (shop / "log.csv").open() as file:
+        labels = np.array([int(row["click"]) for row in csv.DictReader(file)])
+    groups = np.array([str(row["category"]) for row in rows])
+    total = 0.0
+    for group in sorted({*groups} - {"None"}):
+        chosen = groups == group
+        positive = scores[chosen & (labels == 1)]
+        negative = scores[chosen & (labels == 0)]
+        wins = positive[:, None] > negative
+        ties = positive[:, None] == negative
+        total += chosen.sum() * (wins.mean() + ties.mean() / 2)
+    assert measured["gauc"] == pytest.approx(total / (groups != "None").sum(), abs=1e-3)
+
+
 def test_unusable_value_of_table_is_rejected_before_training(shop: Path, tmp_path: Path) -> None:
     for name in ("items", "prices", "offers", "log"):
         (tmp_path / f"{name}.csv").write_bytes((shop / f"{name}.csv").read_bytes())
