@@ -67,6 +67,17 @@ class Program:
             columns.setdefault(node.table, set()).add(node.column)
         return {table: tuple(sorted(names)) for table, names in columns.items()}
 
+    @cached_property
+    def tables(self) -> Mapping[str, frozenset[str]]:
+        """Side tables that each computed column depends on, also through other columns."""
+        tables: dict[str, frozenset[str]] = {}
+        for step in self.steps:
+            looked_up = {node.table for node in lookups_of(step.node)}
+            for name in columns_of(step.node):
+                looked_up |= tables.get(name, frozenset())
+            tables[step.name] = frozenset(looked_up)
+        return tables
+
     @classmethod
     def from_columns(
         cls,

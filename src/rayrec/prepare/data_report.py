@@ -228,6 +228,7 @@ def dense_columns(
             "log_deviation": deviation,
             **_max_drift(name, drift),
             "auroc": rate_auroc(stats.dense_outcomes[d]) if schema.label else None,
+            **_tables(name, schema),
         }
         if rules and rules[d].lower is not None:
             columns[name]["clipped_rate"] = fraction(stats.clipped[d], present)
@@ -240,6 +241,13 @@ def dense_columns(
         if trend is not None:
             columns[name]["trend"] = trend
     return columns
+
+
+def _tables(name: str, schema: Schema) -> dict[str, list[str]]:
+    """Return the side tables without times that a column depends on, as its `tables`, if any."""
+    looked_up = schema.program.tables.get(name, frozenset())
+    untimed = [each for each in sorted(looked_up) if schema.table(each).time is None]
+    return {"tables": untimed} if untimed else {}
 
 
 def sparse_columns(
@@ -256,6 +264,7 @@ def sparse_columns(
             **counted[name],
             **_max_drift(name, drift),
             "auroc": rate_auroc(stats.sparse_outcomes[s]) if schema.label else None,
+            **_tables(name, schema),
         }
         for s, name in enumerate(schema.sparse)
     }
@@ -363,7 +372,7 @@ def find_warnings(content: dict[str, Any]) -> Iterator[str]:
         if (column["auroc"] or 0) > SUSPICIOUS_AUROC:
             yield (
                 f"column {name} alone predicts the label with AUROC {column['auroc']:.3f} on "
-                "held-out rows: leakage is likely; see whether it is known before the click, or "
+                f"held-out rows: leakage is likely; {_leak_fix(column.get('tables', ()))}, or "
                 "leave it out of the schema"
             )
         if "trend" in column:
@@ -385,6 +394,17 @@ def find_warnings(content: dict[str, Any]) -> Iterator[str]:
             f"duplicate rows were looked for among {sampled:.3%} of the different rows, to limit "
             "memory; raise --memory-bytes to look at more"
         )
+
+
+def _leak_fix(tables: Sequence[str]) -> str:
+    """Return what to do about a column that predicts the label, of these tables without times."""
+    if not tables:
+        return "see whether it is known before the click"
+    noun = "table" if len(tables) == 1 else "tables"
+    return (
+        f"the {noun} {', '.join(tables)} may have values from after the click: give rows the time "
+        "from which they are valid, and name its column in `time` of the table"
+    )
 
 
 def find_failures(content: dict[str, Any], gates: Gates) -> list[Failure]:

@@ -4,6 +4,7 @@ pass and fail.
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,7 +37,7 @@ from rayrec.prepare import validate as module
 from rayrec.prepare.config import PreparationConfig
 from rayrec.prepare.data_report import Gates, Report
 from rayrec.prepare.log_statistics import TOP, quantile_edges, row_hashes
-from rayrec.schema import Schema
+from rayrec.schema import Feature, NamedTable, Schema
 
 SCHEMA = Schema(
     tokens="hexadecimal",
@@ -470,6 +471,44 @@ def test_report_warns_of_leaking_column(tmp_path: Path, column: str) -> None:
     columns = {**report.content["dense"], **report.content["sparse"]}
     assert columns.pop(column)["auroc"] > 0.98
     assert all(other["auroc"] == pytest.approx(0.5, abs=0.03) for other in columns.values())
+
+
+@pytest.mark.parametrize(
+    ("time", "fix"),
+    [
+        pytest.param(
+            None,
+            r"the table items may have values from after the click: give rows the time .* `time` "
+            "of the table, or leave it out of the schema",
+            id="without time",
+        ),
+        pytest.param("day", "see whether it is known before the click", id="with time"),
+    ],
+)
+def test_report_warns_of_leaking_table(tmp_path: Path, time: str | None, fix: str) -> None:
+    """A click rate that was computed from the log itself, as a number and through a bucket."""
+    rows = [(i % 3 // 2, i // 3 * 2 + i % 3 // 2) for i in range(6000)]
+    lines = [f"{click},{item},{i % 7},2026-01-02" for i, (click, item) in enumerate(rows)]
+    (tmp_path / "log.csv").write_text("\n".join(["click,item,hour,at", *lines]) + "\n")
+    rates = sorted({(item, 0.1 + 0.8 * click) for click, item in rows})
+    table = [f"{item},{rate},2026-01-01" for item, rate in rates]
+    (tmp_path / "items.csv").write_text("\n".join(["item,rate,day", *table]) + "\n")
+    schema = Schema(
+        label="click",
+        sparse=("hour",),
+        timestamp="at",
+        delimiter=",",
+        tables=(NamedTable(name="items", path=str(tmp_path / "items.csv"), key="item", time=time),),
+        features=(
+            Feature(name="rate", formula="number(lookup(items, item, rate))"),
+            Feature(name="level", formula="bucketize(rate, [0.5])"),
+        ),
+    )
+    report = validate(tmp_path / "log.csv", config=CONFIG.replace(schema=schema))
+    warnings = [text for text in report.warnings if "alone predicts the label" in text]
+    assert [text.split(" alone")[0] for text in warnings] == ["column rate", "column level"]
+    for text in warnings:
+        assert re.search(f"leakage is likely; {fix}", text)
 
 
 # -- the division of the work does not matter

@@ -737,7 +737,7 @@ def test_build_keeps_mapped_table(tmp_path: Path) -> None:
     assert open_content(old.content_hash, old.source) == old
 
 
-def test_opened_table_is_kept(tmp_path: Path) -> None:
+def test_build_leaves_opened_table(tmp_path: Path) -> None:
     path = built_prices(tmp_path, 1)[0].path
     gc.collect()
     table = open_table(path)
