@@ -120,16 +120,24 @@ def _candidates(
             distinct = pc.unique(log_values.drop_null())
             is_present = pc.is_in(distinct, value_set=values)
             overlap = (pc.sum(is_present).as_py() or 0) / max(len(distinct), 1)
-            # Names by position mean nothing.
-            names = _words(key) if column.is_named else set()
-            log_names = _words(name) if log_columns[name].is_named else set()
-            is_named = column.is_named and log_columns[name].is_named
-            is_same = is_named and name.casefold() == key.casefold()
-            has_common_word = bool((names | _words(table)) & log_names)
+            log_column = log_columns[name]
+            is_same = _has_same_name(column, log_column)
+            words = _words_of(column) | _words(table)
+            has_common_word = bool(words & _words_of(log_column))
             is_row_number = column.is_named and column.kind == "row number" and not has_common_word
             is_enough = overlap >= _MIN_OVERLAP or (is_same and overlap > 0)
             if is_enough and not is_row_number:
                 yield (is_same, has_common_word, overlap), key, name
+
+
+# Names by position, of files without a header, mean nothing.
+def _has_same_name(column: Column, other: Column) -> bool:
+    is_named = column.is_named and other.is_named
+    return is_named and column.name.casefold() == other.name.casefold()
+
+
+def _words_of(column: Column) -> set[str]:
+    return _words(column.name) if column.is_named else set()
 
 
 def _formula(lookup: str, role: Role, column: Column) -> str:

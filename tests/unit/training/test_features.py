@@ -71,10 +71,21 @@ def test_computed_columns_have_values_of_their_rows(shop: Path) -> None:
         assert row["bucket"] == bucket
         assert row["taste"] == (f"{source['user']}\x1fc{item % 4}" if is_known else None)
         assert (row["days"] is None) == (not source["registered"])
+
+
+def test_rows_of_two_keys_are_newest_ones(shop: Path) -> None:
+    rows = compute_features(schema_of(shop), str(shop / "log.csv"), 600)
+    with (shop / "log.csv").open() as file:
+        log = list(csv.DictReader(file))
+    expected = []
+    for source in log:
         user = int(source["user"])
+        item = int(source["item"])
         days = [day for day in (5, 12) if source["time"] >= f"2026-01-{day:02d}"]
-        has_offer = user % 2 == 0 and is_known and item % 2 == 0 and days
-        assert row["offer"] == (f"{user}-{item}-{days[-1]}" if has_offer else None)
+        has_offer = user % 2 == 0 and item % 2 == 0 and item < 30 and days
+        expected.append(f"{user}-{item}-{days[-1]}" if has_offer else None)
+    assert [row["offer"] for row in rows] == expected
+    assert len({*expected}) > 50
 
 
 def test_run_with_tables_is_scored_and_exported(shop: Path, tmp_path: Path) -> None:
@@ -468,7 +479,7 @@ def test_plain_table_is_stored_without_form() -> None:
         ("encoding: utf-9", "tables: o.csv: encoding must be one of Python's"),
         ("escape: ab", "tables: o.csv: escape must be one ASCII character"),
         ("missing: NA", "missing: has the wrong type"),
-        ("delimeter: '|'", "has no such field; did you mean 'delimiter'"),
+        ("encodings: latin-1", "has no such field; did you mean 'encoding'"),
     ],
 )
 def test_unusable_form_of_table_is_rejected(form: str, message: str) -> None:

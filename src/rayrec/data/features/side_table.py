@@ -300,7 +300,7 @@ def open_table(path: str, source: TableSource | None = None) -> SideTable:
     """
     manifest_path = storage.join(path, _MANIFEST)
     if not storage.exists(manifest_path):
-        raise _not_found(path)
+        raise _absent(path)
     manifest = storage.read_json(manifest_path)
     if not isinstance(manifest, dict) or manifest.get("version") != VERSION:
         raise InputError(
@@ -366,7 +366,7 @@ def build(
 
 
 # -- Built tables in a cache folder
-def _not_found(path: str) -> InputError:
+def _absent(path: str) -> InputError:
     return InputError(
         f"{path}: built side table not found on this machine. Run the command again to build it; "
         "several machines need a shared cache folder"
@@ -381,12 +381,12 @@ def _locked(path: str, folder: str) -> BinaryIO:
     try:
         file = open(os.path.join(folder, name), "rb")  # noqa: SIM115  the lock lasts as long
     except FileNotFoundError:
-        raise _not_found(path) from None
+        raise _absent(path) from None
     # Another user's folder, or a file system without locks
     with contextlib.suppress(OSError):
         if not cache.in_use(file.fileno()):
             file.close()
-            raise _not_found(path)
+            raise _absent(path)
     return file
 
 
