@@ -12,8 +12,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "start": ("start_benchmark",),
     "ingest": ("ingest_benchmark", "vocabulary_rows", "preprocess_rows"),
-    "train": ("train_benchmark",),
-    "busy": ("busy_benchmark",),
+    "train": ("train_benchmark", "busy_rows"),
     "models": ("models_benchmark", "synthetic_tasks_rows"),
     "checkpoint": ("checkpoint_benchmark",),
     "recover": ("recover_benchmark", "preempt_rows"),
