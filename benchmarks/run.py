@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "zoo": ("zoo_benchmark", "quality_rows", "epoch_rows", "light_rows", "warm_start_rows"),
     "movielens": ("movielens_benchmark", "movielens_top_k_rows", "movielens_next_item_rows"),
     "own-logs": ("own_logs_benchmark",),
+    "features": ("features_benchmark",),
     "scale": ("scale_benchmark",),
     "plan": ("plan_benchmark", "links_rows", "data_nodes_rows"),
     "gpu": ("gpu_benchmark",),
