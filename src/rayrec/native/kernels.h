@@ -307,14 +307,27 @@ void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t r
 int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const void *ids, int64_t id_bytes,
                          const float *labels, int64_t rows, int32_t num_dense, int32_t num_sparse, int32_t *out);
 
+/* text_features.c: functions of texts and lists. Text i is data[offsets[i], offsets[i + 1]). Row r has the items starts[r] to
+ * starts[r] + lengths[r] - 1. */
+int64_t rayrec_text_runs(const int64_t *offsets, const uint8_t *data, int64_t count, const uint8_t *separators, int64_t *lengths,
+                         int64_t *ends, uint8_t *runs_data);
+void rayrec_count_equal(const int64_t *item_offsets, const uint8_t *item_data, const int64_t *starts, const int64_t *lengths,
+                        const int64_t *offsets, const uint8_t *data, int64_t rows, double *out);
+void rayrec_count_common(const int64_t *left_offsets, const uint8_t *left_data, const int64_t *left_starts,
+                         const int64_t *left_lengths, const int64_t *right_offsets, const uint8_t *right_data,
+                         const int64_t *right_starts, const int64_t *right_lengths, int64_t rows, uint32_t *slots, double *out);
+
 /* Status of one value in a text column. Value i is data[offsets[i], offsets[i + 1]), empty if null[i] is set (`null` may be
  * NULL). */
 enum rayrec_text_status { TEXT_VALUE, TEXT_EMPTY, TEXT_REFUSED, TEXT_LONG };
+/* Status of `rayrec_text_kinds`, in addition. */
+enum rayrec_text_kind { TEXT_TRUE = 4, TEXT_FALSE };
 
 void rayrec_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                         uint8_t *status);
 void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count,
                               uint64_t *out, uint8_t *status);
+void rayrec_text_kinds(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *kinds);
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status);
 

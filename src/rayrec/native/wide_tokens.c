@@ -141,6 +141,19 @@ void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const
     text_tokens(offsets, data, null, count, out, status, 0);
 }
 
+/* Writes what texts are as categories: TEXT_EMPTY, TEXT_TRUE, TEXT_FALSE, TEXT_REFUSED if not UTF-8, else TEXT_VALUE. */
+void rayrec_text_kinds(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *kinds) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *text = data + offsets[i];
+        const int64_t length = offsets[i + 1] - offsets[i];
+        const int boolean = boolean_of(text, length);
+        kinds[i] = TEXT_VALUE;
+        if (length == 0 || (null && null[i])) kinds[i] = TEXT_EMPTY;
+        else if (boolean >= 0) kinds[i] = boolean ? TEXT_TRUE : TEXT_FALSE;
+        else if (!is_utf8(text, length)) kinds[i] = TEXT_REFUSED;
+    }
+}
+
 /* Parses texts as int64: blanks, [+-]? digits [. zeros?]?, blanks; true and false are 1 and 0, nan is an empty field. */
 void rayrec_text_whole(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint64_t *out,
                        uint8_t *status) {

@@ -8,6 +8,7 @@ null, also what is NaN, infinite or an empty text in a file. Lists have no null 
 
 from __future__ import annotations
 
+import re
 import zoneinfo
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from rayrec.data.features.definitions import (
 )
 from rayrec.data.logs.column_values import (
     VALUE,
+    Text,
     text_numbers,
     text_tokens,
 )
@@ -43,6 +45,7 @@ from rayrec.formula.tree import (
     Type,
 )
 from rayrec.hashing import mix64
+from rayrec.native import call
 
 TableLookup = Callable[[Lookup, list[pa.Array], Type], pa.Array]
 """Function of a lookup, the arrays of its one or two keys (large_string [rows]) and its type. It
@@ -213,7 +216,36 @@ def split(array: pa.Array, separator: str) -> pa.Array:
 
 def tokens(array: pa.Array) -> pa.Array:
     """Split texts at SEPARATORS."""
-    return _without_empty(pc.split_pattern_regex(array, pattern=SEPARATORS))
+    missing = _missing(array)
+    text = Text.from_array(pc.fill_null(array, ""))
+    num_bytes = int(text.offsets[-1] - text.offsets[0])
+    lengths = np.empty(len(array), np.int64)
+    ends = np.zeros((num_bytes + len(array)) // 2 + 1, np.int64)
+    data = np.empty(num_bytes, np.uint8)
+    count = call(
+        "rayrec_text_runs",
+        text.offsets,
+        text.data,
+        len(array),
+        _separators(),
+        lengths,
+        ends[1:],
+        data,
+    )
+    offsets = ends[: count + 1]
+    used = data[: offsets[-1]]
+    items = pa.LargeStringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(used))
+    return _list_array(items, lengths, missing)
+
+
+@lru_cache(maxsize=1)
+def _separators() -> np.ndarray:
+    """Return which code points below 2^16 are separators, uint8. No others are."""
+    is_separator = np.zeros(1 << 16, np.uint8)
+    characters = "".join(map(chr, range(1 << 16)))
+    for match in re.finditer(SEPARATORS, characters):
+        is_separator[match.start() : match.end()] = 1
+    return is_separator
 
 
 def ngrams(array: pa.Array, n: float) -> pa.Array:
@@ -274,19 +306,25 @@ def overlap(left: pa.Array, right: pa.Array) -> pa.Array:
     """Return the number of different items that both lists of a row have."""
     left_lists = _Lists.from_array(left)
     right_lists = _Lists.from_array(right)
-    left_codes, right_codes, num_codes = _codes(left_lists.items, right_lists.items)
-    # A key is a row and a text.
-    left_keys = left_lists.rows() * num_codes + left_codes[left_lists.positions()]
-    right_keys = right_lists.rows() * num_codes + right_codes[right_lists.positions()]
-    # Distinct keys of both sides that are there twice
-    keys = np.concatenate([_distinct(left_keys), _distinct(right_keys)])
-    keys.sort(kind="stable")
-    common = keys[1:][keys[1:] == keys[:-1]]
-    counts = np.bincount(common // num_codes, minlength=len(left))
-    return pa.array(
-        counts.astype(np.float64),
-        mask=left_lists.missing | right_lists.missing,
+    left_items = Text.from_array(left_lists.items)
+    right_items = Text.from_array(right_lists.items)
+    longest = int(right_lists.lengths.max(initial=0))
+    counts = np.empty(len(left))
+    call(
+        "rayrec_count_common",
+        left_items.offsets,
+        left_items.data,
+        left_lists.starts,
+        left_lists.lengths,
+        right_items.offsets,
+        right_items.data,
+        right_lists.starts,
+        right_lists.lengths,
+        len(left),
+        np.empty(max(2, 1 << (2 * longest - 1).bit_length()), np.uint32),
+        counts,
     )
+    return _masked(counts, left_lists.missing | right_lists.missing)
 
 
 def _distinct(keys: np.ndarray) -> np.ndarray:
@@ -302,11 +340,21 @@ def _distinct(keys: np.ndarray) -> np.ndarray:
 def count_in(array: pa.Array, item: pa.Array) -> pa.Array:
     """Return the number of items of each list that equal the row's `item`."""
     lists = _Lists.from_array(array)
-    codes, item_codes, _ = _codes(lists.items, item)
-    rows = lists.rows()
-    matches = codes[lists.positions()] == item_codes[rows]
-    counts = np.bincount(rows[matches], minlength=len(array))
-    return pa.array(counts.astype(np.float64), mask=lists.missing | _missing(item))
+    items = Text.from_array(lists.items)
+    text = Text.from_array(item)
+    counts = np.empty(len(array))
+    call(
+        "rayrec_count_equal",
+        items.offsets,
+        items.data,
+        lists.starts,
+        lists.lengths,
+        text.offsets,
+        text.data,
+        len(array),
+        counts,
+    )
+    return _masked(counts, lists.missing | _missing(item))
 
 
 def coalesce(*arrays: pa.Array) -> pa.Array:
@@ -447,6 +495,11 @@ def _number_array(values: np.ndarray) -> pa.Array:
     # Without a mask, Arrow shares NumPy's memory.
     present = np.isfinite(values)
     return pa.array(values) if present.all() else pa.array(values, mask=~present)
+
+
+def _masked(values: np.ndarray, missing: np.ndarray) -> pa.Array:
+    """Return an array of numbers, null where `missing`."""
+    return pa.array(values, mask=missing) if missing.any() else pa.array(values)
 
 
 def _small_integers(values: np.ndarray, count: int, missing: np.ndarray) -> pa.Array:
