@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from rayrec.data.features.definitions import TRUE_AND_FALSE
 from rayrec.data.logs.column_values import (
     EMPTY,
     MAX_SECONDS,
@@ -40,6 +39,9 @@ LIST_TYPES: Final = {
     "time": pa.large_list(pa.int64()),
 }
 """Arrow types of lists, by the type of their items."""
+# rayrec_text_kind in native/kernels.h
+_TRUE: Final = 4
+_FALSE: Final = 5
 
 
 def canonical(
@@ -56,24 +58,39 @@ def canonical(
 
 # An empty field of CSV is an empty list, so null is one too: the formats must not differ. Only a
 # lookup without a row has no list.
-def lists_of(items: pa.Array, row_of: np.ndarray, rows: int) -> pa.Array:
+def lists_of(items: pa.Array, lengths: np.ndarray) -> pa.Array:
     """Return lists without missing items, empty ones for rows without items.
 
     Args:
         items: Items of all lists.
-        row_of: Row of each item, ascending, int64 [items].
-        rows: Number of rows.
+        lengths: Number of items of each list, int64 [rows].
     """
-    present = items.is_valid().to_numpy(zero_copy_only=False)
-    lengths = np.bincount(row_of[present], minlength=rows)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), items.filter(pa.array(present)))
+    if items.null_count:
+        present = items.is_valid()
+        lengths = counts_by_row(present.to_numpy(zero_copy_only=False), lengths)
+        items = items.filter(present)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), items)
+
+
+def counts_by_row(mask: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return how many items of each list a mask selects, int64 [rows].
+
+    Args:
+        mask: Items of all lists, bool [items].
+        lengths: Number of items of each list, int64 [rows].
+    """
+    if not mask.any():
+        return np.zeros(len(lengths), np.int64)
+    row_of = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(row_of[mask], minlength=len(lengths))
 
 
 def empty_lists(kind: Type, rows: int) -> pa.Array:
     """Return an empty list for each row."""
     items = pa.array([], LIST_TYPES[kind.kind].value_type)
-    return lists_of(items, np.zeros(0, np.int64), rows)
+    return lists_of(items, np.zeros(rows, np.int64))
 
 
 def _numbers(
@@ -138,17 +155,18 @@ def _texts(
 
 def _utf8(array: pa.Array) -> Canonical:
     """Convert bytes to text. Empty ones are missing."""
-    rejected = np.zeros(len(array), bool)
-    if not Text.from_array(array).is_ascii:
-        rejected = text_tokens(array, np.empty(len(array), np.uint64)) == REJECTED
-        array = pc.if_else(pa.array(rejected), pa.scalar(None, array.type), array)
-    for digit in (1, 0):
-        words = [word.encode() for word, value in TRUE_AND_FALSE.items() if value == digit]
-        is_word = pc.is_in(array, value_set=pa.array(words, pa.large_binary()))
-        if pc.any(is_word).as_py():
-            array = pc.if_else(is_word, pa.scalar(str(digit).encode(), array.type), array)
-    array = pc.if_else(pc.equal(array, b""), pa.scalar(None, array.type), array)
-    return pc.cast(array, pa.large_string()), rejected
+    kinds = Text.from_array(array).call("rayrec_text_kinds")
+    rejected = kinds == REJECTED
+    if kinds.any():
+        missing = rejected | (kinds == EMPTY)
+        null = pa.scalar(None, array.type)
+        array = pc.if_else(pa.array(missing), null, array) if missing.any() else array
+        for kind, digit in ((_TRUE, b"1"), (_FALSE, b"0")):
+            is_word = kinds == kind
+            if is_word.any():
+                array = pc.if_else(pa.array(is_word), pa.scalar(digit, array.type), array)
+    # All that is left is UTF-8, so that nothing needs to be checked or copied.
+    return array.view(pa.large_string()), rejected
 
 
 def _without_markers(text: pa.Array, markers: Markers) -> pa.Array:

@@ -15,6 +15,7 @@ from rayrec import storage
 from rayrec.config import InputError, suggest
 from rayrec.data.features.inputs import (
     canonical,
+    counts_by_row,
     empty_lists,
     lists_of,
 )
@@ -228,6 +229,5 @@ def column_values(
     lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
     items = resolved(pc.list_flatten(values))
     canonical_items, rejected = canonical(items, kind, lookup.column, error, no_markers)
-    row_of = np.repeat(np.arange(len(values)), lengths)
-    bad = bad | (np.bincount(row_of[rejected], minlength=len(values)) > 0)
-    return lists_of(canonical_items, row_of, len(values)), bad
+    bad = bad | (counts_by_row(rejected, lengths) > 0)
+    return lists_of(canonical_items, lengths), bad

@@ -14,6 +14,7 @@ from rayrec.config import InputError
 from rayrec.data.features.functions import evaluate
 from rayrec.data.features.inputs import (
     canonical,
+    counts_by_row,
     empty_lists,
     lists_of,
 )
@@ -91,10 +92,9 @@ def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
     items, lengths, bad = parser.items(array, name, parser.schema.feature(name))
     parser.reject(bad, BRACKET, name)
     values, rejected = canonical(items, kind, name, parser.type_error, parser.markers)
-    row_of = np.repeat(np.arange(len(array)), lengths)
-    is_bad = np.bincount(row_of[rejected], minlength=len(array)) > 0
+    is_bad = counts_by_row(rejected, lengths) > 0
     parser.reject(is_bad, _FAULTS[kind.kind], name)
-    lists = lists_of(values, row_of, len(array))
+    lists = lists_of(values, lengths)
     vector_length = parser.schema.vector_length(name)
     if vector_length is None:
         return lists
