@@ -54,6 +54,11 @@ class Program:
         }
 
     @cached_property
+    def nodes(self) -> tuple[dict[str, Any], ...]:
+        """Tree of each step as JSON."""
+        return tuple(to_json(step.node) for step in self.steps)
+
+    @cached_property
     def lookup_nodes(self) -> tuple[Lookup, ...]:
         """All lookups, each once."""
         nodes = (node for step in self.steps for node in lookups_of(step.node))

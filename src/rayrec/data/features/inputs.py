@@ -155,8 +155,10 @@ def _texts(
 
 def _utf8(array: pa.Array) -> Canonical:
     """Convert bytes to text. Empty ones are missing."""
-    kinds = Text.from_array(array).call("rayrec_text_kinds")
+    text = Text.from_array(array)
+    kinds = text.call("rayrec_text_kinds")
     rejected = kinds == REJECTED
+    array = _from_zero(array, text)
     if kinds.any():
         missing = rejected | (kinds == EMPTY)
         null = pa.scalar(None, array.type)
@@ -167,6 +169,19 @@ def _utf8(array: pa.Array) -> Canonical:
                 array = pc.if_else(pa.array(is_word), pa.scalar(digit, array.type), array)
     # All that is left is UTF-8, so that nothing needs to be checked or copied.
     return array.view(pa.large_string()), rejected
+
+
+# Arrow 26's ascii_lower and ascii_trim return broken arrays for one without an offset whose first
+# value does not begin at byte 0, such as a part of a string column after a cast to large_binary.
+def _from_zero(array: pa.Array, text: Text) -> pa.Array:
+    """Return an array of large_binary whose first value begins at byte 0."""
+    start = int(text.offsets[0])
+    if not start:
+        return array
+    validity = None if text.null is None else pa.array(~text.null).buffers()[1]
+    offsets = pa.py_buffer(text.offsets - start)
+    data = pa.py_buffer(text.data[start:])
+    return pa.Array.from_buffers(array.type, len(array), [validity, offsets, data])
 
 
 def _without_markers(text: pa.Array, markers: Markers) -> pa.Array:

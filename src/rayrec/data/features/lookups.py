@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +13,8 @@ from pyarrow import types
 
 from rayrec import storage
 from rayrec.config import InputError, suggest
+from rayrec.data.features.definitions import TableLookup, category_token
+from rayrec.data.features.few_rows import plain_values
 from rayrec.data.features.inputs import (
     canonical,
     counts_by_row,
@@ -58,6 +60,27 @@ class Lookups:
         if not kind.is_list:
             return values
         return pc.if_else(pa.array(rows >= 0), values, pa.scalar(None, values.type))
+
+    def of_row(self, row: int) -> TableLookup:
+        """Return the function with which a formula's definition looks up values for a row."""
+
+        def lookup(name: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
+            if keys[0] is None:
+                return None
+            table = open_named(self._schema, name)
+            token = np.array([category_token(keys[0])], np.uint64)
+            times = None if table.source.time is None else self._times[row : row + 1]
+            rows = table.lookup(token, None, times)
+            if rows[0] < 0:
+                return None
+            stored = table.column(column, rows)
+            values = plain_values(stored, Type(**kind))
+            if values is None:
+                node = Lookup("lookup", (Column(name), Column(column)), Type(**kind))
+                values = column_values(stored, node.type, node, self._schema)[0].to_pylist()
+            return values[0]
+
+        return lookup
 
     @cached_property
     def _times(self) -> np.ndarray:

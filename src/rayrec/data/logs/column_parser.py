@@ -227,12 +227,12 @@ class ColumnParser:
 
     def compute(self, columns: Mapping[str, pa.Array]) -> None:
         """Add columns to the table, instead of those of the same names."""
-        other_columns = [name for name in self.table.column_names if name not in columns]
-        table = self.table.select(other_columns)
-        for name, values in columns.items():
-            table = table.append_column(name, values)
-        self.table = table
-        self.names = frozenset(table.column_names)
+        table = self.table
+        kept = [index for index, name in enumerate(table.column_names) if name not in columns]
+        names = [table.column_names[index] for index in kept]
+        arrays = [table.column(index) for index in kept]
+        self.table = pa.table([*arrays, *columns.values()], [*names, *columns])
+        self.names = frozenset(self.table.column_names)
 
     def integers(self, array: pa.Array, name: str) -> pa.Array:
         """Return the values of a column of `Schema.integers` as int64, null if missing or rejected,

@@ -3,7 +3,7 @@ compute.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from rayrec.config import InputError
+from rayrec.data.features import few_rows
 from rayrec.data.features.functions import evaluate
 from rayrec.data.features.inputs import (
     canonical,
@@ -62,8 +63,10 @@ def _parser(
 ) -> ColumnParser:
     """Return a parser of a table with the columns of its schema's formulas."""
     parser = ColumnParser(table, schema, path, finds_faults=finds_faults)
-    if schema.program.steps:
-        columns, _ = _computed(parser)
+    program = schema.program
+    if program.steps:
+        is_small = table.num_rows <= few_rows.MAX_ROWS and not program.unfitted
+        columns = _computed_by_row(parser) if is_small else _computed(parser)[0]
         parser.compute({name: columns[name] for name in schema.derived})
     return parser
 
@@ -76,6 +79,26 @@ def _computed(parser: ColumnParser) -> tuple[dict[str, pa.Array], Lookups]:
     for step in program.steps:
         columns[step.name] = evaluate(step.node, columns, parser.table.num_rows, lookups.values)
     return columns, lookups
+
+
+def _computed_by_row(parser: ColumnParser) -> dict[str, pa.Array]:
+    """Return the results of all formulas for a few rows."""
+    program = parser.schema.program
+    columns = {name: _input_values(parser, name, kind) for name, kind in program.inputs.items()}
+    lookups = Lookups(parser.schema, parser)
+    by_row = [lookups.of_row(row) for row in range(parser.table.num_rows)]
+    return few_rows.results(program, columns, by_row)
+
+
+def _input_values(parser: ColumnParser, name: str, kind: Type) -> list[Any]:
+    """Return the values of a column of the log as definitions take them, and record its faults."""
+    schema = parser.schema
+    is_plain = not schema.missing and name not in schema.integers
+    if is_plain and schema.vector_length(name) is None:
+        values = few_rows.plain_values(parser.array(name), kind)
+        if values is not None:
+            return values
+    return _input(parser, name, kind).to_pylist()
 
 
 def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
