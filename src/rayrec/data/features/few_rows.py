@@ -47,8 +47,7 @@ def results(
         lookups: Function of each row that looks up values in side tables.
     """
     rows = [
-        {name: values[number] for name, values in columns.items()}
-        for number in range(len(lookups))
+        {name: values[number] for name, values in columns.items()} for number in range(len(lookups))
     ]
     for step, node in zip(program.steps, program.nodes, strict=True):
         for row, lookup in zip(rows, lookups, strict=True):
@@ -68,8 +67,7 @@ def arrow_type(kind: Type) -> pa.DataType:
 # What `canonical` makes of these types, without the fixed costs of its kernels. It decides about
 # all other types, and about values that may be faults.
 def plain_values(array: pa.Array, kind: Type) -> list[Any] | None:
-    """Return the values of a column as definitions take them, None if `canonical` must convert it.
-    """
+    """Return the values of a column as definitions take them, None if `canonical` must convert it."""
     stored = array.type
     is_list = types.is_large_list(stored) or types.is_list(stored)
     if is_list != kind.is_list:
