@@ -27,6 +27,12 @@ from rayrec.formula.types import Type
 
 MAX_ROWS: Final = 4
 """Maximum number of rows that are computed here."""
+_ARROW_TYPES: Final = {
+    Type(kind, is_list): lists if is_list else lists.value_type
+    for kind, lists in LIST_TYPES.items()
+    for is_list in (False, True)
+}
+"""Types of canonical arrays."""
 _PLAIN_TIME: Final = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
     r"([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,6})?)?(Z|[+-][0-9]{2}:[0-9]{2})?)?"
@@ -53,15 +59,9 @@ def results(
         for row, lookup in zip(rows, lookups, strict=True):
             row[step.name] = value_of(node, row, lookup)
     return {
-        step.name: pa.array([row[step.name] for row in rows], arrow_type(step.type))
+        step.name: pa.array([row[step.name] for row in rows], _ARROW_TYPES[step.type])
         for step in program.steps
     }
-
-
-def arrow_type(kind: Type) -> pa.DataType:
-    """Return the Arrow type of canonical values."""
-    lists = LIST_TYPES[kind.kind]
-    return lists if kind.is_list else lists.value_type
 
 
 # What `canonical` makes of these types, without the fixed costs of its kernels. It decides about

@@ -45,11 +45,18 @@ class Lookups:
         self._parser = parser
         self._rows: dict[tuple[str, tuple[Node, ...]], np.ndarray] = {}
         """Rows by table and keys, which several columns of a table share."""
+        self._values: dict[Lookup, pa.Array] = {}
+        """Values by lookup, which several formulas share."""
 
     def values(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
         """Return a column of a side table, as formulas take it, in the rows with `keys`, one or two
         arrays; null if no row has the key.
         """
+        if lookup not in self._values:
+            self._values[lookup] = self._found(lookup, keys, kind)
+        return self._values[lookup]
+
+    def _found(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
         table = open_named(self._schema, lookup.table)
         table_key = (lookup.table, lookup.keys)
         if table_key not in self._rows:
@@ -62,23 +69,22 @@ class Lookups:
         return pc.if_else(pa.array(rows >= 0), values, pa.scalar(None, values.type))
 
     def of_row(self, row: int) -> TableLookup:
-        """Return the function with which a formula's definition looks up values for a row."""
+        """Return the function with which definitions look up values for a row of the log."""
+        found: dict[tuple[str, str], np.ndarray] = {}
 
         def lookup(name: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
-            if keys[0] is None:
+            key = keys[0]
+            if key is None:
                 return None
             table = open_named(self._schema, name)
-            token = np.array([category_token(keys[0])], np.uint64)
-            times = None if table.source.time is None else self._times[row : row + 1]
-            rows = table.lookup(token, None, times)
+            if (name, key) not in found:
+                times = None if table.source.time is None else self._times[row : row + 1]
+                token = np.array([category_token(key)], np.uint64)
+                found[name, key] = table.lookup(token, None, times)
+            rows = found[name, key]
             if rows[0] < 0:
                 return None
-            stored = table.column(column, rows)
-            values = plain_values(stored, Type(**kind))
-            if values is None:
-                node = Lookup("lookup", (Column(name), Column(column)), Type(**kind))
-                values = column_values(stored, node.type, node, self._schema)[0].to_pylist()
-            return values[0]
+            return _value(table.column(column, rows), name, column, Type(**kind), self._schema)
 
         return lookup
 
@@ -88,6 +94,16 @@ class Lookups:
         name = self._schema.timestamp
         assert name is not None, "the schema was checked"
         return self._parser.times(name)
+
+
+def _value(stored: pa.Array, table: str, column: str, kind: Type, schema: Schema) -> Any:
+    """Return the one value of a side table as definitions take it."""
+    values = plain_values(stored, kind)
+    if values is None:
+        lookup = Lookup("lookup", (Column(table), Column(column)), kind)
+        canonical_values, _ = column_values(stored, kind, lookup, schema)
+        values = canonical_values.to_pylist()
+    return values[0]
 
 
 def _rows_of_keys(

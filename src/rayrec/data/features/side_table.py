@@ -166,7 +166,8 @@ class SideTable:
         """
         if name not in self.types:
             raise _no_column(self.source.path, name, list(self.types))
-        indices = pa.array(rows, pa.int64(), mask=rows < 0)
+        absent = rows < 0
+        indices = pa.array(rows, mask=absent) if absent.any() else pa.array(rows)
         return self._columns.column(name).take(indices)
 
     def sorted_keys(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:

@@ -130,6 +130,7 @@ class ColumnParser:
     ) -> None:
         self.table = table
         self.names = frozenset(table.column_names)
+        self.computed: Mapping[str, pa.Array] = {}
         self.schema = schema
         self.path = path
         self.finds_faults = finds_faults
@@ -226,13 +227,15 @@ class ColumnParser:
             )
 
     def compute(self, columns: Mapping[str, pa.Array]) -> None:
-        """Add columns to the table, instead of those of the same names."""
-        table = self.table
-        kept = [index for index, name in enumerate(table.column_names) if name not in columns]
-        names = [table.column_names[index] for index in kept]
-        arrays = [table.column(index) for index in kept]
-        self.table = pa.table([*arrays, *columns.values()], [*names, *columns])
-        self.names = frozenset(self.table.column_names)
+        """Add columns to those of the table, instead of those of the same names."""
+        self.computed = columns
+        self.names |= columns.keys()
+
+    def complete_table(self) -> pa.Table:
+        """Return the table with the columns of `compute`."""
+        others = [name for name in self.table.column_names if name not in self.computed]
+        arrays = self.table.select(others).columns
+        return pa.table([*arrays, *self.computed.values()], [*others, *self.computed])
 
     def integers(self, array: pa.Array, name: str) -> pa.Array:
         """Return the values of a column of `Schema.integers` as int64, null if missing or rejected,
@@ -260,6 +263,8 @@ class ColumnParser:
             )
 
     def array(self, name: str) -> pa.Array:
+        if name in self.computed:
+            return self.computed[name]
         if name not in self.names:
             return pa.nulls(self.table.num_rows)
         return plain_array(self.table.column(name))

@@ -177,7 +177,7 @@ def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Ta
     cannot read are missing. Raises InputError for formulas that are to be fitted.
     """
     _require_fitted(schema)
-    return _parser(table, schema, path).table
+    return _parser(table, schema, path).complete_table()
 
 
 def argument_values(
