@@ -59,6 +59,14 @@ class Program:
         return tuple(to_json(step.node) for step in self.steps)
 
     @cached_property
+    def names_by_type(self) -> Mapping[Type, tuple[str, ...]]:
+        """Columns of the steps by their type."""
+        names: dict[Type, list[str]] = {}
+        for step in self.steps:
+            names.setdefault(step.type, []).append(step.name)
+        return {kind: tuple(each) for kind, each in names.items()}
+
+    @cached_property
     def lookup_nodes(self) -> tuple[Lookup, ...]:
         """All lookups, each once."""
         nodes = (node for step in self.steps for node in lookups_of(step.node))

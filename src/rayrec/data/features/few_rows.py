@@ -58,10 +58,14 @@ def results(
     for step, node in zip(program.steps, program.nodes, strict=True):
         for row, lookup in zip(rows, lookups, strict=True):
             row[step.name] = value_of(node, row, lookup)
-    return {
-        step.name: pa.array([row[step.name] for row in rows], _ARROW_TYPES[step.type])
-        for step in program.steps
-    }
+    # One array for all columns of a type: to make one costs more than its values.
+    arrays: dict[str, pa.Array] = {}
+    for kind, names in program.names_by_type.items():
+        values = [row[name] for name in names for row in rows]
+        joined = pa.array(values, _ARROW_TYPES[kind])
+        for number, name in enumerate(names):
+            arrays[name] = joined.slice(number * len(rows), len(rows))
+    return arrays
 
 
 # What `canonical` makes of these types, without the fixed costs of its kernels. It decides about
