@@ -171,6 +171,7 @@ static void fuzz_csv(void) {
             }
             rayrec_text_tokens(offsets, data, NULL, got, tokens, status);
             rayrec_plain_text_tokens(offsets, data, NULL, got, tokens, status);
+            rayrec_text_kinds(offsets, data, NULL, got, status);
             rayrec_text_whole(offsets, data, NULL, got, tokens, status);
             rayrec_check_numbers(offsets, data, NULL, got, status);
             double *numbers = buffer(8 * got);
@@ -507,9 +508,58 @@ static void fuzz_ranking(void) {
     free(groups), free(starts), free(scores), free(labels), free(ranked), free(room);
 }
 
+static int same_text(const int64_t *offsets, const uint8_t *data, int64_t i, int64_t j) {
+    const int64_t size = offsets[i + 1] - offsets[i];
+    return size == offsets[j + 1] - offsets[j] && !memcmp(data + offsets[i], data + offsets[j], (size_t)size);
+}
+
+/* Any bytes as texts, and lists of them. Separators are random. */
+static void fuzz_text_features(void) {
+    const int64_t texts = 1 + below(60), rows = below(20), letters = 1 + below(4);
+    int64_t *offsets = buffer(8 * (texts + 1)), *left = buffer(16 * rows), *right = buffer(16 * rows), longest = 0;
+    offsets[0] = below(4);
+    for (int64_t i = 0; i < texts; i++) offsets[i + 1] = offsets[i] + below(12);
+    const int64_t bytes = offsets[texts] - offsets[0], room = (bytes + texts) / 2;
+    uint8_t *data = buffer(offsets[texts]), *separators = buffer(1 << 16);
+    const int is_any = !below(3);
+    for (int64_t i = 0; i < offsets[texts]; i++) data[i] = (uint8_t)(is_any ? next() : (uint64_t)('a' + below(letters)));
+    for (int64_t i = 0; i < 1 << 16; i++) separators[i] = (uint8_t)!below(3);
+    int64_t *lengths = buffer(8 * texts), *ends = buffer(8 * room), total = 0;
+    uint8_t *runs = buffer(bytes);
+    const int64_t count = rayrec_text_runs(offsets, data, texts, separators, lengths, ends, runs);
+    for (int64_t i = 0; i < texts; i++) total += lengths[i];
+    CHECK(count == total && count <= room);
+    for (int64_t i = 0; i < count; i++) CHECK(ends[i] > (i ? ends[i - 1] : 0) && ends[i] <= bytes);
+    for (int64_t row = 0; row < rows; row++) {
+        left[row] = below(texts), right[row] = below(texts);
+        left[rows + row] = below(texts - left[row] + 1), right[rows + row] = below(texts - right[row] + 1);
+        if (right[rows + row] > longest) longest = right[rows + row];
+    }
+    int64_t num_slots = 2;
+    while (num_slots < 2 * longest) num_slots *= 2;
+    uint32_t *slots = buffer(4 * num_slots);
+    double *common = buffer(8 * rows), *equal = buffer(8 * rows);
+    rayrec_count_common(offsets, data, left, left + rows, offsets, data, right, right + rows, rows, slots, common);
+    if (rows <= texts) rayrec_count_equal(offsets, data, left, left + rows, offsets, data, rows, equal);
+    for (int64_t row = 0; row < rows; row++) {
+        double found = 0, same = 0;
+        for (int64_t i = left[row]; i < left[row] + left[rows + row]; i++) {
+            int is_new = 1, is_common = 0;
+            for (int64_t j = left[row]; j < i; j++) is_new &= !same_text(offsets, data, i, j);
+            for (int64_t j = right[row]; j < right[row] + right[rows + row]; j++) is_common |= same_text(offsets, data, i, j);
+            found += is_new && is_common;
+            if (rows <= texts) same += same_text(offsets, data, i, row);
+        }
+        CHECK(common[row] == found && (rows > texts || equal[row] == same));
+    }
+    free(offsets), free(left), free(right), free(data), free(separators), free(lengths), free(ends), free(runs), free(slots);
+    free(common), free(equal);
+}
+
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
-                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking, fuzz_side_tables};
+                                             fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking, fuzz_side_tables,
+                                             fuzz_text_features};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

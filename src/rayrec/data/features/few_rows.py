@@ -27,12 +27,6 @@ from rayrec.formula.types import Type
 
 MAX_ROWS: Final = 4
 """Maximum number of rows that are computed here."""
-_ARROW_TYPES: Final = {
-    Type(kind, is_list): lists if is_list else lists.value_type
-    for kind, lists in LIST_TYPES.items()
-    for is_list in (False, True)
-}
-"""Types of canonical arrays."""
 _PLAIN_TIME: Final = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
     r"([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,6})?)?(Z|[+-][0-9]{2}:[0-9]{2})?)?"
@@ -62,7 +56,8 @@ def results(
     arrays: dict[str, pa.Array] = {}
     for kind, names in program.names_by_type.items():
         values = [row[name] for name in names for row in rows]
-        joined = pa.array(values, _ARROW_TYPES[kind])
+        lists = LIST_TYPES[kind.kind]
+        joined = pa.array(values, lists if kind.is_list else lists.value_type)
         for number, name in enumerate(names):
             arrays[name] = joined.slice(number * len(rows), len(rows))
     return arrays
@@ -71,7 +66,7 @@ def results(
 # What `canonical` makes of these types, without the fixed costs of its kernels. It decides about
 # all other types, and about values that may be faults.
 def plain_values(array: pa.Array, kind: Type) -> list[Any] | None:
-    """Return the values of a column as definitions take them, None if `canonical` must convert it."""
+    """Return a column's values as definitions take them, None if `canonical` must convert it."""
     stored = array.type
     is_list = types.is_large_list(stored) or types.is_list(stored)
     if is_list != kind.is_list:

@@ -25,7 +25,6 @@ from rayrec.data.logs.column_values import (
     is_text,
     parse_numbers,
     read_times,
-    text_tokens,
 )
 from rayrec.formula.types import Type
 
