@@ -70,18 +70,18 @@ class Lookups:
 
     def of_row(self, row: int) -> TableLookup:
         """Return the function with which definitions look up values for a row of the log."""
-        found: dict[tuple[str, str], np.ndarray] = {}
+        found: dict[tuple[str, ...], np.ndarray] = {}
 
         def lookup(name: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
-            key = keys[0]
-            if key is None:
+            if None in keys:
                 return None
             table = open_named(self._schema, name)
-            if (name, key) not in found:
+            table_key = (name, *keys)
+            if table_key not in found:
                 times = None if table.source.time is None else self._times[row : row + 1]
-                token = np.array([category_token(key)], np.uint64)
-                found[name, key] = table.lookup(token, None, times)
-            rows = found[name, key]
+                tokens = [np.array([category_token(key)], np.uint64) for key in keys]
+                found[table_key] = table.lookup(key_tokens(tokens), None, times)
+            rows = found[table_key]
             if rows[0] < 0:
                 return None
             return _value(table.column(column, rows), name, column, Type(**kind), self._schema)
