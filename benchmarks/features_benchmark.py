@@ -1,5 +1,5 @@
-"""Benchmark of declared features: rows/s with 20 formulas, lookups in a side table of a million
-keys, and the latency of one row over HTTP. The peers' logs have the same columns, computed before.
+"""Benchmark of declared features: rows/s with 20 formulas, rows/s with lookups among a million
+keys, and latency over HTTP. The peers' logs have the same columns, computed before.
 """
 
 import contextlib
@@ -199,7 +199,7 @@ def compute_formulas(rows: int, items_path: str, *, repeats: int) -> None:
     )
 
 
-def look_up(rows: int, items_path: str, *, repeats: int) -> None:
+def measure_lookups(rows: int, items_path: str, *, repeats: int) -> None:
     table = log(rows).select(["click", "user", "item", "device", "price"])
     schema, plain, plain_table = prepared(LOOKUPS, table, items_path)
     folder = os.path.dirname(items_path)
@@ -332,7 +332,7 @@ def main(*, quick: bool) -> None:
         with part("features", "formulas"):
             compute_formulas(rows, items_path, repeats=repeats)
         with part("features", "lookups"):
-            look_up(rows, items_path, repeats=repeats)
+            measure_lookups(rows, items_path, repeats=repeats)
         with part("features", "latency of one row"):
             answer(folder, rows // 10, seconds=1.0 if quick else 3.0, repeats=repeats)
 

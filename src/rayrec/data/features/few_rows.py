@@ -1,5 +1,5 @@
-"""Formulas of a few rows, such as those of one request, by the functions' definitions: for them,
-calls of kernels for whole columns take longer than to compute the values.
+"""Formulas of a few rows, such as a request's, computed by the definitions of their functions.
+Kernels for whole columns would take several times as long.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ def _utf8(array: pa.Array) -> Canonical:
     return array.view(pa.large_string()), rejected
 
 
-# Arrow 26's ascii_lower and ascii_trim return broken arrays for one without an offset whose first
-# value does not begin at byte 0, such as a part of a string column after a cast to large_binary.
+# Arrow 26's ascii_lower and ascii_trim break arrays without an offset whose first value does not
+# begin at byte 0. A cast to large_binary makes such an array from a slice.
 def _from_zero(array: pa.Array, text: Text) -> pa.Array:
     """Return an array of large_binary whose first value begins at byte 0."""
     start = int(text.offsets[0])

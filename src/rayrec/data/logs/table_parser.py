@@ -86,7 +86,7 @@ def _computed_by_row(parser: ColumnParser) -> dict[str, pa.Array]:
     program = parser.schema.program
     columns = {name: _input_values(parser, name, kind) for name, kind in program.inputs.items()}
     lookups = Lookups(parser.schema, parser)
-    by_row = [lookups.of_row(row) for row in range(parser.table.num_rows)]
+    by_row = [lookups.row_lookup(row) for row in range(parser.table.num_rows)]
     return few_rows.results(program, columns, by_row)
 
 

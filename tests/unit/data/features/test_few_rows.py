@@ -115,7 +115,7 @@ def test_row_alone_has_values_of_table() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.large_binary()])
-def test_time_alone_is_that_of_table(kind: pa.DataType) -> None:
+def test_single_time_matches_table(kind: pa.DataType) -> None:
     times = pa.array(TIMES, pa.string()).cast(kind)
     check_rows(table_of(len(TIMES), t=times), schema_of({"since": "age(t, u)", "hour": "hour(t)"}))
 
@@ -127,7 +127,7 @@ def test_infinite_number_alone_is_fault() -> None:
     assert (raw.rows, faults.total) == (0, 1)
 
 
-def test_text_that_is_no_utf8_alone_is_fault() -> None:
+def test_invalid_utf8_alone_is_fault() -> None:
     table = table_of(9, c=pa.array(3 * [b"a", b"\xff", None], pa.large_binary()))
     check_rows(table, schema_of({"words": "tokens(c)"}))
 
