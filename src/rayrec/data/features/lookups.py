@@ -53,10 +53,10 @@ class Lookups:
         arrays; null if no row has the key.
         """
         if lookup not in self._values:
-            self._values[lookup] = self._look_up(lookup, keys, kind)
+            self._values[lookup] = self._table_values(lookup, keys, kind)
         return self._values[lookup]
 
-    def _look_up(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
+    def _table_values(self, lookup: Lookup, keys: Sequence[pa.Array], kind: Type) -> pa.Array:
         table = open_named(self._schema, lookup.table)
         table_key = (lookup.table, lookup.keys)
         if table_key not in self._rows:
@@ -70,18 +70,18 @@ class Lookups:
 
     def row_lookup(self, row: int) -> TableLookup:
         """Return the function with which definitions look up values for a row of the log."""
-        known_rows: dict[tuple[str, ...], np.ndarray] = {}
+        rows_by_key: dict[tuple[str, ...], np.ndarray] = {}
 
         def lookup(name: str, keys: list[Any], column: str, kind: Mapping[str, Any]) -> Any:
             if None in keys:
                 return None
             table = open_named(self._schema, name)
             table_key = (name, *keys)
-            if table_key not in known_rows:
+            if table_key not in rows_by_key:
                 times = None if table.source.time is None else self._times[row : row + 1]
                 tokens = [np.array([category_token(key)], np.uint64) for key in keys]
-                known_rows[table_key] = table.lookup(key_tokens(tokens), None, times)
-            rows = known_rows[table_key]
+                rows_by_key[table_key] = table.lookup(key_tokens(tokens), None, times)
+            rows = rows_by_key[table_key]
             if rows[0] < 0:
                 return None
             return _value(table.column(column, rows), name, column, Type(**kind), self._schema)
