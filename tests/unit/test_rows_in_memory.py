@@ -94,7 +94,7 @@ def test_schema_accepts_dataset(local_ray: None, table: pa.Table, log: Path) -> 
 def test_schema_names_argument_of_unusable_rows(table: pa.Table) -> None:
     rejects("^path: has no rows", rayrec.draft_schema, table.slice(0, 0))
     rejects("^path: .*users", rayrec.draft_schema, table, label="users")
-    rejects("^path: must be a path, a pandas DataFrame.*got dict", rayrec.draft_schema, {})
+    rejects("^path: must be a path, a DataFrame.*got dict", rayrec.draft_schema, {})
 
 
 def test_train_accepts_rows_and_path_objects(table: pa.Table, log: Path, tmp_path: Path) -> None:
@@ -121,4 +121,4 @@ def test_train_accepts_rows_and_path_objects(table: pa.Table, log: Path, tmp_pat
 
 @pytest.mark.parametrize("function", [rayrec.evaluate, rayrec.compare, rayrec.predict])
 def test_scoring_names_argument_of_other_types(run: str, function: Any) -> None:
-    rejects("^path: must be a path, a pandas DataFrame.*got dict", function, run, {}, **HERE)
+    rejects("^path: must be a path, a DataFrame.*got dict", function, run, {}, **HERE)

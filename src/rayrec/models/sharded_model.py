@@ -348,7 +348,7 @@ class _Head(nn.Module):
         dim: int,
         penalty: float,
         one_by_one: set[str],
-        sample_offset: SampleOffset | None,
+        sample_offset: SampleOffset | None = None,
     ) -> None:
         super().__init__()
         self.network = network
