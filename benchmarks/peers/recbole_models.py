@@ -1,7 +1,7 @@
 """RecBole's models on a given split, run by the Python of an environment that has RecBole: prints a
 JSON line of test metrics.
 
-python recbole_models.py MODEL FOLDER clicks|top-k   # FOLDER/ml/ml.{train,valid,test}.inter
+python recbole_models.py MODEL FOLDER clicks|top-k [SEED]   # FOLDER/ml/ml.{train,valid,test}.inter
 python recbole_models.py MODEL FOLDER "next-item DROPOUT EPOCHS"   # FOLDER/ml/ml.inter, in the
 order of time
 """
@@ -37,7 +37,6 @@ SHARED = {
     "benchmark_filename": ["train", "valid", "test"],
     "field_separator": "\t",
     "seq_separator": " ",
-    "seed": 0,
     "state": "ERROR",
     "show_progress": False,
 }
@@ -116,7 +115,7 @@ def nest_settings(task: str) -> dict[str, Any]:
     }
 
 
-def main(model: str, folder: str, task: str) -> None:
+def main(model: str, folder: str, task: str, seed: str = "0") -> None:
     import recbole.model.sequential_recommender  # noqa: F401
     from recbole.quick_start import run_recbole
 
@@ -124,6 +123,7 @@ def main(model: str, folder: str, task: str) -> None:
     settings = {
         **SHARED,
         **nest_settings(task),
+        "seed": int(seed),
         "data_path": folder,
         "checkpoint_dir": f"{folder}/checkpoints",
     }
