@@ -1,7 +1,7 @@
-"""Benchmark of click prediction on MovieLens-100K: the log alone, the log with the tables of users
-and films, and RecBole's models with the same columns, on the same random split (80, 10, 10 %).
+"""Benchmark of click prediction on MovieLens-100K: the log alone, with the tables of users and
+films, and RecBole's models with the same columns.
 
-A rating of at least 4 counts as a click. The tables are side tables of the schema, and their
+All have the same random split (80, 10, 10 %). A rating of at least 4 counts as a click. The tables are side tables of the schema, and their
 columns are computed by its formulas; RecBole gets them joined. Every training has three seeds, but
 of RecBole's models only the two with the best AUROC on the validation rows; the others have one.
 
@@ -208,7 +208,7 @@ def _trained(folder: str, name: str, *, tables: bool, seeds: int) -> Any:
     return attempt(
         f"{name}, {kind}",
         lambda: [
-            _kept(
+            _stored_metrics(
                 folder,
                 f"rayrec, {name}, {kind}, seed {seed}",
                 partial(_ours, folder, name, tables=tables, seed=seed),
@@ -223,7 +223,7 @@ def _peers(python: str, folder: str, names: Sequence[str], seeds: int) -> dict[s
     others.
     """
     by_name = {name: _peer(python, folder, name, 1) for name in names}
-    trained = [name for name, found in by_name.items() if not isinstance(found, Failed)]
+    trained = [name for name, metrics in by_name.items() if not isinstance(metrics, Failed)]
     trained.sort(key=lambda name: _mean(by_name[name], "validation"), reverse=True)
     best = {name: _peer(python, folder, name, seeds) for name in trained[:BEST]}
     return {**by_name, **best}
@@ -234,7 +234,7 @@ def _peer(python: str, folder: str, name: str, seeds: int) -> Any:
     return attempt(
         f"RecBole {name}",
         lambda: [
-            _kept(
+            _stored_metrics(
                 folder,
                 f"RecBole, {name}, seed {seed}",
                 partial(run_peer, python, name, folder, "clicks", seed=seed),
@@ -254,12 +254,12 @@ def _work() -> str | None:
     return folder
 
 
-def _kept(folder: str, name: str, train: Callable[[], Metrics]) -> Metrics:
+def _stored_metrics(folder: str, name: str, train: Callable[[], Metrics]) -> Metrics:
     """Return the metrics of a training, which FOLDER/metrics has if it is finished."""
     path = Path(folder, "metrics", name.replace(", ", "-").replace(" ", "-") + ".json")
     if path.exists():
-        kept: Metrics = json.loads(path.read_text())
-        return kept
+        stored: Metrics = json.loads(path.read_text())
+        return stored
     metrics = train()
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(metrics))
