@@ -1,9 +1,10 @@
 """Benchmark of click prediction on MovieLens-100K: the log alone, with the tables of users and
 films, and RecBole's models with the same columns.
 
-All have the same random split (80, 10, 10 %). A rating of at least 4 counts as a click. The tables are side tables of the schema, and their
-columns are computed by its formulas; RecBole gets them joined. Every training has three seeds, but
-of RecBole's models only the two with the best AUROC on the validation rows; the others have one.
+All have the same random split (80, 10, 10 %). A rating of at least 4 counts as a click. The tables
+are side tables of the schema, and their columns are computed by its formulas; RecBole gets them
+joined. Every training has three seeds, but of RecBole's models only the two with the best AUROC on
+the validation rows; the others have one.
 
 `--recbole PYTHON` names the interpreter of an environment with RecBole, whose package ships the
 data: `pip install recbole==1.2.1 pandas==2.1.4 numpy==1.26.4 scipy==1.11.4 scikit-learn==1.4.2`.
