@@ -163,7 +163,7 @@ def write_tables(package: str, folder: str) -> None:
     ordered = rated.iloc[_order(rated)]
     ordered.to_csv(os.path.join(folder, "log", "ratings.csv"), index=False)
     users.to_csv(os.path.join(folder, "users.csv"), index=False)
-    # A few years are text such as "unkonwn"
+    # A few years are words
     year = pd.to_numeric(films["release_year"], errors="coerce").astype("Int64")
     genres = films["class"].str.replace(" ", "|")
     films = films.assign(**{"release_year": year, "class": genres})
