@@ -12,10 +12,10 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
+from builders.encoded import check_same, encoded_by
 from builders.logs import learn, open_index
 
 import rayrec
-from rayrec.data.encoded_rows import EncodedRows, JaggedIds
 from rayrec.data.encoding.fitting import fit
 from rayrec.data.engine import ThreadEngine
 from rayrec.data.log_source import LogSource
@@ -163,30 +163,6 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def parts_of(rows: EncodedRows) -> list[np.ndarray]:
-    parts = [np.ascontiguousarray(rows.dense)]
-    for ids in rows.ids:
-        parts += [ids.values, ids.lengths] if isinstance(ids, JaggedIds) else [ids]
-    return parts
-
-
-def check_equal(actual: EncodedRows, expected: EncodedRows, name: str) -> None:
-    for part, other in zip(parts_of(actual), parts_of(expected), strict=True):
-        assert part.dtype == other.dtype, name
-        assert part.tobytes() == other.tobytes(), name
-
-
-def by_program(encoder: Encoder, rows: list[dict[str, Any]]) -> EncodedRows:
-    dense, ids = encoder.encode(rows)
-    columns = [
-        JaggedIds(column[0].astype(np.int32), column[1].astype(np.int32))
-        if isinstance(column, tuple)
-        else column.astype(np.int32)
-        for column in ids
-    ]
-    return EncodedRows(dense, columns, None)
-
-
 def read(path: Path, schema: Schema, folder: Path) -> RawBlock:
     index = open_index(path, schema, segment_bytes=8 << 20, cache=folder / "cache")
     assert index.rows == NUM_ROWS
@@ -215,7 +191,7 @@ def test_formulas_have_one_result_everywhere(tmp_path: Path) -> None:
     whole = read(tmp_path / "log.csv", schema, tmp_path)
     expected = preprocessor.encode(whole)
     in_parquet = read(tmp_path / "log.parquet", schema, tmp_path)
-    check_equal(preprocessor.encode(in_parquet), expected, "Parquet")
+    check_same(preprocessor.encode(in_parquet), expected, "Parquet")
 
     transformed = rayrec.transform(preprocessor, table)
     columns = named_columns(expected, preprocessor.inputs)
@@ -230,10 +206,10 @@ def test_formulas_have_one_result_everywhere(tmp_path: Path) -> None:
         start = number * CHUNK_ROWS
         expected = preprocessor.encode(whole.cut(start, start + CHUNK_ROWS))
         served, _ = reader.read([request_of(rows, schema)])
-        check_equal(preprocessor.encode(served), expected, f"requests, chunk {number}")
-        check_equal(by_program(encoder, rows), expected, f"encode.py, chunk {number}")
+        check_same(preprocessor.encode(served), expected, f"requests, chunk {number}")
+        check_same(encoded_by(encoder, rows), expected, f"encode.py, chunk {number}")
         # One row at a time
         for row in range(NUM_ALONE * CHUNK_ROWS // NUM_ROWS):
             alone, _ = reader.read([request_of([rows[row]], schema)])
             expected_row = preprocessor.encode(whole.cut(start + row, start + row + 1))
-            check_equal(preprocessor.encode(alone), expected_row, f"row {start + row}")
+            check_same(preprocessor.encode(alone), expected_row, f"row {start + row}")

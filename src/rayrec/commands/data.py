@@ -458,8 +458,7 @@ def _path_or_rows(path: Any) -> Any:
     """Return a text or path object as text, and rows in memory unchanged. Raises InputError for
     others.
     """
-    from rayrec.data.frame_files import is_rows
-    from rayrec.data.frames import DATA_TYPES, as_table
+    from rayrec.data.frames import DATA_TYPES, as_table, is_rows
 
     path = as_table(path)
     if is_rows(path):

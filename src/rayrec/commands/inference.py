@@ -302,8 +302,8 @@ def _persistent_path(
     this process, because a lazy Dataset reads it. Raises InputError.
     """
     from rayrec import storage
-    from rayrec.data.frame_files import is_rows, written
-    from rayrec.data.frames import as_table
+    from rayrec.data.frame_files import written
+    from rayrec.data.frames import as_table, is_rows
 
     path = as_table(path)
     if not is_rows(path):
@@ -323,8 +323,8 @@ def _destination(
     Raises InputError.
     """
     from rayrec.checkpoint import open_checkpoint
-    from rayrec.data.frame_files import column_names, is_rows
-    from rayrec.data.frames import schema_for
+    from rayrec.data.frame_files import column_names
+    from rayrec.data.frames import is_rows, schema_for
     from rayrec.workloads.recsys.scoring import cache_folder
 
     schema = config.workload.table_schema

@@ -15,7 +15,14 @@ import pyarrow.parquet as pq
 from rayrec import storage
 from rayrec.config import InputError
 from rayrec.data.formats.columns import check_columns, check_extra, present_columns
-from rayrec.data.frames import DATA_TYPES, frame_to_arrow, is_dataset, is_frame, with_text_names
+from rayrec.data.frames import (
+    DATA_TYPES,
+    frame_to_arrow,
+    is_dataset,
+    is_frame,
+    is_rows,
+    with_text_names,
+)
 from rayrec.data.logs.table_parser import check_types
 from rayrec.schema import Schema
 
@@ -29,11 +36,6 @@ _GROUP_ROWS: Final = 8192
 """Rows per row group: small enough to be shuffled as a segment without rewriting."""
 _FILE_ROWS: Final = 64 * _GROUP_ROWS
 _UNFINISHED: Final = "unfinished.json"
-
-
-def is_rows(data: object) -> bool:
-    """Return whether the value is a pandas DataFrame, an Arrow table or a Ray Dataset."""
-    return isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
 
 
 def pick_columns(

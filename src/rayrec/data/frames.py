@@ -40,17 +40,30 @@ def is_dataset(data: object) -> TypeIs[ray.data.Dataset]:
     return module is not None and isinstance(data, module.Dataset)
 
 
+def is_rows(data: object) -> bool:
+    """Return whether the value is a pandas DataFrame, an Arrow table or a Ray Dataset."""
+    return isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
+
+
 def as_table(data: Any) -> Any:
     """Return rows of other libraries as an Arrow table: all that implement Arrow's PyCapsule
     interface, such as polars and DuckDB. Other values are returned unchanged.
     """
-    is_read = isinstance(data, pa.Table) or is_frame(data) or is_dataset(data)
-    if is_read or not hasattr(type(data), "__arrow_c_stream__"):
+    if is_rows(data) or not hasattr(type(data), "__arrow_c_stream__"):
         return data
     table = pa.table(data)
-    return table.cast(
-        pa.schema([each.with_type(_without_views(each.type)) for each in table.schema])
-    )
+    columns = []
+    for column in table.itercolumns():
+        chunks = column.chunks or [pa.nulls(0, column.type)]
+        columns.append(pa.chunked_array([_plain_array(chunk) for chunk in chunks]))
+    return pa.Table.from_arrays(columns, names=table.column_names)
+
+
+def _plain_array(array: pa.Array) -> pa.Array:
+    """Return an array without views of strings. Arrow casts no dictionaries of them."""
+    if types.is_dictionary(array.type):
+        return pa.DictionaryArray.from_arrays(array.indices, _plain_array(array.dictionary))
+    return array.cast(_without_views(array.type))
 
 
 def _without_views(kind: pa.DataType) -> pa.DataType:

@@ -50,13 +50,24 @@ class Program:
         """Return the inputs with their types, and the steps with their trees, as JSON values."""
         return {
             "inputs": {name: asdict(kind) for name, kind in self.inputs.items()},
-            "steps": [{"name": step.name, "node": to_json(step.node)} for step in self.steps],
+            "steps": [
+                {"name": step.name, "node": node}
+                for step, node in zip(self.steps, self.nodes, strict=True)
+            ],
         }
 
     @cached_property
     def nodes(self) -> tuple[dict[str, Any], ...]:
         """Tree of each step as JSON."""
         return tuple(to_json(step.node) for step in self.steps)
+
+    def needed(self, nodes: Sequence[Node]) -> set[str]:
+        """Return the columns, of the log or computed, that parts of formulas depend on."""
+        names = {name for node in nodes for name in columns_of(node)}
+        for step in reversed(self.steps):
+            if step.name in names:
+                names |= {*columns_of(step.node)}
+        return names
 
     @cached_property
     def names_by_type(self) -> Mapping[Type, tuple[str, ...]]:

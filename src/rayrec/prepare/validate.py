@@ -12,7 +12,7 @@ import pyarrow as pa
 from rayrec.data.arrow import arrow_numbers, as_numpy, json_reply, parse_reply
 from rayrec.data.encoding.counts import Counts, count_log
 from rayrec.data.encoding.encoder import Derivation
-from rayrec.data.encoding.fitting import fit
+from rayrec.data.encoding.fitting import fit, with_constants_of
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.encoding.presets import RAYREC, Preset, merged
 from rayrec.data.engine import Engine, grouped
@@ -364,7 +364,9 @@ def examine(
     """
     if gates.max_bad_fraction is None:
         gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
-    schema = config.schema if preprocessor is None else preprocessor.schema
+    schema = config.schema
+    if preprocessor is not None:
+        schema = with_constants_of(schema, preprocessor.schema)
     schema = fit(schema, index, (0, index.rows), engine)
     config = config.replace(schema=schema)
     slices_by, slices = slices_of(index)

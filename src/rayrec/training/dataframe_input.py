@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.frame_files import is_rows, num_rows, pick_columns, write_rows
-from rayrec.data.frames import DATA_TYPES, is_computed, is_dataset, is_frame, with_text_names
+from rayrec.data.frame_files import num_rows, pick_columns, write_rows
+from rayrec.data.frames import (
+    DATA_TYPES,
+    is_computed,
+    is_dataset,
+    is_frame,
+    is_rows,
+    with_text_names,
+)
 from rayrec.schema import Schema
 from rayrec.workloads.base import TrainConfig
 

@@ -628,7 +628,13 @@ def test_exported_arrow_is_read() -> None:
         each.with_type(VIEWS.get(str(each.type).replace("large_", ""), each.type))
         for each in table.schema
     ]
-    exported: Any = Exported(table.cast(pa.schema(views)))
+    kinds = pa.array([n % 2 for n in range(len(table))])
+    names, name_views = (
+        pa.DictionaryArray.from_arrays(kinds, pa.array(["new", "old"], text))
+        for text in (pa.string(), pa.string_view())
+    )
+    exported: Any = Exported(table.cast(pa.schema(views)).append_column("kind", name_views))
+    table = table.append_column("kind", names)
     assert rayrec.transform(criteo(), exported).equals(rayrec.transform(criteo(), table))
     assert rayrec.draft_schema(exported) == rayrec.draft_schema(table)
 

@@ -151,7 +151,10 @@ def _text(part: SegmentRange, column: str, schema: Schema) -> pa.Array:
 def argument_columns(part: SegmentRange, nodes: Sequence[Node], schema: Schema) -> pa.Table:
     """Return the values of parts of formulas in a part's rows, a column each, 0 for the first."""
     segment = part.segment
-    table, _ = read_rows(segment.path, segment.start, segment.stop, schema)
+    # Lookups may depend on the row's time.
+    names = {*schema.program.needed(nodes), schema.timestamp}
+    read = [name for name in schema.columns if name in names]
+    table, _ = read_rows(segment.path, segment.start, segment.stop, schema, columns=read)
     values = argument_values(table, schema, nodes, path=segment.path)
     columns = pa.table(values, names=[str(number) for number in range(len(values))])
     if segment.rows != segment.stop - segment.start:

@@ -2,7 +2,7 @@
 compute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -71,13 +71,22 @@ def _parser(
     return parser
 
 
-def _computed(parser: ColumnParser) -> tuple[dict[str, pa.Array], Lookups]:
-    """Return the inputs and results of all formulas, and their lookups."""
+def _computed(
+    parser: ColumnParser, names: Container[str] | None = None
+) -> tuple[dict[str, pa.Array], Lookups]:
+    """Return the inputs and results of formulas, and their lookups. `names` are the columns to
+    return, all that others of them need included. None: all.
+    """
     program = parser.schema.program
-    columns = {name: _input(parser, name, kind) for name, kind in program.inputs.items()}
+    columns = {
+        name: _input(parser, name, kind)
+        for name, kind in program.inputs.items()
+        if names is None or name in names
+    }
     lookups = Lookups(parser.schema, parser)
     for step in program.steps:
-        columns[step.name] = evaluate(step.node, columns, parser.table.num_rows, lookups.values)
+        if names is None or step.name in names:
+            columns[step.name] = evaluate(step.node, columns, parser.table.num_rows, lookups.values)
     return columns, lookups
 
 
@@ -187,7 +196,7 @@ def argument_values(
     than the fitted ones.
     """
     parser = ColumnParser(table, schema, path)
-    columns, lookups = _computed(parser)
+    columns, lookups = _computed(parser, schema.program.needed(nodes))
     return [evaluate(node, columns, parser.table.num_rows, lookups.values) for node in nodes]
 
 

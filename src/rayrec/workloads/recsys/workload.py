@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.encoding.preprocessor import PREPROCESSOR_FOLDER, Preprocessor
+from rayrec.data.encoding.preprocessor import (
+    PREPROCESSOR_FOLDER,
+    Preprocessor,
+    stored_schema,
+)
 from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource, index_log
@@ -127,10 +131,8 @@ class ClickWorkload(ClickSettings):
             return self.schema
         from rayrec.checkpoint import open_checkpoint
         from rayrec.data.encoding.fitting import with_constants_of
-        from rayrec.workloads.recsys.scorer import load_preprocessor
 
-        continued = load_preprocessor(open_checkpoint(config.init_from).path)
-        return with_constants_of(self.schema, continued.schema)
+        return with_constants_of(self.schema, stored_schema(open_checkpoint(config.init_from).path))
 
     def _prepare(self, context: RunContext, folder: str, counting: CountingIndexer) -> Prepared:
         from rayrec.data.encoding.preprocessor import put_preprocessor

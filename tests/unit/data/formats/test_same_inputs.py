@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.encoded import check_same, encoded_by
 from builders.logs import learn, open_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rayrec
-from rayrec.data.encoded_rows import EncodedRows, JaggedIds
+from rayrec.data.encoded_rows import EncodedRows
 from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.reading import read_raw
@@ -212,20 +213,6 @@ def read_body(body: RequestBody, schema: Schema) -> RawBlock:
     return raw
 
 
-# -- Comparison
-def parts_of(encoded: EncodedRows) -> list[np.ndarray]:
-    parts = [encoded.dense]
-    for ids in encoded.ids:
-        parts += [ids.values, ids.lengths] if isinstance(ids, JaggedIds) else [ids]
-    return parts
-
-
-def check_same(actual: EncodedRows, expected: EncodedRows, name: str) -> None:
-    for part, expected_part in zip(parts_of(actual), parts_of(expected), strict=True):
-        assert part.dtype == expected_part.dtype, name
-        assert part.tobytes() == expected_part.tobytes(), name
-
-
 @settings(max_examples=20, deadline=None)
 @given(log=logs, schema=schemas)
 def test_inputs_are_same_in_all_formats(
@@ -258,13 +245,6 @@ def encoded_by_program(log: Log, preprocessor: Preprocessor, folder: Path) -> En
     preprocessor.save(str(folder / "preprocessor"))
     encoder = Encoder(str(folder / "preprocessor"))
     lines = as_csv(log, preprocessor.schema, names=()).splitlines()
-    dense, ids = encoder.encode(encoder.parse(lines))
-    as_rows = encoder.encode(log)
-    np.testing.assert_array_equal(dense, as_rows[0])
-    columns = [
-        JaggedIds(column[0].astype(np.int32), column[1].astype(np.int32))
-        if isinstance(column, tuple)
-        else column.astype(np.int32)
-        for column in ids
-    ]
-    return EncodedRows(dense, columns, None)
+    encoded = encoded_by(encoder, encoder.parse(lines))
+    np.testing.assert_array_equal(encoded.dense, encoded_by(encoder, log).dense)
+    return encoded
