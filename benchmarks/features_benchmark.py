@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -180,22 +180,34 @@ def read_rate(paths: list[str], schema: Schema) -> float:
     return rows / seconds
 
 
-def compute_formulas(rows: int, items_path: str, *, repeats: int) -> None:
-    table = log(rows)
-    schema, plain, plain_table = prepared(FORMULAS, table, items_path)
-    rates = interleaved(
-        repeats,
-        ours=lambda: parse_rate(table, schema),
-        plain=lambda: parse_rate(plain_table, plain),
-    )
+def compare(
+    workload: str,
+    ours: Callable[[], float],
+    plain: Callable[[], float],
+    *,
+    repeats: int,
+) -> None:
+    """Print a row of the rows/s of computed columns, against those of the same columns in a log."""
+    rates = interleaved(repeats, ours=ours, plain=plain)
     emit(
         "features",
         peer="the same columns in the log",
-        workload=f"{len(FORMULAS)} formulas, Arrow tables to raw rows, 2 threads",
+        workload=workload,
         value=rates["ours"],
         ratio=rates["ours"] / rates["plain"],
         repeats=repeats,
         peer_rows_per_s=round(rates["plain"]),
+    )
+
+
+def compute_formulas(rows: int, items_path: str, *, repeats: int) -> None:
+    table = log(rows)
+    schema, plain, plain_table = prepared(FORMULAS, table, items_path)
+    compare(
+        f"{len(FORMULAS)} formulas, Arrow tables to raw rows, 2 threads",
+        lambda: parse_rate(table, schema),
+        lambda: parse_rate(plain_table, plain),
+        repeats=repeats,
     )
 
 
@@ -205,19 +217,11 @@ def measure_lookups(rows: int, items_path: str, *, repeats: int) -> None:
     folder = os.path.dirname(items_path)
     paths = written(table, os.path.join(folder, "log"))
     plain_paths = written(plain_table, os.path.join(folder, "plain"))
-    rates = interleaved(
-        repeats,
-        ours=lambda: read_rate(paths, schema),
-        plain=lambda: read_rate(plain_paths, plain),
-    )
-    emit(
-        "features",
-        peer="the same columns in the log",
-        workload=f"{len(LOOKUPS)} lookups among {KEYS:,} keys, Parquet to raw rows, 2 threads",
-        value=rates["ours"],
-        ratio=rates["ours"] / rates["plain"],
+    compare(
+        f"{len(LOOKUPS)} lookups among {KEYS:,} keys, Parquet to raw rows, 2 threads",
+        lambda: read_rate(paths, schema),
+        lambda: read_rate(plain_paths, plain),
         repeats=repeats,
-        peer_rows_per_s=round(rates["plain"]),
     )
 
 
