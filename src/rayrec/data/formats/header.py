@@ -121,17 +121,18 @@ def regular_fields(text: str, delimiter: str, escape: str | None) -> int:
 
 def head_rows(text: str, delimiter: str, escape: str | None) -> Iterator[list[str]]:
     """Yield the fields of each row that is not empty, of the first row and up to _COMPARED_ROWS
-    below it.
+    below it that have a line end.
     """
     row = re.compile(rf"(?=[^\r\n]){row_pattern(delimiter, escape)}", re.DOTALL)
     first = row.search(text)
     if first is None:
         return
     yield split_fields(first[0], delimiter, escape)
-    for match in islice(
-        row.finditer(text[first.end() : first.end() + _COMPARED_LETTERS]), _COMPARED_ROWS
-    ):
-        yield split_fields(match[0], delimiter, escape)
+    below = text[first.end() : first.end() + _COMPARED_LETTERS]
+    for match in islice(row.finditer(below), _COMPARED_ROWS):
+        # The end of the text may cut a row, and a part of a value may equal a name.
+        if match.end() < len(below):
+            yield split_fields(match[0], delimiter, escape)
 
 
 def looks_like_data(first: Sequence[str], rows: Iterable[Sequence[str]]) -> bool:

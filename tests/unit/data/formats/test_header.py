@@ -107,6 +107,13 @@ def test_delimiter_search_skips_quoted_text(
     assert (header.delimiter, header.columns, header.is_row) == (delimiter, columns, True)
 
 
+@pytest.mark.parametrize("end", ["item", '"item', "u,", ""])
+def test_row_without_end_is_not_compared(end: str) -> None:
+    head = f"item,user\nitem_1,user_1\n{end}".encode()
+    header = read_header(head, Schema(label=None, sparse=("item", "user")), path="log.csv")
+    assert (header.columns, header.is_row) == (("item", "user"), True)
+
+
 def test_header_names_are_trimmed(tmp_path: Path) -> None:
     path = write(tmp_path, "click, age , user, job\n1, 30 , u1,clerk\n")
     assert csv_columns(path, CLICKS.replace(delimiter=",")) == ("click", "age", "user", "job")
