@@ -187,7 +187,7 @@ def compare(
     *,
     repeats: int,
 ) -> None:
-    """Print a row of the rows/s of computed columns, against those of the same columns in a log."""
+    """Print the rows/s with computed columns against a log that has these columns."""
     rates = interleaved(repeats, ours=ours, plain=plain)
     emit(
         "features",
