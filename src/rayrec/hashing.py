@@ -2,6 +2,8 @@
 contains this module's text.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -23,8 +25,13 @@ def mix64(values: np.ndarray) -> np.ndarray:
     return values ^ values >> np.uint64(31)
 
 
-def pair_tokens(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return one 64-bit token for each pair of tokens, whose order counts. uint64 [pairs]."""
+def key_tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the 64-bit token of each key, uint64 [keys], from those of its one or two columns,
+    whose order counts.
+    """
+    if len(columns) == 1:
+        return columns[0]
+    first, second = columns
     # The first is spread before the sum: sums of ids that are multiples of 2^n would repeat.
     return mix64(mix64(first + np.uint64(GOLDEN)) + second)
 

@@ -343,6 +343,15 @@ def _hash_shift(rows: int, memory_bytes: int | None) -> int:
     return max(0, (-(-rows // max_rows) - 1).bit_length()) if rows else 0
 
 
+def _fitted(
+    schema: Schema, index: LogIndex, preprocessor: Preprocessor | None, engine: Engine
+) -> Schema:
+    """Return the schema with the constants of its formulas: the Preprocessor's, or of all rows."""
+    if preprocessor is not None:
+        schema = with_constants_of(schema, preprocessor.schema)
+    return fit(schema, index, (0, index.rows), engine)
+
+
 # A report needs three jobs of tasks over the log:
 #
 #   categories   count_log       all rows; without a Preprocessor also the last slice, whose
@@ -364,10 +373,7 @@ def examine(
     """
     if gates.max_bad_fraction is None:
         gates = gates.replace(max_bad_fraction=config.max_bad_fraction)
-    schema = config.schema
-    if preprocessor is not None:
-        schema = with_constants_of(schema, preprocessor.schema)
-    schema = fit(schema, index, (0, index.rows), engine)
+    schema = _fitted(config.schema, index, preprocessor, engine)
     config = config.replace(schema=schema)
     slices_by, slices = slices_of(index)
     categories = examine_categories(

@@ -164,13 +164,11 @@ class Register:
         it.
         """
         self._forget()
-        desired = self._desired
-        if desired is None:
+        if self._desired is None:
             return None
-        for status in self._statuses.values():
-            if status.model == desired.model:
-                return status.schema
-        return None
+        model = self._desired.model
+        schemas = (each.schema for each in self._statuses.values() if each.model == model)
+        return next(schemas, None)
 
     def describe(self) -> dict[str, Any]:
         """Return JSON values: desired models, short content hashes of the model's side tables,
@@ -226,9 +224,7 @@ def swap_tables(desired: DesiredState, tables: Sequence[NamedTable]) -> DesiredS
     """Return the desired models after a swap of side tables of the main model. Its weights, and
     other swapped tables, stay.
     """
-    swapped = {table.name: table for table in desired.model.tables}
-    for table in tables:
-        swapped[table.name] = table
+    swapped = {table.name: table for table in (*desired.model.tables, *tables)}
     model = desired.model.with_tables(_next(desired), tuple(swapped.values()))
     return _with_model(desired, model)
 
@@ -515,8 +511,7 @@ def swap_table_files(tables: Mapping[str, str], *, address: str | None) -> dict[
     with _reached(address) as server:
 
         def changed(desired: DesiredState) -> DesiredState:
-            pinned = swapped_tables(server.schema(), tables)
-            return swap_tables(desired, pinned)
+            return swap_tables(desired, swapped_tables(server.schema(), tables))
 
         return _with_version(server.change(changed))
 

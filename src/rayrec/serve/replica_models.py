@@ -524,10 +524,8 @@ def _require_trained_tables(model: ServedModel, source: ModelSource) -> None:
     if model.kind == "export":
         return
     schema = model.preprocessor.schema
-    trained = set(schema.table_names)
-    for table in source.tables:
-        trained.discard(table.name)
-    current_tables(schema, trained)
+    swapped = {table.name for table in source.tables}
+    current_tables(schema, {*schema.table_names} - swapped)
 
 
 def _require_columns(model: ServedModel, schema: Schema) -> None:
@@ -569,8 +567,7 @@ def _size_of(rows: _Rows) -> int:
     """Return the memory of rows in bytes, of bodies about."""
     if not isinstance(rows, Sequence):
         return rows.nbytes
-    received = sum(body.num_bytes for body in rows)
-    return _BODY_FACTOR * received
+    return _BODY_FACTOR * sum(body.num_bytes for body in rows)
 
 
 @final

@@ -289,11 +289,8 @@ class Preprocessor:
         """Return the same Preprocessor with other side tables in place of those with their names,
         for a server. Its hash is another.
         """
-        named = {table.name: table for table in self.schema.tables}
-        for table in tables:
-            named[table.name] = table
-        schema = self.schema.replace(tables=tuple(named.values()))
-        return self._with_schema(schema)
+        named = {table.name: table for table in (*self.schema.tables, *tables)}
+        return self._with_schema(self.schema.replace(tables=tuple(named.values())))
 
     def _with_schema(self, schema: Schema) -> Preprocessor:
         """Return the same Preprocessor with a schema of the same columns."""

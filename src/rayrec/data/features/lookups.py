@@ -21,7 +21,7 @@ from rayrec.data.features.inputs import (
     empty_lists,
     lists_of,
 )
-from rayrec.data.features.side_table import SideTable, build, key_tokens, open_content
+from rayrec.data.features.side_table import SideTable, build, open_content
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import (
     Markers,
@@ -33,6 +33,7 @@ from rayrec.data.logs.column_values import (
 )
 from rayrec.formula.tree import Column, Lookup, Node
 from rayrec.formula.types import Type
+from rayrec.hashing import key_tokens
 from rayrec.schema import NamedTable, Schema
 
 
@@ -226,20 +227,15 @@ def swapped_tables(schema: Schema, paths: Mapping[str, str]) -> tuple[NamedTable
     """
     tables_of_model = schema.table_names
     for name in paths:
-        if name in tables_of_model:
-            continue
-        names = ", ".join(tables_of_model) or "none"
-        hint = suggest(name, tables_of_model, otherwise=f"it has {names}")
-        raise InputError(f"tables: the model has no table {name}; {hint}")
-    tables = []
-    for table in schema.tables:
-        path = paths.get(table.name)
-        if path is None:
-            tables.append(table)
-        else:
-            tables.append(table.replace(path=path, content=None))
-    changed = schema.replace(tables=tuple(tables))
-    completed = with_contents(changed, paths)
+        if name not in tables_of_model:
+            names = ", ".join(tables_of_model) or "none"
+            hint = suggest(name, tables_of_model, otherwise=f"it has {names}")
+            raise InputError(f"tables: the model has no table {name}; {hint}")
+    tables = tuple(
+        table.replace(path=paths[table.name], content=None) if table.name in paths else table
+        for table in schema.tables
+    )
+    completed = with_contents(schema.replace(tables=tables), paths)
     return tuple(completed.table(name) for name in paths)
 
 

@@ -32,7 +32,7 @@ from rayrec.data.formats.registry import find_format
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import Markers, Text, is_list, is_text, resolved
 from rayrec.data.logs.partitions import with_partitions
-from rayrec.hashing import pair_tokens
+from rayrec.hashing import key_tokens
 from rayrec.humanize import size_text
 from rayrec.native import call
 from rayrec.schema import Schema, TableSource
@@ -187,14 +187,6 @@ class SideTable:
                 "serve with the new one (--swap-table), or train with it, without `content` in the "
                 "schema"
             )
-
-
-def key_tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the token of each key from those of its one or two columns, uint64 [keys]."""
-    if len(columns) == 1:
-        return columns[0]
-    first, second = columns
-    return pair_tokens(first, second)
 
 
 def open_content(content_hash: str, source: TableSource) -> SideTable | None:

@@ -35,7 +35,7 @@ from rayrec.data.features.definitions import (
     category_token,
     value_of,
 )
-from rayrec.hashing import pair_tokens, xxh64
+from rayrec.hashing import key_tokens, xxh64
 
 Ids = np.ndarray | tuple[np.ndarray, ...]
 """Ids: int64 [rows], int64 [rows, ids per row], or for lists the concatenated ids and the number of
@@ -615,9 +615,7 @@ class _Table:
 def _key_token(keys: Sequence[str]) -> np.uint64:
     """Return the token of one key, or of two together."""
     columns = [np.array([_text_token(key, True)], np.uint64) for key in keys]
-    if len(columns) == 1:
-        return np.uint64(columns[0][0])
-    return np.uint64(pair_tokens(columns[0], columns[1])[0])
+    return np.uint64(key_tokens(columns)[0])
 
 
 def _open_tables(folder: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, _Table]:

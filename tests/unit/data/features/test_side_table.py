@@ -30,12 +30,12 @@ from rayrec.data.features.side_table import (
     SideTable,
     build,
     copy_built,
-    key_tokens,
     open_content,
     open_table,
     restore,
 )
 from rayrec.data.logs.table_parser import parse_table
+from rayrec.hashing import key_tokens
 from rayrec.schema import Schema, TableSource
 
 ITEMS = {
