@@ -22,7 +22,6 @@ from rayrec.metrics.binary import checked, converted, reject_nan
 from rayrec.native import c_fields, call
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 NO_GROUP: Final = 0
@@ -42,8 +41,6 @@ temporary file.
 """
 _BUCKETS: Final = 256
 """Number of group partitions of the temporary file, which are read sequentially."""
-_COLUMNS: Final = 16
-"""Number of float32 columns in the widest vector register."""
 _ROW: Final = np.dtype([("group", np.int64), ("logit", np.float32), ("label", np.uint8)])
 
 Groups = npt.NDArray[np.int64]
@@ -353,60 +350,3 @@ def _exchanged(rows: Rows, ranks: Collectives) -> Rows:
     receive = ranks.exchange(send, [1] * ranks.num_ranks, [1] * ranks.num_ranks)
     exchanged = [ranks.exchange(values[order], send.tolist(), receive.tolist()) for values in rows]
     return exchanged[0], exchanged[1], exchanged[2]
-
-
-def candidate_logits(rows: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """Return the dot products of row and candidate vectors, float32 [rows, candidates]. Equal
-    candidates have equal logits.
-
-    BLAS adds up the last columns, which do not fill a vector register, in another order. Zeros fill
-    it.
-    """
-    from torch.nn import functional
-
-    num_candidates = candidates.shape[0]
-    filled = functional.pad(candidates.float(), (0, 0, 0, -num_candidates % _COLUMNS))
-    return (rows.float() @ filled.T)[:, :num_candidates]
-
-
-def rank_measures(
-    logits: torch.Tensor, target: torch.Tensor, *, k: int, has_target: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """Return NDCG and recall at k of each row's one relevant item among all candidates, float32
-    [rows] each, and the counts `targets` and `unknown_targets`, int64 [rows] each.
-
-    Ties count as the expected value over all orders of the tied candidates, as in
-    `ranking_metrics`.
-
-    Args:
-        logits: Scores of the candidates, float32 [rows, candidates]. A NaN ranks above the relevant
-            item.
-        target: Number of the relevant item, int64 [rows]. -1 is an unknown item, which is a miss.
-        k: Rank of the metrics.
-        has_target: Whether each row has a relevant item, bool [rows]. Others get NaN. None if all
-            have one.
-    """
-    import torch
-    from torch.nn import functional
-
-    if not logits.shape[1]:
-        logits = logits.new_full((len(logits), 1), -math.inf)
-    unknown = target < 0
-    target_logit = logits.gather(1, target.clamp(min=0).unsqueeze(1))
-    above = (~(logits <= target_logit)).sum(1)
-    tied = (logits == target_logit).sum(1)  # 0 if the target's score is NaN: then all are above
-    first = above.clamp(max=k)
-    last = (above + tied).clamp(max=k)
-    ranks = torch.arange(1, k + 1, dtype=torch.float64, device=logits.device)
-    discounts = functional.pad((1 / (ranks + 1).log2()).cumsum(0), (1, 0))
-    orders = tied.clamp(min=1)
-    row_metrics = {
-        f"ndcg_at_{k}": (discounts[last] - discounts[first]) / orders,
-        f"recall_at_{k}": (last - first).double() / orders,
-    }
-    counted = torch.ones_like(unknown) if has_target is None else has_target
-    measures = {
-        name: values.masked_fill(unknown, 0.0).masked_fill(~counted, math.nan).float()
-        for name, values in row_metrics.items()
-    }
-    return {**measures, "targets": counted.long(), "unknown_targets": (counted & unknown).long()}

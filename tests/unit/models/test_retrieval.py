@@ -20,7 +20,7 @@ from rayrec.batch import DENSE, Batch, StepOutput
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.layers.keyed_embeddings import JaggedEmbeddings, KeyedEmbeddings
 from rayrec.metrics.means import MeasureTotals, RowMetrics
-from rayrec.metrics.ranking import candidate_logits, rank_measures
+from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
 from rayrec.models.base import CandidateRows, ModelInputs
 from rayrec.models.retrieval.sasrec import SASRec, SASRecConfig
 from rayrec.models.retrieval.two_tower import TwoTower, TwoTowerConfig
@@ -49,7 +49,7 @@ TOWERS = TwoTowerConfig(
 
 def network_of(config: Any, inputs: ModelInputs, *, precision: Any = "fp32", seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return config.build(inputs, precision=precision).eval()
+    return config.build(inputs, precision=precision).eval().requires_grad_(False)
 
 
 # -- Known rows
@@ -143,7 +143,8 @@ def test_rank_measures_match_all_orders_of_ties() -> None:
     for candidates, k in itertools.product((1, 2, 5, 30), (1, 3, 10)):
         logits = rng.integers(0, 4, (50, candidates)).astype(np.float32)
         target = rng.integers(-1, candidates, 50)
-        measures = rank_measures(torch.from_numpy(logits), torch.from_numpy(target), k=k)
+        targets = ItemNumbers.one_each(torch.from_numpy(target))
+        measures = rank_measures(torch.from_numpy(logits), targets, ks=(k,))
         expected = np.array(
             [
                 expected_at_k(row, number, k)
@@ -161,17 +162,17 @@ def test_rank_measures_match_all_orders_of_ties() -> None:
 def test_rank_measures_of_nan_and_of_no_candidates_are_misses() -> None:
     nan = torch.nan
     measures = rank_measures(
-        torch.tensor([[nan, 1.0], [nan, 1.0], [nan, nan]]), torch.tensor([0, 1, 1]), k=1
+        torch.tensor([[nan, 1.0], [nan, 1.0], [nan, nan]]),
+        ItemNumbers.one_each(torch.tensor([0, 1, 1])),
+        ks=(1,),
     )
     assert measures["recall_at_1"].tolist() == [0, 0, 0]
-    measures = rank_measures(
-        torch.zeros(2, 0), torch.tensor([-1, -1]), k=1, has_target=torch.tensor([True, False])
-    )
+    only_first = ItemNumbers.one_each(torch.tensor([-1, -1]), torch.tensor([True, False]))
+    measures = rank_measures(torch.zeros(2, 0), only_first, ks=(1,))
     np.testing.assert_array_equal(measures["recall_at_1"], [0, np.nan])
     assert (measures["targets"].tolist(), measures["unknown_targets"].tolist()) == ([1, 0], [1, 0])
-    assert rank_measures(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), k=1)[
-        "ndcg_at_1"
-    ].shape == (0,)
+    no_rows = ItemNumbers.one_each(torch.zeros(0, dtype=torch.int64))
+    assert rank_measures(torch.zeros(0, 3), no_rows, ks=(1,))["ndcg_at_1"].shape == (0,)
 
 
 @pytest.mark.parametrize("dim", [4, 16, 50])
@@ -207,6 +208,15 @@ def outputs_of(
 ) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         return network(torch.zeros(len(lists), 0), lists_of(lists, table))
+
+
+def states_of(network: SASRec, lists: Sequence[Sequence[int]], table: torch.Tensor) -> torch.Tensor:
+    """Return the state after each item, [rows, LENGTH, dim]."""
+    padded = torch.zeros(len(lists), LENGTH, table.shape[1])
+    for row, items in enumerate(lists):
+        padded[row, : len(items)] = table[list(items)]
+    with torch.no_grad():
+        return network.encode(padded, torch.tensor([len(items) for items in lists]))
 
 
 BATCH = Batch({DENSE: torch.zeros(0, 0)}, 1.0)
@@ -296,31 +306,29 @@ def test_sasrec_matches_attention_of_pytorch(heads: int, table: torch.Tensor) ->
     config = SMALL.replace(attention_heads=heads)
     network = randomized(network_of(config, LISTS))
     lists = [[2, 5, 3, 8, 4, 4], [7], [6, 0, 1]]
-    outputs = outputs_of(network, lists, table)
+    hidden = states_of(network, lists, table)
     for row, items in enumerate(lists):
         expected = plain_hidden(network, config, table[torch.tensor(items)])
-        torch.testing.assert_close(
-            outputs["hidden"][row, : len(items)], expected, rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(hidden[row, : len(items)], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_sasrec_state_depends_on_order_and_earlier_items(
     sasrec: SASRec, table: torch.Tensor
 ) -> None:
     items = [2, 5, 3, 8, 4, 6]
-    hidden = outputs_of(sasrec, [items], table)["hidden"][0]
+    hidden = states_of(sasrec, [items], table)[0]
     for position in range(1, LENGTH):
         changed = [*items[:position], 7, *items[position + 1 :]]
-        other = outputs_of(sasrec, [changed], table)["hidden"][0]
+        other = states_of(sasrec, [changed], table)[0]
         torch.testing.assert_close(other[:position], hidden[:position], rtol=0, atol=1e-6)
         assert (other[position:] - hidden[position:]).abs().amax(dim=1).min() > 1e-3
-    repeated = outputs_of(sasrec, [[2, 2, 2]], table)["hidden"][0, :3]
+    repeated = states_of(sasrec, [[2, 2, 2]], table)[0, :3]
     assert (repeated[1:] - repeated[:-1]).abs().amax(dim=1).min() > 1e-3  # By the positions alone
 
 
 def test_sasrec_logits_of_seeded_model_are_unchanged(sasrec: SASRec, table: torch.Tensor) -> None:
     """Golden, because weights of earlier versions must give the same scores."""
-    hidden = outputs_of(sasrec, [[2, 5, 3], [7, 8, 4, 6, 2, 3]], table)["hidden"]
+    hidden = states_of(sasrec, [[2, 5, 3], [7, 8, 4, 6, 2, 3]], table)
     logits = torch.stack([hidden[0, 2], hidden[1, 5]]) @ table[2:9].T
     np.testing.assert_allclose(logits, GOLDEN_LOGITS, rtol=1e-4, atol=1e-5)
 
@@ -343,12 +351,13 @@ def test_sasrec_loss_skips_reserved_targets_and_candidates(
     ]
     outputs = outputs_of(sasrec, lists, table)
     losses = sasrec.loss(outputs, BATCH)
+    hidden = states_of(sasrec, lists, table)
     expected = []
     for row, items in enumerate(lists):
         item_losses = []
         for position, item in enumerate(items[1:], start=1):
             if 2 <= item < 9:
-                logits = outputs["hidden"][row, position - 1].double() @ table[2:9].double().T
+                logits = hidden[row, position - 1].double() @ table[2:9].double().T
                 item_losses.append(float(logits.logsumexp(0) - logits[item - 2]))
         expected.append(np.mean(item_losses) if item_losses else 0.0)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
@@ -362,12 +371,13 @@ def test_sasrec_measures_match_naive_ranks(sasrec: SASRec, table: torch.Tensor) 
     ]
     outputs = outputs_of(sasrec, lists, table)
     measures = sasrec.measures(outputs, BATCH)
+    hidden = states_of(sasrec, lists, table)
     for row, items in enumerate(lists):
         if len(items) < 2 or items[-1] == 1:
             assert math.isnan(measures["recall_at_3"][row])
             assert measures["targets"][row] == 0
             continue
-        scores = (outputs["hidden"][row, len(items) - 2] @ table[2:9].T).tolist()
+        scores = (hidden[row, len(items) - 2] @ table[2:9].T).tolist()
         target = items[-1] - 2 if 2 <= items[-1] < 9 else -1
         assert (
             measures["ndcg_at_3"][row].item(),
@@ -410,22 +420,14 @@ def test_sasrec_ranks_in_full_precision() -> None:
     network = network_of(SMALL, LISTS, precision="bf16")
     generator = torch.Generator().manual_seed(1)
     table = torch.ones(TABLE_ROWS, 8) + torch.randn(TABLE_ROWS, 8, generator=generator) / 1000
-    outputs = {
-        "hidden": torch.ones(1, LENGTH, 8) + torch.randn(1, LENGTH, 8, generator=generator) / 1000,
-        "ids": torch.tensor([[2, 3, 0, 0, 0, 0]]),
-        "lengths": torch.tensor([2]),
-        "table": table,
-    }
-    order = (table[2:9] @ outputs["hidden"][0, 0]).argsort(descending=True)
+    query = network.queries(outputs_of(network, [[2]], table))[0]
+    order = (table[2:9] @ query).argsort(descending=True)
     for rank, candidate in enumerate(order.tolist()):
-        outputs["ids"][0, 1] = candidate + 2
-        measures = network.measures(outputs, BATCH)
+        lists = [[2, candidate + 2]]
+        measures = network.measures(outputs_of(network, lists, table), BATCH)
         assert measures["recall_at_3"].item() == (rank < 3)
-        outputs["hidden"][0, 1] = outputs["hidden"][0, 0]
-        assert (
-            network.predict(outputs, lists_of([], table))["items"][0].tolist()
-            == (order[:3] + 2).tolist()
-        )
+    predicted = network.predict(outputs_of(network, [[2]], table), lists_of([], table))
+    assert predicted["items"][0].tolist() == (order[:3] + 2).tolist()
 
 
 def test_sasrec_needs_lists_of_two_and_has_two_blocks() -> None:

@@ -17,7 +17,7 @@ from rayrec.collectives import gathered_rows
 from rayrec.config import InputError
 from rayrec.layers.keyed_embeddings import KeyedEmbeddings
 from rayrec.layers.mlp import Precision, Tower, xavier_linear
-from rayrec.metrics.ranking import candidate_logits, rank_measures
+from rayrec.metrics.item_ranks import ItemNumbers, candidate_logits, rank_measures
 from rayrec.models.base import ClickModelConfig, ModelInputs
 from rayrec.models.heads import Head, VectorHead
 
@@ -178,15 +178,24 @@ class TwoTower(nn.Module):
         """
         ids = outputs["ids"]
         if "table" in outputs:
-            logits = candidate_logits(
-                outputs["user"],
-                self._vector(self.item_tower, self._candidates.of_table(outputs["table"])),
-            )
+            logits = candidate_logits(self.queries(outputs), self.item_vectors(outputs))
             target = self._candidates.numbers(ids)
         else:
             logits, target = self._step_logits(outputs)
         has_target = None if self._candidates.missing is None else ids != self._candidates.missing
-        return rank_measures(logits, target, k=self._k, has_target=has_target)
+        return rank_measures(logits, ItemNumbers.one_each(target, has_target), ks=(self._k,))
+
+    def queries(self, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the vector of each row's user, float32 [rows, vector]. An item's score is its dot
+        product with one of `item_vectors`.
+        """
+        return outputs["user"]
+
+    def item_vectors(self, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the vectors of all candidates, float32 [candidates, vector]. Raises KeyError
+        unless the outputs have the item `table`.
+        """
+        return self._vector(self.item_tower, self._candidates.of_table(outputs["table"]))
 
     def _step_logits(self, outputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of the step's distinct known items, and the number of each row's item
