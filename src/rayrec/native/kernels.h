@@ -307,14 +307,16 @@ void rayrec_unpack_rows(const rayrec_runs *runs, const int64_t *order, int64_t r
 int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const void *ids, int64_t id_bytes,
                          const float *labels, int64_t rows, int32_t num_dense, int32_t num_sparse, int32_t *out);
 
-/* text_features.c: functions of texts and lists. Text i is data[offsets[i], offsets[i + 1]). Row r has the items starts[r] to
- * starts[r] + lengths[r] - 1. */
+/* text_features.c: functions of texts and lists. Text i is data[offsets[i], offsets[i + 1]); data is void where integers may take
+ * the place of texts, with NULL offsets. Row r has the items starts[r] to starts[r] + lengths[r] - 1. */
 int64_t rayrec_text_runs(const int64_t *offsets, const uint8_t *data, int64_t count, const uint8_t *separators, int64_t *lengths,
                          int64_t *ends, uint8_t *runs_data);
-void rayrec_count_equal(const int64_t *item_offsets, const uint8_t *item_data, const int64_t *starts, const int64_t *lengths,
-                        const int64_t *offsets, const uint8_t *data, int64_t rows, double *out);
-void rayrec_count_common(const int64_t *left_offsets, const uint8_t *left_data, const int64_t *left_starts,
-                         const int64_t *left_lengths, const int64_t *right_offsets, const uint8_t *right_data,
+void rayrec_join_texts(const int64_t *offsets0, const void *data0, const int64_t *offsets1, const void *data1,
+                       const int64_t *offsets2, const void *data2, int64_t mark, int64_t rows, int64_t *ends, uint8_t *out);
+void rayrec_count_equal(const int64_t *item_offsets, const void *item_data, const int64_t *starts, const int64_t *lengths,
+                        const int64_t *offsets, const void *data, int64_t rows, double *out);
+void rayrec_count_common(const int64_t *left_offsets, const void *left_data, const int64_t *left_starts,
+                         const int64_t *left_lengths, const int64_t *right_offsets, const void *right_data,
                          const int64_t *right_starts, const int64_t *right_lengths, int64_t rows, uint32_t *slots, double *out);
 
 /* Status of one value in a text column. Value i is data[offsets[i], offsets[i + 1]), empty if null[i] is set (`null` may be

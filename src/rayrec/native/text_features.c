@@ -1,4 +1,5 @@
 /* Functions of formulas over texts and lists of texts (data/features/functions.py). Text i is data[offsets[i], offsets[i + 1]).
+ * Where `offsets` may be NULL, the column has integers instead: integer i is ((const int64_t *)data)[i], aligned.
  *
  * Arrays belong to the caller. Kernels allocate nothing and keep no pointer. */
 
@@ -7,20 +8,32 @@
 #include <string.h>
 
 typedef struct {
-    const int64_t *offsets;
-    const uint8_t *data;
+    const int64_t *offsets; /* NULL for integers */
+    const void *data;
 } column;
+
+static inline int64_t integer(const column *integers, int64_t i) { return ((const int64_t *)integers->data)[i]; }
+
+static inline const uint8_t *text_at(const column *texts, int64_t i) {
+    return (const uint8_t *)texts->data + texts->offsets[i];
+}
 
 static inline int64_t size_of(const column *texts, int64_t i) { return texts->offsets[i + 1] - texts->offsets[i]; }
 
+/* Both columns are texts, or both integers. */
 static inline int are_equal(const column *left, int64_t i, const column *right, int64_t j) {
+    if (!left->offsets) return integer(left, i) == integer(right, j);
     const int64_t size = size_of(left, i);
-    return size == size_of(right, j) && !memcmp(left->data + left->offsets[i], right->data + right->offsets[j], (size_t)size);
+    return size == size_of(right, j) && !memcmp(text_at(left, i), text_at(right, j), (size_t)size);
 }
 
-/* Mixes eight bytes at a time. Equal texts have equal hashes; others are compared, so that the hash need not be a good one. */
+/* Mixes eight bytes at a time. Equal values have equal hashes; others are compared, so that the hash need not be a good one. */
 static inline uint64_t hash_of(const column *texts, int64_t i) {
-    const uint8_t *p = texts->data + texts->offsets[i];
+    if (!texts->offsets) {
+        const uint64_t product = (uint64_t)integer(texts, i) * 0x9E3779B97F4A7C15ULL;
+        return product ^ product >> 32;
+    }
+    const uint8_t *p = text_at(texts, i);
     int64_t size = size_of(texts, i);
     uint64_t hash = (uint64_t)size, word;
     for (; size >= 8; size -= 8, p += 8) {
@@ -80,9 +93,9 @@ int64_t rayrec_text_runs(const int64_t *offsets, const uint8_t *data, int64_t co
     return runs;
 }
 
-/* Writes how many items of each row's list equal the row's text. */
-void rayrec_count_equal(const int64_t *item_offsets, const uint8_t *item_data, const int64_t *starts, const int64_t *lengths,
-                        const int64_t *offsets, const uint8_t *data, int64_t rows, double *out) {
+/* Writes how many items of each row's list equal the row's value. All are texts, or with NULL offsets integers. */
+void rayrec_count_equal(const int64_t *item_offsets, const void *item_data, const int64_t *starts, const int64_t *lengths,
+                        const int64_t *offsets, const void *data, int64_t rows, double *out) {
     const column items = {item_offsets, item_data}, texts = {offsets, data};
     for (int64_t row = 0; row < rows; row++) {
         int64_t count = 0;
@@ -91,17 +104,36 @@ void rayrec_count_equal(const int64_t *item_offsets, const uint8_t *item_data, c
     }
 }
 
-enum { SEEN = 1 << 30 }; /* more than a list has items */
+enum {
+    SEEN = 1 << 30, /* more than a list has items */
+    SHORT = 16, /* items of a list that is searched from its start */
+};
 
-/* Writes how many different items the left and the right list of each row share. `slots` has at least twice as many as any right
- * list has items, rounded up to a power of two, and at least 2. */
-void rayrec_count_common(const int64_t *left_offsets, const uint8_t *left_data, const int64_t *left_starts,
-                         const int64_t *left_lengths, const int64_t *right_offsets, const uint8_t *right_data,
+/* Returns how many different items the two lists share, of which the right one is SHORT. */
+static inline int64_t count_short(const column *left, int64_t left_start, int64_t left_length, const column *right, int64_t start,
+                                  int64_t length) {
+    uint32_t seen = 0;
+    for (int64_t i = left_start; i < left_start + left_length; i++) {
+        int64_t j = 0;
+        while (j < length && !are_equal(right, start + j, left, i)) j++;
+        if (j < length) seen |= 1u << j; /* of equal items always the first */
+    }
+    return __builtin_popcount(seen);
+}
+
+/* Writes how many different items the left and the right list of each row share. Both have texts, or with NULL offsets integers.
+ * `slots` has at least twice as many as any right list has items, rounded up to a power of two, and at least 2. */
+void rayrec_count_common(const int64_t *left_offsets, const void *left_data, const int64_t *left_starts,
+                         const int64_t *left_lengths, const int64_t *right_offsets, const void *right_data,
                          const int64_t *right_starts, const int64_t *right_lengths, int64_t rows, uint32_t *slots, double *out) {
     const column left = {left_offsets, left_data}, right = {right_offsets, right_data};
     for (int64_t row = 0; row < rows; row++) {
         const int64_t start = right_starts[row], length = right_lengths[row];
         int64_t count = 0;
+        if (length <= SHORT) {
+            out[row] = (double)count_short(&left, left_starts[row], left_lengths[row], &right, start, length);
+            continue;
+        }
         uint64_t size = 2;
         while (size < 2 * (uint64_t)length) size *= 2;
         if (length && left_lengths[row]) memset(slots, 0, size * sizeof *slots);
@@ -120,5 +152,47 @@ void rayrec_count_common(const int64_t *left_offsets, const uint8_t *left_data, 
             }
         }
         out[row] = (double)count;
+    }
+}
+
+enum { WIDEST = 20 }; /* characters of the longest int64 */
+
+/* Writes an integer's digits to the end of `text` and returns their number. */
+static inline int64_t digits_of(int64_t value, uint8_t text[WIDEST]) {
+    uint64_t rest = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
+    uint8_t *p = text + WIDEST;
+    do {
+        *--p = (uint8_t)('0' + rest % 10);
+        rest /= 10;
+    } while (rest);
+    if (value < 0) *--p = '-';
+    return text + WIDEST - p;
+}
+
+/* Writes the values of each row, joined by `mark`: their bytes to `out`, and where row i ends to ends[i + 1]. Each column has texts,
+ * or with NULL offsets integers; the third one may be absent, with NULL data. `out` has room for all texts, WIDEST bytes for each
+ * integer, and the marks. */
+void rayrec_join_texts(const int64_t *offsets0, const void *data0, const int64_t *offsets1, const void *data1,
+                       const int64_t *offsets2, const void *data2, int64_t mark, int64_t rows, int64_t *ends, uint8_t *out) {
+    const column columns[] = {{offsets0, data0}, {offsets1, data1}, {offsets2, data2}};
+    const int count = data2 ? 3 : 2;
+    uint8_t *p = out;
+    ends[0] = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        for (int k = 0; k < count; k++) {
+            const column *texts = &columns[k];
+            if (k) *p++ = (uint8_t)mark;
+            if (texts->offsets) {
+                const int64_t size = size_of(texts, row);
+                memcpy(p, text_at(texts, row), (size_t)size);
+                p += size;
+            } else {
+                uint8_t digits[WIDEST];
+                const int64_t size = digits_of(integer(texts, row), digits);
+                memcpy(p, digits + WIDEST - size, (size_t)size);
+                p += size;
+            }
+        }
+        ends[row + 1] = p - out;
     }
 }

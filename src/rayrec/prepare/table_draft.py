@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from rayrec import storage
 from rayrec.config import InputError, first_of
-from rayrec.data.features.inputs import canonical
+from rayrec.data.features.inputs import as_text, canonical
 from rayrec.data.logs.column_values import Markers
 from rayrec.formula.types import CATEGORY
 from rayrec.prepare.draft_columns import Column, split_words
@@ -170,4 +170,4 @@ def _texts(column: Column) -> pa.Array | None:
         )
     except InputError:
         return None
-    return None if rejected.any() else values
+    return None if rejected.any() else as_text(values)

@@ -1,9 +1,9 @@
 """Kernels of the functions in formulas of features, over whole columns. Each equals its definition
 in `rayrec.data.features.definitions` to the last bit.
 
-Columns are canonical Arrow arrays: numbers float64, categories and texts large_string, times int64
-(UTC microseconds since 1970), lists large_list of float64 or large_string. Missing values are
-null, also what is NaN, infinite or an empty text in a file. Lists have no null items.
+Columns are canonical Arrow arrays: numbers float64, categories and texts large_string, or int64 if
+all are integers, times int64 (UTC microseconds since 1970), lists large_list of these. Missing
+values are null, also what is NaN, infinite or an empty text in a file. Lists have no null items.
 """
 
 from __future__ import annotations
@@ -29,12 +29,8 @@ from rayrec.data.features.definitions import (
     PART_MARK,
     SEPARATORS,
 )
-from rayrec.data.logs.column_values import (
-    VALUE,
-    Text,
-    text_numbers,
-    text_tokens,
-)
+from rayrec.data.features.inputs import as_text
+from rayrec.data.logs.column_values import VALUE, Text, category_tokens, text_numbers
 from rayrec.formula.fitted import FITTED
 from rayrec.formula.tree import (
     Call,
@@ -48,9 +44,14 @@ from rayrec.hashing import mix64
 from rayrec.native import call
 
 TableLookup = Callable[[Lookup, list[pa.Array], Type], pa.Array]
-"""Function of a lookup, the arrays of its one or two keys (large_string [rows]) and its type. It
+"""Function of a lookup, the canonical arrays of its one or two keys, [rows], and its type. It
 returns the canonical array of the side table's values, null if a key is null or no row has it.
 """
+
+_MAX_PARTS: Final = 3
+"""Maximum categories of `cross`."""
+_WIDEST: Final = 20
+"""Characters of the longest int64."""
 
 # Units of canonical times.
 _HOUR_US: Final = 3_600_000_000
@@ -146,6 +147,8 @@ def number(array: pa.Array) -> pa.Array:
     """Parse texts as numbers. Numbers stay."""
     if pa.types.is_floating(array.type):
         return array
+    if pa.types.is_integer(array.type):
+        return pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
     values, status = text_numbers(pc.ascii_trim(array, characters=" \t"))
     return _number_array(np.where(status == VALUE, values, np.nan))
 
@@ -154,7 +157,7 @@ def bucketize(array: pa.Array, edges: Sequence[float]) -> pa.Array:
     """Return the number of edges at or below each number."""
     # NaN sorts last, and its bucket is masked.
     buckets = np.searchsorted(np.array(edges), _floats(array), side="right")
-    return _small_integers(buckets, len(edges) + 1, _missing(array))
+    return _masked(buckets, _missing(array))
 
 
 def log(array: pa.Array) -> pa.Array:
@@ -172,25 +175,60 @@ def clip(array: pa.Array, low: float, high: float) -> pa.Array:
 
 
 def hash_row(array: pa.Array, rows: float) -> pa.Array:
-    """Return the rows of categories in a hashed table, as decimal texts."""
-    tokens = np.zeros(len(array), np.uint64)
-    status = text_tokens(array, tokens)
+    """Return the rows of categories in a hashed table."""
+    tokens = np.empty(len(array), np.uint64)
+    status = category_tokens(array, tokens)
     # Rows are at most 2^31, so that they fit an int64.
     hashed = (mix64(tokens) % np.uint64(rows)).view(np.int64)
-    return pc.cast(pa.array(hashed, mask=status != VALUE), pa.large_string())
+    return _masked(hashed, status != VALUE)
 
 
 def cross(*arguments: Any) -> pa.Array:
     """Join the categories of each row, and hash them if a number of rows follows."""
     parts = [part for part in arguments if isinstance(part, pa.Array)]
-    mark = pa.scalar(PART_MARK, pa.large_string())
-    joined = pc.binary_join_element_wise(*parts, mark)
+    joined = _joined(parts)
     return joined if len(parts) == len(arguments) else hash_row(joined, arguments[-1])
+
+
+def _joined(parts: Sequence[pa.Array]) -> pa.Array:
+    """Join the categories of each row by PART_MARK, two or three."""
+    rows = len(parts[0])
+    columns = [_operand(part) for part in parts]
+    widest = rows * len(parts)
+    for offsets, _ in columns:
+        widest += _WIDEST * rows if offsets is None else int(offsets[-1] - offsets[0])
+    joined_offsets = np.zeros(rows + 1, np.int64)
+    data = np.empty(widest, np.uint8)
+    columns += [(None, None)] * (_MAX_PARTS - len(parts))
+    pointers = [pointer for column in columns for pointer in column]
+    call("rayrec_join_texts", *pointers, ord(PART_MARK), rows, joined_offsets, data)
+    missing = np.any([_missing(part) for part in parts], axis=0)
+    present = pa.array(~missing).buffers()[1] if missing.any() else None
+    used = data[: joined_offsets[-1]]
+    return pa.LargeStringArray.from_buffers(
+        rows, pa.py_buffer(joined_offsets), pa.py_buffer(used), present
+    )
+
+
+def _operand(array: pa.Array) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return categories for kernels that take both forms: the offsets and bytes of texts, or None
+    and the integers, 0 for null.
+    """
+    if pa.types.is_integer(array.type):
+        return None, np.ascontiguousarray(_integers(array))
+    text = Text.from_array(array)
+    return text.offsets, text.data
+
+
+def _alike(*arrays: pa.Array) -> Sequence[pa.Array]:
+    """Return values of one type. Categories may be texts and integers."""
+    is_same = len({array.type for array in arrays}) == 1
+    return arrays if is_same else [as_text(array) for array in arrays]
 
 
 def concat(*arrays: pa.Array) -> pa.Array:
     """Concatenate the lists of each row."""
-    lists = [_Lists.from_array(array) for array in arrays]
+    lists = [_Lists.from_array(array) for array in _alike(*arrays)]
     sizes = [len(column.items) for column in lists]
     shifts = _ends(np.array(sizes))[:-1]
     starts = [column.starts + shift for column, shift in zip(lists, shifts, strict=True)]
@@ -206,18 +244,18 @@ def concat(*arrays: pa.Array) -> pa.Array:
 
 def lower(array: pa.Array) -> pa.Array:
     """Replace A to Z by a to z."""
-    return pc.ascii_lower(array)
+    return pc.ascii_lower(as_text(array))
 
 
 def split(array: pa.Array, separator: str) -> pa.Array:
     """Split texts at a separator."""
-    return _without_empty(pc.split_pattern(array, pattern=separator))
+    return _without_empty(pc.split_pattern(as_text(array), pattern=separator))
 
 
 def tokens(array: pa.Array) -> pa.Array:
     """Split texts at SEPARATORS."""
     missing = _missing(array)
-    text = Text.from_array(pc.fill_null(array, ""))
+    text = Text.from_array(pc.fill_null(as_text(array), ""))
     num_bytes = int(text.offsets[-1] - text.offsets[0])
     lengths = np.empty(len(array), np.int64)
     ends = np.zeros((num_bytes + len(array)) // 2 + 1, np.int64)
@@ -253,7 +291,7 @@ def ngrams(array: pa.Array, n: float) -> pa.Array:
     # In bytes: characters have several, so each gram has a range of its own.
     size = int(n)
     missing = _missing(array)
-    text = pc.fill_null(array, "")
+    text = pc.fill_null(as_text(array), "")
     characters = pc.utf8_length(text).to_numpy().astype(np.int64)
     data = _text_bytes(text)
     # Bytes other than 10xxxxxx start a code point.
@@ -270,16 +308,16 @@ def ngrams(array: pa.Array, n: float) -> pa.Array:
 
 
 def hour(array: pa.Array, zone: str = "UTC") -> pa.Array:
-    """Return the hour of the day, 0 to 23, as text."""
+    """Return the hour of the day, 0 to 23."""
     local, missing = _local_times(array, zone)
-    return _small_integers(local // _HOUR_US % 24, 24, missing)
+    return _masked(local // _HOUR_US % 24, missing)
 
 
 def weekday(array: pa.Array, zone: str = "UTC") -> pa.Array:
-    """Return the day of the week, 0 for Monday to 6, as text."""
+    """Return the day of the week, 0 for Monday to 6."""
     local, missing = _local_times(array, zone)
     # January 1, 1970 was a Thursday.
-    return _small_integers((local // _DAY_US + 3) % 7, 7, missing)
+    return _masked((local // _DAY_US + 3) % 7, missing)
 
 
 def age(time: pa.Array, earlier: pa.Array) -> pa.Array:
@@ -304,20 +342,15 @@ def last(array: pa.Array, n: float) -> pa.Array:
 
 def overlap(left: pa.Array, right: pa.Array) -> pa.Array:
     """Return the number of different items that both lists of a row have."""
-    left_lists = _Lists.from_array(left)
-    right_lists = _Lists.from_array(right)
-    left_items = Text.from_array(left_lists.items)
-    right_items = Text.from_array(right_lists.items)
+    left_lists, right_lists = map(_Lists.from_array, _alike(left, right))
     longest = int(right_lists.lengths.max(initial=0))
     counts = np.empty(len(left))
     call(
         "rayrec_count_common",
-        left_items.offsets,
-        left_items.data,
+        *_operand(left_lists.items),
         left_lists.starts,
         left_lists.lengths,
-        right_items.offsets,
-        right_items.data,
+        *_operand(right_lists.items),
         right_lists.starts,
         right_lists.lengths,
         len(left),
@@ -339,18 +372,16 @@ def _distinct(keys: np.ndarray) -> np.ndarray:
 
 def count_in(array: pa.Array, item: pa.Array) -> pa.Array:
     """Return the number of items of each list that equal the row's `item`."""
+    if array.type.value_type != item.type:
+        array, item = as_text(array), as_text(item)
     lists = _Lists.from_array(array)
-    items = Text.from_array(lists.items)
-    text = Text.from_array(item)
     counts = np.empty(len(array))
     call(
         "rayrec_count_equal",
-        items.offsets,
-        items.data,
+        *_operand(lists.items),
         lists.starts,
         lists.lengths,
-        text.offsets,
-        text.data,
+        *_operand(item),
         len(array),
         counts,
     )
@@ -359,12 +390,12 @@ def count_in(array: pa.Array, item: pa.Array) -> pa.Array:
 
 def coalesce(*arrays: pa.Array) -> pa.Array:
     """Return the first present value of each row."""
-    return pc.coalesce(*arrays)
+    return pc.coalesce(*_alike(*arrays))
 
 
 def when(condition: pa.Array, then: pa.Array, otherwise: pa.Array) -> pa.Array:
     """Return values of `then` if the condition holds, else of `otherwise`."""
-    return pc.if_else(condition, then, otherwise)
+    return pc.if_else(condition, *_alike(then, otherwise))
 
 
 def aggregate(array: pa.Array, mode: str) -> pa.Array:
@@ -401,8 +432,8 @@ def element(array: pa.Array, index: float) -> pa.Array:
 
 def dot(left: pa.Array, right: pa.Array) -> pa.Array:
     """Return the sum of the products of values with equal keys."""
-    left_lists = _Lists.from_array(left)
-    right_lists = _Lists.from_array(right)
+    left_lists = _Lists.from_array(as_text(left))
+    right_lists = _Lists.from_array(as_text(right))
     left_keys, left_values = _keys_and_values(left_lists.items)
     right_keys, right_values = _keys_and_values(right_lists.items)
     left_codes, right_codes, num_codes = _codes(left_keys, right_keys)
@@ -442,8 +473,20 @@ def is_in(array: pa.Array, constants: Sequence[float | str]) -> pa.Array:
         # Arrow's set tells 0.0 from -0.0.
         array = pc.add(array, 0.0)
         constants = [float(constant) + 0.0 for constant in constants]
+    else:
+        array = as_text(array)
     matches = pc.is_in(array, value_set=pa.array(constants, array.type))
     return pc.if_else(array.is_valid(), matches, pa.scalar(None, pa.bool_()))
+
+
+def equal(left: pa.Array, right: pa.Array) -> pa.Array:
+    """Return whether values are equal."""
+    return pc.equal(*_alike(left, right))
+
+
+def differs(left: pa.Array, right: pa.Array) -> pa.Array:
+    """Return whether values differ."""
+    return pc.not_equal(*_alike(left, right))
 
 
 def _arithmetic(
@@ -486,7 +529,7 @@ def _floats(array: pa.Array) -> np.ndarray:
 
 
 def _integers(array: pa.Array) -> np.ndarray:
-    """Return times, 0 for null, int64 [rows]."""
+    """Return times or integers, 0 for null, int64 [rows]."""
     return pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
 
 
@@ -498,14 +541,8 @@ def _number_array(values: np.ndarray) -> pa.Array:
 
 
 def _masked(values: np.ndarray, missing: np.ndarray) -> pa.Array:
-    """Return an array of numbers, null where `missing`."""
+    """Return an array of values, null where `missing`."""
     return pa.array(values, mask=missing) if missing.any() else pa.array(values)
-
-
-def _small_integers(values: np.ndarray, count: int, missing: np.ndarray) -> pa.Array:
-    """Return the decimal texts of integers below `count`, null where `missing`."""
-    texts = pa.array([str(value) for value in range(count)], pa.large_string())
-    return texts.take(pa.array(values, mask=missing))
 
 
 def _list_array(items: pa.Array, lengths: np.ndarray, missing: np.ndarray) -> pa.Array:
@@ -646,8 +683,8 @@ KERNELS: Final[dict[str, Callable[..., pa.Array]]] = {
     "subtract": _arithmetic(np.subtract),
     "multiply": _arithmetic(np.multiply),
     "divide": _arithmetic(np.divide),
-    "equal": pc.equal,
-    "differs": pc.not_equal,
+    "equal": equal,
+    "differs": differs,
     "less": pc.less,
     "at_most": pc.less_equal,
     "more": pc.greater,

@@ -43,6 +43,12 @@ _TRUE: Final = 4
 _FALSE: Final = 5
 
 
+def as_text(array: pa.Array) -> pa.Array:
+    """Return categories of any form, or lists of them, as large_string."""
+    is_list = types.is_large_list(array.type)
+    return pc.cast(array, LIST_TYPES["text"] if is_list else pa.large_string())
+
+
 def canonical(
     array: pa.Array,
     kind: Type,
@@ -112,13 +118,16 @@ def _numbers(
 #   integers      their digits
 #   floats        the digits of integral ones; others are rejected
 #   dates         ISO 8601
+#
+# Integers stay int64, which stands for their digits: most categories are only needed as tokens, and
+# the token of an integer is the integer. `as_text` writes the digits for functions that read them.
 def _texts(
     array: pa.Array,
     name: str,
     make_error: MakeError,
     markers: Markers,
 ) -> Canonical:
-    """Return categories as text, large_string. Text that is not UTF-8 is rejected, and so are
+    """Return categories as large_string or int64. Text that is not UTF-8 is rejected, and so are
     fractions.
     """
     array = markers.to_null(array)
@@ -128,10 +137,8 @@ def _texts(
     if types.is_floating(array.type):
         integers = np.zeros(len(array), np.uint64)
         status = float_tokens(array, integers)
-        digits = pc.cast(pa.array(integers.view(np.int64)), pa.large_string())
-        is_value = pa.array(status == VALUE)
-        text = pc.if_else(is_value, digits, pa.scalar(None, pa.large_string()))
-        return _without_markers(text, markers), status == REJECTED
+        values = pa.array(integers.view(np.int64), mask=status != VALUE)
+        return _without_markers(values, markers), status == REJECTED
     if types.is_decimal(array.type):
         text, integral = decimal_digits(array)
         text = pc.if_else(
@@ -149,7 +156,19 @@ def _texts(
         array = pc.cast(array, pa.date32())
     elif not types.is_integer(array.type):
         raise make_error(name, "text or integers are needed; convert it")
-    return _without_markers(pc.cast(array, pa.large_string()), markers), rejected
+    is_int64 = not types.is_date(array.type) and not _has_larger(array)
+    values = pc.cast(array, pa.int64() if is_int64 else pa.large_string())
+    return _without_markers(values, markers), rejected
+
+
+def _has_larger(array: pa.Array) -> bool:
+    """Return whether integers are beyond the range of int64."""
+    return types.is_uint64(array.type) and bool((_integers(array) >= 2**63).any())
+
+
+def _integers(array: pa.Array) -> np.ndarray:
+    """Return integers, 0 for null."""
+    return pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
 
 
 def _utf8(array: pa.Array) -> Canonical:
@@ -183,16 +202,13 @@ def _from_zero(array: pa.Array, text: Text) -> pa.Array:
     return pa.Array.from_buffers(array.type, len(array), [validity, offsets, data])
 
 
-def _without_markers(text: pa.Array, markers: Markers) -> pa.Array:
+def _without_markers(values: pa.Array, markers: Markers) -> pa.Array:
     """Replace the integers among the markers of missing values by null."""
     if not len(markers.integers):
-        return text
-    digits = pc.cast(pa.array(markers.integers.view(np.int64)), pa.large_string())
-    return pc.if_else(
-        pc.is_in(text, value_set=digits),
-        pa.scalar(None, pa.large_string()),
-        text,
-    )
+        return values
+    integers = pc.cast(pa.array(markers.integers.view(np.int64)), values.type)
+    is_marker = pc.is_in(values, value_set=integers)
+    return pc.if_else(is_marker, pa.scalar(None, values.type), values)
 
 
 def _times(

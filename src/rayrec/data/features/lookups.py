@@ -25,11 +25,11 @@ from rayrec.data.features.side_table import SideTable, build, open_content
 from rayrec.data.logs.column_parser import ColumnParser
 from rayrec.data.logs.column_values import (
     Markers,
+    category_tokens,
     is_list,
     is_text,
     resolved,
     split_lists,
-    text_tokens,
 )
 from rayrec.formula.tree import Column, Lookup, Node
 from rayrec.formula.types import Type
@@ -110,12 +110,12 @@ def _value(stored: pa.Array, table: str, column: str, kind: Type, schema: Schema
 def _rows_of_keys(
     table: SideTable, keys: Sequence[pa.Array], times: np.ndarray | None
 ) -> np.ndarray:
-    """Return the row of each key, one or two columns of text, -1 without one, int64 [rows]."""
+    """Return the row of each key, one or two columns of categories, -1 if absent, int64 [rows]."""
     columns = []
     missing = np.zeros(len(keys[0]), bool)
     for key in keys:
-        tokens = np.zeros(len(key), np.uint64)
-        text_tokens(key, tokens)
+        tokens = np.empty(len(key), np.uint64)
+        category_tokens(key, tokens)
         columns.append(tokens)
         missing |= key.is_null().to_numpy(zero_copy_only=False)
     return table.lookup(key_tokens(columns), missing, times)

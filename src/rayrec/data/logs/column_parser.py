@@ -231,11 +231,6 @@ class ColumnParser:
         self.computed = columns
         self.names |= columns.keys()
 
-    def complete_table(self) -> pa.Table:
-        """Return the table with the columns of `compute`."""
-        names = [name for name in self.table.column_names if name not in self.computed]
-        arrays = self.table.select(names).columns
-        return pa.table([*arrays, *self.computed.values()], [*names, *self.computed])
 
     def integers(self, array: pa.Array, name: str) -> pa.Array:
         """Return the values of a column of `Schema.integers` as int64, null if missing or rejected,

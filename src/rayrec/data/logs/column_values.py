@@ -115,6 +115,11 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     return empty.astype(np.uint8)
 
 
+def category_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
+    """Write the tokens of an Arrow array with text or integers, and return their status."""
+    return text_tokens(array, out) if is_text(array.type) else integer_tokens(array, out)
+
+
 @dataclass(frozen=True)
 class Markers:
     """Values that mean a missing number or category."""

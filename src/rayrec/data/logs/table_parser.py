@@ -14,6 +14,7 @@ from rayrec.config import InputError
 from rayrec.data.features import few_rows
 from rayrec.data.features.functions import evaluate
 from rayrec.data.features.inputs import (
+    as_text,
     canonical,
     counts_by_row,
     empty_lists,
@@ -107,7 +108,12 @@ def _input_values(parser: ColumnParser, name: str, kind: Type) -> list[Any]:
         values = few_rows.plain_values(parser.array(name), kind)
         if values is not None:
             return values
-    return _input(parser, name, kind).to_pylist()
+    return _shown(_input(parser, name, kind), kind).to_pylist()
+
+
+def _shown(array: pa.Array, kind: Type) -> pa.Array:
+    """Return a column as definitions take it: all categories as text."""
+    return as_text(array) if kind.kind in ("category", "text") else array
 
 
 def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
@@ -186,7 +192,14 @@ def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Ta
     cannot read are missing. Raises InputError for formulas that are to be fitted.
     """
     _require_fitted(schema)
-    return _parser(table, schema, path).complete_table()
+    parser = _parser(table, schema, path)
+    kinds = {step.name: step.type for step in schema.program.steps}
+    computed = {name: _shown(array, kinds[name]) for name, array in parser.computed.items()}
+    names = [name for name in table.column_names if name not in computed]
+    return pa.table(
+        [*table.select(names).columns, *computed.values()],
+        [*names, *computed],
+    )
 
 
 def argument_values(

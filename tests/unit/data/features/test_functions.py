@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rayrec.data.encoding.rules import SparseColumn
 from rayrec.data.features.definitions import DEFINITIONS, value_of
 from rayrec.data.features.functions import KERNELS, evaluate
+from rayrec.data.features.inputs import as_text
 from rayrec.data.logs.column_values import text_tokens
 from rayrec.formula.fitted import FITTED
 from rayrec.formula.tree import Lookup, Type, parse, to_json
@@ -160,6 +161,8 @@ def results(formula: str, rows: list[dict[str, Any]]) -> tuple[list[Any], list[A
     array = evaluate(checked.node, arrow(rows), len(rows), no_tables)
     array.validate(full=True)
     inner = ARROW[checked.type.kind]
+    if inner == pa.large_string():
+        array = as_text(array)
     assert array.type == (pa.large_list(inner) if checked.type.is_list else inner)
     node = to_json(checked.node)
     return array.to_pylist(), [value_of(node, row, no_tables) for row in rows]
