@@ -4,6 +4,7 @@ invalid rows.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -144,6 +145,12 @@ class ColumnParser:
         self.fault_kinds = np.full(table.num_rows, -1, np.int8)
         self.fault_columns = np.zeros(table.num_rows, np.int16)
         self.labels: dict[str, list[str]] = {}
+
+    @cached_property
+    def _aligned(self) -> frozenset[str]:
+        """Lists whose categories are at the places of another one's."""
+        pairs = [(each.name, each.aligned_with) for each in self.schema.features]
+        return frozenset(name for pair in pairs if pair[1] is not None for name in pair if name)
 
     def parse(self) -> RawBlock:
         """Return the valid rows."""
@@ -461,7 +468,7 @@ class ColumnParser:
 
     def _lists(self, array: pa.Array, name: str) -> tuple[JaggedIds, np.ndarray, int, np.ndarray]:
         """Return (column, rejected rows bool [rows], their fault kind, row and position of each
-        category int64).
+        category int64, none if no list is aligned with it).
         """
         feature = self.schema.feature(name)
         rows = len(array)
@@ -479,11 +486,13 @@ class ColumnParser:
             weights, bad = self._list_weights(feature, lengths, status != EMPTY)
             kind = LIST_WEIGHTS if bad.any() else kind
         present = status != EMPTY
-        row_of = np.repeat(np.arange(rows), lengths)
-        positions = ((row_of << _POSITION_BITS) + expand_ranges(np.zeros(rows, np.int64), lengths))[
-            present
-        ]
+        positions = np.zeros(0, np.int64)
+        if name in self._aligned:
+            row_of = np.repeat(np.arange(rows), lengths)
+            position = expand_ranges(np.zeros(rows, np.int64), lengths)
+            positions = ((row_of << _POSITION_BITS) + position)[present]
         if status.any():
+            row_of = np.repeat(np.arange(rows), lengths)
             lengths = np.bincount(row_of[present], minlength=rows)
             bad |= np.bincount(row_of[status == REJECTED], minlength=rows) > 0
             tokens = np.ascontiguousarray(tokens[present])
