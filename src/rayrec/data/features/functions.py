@@ -1,9 +1,10 @@
 """Kernels of the functions in formulas of features, over whole columns. Each equals its definition
 in `rayrec.data.features.definitions` to the last bit.
 
-Columns are canonical Arrow arrays: numbers float64, categories and texts large_string, or int64 if
-all are integers, times int64 (UTC microseconds since 1970), lists large_list of these. Missing
-values are null, also what is NaN, infinite or an empty text in a file. Lists have no null items.
+Columns are canonical Arrow arrays: numbers float64, categories and texts large_string, int64 if all
+are integers, or a dictionary of large_string, times int64 (UTC microseconds since 1970), lists
+large_list of float64, large_string or int64. Missing values are null, also what is NaN, infinite or
+an empty text in a file. Lists and dictionaries have no null items.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def number(array: pa.Array) -> pa.Array:
         return array
     if pa.types.is_integer(array.type):
         return pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
-    values, status = text_numbers(pc.ascii_trim(array, characters=" \t"))
+    values, status = text_numbers(pc.ascii_trim(as_text(array), characters=" \t"))
     return _number_array(np.where(status == VALUE, values, np.nan))
 
 
@@ -216,14 +217,15 @@ def _operand(array: pa.Array) -> tuple[np.ndarray | None, np.ndarray]:
     """
     if pa.types.is_integer(array.type):
         return None, np.ascontiguousarray(_integers(array))
-    text = Text.from_array(array)
+    text = Text.from_array(as_text(array))
     return text.offsets, text.data
 
 
 def _alike(*arrays: pa.Array) -> Sequence[pa.Array]:
-    """Return values of one type. Categories may be texts and integers."""
-    is_same = len({array.type for array in arrays}) == 1
-    return arrays if is_same else [as_text(array) for array in arrays]
+    """Return values of one type. Categories may be texts, integers and dictionaries."""
+    kinds = {array.type for array in arrays}
+    is_plain = len(kinds) == 1 and not any(map(pa.types.is_dictionary, kinds))
+    return arrays if is_plain else [as_text(array) for array in arrays]
 
 
 def concat(*arrays: pa.Array) -> pa.Array:

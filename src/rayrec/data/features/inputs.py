@@ -49,6 +49,11 @@ def as_text(array: pa.Array) -> pa.Array:
     return pc.cast(array, LIST_TYPES["text"] if is_list else pa.large_string())
 
 
+def for_definitions(array: pa.Array, kind: Type) -> pa.Array:
+    """Return a column of formulas with the values that definitions take: all categories as text."""
+    return as_text(array) if kind.kind in ("category", "text") else array
+
+
 def canonical(
     array: pa.Array,
     kind: Type,
@@ -58,7 +63,15 @@ def canonical(
 ) -> Canonical:
     """Return a column's values, or its lists' items, by the kind of a type."""
     convert = {"number": _numbers, "time": _times}.get(kind.kind, _texts)
-    return convert(array, name, make_error, markers)
+    if not types.is_dictionary(array.type):
+        return convert(array, name, make_error, markers)
+    values, _ = convert(array.dictionary, name, make_error, markers)
+    if values.null_count:
+        return convert(array.dictionary_decode(), name, make_error, markers)
+    # Nulls are among the numbers alone, as of all dictionaries that kernels get.
+    result = pa.DictionaryArray.from_arrays(array.indices, values)
+    is_text_left = types.is_large_string(values.type)
+    return result if is_text_left else result.dictionary_decode(), np.zeros(len(array), bool)
 
 
 # An empty field of CSV is an empty list, so null is one too: the formats must not differ. Only a
@@ -105,6 +118,12 @@ def _numbers(
     markers: Markers,
 ) -> Canonical:
     """Return numbers as float64. NaN is missing, infinities are rejected."""
+    if types.is_float64(array.type) and not len(markers.numbers):
+        numbers = array.to_numpy(zero_copy_only=False)  # Null is NaN
+        finite = np.isfinite(numbers)
+        if finite.all():
+            return pa.array(numbers), np.zeros(len(array), bool)
+        return pa.array(numbers, mask=~finite), np.isinf(numbers)
     values, status = parse_numbers(markers.to_null(array), name, make_error, times=True)
     status = markers.mark_numbers(values, status)
     missing = (status == EMPTY) | np.isnan(values)
@@ -119,6 +138,7 @@ def _numbers(
 #   floats        the digits of integral ones; others are rejected
 #   dates         ISO 8601
 #
+# Text of a dictionary stays one, so that a block looks at each distinct value once.
 # Integers stay int64, which stands for their digits: most categories are only needed as tokens, and
 # the token of an integer is the integer. `as_text` writes the digits for functions that read them.
 def _texts(

@@ -19,6 +19,7 @@ from rayrec.data.features.inputs import (
     canonical,
     counts_by_row,
     empty_lists,
+    for_definitions,
     lists_of,
 )
 from rayrec.data.features.side_table import SideTable, build, open_content
@@ -103,7 +104,7 @@ def _value(stored: pa.Array, table: str, column: str, kind: Type, schema: Schema
     if values is None:
         lookup = Lookup("lookup", (Column(table), Column(column)), kind)
         canonical_values, _ = column_values(stored, kind, lookup, schema)
-        values = canonical_values.to_pylist()
+        values = for_definitions(canonical_values, kind).to_pylist()
     return values[0]
 
 

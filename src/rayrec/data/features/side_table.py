@@ -40,8 +40,10 @@ from rayrec.storage import cache
 from rayrec.storage.cache import ShardCache, version_key
 from rayrec.storage.urls import local_path
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of built tables. Tables of another version are built again."""
+_RESTORED: Final = (1, 2)
+"""Versions of the copies that exports have. The first has no dictionaries."""
 _HASH_VERSION: Final = 1
 """Version of content hashes, which models store."""
 FOLDER: Final = "tables"
@@ -59,6 +61,12 @@ _MAX_KEYS: Final = 2**32 - 2
 """Maximum keys: slots of the index have 32 bits."""
 _BUILD_FACTOR: Final = 2
 """Memory to build a table, as a multiple of its size: its blocks, then its joined columns."""
+_MAX_DISTINCT: Final = 4096
+"""Maximum distinct values of a text column that is stored as their numbers: half a block of rows,
+so that a block looks at each value at most once where rows would repeat it.
+"""
+_SAMPLE_ROWS: Final = 65_536
+"""Rows whose distinct values decide whether all are counted."""
 _SHOWN_NAMES: Final = 12
 _JOIN: Final = "join its columns into the log before ingest instead"
 _BUILT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-\d+")
@@ -118,8 +126,12 @@ class SideTable:
 
     @cached_property
     def types(self) -> dict[str, pa.DataType]:
-        """Arrow type of each stored column."""
-        return {each.name: each.type for each in self._columns.schema}
+        """Arrow type of each stored column's values."""
+        kinds = {each.name: each.type for each in self._columns.schema}
+        return {
+            name: kind.value_type if types.is_dictionary(kind) else kind
+            for name, kind in kinds.items()
+        }
 
     def lookup(
         self,
@@ -160,15 +172,19 @@ class SideTable:
             name: Stored column.
             rows: Rows of the table, or -1, int64 [rows].
 
-        Types are those of the file, but text is large_binary, lists are large lists, and
-        dictionaries are decoded. Missing text is null. Copies only the values that it returns.
-        Raises InputError for a column that the table does not store.
+        Types are those of the file, but text is large_binary, or a dictionary of it that is shorter
+        than the rows, and lists are large lists. Missing text is null, and dictionaries have no
+        null. Copies only the values that it returns. Raises InputError for a column that the table
+        does not store.
         """
         if name not in self.types:
             raise _no_column(self.source.path, name, list(self.types))
         absent = rows < 0
         indices = pa.array(rows, mask=absent) if absent.any() else pa.array(rows)
-        return self._columns.column(name).take(indices)
+        stored = self._columns.column(name)
+        values = stored.take(indices)
+        is_long = types.is_dictionary(stored.type) and len(stored.dictionary) > len(rows)
+        return values.dictionary_decode() if is_long else values
 
     def sorted_keys(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Return the token of each row's key in ascending order, rows of one key by time; these
@@ -242,7 +258,7 @@ def restore(folder: str, content_hash: str, source: TableSource) -> None:
     if not storage.exists(manifest_path):
         return
     manifest = storage.read_json(manifest_path)
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in _RESTORED:
         return
     rows = _copied_rows(folder, source)
     # Not as the manifest says: the cache folder must not have a table under the name of another.
@@ -723,7 +739,8 @@ class _TableReader:
         """Return the stored columns with one array each, and forget their blocks."""
         arrays = []
         for name, blocks in zip(self.names, self.blocks, strict=True):
-            arrays.append(_concatenated(blocks, f"{self.source.path}: column {name}"))
+            whole = _concatenated(blocks, f"{self.source.path}: column {name}")
+            arrays.append(_numbered(whole))
             blocks.clear()
         if not arrays:
             # A record batch without columns has no rows.
@@ -806,6 +823,16 @@ def _concatenated(blocks: Sequence[pa.Array], column: str) -> pa.Array:
         raise InputError(
             f"tables: {column} has values of types {names}. Convert them to one type"
         ) from None
+
+
+def _numbered(array: pa.Array) -> pa.Array:
+    """Return text of few distinct values as a dictionary, other arrays as they are."""
+    if not types.is_large_binary(array.type):
+        return array
+    if len(array[:_SAMPLE_ROWS].unique()) > _MAX_DISTINCT:
+        return array
+    encoded = array.dictionary_encode()
+    return encoded if len(encoded.dictionary) <= _MAX_DISTINCT else array
 
 
 # -- Key index
@@ -985,6 +1012,7 @@ def _content_hash(rows: _Rows, source: TableSource) -> str:
 # bytes in a null's place. Only what all of them share is hashed.
 def _parts(array: pa.Array) -> Iterator[bytes | memoryview]:
     """Yield the bytes of an array's type, nulls and values, equal for equal arrays."""
+    array = resolved(array)
     yield f"{array.type} {len(array)} {array.null_count};".encode()
     if array.null_count:
         yield np.packbits(array.is_null().to_numpy(zero_copy_only=False)).data

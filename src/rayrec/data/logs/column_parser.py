@@ -29,6 +29,7 @@ from rayrec.data.logs.column_values import (
     VALUE,
     Markers,
     Text,
+    category_tokens,
     decimal_tokens,
     epoch_seconds,
     float_tokens,
@@ -41,7 +42,6 @@ from rayrec.data.logs.column_values import (
     read_times,
     resolved,
     split_lists,
-    text_tokens,
     type_error,
 )
 from rayrec.data.logs.faults import (
@@ -285,13 +285,14 @@ class ColumnParser:
             values, status = parse_integers(self.array(name), name, self.type_error)
             self.reject(status == REJECTED, NOT_AN_INTEGER, name)
             return values, status == EMPTY
-        markers = self._markers_of(name)
-        array = markers.to_null(self.array(name))
+        if name in self.computed:
+            # Float64 without NaN but for null. No input can be so large, and no row is at fault.
+            values = self.array(name).to_numpy(zero_copy_only=False)
+            good = np.abs(values) <= LIMIT
+            return values if good.all() else np.where(good, values, 0.0), ~good
+        array = self.markers.to_null(self.array(name))
         values, status = parse_numbers(array, name, self.type_error, times=True)
-        status = markers.mark_numbers(values, status)
-        if name in self.schema.derived:  # No input can be so large, and no row is at fault
-            status = np.where(np.abs(values) > LIMIT, EMPTY, status)
-            values = np.where(status == EMPTY, 0.0, values)
+        status = self.markers.mark_numbers(values, status)
         if self.schema.nan == "missing":
             status = np.where(np.isnan(values), EMPTY, status)
             values = np.where(status == EMPTY, 0.0, values)
@@ -443,12 +444,13 @@ class ColumnParser:
             return status, NOT_HEXADECIMAL
         if types.is_date(array.type) and name not in schema.integers:
             array = pc.cast(pc.cast(array, pa.date32()), pa.large_string())
-        if is_text(array.type):
+        if is_text(array.type) or types.is_dictionary(array.type):
             if name in schema.integers:
                 # 64-bit integers in any form: 7, 07, +7, 7.0, between blanks, true and false as 1
                 # and 0, `nan` if missing.
-                return Text.from_array(array).call("rayrec_text_whole", out), NOT_INTEGRAL
-            return text_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
+                text = Text.from_array(resolved(array))
+                return text.call("rayrec_text_whole", out), NOT_INTEGRAL
+            return category_tokens(array, out, booleans=schema.category_rules >= 2), NOT_UTF8
         if types.is_integer(array.type) or types.is_boolean(array.type):
             return integer_tokens(array, out), NOT_INTEGRAL
         if types.is_decimal(array.type):

@@ -115,9 +115,22 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     return empty.astype(np.uint8)
 
 
-def category_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
-    """Write the tokens of an Arrow array with text or integers, and return their status."""
-    return text_tokens(array, out) if is_text(array.type) else integer_tokens(array, out)
+def category_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
+    """Write the tokens of an Arrow array with integers, text, or a dictionary of text, and return
+    their status; see `text_tokens`.
+    """
+    if types.is_integer(array.type):
+        return integer_tokens(array, out)
+    if not types.is_dictionary(array.type):
+        return text_tokens(array, out, booleans=booleans)
+    # One more than the dictionary has, for null
+    count = len(array.dictionary)
+    tokens = np.zeros(count + 1, np.uint64)
+    status = np.full(count + 1, EMPTY, np.uint8)
+    status[:count] = text_tokens(array.dictionary, tokens[:count], booleans=booleans)
+    numbers = pc.fill_null(array.indices, count).to_numpy(zero_copy_only=False)
+    np.take(tokens, numbers, out=out)
+    return status[numbers]
 
 
 @dataclass(frozen=True)

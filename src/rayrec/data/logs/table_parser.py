@@ -14,10 +14,10 @@ from rayrec.config import InputError
 from rayrec.data.features import few_rows
 from rayrec.data.features.functions import evaluate
 from rayrec.data.features.inputs import (
-    as_text,
     canonical,
     counts_by_row,
     empty_lists,
+    for_definitions,
     lists_of,
 )
 from rayrec.data.features.lookups import Lookups
@@ -108,12 +108,7 @@ def _input_values(parser: ColumnParser, name: str, kind: Type) -> list[Any]:
         values = few_rows.plain_values(parser.array(name), kind)
         if values is not None:
             return values
-    return _shown(_input(parser, name, kind), kind).to_pylist()
-
-
-def _shown(array: pa.Array, kind: Type) -> pa.Array:
-    """Return a column as definitions take it: all categories as text."""
-    return as_text(array) if kind.kind in ("category", "text") else array
+    return for_definitions(_input(parser, name, kind), kind).to_pylist()
 
 
 def _input(parser: ColumnParser, name: str, kind: Type) -> pa.Array:
@@ -194,7 +189,9 @@ def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Ta
     _require_fitted(schema)
     parser = _parser(table, schema, path)
     kinds = {step.name: step.type for step in schema.program.steps}
-    computed = {name: _shown(array, kinds[name]) for name, array in parser.computed.items()}
+    computed = {
+        name: for_definitions(array, kinds[name]) for name, array in parser.computed.items()
+    }
     names = [name for name in table.column_names if name not in computed]
     return pa.table(
         [*table.select(names).columns, *computed.values()],

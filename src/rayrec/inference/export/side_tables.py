@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayrec import storage
+from rayrec.data.features.inputs import for_definitions
 from rayrec.data.features.lookups import column_values, open_named
 from rayrec.data.features.side_table import copy_built, restore
 from rayrec.data.logs.column_values import Text
@@ -40,6 +41,7 @@ def write_tables(folder: str, schema: Schema) -> None:
                 continue
             values = opened.column(lookup.column, np.arange(opened.rows))
             column, _ = column_values(values, lookup.type, lookup, schema)
+            column = for_definitions(column, lookup.type)
             arrays |= _arrays_of(column, _key(lookup.column, lookup.type))
         with (
             storage.writing(storage.join(folder, "tables", f"{number}.npz")) as path,
