@@ -183,7 +183,7 @@ class SideTable:
         indices = pa.array(rows, mask=absent) if absent.any() else pa.array(rows)
         stored = self._columns.column(name)
         values = stored.take(indices)
-        is_long = types.is_dictionary(stored.type) and len(stored.dictionary) > len(rows)
+        is_long = types.is_dictionary(stored.type) and len(stored.dictionary) >= len(rows)
         return values.dictionary_decode() if is_long else values
 
     def sorted_keys(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:

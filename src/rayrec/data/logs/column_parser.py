@@ -238,7 +238,6 @@ class ColumnParser:
         self.computed = columns
         self.names |= columns.keys()
 
-
     def integers(self, array: pa.Array, name: str) -> pa.Array:
         """Return the values of a column of `Schema.integers` as int64, null if missing or rejected,
         and record the faults. Lists are returned unchanged.

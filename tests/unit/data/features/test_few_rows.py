@@ -52,6 +52,12 @@ LOOKUPS = {
     "tags": "concat(lookup(items, device, tags), l)",
     "known": "len(lookup(items, device, tags))",
     "newest": "lookup(prices, c, price) + 1",
+    "plain_name": "lookup(items, device, name)",
+    "named": "cross(lookup(items, device, name), c, 97)",
+    "either": "coalesce(lookup(items, device, name), lookup(items, device, size))",
+    "size": "when(lookup(items, device, size) == lookup(items, device, name), device, 'none')",
+    "size_number": "number(plain_name) + lookup(items, device, size)",
+    "sizes": "count_in(lookup(items, device, sizes), lookup(items, device, size))",
 }
 
 
@@ -141,8 +147,10 @@ def test_lookups_of_row_alone(tmp_path: Path) -> None:
     items = {
         "item": ["7", "-1", "8"],
         "price": ["1.5", None, "2"],
-        "name": ["Chair", "", "True"],
+        "name": ["Chair", "3", "True"],
         "tags": pa.array([["x", None, "y"], None, []], pa.list_(pa.string())),
+        "size": pa.array([3, 4, None], pa.int16()),
+        "sizes": pa.array([[3, 4, 3], None, [5]], pa.list_(pa.int32())),
     }
     pq.write_table(pa.table(items), tmp_path / "items.parquet")
     prices = {

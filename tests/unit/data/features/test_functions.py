@@ -90,6 +90,21 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "v": st.lists(NUMBERS, max_size=20),
 }
 ROWS = st.fixed_dictionaries({name: st.none() | values for name, values in VALUES.items()})
+DIGITS = st.one_of(st.integers(-3, 3), st.integers(-(2**63), 2**63 - 1)).map(str)
+INTEGER_ROWS = st.fixed_dictionaries(
+    {
+        **{name: st.none() | values for name, values in VALUES.items()},
+        **dict.fromkeys("cd", st.none() | DIGITS),
+        **dict.fromkeys("lk", st.none() | st.lists(DIGITS, max_size=5)),
+    }
+)
+FORMS = st.fixed_dictionaries(
+    {
+        **dict.fromkeys("cd", st.sampled_from(["text", "integers", "dictionary"])),
+        **dict.fromkeys("lk", st.sampled_from(["text", "integers"])),
+    }
+)
+"""Forms of columns of categories that are all integers."""
 FORMULAS = [
     *(
         "number(d)",
@@ -132,7 +147,7 @@ FORMULAS = [
 ]
 
 
-def arrow(rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
+def arrow(rows: list[dict[str, Any]], forms: dict[str, str]) -> dict[str, pa.Array]:
     """Return canonical columns as slices, since files' columns are slices too."""
     columns = {}
     for name, kind in TYPES.items():
@@ -140,8 +155,16 @@ def arrow(rows: list[dict[str, Any]]) -> dict[str, pa.Array]:
         values = [row[name] for row in rows]
         filler = values[:1] or [None]
         array = pa.array([*filler, *values], pa.large_list(inner) if kind.is_list else inner)
-        columns[name] = array[1:]
+        columns[name] = in_form(array, forms.get(name, "text"))[1:]
     return columns
+
+
+def in_form(array: pa.Array, form: str) -> pa.Array:
+    if form == "dictionary":
+        return array.dictionary_encode()
+    is_list = pa.types.is_large_list(array.type)
+    integers = pa.large_list(pa.int64()) if is_list else pa.int64()
+    return array.cast(integers) if form == "integers" else array
 
 
 def no_tables(*_: Any) -> Any:
@@ -155,10 +178,12 @@ def bits(value: Any) -> Any:
     return struct.pack("<d", value) if isinstance(value, float) else value
 
 
-def results(formula: str, rows: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return what the kernels and what the definitions make of rows."""
+def results(
+    formula: str, rows: list[dict[str, Any]], forms: dict[str, str] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Return what the kernels, of columns in `forms`, and what the definitions make of rows."""
     checked = check(parse(formula), TYPES)
-    array = evaluate(checked.node, arrow(rows), len(rows), no_tables)
+    array = evaluate(checked.node, arrow(rows, forms or {}), len(rows), no_tables)
     array.validate(full=True)
     inner = ARROW[checked.type.kind]
     if inner == pa.large_string():
@@ -181,6 +206,44 @@ def value(formula: str, **row: Any) -> Any:
 def test_kernel_equals_definition(formula: str, rows: list[dict[str, Any]]) -> None:
     kernel, definition = results(formula, rows)
     assert bits(kernel) == bits(definition)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@given(rows=st.lists(INTEGER_ROWS, max_size=6), forms=FORMS)
+@settings(max_examples=15, deadline=None)
+def test_kernel_of_integers_equals_definition(
+    formula: str, rows: list[dict[str, Any]], forms: dict[str, str]
+) -> None:
+    kernel, definition = results(formula, rows, forms)
+    assert bits(kernel) == bits(definition)
+
+
+@pytest.mark.parametrize("form", ["text", "integers"])
+@pytest.mark.parametrize("formula", ["overlap(l, k)", "count_in(l, c)"])
+def test_items_of_long_lists_are_counted(form: str, formula: str) -> None:
+    random = np.random.default_rng(0)
+    rows = []
+    for length in range(80):
+        lists = random.integers(-40, 40, (2, length)).astype(str).tolist()
+        rows.append({**dict.fromkeys(TYPES), "l": lists[0], "k": lists[1], "c": "7"})
+    kernel, definition = results(formula, rows, dict.fromkeys("lkc", form))
+    assert kernel == definition
+    assert max(kernel) > 2
+
+
+def test_null_list_of_integers_with_items_has_none() -> None:
+    items = pa.array([1, 2, 3])
+    offsets = pa.array([0, 2, 3], pa.int64())
+    lists = pa.LargeListArray.from_arrays(offsets, items, mask=pa.array([True, False]))
+    node = check(parse("len(last(l, 1))"), TYPES).node
+    assert evaluate(node, {"l": lists}, 2, no_tables).to_pylist() == [0.0, 1.0]
+
+
+def test_hash_of_integer_is_hash_of_its_digits() -> None:
+    row = {**dict.fromkeys(TYPES), "c": "-9223372036854775808"}
+    in_text, _ = results("hash(c, 1000)", [row])
+    in_integers, _ = results("hash(c, 1000)", [row], {"c": "integers"})
+    assert in_integers == in_text
 
 
 def call(form: str, *arguments: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
@@ -382,6 +445,9 @@ def test_definition_of_lookup_gets_keys_and_type() -> None:
     assert calls == [("items", ["a", "x"], "tags", {"kind": "category", "is_list": True})]
 
 
-@pytest.mark.parametrize("formula", ["tokens(d)", "split(d, ',')", "overlap(l, k)", "hour(t)"])
-def test_no_rows_give_empty_array(formula: str) -> None:
-    assert results(formula, []) == ([], [])
+@pytest.mark.parametrize(
+    "formula", ["tokens(d)", "split(d, ',')", "overlap(l, k)", "hour(t)", "cross(c, d)"]
+)
+@pytest.mark.parametrize("form", ["text", "integers"])
+def test_no_rows_give_empty_array(formula: str, form: str) -> None:
+    assert results(formula, [], dict.fromkeys("cdlk", form)) == ([], [])

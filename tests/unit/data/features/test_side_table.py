@@ -25,8 +25,10 @@ from hypothesis import strategies as st
 
 from rayrec import host_resources, storage
 from rayrec.config import InputError
+from rayrec.data.features import side_table
 from rayrec.data.features.side_table import (
     UNUSED_DAYS,
+    VERSION,
     SideTable,
     build,
     copy_built,
@@ -125,6 +127,52 @@ def test_text_is_large_binary_from_every_format(tmp_path: Path) -> None:
     table = built(write_csv(tmp_path / "items.csv", "item,title,price", "5,Füller,1.50"), "title")
     assert table.types == {"title": pa.large_binary()}
     assert table.column("title", np.array([0])).to_pylist() == ["Füller".encode()]
+
+
+def test_few_texts_come_as_dictionary_for_more_rows(tmp_path: Path) -> None:
+    table = built(write(tmp_path / "items.parquet", ITEMS), "title")
+    few = table.column("title", np.array([2, -1]))
+    assert (few.type, few.to_pylist()) == (pa.large_binary(), ["Füller".encode(), None])
+    many = table.column("title", np.array([2, -1, 0, 1, 2]))
+    assert pa.types.is_dictionary(many.type)
+    assert many.dictionary.null_count == 0
+    assert many.to_pylist() == ["Füller".encode(), None, b"pen", None, "Füller".encode()]
+
+
+def test_many_texts_have_no_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_table, "_MAX_DISTINCT", 9)
+    monkeypatch.setattr(side_table, "_SAMPLE_ROWS", 9)
+    texts = [str(min(row, 9)).encode() for row in range(20)]
+    table = built(write(tmp_path / "items.parquet", {"item": range(20), "name": texts}), "name")
+    values = table.column("name", np.arange(20))
+    assert (values.type, values.to_pylist()) == (pa.large_binary(), texts)
+
+
+def test_content_hash_is_that_of_plain_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "items.parquet", ITEMS)
+    table = built(path, "title", "brand")
+    monkeypatch.setattr(side_table, "_MAX_DISTINCT", 0)
+    plain = built(path, "title", "brand", folder=str(tmp_path / "other"))
+    assert plain.column("title", np.arange(4)).type == pa.large_binary()
+    assert plain.content_hash == table.content_hash
+
+
+def test_copy_of_first_version_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "items.parquet", ITEMS)
+    copy = tmp_path / "copy"
+    with monkeypatch.context() as first_version:
+        first_version.setattr(side_table, "_MAX_DISTINCT", 0)
+        table = built(path, "title")
+        copy_built(table, str(copy))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "other"))
+    restore(str(copy), table.content_hash, table.source)
+    restored = open_content(table.content_hash, table.source)
+    assert restored is not None
+    assert restored.column("title", np.arange(4)).to_pylist() == STORED["title"]
 
 
 def test_missing_marker_is_null(tmp_path: Path) -> None:
@@ -660,7 +708,7 @@ def test_copy_with_other_content_is_rejected(
     rejects("copy: damaged, another content", restore, copy, table.content_hash, table.source)
     (tmp_path / "copy" / "rows.arrow").write_bytes(b"ARROW1 and nothing else")
     rejects("copy: damaged", restore, copy, other.content_hash, table.source)
-    assert not list(tmp_path.glob("cache 2/tables/*-1"))
+    assert not list(tmp_path.glob(f"cache 2/tables/*-{VERSION}"))
     storage.write_json(f"{copy}/manifest.json", {"version": 0})
     restore(copy, other.content_hash, table.source)  # Of another version, which is ignored
 
