@@ -513,7 +513,36 @@ static int same_text(const int64_t *offsets, const uint8_t *data, int64_t i, int
     return size == offsets[j + 1] - offsets[j] && !memcmp(data + offsets[i], data + offsets[j], (size_t)size);
 }
 
-/* Any bytes as texts, and lists of them. Separators are random. */
+/* Joins any texts and integers, whose digits printf knows. */
+static void check_join(const int64_t *offsets, const uint8_t *data, const int64_t *integers, int64_t rows) {
+    const int64_t *text_offsets[3], bytes = offsets[rows] - offsets[0];
+    const void *columns[3];
+    const int parts = 2 + (int)below(2);
+    for (int k = 0; k < 3; k++) {
+        const int is_text = !below(2);
+        text_offsets[k] = is_text && k < parts ? offsets : NULL;
+        columns[k] = k == parts ? NULL : is_text ? (const void *)data : integers;
+    }
+    uint8_t *out = buffer(3 * (bytes + 21 * rows)), expected[3 * 32];
+    int64_t *ends = buffer(8 * (rows + 1));
+    rayrec_join_texts(text_offsets[0], columns[0], text_offsets[1], columns[1], text_offsets[2], columns[2], 31, rows, ends, out);
+    CHECK(ends[0] == 0);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t size = 0;
+        for (int k = 0; k < parts; k++) {
+            if (k) expected[size++] = 31;
+            if (text_offsets[k]) {
+                const int64_t length = offsets[row + 1] - offsets[row];
+                memcpy(expected + size, data + offsets[row], (size_t)length);
+                size += length;
+            } else size += sprintf((char *)expected + size, "%lld", (long long)integers[row]);
+        }
+        CHECK(ends[row + 1] - ends[row] == size && !memcmp(out + ends[row], expected, (size_t)size));
+    }
+    free(out), free(ends);
+}
+
+/* Any bytes as texts, and lists of them, and integers that are equal as the texts are. Separators are random. */
 static void fuzz_text_features(void) {
     const int64_t texts = 1 + below(60), rows = below(20), letters = 1 + below(4);
     int64_t *offsets = buffer(8 * (texts + 1)), *left = buffer(16 * rows), *right = buffer(16 * rows), longest = 0;
@@ -541,6 +570,20 @@ static void fuzz_text_features(void) {
     double *common = buffer(8 * rows), *equal = buffer(8 * rows);
     rayrec_count_common(offsets, data, left, left + rows, offsets, data, right, right + rows, rows, slots, common);
     if (rows <= texts) rayrec_count_equal(offsets, data, left, left + rows, offsets, data, rows, equal);
+    int64_t *integers = buffer(8 * texts);
+    double *counts = buffer(8 * rows);
+    for (int64_t i = 0; i < texts; i++) {
+        int64_t first = 0;
+        while (!same_text(offsets, data, first, i)) first++;
+        integers[i] = first == i ? (int64_t)((uint64_t)((int64_t)next() >> below(64)) << 6) | i : integers[first];
+    }
+    rayrec_count_common(NULL, integers, left, left + rows, NULL, integers, right, right + rows, rows, slots, counts);
+    CHECK(!memcmp(counts, common, (size_t)(8 * rows)));
+    if (rows <= texts) {
+        rayrec_count_equal(NULL, integers, left, left + rows, NULL, integers, rows, counts);
+        CHECK(!memcmp(counts, equal, (size_t)(8 * rows)));
+        check_join(offsets, data, integers, rows);
+    }
     for (int64_t row = 0; row < rows; row++) {
         double found = 0, same = 0;
         for (int64_t i = left[row]; i < left[row] + left[rows + row]; i++) {
@@ -553,7 +596,7 @@ static void fuzz_text_features(void) {
         CHECK(common[row] == found && (rows > texts || equal[row] == same));
     }
     free(offsets), free(left), free(right), free(data), free(separators), free(lengths), free(ends), free(runs), free(slots);
-    free(common), free(equal);
+    free(common), free(equal), free(integers), free(counts);
 }
 
 int main(int count, char **arguments) {
