@@ -59,21 +59,50 @@ static uint64_t xxh64(const uint8_t *p, uint64_t length) {
     return hash ^ hash >> 32;
 }
 
-/* Returns whether the text is an int64 in canonical form: no plus, no leading zeros, no -0. */
+/* Returns the bytes of a text of 1 to 8, the first one lowest, and zeros above. Reads no others. */
+static inline uint64_t load_short(const uint8_t *p, int64_t length) {
+    if (length >= 4) return load4(p) | load4(p + length - 4) << (8 * (length - 4));
+    return p[0] | (uint64_t)p[length >> 1] << (8 * (length >> 1)) | (uint64_t)p[length - 1] << (8 * (length - 1));
+}
+
+/* Parses 1 to 8 digits at once, with zeros before them: adjacent digits are joined to pairs, these to fours, and these to the value.
+ * Returns whether all are digits. */
+static inline int short_digits(const uint8_t *p, int64_t length, uint64_t *value) {
+    const uint64_t zeros = 0x3030303030303030ULL, high = 0xF0F0F0F0F0F0F0F0ULL;
+    uint64_t word = load_short(p, length);
+    if (length < 8) word = word << (64 - 8 * length) | zeros >> (8 * length);
+    if ((word & high) != zeros || ((word + 0x0606060606060606ULL) & high) != zeros) return 0;
+    word = (word & 0x0F0F0F0F0F0F0F0FULL) * (10 << 8 | 1) >> 8;
+    word = (word & 0x00FF00FF00FF00FFULL) * (100 << 16 | 1) >> 16;
+    *value = (word & 0x0000FFFF0000FFFFULL) * (10000ULL << 32 | 1) >> 32;
+    return 1;
+}
+
+/* Returns whether the text, not empty, is an int64 in canonical form: no plus, no leading zeros, no -0. */
 static inline int canonical_integer(const uint8_t *p, int64_t length, uint64_t *out) {
     const int negative = length > 1 && *p == '-';
     p += negative;
     length -= negative;
     if (length > 19 || (*p == '0' && (length > 1 || negative))) return 0;
-    uint64_t value = 0; /* 19 digits fit 64 bits */
-    for (int64_t i = 0; i < length; i++) {
-        const uint8_t digit = (uint8_t)(p[i] - '0');
-        if (digit > 9) return 0;
-        value = value * 10 + digit;
-    }
+    uint64_t value = 0, part; /* 19 digits fit 64 bits */
+    if (length <= 8) {
+        if (!short_digits(p, length, &value)) return 0;
+    } else
+        for (int64_t size = (length - 1) % 8 + 1; length; p += size, length -= size, size = 8) {
+            if (!short_digits(p, size, &part)) return 0;
+            value = value * 100000000 + part;
+        }
     if (value > (uint64_t)INT64_MAX + (uint64_t)negative) return 0;
     *out = negative ? 0 - value : value;
     return 1;
+}
+
+static int is_ascii(const uint8_t *p, int64_t length) {
+    uint64_t bits = 0;
+    int64_t i = 0;
+    for (; i + 8 <= length; i += 8) bits |= load8(p + i);
+    for (; i < length; i++) bits |= p[i];
+    return !(bits & 0x8080808080808080ULL);
 }
 
 /* Returns whether the bytes are UTF-8 (RFC 3629: no overlong forms, no surrogates, at most U+10FFFF). */
@@ -115,6 +144,7 @@ static inline int boolean_of(const uint8_t *p, int64_t length) {
 
 static inline void text_tokens(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count,
                                uint64_t *out, uint8_t *status, int booleans) {
+    const int ascii = is_ascii(data + offsets[0], offsets[count] - offsets[0]);
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *text = data + offsets[i];
         const int64_t length = offsets[i + 1] - offsets[i];
@@ -123,7 +153,7 @@ static inline void text_tokens(const int64_t *offsets, const uint8_t *data, cons
         if (length == 0 || (null && null[i])) status[i] = TEXT_EMPTY;
         else if (canonical_integer(text, length, &out[i])) continue;
         else if (booleans && boolean_of(text, length) >= 0) out[i] = (uint64_t)boolean_of(text, length);
-        else if (is_utf8(text, length)) out[i] = xxh64(text, (uint64_t)length);
+        else if (ascii || is_utf8(text, length)) out[i] = xxh64(text, (uint64_t)length);
         else status[i] = TEXT_REFUSED;
     }
 }
@@ -143,6 +173,7 @@ void rayrec_plain_text_tokens(const int64_t *offsets, const uint8_t *data, const
 
 /* Writes what texts are as categories: TEXT_EMPTY, TEXT_TRUE, TEXT_FALSE, TEXT_REFUSED if not UTF-8, else TEXT_VALUE. */
 void rayrec_text_kinds(const int64_t *offsets, const uint8_t *data, const uint8_t *null, int64_t count, uint8_t *kinds) {
+    const int ascii = is_ascii(data + offsets[0], offsets[count] - offsets[0]);
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *text = data + offsets[i];
         const int64_t length = offsets[i + 1] - offsets[i];
@@ -150,7 +181,7 @@ void rayrec_text_kinds(const int64_t *offsets, const uint8_t *data, const uint8_
         kinds[i] = TEXT_VALUE;
         if (length == 0 || (null && null[i])) kinds[i] = TEXT_EMPTY;
         else if (boolean >= 0) kinds[i] = boolean ? TEXT_TRUE : TEXT_FALSE;
-        else if (!is_utf8(text, length)) kinds[i] = TEXT_REFUSED;
+        else if (!ascii && !is_utf8(text, length)) kinds[i] = TEXT_REFUSED;
     }
 }
 
