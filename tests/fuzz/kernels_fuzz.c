@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -542,6 +543,21 @@ static void check_join(const int64_t *offsets, const uint8_t *data, const int64_
     free(out), free(ends);
 }
 
+static void fuzz_bucketize(void) {
+    const int64_t num_edges = below(40), count = below(60);
+    double *edges = buffer(8 * num_edges), *values = buffer(8 * count);
+    int64_t *buckets = buffer(8 * count);
+    for (int64_t i = 0; i < num_edges; i++) edges[i] = (double)(2 * i - below(2));
+    for (int64_t i = 0; i < count; i++) values[i] = below(9) ? (double)(below(2 * num_edges + 4) - 2) : (double)NAN;
+    rayrec_bucketize(values, count, edges, num_edges, buckets);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t expected = 0;
+        while (expected < num_edges && edges[expected] <= values[i]) expected++;
+        CHECK(buckets[i] == expected);
+    }
+    free(edges), free(values), free(buckets);
+}
+
 /* Any bytes as texts, and lists of them, and integers that are equal as the texts are. Separators are random. */
 static void fuzz_text_features(void) {
     const int64_t texts = 1 + below(60), rows = below(20), letters = 1 + below(4);
@@ -602,7 +618,7 @@ static void fuzz_text_features(void) {
 int main(int count, char **arguments) {
     static void (*const targets[])(void) = {fuzz_parse_and_encode, fuzz_csv, fuzz_wide_look_up, fuzz_gather, fuzz_format,
                                              fuzz_table_training, fuzz_dots, fuzz_relu, fuzz_ranking, fuzz_side_tables,
-                                             fuzz_text_features};
+                                             fuzz_text_features, fuzz_bucketize};
     const double seconds = count > 1 ? atof(arguments[1]) : 10;
     const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 10) : (uint64_t)time(NULL);
     const time_t end = time(NULL) + (time_t)seconds;

@@ -311,6 +311,7 @@ int64_t rayrec_pack_rows(const int64_t *integers, const int64_t *lowest, const v
  * the place of texts, with NULL offsets. Row r has the items starts[r] to starts[r] + lengths[r] - 1. */
 int64_t rayrec_text_runs(const int64_t *offsets, const uint8_t *data, int64_t count, const uint8_t *separators, int64_t *lengths,
                          int64_t *ends, uint8_t *runs_data);
+void rayrec_bucketize(const double *values, int64_t count, const double *edges, int64_t num_edges, int64_t *out);
 void rayrec_join_texts(const int64_t *offsets0, const void *data0, const int64_t *offsets1, const void *data1,
                        const int64_t *offsets2, const void *data2, int64_t mark, int64_t rows, int64_t *ends, uint8_t *out);
 void rayrec_count_equal(const int64_t *item_offsets, const void *item_data, const int64_t *starts, const int64_t *lengths,

@@ -1,4 +1,4 @@
-/* Functions of formulas over texts and lists of texts (data/features/functions.py). Text i is data[offsets[i], offsets[i + 1]).
+/* Functions of formulas over numbers, texts and lists of texts (data/features/functions.py). Text i is data[offsets[i], offsets[i + 1]).
  * Where `offsets` may be NULL, the column has integers instead: integer i is ((const int64_t *)data)[i], aligned.
  *
  * Arrays belong to the caller. Kernels allocate nothing and keep no pointer. */
@@ -198,5 +198,20 @@ void rayrec_join_texts(const int64_t *offsets0, const void *data0, const int64_t
             } else p = put_integer(p, integer(texts, row));
         }
         ends[row + 1] = p - out;
+    }
+}
+
+/* Writes how many of the rising edges are at or below each value, 0 for NaN. The search has no branch that depends on the value,
+ * since half of them would be mispredicted. */
+void rayrec_bucketize(const double *values, int64_t count, const double *edges, int64_t num_edges, int64_t *out) {
+    for (int64_t i = 0; i < count; i++) {
+        const double value = values[i];
+        const double *first = edges;
+        for (int64_t left = num_edges; left > 0;) { /* the answer is from first - edges to first - edges + left */
+            const int64_t half = (left + 1) / 2;
+            first += (first[half - 1] <= value) * half;
+            left -= half;
+        }
+        out[i] = first - edges;
     }
 }

@@ -156,8 +156,9 @@ def number(array: pa.Array) -> pa.Array:
 
 def bucketize(array: pa.Array, edges: Sequence[float]) -> pa.Array:
     """Return the number of edges at or below each number."""
-    # NaN sorts last, and its bucket is masked.
-    buckets = np.searchsorted(np.array(edges), _floats(array), side="right")
+    buckets = np.empty(len(array), np.int64)
+    numbers = np.ascontiguousarray(_floats(array))
+    call("rayrec_bucketize", numbers, len(array), np.array(edges), len(edges), buckets)
     return _masked(buckets, _missing(array))
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayrec.data.encoding.rules import SparseColumn
-from rayrec.data.features.definitions import DEFINITIONS, value_of
+from rayrec.data.features.definitions import DEFINITIONS, bucketize, value_of
 from rayrec.data.features.functions import KERNELS, evaluate
 from rayrec.data.features.inputs import as_text
 from rayrec.data.logs.column_values import text_tokens
@@ -229,6 +229,16 @@ def test_items_of_long_lists_are_counted(form: str, formula: str) -> None:
     kernel, definition = results(formula, rows, dict.fromkeys("lkc", form))
     assert kernel == definition
     assert max(kernel) > 2
+
+
+@pytest.mark.parametrize("num_edges", [1, 2, 3, 4, 7, 19, 64, 4096])
+def test_value_is_in_bucket_of_definition(num_edges: int) -> None:
+    edges = [float(edge) for edge in range(num_edges)]
+    near = [value for edge in edges[-9:] for value in (edge, np.nextafter(edge, -1), edge + 0.5)]
+    values = [-0.0, -1.0, 5e-324, 1e300, *map(float, near), None]
+    buckets = KERNELS["bucketize"](pa.array([7.0, *values])[1:], edges)
+    expected = [None if value is None else int(bucketize(value, edges)) for value in values]
+    assert buckets.to_pylist() == expected
 
 
 def test_null_list_of_integers_with_items_has_none() -> None:
