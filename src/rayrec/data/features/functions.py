@@ -9,12 +9,12 @@ an empty text in a file. Lists and dictionaries have no null items.
 
 from __future__ import annotations
 
+import functools
 import re
 import zoneinfo
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -180,20 +180,33 @@ def hash_row(array: pa.Array, rows: float) -> pa.Array:
     """Return the rows of categories in a hashed table."""
     tokens = np.empty(len(array), np.uint64)
     status = category_tokens(array, tokens)
+    return _rows_of_tokens(tokens, rows, status != VALUE)
+
+
+def _rows_of_tokens(tokens: np.ndarray, rows: float, missing: np.ndarray) -> pa.Array:
     # Rows are at most 2^31, so that they fit an int64.
     hashed = (mix64(tokens) % np.uint64(rows)).view(np.int64)
-    return _masked(hashed, status != VALUE)
+    return _masked(hashed, missing)
 
 
 def cross(*arguments: Any) -> pa.Array:
     """Join the categories of each row, and hash them if a number of rows follows."""
     parts = [part for part in arguments if isinstance(part, pa.Array)]
-    joined = _joined(parts)
-    return joined if len(parts) == len(arguments) else hash_row(joined, arguments[-1])
+    offsets, data = _joined(parts)
+    missing = functools.reduce(np.logical_or, map(_missing, parts))
+    if len(parts) < len(arguments):
+        tokens = np.empty(len(missing), np.uint64)
+        Text(offsets, data, None).call("rayrec_text_tokens", tokens)
+        return _rows_of_tokens(tokens, arguments[-1], missing)
+    present = pa.array(~missing).buffers()[1] if missing.any() else None
+    buffers = [pa.py_buffer(offsets), pa.py_buffer(data), present]
+    return pa.LargeStringArray.from_buffers(len(missing), *buffers)
 
 
-def _joined(parts: Sequence[pa.Array]) -> pa.Array:
-    """Join the categories of each row by PART_MARK, two or three."""
+def _joined(parts: Sequence[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
+    """Join two or three categories of each row by PART_MARK, any text where one is null. Return the
+    offsets and bytes of the texts, as `Text` has them.
+    """
     rows = len(parts[0])
     columns = [_operand(part) for part in parts]
     widest = rows * len(parts)
@@ -204,12 +217,7 @@ def _joined(parts: Sequence[pa.Array]) -> pa.Array:
     columns += [(None, None)] * (_MAX_PARTS - len(parts))
     pointers = [pointer for column in columns for pointer in column]
     call("rayrec_join_texts", *pointers, ord(PART_MARK), rows, joined_offsets, data)
-    missing = np.any([_missing(part) for part in parts], axis=0)
-    present = pa.array(~missing).buffers()[1] if missing.any() else None
-    used = data[: joined_offsets[-1]]
-    return pa.LargeStringArray.from_buffers(
-        rows, pa.py_buffer(joined_offsets), pa.py_buffer(used), present
-    )
+    return joined_offsets, data[: joined_offsets[-1]]
 
 
 def _operand(array: pa.Array) -> tuple[np.ndarray | None, np.ndarray]:
@@ -279,7 +287,7 @@ def tokens(array: pa.Array) -> pa.Array:
     return _list_array(items, lengths, missing)
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def _separators() -> np.ndarray:
     """Return which code points below 2^16 are separators, uint8. No others are."""
     is_separator = np.zeros(1 << 16, np.uint8)
@@ -523,6 +531,8 @@ def _extremes(values: np.ndarray, lengths: np.ndarray, function: np.ufunc) -> np
 
 def _missing(array: pa.Array) -> np.ndarray:
     """Return the mask of null values, bool [rows]."""
+    if not array.null_count:
+        return np.zeros(len(array), bool)
     return array.is_null().to_numpy(zero_copy_only=False)
 
 
@@ -620,7 +630,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # Arrow ignores the rule at the end of a zone's file, which holds after its last listed change. That
 # is in 2037 in most files, but years ago in files of the `slim` form. So Python's zoneinfo finds
 # the changes in each span of time, once, and the kernel only searches.
-@lru_cache(maxsize=16384)
+@functools.lru_cache(maxsize=16384)
 def _offsets(zone: str, span: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the times of a span from which a zone's offset from UTC holds, the first of them the
     span's start, and these offsets, int64 microseconds.

@@ -102,7 +102,6 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
     """
     if types.is_boolean(array.type):
         array = pc.cast(array, pa.uint8())
-    empty = array.is_null().to_numpy(zero_copy_only=False)
     values = pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
     out.view(np.uint64 if types.is_uint64(array.type) else np.int64)[:] = values
     if types.is_uint64(array.type):
@@ -112,7 +111,7 @@ def integer_tokens(array: pa.Array, out: np.ndarray) -> np.ndarray:
             tokens = np.empty(len(large), np.uint64)
             text_tokens(pc.cast(pa.array(values[large]), pa.string()), tokens)
             out[large] = tokens
-    return empty.astype(np.uint8)
+    return _empty(array)
 
 
 def category_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) -> np.ndarray:
@@ -402,6 +401,8 @@ def is_list(kind: pa.DataType) -> bool:
 
 def _empty(array: pa.Array) -> np.ndarray:
     """Return EMPTY for null, else VALUE, uint8."""
+    if not array.null_count:
+        return np.full(len(array), VALUE, np.uint8)
     return array.is_null().to_numpy(zero_copy_only=False).astype(np.uint8)
 
 
