@@ -214,8 +214,8 @@ def _joined(parts: Sequence[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
         widest += _WIDEST * rows if offsets is None else int(offsets[-1] - offsets[0])
     joined_offsets = np.zeros(rows + 1, np.int64)
     data = np.empty(widest, np.uint8)
-    columns += [(None, None)] * (_MAX_PARTS - len(parts))
     pointers = [pointer for column in columns for pointer in column]
+    pointers += [None, None] * (_MAX_PARTS - len(parts))
     call("rayrec_join_texts", *pointers, ord(PART_MARK), rows, joined_offsets, data)
     return joined_offsets, data[: joined_offsets[-1]]
 

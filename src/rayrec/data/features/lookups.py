@@ -251,6 +251,7 @@ def column_values(
     no_markers = Markers.from_texts(())  # Text that means a missing value is null already
     if not kind.is_list:
         return canonical(values, kind, lookup.column, error, no_markers)
+    values = resolved(values)
     if types.is_null(values.type):
         return empty_lists(kind, len(values)), np.zeros(len(values), bool)
     if is_text(values.type):

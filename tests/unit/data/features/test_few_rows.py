@@ -57,6 +57,7 @@ LOOKUPS = {
     "either": "coalesce(lookup(items, device, name), lookup(items, device, size))",
     "size": "when(lookup(items, device, size) == lookup(items, device, name), device, 'none')",
     "size_number": "number(plain_name) + lookup(items, device, size)",
+    "similar": "last(lookup(items, device, similar), 2)",
     "sizes": "count_in(lookup(items, device, sizes), lookup(items, device, size))",
 }
 
@@ -150,6 +151,7 @@ def test_lookups_of_row_alone(tmp_path: Path) -> None:
         "name": ["Chair", "3", "True"],
         "tags": pa.array([["x", None, "y"], None, []], pa.list_(pa.string())),
         "size": pa.array([3, 4, None], pa.int16()),
+        "similar": ["1|2|a", "3", ""],
         "sizes": pa.array([[3, 4, 3], None, [5]], pa.list_(pa.int32())),
     }
     pq.write_table(pa.table(items), tmp_path / "items.parquet")
@@ -159,7 +161,7 @@ def test_lookups_of_row_alone(tmp_path: Path) -> None:
         "since": pa.array([0, 10**15, 0], pa.timestamp("us")),
     }
     pq.write_table(pa.table(prices), tmp_path / "prices.parquet")
-    schema = schema_of(LOOKUPS, tmp_path)
+    schema = schema_of(LOOKUPS, tmp_path).replace(list_delimiter="|")
     check_rows(table_of(), schema)
     newest = derived_columns(table_of(), schema).column("newest")
     assert {1.0 + 1, 2.0 + 1, None} == {*newest.to_pylist()}
