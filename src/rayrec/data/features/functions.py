@@ -1,10 +1,10 @@
 """Kernels of the functions in formulas of features, over whole columns. Each equals its definition
 in `rayrec.data.features.definitions` to the last bit.
 
-Columns are canonical Arrow arrays: numbers float64, categories and texts large_string, int64 if all
-are integers, or a dictionary of large_string, times int64 (UTC microseconds since 1970), lists
-large_list of float64, large_string or int64. Missing values are null, also what is NaN, infinite or
-an empty text in a file. Lists and dictionaries have no null items.
+Columns are canonical Arrow arrays. Numbers are float64, and times int64 (UTC microseconds since
+1970). Categories and texts are large_string, a dictionary with large_string, or int64, which stands
+for its digits. Lists are large_list with float64, large_string or int64. Missing values are null,
+also what is NaN, infinite or an empty text in a file. Lists and dictionaries have no null items.
 """
 
 from __future__ import annotations
@@ -149,8 +149,10 @@ def number(array: pa.Array) -> pa.Array:
     if pa.types.is_floating(array.type):
         return array
     if pa.types.is_integer(array.type):
-        return pc.cast(array, pa.float64(), safe=False)  # Integers above 2^53 are rounded
-    values, status = text_numbers(pc.ascii_trim(as_text(array), characters=" \t"))
+        # Integers above 2^53 are rounded, as their digits would be.
+        return pc.cast(array, pa.float64(), safe=False)
+    trimmed = pc.ascii_trim(as_text(array), characters=" \t")
+    values, status = text_numbers(trimmed)
     return _number_array(np.where(status == VALUE, values, np.nan))
 
 
@@ -158,7 +160,14 @@ def bucketize(array: pa.Array, edges: Sequence[float]) -> pa.Array:
     """Return the number of edges at or below each number."""
     buckets = np.empty(len(array), np.int64)
     numbers = np.ascontiguousarray(_floats(array))
-    call("rayrec_bucketize", numbers, len(array), np.array(edges), len(edges), buckets)
+    call(
+        "rayrec_bucketize",
+        numbers,
+        len(array),
+        np.array(edges),
+        len(edges),
+        buckets,
+    )
     return _masked(buckets, _missing(array))
 
 
@@ -180,13 +189,16 @@ def hash_row(array: pa.Array, rows: float) -> pa.Array:
     """Return the rows of categories in a hashed table."""
     tokens = np.empty(len(array), np.uint64)
     status = category_tokens(array, tokens)
-    return _rows_of_tokens(tokens, rows, status != VALUE)
+    missing = status != VALUE
+    return _rows_of_tokens(tokens, rows, missing)
 
 
 def _rows_of_tokens(tokens: np.ndarray, rows: float, missing: np.ndarray) -> pa.Array:
+    """Return the rows of tokens in a hashed table, null where `missing`."""
+    mixed = mix64(tokens)
+    hashed = mixed % np.uint64(rows)
     # Rows are at most 2^31, so that they fit an int64.
-    hashed = (mix64(tokens) % np.uint64(rows)).view(np.int64)
-    return _masked(hashed, missing)
+    return _masked(hashed.view(np.int64), missing)
 
 
 def cross(*arguments: Any) -> pa.Array:
@@ -195,12 +207,19 @@ def cross(*arguments: Any) -> pa.Array:
     offsets, data = _joined(parts)
     missing = functools.reduce(np.logical_or, map(_missing, parts))
     if len(parts) < len(arguments):
-        tokens = np.empty(len(missing), np.uint64)
-        Text(offsets, data, None).call("rayrec_text_tokens", tokens)
+        text = Text(offsets, data, None)
+        tokens = np.empty(len(text), np.uint64)
+        text.call("rayrec_text_tokens", tokens)
         return _rows_of_tokens(tokens, arguments[-1], missing)
-    present = pa.array(~missing).buffers()[1] if missing.any() else None
-    buffers = [pa.py_buffer(offsets), pa.py_buffer(data), present]
-    return pa.LargeStringArray.from_buffers(len(missing), *buffers)
+    present = None
+    if missing.any():
+        present = pa.array(~missing).buffers()[1]
+    return pa.LargeStringArray.from_buffers(
+        len(missing),
+        pa.py_buffer(offsets),
+        pa.py_buffer(data),
+        present,
+    )
 
 
 def _joined(parts: Sequence[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
@@ -209,23 +228,38 @@ def _joined(parts: Sequence[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
     """
     rows = len(parts[0])
     columns = [_operand(part) for part in parts]
+    # With one mark too many for each row
     widest = rows * len(parts)
     for offsets, _ in columns:
-        widest += _WIDEST * rows if offsets is None else int(offsets[-1] - offsets[0])
+        if offsets is None:
+            widest += _WIDEST * rows
+        else:
+            widest += int(offsets[-1] - offsets[0])
     joined_offsets = np.zeros(rows + 1, np.int64)
     data = np.empty(widest, np.uint8)
     pointers = [pointer for column in columns for pointer in column]
     pointers += [None, None] * (_MAX_PARTS - len(parts))
-    call("rayrec_join_texts", *pointers, ord(PART_MARK), rows, joined_offsets, data)
-    return joined_offsets, data[: joined_offsets[-1]]
+    call(
+        "rayrec_join_texts",
+        *pointers,
+        ord(PART_MARK),
+        rows,
+        joined_offsets,
+        data,
+    )
+    end = joined_offsets[-1]
+    return joined_offsets, data[:end]
 
 
+# The arrays own their memory or are views of Arrow's buffers, to which they refer. The arguments of
+# `call` refer to the arrays until the kernel has returned, and kernels keep no pointer.
 def _operand(array: pa.Array) -> tuple[np.ndarray | None, np.ndarray]:
     """Return categories for kernels that take both forms: the offsets and bytes of texts, or None
     and the integers, 0 for null.
     """
     if pa.types.is_integer(array.type):
-        return None, np.ascontiguousarray(_integers(array))
+        integers = _integers(array)
+        return None, np.ascontiguousarray(integers)
     text = Text.from_array(as_text(array))
     return text.offsets, text.data
 
@@ -233,8 +267,11 @@ def _operand(array: pa.Array) -> tuple[np.ndarray | None, np.ndarray]:
 def _alike(*arrays: pa.Array) -> Sequence[pa.Array]:
     """Return values of one type. Categories may be texts, integers and dictionaries."""
     kinds = {array.type for array in arrays}
-    is_plain = len(kinds) == 1 and not any(map(pa.types.is_dictionary, kinds))
-    return arrays if is_plain else [as_text(array) for array in arrays]
+    # Two dictionaries may have different numbers for a text.
+    has_dictionary = any(map(pa.types.is_dictionary, kinds))
+    if len(kinds) == 1 and not has_dictionary:
+        return arrays
+    return [as_text(array) for array in arrays]
 
 
 def concat(*arrays: pa.Array) -> pa.Array:
@@ -353,9 +390,13 @@ def last(array: pa.Array, n: float) -> pa.Array:
 
 def overlap(left: pa.Array, right: pa.Array) -> pa.Array:
     """Return the number of different items that both lists of a row have."""
-    left_lists, right_lists = map(_Lists.from_array, _alike(left, right))
+    left, right = _alike(left, right)
+    left_lists = _Lists.from_array(left)
+    right_lists = _Lists.from_array(right)
     longest = int(right_lists.lengths.max(initial=0))
     counts = np.empty(len(left))
+    num_slots = max(2, 1 << (2 * longest - 1).bit_length())
+    slots = np.empty(num_slots, np.uint32)
     call(
         "rayrec_count_common",
         *_operand(left_lists.items),
@@ -365,7 +406,7 @@ def overlap(left: pa.Array, right: pa.Array) -> pa.Array:
         right_lists.starts,
         right_lists.lengths,
         len(left),
-        np.empty(max(2, 1 << (2 * longest - 1).bit_length()), np.uint32),
+        slots,
         counts,
     )
     return _masked(counts, left_lists.missing | right_lists.missing)
@@ -383,8 +424,10 @@ def _distinct(keys: np.ndarray) -> np.ndarray:
 
 def count_in(array: pa.Array, item: pa.Array) -> pa.Array:
     """Return the number of items of each list that equal the row's `item`."""
+    # A dictionary differs from all items of lists.
     if array.type.value_type != item.type:
-        array, item = as_text(array), as_text(item)
+        array = as_text(array)
+        item = as_text(item)
     lists = _Lists.from_array(array)
     counts = np.empty(len(array))
     call(

@@ -45,8 +45,9 @@ _FALSE: Final = 5
 
 def as_text(array: pa.Array) -> pa.Array:
     """Return categories of any form, or lists of them, as large_string."""
+    lists = LIST_TYPES["text"]
     is_list = types.is_large_list(array.type)
-    return pc.cast(array, LIST_TYPES["text"] if is_list else pa.large_string())
+    return pc.cast(array, lists if is_list else lists.value_type)
 
 
 def for_definitions(array: pa.Array, kind: Type) -> pa.Array:
@@ -62,7 +63,8 @@ def canonical(
     markers: Markers,
 ) -> Canonical:
     """Return a column's values, or its lists' items, by the kind of a type."""
-    convert = {"number": _numbers, "time": _times}.get(kind.kind, _texts)
+    conversions = {"number": _numbers, "time": _times}
+    convert = conversions.get(kind.kind, _texts)
     if not types.is_dictionary(array.type):
         return convert(array, name, make_error, markers)
     values, _ = convert(array.dictionary, name, make_error, markers)
@@ -70,8 +72,9 @@ def canonical(
         return convert(array.dictionary_decode(), name, make_error, markers)
     # Nulls are among the numbers alone, as of all dictionaries that kernels get.
     result = pa.DictionaryArray.from_arrays(array.indices, values)
-    is_text_left = types.is_large_string(values.type)
-    return result if is_text_left else result.dictionary_decode(), np.zeros(len(array), bool)
+    if not types.is_large_string(values.type):
+        result = result.dictionary_decode()
+    return result, np.zeros(len(array), bool)
 
 
 # An empty field of CSV is an empty list, so null is one too: the formats must not differ. Only a
@@ -119,7 +122,8 @@ def _numbers(
 ) -> Canonical:
     """Return numbers as float64. NaN is missing, infinities are rejected."""
     if types.is_float64(array.type) and not len(markers.numbers):
-        numbers = array.to_numpy(zero_copy_only=False)  # Null is NaN
+        # The most frequent type. Null is NaN here.
+        numbers = array.to_numpy(zero_copy_only=False)
         finite = np.isfinite(numbers)
         if finite.all():
             return pa.array(numbers), np.zeros(len(array), bool)
@@ -183,12 +187,10 @@ def _texts(
 
 def _has_larger(array: pa.Array) -> bool:
     """Return whether integers are beyond the range of int64."""
-    return types.is_uint64(array.type) and bool((_integers(array) >= 2**63).any())
-
-
-def _integers(array: pa.Array) -> np.ndarray:
-    """Return integers, 0 for null."""
-    return pc.fill_null(array, 0).to_numpy(zero_copy_only=False)
+    if not types.is_uint64(array.type):
+        return False
+    largest = pc.max(array).as_py()
+    return largest is not None and largest >= 2**63
 
 
 def _utf8(array: pa.Array) -> Canonical:
@@ -228,7 +230,8 @@ def _without_markers(values: pa.Array, markers: Markers) -> pa.Array:
         return values
     integers = pc.cast(pa.array(markers.integers.view(np.int64)), values.type)
     is_marker = pc.is_in(values, value_set=integers)
-    return pc.if_else(is_marker, pa.scalar(None, values.type), values)
+    null = pa.scalar(None, values.type)
+    return pc.if_else(is_marker, null, values)
 
 
 def _times(

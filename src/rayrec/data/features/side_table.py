@@ -62,8 +62,8 @@ _MAX_KEYS: Final = 2**32 - 2
 _BUILD_FACTOR: Final = 2
 """Memory to build a table, as a multiple of its size: its blocks, then its joined columns."""
 _MAX_DISTINCT: Final = 4096
-"""Maximum distinct values of a text column that is stored as their numbers: half a block of rows,
-so that a block looks at each value at most once where rows would repeat it.
+"""Maximum distinct values of a text column that is stored as a dictionary: half a block of rows.
+A block then converts each value once, not once per row.
 """
 _SAMPLE_ROWS: Final = 65_536
 """Rows whose distinct values decide whether all are counted."""
@@ -127,11 +127,11 @@ class SideTable:
     @cached_property
     def types(self) -> dict[str, pa.DataType]:
         """Arrow type of each stored column's values."""
-        kinds = {each.name: each.type for each in self._columns.schema}
-        return {
-            name: kind.value_type if types.is_dictionary(kind) else kind
-            for name, kind in kinds.items()
-        }
+        kinds = {}
+        for each in self._columns.schema:
+            is_dictionary = types.is_dictionary(each.type)
+            kinds[each.name] = each.type.value_type if is_dictionary else each.type
+        return kinds
 
     def lookup(
         self,
@@ -181,10 +181,12 @@ class SideTable:
             raise _no_column(self.source.path, name, list(self.types))
         absent = rows < 0
         indices = pa.array(rows, mask=absent) if absent.any() else pa.array(rows)
-        stored = self._columns.column(name)
-        values = stored.take(indices)
-        is_long = types.is_dictionary(stored.type) and len(stored.dictionary) >= len(rows)
-        return values.dictionary_decode() if is_long else values
+        values = self._columns.column(name).take(indices)
+        if not types.is_dictionary(values.type):
+            return values
+        # Of a longer one, most values would be looked at for nothing.
+        is_short = len(values.dictionary) < len(rows)
+        return values if is_short else values.dictionary_decode()
 
     def sorted_keys(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
         """Return the token of each row's key in ascending order, rows of one key by time; these
@@ -739,8 +741,9 @@ class _TableReader:
         """Return the stored columns with one array each, and forget their blocks."""
         arrays = []
         for name, blocks in zip(self.names, self.blocks, strict=True):
-            whole = _concatenated(blocks, f"{self.source.path}: column {name}")
-            arrays.append(_numbered(whole))
+            column = f"{self.source.path}: column {name}"
+            values = _concatenated(blocks, column)
+            arrays.append(_numbered(values))
             blocks.clear()
         if not arrays:
             # A record batch without columns has no rows.
@@ -829,10 +832,13 @@ def _numbered(array: pa.Array) -> pa.Array:
     """Return text of few distinct values as a dictionary, other arrays as they are."""
     if not types.is_large_binary(array.type):
         return array
-    if len(array[:_SAMPLE_ROWS].unique()) > _MAX_DISTINCT:
+    # Not all of a long column, which may have no two equal values
+    sample = array[:_SAMPLE_ROWS]
+    if len(sample.unique()) > _MAX_DISTINCT:
         return array
     encoded = array.dictionary_encode()
-    return encoded if len(encoded.dictionary) <= _MAX_DISTINCT else array
+    is_short = len(encoded.dictionary) <= _MAX_DISTINCT
+    return encoded if is_short else array
 
 
 # -- Key index

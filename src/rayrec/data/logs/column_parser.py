@@ -149,8 +149,11 @@ class ColumnParser:
     @cached_property
     def _aligned(self) -> frozenset[str]:
         """Lists whose categories are at the places of another one's."""
-        pairs = [(each.name, each.aligned_with) for each in self.schema.features]
-        return frozenset(name for pair in pairs if pair[1] is not None for name in pair if name)
+        names = set()
+        for feature in self.schema.features:
+            if feature.aligned_with is not None:
+                names |= {feature.name, feature.aligned_with}
+        return frozenset(names)
 
     def parse(self) -> RawBlock:
         """Return the valid rows."""
@@ -288,7 +291,9 @@ class ColumnParser:
             # Float64 without NaN but for null. No input can be so large, and no row is at fault.
             values = self.array(name).to_numpy(zero_copy_only=False)
             good = np.abs(values) <= LIMIT
-            return values if good.all() else np.where(good, values, 0.0), ~good
+            if not good.all():
+                values = np.where(good, values, 0.0)
+            return values, ~good
         array = self.markers.to_null(self.array(name))
         values, status = parse_numbers(array, name, self.type_error, times=True)
         status = self.markers.mark_numbers(values, status)

@@ -126,8 +126,13 @@ def category_tokens(array: pa.Array, out: np.ndarray, *, booleans: bool = True) 
     count = len(array.dictionary)
     tokens = np.zeros(count + 1, np.uint64)
     status = np.full(count + 1, EMPTY, np.uint8)
-    status[:count] = text_tokens(array.dictionary, tokens[:count], booleans=booleans)
-    numbers = pc.fill_null(array.indices, count).to_numpy(zero_copy_only=False)
+    status[:count] = text_tokens(
+        array.dictionary,
+        tokens[:count],
+        booleans=booleans,
+    )
+    indices = pc.fill_null(array.indices, count)
+    numbers = indices.to_numpy(zero_copy_only=False)
     np.take(tokens, numbers, out=out)
     return status[numbers]
 

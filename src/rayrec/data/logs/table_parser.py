@@ -189,9 +189,9 @@ def derived_columns(table: pa.Table, schema: Schema, *, path: str = "") -> pa.Ta
     _require_fitted(schema)
     parser = _parser(table, schema, path)
     kinds = {step.name: step.type for step in schema.program.steps}
-    computed = {
-        name: for_definitions(array, kinds[name]) for name, array in parser.computed.items()
-    }
+    computed = {}
+    for name, array in parser.computed.items():
+        computed[name] = for_definitions(array, kinds[name])
     names = [name for name in table.column_names if name not in computed]
     return pa.table(
         [*table.select(names).columns, *computed.values()],

@@ -249,7 +249,7 @@ def test_null_list_of_integers_with_items_has_none() -> None:
     assert evaluate(node, {"l": lists}, 2, no_tables).to_pylist() == [0.0, 1.0]
 
 
-def test_hash_of_integer_is_hash_of_its_digits() -> None:
+def test_hash_ignores_form_of_integer() -> None:
     row = {**dict.fromkeys(TYPES), "c": "-9223372036854775808"}
     in_text, _ = results("hash(c, 1000)", [row])
     in_integers, _ = results("hash(c, 1000)", [row], {"c": "integers"})

@@ -148,9 +148,7 @@ def test_many_texts_have_no_dictionary(tmp_path: Path, monkeypatch: pytest.Monke
     assert (values.type, values.to_pylist()) == (pa.large_binary(), texts)
 
 
-def test_content_hash_is_that_of_plain_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dictionary_keeps_content_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "items.parquet", ITEMS)
     table = built(path, "title", "brand")
     monkeypatch.setattr(side_table, "_MAX_DISTINCT", 0)
