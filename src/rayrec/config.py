@@ -253,7 +253,7 @@ class Config:
                 new[name] = current.updated(value, where=f"{where}{name}.")
             elif item_type is not None and isinstance(value, list | tuple):
                 new[name] = tuple(
-                    item_type.item(item, where=f"{where}{name}[{number}].")
+                    item_type.from_values(item, where=f"{where}{name}[{number}].")
                     if isinstance(item, Mapping)
                     else item
                     for number, item in enumerate(value)
@@ -269,7 +269,7 @@ class Config:
         return changes
 
     @classmethod
-    def item(cls, values: Mapping[str, Any], *, where: str) -> Config:
+    def from_values(cls, values: Mapping[str, Any], *, where: str) -> Config:
         """Build an item of a list from plain values and defaults. `where` prefixes errors. Raises
         InputError for an unknown name, an invalid value, or a missing value.
         """

@@ -136,13 +136,13 @@ class Feature(Config):
     """
 
     @classmethod
-    def item(cls, values: Mapping[str, Any], *, where: str) -> Config:
+    def from_values(cls, values: Mapping[str, Any], *, where: str) -> Config:
         if "from" not in values:
-            return super().item(values, where=where)
+            return super().from_values(values, where=where)
         if "formula" in values:
             raise InputError(f"{where}from: is another name of formula, which is set too")
         other_fields = {name: value for name, value in values.items() if name != "from"}
-        return super().item({**other_fields, "formula": values["from"]}, where=where)
+        return super().from_values({**other_fields, "formula": values["from"]}, where=where)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -882,7 +882,7 @@ class Schema(Config):
             ]
         sample = changes.get("sample")
         if isinstance(sample, Mapping) and self.sample is None:
-            changes["sample"] = RowSample.item(sample, where="sample.")
+            changes["sample"] = RowSample.from_values(sample, where="sample.")
         label = changes.get("label")
         if isinstance(label, Mapping):
             fields = dict(label)
@@ -892,7 +892,7 @@ class Schema(Config):
             changes.setdefault("label_rule", None)
         rule = changes.get("label_rule")
         if isinstance(rule, Mapping):
-            changes["label_rule"] = LabelRule.item(rule, where="label.")
+            changes["label_rule"] = LabelRule.from_values(rule, where="label.")
         return changes
 
     @property

@@ -206,7 +206,7 @@ class ClickModelConfig(Config):
         return f"{cls.__module__}.{cls.__qualname__}"
 
     @classmethod
-    def item(cls, values: Mapping[str, Any], *, where: str) -> ClickModelConfig:
+    def from_values(cls, values: Mapping[str, Any], *, where: str) -> ClickModelConfig:
         """Build one model of a list. `class` is the name of a rayrec model, or an imported class of
         user code.
         """

@@ -319,7 +319,7 @@ def open_table(path: str, source: TableSource | None = None) -> SideTable:
             "build it"
         )
     if source is None:
-        stored: Any = TableSource.item(manifest["source"], where=f"{manifest_path}: ")
+        stored: Any = TableSource.from_values(manifest["source"], where=f"{manifest_path}: ")
         source = stored
     sizes: dict[str, int] = manifest["sizes_bytes"]
     size = sum(sizes.values())
