@@ -5,13 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Final, Literal, NoReturn
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
+from rayrec.bounds import Count
 from rayrec.config import Config, InputError, packaged_json
 from rayrec.formula.program import Program, Step
 from rayrec.formula.types import Type
@@ -331,6 +333,137 @@ class RowSample(Config):
         return logarithm if self.label else -logarithm
 
 
+TARGET: Final = "target"
+"""Column of built lists with the held-out items of a row."""
+SEEN: Final = "seen"
+"""Column of built lists with all items before the held-out ones."""
+AGE: Final = "age"
+"""Column of built lists with the age of each item, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceColumns(Config):
+    """Columns of events, whose items become one list per user."""
+
+    user: str
+    """Column of the user."""
+    item: str
+    """Column of the item."""
+    time: str | None = None
+    """Column of the time, with the values of `Schema.timestamp`. None: events are in the order of
+    the files.
+    """
+    with_columns: tuple[str, ...] = ()
+    """Further columns of categories, as lists aligned with the items. In YAML also `with`."""
+    max_length: Count = 50
+    """Maximum items of a history; the newest ones are kept. A training row has one more to
+    predict.
+    """
+    min_length: Annotated[int, Ge(2)] = 2
+    """Minimum training items of a user. Users with fewer do not train."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [*self.listed, *filter(None, [self.time])]
+        if len({*names}) < len(names) or not all(names):
+            raise InputError(
+                "schema: sequence: user, item, time and with must name different columns, got "
+                f"{', '.join(names)}"
+            )
+        taken = [name for name in self.listed if name in (TARGET, SEEN, AGE)]
+        if taken:
+            raise InputError(
+                f"schema: sequence: {taken[0]} is a column of the built lists, so that no column "
+                "of events may have its name; rename it in the log"
+            )
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Columns of categories in events: user, item and `with_columns`."""
+        return (self.user, self.item, *self.with_columns)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns of events."""
+        return (*self.listed, *filter(None, [self.time]))
+
+    def features(self) -> tuple[Feature, ...]:
+        """Return the features of the built lists, the items first."""
+        longest = self.max_length + 1
+        aligned = (
+            Feature(name=name, max_length=longest, aligned_with=self.item)
+            for name in self.with_columns
+        )
+        held_out = (Feature(name=name, vocabulary=self.item) for name in (TARGET, SEEN))
+        return (Feature(name=self.item, max_length=longest), *aligned, *held_out)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], *, where: str) -> Config:
+        return super().from_values(_renamed_with(values, where), where=where)
+
+    def updated(self, changes: Mapping[str, Any], *, where: str = "") -> SequenceColumns:
+        return super().updated(_renamed_with(changes, where), where=where)
+
+
+def _renamed_with(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values with `with_columns` for `with`, a word of Python. Raises InputError for
+    both.
+    """
+    if "with" not in values:
+        return dict(values)
+    if "with_columns" in values:
+        raise InputError(f"{where}with: is another name of with_columns, which is set too")
+    others = {name: value for name, value in values.items() if name != "with"}
+    return {**others, "with_columns": values["with"]}
+
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+"""Seconds of a duration's unit."""
+
+
+def _microseconds(duration: int | str) -> int | None:
+    """Return a duration such as 60d in microseconds; None for other text. 0 needs no unit."""
+    parts = re.fullmatch(r"(\d{1,9})([smhdw])", str(duration))
+    if parts is None:
+        return 0 if str(duration) == "0" else None
+    return int(parts[1]) * _SECONDS[parts[2]] * 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceSplit(Config):
+    """Events that are held out of the lists of training."""
+
+    kind: Literal["last_items", "time"] = "last_items"
+    """Method. last_items: the last items of each user. time: the latest events of all users."""
+    validation: int | str = 1
+    """Held-out items for validation, before those of the test; for time a duration, such as 7d or
+    12h.
+    """
+    test: int | str = 1
+    """Held-out items for the test; for time a duration before the last event. 0: no test."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_time = self.kind == "time"
+        form = "a duration such as 60d, 12h or 30m" if is_time else "a number of items"
+        for name in ("validation", "test"):
+            value = getattr(self, name)
+            size = _microseconds(value) if is_time else value
+            least = 0 if name == "test" else 1
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                raise InputError(
+                    f"schema: split {self.kind}: {name} must be {form}"
+                    f"{'' if least else ', or 0'}, got {value!r}"
+                )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Size of validation and test: items, or microseconds for time."""
+        if self.kind == "last_items":
+            return int(self.validation), int(self.test)
+        return _microseconds(self.validation) or 0, _microseconds(self.test) or 0
+
+
 # Columns of a log by their use. A column has one use, but for those that a rule repeats:
 #
 #   label, labels        what to learn; `label_rule` makes clicks of other values
@@ -430,6 +563,14 @@ class Schema(Config):
     """Share of the rows with one label that training reads, such as {label: 0, keep: 0.1}.
     Predictions stay those of all rows. Evaluations use all rows. None: all rows train.
     """
+    sequence: SequenceColumns | None = None
+    """Columns of events, for lists of items. The schema is then that of the built lists, and
+    `events` that of the log. Needs tokens "any", and no other columns.
+    """
+    split: SequenceSplit | None = None
+    """Events that the lists of training leave out. None with `sequence`: the last item of each user
+    for the test, the one before it for validation.
+    """
     group: str | None = field(default=None, compare=False)
     """Column of `sparse`, such as the user, within whose values evaluations measure ranking too
     (gauc). Not used to train.
@@ -464,6 +605,7 @@ class Schema(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._add_sequence()
         self._add_derived()
         self._check_computed()
         names = (*self.columns, *self.derived)
@@ -495,6 +637,7 @@ class Schema(Config):
             "vectors",
             "labels",
             "timestamp",
+            "sequence",
             *text_fields,
         ):
             if getattr(self, name):
@@ -508,6 +651,81 @@ class Schema(Config):
                 f"schema: {len(self.dense) + len(self.sparse)} feature columns, at most "
                 f"{MAX_COLUMNS} are supported with hexadecimal tokens; use tokens: any"
             )
+
+    def _add_sequence(self) -> None:
+        """Add the features of the lists that are built of events, unless they are there. Raises
+        InputError for other columns.
+        """
+        if self.sequence is None:
+            if self.split is not None:
+                raise InputError("schema: split needs sequence, with the columns of the events")
+            return
+        features = self.sequence.features()
+        self._check_only(features)
+        names = tuple(feature.name for feature in features)
+        integers = self.integers
+        if self.sequence.item in integers:
+            integers = tuple(dict.fromkeys((*integers, TARGET, SEEN)))
+        declared = {feature.name: feature for feature in self.features}
+        values = {
+            "sparse": names,
+            "lists": names,
+            "optional": (TARGET, SEEN),
+            "integers": integers,
+            "features": tuple(declared.get(each.name, each) for each in features),
+            "split": self.split or SequenceSplit(),
+        }
+        for field_name, value in values.items():
+            # Frozen: this is still the construction
+            object.__setattr__(self, field_name, value)
+
+    def _check_only(self, features: tuple[Feature, ...]) -> None:
+        """Check that a schema with `sequence` has the columns of the built lists, or none. Raises
+        InputError.
+        """
+        assert self.sequence is not None
+        for name in (*_NOT_OF_EVENTS, "label"):
+            if getattr(self, name):
+                fix = " Set label: null." if name == "label" else ""
+                raise InputError(
+                    f"schema: {name} must be empty with sequence, whose lists have its columns "
+                    f"only, got {_shown(getattr(self, name))}.{fix}"
+                )
+        names = [feature.name for feature in features]
+        for field_name in ("sparse", "lists", "optional"):
+            for name in getattr(self, field_name):
+                if name not in names:
+                    raise InputError(
+                        f"schema: {field_name} names {name}, which sequence does not have; name "
+                        "it in `with` of sequence, or leave it out"
+                    )
+        lengths = {feature.name: feature.max_length for feature in features}
+        for feature in self.features:
+            if feature.name not in lengths or feature.max_length != lengths[feature.name]:
+                raise InputError(
+                    f"schema: features names {feature.name}, whose settings follow from sequence; "
+                    "leave it out, and set max_length of sequence"
+                )
+        if self.split is not None and self.split.kind == "time" and self.sequence.time is None:
+            raise InputError("schema: split time: sequence has no time; name its column in time")
+
+    @cached_property
+    def events(self) -> Schema:
+        """Schema of the events' own files, of a schema with `sequence`."""
+        assert self.sequence is not None
+        columns = self.sequence
+        return self.replace(
+            sequence=None,
+            split=None,
+            sparse=columns.listed,
+            lists=(),
+            optional=(),
+            features=(),
+            integers=tuple(name for name in self.integers if name in columns.listed),
+            timestamp=columns.time,
+            header=None if self.header_row else self.header,
+            header_row=False,
+        )
 
     def _add_derived(self) -> None:
         """Add the columns of formulas to `dense`, `sparse` and `lists` by their types, unless they
@@ -724,9 +942,11 @@ class Schema(Config):
             ("integers", self.sparse),
             ("optional", self.dense + self.sparse),
         ):
+            if self.sequence is not None and field_name == "integers":
+                among = (*among, self.sequence.user)
             unknown = [name for name in getattr(self, field_name) if name not in among]
             if unknown:
-                kind = "sparse" if among == self.sparse else "dense or sparse"
+                kind = "dense or sparse" if field_name == "optional" else "sparse"
                 raise InputError(
                     f"schema: {field_name} names {', '.join(unknown)}, which must be in {kind}"
                 )
@@ -883,6 +1103,7 @@ class Schema(Config):
         sample = changes.get("sample")
         if isinstance(sample, Mapping) and self.sample is None:
             changes["sample"] = RowSample.from_values(sample, where="sample.")
+        self._expand_sequence(changes)
         label = changes.get("label")
         if isinstance(label, Mapping):
             fields = dict(label)
@@ -894,6 +1115,20 @@ class Schema(Config):
         if isinstance(rule, Mapping):
             changes["label_rule"] = LabelRule.from_values(rule, where="label.")
         return changes
+
+    def _expand_sequence(self, changes: dict[str, Any]) -> None:
+        """Build `sequence` and `split` of plain values, and leave out the columns of other lists.
+        Raises InputError.
+        """
+        sequence = changes.get("sequence")
+        if isinstance(sequence, Mapping) and self.sequence is None:
+            changes["sequence"] = SequenceColumns.from_values(sequence, where="sequence.")
+        if self.sequence is not None and "sequence" in changes:
+            for name in ("sparse", "lists", "optional", "features"):
+                changes.setdefault(name, ())
+        split = changes.get("split")
+        if isinstance(split, Mapping) and self.split is None:
+            changes["split"] = SequenceSplit.from_values(split, where="split.")
 
     @property
     def _not_scored(self) -> tuple[str, ...]:
@@ -1008,8 +1243,28 @@ _ADDED: dict[str, Any] = packaged_json(__package__, "added_schema_fields.json")
 """Fields added in later versions, with their values in older schemas."""
 
 
-_NEWEST: Final = ("vectors", "fitted", "sample")
+_NEWEST: Final = ("vectors", "fitted", "sample", "sequence", "split")
 """Fields that `Schema.to_dict` leaves out if they are empty."""
+
+
+_NOT_OF_EVENTS: Final = (
+    "labels",
+    "dense",
+    "weight",
+    "tables",
+    "vectors",
+    "sample",
+    "group",
+    "timestamp",
+)
+"""Fields that a schema with `sequence` must not have."""
+
+
+def _shown(value: Any) -> str:
+    """Return a field's value as text, such as the names of its items."""
+    if isinstance(value, tuple):
+        return ", ".join(str(getattr(each, "name", each)) for each in value)
+    return str(value.to_dict() if isinstance(value, Config) else value)
 
 
 _SYNONYMS = {
@@ -1037,8 +1292,8 @@ def _take_items_as_text(node: Any, *, nested: bool) -> None:
 
 
 def _safe_load(text: str) -> Any:
-    """Parse YAML. Items of lists, also inside `label` and `tables`, are text as written: `no` and
-    `null` are values and names.
+    """Parse YAML. Items of lists, also inside `label`, `tables` and `sequence`, are text as
+    written: `no` and `null` are values and names.
     """
     import yaml
 
@@ -1048,7 +1303,7 @@ def _safe_load(text: str) -> Any:
         if node is None:
             return None
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            _take_items_as_text(value, nested=key.value in ("label", "tables"))
+            _take_items_as_text(value, nested=key.value in ("label", "tables", "sequence"))
         return loader.construct_document(node)
     finally:
         loader.dispose()
