@@ -6,7 +6,6 @@ the engine or its parallelism.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Final, TypeVar, final
 
 import numpy as np
@@ -15,13 +14,14 @@ import pyarrow as pa
 from rayrec import storage
 from rayrec.bounds import Part, Share
 from rayrec.config import Config, InputError, json_hash
-from rayrec.data.arrow import as_numpy, parse_reply
+from rayrec.data.arrow import as_numpy
 from rayrec.data.engine import Engine
 from rayrec.data.job import ResumableJob, resumable_job
 from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_log import is_table
+from rayrec.data.logs.table_ranges import aligned_ranges, cut_once, task_bytes_of
 from rayrec.observe.console import Console
 from rayrec.prepare import split_tasks
 from rayrec.prepare.config import PreparationConfig, engine, raw_index, reject_options
@@ -40,11 +40,6 @@ MANIFEST: Final = "split.json"
 VERSION: Final = 1
 _JOB_VERSION: Final = 3
 """Version of an unfinished folder."""
-_CUT_FILES: Final = 64
-"""Number of tables that one task opens to cut them."""
-_MIN_TASK_BYTES = 32 << 20
-_MAX_TASK_BYTES = 512 << 20
-_TARGET_TASKS = 256
 _PARTITION_BYTES: Final = 64 << 20
 """Log bytes per partition of the users. There are at most _MAX_PARTITIONS."""
 _MAX_PARTITIONS: Final = 256
@@ -220,7 +215,7 @@ class _Work:
         self.engine = engine
         self.console = console
         size_bytes = sum(file.size_bytes for file in files)
-        self.task_bytes = min(max(size_bytes // _TARGET_TASKS, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
+        self.task_bytes = task_bytes_of(size_bytes)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
         test, holdout = (
             int(fraction * 2**64) for fraction in (rows.test, rows.test + rows.validation)
@@ -248,7 +243,14 @@ class _Work:
                 self.path, self.config, self.engine, self.console, labelled=labelled
             )
             return split_tasks.text_tasks(self.index.segments, self.task_bytes)
-        tasks, markers = self._examined(split_tasks.table_tasks(self.files, self._cuts()))
+        cuts = cut_once(
+            self.files,
+            self.config.schema,
+            task_bytes=self.task_bytes,
+            running=self.running,
+            engine=self.engine,
+        )
+        tasks, markers = self._examined(split_tasks.table_tasks(self.files, cuts))
         faults = Faults()
         first = dict.fromkeys((file.path for file in self.files), 0)
         for task, marker in zip(tasks, markers, strict=True):
@@ -279,44 +281,12 @@ class _Work:
             else tasks
         )
 
-    def _cuts(self) -> list[list[tuple[int, int]]]:
-        """Return the row ranges of each table, from an earlier call if there was one."""
-        path = self.running.folder.aid("cuts.json")
-        if storage.exists(path):
-            return storage.read_json(path)
-        groups = [
-            self.files[start : start + _CUT_FILES]
-            for start in range(0, len(self.files), _CUT_FILES)
-        ]
-        cut = functools.partial(
-            split_tasks.cut_files, task_bytes=self.task_bytes, schema=self.config.schema
-        )
-        cuts = [
-            file_tasks
-            for table in self.engine.run("cut", cut, groups, block_bytes=1 << 16)
-            for file_tasks in parse_reply(table)
-        ]
-        with self.running.folder.disk_errors():
-            storage.write_json(path, cuts)
-        return cuts
-
     def _examined(self, tasks: list[SplitTask]) -> tuple[list[SplitTask], list[dict[str, Any]]]:
-        """Return the results of `examine` and the tasks, adjusted to start at the end of the
-        previous one in the same file.
+        """Return the tasks, each of which starts at the end of the one before in its file, and the
+        results of `examine`.
         """
         task = functools.partial(split_tasks.examine, job=self.job)
-        markers = list(self._run("examine", task, tasks))
-        for number, (before, item) in enumerate(pairwise(tasks), start=1):
-            if item.is_row_start or before.file != item.file:
-                continue
-            # The previous range knows where a row ends; this one has only guessed it.
-            start = markers[number - 1]["end"]
-            tasks[number] = replace(item, start=start, is_row_start=True)
-            # the line break at the cut was within a quoted field
-            if markers[number]["start"] != start:
-                (table,) = self.engine.run("examine", task, [tasks[number]], block_bytes=1 << 16)
-                markers[number] = parse_reply(table)
-        return tasks, markers
+        return aligned_ranges(tasks, list(self._run("examine", task, tasks)), task, self.engine)
 
     def _marked(self, tasks: list[SplitTask], sizes: list[list[list[int]]]) -> list[SplitTask]:
         """Return the tasks with the positions of their users' last rows. `sizes`: event counts by

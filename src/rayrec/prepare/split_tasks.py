@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -21,28 +20,21 @@ import pyarrow.parquet as pq
 
 from rayrec import storage
 from rayrec.config import InputError
-from rayrec.data.arrow import json_reply
 from rayrec.data.engine import grouped
-from rayrec.data.formats.base import Format
-from rayrec.data.formats.columns import check_file, parse_partitions
-from rayrec.data.formats.csv import Csv
-from rayrec.data.formats.csv_reader import CsvRange, row_start
-from rayrec.data.formats.parquet import Parquet, open_parquet
-from rayrec.data.formats.registry import find_format
+from rayrec.data.formats.csv_reader import row_start
 from rayrec.data.formats.row_faults import FAULT
 from rayrec.data.job import JobFolder
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
-from rayrec.data.logs.partitions import with_partitions
 from rayrec.data.logs.reading import line_starts
 from rayrec.data.logs.table_parser import find_valid_rows, parse_table
+from rayrec.data.logs.table_ranges import RangeTables, TableRange, table_ranges
 from rayrec.data.logs.text_log import read_text
 from rayrec.data.logs.text_parser import TextParser, max_rows_in
 from rayrec.data.raw_block import RawBlock
 from rayrec.hashing import GOLDEN, mix64
 from rayrec.native import keep_freed_memory
 from rayrec.schema import Schema
-from rayrec.storage.cache import is_packed
 
 CHUNK_ROWS: Final = 1 << 20
 """Number of rows whose keys a task keeps in memory."""
@@ -204,27 +196,15 @@ def last_rows(users: Numbers, times: Numbers, rows: Numbers) -> np.ndarray:
 
 PARTS: Final = ("train", "validation", "test")
 By = Literal["rows", "group", "time", "last-out"]
-BATCH_ROWS: Final = 1 << 15
 GROUP_BYTES: Final = 2 << 20
 """Bytes of a written row group, small enough to be shuffled as a unit."""
 
 
 @dataclass(frozen=True)
-class SplitTask:
-    """Log range: text segments, row groups of a Parquet file, or rows of a CSV file."""
+class SplitTask(TableRange):
+    """Log range: text segments, or a range of a table."""
 
-    number: int
     segments: tuple[Segment, ...] = ()
-    file: str = ""
-    start: int = 0
-    stop: int = 0
-    """Range [start, stop) of row groups, or of byte positions where CSV rows start. 0, 0 is a full
-    CSV file.
-    """
-    is_row_start: bool = True
-    """Whether `start` is the start of a row. If not, the task starts at the next line, which may be
-    in a quoted field.
-    """
     first_row: int = 0
     """Index of its first valid row in the log. 0 until the log is examined."""
     rows: int = 0
@@ -258,50 +238,6 @@ class SplitJob:
         self.folder.require()
 
 
-class Tables:
-    """All rows of a table's range, also invalid, with all columns of file and partitions. Formats
-    other than Parquet have FAULT.
-    """
-
-    def __init__(self, task: SplitTask, schema: Schema) -> None:
-        self._task = task
-        self._schema = schema
-        self.end = 0
-        """Start of the first row after a range of a CSV file, in bytes. Set after reading."""
-
-    def __iter__(self) -> Iterator[pa.Table]:
-        file_format = find_format(self._task.file, self._schema)
-        is_parquet = file_format.name == Parquet.name
-        for table in self._parquet_tables() if is_parquet else self._other_tables(file_format):
-            yield with_partitions(table, self._task.file, self._schema)
-
-    def _parquet_tables(self) -> Iterator[pa.Table]:
-        task = self._task
-        schema = self._schema
-        with open_parquet(task.file) as parquet:
-            check_file(task.file, parquet.schema_arrow.names, schema)
-            groups = list(range(task.start, task.stop))
-            for batch in parquet.iter_batches(
-                batch_size=BATCH_ROWS, row_groups=groups, use_threads=False
-            ):
-                yield pa.Table.from_batches([batch])
-
-    def _other_tables(self, file_format: Format) -> Iterator[pa.Table]:
-        task = self._task
-        schema = self._schema
-        stored = file_format.columns(task.file, schema)
-        if file_format.is_sparse:
-            columns = (name for name in schema.columns if name not in parse_partitions(task.file))
-            stored = tuple(dict.fromkeys((*stored, *columns)))
-        check_file(task.file, stored, schema)
-        if not task.stop:
-            yield from file_format.tables(task.file, schema, stored)
-            return
-        part = CsvRange(task.file, schema, stored, task.start, task.stop)
-        yield from part
-        self.end = part.end
-
-
 def _lines(segment: Segment, schema: Schema) -> tuple[RawBlock, _Lines]:
     """Return the valid rows of a segment, and their lines."""
     text = read_text(segment)
@@ -332,7 +268,7 @@ def examine(task: SplitTask, *, job: SplitJob) -> pa.Table:
         if job.by in ("time", "last-out"):
             path = key_path(job.folder, "keys", task.number)
             keys = Keys(path, opened, partitions=job.partitions if job.by == "last-out" else None)
-        tables = Tables(task, job.schema)
+        tables = RangeTables(task, job.schema)
         for table in tables:
             raw, wrong = parse_table(
                 table, job.schema, path=task.file, first_row=first, needs_values=False
@@ -449,7 +385,7 @@ def _blocks(task: SplitTask, schema: Schema) -> Iterator[tuple[RawBlock, pa.Tabl
         yield _lines(segment, schema)
     if task.segments:
         return
-    for table in Tables(task, schema):
+    for table in RangeTables(task, schema):
         raw, faults = parse_table(table, schema, path=task.file, needs_values=False)
         if faults.total:
             table = table.take(find_valid_rows(table, schema, path=task.file))
@@ -566,7 +502,7 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     return [
         SplitTask(
             number,
-            tuple(group),
+            segments=tuple(group),
             first_row=group[0].first_row,
             rows=sum(segment.rows for segment in group),
         )
@@ -574,47 +510,8 @@ def text_tasks(segments: Sequence[Segment], task_bytes: int) -> list[SplitTask]:
     ]
 
 
-def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema) -> pa.Table:
-    """Cut tables into ranges of about `task_bytes`: adjacent row groups, or bytes of a CSV file.
-    Opens files in parallel. Line ends are found in UTF-8 only, so that files in another encoding
-    stay whole.
-    """
-
-    def cut(file: storage.File) -> list[tuple[int, int]]:
-        file_format = find_format(file.path, schema)
-        if file_format.name != Parquet.name:
-            is_csv = isinstance(file_format, Csv) and schema.is_utf8 and not is_packed(file.path)
-            is_full = file.size_bytes <= task_bytes or not is_csv
-            count = 1 if is_full else -(-file.size_bytes // task_bytes)
-            edges = [file.size_bytes * number // count for number in range(count + 1)]
-            return [(0, 0)] if is_full else list(pairwise(edges))
-        with open_parquet(file.path) as parquet:
-            sizes = [
-                parquet.metadata.row_group(i).total_byte_size
-                for i in range(parquet.metadata.num_row_groups)
-            ]
-        groups = grouped(sizes, int, max_bytes=task_bytes, overflows=True)
-        return list(pairwise(accumulate(map(len, groups), initial=0)))
-
-    return json_reply(list(storage.in_parallel(cut, files, path=files[0].path)))
-
-
 def table_tasks(
     files: Sequence[storage.File], cuts: Sequence[Sequence[tuple[int, int]]]
 ) -> list[SplitTask]:
     """Return a task for each range of each file."""
-    tasks: list[SplitTask] = []
-    for file, ranges in zip(files, cuts, strict=True):
-        # Row groups have more than a byte
-        is_csv = ranges[-1:] and ranges[-1][1] == file.size_bytes
-        for start, stop in ranges:
-            tasks.append(
-                SplitTask(
-                    len(tasks),
-                    file=file.path,
-                    start=start,
-                    stop=stop,
-                    is_row_start=not (is_csv and start),
-                )
-            )
-    return tasks
+    return [SplitTask(**vars(part)) for part in table_ranges(files, cuts)]

@@ -26,6 +26,7 @@ from rayrec import storage
 from rayrec.data import synthetic
 from rayrec.data.arrow import parse_reply
 from rayrec.data.engine import ThreadEngine
+from rayrec.data.logs import table_ranges
 from rayrec.data.logs.splits import Split
 from rayrec.datasets.criteo import SCHEMA as CRITEO
 from rayrec.observe.console import Console
@@ -46,10 +47,10 @@ SCHEMA = Schema(
 
 @pytest.fixture(autouse=True)
 def small_tasks(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "_MIN_TASK_BYTES", 1 << 14)
+    monkeypatch.setattr(table_ranges, "_MIN_TASK_BYTES", 1 << 14)
     monkeypatch.setattr(splitting, "_PARTITION_BYTES", 1 << 13)
     monkeypatch.setattr(split_tasks, "GROUP_BYTES", 1 << 14)
-    monkeypatch.setattr(split_tasks, "BATCH_ROWS", 64)
+    monkeypatch.setattr(table_ranges, "BATCH_ROWS", 64)
     monkeypatch.setattr(split_tasks, "CHUNK_ROWS", 100)
 
 
@@ -353,7 +354,7 @@ def test_split_cuts_large_csv_between_rows(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(CONSOLE, "note", notes.append)
     found: dict[str, Any] = {}
     for name, size in (("cut", 1 << 12), ("whole", 1 << 20)):
-        monkeypatch.setattr(splitting, "_MIN_TASK_BYTES", size)
+        monkeypatch.setattr(table_ranges, "_MIN_TASK_BYTES", size)
         for by in ("rows", "last-out"):
             examined.clear()
             split(str(tmp_path / "log"), tmp_path / f"{name}-{by}", by, max_bad_fraction=0.01)
@@ -377,7 +378,7 @@ def test_split_opens_store_files_in_parallel(
     log = written(table_of(160), tmp_path / "log", files=8, group_rows=10)
     files = [storage.File(file.path, 1000, 0) for file in storage.list_files(log)]
     barrier = threading.Barrier(8, timeout=30)
-    opened = split_tasks.open_parquet
+    opened = table_ranges.open_parquet
 
     @contextmanager
     def together(path: str) -> Iterator[pq.ParquetFile]:
@@ -386,9 +387,9 @@ def test_split_opens_store_files_in_parallel(
             yield file
 
     monkeypatch.setattr("rayrec.storage.range_reader.is_url", lambda _: True)
-    monkeypatch.setattr(split_tasks, "open_parquet", together)
+    monkeypatch.setattr(table_ranges, "open_parquet", together)
     assert (
-        parse_reply(split_tasks.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",))))
+        parse_reply(table_ranges.cut_files(files, task_bytes=1, schema=Schema(sparse=("user",))))
         == [[[0, 1], [1, 2]]] * 8
     )
 
@@ -399,10 +400,10 @@ def test_resumed_split_reads_no_footer_twice(
     path = written(table_of(), tmp_path / "log")
     groups = list[int]()
     write = split_tasks.write
-    cut = split_tasks.cut_files
-    monkeypatch.setattr(splitting, "_CUT_FILES", 2)
+    cut = table_ranges.cut_files
+    monkeypatch.setattr(table_ranges, "_CUT_FILES", 2)
     monkeypatch.setattr(
-        split_tasks, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by)
+        table_ranges, "cut_files", lambda files, **by: groups.append(len(files)) or cut(files, **by)
     )
     monkeypatch.setattr(split_tasks, "write", raising(OSError("killed")))
     fails_with(OSError, "killed", split, path, tmp_path / "out", "rows")

@@ -17,10 +17,10 @@ from rayrec.data.encoding.preprocessor import Preprocessor
 from rayrec.data.engine import TaskContext
 from rayrec.data.formats.csv_reader import csv_columns, read_csv
 from rayrec.data.log_source import LogSource
+from rayrec.data.logs import table_ranges
 from rayrec.data.logs.table_parser import parse_table
 from rayrec.data.raw_block import RawBlock
 from rayrec.observe.console import Console
-from rayrec.prepare import split
 from rayrec.schema import Schema
 
 CLICKS = Schema(label="click", dense=("age",), sparse=("user", "café"))
@@ -143,7 +143,7 @@ def test_vocabulary_counts_rows_of_encoding(
 
 def test_split_reads_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYREC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(split, "_MIN_TASK_BYTES", 100)
+    monkeypatch.setattr(table_ranges, "_MIN_TASK_BYTES", 100)
     schema = PLAIN.replace(encoding="utf-16")
     out = tmp_path / "out"
     path = tmp_path / "log.csv"
