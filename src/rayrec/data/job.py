@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar, final
 
+import numpy as np
 import pyarrow as pa
 
 from rayrec import storage
@@ -92,6 +93,14 @@ class JobFolder:
 
 def _marker(kind: str, number: int) -> str:
     return f"{kind}-{number:06d}.json"
+
+
+def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
+    """Read items [start, start + count) of a task's file. Raises InputError if it is shorter."""
+    data = np.empty(count * dtype.itemsize, np.uint8)
+    if count and storage.read_into(path, start * dtype.itemsize, data) != len(data):
+        raise InputError(f"{path}: was truncated. Remove its folder and start over")
+    return data.view(dtype)
 
 
 # Protocol of a job, whose processes may be killed at any moment. The folder is OUT.partial, or OUT

@@ -23,7 +23,7 @@ from rayrec.config import InputError
 from rayrec.data.engine import grouped
 from rayrec.data.formats.csv_reader import row_start
 from rayrec.data.formats.row_faults import FAULT
-from rayrec.data.job import JobFolder
+from rayrec.data.job import JobFolder, read_array
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import Segment, changed
 from rayrec.data.logs.reading import line_starts
@@ -105,14 +105,6 @@ class Keys:
 def read_times(raw: RawBlock) -> Numbers:
     assert raw.times is not None
     return raw.times
-
-
-def read_array(path: str, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-    """Read items [start, start + count) of a file."""
-    data = np.empty(count * dtype.itemsize, np.uint8)
-    if count and storage.read_into(path, start * dtype.itemsize, data) != len(data):
-        raise InputError(f"{path}: was truncated. Remove its folder and split again")
-    return data.view(dtype)
 
 
 # Times are not sorted for their quantile. A pass counts them by their upper 16 bits, the next by 16

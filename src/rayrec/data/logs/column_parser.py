@@ -81,6 +81,7 @@ _KINDS = (
     TRAILING_FAULT,
     "not a row of the file's format",
     "not as many numbers as its vector has",
+    "a value is missing",
 )
 (
     NO_LABEL,
@@ -103,6 +104,7 @@ _KINDS = (
     TRAIL,
     FORM,
     LENGTH,
+    MISSING,
 ) = range(len(_KINDS))
 _FULL_ROW = -1
 _POSITION_BITS = 32

@@ -60,11 +60,15 @@ def task_bytes_of(size_bytes: int) -> int:
 
 
 class RangeTables:
-    """All rows of a table's range, also invalid, with all columns of file and partitions. Formats
-    other than Parquet have FAULT.
+    """All rows of a table's range, also invalid, with columns of file and partitions. Formats other
+    than Parquet have FAULT.
     """
 
-    def __init__(self, part: TableRange, schema: Schema) -> None:
+    def __init__(
+        self, part: TableRange, schema: Schema, *, columns: Sequence[str] | None = None
+    ) -> None:
+        """Read the columns of file and partitions with names in `columns`; None reads all."""
+        self._columns = columns
         self._range = part
         self._schema = schema
         self.end = 0
@@ -82,8 +86,9 @@ class RangeTables:
         with open_parquet(part.file) as parquet:
             check_file(part.file, parquet.schema_arrow.names, schema)
             groups = list(range(part.start, part.stop))
+            stored = self._selected(parquet.schema_arrow.names)
             for batch in parquet.iter_batches(
-                batch_size=BATCH_ROWS, row_groups=groups, use_threads=False
+                batch_size=BATCH_ROWS, row_groups=groups, columns=stored, use_threads=False
             ):
                 yield pa.Table.from_batches([batch])
 
@@ -95,12 +100,18 @@ class RangeTables:
             columns = (name for name in schema.columns if name not in parse_partitions(part.file))
             stored = tuple(dict.fromkeys((*stored, *columns)))
         check_file(part.file, stored, schema)
+        stored = self._selected(stored)
         if not part.stop:
             yield from file_format.tables(part.file, schema, stored)
             return
         rows = CsvRange(part.file, schema, stored, part.start, part.stop)
         yield from rows
         self.end = rows.end
+
+    def _selected(self, stored: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns to read of those in a file."""
+        wanted = stored if self._columns is None else self._columns
+        return tuple(name for name in stored if name in wanted)
 
 
 def cut_files(files: Sequence[storage.File], *, task_bytes: int, schema: Schema) -> pa.Table:

@@ -1,0 +1,1 @@
+"""Lists of items per user, built of events."""
