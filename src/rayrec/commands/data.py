@@ -1,4 +1,6 @@
-"""Data commands: generate, fetch, schema, validate, split, vocabulary, preprocess, adopt."""
+"""Data commands: generate, fetch, schema, validate, split, sequences, vocabulary, preprocess,
+adopt.
+"""
 
 import contextlib
 import dataclasses
@@ -281,6 +283,33 @@ def split(
         config=_preparation(rest),
         console=_console(console),
     )
+
+
+@command(
+    "Data",
+    options=[_PREPARATION],
+    examples=("rayrec sequences events.csv --schema events.yaml --out lists",),
+)
+def sequences(
+    path: LogPath,
+    *,
+    out: NewFolder,
+    console: "Console | None" = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Build a list of items per user of a log of events, in order of time, split for training.
+
+    `options` are the fields of `rayrec.PreparationConfig`; its `schema` names the columns of the
+    events in `sequence`, and what to hold out in `split`. An interrupted call resumes if repeated.
+    Training, evaluations and predictions take `out` as their data, and build the same lists of
+    events. Returns the numbers of users, items, events, rows of each part, and held-out items
+    unknown to training. Raises InputError for an unusable log, a part without lists, or if `out`
+    exists.
+    """
+    from rayrec.prepare.sequences import sequences as run
+
+    path = _path_text(path)
+    return run(path, out=out, config=_preparation(options), console=_console(console))
 
 
 @command(

@@ -53,6 +53,8 @@ from rayrec.data.materialized.dataset import (
     open_preprocessed,
     open_verified,
 )
+from rayrec.data.sequences.build import EventsLog
+from rayrec.data.sequences.source import Rows, cached_lists, check_lists, find_lists
 from rayrec.schema import Schema
 from rayrec.storage.cache import (
     is_packed,
@@ -282,6 +284,40 @@ class LogSource:
             reject_foreign_content(first)
         return files
 
+    def event_files(self, schema: Schema) -> list[storage.File]:
+        """List the files of a log of events, whose lists have the schema. Raises InputError for
+        data that is no such log.
+        """
+        if self.is_random:
+            raise InputError(f"{self.path}: has no users and items; give a log of events")
+        return self.raw_files(schema.events)
+
+    def given_lists(self, rows: Rows = "log") -> LogSource | None:
+        """Return the source of lists of events that were built before; None for other data."""
+        folder = None if self.is_random or self.is_preprocessed else find_lists(self.path, rows)
+        return None if folder is None else LogSource(folder, (), is_preprocessed=False)
+
+    def lists(
+        self,
+        schema: Schema,
+        context: TaskContext,
+        *,
+        max_bad_fraction: float | None = None,
+        rows: Rows = "log",
+    ) -> LogSource:
+        """Return the source of the lists of a schema with `sequence`: given ones, or those of
+        events, built once in the cache folder. Raises InputError for other lists than the schema's,
+        and an unusable log.
+        """
+        given = self.given_lists(rows)
+        if given is not None:
+            check_lists(given.path, schema)
+            return given
+        files = tuple(self.event_files(schema))
+        limit = 1.0 if max_bad_fraction is None else max_bad_fraction
+        folder = cached_lists(EventsLog(self.path, files, schema, limit), context)
+        return LogSource(storage.join(folder, rows), (), is_preprocessed=False)
+
     def schema(self, schema: Schema, *, preprocessor: str | None = None) -> Schema:
         """Return the schema with what the data decides: `tokens` (hexadecimal for text without a
         header, the log's value for preprocessed data) and the contents of side tables. Its column
@@ -392,6 +428,10 @@ class LogSource:
             return
         if self.is_preprocessed:
             return
+        if schema.sequence is not None:
+            if self.given_lists() is not None:
+                return
+            schema = schema.events
         files = self.raw_files(schema)
         if self.is_random:
             check_random(self.path, schema)
@@ -482,8 +522,11 @@ class LogSource:
         """Return the index; `index_text` indexes text if no index is cached. Rewritten files have
         the columns `extra` in addition to the schema's. Raises InputError if the fraction of
         invalid rows exceeds `max_bad_fraction`; fewer are reported in a note, or in a warning if a
-        field of the schema may make them valid.
+        field of the schema may make them valid. Lists of events are built first.
         """
+        if schema.sequence is not None and not self.is_preprocessed:
+            source = self.lists(schema, context, max_bad_fraction=max_bad_fraction)
+            return source._index(schema, segment_bytes, context, index_text, extra)
         index = self._index(schema, segment_bytes, context, index_text, extra)
         if max_bad_fraction is not None:
             index.check(max_bad_fraction, self.path)

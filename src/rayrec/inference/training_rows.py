@@ -62,9 +62,12 @@ def count_training_rows(config: TrainConfig, checkpoint: str, path: str) -> int 
     with which no held-out row of the run counts, so rows that repeat at random do not. Reads the
     run's log, so memory is some 50 bytes for each of these rows. Returns None if that is
     impossible: the log is missing, has changed or is another one of more than `_MAX_LOG_BYTES`; or
-    no number of neighbours separates the rows. Also for other models than click models.
+    no number of neighbours separates the rows. Also for other models than click models, and for
+    lists of events, whose held-out items no training row has.
     """
     if not isinstance(config.workload, ClickSettings) or config.train_data.path is None:
+        return None
+    if config.workload.schema.sequence is not None:
         return None
     preprocessor = load_preprocessor(checkpoint)
     try:

@@ -74,7 +74,8 @@ def find_format(path: str, schema: Schema | None = None) -> Format:
     table = find_version(path)
     if table is not None:
         return table
-    if schema is not None and schema.format is not None:
+    # The format of events is not that of their lists.
+    if schema is not None and schema.format is not None and schema.sequence is None:
         return format_named(schema.format)
     if storage.name_of(path).lower().endswith(".parquet"):
         return format_named(Parquet.name)

@@ -15,7 +15,6 @@ from rayrec import host_resources, storage
 from rayrec.config import InputError, json_hash
 from rayrec.data.engine import Engine, TaskContext, ThreadEngine
 from rayrec.data.job import Numbered, ResumableJob, resumable_job
-from rayrec.data.log_source import LogSource
 from rayrec.data.logs.faults import Faults
 from rayrec.data.logs.index import LogIndex, numbered
 from rayrec.data.logs.table_ranges import (
@@ -57,28 +56,22 @@ class EventsLog:
     """Log of events, and how its lists are built."""
 
     path: str
+    """Path of the log, for messages."""
+    files: tuple[storage.File, ...]
     schema: Schema
     """Schema of the lists, with `sequence`."""
-    names: tuple[str, ...] = ()
-    """Log files in the folder, in this order. Empty: all files."""
     max_bad_fraction: float = 0.001
 
-    def files(self) -> list[storage.File]:
-        """List the files. Raises InputError for data that is no log."""
-        source = LogSource.at(self.path, self.names)
-        if source.is_random:
-            raise InputError(f"{self.path}: has no users and items; give a log of events")
-        return source.raw_files(self.schema.events)
-
-    def job_inputs(self, files: Sequence[storage.File]) -> dict[str, Any]:
+    def job_inputs(self) -> dict[str, Any]:
         """Return what the lists are made of, as JSON values."""
         assert self.schema.sequence is not None
         assert self.schema.split is not None
         events = self.schema.events
         form = {name: getattr(events, name) for name in ("format", "encoding", "escape", "header")}
+        files = [[file.path, file.size_bytes, file.modified_ns] for file in self.files]
         return {
             "version": VERSION,
-            "log": json_hash([[file.path, file.size_bytes, file.modified_ns] for file in files]),
+            "log": json_hash(files),
             "events": events.describe() | form,
             "sequence": self.schema.sequence.to_dict(),
             "split": self.schema.split.to_dict(),
@@ -102,11 +95,10 @@ def build(log: EventsLog, *, out: str, context: TaskContext) -> dict[str, Any]:
 
     Raises InputError for an unusable log, a part without lists, or if `out` exists.
     """
-    files = log.files()
-    with resumable_job(out, log.job_inputs(files), last_file=MANIFEST) as running:
+    with resumable_job(out, log.job_inputs(), last_file=MANIFEST) as running:
         if running.resumed:
             context.note(f"Resuming {running.folder.path}")
-        work = _Work(log, files, running, context)
+        work = _Work(log, running, context)
         markers = work.read_events()
         return work.finish(work.write_lists(markers))
 
@@ -115,18 +107,11 @@ def build(log: EventsLog, *, out: str, context: TaskContext) -> dict[str, Any]:
 class _Work:
     """State of one call of `build`."""
 
-    def __init__(
-        self,
-        log: EventsLog,
-        files: Sequence[storage.File],
-        running: ResumableJob,
-        context: TaskContext,
-    ) -> None:
+    def __init__(self, log: EventsLog, running: ResumableJob, context: TaskContext) -> None:
         self._log = log
-        self._files = files
         self._running = running
         self._context = context
-        size_bytes = sum(file.size_bytes for file in files)
+        size_bytes = sum(file.size_bytes for file in log.files)
         self._task_bytes = task_bytes_of(size_bytes)
         partitions = min(max(size_bytes // _PARTITION_BYTES, 1), _MAX_PARTITIONS)
         self._reading = EventsJob(running.folder, log.schema.events, partitions)
@@ -138,13 +123,13 @@ class _Work:
         """
         events = self._reading.events
         cuts = cut_once(
-            self._files,
+            self._log.files,
             events,
             task_bytes=self._task_bytes,
             running=self._running,
             engine=self._context.engine,
         )
-        ranges = table_ranges(self._files, cuts)
+        ranges = table_ranges(self._log.files, cuts)
         task = functools.partial(spill_events, job=self._reading)
         markers = list(self._run("events", task, ranges))
         ranges, markers = aligned_ranges(ranges, markers, task, self._context.engine)

@@ -5,6 +5,7 @@ targets before training.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from rayrec.data.logs.index import Block, SegmentRange
 from rayrec.ingest.stream import open_block
 from rayrec.models.base import CandidateRows, ClickModelConfig, ModelInputs
 from rayrec.models.heads import ItemsHead
+from rayrec.schema import TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,9 +129,8 @@ class TargetCheck:
         if feature is None or (name != "train" and feature not in dict(inputs.lists)):
             return
         longest = 0
-        tables = engine.stream(
-            "targets", self._count, order.parts, block_bytes=64, prefetch_blocks=1
-        )
+        count = functools.partial(self._count, name=name)
+        tables = engine.stream("targets", count, order.parts, block_bytes=64, prefetch_blocks=1)
         with contextlib.closing(tables):  # Which ends the tasks ahead
             for table in tables:
                 counts = {column: table.column(column)[0].as_py() for column in _COLUMNS}
@@ -147,16 +148,22 @@ class TargetCheck:
             "preset.min_count, or give the Preprocessor of this log."
         )
 
-    def _count(self, part: SegmentRange) -> pa.Table:
+    def _count(self, part: SegmentRange, *, name: str) -> pa.Table:
         """Return the counts of a part's rows in a data task."""
         preprocessor = self.preprocessor.get()
         inputs = model_inputs(preprocessor)
         feature = self.model.candidate_feature(inputs)
         assert feature is not None
         rows = open_block(Block((part,), None), preprocessor).encode(0, part.rows)
-        counts = count_targets(
-            rows.ids[preprocessor.inputs.sparse.index(feature)], inputs.candidates_of(feature)
-        )
+        sparse = preprocessor.inputs.sparse
+        if name != "train" and preprocessor.schema.sequence is not None:
+            # The held-out items of lists of events
+            ids = rows.ids[sparse.index(TARGET)]
+            assert isinstance(ids, JaggedIds)
+            ids = ids.values
+        else:
+            ids = rows.ids[sparse.index(feature)]
+        counts = count_targets(ids, inputs.candidates_of(feature))
         return pa.table(
             {
                 name: arrow_numbers(np.array([count]))

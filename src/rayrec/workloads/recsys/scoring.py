@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import numpy as np
@@ -65,6 +65,9 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     measuring = context.evaluating and not any(isinstance(head, LabelHead) for head in heads)
     labelled = _is_labelled(context, preprocessor.schema, measuring=measuring)
     schema = preprocessor.schema if labelled else preprocessor.schema.unlabelled()
+    shown_path = context.path
+    if schema.sequence is not None:
+        context = _with_lists(context, schema)
     columns = key_columns(context.slice_by, schema)
     frequencies = frequency_columns(context.slice_by, preprocessor)
     _check_extra(context, schema, heads)
@@ -88,7 +91,7 @@ def open_scoring(workload: ClickSettings, context: ScoringContext) -> Scoring:
     )
     block_rows = tuple(scored.block.rows for scored in blocks)
     assert sum(block_rows) == rows[1] - rows[0]
-    set_fields = {"set": set_name, "path": context.path} if set_name else {}
+    set_fields = {"set": set_name, "path": shown_path} if set_name else {}
     return Scoring(
         block_rows=block_rows,
         load=process.load,
@@ -141,6 +144,39 @@ def _is_labelled(context: ScoringContext, schema: Schema, *, measuring: bool) ->
             f"{context.path}: has no labels to evaluate against. Use `rayrec predict` to score it."
         )
     return labelled
+
+
+def _with_lists(context: ScoringContext, schema: Schema) -> ScoringContext:
+    """Return the context of the lists of events: those of the run's split to evaluate, or the whole
+    list of every user, with the user, to predict. Other data is returned unchanged.
+    """
+    assert schema.sequence is not None
+    config = context.config
+    names = config.train_data.files if context.evaluation_rows else ()
+    source = LogSource.at(context.path, names)
+    if source.is_preprocessed:
+        return context
+    with context.console.preparing():
+        lists = source.lists(
+            schema,
+            _task_context(context),
+            max_bad_fraction=config.max_bad_fraction,
+            rows="log" if context.evaluating else "histories",
+        )
+    user = () if context.evaluating else (schema.sequence.user,)
+    kept = tuple(dict.fromkeys((*user, *context.extra_columns)))
+    return replace(context, path=lists.path, extra_columns=kept)
+
+
+def _task_context(context: ScoringContext) -> TaskContext:
+    console = context.console
+    return TaskContext(
+        context.engine(),
+        cache_folder(context.checkpoint),
+        console.note,
+        console.progress,
+        console.warn,
+    )
 
 
 def key_columns(slice_by: Sequence[str], schema: Schema) -> tuple[str, ...]:
@@ -201,24 +237,18 @@ def _index(
     range [start, stop). Raises InputError if the log does not have the values of `slice_columns`.
     """
     config = context.config
-    console = context.console
     assert isinstance(config.workload, ClickSettings)
     data = (
         config.workload.evaluation_data(config)
         if context.evaluation_rows
         else config.eval_data.replace(files=())
     )
-    with console.preparing():
-        index = LogSource.at(context.path, data.files).index(
+    files = data.files if schema.sequence is None else ()
+    with context.console.preparing():
+        index = LogSource.at(context.path, files).index(
             schema,
             segment_bytes=data.segment_bytes,
-            context=TaskContext(
-                context.engine(),
-                cache_folder(context.checkpoint),
-                console.note,
-                console.progress,
-                console.warn,
-            ),
+            context=_task_context(context),
             max_bad_fraction=config.max_bad_fraction,
             extra=context.extra_columns,
         )
@@ -227,7 +257,9 @@ def _index(
             f"{context.path}: is preprocessed and has ids instead of categories. Use the raw log "
             f"to slice metrics by {names}."
         )
-    if not context.evaluation_rows:
+    # Lists of any events have the parts of the run's split.
+    has_parts = schema.sequence is not None and context.evaluating and not index.is_preprocessed
+    if not (context.evaluation_rows or has_parts):
         return index, "", (0, index.rows)
     return index, *config.workload.evaluation_rows(config, index)
 

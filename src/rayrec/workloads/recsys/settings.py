@@ -251,7 +251,7 @@ class ClickSettings(Workload):
 
     @property
     def table_schema(self) -> Schema:
-        return self.schema
+        return self.schema if self.schema.sequence is None else self.schema.events
 
     def split_rows(self, path: str, index: LogIndex) -> dict[str, tuple[int, int]]:
         """Return the row range [start, stop) of each set in a training log. Preprocessed data

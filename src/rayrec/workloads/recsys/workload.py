@@ -18,6 +18,7 @@ from rayrec.data.encoding.presets import Preset
 from rayrec.data.engine import Shared, TaskContext
 from rayrec.data.log_source import LogSource, index_log
 from rayrec.data.logs.index import LogIndex
+from rayrec.data.logs.splits import Split
 from rayrec.ingest.block_order import BlockOrder
 from rayrec.schema import PlaceholderSchema, Schema
 from rayrec.workloads.base import RunContext, TrainConfig, WarmStart, WorkerContext, WorkerSetup
@@ -62,6 +63,9 @@ class ClickWorkload(ClickSettings):
             return config
         source = LogSource.at(path, config.train_data.files)
         schema = self.schema
+        if schema.sequence is not None:
+            split = Split(kind="named_files")  # The parts of the lists
+            return config.replace(workload=self.replace(preset=self.preset.replace(split=split)))
         # A placeholder stays one, so that `check` rejects it
         if not isinstance(schema, PlaceholderSchema):
             schema = source.schema(schema, preprocessor=self.preprocessor)
@@ -85,6 +89,11 @@ class ClickWorkload(ClickSettings):
         if config.train_data.path is not None and isinstance(self.schema, PlaceholderSchema):
             self.schema.reject(config.train_data.path)
         check_grouped(self.schema, config.evaluated_data.path)
+        if self.schema.sequence is not None and config.eval_data.path is not None:
+            raise InputError(
+                "eval_data.path: must be None with events, whose split holds out the rows to "
+                f"evaluate, got {config.eval_data.path}. Leave it out, or set split of the schema"
+            )
         if self.preprocessor is not None:
             Preprocessor.load(self.preprocessor)
         for data in (config.train_data, config.eval_data):
@@ -94,7 +103,9 @@ class ClickWorkload(ClickSettings):
                 )
 
     def list_data(self, path: str, names: Sequence[str]) -> list[storage.File]:
-        return LogSource.at(path, names).list_files()
+        source = LogSource.at(path, names)
+        lists = None if self.schema.sequence is None else source.given_lists()
+        return (lists or source).list_files()
 
     def prepare(self, context: RunContext) -> Prepared:
         from rayrec.data.encoding.counts import CountingIndexer
